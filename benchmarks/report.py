@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from membroker.cli.tables import Table, render
 
 Tell = Callable[[str], None]
 REFRESH_PER_SECOND = 2
@@ -35,3 +38,9 @@ def folded(text: str, width: int = 120) -> str:
             lines.append("")
         lines[-1] += f" {word}" if lines[-1] else word
     return "\n".join(lines)
+
+
+def print_tables(tables: Iterable[Table], stream: TextIO) -> None:
+    """Write tables with an empty line between them."""
+    stream.write("\n".join(render(table, stream) for table in tables))
+    stream.flush()

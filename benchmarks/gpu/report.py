@@ -11,10 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
-from membroker.cli.tables import NONE, Table, print_tables
+from membroker.cli.tables import NONE, Table
 from membroker.vmm.sizes import GIB
 
-from ..report import folded
+from ..report import folded, print_tables
 from .figures import OFFLOAD, WORKERS, Row, Section, Share
 from .targets import Goal
 

@@ -11,10 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
-from membroker.cli.tables import NONE, Table, print_tables
+from membroker.cli.tables import NONE, Table
 
 from ..goals import table
-from ..report import folded
+from ..report import folded, print_tables
 from .figures import Figure, Section, Timing
 from .targets import goals
 

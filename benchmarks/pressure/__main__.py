@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from membroker.arguments import bytes_of
-from membroker.cli.tables import print_tables
 from membroker.vmm.sizes import MIB, format_size
 
 from .. import machine
 from ..daemon import Daemon
 from ..goals import Goal, table
 from ..plotting import NoMatplotlib
+from ..report import print_tables
 from . import plot
 from .trace import TENANTS, Numbers
 

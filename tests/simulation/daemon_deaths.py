@@ -207,7 +207,7 @@ class DaemonDeaths:
             world.broker = Broker(rules, self.epoch, world.facts)
         else:
             world.broker = Broker(rules, self.epoch)
-            world.broker.books.ledger = copy.deepcopy(self.books)
+            world.broker.ledger = world.broker.books.ledger = copy.deepcopy(self.books)
             world.broker.books.recallable._ledger = world.broker.books.ledger
             world.broker.books.change_rules(world.broker.rules)  # it decides over that ledger
         world.referee.inherit(dead, torn=bool(self.torn))

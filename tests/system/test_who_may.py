@@ -364,40 +364,10 @@ def test_whose_the_paths_are(owned: Scene) -> None:
     assert {path.stat().st_uid for path in daemon.root.rglob("*") if path.is_dir()} == {0}
 
 
-_FAULTS = """
-import membrokerd.edge.dispatch as dispatch
-import membrokerd.edge.handoff.connection as connection
-import membrokerd.edge.listings as views
-
-def planted(*arguments, **fields):
-    raise RuntimeError("planted")
-
-find = dispatch.Dispatcher.find
-
-def find_or_fault(self, token, endpoint):
-    ticket = find(self, token, endpoint)
-    return planted(token) if ticket.tenant == "blue" else ticket
-
-dispatch.Dispatcher.find = find_or_fault
-views.Views.list_models = planted
-connection.Connection._goodbye = planted
-request = dispatch.Dispatcher.request
-
-def request_or_fault(self, session, tenant, *rest):
-    faults = type(rest[1]).__name__ == "DeclareMemoryRequest"
-    return planted(self, rest) if faults else request(self, session, tenant, *rest)
-
-dispatch.Dispatcher.request = request_or_fault
-"""
-"""Faults of a broker where it has a token in its hands: as it looks one up, as it answers one, on both transports."""
-
-
 @pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Daemon]:
+def faulty() -> Iterator[Daemon]:
     """A daemon with faults, at the level debug. It is killed: it may not be well."""
-    (tmp_path / "sitecustomize.py").write_text(_FAULTS)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    with running() as daemon:
+    with running(module="tests.support.faulty_daemon") as daemon:
         try:
             yield daemon
         finally:

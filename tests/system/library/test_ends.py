@@ -18,6 +18,7 @@ import membroker
 from membroker import LocalSource, VirtualMemoryPool
 from membroker.errors import ClosedError, DeviceFailure
 from membroker.memory.buffer import Buffer
+from membroker.memory.local_source import PACKET
 from membroker.vmm.driver import Driver, DriverError, Location
 from membroker.vmm.host.driver import HostDriver
 
@@ -75,16 +76,16 @@ def test_what_could_not_be_given_back_is_held_until_it_is_closed_again(
 
 
 def test_what_an_allocation_could_not_take_back_is_spare(driver: HostDriver) -> None:
-    """Memory comes for the first of two holes and not for the second: it is charged, can be used, and goes back."""
-    with LocalSource(driver, limit=2 * PAGE) as source:
-        with VirtualMemoryPool(source, 8 * PAGE, PAGE, spare_pages=1) as pool:
-            pool.allocate(PAGE, PAGE)
-            pool.deallocate(PAGE, PAGE)
-            fail_once(driver, "unmap")
+    """Memory comes for the first packet and not for the second: it is charged, can be used, and goes back."""
+    with LocalSource(driver) as source:
+        with VirtualMemoryPool(source, 2 * PACKET * PAGE, PAGE) as pool:
+            fail_once(driver, "lend", 2)
+            for _ in range(2):  # it is tried again
+                fail_once(driver, "unmap")
             with pytest.raises(DeviceFailure, match="CAPTURE"):
-                pool.allocate(0, 3 * PAGE)
-            assert source.physical_usage_bytes == used(driver) == pool.physical_usage_bytes == 2 * PAGE
-            pool.allocate(0, 2 * PAGE)
+                pool.allocate(0, (PACKET + 1) * PAGE)
+            assert source.physical_usage_bytes == used(driver) == pool.physical_usage_bytes == PACKET * PAGE
+            pool.allocate(0, PACKET * PAGE)
         assert source.physical_usage_bytes == used(driver) == 0
 
 
