@@ -15,6 +15,7 @@ from ...errors import InvalidRequest
 
 TESTED: Final = "0.24."
 """How versions begin that were run."""
+_NEEDED: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _CONNECTOR: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
 _POOL: Final = "vllm.v1.core.block_pool:BlockPool"
 _WORKER: Final = "vllm.v1.worker.gpu_worker:Worker"
@@ -44,12 +45,15 @@ METHODS: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     (_WORKER, "initialize_from_config", ("kv_cache_config",)),
     (_WORKER, "compile_or_warm_up_model", ()),
     (_WORKER, "shutdown", ()),
-    ("vllm.v1.attention.backend:AttentionBackend", "get_kv_cache_shape", ("num_blocks", "block_size")),
-    ("vllm.v1.attention.backend:AttentionBackend", "get_kv_cache_block_dim", ("block_size", "num_kv_heads")),
+    (
+        "vllm.v1.attention.backend:AttentionBackend",
+        "get_kv_cache_block_dim",
+        ("block_size", "num_kv_heads", "head_size"),
+    ),
     ("vllm.v1.attention.backend:AttentionBackend", "get_kv_cache_stride_order", ("include_num_layers_dimension",)),
     ("vllm.model_executor.layers.attention_layer_base:AttentionLayerBase", "get_attn_backend", ()),
 )
-"""Class, method, and the parameters in order, without `self`. The method may have more behind them."""
+"""Class, method, and its parameters in order, without `self`. It may have more that are optional."""
 PROPERTIES: Final = ((_CONNECTOR, "prefer_cross_layer_blocks"),)
 ATTRIBUTES: Final = (
     ("vllm.v1.core.block_pool:BlockPool", ("num_gpu_blocks", "blocks", "null_block", "free_block_queue")),
@@ -69,8 +73,10 @@ def differences() -> Iterator[str]:
         if found is None:
             yield f"{place} has no {method}"
             continue
-        names = [name for name in inspect.signature(found).parameters if name not in ("self", "cls")]
-        if tuple(names[: len(expected)]) != expected:
+        parameters = [one for name, one in inspect.signature(found).parameters.items() if name not in ("self", "cls")]
+        names = tuple(one.name for one in parameters)
+        rest = parameters[len(expected) :]
+        if names[: len(expected)] != expected or any(one.default is one.empty and one.kind in _NEEDED for one in rest):
             yield f"{place}.{method} takes ({', '.join(names)}), not ({', '.join(expected)})"
     for place, name in PROPERTIES:
         if not isinstance(getattr(_load(place), name, None), property):
