@@ -119,6 +119,14 @@ def prepared(program: Program, name: str) -> Call:
         case "deallocate":
             pool = program.pool(3)
             return lambda: pool.deallocate(0, 2 * PAGE)
+        case "allocate ranges" | "deallocate ranges":
+            pool = program.pool(2, spare_pages=1)
+            pool.deallocate(PAGE, PAGE)
+            ranges = [(at * PAGE, PAGE) for at in (1, 5, 6, 20)]
+            if name == "allocate ranges":
+                return lambda: pool.allocate_ranges(ranges)
+            pool.allocate_ranges(ranges)
+            return lambda: pool.deallocate_ranges(ranges)
         case "free":
             pool = program.pool(3)
             return lambda: pool.free(pool.base_address)
@@ -207,6 +215,8 @@ CALLS = [
         "answer one recall",
         "hold up recalls",
         "lend to a framework",
+        "allocate ranges",
+        "deallocate ranges",
         "allocate without a broker",
         "deallocate without a broker",
     ),

@@ -3,8 +3,9 @@
 This module only lists the public names. `membroker.kv.capture` needs PyTorch, and is imported by itself.
 """
 
-from .cache import CacheStats, ElasticCache
+from .cache import ElasticCache
 from .engine import Engine, Fence
 from .layout import Layout, Strided
+from .state import CacheStats
 
 __all__ = ["CacheStats", "ElasticCache", "Engine", "Fence", "Layout", "Strided"]

@@ -11,10 +11,10 @@ wait for a fence, and unmap.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from ..errors import InvalidRequest
-from .layout import Layout
+from .layout import MAX_BLOCKS, Layout
 
 HELD, ASKED, MAPPED, DRAINING, RETIRING, LEAVING = range(6)
 """Without memory / being borrowed and mapped / with memory / to go, and blocks of it are still in use / to go, and the
@@ -69,6 +69,10 @@ class Balloon:
         self._missing = [len(layout.touched(block)) for block in range(layout.blocks)]
         self._out = bytearray(layout.blocks)
         self._ready: set[int] = set()
+        self._cached: dict[int, float] = {}
+        """The warmth of groups that had nothing but cached contents when they were last looked at."""
+        self._next = layout.groups
+        """A sweep goes on below this group."""
         self._always = frozenset(always)
         self.first = sorted({group for block in always for group in layout.touched(block)})
         """The groups of `always`."""
@@ -162,38 +166,91 @@ class Balloon:
         size: int,
         unused: Callable[[Sequence[int]], Collection[int]],
         warmth: Callable[[Sequence[int]], float],
+        *,
+        most: int = MAX_BLOCKS,
     ) -> list[int]:
-        """Choose groups to release, begin to drain them, and return them.
+        """Choose groups to release, begin to drain them, and return them. Nothing goes below the floor.
 
-        `size` is what others want back in bytes, what is going already included: up to so many bytes go, whatever the
-        engine wants, and busy groups too. Otherwise groups go that the engine does not want. Nothing goes below the
-        floor. `unused(blocks)` returns those of the engine's blocks that no request uses, `warmth(blocks)` when their
+        `size` is what others want back in bytes, what is going already included. Until so many bytes go, all groups are
+        looked at: free ones go first, the highest first; then the coldest cached ones; then busy ones, those with the
+        fewest used blocks first, whatever the engine wants.
+
+        Otherwise groups go that the engine does not want: free ones, sparse ones, and the coldest cached ones beyond
+        `keep`. One call looks at about `most` blocks, and the next one goes on from there: see `is_sweeping`.
+
+        `unused(blocks)` returns those of the engine's blocks that no request uses, `warmth(blocks)` when their
         cached contents were last of use (a larger number is later), or 0 without any.
-
-        Free groups go first, the highest first; then the coldest cached ones; then those with the fewest used blocks.
         """
-        groups = [group for group in self.groups_in(MAPPED) if group not in self.first]
-        if not groups or (self.going_bytes >= size and self.available < want + self.ahead):
-            return []
-        free = self._unused(groups, unused)
-        looks = [self._look(group, free, warmth) for group in groups]
-        cached = sum(self._bytes[look.group] for look in looks if look.warmth and not look.used)
-        left, chosen = self.available, []
-        for look in sorted(looks, key=_Look.order):
-            length, loss = self._bytes[look.group], self._loss(look.group, free)
-            if self.staying_bytes - length < self.floor:
-                continue
-            is_cached = bool(look.warmth and not look.used)
-            if self.going_bytes >= size:  # the rest goes only if the engine does not miss it
-                is_sparse = 2 * look.used <= len(self.layout.members(look.group)) and not look.warmth
-                may_go = cached > self.keep if is_cached else not look.used or is_sparse
-                if not may_go or left - loss < want + self.ahead:
-                    continue
-            cached -= length * is_cached
-            left -= loss
-            self._move(look.group, "chosen")
-            chosen.append(look.group)
+        ask = _Ask(unused, warmth)
+        return self._choose_asked(size, ask) if size > self.going_bytes else self._choose_spare(want, ask, most)
+
+    @property
+    def is_sweeping(self) -> bool:
+        """Whether the last `choose` has not looked at all groups, and the next one goes on."""
+        return self._next < self.layout.groups
+
+    def _choose_asked(self, size: int, ask: _Ask) -> list[int]:
+        chosen = []
+        looks = [self._look(group, ask) for group in self.groups_in(MAPPED) if group not in self.first]
+        for look in sorted(looks, key=lambda look: (look.used, look.warmth, -look.group)):
+            if self.going_bytes >= size:
+                break
+            if self.staying_bytes - self._bytes[look.group] >= self.floor:
+                self._move(look.group, "chosen")
+                chosen.append(look.group)
         return chosen
+
+    def _choose_spare(self, want: int, ask: _Ask, most: int) -> list[int]:
+        left, chosen = self.available - want - self.ahead, list[int]()
+        if left < 0:
+            self._next = self.layout.groups
+            return chosen
+
+        def spare(look: _Look) -> None:
+            nonlocal left
+            if look.loss <= left and self.staying_bytes - self._bytes[look.group] >= self.floor:
+                left -= look.loss
+                self._move(look.group, "chosen")
+                chosen.append(look.group)
+
+        for group in self._next_groups(most):
+            look = self._look(group, ask)
+            if not look.warmth and 2 * look.used <= len(self.layout.members(group)):
+                spare(look)
+        cached = sum(self._bytes[group] for group in self._cached)
+        for group in sorted(self._cached, key=self._cached.__getitem__):
+            if cached <= self.keep:
+                break
+            look = self._look(group, ask)  # it may be busy by now
+            cached -= self._bytes[group]
+            if not look.used:
+                spare(look)
+        return chosen
+
+    def _next_groups(self, most: int) -> list[int]:
+        """Return the next mapped groups of a sweep from the highest to the lowest, with about `most` blocks."""
+        found, blocks = [], 0
+        while self._next and blocks < most:
+            self._next -= 1
+            if self._states[self._next] == MAPPED and self._next not in self.first:
+                found.append(self._next)
+                blocks += len(self.layout.members(self._next))
+        if not self._next:
+            self._next = self.layout.groups
+        return found
+
+    def _look(self, group: int, ask: _Ask) -> _Look:
+        """Look at a group, and note whether it has nothing but cached contents."""
+        members = self.layout.members(group)
+        with_engine = [block for block in members if self._out[block]]
+        free = ask.unused(with_engine)
+        used, warmth = len(with_engine) - len(free), ask.warmth(list(free)) if free else 0.0
+        if warmth and not used:
+            self._cached[group] = warmth
+        else:
+            self._cached.pop(group, None)
+        ready = 0 if len(with_engine) == len(members) else sum(block in self._ready for block in members)
+        return _Look(group, used, warmth, ready + sum(not self._missing[block] for block in free))
 
     def draining_blocks(self) -> list[int]:
         """Return the engine's blocks that are to be held as soon as no request uses them."""
@@ -260,6 +317,7 @@ class Balloon:
         self._charged[after] += self._bytes[group]
         change = (before == MAPPED) - (after == MAPPED)
         if change:
+            self._cached.pop(group, None)
             for block in self.layout.members(group):
                 self._missing[block] += change
                 if not self._missing[block] and not self._out[block]:
@@ -267,30 +325,22 @@ class Balloon:
                 else:
                     self._ready.discard(block)
 
-    def _unused(self, groups: Sequence[int], unused: Callable[[Sequence[int]], Collection[int]]) -> set[int]:
-        """Return the blocks of groups that no request uses, those included that the engine does not have."""
-        blocks = sorted({block for group in groups for block in self.layout.members(group)})
-        with_engine = [block for block in blocks if self._out[block]]
-        return set(blocks).difference(with_engine).union(unused(with_engine))
 
-    def _look(self, group: int, free: Collection[int], warmth: Callable[[Sequence[int]], float]) -> _Look:
-        members = self.layout.members(group)
-        cached = [block for block in members if block in free and self._out[block]]
-        return _Look(group, sum(block not in free for block in members), warmth(cached) if cached else 0.0)
+class _Ask(NamedTuple):
+    """The questions to the engine."""
 
-    def _loss(self, group: int, free: Collection[int]) -> int:
-        """Return how many blocks the engine would miss at once."""
-        return sum(block in free and not self._missing[block] for block in self.layout.members(group))
+    unused: Callable[[Sequence[int]], Collection[int]]
+    warmth: Callable[[Sequence[int]], float]
 
 
-class _Look:
-    """What is in a group: how many of its blocks requests use, and how warm the cached contents of the others are."""
+class _Look(NamedTuple):
+    """What is in a group.
 
-    __slots__ = ("group", "used", "warmth")
+    `used` blocks are used by requests, `warmth` is that of the others, and `loss` is how many blocks the engine would
+    miss at once without the group.
+    """
 
-    def __init__(self, group: int, used: int, warmth: float) -> None:
-        self.group, self.used, self.warmth = group, used, warmth
-
-    def order(self) -> tuple[int, float, int]:
-        """Return a key by which the groups that should go first come first."""
-        return self.used, self.warmth, -self.group
+    group: int
+    used: int
+    warmth: float
+    loss: int

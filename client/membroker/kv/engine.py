@@ -26,8 +26,8 @@ class Engine(Protocol):
 
     The engine has a free list of blocks and counts who uses each block. The cache calls these verbs in the engine's
     scheduler thread, inside `ElasticCache.grow` and `turn`, and in a thread of its own between `ElasticCache.rest` and
-    `wake`: never two at a time. They work on lists and return at once: no verb may wait, use the cache or call a
-    broker. An exception ends the call of `turn` that it came from.
+    `wake`: never two at a time. They work on lists and return at once. A verb may not wait, call the cache or a broker,
+    or take a lock that the engine holds while it calls the cache. An exception ends the call that it came from.
     """
 
     def need(self) -> int:
@@ -64,6 +64,7 @@ class Engine(Protocol):
     def preempt(self, blocks: Sequence[int]) -> bool:
         """Preempt the requests that use any of these blocks, now or in the next steps; return False if that cannot be.
 
-        The requests wait until there is room, and are computed again. Only a recall leads to this.
+        The requests wait until there is room, and are computed again. Only a recall or `ElasticCache.shrink` leads to
+        this. It is called again with blocks that are still in use at the next turn.
         """
         ...

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import groupby
-from typing import Protocol
+from typing import Protocol, overload
 
 from ..arguments import Progress
 from ..errors import AlreadyMapped, CompactionFailed, InvalidRequest, OutOfMemory
@@ -92,7 +92,7 @@ class Backing:
             if self._ahead is not None:
                 self._ahead.took(len(pages), self._table.spare)
             return [pages]
-        size, offsets = self._page_size, list[int]()
+        size = self._page_size
         with Operation(self.holding) as operation:
             runs = self._claim(operation, choose, self._table.check_unused)
             with self._lock:
@@ -101,9 +101,10 @@ class Backing:
                     missing += self._table.unbacked(pages)
                     before.append((pages, self._table.picture(pages)))
             operation.undo.append(lambda: self._restore(before))
-            for run in missing:
-                offsets += range(run.start * size, run.stop * size, size)
             if missing:
+                offsets: Sequence[int] = range(missing[0].start * size, missing[0].stop * size, size)
+                if len(missing) > 1:
+                    offsets = _Offsets(missing, size)
                 placing = Placing(self.holding, offsets)
                 operation.undo.append(placing.take_back)
                 try:
@@ -496,6 +497,30 @@ class Backing:
 
     def _bytes(self, pages: range) -> tuple[int, int]:
         return pages.start * self._page_size, len(pages) * self._page_size
+
+
+class _Offsets(Sequence[int]):
+    """The offsets of the pages of some runs, without a list: a request may be far larger than the device."""
+
+    def __init__(self, runs: Sequence[range], page_size: int) -> None:
+        self._runs = [range(run.start * page_size, run.stop * page_size, page_size) for run in runs]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._runs))
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, int):
+            return self[index : index + 1][0]
+        first, stop, _ = index.indices(len(self))
+        found: list[int] = []
+        for run in self._runs:
+            found += run[max(0, first) : max(0, stop)]
+            first, stop = first - len(run), stop - len(run)
+        return found
 
 
 def _page(page: int) -> range:

@@ -110,6 +110,34 @@ def test_what_the_engine_wants_stays_but_for_a_recall() -> None:
     assert balloon.choose(8, 9 * PAGE, all_unused, cold) == [3, 2], "and the floor stays"
 
 
+def test_a_sweep_looks_at_few_groups_at_a_time() -> None:
+    """A scheduler has no time for thousands of blocks in a step: each call goes on where the last one ended."""
+    balloon = Balloon(block_major(MIB, 20))
+    with_memory(balloon, 10)
+    asked: list[int] = []
+
+    def unused(blocks: Sequence[int]) -> list[int]:
+        asked.extend(blocks)
+        return []
+
+    looks = []
+    for _ in range(3):
+        balloon.choose(1, 0, unused, cold, most=6)
+        looks.append((asked[:], balloon.is_sweeping))
+        asked.clear()
+    assert looks == [
+        ([18, 19, 16, 17, 14, 15], True),
+        ([12, 13, 10, 11, 8, 9], True),
+        ([6, 7, 4, 5, 2, 3], True),
+    ]
+    balloon.choose(1, 0, unused, cold, most=6)
+    assert (asked, balloon.is_sweeping) == ([], False), "block 0 is always there"
+    balloon.choose(1, 0, unused, cold, most=1)
+    assert asked == [18, 19]
+    balloon.choose(20, 0, unused, cold)
+    assert not balloon.is_sweeping, "there is nothing to spare now"
+
+
 def test_a_busy_group_goes_when_its_last_request_ends() -> None:
     """The free blocks of a sparse group are held, so no new request goes there. It retires with its last block."""
     balloon = Balloon(block_major(512 << 10, 16))
@@ -190,6 +218,7 @@ class Machine:
         self.step_number = 0
         self.last_use = [0] * blocks
         self.recalled = 0
+        self.quiet_steps = 0
         for group in self.balloon.first:
             self.balloon.asked(group)
             self.balloon.mapped(group)
@@ -220,10 +249,16 @@ class Machine:
             self.recalled = 0
         balloon.check()
 
+    def is_sweeping(self) -> bool:
+        """Some groups were not looked at since all was quiet."""
+        self.quiet_steps += 1
+        return self.quiet_steps < 2 * self.balloon.layout.groups
+
     def give_back(self, want: int) -> None:
         balloon, engine = self.balloon, self.engine
         before = balloon.staying_bytes
-        chosen = balloon.choose(want, self.recalled, engine.unused, engine.warmth)
+        most = self.rng.choice([1, 20, 1000])
+        chosen = balloon.choose(want, self.recalled, engine.unused, engine.warmth, most=most)
         assert set(chosen).isdisjoint(balloon.first)
         assert not chosen or balloon.staying_bytes >= balloon.floor, f"{before} bytes are below the floor now"
         blocks = engine.unused(balloon.draining_blocks())
@@ -271,11 +306,12 @@ class Machine:
             self.unmap()
             self.borrow(want)
             self.balloon.check()
-            if not (self.engine.waiting or self.engine.running or self.balloon.going_bytes):
+            if not (self.engine.waiting or self.engine.running or self.balloon.going_bytes or self.is_sweeping()):
                 return
         raise AssertionError(f"{len(self.engine.waiting)} requests never end, of {self.engine.need()} blocks")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(40))
 def test_random_traces(number: int) -> None:
     """Requests come and go, the broker refuses and recalls, fences are late: no block is lost or used without memory.

@@ -9,118 +9,19 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 
 import pytest
 from tests.support.daemons import until
-from tests.support.fake_lender import PAGE, Lender
+from tests.support.fake_lender import PAGE
 from tests.support.sizes import KIB, MIB
-from tests.support.toy_engine import Fence, Memory, Request, ToyEngine
+from tests.support.toy_engine import Fence, Request, ToyEngine
+from tests.support.toy_serving import BLOCKS, Recall, Recalled, an_engine, serving, step, steps
 
 from membroker.errors import ClosedError, InvalidRequest, OutOfMemory
 from membroker.kv import ElasticCache, Layout, Strided
-from membroker.kv.cache import LINGER_SECONDS
+from membroker.kv.state import LINGER_SECONDS
 from membroker.pool.pool import VirtualMemoryPool
-from membroker.session.recalls import DEFERRED
 from membroker.vmm.driver import DriverError
-
-BLOCKS = 64
-
-
-class Recall:
-    """A recall of `size` bytes, as the library shows it. `answers` counts the calls of `done`."""
-
-    location = "device"
-
-    def __init__(self, lender: Recalled, size: int, seconds: float = 30.0) -> None:
-        self.size, self.deadline = size, time.monotonic() + seconds
-        self._lender, self._before = lender, lender.released_bytes
-        self.answers = 0
-        self.answered_at = 0.0
-
-    @property
-    def remaining(self) -> int:
-        return max(0, self.size + self._before - self._lender.released_bytes)
-
-    def done(self) -> None:
-        self.answers += 1
-        self.answered_at = time.monotonic()
-
-
-class Recalled(Lender):
-    """A lender that asks for memory back, as the model of a broker."""
-
-    resource_name = "tenants/red/models/m"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.callback: Callable[[object], object] | None = None
-        self.released_bytes = 0
-        self._recalls = self
-
-    def give_back(self, extent_ids: Sequence[int]) -> None:
-        self.released_bytes += sum(self.lent.get(extent_id, 0) for extent_id in extent_ids)
-        super().give_back(extent_ids)
-
-    def on_recall(self, callback: Callable[[object], object] | None) -> None:
-        self.callback = callback
-
-    def callback_of(self, name: str) -> object:
-        assert name == self.resource_name
-        return self.callback
-
-    def recall(self, size: int, seconds: float = 30.0) -> Recall:
-        one = Recall(self, size, seconds)
-        assert self.callback(one) is DEFERRED
-        return one
-
-
-@pytest.fixture
-def lender() -> Iterator[Recalled]:
-    lender = Recalled()
-    yield lender
-    until(lambda: not [one for one in threading.enumerate() if one.name.startswith("membroker-kv")])
-    lender.settle()
-    assert (lender.lent, lender.used_bytes, lender.callback) == ({}, 0, None)
-    lender.driver.close()
-    lender.device.close()
-
-
-@contextmanager
-def serving(
-    lender: Lender, engine: ToyEngine, *, block: int = 768 * KIB, layers: int = 1, **bounds: object
-) -> Iterator[ElasticCache]:
-    """Serve `engine` from a new pool: block-major, or with a tensor for each layer."""
-    step = -(-block * BLOCKS // PAGE) * PAGE
-    with VirtualMemoryPool(lender, layers * step, PAGE) as pool:
-        tensors = [Strided(pool.base_address + n * step, block, block) for n in range(layers)]
-        Memory(tensors, engine)
-        with ElasticCache(pool, Layout(pool.base_address, PAGE, BLOCKS, tensors), **bounds) as cache:
-            cache.attach(engine)
-            yield cache
-
-
-def an_engine(*, growth: float = 0.0, **kind: bool) -> ToyEngine:
-    engine = ToyEngine(BLOCKS, random.Random(1), **kind)
-    engine.growth = growth
-    return engine
-
-
-def step(cache: ElasticCache, engine: ToyEngine) -> None:
-    cache.grow()
-    engine.step()
-    cache.turn()
-
-
-def steps(cache: ElasticCache, engine: ToyEngine, state: Callable[[], object]) -> None:
-    """Step until it is so."""
-
-    def look() -> bool:
-        step(cache, engine)
-        return bool(state())
-
-    until(look)
 
 
 def test_it_grows_and_shrinks(lender: Recalled) -> None:
@@ -170,8 +71,10 @@ def test_nothing_goes_before_its_fence(lender: Recalled) -> None:
         steps(cache, engine, lambda: engine.finished)
         lent = lender.lent_bytes
         steps(cache, engine, lambda: cache.stats().going_bytes)
-        time.sleep(0.05)  # the thread looks at the fence all the time
+        looks = engine.fences[-1].looks
+        steps(cache, engine, lambda: engine.fences[-1].looks > looks + 10)
         assert lender.lent_bytes == lent
+        assert not any(fence.early_waits for fence in engine.fences)
         grants = cache.stats().grants
         engine.add(Request(20, decode_left=1))
         steps(cache, engine, lambda: engine.finished == 2)
@@ -266,97 +169,6 @@ def test_bounds(lender: Recalled) -> None:
         until(lambda: lender.lent_bytes == 3 * PAGE)
 
 
-class TestRecall:
-    def test_free_pages_go_first(self, lender: Recalled) -> None:
-        """Prefixes stay cached as long as free pages are enough, then the coldest goes."""
-        engine = an_engine(caches=True)
-        with serving(lender, engine, block=MIB, ahead=8 * PAGE) as cache:
-            until(lambda: lender.lent_bytes >= 9 * PAGE)
-            engine.add(Request(5, prefix=1, decode_left=1))
-            steps(cache, engine, lambda: engine.finished)
-            lender.capacity = 0
-            recall = lender.recall(6 * PAGE)
-            steps(cache, engine, lambda: recall.answers)
-            assert (recall.remaining, len(engine.contents)) == (0, 5)
-            recall = lender.recall(lender.lent_bytes - PAGE)
-            steps(cache, engine, lambda: recall.answers)
-            assert (recall.remaining, lender.lent_bytes) == (0, PAGE)
-            assert len(engine.contents) == 1, "the block that shares a page with block 0"
-
-    def test_requests_are_preempted_and_finish_later(self, lender: Recalled) -> None:
-        engine = an_engine()
-        with serving(lender, engine, block=MIB) as cache:
-            for _ in range(4):
-                engine.add(Request(6, decode_left=10_000))
-            steps(cache, engine, lambda: len(engine.running) == 4)
-            recall = lender.recall(8 * PAGE)
-            step(cache, engine)
-            until(lambda: recall.answers)
-            assert recall.remaining == 0
-            assert 1 <= engine.preempted < 4
-            assert engine.running, "one request has its memory still"
-            for request in engine.running + engine.waiting:
-                request.decode_left = 2
-            steps(cache, engine, lambda: engine.finished == 4)
-
-    def test_without_preemption_it_is_answered_in_time(self, lender: Recalled) -> None:
-        """The pages stay busy. The answer comes before the deadline, and the rest is kept."""
-        engine = an_engine(preempts=False)
-        with serving(lender, engine, block=MIB) as cache:
-            engine.add(Request(20, decode_left=1 << 60))
-            steps(cache, engine, lambda: engine.running)
-            lent = lender.lent_bytes
-            recall = lender.recall(8 * PAGE, seconds=1.0)
-            steps(cache, engine, lambda: recall.answers)
-            assert recall.answered_at < recall.deadline
-            assert lender.lent_bytes >= lent - PAGE
-            engine.running[0].decode_left = 1
-            steps(cache, engine, lambda: engine.finished)
-
-    def test_an_engine_at_rest(self, lender: Recalled) -> None:
-        engine = an_engine(caches=True)
-        with serving(lender, engine, block=MIB) as cache:
-            engine.add(Request(20, prefix=1))
-            steps(cache, engine, lambda: engine.finished)
-            cache.rest()
-            recall = lender.recall(6 * PAGE)
-            until(lambda: recall.answers)
-            assert recall.remaining == 0
-
-    def test_an_engine_that_makes_no_step(self, lender: Recalled) -> None:
-        """It hangs in a step. The recall is answered before the deadline, with nothing released."""
-        engine = an_engine()
-        with serving(lender, engine, block=MIB) as cache:
-            engine.add(Request(20, decode_left=1 << 60))
-            steps(cache, engine, lambda: engine.running)
-            recall = lender.recall(6 * PAGE, seconds=1.0)
-            until(lambda: recall.answers)
-            assert recall.answered_at < recall.deadline
-            assert recall.remaining == 6 * PAGE
-
-    def test_nothing_is_borrowed_meanwhile(self, lender: Recalled) -> None:
-        engine = an_engine(preempts=False)
-        with serving(lender, engine, block=MIB) as cache:
-            engine.add(Request(10, decode_left=1 << 60))
-            steps(cache, engine, lambda: engine.running)
-            recall = lender.recall(6 * PAGE)
-            step(cache, engine)
-            grants = cache.stats().grants
-            engine.add(Request(20))
-            for _ in range(50):
-                step(cache, engine)
-            assert (cache.stats().grants, recall.answers) == (grants, 0)
-            engine.running[0].decode_left = 1
-            steps(cache, engine, lambda: engine.finished == 2)
-            assert recall.answers == 1
-
-    def test_host_memory_is_not_the_caches(self, lender: Recalled) -> None:
-        with serving(lender, an_engine()):
-            recall = Recall(lender, PAGE)
-            recall.location = "host"
-            assert lender.callback(recall) is None
-
-
 def test_shrink(lender: Recalled) -> None:
     """An engine is told to sleep: all but the first page goes, whatever its requests want."""
     engine = an_engine()
@@ -444,6 +256,11 @@ def test_what_is_refused(lender: Recalled) -> None:
             ElasticCache(pool, layout, floor="4MiB", ceiling="2MiB")
         with pytest.raises(InvalidRequest, match="the floor"):
             ElasticCache(pool, layout, floor=-1)
+        for more in ({"spare_pages": 1}, {"ahead": 1}):
+            with VirtualMemoryPool(lender, BLOCKS * MIB, PAGE, **more) as other:
+                start = other.base_address
+                with pytest.raises(InvalidRequest, match="no spare pages"):
+                    ElasticCache(other, Layout(start, PAGE, BLOCKS, [Strided(start, MIB, MIB)]))
         lender.capacity = 0
         with pytest.raises(OutOfMemory):
             ElasticCache(pool, layout)
@@ -460,6 +277,7 @@ def test_a_closed_pool_ends_its_threads(lender: Recalled) -> None:
             cache.turn()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(6))
 def test_random_traffic(lender: Recalled, number: int) -> None:
     """Requests, refusals, recalls and rests in any order: blocks keep their bytes, and all requests finish.
@@ -487,7 +305,7 @@ def test_random_traffic(lender: Recalled, number: int) -> None:
             took.append(time.perf_counter() - began)
             if not (engine.waiting or engine.running):
                 cache.rest()
-            with cache._lock:
+            with cache._state._lock:
                 cache._balloon.check()
         lender.capacity = 1 << 40
         steps(cache, engine, lambda: not (engine.waiting or engine.running))

@@ -9,6 +9,7 @@ from tests.support.fake_lender import PAGE, Lender, put, state, text
 
 from membroker.errors import AlreadyMapped, DeviceFailure, InvalidOffset, InvalidRequest, NotMapped, OutOfMemory
 from membroker.memory.lender import Placement
+from membroker.memory.local_source import LocalSource
 from membroker.pool.pool import VirtualMemoryPool
 from membroker.vmm.driver import DriverError, Location
 
@@ -73,6 +74,13 @@ class TestAllocate:
         for page in (1, 2, 3, 8, 9, 30, 31):
             put(pool, page, bytes([page]))
         assert [text(pool, page, 1)[0] for page in (1, 2, 3, 8, 9, 30, 31)] == [1, 2, 3, 8, 9, 30, 31]
+
+    def test_far_more_than_there_is(self) -> None:
+        """32 TiB in two ranges: refused at once, before anything is made for each page."""
+        with LocalSource("host", limit="64MiB") as source, VirtualMemoryPool(source, "64TiB", PAGE) as pool:
+            with pytest.raises(OutOfMemory):
+                pool.allocate_ranges([(0, "16TiB"), (1 << 45, "16TiB")])
+            assert pool.physical_usage_bytes == 0
 
     def test_none(self, pool: VirtualMemoryPool, borrowed: list[tuple[int, bool]]) -> None:
         pool.allocate_ranges([])

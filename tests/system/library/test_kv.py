@@ -23,6 +23,8 @@ from tests.support.workers import worker
 import membroker
 from membroker.kv import ElasticCache, Layout, Strided
 
+pytestmark = pytest.mark.slow
+
 PAGE = 4 * MIB
 BLOCK = 7 * MIB // 4
 BLOCKS = 256
@@ -111,7 +113,7 @@ def lent(server: Server) -> int:
 
 
 def test_two_engines_trade_memory(daemon: Daemon, seed: int) -> None:
-    """The first takes nearly all; when it rests, the second does, and back. Each burst ends with all requests served."""
+    """The first takes nearly all; when it rests, the second does, and back. Each burst ends with all requests done."""
     with serving(daemon, "red", seed) as red, serving(daemon, "blue", seed + 1) as blue:
         for turn in range(3):
             for server, other in ((red, blue), (blue, red)):
@@ -131,15 +133,20 @@ def test_a_busy_engine_gives_way_to_a_guarantee(seed: int) -> None:
     Red's youngest requests are preempted and go on later. Neither engine's scheduler was held up.
     """
     with running(GUARANTEES) as daemon, serving(daemon, "red", seed) as red, serving(daemon, "blue", seed + 1) as blue:
-        for _ in range(12):
-            red.add(Request(12, decode_left=400))
-        until(lambda: lent(red) > 200 * MIB)
+        red.engine.growth = 0.0
+        work = [Request(12, decode_left=1 << 60) for _ in range(12)]
+        for request in work:
+            red.add(request)
+        until(lambda: lent(red) > 200 * MIB and len(red.engine.running) == 11)
+        assert red.engine.preempted == 0
         began = time.monotonic()
         for _ in range(2):
             blue.add(Request(24, decode_left=50))
         until(lambda: blue.engine.finished == 2)
         took = time.monotonic() - began
         assert red.engine.preempted
+        for request in work:
+            request.decode_left = 2
         until(lambda: red.engine.finished == 12)
         assert red.engine.held.isdisjoint(red.engine.used)
         print(f"blue was served after {took:.2f} s; the longest call of the cache took")

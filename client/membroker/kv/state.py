@@ -1,0 +1,267 @@
+"""`CacheState`: what an engine's scheduler thread and the two threads of its cache share, under one lock.
+
+Owns the balloon, the fences, the open recall, and what is wanted. The lock is held for operations on lists alone: no
+method may call a broker, a driver or a pool, because the scheduler thread would wait for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from .balloon import RETIRING, Balloon
+from .engine import Engine, Fence
+
+LINGER_SECONDS: Final = 0.25
+"""What the engine needed in this time or the time before is kept: need goes up and down with each batch."""
+BLOCKS_PER_TURN: Final = 2048
+"""How many blocks a turn looks at for what can go, unless there is a recall: 0.3 ms."""
+FENCE_SECONDS: Final = 0.001
+"""How often a fence is looked at. A step of an engine takes 10 to 30 ms."""
+LOOK_SECONDS: Final = 1.0
+"""How often a thread without work looks whether the pool was closed."""
+ANSWER_SECONDS: Final = 0.1
+"""A recall is answered so long before its deadline, whatever has been released by then."""
+LOOKS_AT_REST: Final = 3
+"""After so many looks that found nothing to release, an engine at rest has no more than it wants."""
+
+
+class Recall(Protocol):
+    """A recall of the broker, as `membroker.Recall`."""
+
+    @property
+    def remaining(self) -> int:
+        """Bytes that are still asked for."""
+        ...
+
+    @property
+    def deadline(self) -> float:
+        """When the answer is due, by `time.monotonic`."""
+        ...
+
+    def done(self) -> None:
+        """Answer it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Figures of one moment.
+
+    `blocks` have memory and are with the engine, or will be with its next `grow`; `wanted_blocks` is what it needs.
+    `charged_bytes` are borrowed, and `going_bytes` of them are to be released. `grants` and `refusals` count answers
+    of the broker since the beginning.
+    """
+
+    blocks: int
+    wanted_blocks: int
+    charged_bytes: int
+    going_bytes: int
+    grants: int
+    refusals: int
+
+
+class CacheState:
+    """The state of one cache. Every method may be called by any thread."""
+
+    def __init__(self, balloon: Balloon, want: int) -> None:
+        self._balloon = balloon
+        self._want = want
+        self._peaks = [0, 0]
+        """The most that was wanted since the last look, and between that and the one before."""
+        self._look_at = 0.0
+        self._looks_left = 0
+        """How many looks an engine at rest still has to make."""
+        self._fences: dict[int, Fence] = {}
+        self._recall: Recall | None = None
+        self._tried: Recall | None = None
+        """The recall for which groups were chosen last."""
+        self._owed = 0
+        """Bytes that `shrink` asked for and that are not released yet."""
+        self._ahead_at = 0.0
+        """When something may be asked ahead of need, after a refusal."""
+        self._grants = self._refusals = 0
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        """Told of each answer of the broker."""
+
+    # Growing
+
+    def want(self, blocks: int) -> bool:
+        """Note how many blocks are wanted, and return whether anything is to be borrowed for that."""
+        with self._lock:
+            self._want = blocks
+            self._peaks[0] = max(self._peaks[0], blocks)
+            if not self._asked_back():
+                for group in self._balloon.revive(blocks):
+                    self._fences.pop(group, None)
+            return self._next_question() is not None
+
+    def take(self) -> list[int]:
+        """Return the blocks that have become usable."""
+        with self._lock:
+            return self._balloon.take()
+
+    def question(self) -> tuple[int, bool] | None:
+        """Return the group to borrow now, and whether it is needed, or None. The caller tells the answer."""
+        with self._lock:
+            found = self._next_question()
+            if found is not None:
+                self._balloon.asked(found[0])
+            return found
+
+    def _next_question(self) -> tuple[int, bool] | None:
+        found = None if self._asked_back() else self._balloon.next_to_map(self._want)
+        return found if found is not None and (found[1] or time.monotonic() >= self._ahead_at) else None
+
+    def answered(self, group: int, *, is_granted: bool) -> None:
+        """Note that a group was borrowed and mapped, or refused."""
+        with self._lock:
+            if is_granted:
+                self._balloon.mapped(group)
+                self._grants += 1
+            else:
+                self._balloon.refused(group)
+                self._refusals += 1
+            self._changed.notify_all()
+
+    def pause_ahead(self, seconds: float) -> None:
+        """Ask for nothing ahead of need for a while."""
+        self._ahead_at = time.monotonic() + seconds
+
+    def wait_for(self, blocks: int, seconds: float) -> bool:
+        """Wait until so many blocks have memory; return whether they have."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._balloon.available >= blocks, seconds)
+
+    # Shrinking
+
+    def _asked_back(self) -> int:
+        """Return the bytes that must go, what is going already included. The caller holds the lock."""
+        recall = self._recall
+        return max(self._owed, recall.remaining if recall is not None else 0)
+
+    def hold(self, engine: Engine) -> list[int]:
+        """Choose what goes, and let the engine hold its unused blocks; return the groups that now need a fence."""
+        now = time.monotonic()
+        with self._lock:
+            balloon, size = self._balloon, self._asked_back()
+            if balloon.is_draining:
+                self._hold_unused(engine)
+            is_due = now >= self._look_at
+            if is_due or balloon.is_sweeping or size > balloon.going_bytes:
+                balloon.choose(max(self._peaks), size, engine.unused, engine.warmth, most=BLOCKS_PER_TURN)
+                self._hold_unused(engine)
+            if size:
+                if balloon.is_draining and engine.preempt(balloon.draining_blocks()):
+                    self._hold_unused(engine)
+                self._tried = self._recall
+                if not balloon.going_bytes:
+                    self._owed = 0  # there is no more
+            if is_due:
+                self._look_at = now + LINGER_SECONDS
+                self._peaks = [self._want, self._peaks[0]]
+            retired = balloon.retire()
+            if retired:
+                self._looks_left = LOOKS_AT_REST
+            elif is_due and self._looks_left:
+                self._looks_left -= 1
+            return retired
+
+    def _hold_unused(self, engine: Engine) -> None:
+        blocks = engine.unused(self._balloon.draining_blocks())
+        if blocks:
+            engine.hold(list(blocks))
+            self._balloon.held(blocks)
+
+    def retire(self, groups: Collection[int], fence: Fence) -> None:
+        """Release groups once the fence has passed."""
+        with self._lock:
+            self._fences.update(dict.fromkeys(groups, fence))
+
+    def retiring(self) -> list[tuple[int, Fence]]:
+        """Return the groups that wait for a fence."""
+        with self._lock:
+            return list(self._fences.items())
+
+    def leave(self, group: int, fence: Fence) -> bool:
+        """Note that a group is being unmapped, and return True; False if the engine has wanted it again meanwhile."""
+        with self._lock:
+            if self._fences.get(group) is not fence or self._balloon.state(group) != RETIRING:
+                return False
+            self._balloon.leaving(group)
+            return True
+
+    def stayed(self, group: int) -> None:
+        """Note that it could not be unmapped."""
+        with self._lock:
+            self._balloon.failed(group)
+
+    def left(self, group: int) -> None:
+        """Note that it was unmapped and released."""
+        with self._lock:
+            self._balloon.unmapped(group)
+            self._fences.pop(group, None)
+            self._owed = max(0, self._owed - self._balloon.layout.bytes_of(group))
+
+    def rest(self) -> None:
+        """Look some more times for what can go: the engine makes no turn from now on."""
+        with self._lock:
+            self._looks_left = LOOKS_AT_REST
+
+    # What others want back
+
+    def owe(self, size: int) -> None:
+        """Release so many bytes, whatever the engine wants."""
+        with self._lock:
+            self._owed = size
+
+    def recalled(self, recall: Recall) -> None:
+        """Release what a recall asks for."""
+        with self._lock:
+            self._recall, self._tried = recall, None
+
+    def settled(self, *, has_engine: bool) -> Recall | None:
+        """Return the open recall and forget it, if it is to be answered now, or None.
+
+        That is so if all of it is released, nothing more can be, or its time is nearly over.
+        """
+        with self._lock:
+            recall = self._recall
+            if recall is None:
+                return None
+            is_over = recall.deadline - ANSWER_SECONDS <= time.monotonic()
+            has_no_more = not has_engine or (self._tried is recall and not self._balloon.going_bytes)
+            if not (is_over or has_no_more or not recall.remaining):
+                return None
+            self._recall = None
+            return recall
+
+    # Figures
+
+    def patience(self, again: float, *, at_rest: bool) -> float:
+        """Return how many seconds the thread that releases may sleep. After a failure it tries nothing before `again`.
+
+        `at_rest` says whether the engine rests, so that this thread makes its turns.
+        """
+        now = time.monotonic()
+        with self._lock:
+            ends = [now + LOOK_SECONDS]
+            if self._fences:
+                ends.append(max(now + FENCE_SECONDS, again))
+            if at_rest and self._balloon.is_sweeping:
+                ends.append(again)
+            elif at_rest and (self._looks_left or self._balloon.is_draining):
+                ends.append(max(now + LINGER_SECONDS, again))
+            if self._recall is not None:
+                ends.append(self._recall.deadline - ANSWER_SECONDS)
+        return max(0.0, min(ends) - now)
+
+    def stats(self) -> CacheStats:
+        """Return the present figures."""
+        with self._lock:
+            balloon, counts = self._balloon, (self._grants, self._refusals)
+            return CacheStats(balloon.available, self._want, balloon.charged_bytes, balloon.going_bytes, *counts)

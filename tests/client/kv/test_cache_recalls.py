@@ -1,0 +1,153 @@
+"""Recalls of an elastic cache's memory: what goes first, who steps meanwhile, and when the answer is sent."""
+
+from __future__ import annotations
+
+import pytest
+from tests.support.daemons import until
+from tests.support.fake_lender import PAGE
+from tests.support.sizes import MIB
+from tests.support.toy_engine import Request
+from tests.support.toy_serving import BLOCKS, Recall, Recalled, an_engine, serving, step, steps
+
+from membroker.kv import ElasticCache, Layout, Strided
+from membroker.pool.pool import VirtualMemoryPool
+
+
+def test_free_pages_go_first(lender: Recalled) -> None:
+    """Prefixes stay cached as long as free pages are enough, then the coldest goes."""
+    engine = an_engine(caches=True)
+    with serving(lender, engine, block=MIB, ahead=8 * PAGE) as cache:
+        until(lambda: lender.lent_bytes >= 9 * PAGE)
+        engine.add(Request(5, prefix=1, decode_left=1))
+        steps(cache, engine, lambda: engine.finished)
+        lender.capacity = 0
+        recall = lender.recall(6 * PAGE)
+        steps(cache, engine, lambda: recall.answers)
+        assert (recall.remaining, len(engine.contents)) == (0, 5)
+        recall = lender.recall(lender.lent_bytes - PAGE)
+        steps(cache, engine, lambda: recall.answers)
+        assert (recall.remaining, lender.lent_bytes) == (0, PAGE)
+        assert len(engine.contents) == 1, "the block that shares a page with block 0"
+
+
+def test_requests_are_preempted_and_finish_later(lender: Recalled) -> None:
+    engine = an_engine()
+    with serving(lender, engine, block=MIB) as cache:
+        for _ in range(4):
+            engine.add(Request(6, decode_left=10_000))
+        steps(cache, engine, lambda: len(engine.running) == 4)
+        recall = lender.recall(8 * PAGE)
+        step(cache, engine)
+        until(lambda: recall.answers)
+        assert recall.remaining == 0
+        assert 1 <= engine.preempted < 4
+        assert engine.running, "one request has its memory still"
+        for request in engine.running + engine.waiting:
+            request.decode_left = 2
+        steps(cache, engine, lambda: engine.finished == 4)
+
+
+def test_without_preemption_it_is_answered_in_time(lender: Recalled) -> None:
+    """The pages stay busy. The answer comes before the deadline, and the rest is kept."""
+    engine = an_engine(preempts=False)
+    with serving(lender, engine, block=MIB) as cache:
+        engine.add(Request(20, decode_left=1 << 60))
+        steps(cache, engine, lambda: engine.running)
+        lent = lender.lent_bytes
+        recall = lender.recall(8 * PAGE, seconds=1.0)
+        steps(cache, engine, lambda: recall.answers)
+        assert recall.answered_at < recall.deadline
+        assert lender.lent_bytes >= lent - PAGE
+        engine.running[0].decode_left = 1
+        steps(cache, engine, lambda: engine.finished)
+
+
+def test_an_engine_at_rest(lender: Recalled) -> None:
+    engine = an_engine(caches=True)
+    with serving(lender, engine, block=MIB) as cache:
+        engine.add(Request(20, prefix=1))
+        steps(cache, engine, lambda: engine.finished)
+        cache.rest()
+        recall = lender.recall(6 * PAGE)
+        until(lambda: recall.answers)
+        assert recall.remaining == 0
+
+
+def test_an_engine_that_makes_no_step(lender: Recalled) -> None:
+    """It hangs in a step. The recall is answered before the deadline, with nothing released."""
+    engine = an_engine()
+    with serving(lender, engine, block=MIB) as cache:
+        engine.add(Request(20, decode_left=1 << 60))
+        steps(cache, engine, lambda: engine.running)
+        recall = lender.recall(6 * PAGE, seconds=1.0)
+        until(lambda: recall.answers)
+        assert recall.answered_at < recall.deadline
+        assert recall.remaining == 6 * PAGE
+
+
+def test_nothing_is_borrowed_meanwhile(lender: Recalled) -> None:
+    engine = an_engine(preempts=False)
+    with serving(lender, engine, block=MIB) as cache:
+        engine.add(Request(10, decode_left=1 << 60))
+        steps(cache, engine, lambda: engine.running)
+        recall = lender.recall(6 * PAGE)
+        step(cache, engine)
+        grants = cache.stats().grants
+        engine.add(Request(20))
+        for _ in range(50):
+            step(cache, engine)
+        assert (cache.stats().grants, recall.answers) == (grants, 0)
+        engine.running[0].decode_left = 1
+        steps(cache, engine, lambda: engine.finished == 2)
+        assert recall.answers == 1
+
+
+def test_host_memory_is_not_the_caches(lender: Recalled) -> None:
+    with serving(lender, an_engine()):
+        recall = Recall(lender, PAGE)
+        recall.location = "host"
+        assert lender.callback(recall) is None
+
+
+def test_before_the_engine_is_there(lender: Recalled) -> None:
+    """It warms up and captures graphs, so nothing can be released. The answer comes at once, and says so."""
+    with VirtualMemoryPool(lender, BLOCKS * MIB, PAGE) as pool:
+        layout = Layout(pool.base_address, PAGE, BLOCKS, [Strided(pool.base_address, MIB, MIB)])
+        with ElasticCache(pool, layout) as cache:
+            assert cache.prepare(8)
+            recall = lender.recall(PAGE)
+            until(lambda: recall.answers)
+            assert recall.remaining == PAGE
+
+
+def test_a_program_with_a_callback_of_its_own(lender: Recalled) -> None:
+    """It has more to release than the cache. It passes recalls on, and the cache does not take the callback away."""
+    engine, seen = an_engine(caches=True), []
+    with serving(lender, engine, block=MIB) as cache:
+        engine.add(Request(20, prefix=1))
+        steps(cache, engine, lambda: engine.finished)
+
+        def mine(recall: Recall) -> object:
+            seen.append(recall)
+            return cache.answer(recall)
+
+        lender.on_recall(mine)
+        recall = lender.recall(4 * PAGE)
+        steps(cache, engine, lambda: recall.answers)
+        assert (recall.remaining, seen) == (0, [recall])
+    assert lender.callback is mine
+    lender.on_recall(None)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05])
+def test_a_deadline_that_is_over(lender: Recalled, seconds: float) -> None:
+    """It is answered at once, and what goes has gone a little later: no page is stuck between."""
+    engine = an_engine()
+    with serving(lender, engine, block=MIB) as cache:
+        engine.add(Request(20, decode_left=1 << 60))
+        steps(cache, engine, lambda: engine.running)
+        recall = lender.recall(4 * PAGE, seconds=seconds)
+        steps(cache, engine, lambda: recall.answers)
+        for request in engine.running + engine.waiting:
+            request.decode_left = 1
+        steps(cache, engine, lambda: engine.finished)
