@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -164,6 +165,15 @@ def test_a_block_major_cache_is_a_page_a_group(inner: Any, monkeypatch: pytest.M
         del tensor
 
 
+def test_a_flag_that_is_missing_is_named(pool: BlockPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connector without the worker class, and the worker class without the connector."""
+    with pytest.raises(InvalidRequest, match=r"--worker-cls membroker\.kv\.vllm\.Worker"):
+        memory.Memory(Settings(model="m"), None, None).attach(pool)
+    monkeypatch.setattr(memory, "_current", None)
+    with pytest.raises(InvalidRequest, match="--kv-transfer-config"):
+        memory.current()
+
+
 class TestSeams:
     def test_this_vllm_has_all_that_is_used(self) -> None:
         assert list(seams.differences()) == []
@@ -178,6 +188,20 @@ class TestSeams:
         assert len([one for one in seams.differences() if f"{method} takes (other, rest), not (" in one]) == 1
         with pytest.raises(InvalidRequest, match=rf"written for vLLM 0\.24\.x, and vLLM .* differs: .*{method}"):
             seams.check()
+
+    def test_a_method_that_needs_more_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(BlockPool, "touch", lambda self, blocks, group: None)
+        assert [one.partition(" takes ")[2] for one in seams.differences()] == ["(blocks, group), not (blocks)"]
+        monkeypatch.setattr(BlockPool, "touch", lambda self, blocks, group=0: None)
+        assert list(seams.differences()) == []
+
+    def test_another_version_with_the_same_methods_is_named(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr("vllm.__version__", "0.25.1")
+        monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+        seams.check()
+        assert "tested with vLLM 0.24.x, and not with 0.25.1" in caplog.text
 
     def test_an_attribute_that_is_gone_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(seams, "ATTRIBUTES", (("vllm.v1.core.block_pool:BlockPool", ("nothing_like_it",)),))

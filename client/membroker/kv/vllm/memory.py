@@ -178,7 +178,7 @@ class Memory:
         return self._cache
 
     def _check_fits(self, layout: Layout, model: Model) -> None:
-        """Raise `InvalidRequest` if the longest request can never have its blocks: vLLM would let it wait for ever."""
+        """Raise `InvalidRequest` if the longest request can never have its blocks: vLLM would let it wait forever."""
         longest = self._config.model_config.max_model_len
         blocks = min(layout.blocks - 1, -(-longest // layout.block_tokens))
         size = sum(layout.bytes_of(group) for group in range(max(layout.touched(blocks)) + 1))

@@ -7,11 +7,14 @@ otherwise: only `TESTED` was run.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, Final
 
 from ...errors import InvalidRequest
+
+logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
 
 TESTED: Final = "0.24."
 """How versions begin that were run."""
@@ -100,6 +103,8 @@ def check() -> None:
         raise InvalidRequest(
             f"membroker.kv.vllm was written for vLLM {TESTED}x, and vLLM {vllm.__version__} differs: {found}"
         )
+    if not vllm.__version__.startswith(TESTED):
+        logger.warning("membroker.kv.vllm was tested with vLLM %sx, and not with %s", TESTED, vllm.__version__)
 
 
 def _load(place: str) -> Any:
