@@ -35,6 +35,7 @@ BATCHES = {
     "burst": _batch(2, 16, 500, 48),
     "shared": _batch(3, 8, 400, 16, shared=320),
     "few": _batch(4, 2, 500, 32),
+    "long": _batch(5, 16, 100, 600),
 }
 BURST = 16 * 548 * 12 * 1024
 """Bytes of KV cache that the burst fills."""
@@ -145,11 +146,12 @@ def test_a_recall_takes_memory_from_an_idle_engine_and_from_a_busy_one(
         with owner.allocate("96MiB", wait=60.0):
             assert used(daemon, "chat") <= 32 * MIB
             check(engine, "few")
-        engine.ask(*BATCHES["burst"])
-        until(lambda: used(daemon, "chat") > 96 * MIB)
-        with owner.allocate("64MiB", wait=60.0):
-            assert used(daemon, "chat") <= 64 * MIB
-            assert engine.answer() == expected["burst"]
+        engine.ask(*BATCHES["long"])
+        until(lambda: used(daemon, "chat") > 64 * MIB)
+        with owner.allocate("96MiB", wait=60.0):
+            assert used(daemon, "chat") <= 32 * MIB
+            assert engine.is_busy, "the memory came when the requests had ended"
+            assert engine.answer() == expected["long"]
         check(engine, "burst")
 
 

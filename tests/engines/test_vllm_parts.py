@@ -102,8 +102,9 @@ class TestBlocks:
         assert blocks.is_empty
         blocks.add(request := a_request("a", 16))
         taken = pool.get_new_blocks(1)
+        assert blocks.has_requests
         blocks.finish(request, [1])
-        assert not blocks.is_empty
+        assert (blocks.has_requests, blocks.is_empty) == (False, False)
         pool.free_blocks(taken)
         assert blocks.is_empty
 

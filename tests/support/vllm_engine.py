@@ -116,6 +116,11 @@ class Engine(Closing):
         assert line, f"vLLM ended:\n{self.log()}"
         return json.loads(line)
 
+    @property
+    def is_busy(self) -> bool:
+        """Return whether the answer to what was asked is still to come."""
+        return not select.select([self.process.stdout], [], [], 0)[0]
+
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> Any:
         """Return the tokens that follow each prompt."""
         self.ask(prompts, tokens)

@@ -71,6 +71,11 @@ class Blocks:
         self._more = more
 
     @property
+    def has_requests(self) -> bool:
+        """Return whether there is a request, running or waiting."""
+        return bool(self._requests)
+
+    @property
     def is_empty(self) -> bool:
         """Return whether there is no request, and no step that may still give blocks back."""
         return not self._requests and self._used() == 1

@@ -129,8 +129,11 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        """Keep vLLM stepping until the cache rests. From then on the cache shrinks, and answers recalls, by itself."""
-        return self._cache is not None and not self._rests
+        """Keep vLLM stepping after its last request until the cache rests, and shrinks and answers recalls by itself.
+
+        With requests this says nothing: vLLM steps for them, unless it is paused, and then it waits to be idle.
+        """
+        return self._blocks is not None and not self._rests and not self._blocks.has_requests
 
     def shutdown(self) -> None:
         """Release all memory."""
