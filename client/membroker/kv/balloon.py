@@ -10,6 +10,7 @@ wait for a fence, and unmap.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -73,6 +74,7 @@ class Balloon:
         """The warmth of groups that had nothing but cached contents when they were last looked at."""
         self._next = layout.groups
         """A sweep goes on below this group."""
+        self._last_drained = -1
         self._always = frozenset(always)
         self.first = sorted({group for block in always for group in layout.touched(block)})
         """The groups of `always`."""
@@ -115,6 +117,8 @@ class Balloon:
 
     def groups_in(self, state: int) -> list[int]:
         """Return the groups in a state, in ascending order."""
+        if not self._charged[state]:
+            return []
         return [group for group, found in enumerate(self._states) if found == state]
 
     def is_out(self, block: int) -> bool:
@@ -252,9 +256,23 @@ class Balloon:
         ready = 0 if len(with_engine) == len(members) else sum(block in self._ready for block in members)
         return _Look(group, used, warmth, ready + sum(not self._missing[block] for block in free))
 
-    def draining_blocks(self) -> list[int]:
-        """Return the engine's blocks that are to be held as soon as no request uses them."""
-        members = {block for group in self.groups_in(DRAINING) for block in self.layout.members(group)}
+    def next_draining(self, most: int) -> list[int]:
+        """Return draining groups with about `most` blocks, the next ones each time: many can wait for long requests."""
+        groups = self.groups_in(DRAINING)
+        after = bisect_right(groups, self._last_drained)
+        found, blocks = [], 0
+        for group in groups[after:] + groups[:after]:
+            if blocks >= most:
+                break
+            found.append(group)
+            blocks += len(self.layout.members(group))
+        if found:
+            self._last_drained = found[-1]
+        return found
+
+    def draining_blocks(self, groups: Iterable[int]) -> list[int]:
+        """Return the engine's blocks in draining groups: they are to be held as soon as no request uses them."""
+        members = {block for group in groups for block in self.layout.members(group)}
         return sorted(block for block in members if self._out[block])
 
     def held(self, blocks: Iterable[int]) -> None:
@@ -266,9 +284,9 @@ class Balloon:
             self._out[block] = 0
             self._count -= 1
 
-    def retire(self) -> list[int]:
-        """Return the draining groups of which the engine has no block any more. They wait for a fence from now on."""
-        ended = [g for g in self.groups_in(DRAINING) if not any(map(self._out.__getitem__, self.layout.members(g)))]
+    def retire(self, groups: Iterable[int]) -> list[int]:
+        """Return those draining groups of which the engine has no block any more. They wait for a fence from now on."""
+        ended = [group for group in groups if not any(map(self._out.__getitem__, self.layout.members(group)))]
         for group in ended:
             self._move(group, "all held")
         return ended

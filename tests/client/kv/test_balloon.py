@@ -149,14 +149,18 @@ def test_a_busy_group_goes_when_its_last_request_ends() -> None:
 
     assert balloon.choose(10, 0, unused, cold) == [3], "a request of 10 blocks more would miss those of the group 2"
     balloon.held([12, 13, 14, 15])
-    assert balloon.retire() == [3]
+    assert balloon.retire(balloon.groups_in(DRAINING)) == [3]
     assert balloon.choose(9, 0, unused, cold) == [2]
-    assert balloon.draining_blocks() == [8, 9, 10, 11]
+    assert balloon.draining_blocks(balloon.groups_in(DRAINING)) == [8, 9, 10, 11]
     balloon.held([9, 10, 11])
-    assert (balloon.retire(), balloon.draining_blocks(), balloon.take()) == ([], [8], [])
+    assert (
+        balloon.retire(balloon.groups_in(DRAINING)),
+        balloon.draining_blocks(balloon.groups_in(DRAINING)),
+        balloon.take(),
+    ) == ([], [8], [])
     balloon.check()
     balloon.held([8])
-    assert balloon.retire() == [2]
+    assert balloon.retire(balloon.groups_in(DRAINING)) == [2]
     for group in (2, 3):
         balloon.leaving(group)
         assert balloon.state(group) == LEAVING
@@ -164,12 +168,23 @@ def test_a_busy_group_goes_when_its_last_request_ends() -> None:
     assert (balloon.charged_bytes, balloon.available) == (2 * PAGE, 8)
 
 
+def test_draining_groups_are_looked_at_in_turn() -> None:
+    """Long requests hold up many groups. A turn looks at some of them, and each comes up again."""
+    balloon = Balloon(block_major(512 << 10, 40))
+    with_memory(balloon, 10)
+    used = set(range(4, 40, 4))
+    chosen = balloon.choose(15, 0, lambda blocks: [block for block in blocks if block not in used], cold)
+    assert chosen == [9, 8, 7, 6, 5, 4, 3, 2]
+    assert [balloon.next_draining(12) for _ in range(4)] == [[2, 3, 4], [5, 6, 7], [8, 9, 2], [3, 4, 5]]
+    assert balloon.next_draining(1000) == [6, 7, 8, 9, 2, 3, 4, 5]
+
+
 def test_what_is_wanted_again_comes_back_without_a_request() -> None:
     balloon = Balloon(block_major(MIB, 10))
     with_memory(balloon, 5)
     assert balloon.choose(2, 0, all_unused, cold) == [4, 3, 2, 1]
     balloon.held([2, 3, 4, 5, 6, 7])
-    assert balloon.retire() == [1, 2, 3]
+    assert balloon.retire(balloon.groups_in(DRAINING)) == [1, 2, 3]
     balloon.leaving(1)
     assert balloon.revive(6) == [2]
     assert balloon.take() == [4, 5]
@@ -261,16 +276,18 @@ class Machine:
         chosen = balloon.choose(want, self.recalled, engine.unused, engine.warmth, most=most)
         assert set(chosen).isdisjoint(balloon.first)
         assert not chosen or balloon.staying_bytes >= balloon.floor, f"{before} bytes are below the floor now"
-        blocks = engine.unused(balloon.draining_blocks())
-        engine.hold(blocks)
-        balloon.held(blocks)
-        if self.recalled and engine.preempt(balloon.draining_blocks()):
-            blocks = engine.unused(balloon.draining_blocks())
-            engine.hold(blocks)
-            balloon.held(blocks)
-            assert not balloon.draining_blocks()
-        for group in balloon.retire():
+        draining = balloon.groups_in(DRAINING) if self.recalled else [*balloon.next_draining(most), *chosen]
+        self.hold(draining)
+        if self.recalled and engine.preempt(balloon.draining_blocks(draining)):
+            self.hold(draining)
+            assert not balloon.draining_blocks(draining)
+        for group in balloon.retire(dict.fromkeys(draining)):
             self.fences[group] = self.step_number + self.rng.randrange(1, 4)
+
+    def hold(self, groups: Sequence[int]) -> None:
+        blocks = self.engine.unused(self.balloon.draining_blocks(groups))
+        self.engine.hold(blocks)
+        self.balloon.held(blocks)
 
     def unmap(self) -> None:
         for group in self.balloon.groups_in(RETIRING):
