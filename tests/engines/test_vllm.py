@@ -84,9 +84,12 @@ def test_the_tokens_are_the_same_while_memory_comes_and_goes(
     check: Callable[[Engine, str], None],
     state: Callable[[str, str], None],
 ) -> None:
-    """A small request, a burst that borrows 100 MiB, shared prefixes, and rest: the memory goes, and comes again."""
+    """A small request, a burst that borrows 100 MiB, shared prefixes, and rest: the memory goes, and comes again.
+
+    Once with another connector beside it.
+    """
     settings = {"model": "chat", "keep": "16MiB"}
-    with Engine(model, roomy.endpoint(), settings, enable_prefix_caching=caches) as engine:
+    with Engine(model, roomy.endpoint(), settings, enable_prefix_caching=caches, beside=not caches) as engine:
         engine.ready()
         check(engine, "one")
         at_rest = 2 * GROUP + caches * 16 * MIB  # the first group, and one ahead

@@ -49,10 +49,19 @@ def write_model(directory: Path) -> Path:
 
 
 class Engine(Closing):
-    """vLLM in a process. With an endpoint its cache is elastic, with `settings` as `kv_connector_extra_config`."""
+    """vLLM in a process. With an endpoint its cache is elastic, with `settings` as `kv_connector_extra_config`.
+
+    `beside` puts an empty connector beside membroker's.
+    """
 
     def __init__(
-        self, model: Path, endpoint: Path | None = None, settings: dict[str, Any] | None = None, **options: Any
+        self,
+        model: Path,
+        endpoint: Path | None = None,
+        settings: dict[str, Any] | None = None,
+        *,
+        beside: bool = False,
+        **options: Any,
     ) -> None:
         keywords: dict[str, Any] = {
             "model": str(model),
@@ -86,6 +95,15 @@ class Engine(Closing):
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": settings or {},
             }
+            if beside:
+                empty = {"kv_connector": "Empty", "kv_connector_module_path": "tests.support.vllm_empty"}
+                keywords["kv_transfer_config"] = {
+                    "kv_connector": "MultiConnector",
+                    "kv_role": "kv_both",
+                    "kv_connector_extra_config": {
+                        "connectors": [keywords["kv_transfer_config"], {**empty, "kv_role": "kv_both"}]
+                    },
+                }
         self._log = (model / f"log-{time.monotonic_ns()}").open("w+")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.vllm_serve", json.dumps({**keywords, **options})],
