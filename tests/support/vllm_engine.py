@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -149,6 +150,11 @@ class Engine(Closing):
         self._log.flush()
         return Path(self._log.name).read_text()
 
+    def kill(self) -> None:
+        """Send SIGKILL to it and to its engine's process."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
     def close(self) -> None:
         """End it, and its engine's process."""
         assert self.process.stdin is not None
@@ -158,7 +164,6 @@ class Engine(Closing):
             self.process.wait(30)
         finally:
             if self.process.poll() is None:
-                os.killpg(self.process.pid, 9)
-                self.process.wait()
+                self.kill()
             self.process.stdout.close()
             self._log.close()
