@@ -89,6 +89,7 @@ class TestBlocks:
         assert not blocks.preempt([1]), "there is no request"
         blocks.add(a_request("a", 16))
         pool.get_new_blocks(1)
+        assert not blocks.preempt([]), "no block that should go is in use"
         before = pool.get_num_free_blocks(), blocks.need()
         assert blocks.preempt([1])
         assert blocks.preempt([1])

@@ -126,7 +126,7 @@ class Blocks:
         So all free blocks are held until the end of the next step. vLLM then preempts its youngest requests until
         there is room, and cannot admit them again. It happens when a request next fills a block, not at once.
         """
-        if not self._requests:
+        if not blocks or not self._requests:
             return False
         if not self._squeezed:
             self._squeezed = self._pool.free_block_queue.get_all_free_blocks()
