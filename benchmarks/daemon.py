@@ -75,6 +75,10 @@ class Daemon:
         """Return the device and its books (GetDevice, by gRPC)."""
         return self._admin.GetDevice(broker_pb2.GetDeviceRequest(), wait_for_ready=True, timeout=ANSWER_SECONDS)
 
+    def models(self) -> Any:
+        """Return every model and its books (ListModels, by gRPC); at most a page of them."""
+        return self._admin.ListModels(broker_pb2.ListModelsRequest(), timeout=ANSWER_SECONDS).models
+
     def scrape(self) -> bytes:
         """Return the body of /metrics, over a connection of its own."""
         with urllib.request.urlopen(self._metrics_url, timeout=ANSWER_SECONDS) as answer:

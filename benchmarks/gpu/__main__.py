@@ -12,6 +12,7 @@ from pathlib import Path
 from membroker.vmm import DriverUnavailable, open_driver
 
 from ..machine import busy_percent
+from ..plotting import NoMatplotlib, load
 from ..report import progress
 from . import machine, plot, report, scenes
 from .figures import Section
@@ -56,9 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"{path}: there is no directory {path.absolute().parent}")
     try:
         if options.plot is not None:
-            plot.load()
+            load()
         open_driver(options.driver).close()
-    except plot.NoMatplotlib as error:
+    except NoMatplotlib as error:
         parser.error(str(error))
     except DriverUnavailable as error:
         print(f"benchmarks: {error}; --driver host needs no GPU", file=sys.stderr)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from membroker.vmm import format_size
 
+from ..plotting import load
 from .figures import ATTACH, EXTENTS, IN_PROCESS, WORKERS, Section, brokered
 from .scenes import PAIR, SEGMENTS, SIZES
 from .targets import Goal
@@ -23,19 +23,6 @@ COLOURS = {
     brokered("grpc", stock=True): "#e69f00",
 }
 BAR = 0.38
-
-
-class NoMatplotlib(Exception):
-    """It is not installed."""
-
-
-def load() -> Any:
-    """Return pyplot, for pictures in files. Raises `NoMatplotlib`."""
-    try:
-        importlib.import_module("matplotlib").use("Agg")
-        return importlib.import_module("matplotlib.pyplot")
-    except ImportError as error:
-        raise NoMatplotlib(f"--plot needs matplotlib ({error}): pip install matplotlib") from error
 
 
 def draw(facts: Mapping[str, str], sections: Sequence[Section], goals: Sequence[Goal], path: Path) -> None:

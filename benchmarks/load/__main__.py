@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -17,7 +18,7 @@ from .. import machine
 from ..crew import WorkerFailed
 from ..daemon import DaemonFailed
 from ..report import progress
-from . import report, scenes
+from . import recalls, report, scenes
 from .figures import Section
 
 _DESCRIPTION = """\
@@ -30,7 +31,9 @@ scenes:
   3  100,000 extents in the books: time to fill and to empty, memory, and what everybody else feels of it
   4  64 workers at once, and 64 processes that do the bare work
   5  1,000 models in /metrics, scraped while one worker works
-  6  a refusal for want of room, alone and beside 16 neighbours that borrow and release"""
+  6  a refusal for want of room, alone and beside 16 neighbours that borrow and release
+  7  a request that is entitled to memory, when others have borrowed all of it and answer recalls
+  8  the core alone: one extent, and one look at 64 requests that wait"""
 
 _EPILOG = """\
 how to read it:
@@ -44,11 +47,13 @@ nothing: with others at work the times are theirs too, and only a ratio, measure
 A bare server is one thread that polls, and knows nothing: the ratio to it holds protobuf, asyncio, the driver thread,
 the books, and in the library the import and the map. What waking a sleeping core costs is a matter of the machine, most
 of all a virtual one, so the bare packets are shown on one core and on two, and the ratio is to two. Python's garbage
-collector stays on. No figure is a pass or a failure; compare with a run of the same machine, when it is quiet.
+collector stays on. No figure is a pass or a failure; compare with a run of the same machine, when it is quiet. The last
+table has the figures that have a target, which holds for a machine that does nothing else.
 
 examples:
-  make bench                                     all of it, in two or three minutes; writes nothing
+  make bench                                     all of it, in three or four minutes; writes nothing
   make bench OPTIONS='--json before.json'        the same, kept for later
+  make bench OPTIONS='--before ../old'           also what one extent costs there, in turns
   python -m benchmarks.load --quick              every row in some seconds, with numbers that mean little"""
 
 
@@ -62,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that all that was started is ended
     facts = machine.facts()
     try:
-        sections = _measure(scenes.QUICK if options.quick else scenes.FULL)
+        sections = _measure(scenes.QUICK if options.quick else scenes.FULL, options.before)
         report.show(facts, sections, sys.stdout)
         if path is not None:
             report.write_json(facts, sections, path)
@@ -74,16 +79,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measure(scale: scenes.Scale) -> list[Section]:
+def _measure(scale: scenes.Scale, before: Path | None) -> list[Section]:
     sections = []
-    with progress(len(scenes.SCENES)) as (tell, done):
-        before = machine.busy_percent(scale.look_seconds)
-        for scene in scenes.SCENES:
+    played = [*scenes.SCENES, recalls.recalls, partial(recalls.the_core, before=before)]
+    if before is not None:
+        played.append(partial(recalls.beside, before=before))
+    with progress(len(played)) as (tell, done):
+        busy_before = machine.busy_percent(scale.look_seconds)
+        for scene in played:
             section = scene(scale, tell)
-            after = machine.busy_percent(scale.look_seconds)
-            section.others_percent = (before, after)
+            busy_after = machine.busy_percent(scale.look_seconds)
+            section.others_percent = (busy_before, busy_after)
             sections.append(section)
-            before = after
+            busy_before = busy_after
             done(section.title)
     return sections
 
@@ -97,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--quick", action="store_true", help="a smoke run of some seconds, with small numbers")
+    parser.add_argument("--before", type=Path, metavar="TREE", help="a checkout that is measured beside this one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too, times in nanoseconds")
     return parser
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from membroker.v1 import admin_pb2
+
 from .. import daemon
 from ..daemon import TENANT
 
@@ -38,6 +40,12 @@ class Daemon(daemon.Daemon):
         lines = Path(f"/proc/{self.process.pid}/smaps_rollup").read_text().splitlines()
         sizes = {line.split()[0]: int(line.split()[1]) * 1024 for line in lines[1:]}
         return sizes["Rss:"], sizes["Pss:"]
+
+    def guarantee(self, tenant: str, size: int) -> None:
+        """Guarantee a tenant so many bytes of the device."""
+        request = admin_pb2.SetQuotaRequest(name=f"tenants/{tenant}", guarantee_bytes=size)
+        request.update_mask.paths.append("guarantee_bytes")
+        self._admin.SetQuota(request)
 
     def cpu_seconds(self) -> float:
         """Return the processor time that the process has used, in nanoseconds' resolution."""

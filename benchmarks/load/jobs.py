@@ -11,6 +11,7 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 from time import monotonic_ns
 from typing import Protocol
 
@@ -24,6 +25,13 @@ from .wire import RawSession
 
 MODEL = "bench"
 FAR_TOO_MUCH = 1 << 44
+CAPACITY = 1 << 38
+"""Of each daemon."""
+PAGE = 1 << 30
+"""The page of a job that borrows all there is."""
+ASKED = CAPACITY // 8
+"""Recalls ask for no more than an eighth ahead of need, so each request of it finds no room."""
+PAUSE_SECONDS = 0.02
 
 
 class Job(Protocol):
@@ -142,6 +150,75 @@ class RefusedWorker(LibraryWorker):
         with suppress(OutOfMemory):
             self._model.allocate(FAR_TOO_MUCH, wait=0).close()
         return begun, monotonic_ns()
+
+
+class Borrower:
+    """Borrows all it can get, and answers recalls: after a while, or at once and with pages that nobody uses."""
+
+    parts = ()
+    warm_up = 0
+
+    def __init__(self, endpoint: Path, model: str, answer_seconds: float | None) -> None:
+        self._client = membroker.connect(endpoint, client="benchmarks", timeout=60)
+        self._model = self._client.register_model(model)
+        self._pool = self._model.pool(virtual_capacity=CAPACITY, page_size=PAGE)
+        self._answer_seconds = answer_seconds
+        self._growing = Lock()
+        self._model.on_recall(self._answer)
+
+    def _answer(self, recall: membroker.Recall) -> None:
+        time.sleep(self._answer_seconds or 0)
+        with self._growing:
+            if self._answer_seconds is None:  # it came while pages were prepared
+                self._pool.trim()
+            else:
+                self._pool.shrink(recall.remaining)
+
+    def once(self) -> tuple[int, ...]:
+        """Borrow until it is refused."""
+        begun = monotonic_ns()
+        with suppress(OutOfMemory):
+            while True:
+                with self._growing:
+                    if self._answer_seconds is None:
+                        self._pool.prepare(self._pool.physical_usage_bytes + PAGE, wait=0)
+                    else:
+                        self._pool.grow(PAGE, wait=0)
+        time.sleep(PAUSE_SECONDS)
+        return begun, monotonic_ns()
+
+    def close(self) -> None:
+        """End the session."""
+        self._client.close()
+
+
+class Claimant:
+    """Waits until others have borrowed all memory, and then asks for some that it is entitled to, up to its half."""
+
+    parts = ("wait",)
+    warm_up = 0
+
+    def __init__(self, endpoint: Path) -> None:
+        self._client = membroker.connect(endpoint, client="benchmarks", timeout=60)
+        self._model = self._client.register_model(MODEL)
+        self._held: list[membroker.Buffer] = []
+
+    def once(self) -> tuple[int, ...]:
+        """Ask once."""
+        if len(self._held) * ASKED >= CAPACITY // 2:
+            while self._held:
+                self._held.pop().close()
+            while self._model.stats().books["device"].used_bytes:  # the release is on its way
+                time.sleep(PAUSE_SECONDS)
+        while self._client.device().locations["device"].free_bytes >= ASKED:
+            time.sleep(PAUSE_SECONDS)
+        begun = monotonic_ns()
+        self._held.append(self._model.allocate(ASKED, wait=10))
+        return begun, monotonic_ns()
+
+    def close(self) -> None:
+        """End the session."""
+        self._client.close()
 
 
 class RawWorker:

@@ -6,18 +6,20 @@ Tables are the command line's own: with lines on a terminal, plain text elsewher
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
 from membroker.cli.tables import NONE, Table, print_tables
 
+from ..goals import table
 from ..report import folded
 from .figures import Figure, Section, Timing
+from .targets import goals
 
 
-def show(facts: Mapping[str, str], sections: Iterable[Section], stream: TextIO) -> None:
+def show(facts: Mapping[str, str], sections: Sequence[Section], stream: TextIO) -> None:
     """Print everything."""
     print_tables([Table(("machine", ""), list(facts.items()))], stream)
     for section in sections:
@@ -28,11 +30,17 @@ def show(facts: Mapping[str, str], sections: Iterable[Section], stream: TextIO) 
         print_tables(tables, stream)
         before, after = section.others_percent
         print(f"\nothers kept the processors busy: {before:.0f}% just before, {after:.0f}% just after", file=stream)
+    print(file=stream)
+    print_tables([table(goals(sections))], stream)
 
 
-def write_json(facts: Mapping[str, str], sections: Iterable[Section], path: Path) -> None:
+def write_json(facts: Mapping[str, str], sections: Sequence[Section], path: Path) -> None:
     """Write everything, times in nanoseconds."""
-    document = {"machine": dict(facts), "sections": [asdict(section) for section in sections]}
+    document = {
+        "machine": dict(facts),
+        "sections": [asdict(section) for section in sections],
+        "goals": [asdict(goal) | {"reached": goal.reached} for goal in goals(sections)],
+    }
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 

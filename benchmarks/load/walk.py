@@ -11,7 +11,7 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -54,6 +54,11 @@ class Caller:
             self._borrow()
         self.cpu.append((self._daemon.cpu_seconds() - before) / TURN)
 
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+        self._notices.close()
+
     def _borrow(self) -> None:
         request = allocate_frame(self._model, 1, next(self._request_ids))
         start = time.perf_counter()
@@ -74,6 +79,21 @@ class Caller:
         handoff.send(self._socket, handoff.encode(frame))
 
 
+def walked(trees: Mapping[str, Path | None], turns: int, stock: str = "64MiB") -> dict[str, Caller]:
+    """Let daemons of these trees, this one's if it is None, lend pages in turns; return what each caller saw."""
+    with ExitStack() as stack:
+        callers = {
+            name: Caller(stack.enter_context(running(tree=tree, config=f'stock = "{stock}"\n')))
+            for name, tree in trees.items()
+        }
+        for _ in range(turns):
+            for caller in callers.values():
+                caller.take_turn()
+        for caller in callers.values():
+            caller.close()
+    return callers
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print a line for each tree."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.load.walk", description=__doc__)
@@ -82,14 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--stock", default="64MiB", help="the daemons' warm pool (64MiB); 0MiB: each page is created")
     options = parser.parse_args(arguments)
     trees = {"new": None} if options.old is None else {"old": options.old, "new": None}
-    with ExitStack() as stack:
-        callers = {
-            name: Caller(stack.enter_context(running(tree=tree, config=f'stock = "{options.stock}"\n')))
-            for name, tree in trees.items()
-        }
-        for _ in range(options.turns):
-            for caller in callers.values():
-                caller.take_turn()
+    callers = walked(trees, options.turns, options.stock)
     print("CPU of the daemon for one page and its release, and the round trip of the page, in us:")
     print(f"{'tree':6}{'CPU':>10}{'p50':>10}{'p99':>10}")
     for name, caller in callers.items():

@@ -52,7 +52,7 @@ class Engine:
         self.driver: Any = self.model.driver
         self.sequences: list[Sequence] = []
         self.marks = itertools.count(options.seed << 32)
-        self.used = 0
+        self.used = self.spare = 0
         self.counts = dict.fromkeys(("pages", "finished", "preempted", "wrong", "recalls"), 0)
         self.refused = {"guaranteed": 0, "share": 0, "beyond": 0}
         self.grown: list[int] = []
@@ -67,12 +67,13 @@ class Engine:
         while (elapsed := time.monotonic() - self.options.begin) < self.options.seconds:
             self.answer_recall()
             self.serve(trace, trace.wanted(elapsed))
+            self.spare = max(self.spare, self.pool.physical_usage_bytes - self.used * self.page)
             step = max(step + STEP_SECONDS, time.monotonic() - STEP_SECONDS)
             time.sleep(max(0.0, step - time.monotonic()))
         while self.sequences:
             self.drop(self.sequences[-1])
         self.client.close()
-        return {**self.counts, "refused": self.refused, "grown": self.grown, "waited": self.waited}
+        return {**self.counts, "spare": self.spare, "refused": self.refused, "grown": self.grown, "waited": self.waited}
 
     def serve(self, trace: Trace, wanted: int) -> None:
         """Let each sequence grow by a page, end those that are done, and begin as many as are wanted."""

@@ -5,11 +5,32 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
+TENANTS = 3
 PHASE_SECONDS = (1.5, 4.0)
 LEVELS = (0.04, 0.2, 0.35, 0.5, 0.65)
 """Targets of a phase, as parts of the capacity. Three tenants want 1.04 of it on average, and up to 1.95."""
 LENGTHS = (4, 64)
 """Pages that a sequence has at its end."""
+
+
+class Numbers(NamedTuple):
+    """The sizes of a run, in bytes and seconds."""
+
+    driver: str
+    capacity: int
+    page: int
+    seconds: float
+    seed: int
+
+    @property
+    def guarantee(self) -> int:
+        """What each tenant is guaranteed."""
+        return self.capacity // 4 // self.page * self.page
+
+    @property
+    def share(self) -> int:
+        """The static share of each tenant: its guarantee, and its part of what is guaranteed to nobody."""
+        return self.guarantee + (self.capacity - TENANTS * self.guarantee) // TENANTS
 
 
 class Phase(NamedTuple):

@@ -52,12 +52,10 @@ from .observe.metrics_server import MetricsServer
 from .observe.sd_notify import Heartbeat, notify
 from .observe.suspects import CONTEXT_BYTES
 from .reload import Reloader, compare
-from .restart.descriptor_store import Kept, Mirror, Store
+from .restart.descriptor_store import Kept, Store
 from .restart.journal import Binding, Journal, boot_id
-from .restart.keeper_client import open_keeper
-from .restart.keeper_connection import Owned
+from .restart.mirrors import open_mirror
 from .restart.process_watch import Watch
-from .restart.systemd import open_systemd, started_by_systemd, systemd_available
 from .restart.takeover import (
     Books,
     cover_lent,
@@ -206,33 +204,11 @@ class Daemon:
             ) from error
 
     async def _open_store(self, stack: AsyncExitStack) -> Kept:
-        kind, most = self._config.descriptor_store, self._config.systemd_descriptors
-        mirror: Mirror | None = None
-        kept = Kept()
-        if kind == "auto":
-            kind = "systemd" if systemd_available(most) else "keeper"
-            if kind == "keeper" and started_by_systemd():
-                logs.warn(
-                    "systemd started this daemon but does not say that it keeps descriptors, and a keeper would end "
-                    "with the service and lose all segments; set FileDescriptorStoreMax= in the unit and, before "
-                    "systemd 254, systemd_descriptors to the same number"
-                )
-        try:
-            if kind == "systemd":
-                mirror, kept = open_systemd(most)
-            elif kind == "keeper":
-                mirror, kept = await open_keeper(self._keeper_socket(), os.path.realpath(self._home.root))
-        except Owned as error:
-            raise HomeError(f"keeper_socket = {self._keeper_socket()}: {error}") from error
-        except OSError as error:
-            key = "keeper_socket" if kind == "keeper" and self._config.keeper_socket else "descriptor_store"
-            raise HomeError(
-                f"cannot open the descriptor store ({kind}): {error}; choose another with `{key}`"
-            ) from error
+        owner = os.path.realpath(self._home.root)
+        mirror, kept = await open_mirror(self._config, self._keeper_socket(), owner)
         self._store = Store(mirror)
         stack.callback(lambda: close_all(self._store.close()))
         self._store.adopt(kept)
-        logs.log("descriptor store", kind=kind, segments=len(kept.segments), processes=len(kept.processes))
         return kept
 
     def _keeper_socket(self) -> Path:
@@ -301,15 +277,8 @@ class Daemon:
         self._views.metrics_url = f"http://{_authority(metrics.address, server.port)}/metrics"
 
     async def _open_endpoints(self, stack: AsyncExitStack) -> None:
-        self._doors = Doors(
-            self._home,
-            self._dispatcher,
-            self._views,
-            self._plan.driver.device,
-            self._traffic,
-            self._watch,
-            self._observe_request,
-        )
+        device = self._plan.driver.device
+        self._doors = Doors(self._home, self._dispatcher, self._views, device, self._traffic, self._watch)
         stack.push_async_callback(self._doors.close)
         if self._config.uid_tenants:
             mode = 0o666 if os.geteuid() == 0 else 0o660
@@ -404,9 +373,6 @@ class Daemon:
     def _observe_recall(self, recalled: fx.Recalled) -> None:
         self._metrics.recalls[recalled.result].observe(recalled.after_ns / 1e9)
         logs.log_recall(recalled)
-
-    def _observe_request(self, method: str, transport: str, seconds: float) -> None:
-        self._metrics.request(method, transport).observe(seconds)
 
 
 def _authority(address: str, port: int) -> str:

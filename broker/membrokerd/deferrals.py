@@ -11,27 +11,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
+from .link import Input
 from .turns import SHARE_SECONDS
 
 HEARING_SECONDS = 0.02
 """How long a call waits at most for connections that had more queued than they may send in a turn or two."""
-
-
-class Input(Protocol):
-    """A connection from which releases come."""
-
-    heard: int
-    """The bytes that were read from it so far."""
-
-    def queued(self) -> int:
-        """Return the bytes that have arrived and were not read; 0 if nothing is read from it at the moment."""
-        ...
-
-    def read(self) -> None:
-        """Read frames, as many as this connection and its tenant may send in one turn."""
-        ...
 
 
 @dataclass(slots=True)

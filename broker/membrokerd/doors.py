@@ -18,6 +18,7 @@ from membroker.vmm import DeviceInfo
 
 from .config.config import TenantConfig
 from .edge.dispatch import Dispatcher
+from .edge.handoff.entrance import Entrance
 from .edge.handoff.listener import Listener
 from .edge.handoff.outbox import Traffic
 from .edge.listings import Views
@@ -39,7 +40,7 @@ class _Door:
 
 
 class Doors:
-    """The endpoints that are open. `observe` is told of each gRPC call: its method, its transport, and its seconds."""
+    """The endpoints that are open."""
 
     def __init__(
         self,
@@ -49,7 +50,6 @@ class Doors:
         device: DeviceInfo,
         traffic: Traffic,
         watch: Watch,
-        observe: Callable[[str, str, float], None],
     ) -> None:
         self._home = home
         self._dispatcher = dispatcher
@@ -57,7 +57,6 @@ class Doors:
         self._device = device
         self._traffic = traffic
         self._watch = watch
-        self._observe = observe
         self._open: dict[str, _Door] = {}
         self._calls = Calls(lambda: len(self._open) + 1)  # the operator's endpoint is not among the doors
 
@@ -84,9 +83,8 @@ class Doors:
                 lambda server: broker_pb2_grpc.add_BrokerServiceServicer_to_server(service, server),
             )
             sock = self._home.listen(directory / "handoff.sock", ownership)
-            listener = Listener(
-                sock, name, tenant, config.uids, self._dispatcher, self._device, self._traffic, self._watch
-            )
+            entrance = Entrance(name, tenant, self._dispatcher, self._device, self._traffic, self._watch)
+            listener = Listener(sock, entrance, config.uids)
             stack.callback(listener.close)
             self._open[name] = _Door(listener, stack.pop_all())
         logs.log("endpoint open", tenant=tenant or "each uid", directory=str(directory))
@@ -118,7 +116,7 @@ class Doors:
             ownership,
             service,
             register,
-            self._observe,
+            self._dispatcher.times_of,
             loop.broker.rules.max_sessions,
             loop.turns,
             self._calls,

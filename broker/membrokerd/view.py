@@ -37,7 +37,7 @@ def take_view(
         observers=len(broker.ledger.sessions) - sessions.total(),
         max_sessions=broker.rules.max_sessions,
         memory={where: loop.figures.get(where) for where in broker.rules.capacities},
-        memory_descriptors_open=traffic.descriptors + len(store) + loop.stocked + 1,
+        memory_descriptors_open=traffic.descriptors + len(store) + loop.packets.stocked + 1,
         device=plan.driver.device,
         version=__version__,
         taken_at=time.time(),

@@ -150,44 +150,26 @@ __all__ = [
 
 _ELSEWHERE = {
     "DEFERRED": "session.recalls",
-    "Available": "types",
     "Buffer": "memory.buffer",
     "Client": "client",
-    "DeviceStatus": "types",
-    "Disconnected": "types",
-    "Draining": "types",
-    "Forgotten": "types",
-    "GlobalMemoryStats": "types",
     "GrowableBuffer": "memory.growable",
     "LocalSource": "memory.local_source",
-    "LocationBooks": "types",
-    "MemoryStats": "types",
     "Model": "model",
-    "ModelBooks": "types",
-    "ModelStatus": "types",
-    "Move": "types",
-    "Notice": "types",
-    "PoolMapping": "types",
     "Recall": "model",
-    "Resumed": "types",
     "Segment": "segment",
-    "SegmentStatus": "types",
-    "SessionBooks": "types",
-    "SessionStatus": "types",
     "SharedMemoryPool": "shared_pool",
     "SparseArray": "memory.sparse",
-    "Stopping": "types",
-    "Undrained": "types",
     "VirtualMemoryPool": "pool",
     "connect": "client",
 }
-"""The module of each public name; all others are errors."""
+"""The module of each public name that is neither an error nor a status value."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'membroker' has no attribute {name!r}")
-    value = getattr(import_module(f"membroker.{_ELSEWHERE.get(name, 'errors')}"), name)
+    home = import_module(f"membroker.{_ELSEWHERE.get(name, 'errors')}")
+    value = getattr(home if hasattr(home, name) else import_module("membroker.types"), name)
     globals()[name] = value
     return value
 

@@ -24,7 +24,7 @@ from .model import Model
 from .segment import Segment
 from .session import messages
 from .session.endpoint import find_endpoint
-from .session.reconnecting import pauses
+from .session.handshake import pauses
 from .session.session import Session
 from .types import DeviceStatus, ModelStatus, Notice, SegmentStatus, SessionStatus
 from .v1 import broker_pb2 as pb
@@ -263,7 +263,7 @@ class Client(Closing):
         if not callable(callback):
             raise InvalidRequest(f"on_notice takes a function of one notice, not {callback!r}")
         self._session.check_open()
-        self._session.reconnecting.on_notice(callback)
+        self._session.reconnecting.notices.on_notice(callback)
 
     def defer_recalls(self) -> AbstractContextManager[None]:
         """Hold up recalls, and all work of the library's own threads, during a block: for a CUDA graph capture.
@@ -274,7 +274,7 @@ class Client(Closing):
         when a running callback has returned, or after 5 seconds. `TorchMemory.capture` does this by itself.
         """
         self._session.check_open()
-        return self._session.reconnecting.held_up()
+        return self._session.reconnecting.notices.held_up()
 
     def close(self) -> None:
         """Release all that this client's pools and buffers hold, and end the session. Idempotent.

@@ -16,7 +16,6 @@ import threading
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from .errors import DescriptorLimit, DeviceFailure
@@ -39,9 +38,7 @@ class _DeviceFailures:
     def __enter__(self) -> None:
         return
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, DriverError):
             raise _failure(error) from error
 
@@ -109,9 +106,7 @@ class Operation:
             raise
         self.undo.clear()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is not None:
                 settle(self.undo, self.ends)

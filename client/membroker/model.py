@@ -296,14 +296,14 @@ class _ModelSource(SessionOwner):
                 f"({MAX_EXTENTS_PER_CALL}): take larger pages, or fewer at a time"
             )
         self._session.check_open()
-        if get_ident() == self._session.reconnecting.callback_thread:
+        if get_ident() == self._session.reconnecting.notices.callback_thread:
             raise borrows_in_a_callback()
         place = messages.location_to_wire(location)
         self._session.transport.allocate(self._name, place, extent_bytes, count, placement, until, ahead)
 
     def check_may_borrow(self) -> None:
         """Raise `InvalidRequest` in a callback of `on_recall`."""
-        if get_ident() == self._session.reconnecting.callback_thread:
+        if get_ident() == self._session.reconnecting.notices.callback_thread:
             raise borrows_in_a_callback()
 
     def charge(self, size: int, location: Location) -> None:

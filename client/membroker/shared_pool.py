@@ -7,7 +7,7 @@ unmaps, so that one model's threads do not wait for another's.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from .arguments import bytes_of, check_page_size, location_of
 from .closing import Closing
 from .errors import BrokerUnavailable, ClosedError, InvalidRequest, ModelAlreadyExists, ModelInUse, ModelNotFound
 from .interrupts import uninterrupted
-from .memory.lender import Lender, Placement, Source, Tracked, source_of
+from .memory.lender import Lender, Placement, Source, source_of
 from .memory.local_source import Budget, LocalSource, borrowing
 from .pool.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool
 from .types import GlobalMemoryStats, MemoryStats
@@ -230,19 +230,13 @@ class _Counted:
     def __init__(self, source: Source, budgets: Sequence[Budget]) -> None:
         self._source = source
         self._budgets = budgets
+        self.track, self.untrack, self.later = source.track, source.untrack, source.later
+        # The budgets count memory of extents: what the process allocates itself is charged by the lender only.
+        self.charge, self.credit = source.charge, source.credit
 
     @property
     def driver(self) -> Driver:
         return self._source.driver
-
-    def track(self, memory: Tracked) -> None:
-        self._source.track(memory)
-
-    def untrack(self, memory: Tracked) -> None:
-        self._source.untrack(memory)
-
-    def later(self, work: Callable[[], None]) -> None:
-        self._source.later(work)
 
     def borrow(
         self,
@@ -264,13 +258,6 @@ class _Counted:
         finally:
             for budget in self._budgets:
                 budget.credit([key])
-
-    def charge(self, size: int, location: Location) -> None:
-        """Charge the lender only: the budgets count memory of extents."""
-        self._source.charge(size, location)
-
-    def credit(self, size: int, location: Location) -> None:
-        self._source.credit(size, location)
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
         """Release the extents, then credit the budgets."""

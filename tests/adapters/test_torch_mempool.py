@@ -27,6 +27,8 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed here: pip 
 memories = pytest.importorskip("membroker.adapters.torch.memory")
 mempools = pytest.importorskip("membroker.adapters.torch.mempool")
 
+pytestmark = pytest.mark.shared_daemon
+
 
 @dataclass
 class Table:
@@ -278,10 +280,10 @@ def test_a_recall_amid_a_capture_keeps_all(memory: Any, fake: Torch) -> None:
         fake.free(fake.malloc(6 * MIB))
         held = memory.lent_bytes
         with memory.capture(None):
-            assert memory._model._session.reconnecting._background._held_up
+            assert memory._model._session.reconnecting.notices._background._held_up
             recall(memory, 6 * MIB, 0.02)
             assert memory.lent_bytes == held
-        assert not memory._model._session.reconnecting._background._held_up
+        assert not memory._model._session.reconnecting.notices._background._held_up
         recall(memory, 6 * MIB)
         assert memory.lent_bytes < held
 

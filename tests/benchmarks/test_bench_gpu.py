@@ -140,23 +140,18 @@ def test_the_table_is_plain_text(quick: tuple[Any, str]) -> None:
 
 
 def test_markdown_of_one_scene_on_the_fake_card(tmp_path: Path) -> None:
-    """With the calls of cuda-bindings, also in a worker process; the tables are Markdown."""
+    """With the calls of cuda-bindings; the tables are Markdown. On a real GPU, `make bench-gpu` runs all scenes."""
     pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
     pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
     libraries = build_fake_cuda(tmp_path / "fake")
     if libraries is None:
         pytest.skip("no C compiler (gcc or cc) to build the fake libcuda with")
     own = {"LD_LIBRARY_PATH": str(libraries), "FAKE_CUDA_CARD": uuid.uuid4().hex[:12]}
-    done = bench("--quick", "--markdown", "--only", "attach", "--only", "offload", "--only", "workers", **own)
+    done = bench("--quick", "--markdown", "--only", "attach", **own)
     assert done.returncode == 0, done.stderr
     assert "| device | Fake GPU |" in done.stdout
     assert "64.0 GiB did not fit here" in done.stdout.replace("\n", " ")
-    for start in (
-        "| 1.0 GiB | 2 ms | driver in process |",
-        "| 2 processes | handoff, stock on |",
-        "| 64.0 MiB by 64.0 MiB | none | pool, kept pinned |",
-    ):
-        assert f"\n{start}" in done.stdout
+    assert "\n| 1.0 GiB | 2 ms | driver in process |" in done.stdout
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -54,9 +54,9 @@ class Failing(HostDriver):
         self.lent.append((count, threading.current_thread().name))
         return super().lend(size, count, location, sealable=sealable)
 
-    def _create(self, size: int, location: Location, *, sealable: bool) -> int:
+    def _create(self, made: list[int], size: int, location: Location, *, sealable: bool) -> None:
         self._count("create")
-        return super()._create(size, location, sealable=sealable)
+        super()._create(made, size, location, sealable=sealable)
 
     def seal(self, descriptor: int) -> None:
         self._count("seal")

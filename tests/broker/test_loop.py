@@ -14,6 +14,7 @@ from tests.support.sizes import MIB
 
 from membrokerd import deferrals
 from membrokerd import loop as loop_module
+from membrokerd import packets as packets_module
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import policy
@@ -148,7 +149,7 @@ def test_a_refusal_waits_for_what_was_queued_and_no_longer(monkeypatch: pytest.M
 
 def test_a_seal_sends_to_those_who_wait_over_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand readers may wait for one seal. Here a turn has time for one packet of them; each gets its own."""
-    monkeypatch.setattr(loop_module, "SHARE_SECONDS", 0)
+    monkeypatch.setattr(packets_module, "SHARE_SECONDS", 0)
     readers = 5
 
     async def story(world: World) -> None:

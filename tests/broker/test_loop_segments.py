@@ -12,7 +12,7 @@ from tests.support.loop_world import SECONDS, Late, World, play
 from tests.support.sizes import MIB
 
 from membroker.vmm import DriverError
-from membrokerd import loop as loop_module
+from membrokerd import packets as packets_module
 from membrokerd.core.denied import Denied, Reason
 
 SEALED = 0x0010
@@ -149,7 +149,7 @@ def scarce(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         nonlocal left
         left = at
 
-    monkeypatch.setattr(loop_module.os, "dup", dup)
+    monkeypatch.setattr(packets_module.os, "dup", dup)
     return fail
 
 

@@ -16,9 +16,9 @@ from membrokerd.core.denied import Reason
 
 async def filled(world: World, count: int) -> None:
     """Wait until so many extents are ready, and no more are to come."""
-    await world.until(lambda: world.loop.stocked == count)
+    await world.until(lambda: world.loop.packets.stocked == count)
     await world.look()
-    assert world.loop.stocked == count
+    assert world.loop.packets.stocked == count
 
 
 def test_the_second_of_a_size_is_there_already() -> None:
@@ -32,7 +32,7 @@ def test_the_second_of_a_size_is_there_already() -> None:
         before = world.driver.lent
         answer = world.allocate(session, count=2)
         assert answer.done(), "it was not there"
-        assert (world.driver.lent, world.loop.stocked, stock(world)) == (before, 0, 0)
+        assert (world.driver.lent, world.loop.packets.stocked, stock(world)) == (before, 0, 0)
         mine = world.queues[session].descriptors
         assert len({os.fstat(one).st_ino for one in mine}) == 3
         assert not any(os.get_inheritable(one) for one in mine)
@@ -53,7 +53,7 @@ def test_what_is_in_the_way_is_closed_before_more_is_made() -> None:
         await filled(world, 2)
         made = await world.allocate(session, count=31)
         assert made.count == 31
-        assert (world.charged(), world.used(), world.loop.stocked) == (64 * MIB, 64 * MIB, 0)
+        assert (world.charged(), world.used(), world.loop.packets.stocked) == (64 * MIB, 64 * MIB, 0)
         await world.give_back(session)
         await world.look()
 
@@ -71,7 +71,7 @@ def test_a_full_device_gets_what_the_stock_holds(count: int) -> None:
         world.driver.stranger_bytes = 64 * MIB - 12 * MIB - count * 2 * MIB + 2 * MIB
         made = await world.allocate(session, count=count)
         assert made.count == count
-        assert world.loop.stocked == 0 or stock(world) == world.loop.stocked * 2 * MIB
+        assert world.loop.packets.stocked == 0 or stock(world) == world.loop.packets.stocked * 2 * MIB
         world.driver.stranger_bytes = 0
         await world.give_back(session)
 
@@ -85,10 +85,10 @@ def test_stock_for_a_connection_that_is_gone_is_closed() -> None:
         session = await world.open()
         await world.allocate(session)
         await filled(world, 2)
-        queue, world.loop.links = world.loop.links[session], {}
+        queue = world.loop.links.pop(session)
         refused = await world.allocate(session)
         assert refused.reason is Reason.DELIVERY_FAILED
-        assert (world.charged(), world.loop.stocked, stock(world)) == (2 * MIB, 1, 2 * MIB)
+        assert (world.charged(), world.loop.packets.stocked, stock(world)) == (2 * MIB, 1, 2 * MIB)
         assert world.used() == 4 * MIB
         world.loop.links[session] = queue
         await world.give_back(session)
@@ -108,7 +108,7 @@ def test_a_stop_closes_what_is_ready_and_what_comes_to_it_late() -> None:
         await world.loop.stop(SECONDS)
         world.driver.go_on.set()
         await world.look()
-        assert stock(world) == world.loop.stocked == 0
+        assert stock(world) == world.loop.packets.stocked == 0
         await world.look()
         await world.give_back(session)
 
@@ -131,7 +131,7 @@ def test_what_is_forgotten_after_a_stop_is_no_fault(
         await world.loop.stop(SECONDS)
         ahead = 11_000_000_000
         world.loop.tell(ev.Audit({"device": 2 * MIB}))
-        assert stock(world) == world.loop.stocked == 0
+        assert stock(world) == world.loop.packets.stocked == 0
         await world.give_back(session)
 
     monkeypatch.setattr(logging.getLogger("membrokerd"), "propagate", True)

@@ -18,6 +18,8 @@ import membroker
 from membroker import LocalSource, VirtualMemoryPool, errors, types
 from membroker.cli import admin, tables
 
+pytestmark = pytest.mark.shared_daemon
+
 PAGE = 2 * MIB
 
 

@@ -259,7 +259,7 @@ def check(program: Program, name: str) -> None:
             until(lambda pool=pool: not any(row.state == "changing" for row in pool.mappings()))
             pool.deallocate(0, PAGE) if pool.is_mapped(0) else pool.grow(PAGE)
     line, recalls = program.client._session.reconnecting, program.client._recalls
-    assert not line._background._held_up
+    assert not line.notices._background._held_up
     until(lambda: recalls._answering.keys() <= line.inventory.answering)
     program.lost_all()
     assert program.model.pending_recall is None

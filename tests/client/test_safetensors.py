@@ -512,7 +512,7 @@ def test_bent_images() -> None:
     """Real images with bytes changed, cut, doubled, and the length repaired or not: nothing else ever comes out."""
     seen: list[bool] = []
 
-    @budget(2_000)
+    @budget(1_000)
     @example(SEEDS[0], False)
     @given(bent(SEEDS), st.booleans())
     def fuzz(image: bytes, repair: bool) -> None:
@@ -526,7 +526,7 @@ def test_bent_images() -> None:
 def test_headers_of_any_numbers() -> None:
     """Well-formed JSON with entries of any dtype, shape and offsets, before some bytes."""
 
-    @budget(2_000)
+    @budget(1_000)
     @given(DOCUMENT, st.integers(0, 64))
     def fuzz(document: dict[str, Any], data: int) -> None:
         accepted_by_both(image_of(document, data))
@@ -540,7 +540,7 @@ def test_any_written_index_is_read() -> None:
     names = st.text(st.characters(exclude_categories=["Cs"]), max_size=4).filter(lambda name: name != "__metadata__")
     tensors = st.dictionaries(names, st.tuples(st.sampled_from([*ALL_BITS]), dimensions), max_size=6)
 
-    @budget(500)
+    @budget(250)
     @given(tensors, st.none() | st.dictionaries(names, names, max_size=2), st.sampled_from([8, 64, 256]))
     def fuzz(tensors: dict[str, tuple[str, list[int]]], metadata: dict[str, str] | None, alignment: int) -> None:
         try:

@@ -19,7 +19,6 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +26,7 @@ from tests.support import daemons
 from tests.support.daemons import Daemon, running, until
 from tests.support.honest_worker import spare_descriptors
 from tests.support.sizes import MIB
+from tests.support.template import PythonProcess
 from tests.support.workers import PAGE, Worker, worker, workers
 
 from membroker.v1 import admin_pb2
@@ -110,11 +110,11 @@ def stderr() -> Iterator[int]:
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 1 << 20)
 
-    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(command, **{**options, "stderr": writer, "stdout": writer})
+    def start(arguments: list[str], **options: Any) -> PythonProcess:
+        return PythonProcess(arguments, **{**options, "stderr": writer, "stdout": writer})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(daemons, "subprocess", SimpleNamespace(Popen=start))
+        patch.setattr(daemons, "PythonProcess", start)
         yield reader
     os.close(writer)
     os.close(reader)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from membrokerd.config.config import Config, LogConfig, MetricsConfig, ModelConfig, TenantConfig, load
-from membrokerd.observe import metrics
+from membrokerd.observe import catalog
 from membrokerd.reload import CHANGEABLE
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -215,19 +215,19 @@ def test_alerts_speak_of_metrics_that_exist() -> None:
     text = (DEPLOY / "prometheus" / "alerts.yml").read_text()
     used = set(re.findall(r"\bmembroker_[a-z_]+", text))
     assert used
-    assert {_metric(name) for name in used} <= set(metrics.ALL)
+    assert {_metric(name) for name in used} <= set(catalog.ALL)
 
 
 def test_alerts_select_labels_that_exist() -> None:
     text = (DEPLOY / "prometheus" / "alerts.yml").read_text()
     for name, label in re.findall(r"(membroker_\w+)\{(\w+)=", text):
-        assert label in metrics.ALL[_metric(name)].labels
+        assert label in catalog.ALL[_metric(name)].labels
 
 
 def _metric(series: str) -> str:
     """Return the metric of a series: a histogram's end with _count, _sum and _bucket."""
     base = series.removesuffix("_count").removesuffix("_sum").removesuffix("_bucket")
-    return base if base in metrics.ALL and metrics.ALL[base].kind == "histogram" else series
+    return base if base in catalog.ALL and catalog.ALL[base].kind == "histogram" else series
 
 
 def test_prometheus_accepts_the_configuration_and_the_rules() -> None:

@@ -11,16 +11,17 @@ import importlib.util
 import os
 import re
 import subprocess
-import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
+from tests.support.template import run as run_python
 
 DOCS = Path(__file__).parents[2] / "docs"
 MODEL = re.compile(r'register_model\("([^"]+)"')
+TOML = re.compile(r"^```toml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^```python run\b([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -40,20 +41,21 @@ def program(text: str) -> str:
     return "\n".join(lines)
 
 
+def run_page(script: Path, daemon: Daemon) -> subprocess.CompletedProcess[str]:
+    """Run the blocks of a page, in a process that has imported PyTorch before if they do."""
+    environment = {**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint())}
+    command = ["-W", "error::ResourceWarning", str(script)]
+    imports = ["torch"] if "import torch" in script.read_text() else []
+    return run_python(command, 2 * DEADLINE_SECONDS, imports=imports, env=environment)
+
+
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
     """From top to bottom, with nothing on stderr; at the end nothing is lent and no session is left."""
     script = tmp_path / f"{page.stem}.py"
     script.write_text(program(page.read_text()))
     with running({"capacity": "1GiB", "host_capacity": "1GiB"}) as daemon:
-        done = subprocess.run(
-            [sys.executable, "-X", "dev", "-W", "error::ResourceWarning", script],
-            env={**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint())},
-            capture_output=True,
-            text=True,
-            timeout=2 * DEADLINE_SECONDS,
-            check=False,
-        )
+        done = run_page(script, daemon)
         assert (done.returncode, done.stderr) == (0, "")
         until(lambda: not any(books.lent_bytes + books.releasing_bytes for books in daemon.device().locations))
         assert not daemon.sessions()
@@ -66,21 +68,24 @@ def test_a_reader_goes_on_to_the_next_page(tmp_path: Path) -> None:
     texts = [page.read_text() for page in pages()]
     names = Counter(name for text in texts for name in set(MODEL.findall(program(text))))
     with running({"capacity": "2GiB", "host_capacity": "1GiB"}) as daemon:
-        environment = {**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint())}
         for number, text in enumerate(texts):
             if not any(names[name] > 1 for name in MODEL.findall(program(text))):
                 continue
             script = tmp_path / f"{number}.py"
             script.write_text(program(text))
-            done = subprocess.run(
-                [sys.executable, script],
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=2 * DEADLINE_SECONDS,
-                check=False,
-            )
+            done = run_page(script, daemon)
             assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_configuration_in_a_page_is_accepted(tmp_path: Path) -> None:
+    """An operator copies it from docs/sharing.md. The daemon checks it without a GPU, and starts nothing."""
+    blocks = [block for page in sorted(DOCS.glob("*.md")) for block in TOML.findall(page.read_text())]
+    assert blocks
+    for number, block in enumerate(blocks):
+        path = tmp_path / f"{number}.toml"
+        path.write_text(block)
+        done = run_python(["-m", "membrokerd.cli", "--config", str(path), "--check-config"])
+        assert done.returncode == 0, done.stderr + block
 
 
 def test_every_block_of_readme_runs() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tests.support.daemons import Daemon
+from tests.support.template import run as run_python
+
+from membroker.v1 import admin_pb2
+
+pytestmark = pytest.mark.shared_daemon
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDS = {"growable_numpy.py": "numpy", "sparse_numpy.py": "numpy"}
@@ -20,13 +23,9 @@ def refused(name: str, *arguments: str, endpoint: Path | str = "/nowhere") -> tu
     needed = NEEDS.get(name, "torch" if "torch" in name else "sys")
     if importlib.util.find_spec(needed) is None:
         pytest.skip(f"{needed} is not installed here")
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments],
-        env={**os.environ, "MEMBROKER_ENDPOINT": str(endpoint)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
+    environment = {**os.environ, "MEMBROKER_ENDPOINT": str(endpoint)}
+    done = run_python(
+        [str(EXAMPLES / name), *arguments], imports=["torch"] if needed == "torch" else [], env=environment
     )
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stderr
@@ -56,9 +55,10 @@ def test_a_wrong_command_line_is_status_2(name: str, arguments: tuple[str, ...],
 )
 def test_a_broker_that_is_drained(daemon: Daemon, name: str) -> None:
     """An operator wants the device back: the example ends with the broker's sentence."""
-    drain = [sys.executable, "-m", "membroker.cli.main", "drain", "--endpoint", str(daemon.admin)]
-    subprocess.run(drain, check=True, capture_output=True, timeout=100)
-    status, said = refused(name, endpoint=daemon.endpoint())
+    with daemon.admin_stub() as stub:
+        stub.Drain(admin_pb2.DrainRequest())
+        status, said = refused(name, endpoint=daemon.endpoint())
+        stub.Undrain(admin_pb2.UndrainRequest())
     assert status == 1
     assert "an operator drains this device" in said
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tests.support.daemons import Daemon, until
+from tests.support.template import run as run_python
+
+pytestmark = pytest.mark.shared_daemon
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(daemon: Daemon, name: str) -> list[str]:
     """Run an example, and return the lines that it wrote; it ends well, without a complaint, and holds nothing."""
-    command = [sys.executable, "-W", "error::ResourceWarning", str(EXAMPLES / name)]
     environment = {**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint())}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    command = ["-W", "error::ResourceWarning", str(EXAMPLES / name)]
+    done = run_python(command, imports=["torch"] if "torch" in name else [], env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     until(lambda: not daemon.sessions() and daemon.books().lent_bytes == 0)
     return done.stdout.splitlines()

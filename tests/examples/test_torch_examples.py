@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tests.support.daemons import Daemon, until
+from tests.support.template import run as run_python
 
 pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
+
+pytestmark = pytest.mark.shared_daemon
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -20,9 +21,8 @@ PAGE = ROOT / "docs" / "frameworks.md"
 
 def run(daemon: Daemon, name: str, *arguments: str) -> list[str]:
     """Run an example, and return the lines that it wrote; it ends well and without a complaint."""
-    command = [sys.executable, str(EXAMPLES / name), *arguments]
     environment = {**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint())}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    done = run_python([str(EXAMPLES / name), *arguments], imports=["torch"], env=environment)
     assert (done.returncode, done.stderr) == (0, "")
     until(lambda: not daemon.sessions() and daemon.books().lent_bytes == 0)
     return done.stdout.splitlines()
@@ -65,10 +65,10 @@ def test_two_serve_in_turns(daemon: Daemon) -> None:
 
 
 def test_many_workers_with_weights_that_stand_once(daemon: Daemon) -> None:
-    """Three processes over the same bytes answer as the one that has its own."""
-    kind, published, alike, charged = run(daemon, "torch_shared_weights.py", "3")
+    """Two processes over the same bytes answer as the one that has its own."""
+    kind, published, alike, charged = run(daemon, "torch_shared_weights.py", "2")
     assert kind in ("the model is Small", "the model is LlamaForCausalLM")
     assert published.endswith("in 2 MiB")
-    assert alike.startswith("3 of 3 workers answer [")
+    assert alike.startswith("2 of 2 workers answer [")
     assert len(set(alike.split("[")[1].rstrip("]").split(", "))) > 3, "an answer that wrong weights would hardly give"
     assert charged == "the model is charged 2 MiB, once for all"

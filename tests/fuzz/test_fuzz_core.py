@@ -205,7 +205,7 @@ REQUEST_IDS = st.one_of(st.integers(1, 6), st.integers(100, 10_000), UNSIGNED)
 def test_any_request_is_answered_or_refused() -> None:
     """A handful of requests in a row, from either tenant, with any request id."""
 
-    @budget(1_000)
+    @budget(500)
     @given(st.lists(st.tuples(st.booleans(), REQUEST_IDS, REQUESTS), max_size=6))
     def fuzz(asked: list[tuple[bool, int, Any]]) -> None:
         bench = Bench()
@@ -220,7 +220,7 @@ def test_whatever_happens_in_between_everybody_is_answered() -> None:
     """Requests about segments, and what they ask for happens late, fails, or meets a session that goes."""
     happens = st.sampled_from(["made", "made", "fails", "fails", "elapsed", "lost", "died", "bye", "deleted"])
 
-    @budget(600)
+    @budget(300)
     @given(st.lists(st.one_of(happens, st.tuples(REQUEST_IDS, OF_SEGMENTS)), min_size=5, max_size=16))
     def fuzz(story: list[str | tuple[int, Any]]) -> None:
         bench = Bench()
@@ -252,7 +252,7 @@ def test_bent_frames_reach_the_core_unharmed() -> None:
     requests = ("allocate", "release", "declare")
     requests += ("create_segment", "seal_segment", "attach_segment", "detach_segment", "delete_segment")
 
-    @budget(1_000)
+    @budget(500)
     @given(st.lists(bent(), max_size=6))
     def fuzz(packets: list[bytes]) -> None:
         bench = Bench()
@@ -273,7 +273,7 @@ def test_bent_frames_reach_the_core_unharmed() -> None:
 
 
 def test_any_quota_is_set_or_refused() -> None:
-    @budget(1_000)
+    @budget(500)
     @given(NAMES, LOCATIONS, st.none() | NUMBERS)
     def fuzz(name: str, number: int, limit: int | None) -> None:
         bench = Bench()
@@ -288,7 +288,7 @@ def test_any_quota_is_set_or_refused() -> None:
 
 
 def test_an_operator_deletes_or_is_refused() -> None:
-    @budget(500)
+    @budget(250)
     @given(SEGMENTS, UNSIGNED)
     def fuzz(name: str, generation: int) -> None:
         bench = Bench()

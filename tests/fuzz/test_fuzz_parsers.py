@@ -25,6 +25,7 @@ from membrokerd.config import quotas
 from membrokerd.config.config import ConfigError, load
 from membrokerd.edge import convert
 from membrokerd.home import HomeError
+from membrokerd.restart import journal
 from membrokerd.restart.journal import Binding, Journal
 from membrokerd.restart.takeover import rebuild_books
 
@@ -34,7 +35,7 @@ from membrokerd.restart.takeover import rebuild_books
 def test_a_packet_is_a_frame_or_broken() -> None:
     """Arbitrary bytes, and real frames that were bent; what is decoded has a kind, and can be written again."""
 
-    @budget(2_000)
+    @budget(1_000)
     @given(st.one_of(bent(), st.binary(max_size=300)))
     def fuzz(data: bytes) -> None:
         try:
@@ -59,7 +60,7 @@ SIZES = st.one_of(
 
 
 def test_a_size_is_bytes_or_a_value_error() -> None:
-    @budget(2_000)
+    @budget(1_000)
     @given(SIZES)
     def fuzz(size: int | str) -> None:
         try:
@@ -80,7 +81,7 @@ QUOTA_NAMES = st.one_of(
 def test_the_command_lines_names_are_names_of_the_protocol() -> None:
     """What the command takes for a name the broker takes too; all else is a wrong command line, or refused."""
 
-    @budget(2_000)
+    @budget(1_000)
     @given(QUOTA_NAMES)
     def fuzz(text: str) -> None:
         with suppress(argparse.ArgumentTypeError):
@@ -93,7 +94,7 @@ def test_the_command_lines_names_are_names_of_the_protocol() -> None:
 
 
 def test_the_command_lines_limits_and_seconds() -> None:
-    @budget(1_000)
+    @budget(500)
     @given(st.one_of(SIZES.map(str), st.sampled_from(["none", "nan", "inf", "-0", "1e999", "0.05"])))
     def fuzz(text: str) -> None:
         for parse in (commands.limit, commands.seconds):
@@ -177,7 +178,7 @@ def _load(path: Path) -> None:
 def test_a_document_is_a_configuration_or_a_config_error(tmp_path: Path) -> None:
     path = tmp_path / "membrokerd.toml"
 
-    @budget(1_500)
+    @budget(700)
     @given(st.dictionaries(KEYS, VALUES, max_size=6))
     @example({"settle_seconds": 10**400})
     @example({"max_sessions": 10**400})
@@ -191,7 +192,7 @@ def test_a_document_is_a_configuration_or_a_config_error(tmp_path: Path) -> None
 def test_a_file_is_a_configuration_or_a_config_error(tmp_path: Path) -> None:
     path = tmp_path / "membrokerd.toml"
 
-    @budget(1_000)
+    @budget(500)
     @given(st.one_of(bent([GOOD]), st.binary(max_size=200)))
     def fuzz(data: bytes) -> None:
         path.write_bytes(data)
@@ -242,11 +243,12 @@ ANY_JSON = st.recursive(
 WHOLE_RECORDS = st.lists(st.one_of(bent(STORY), ANY_JSON.map(lambda told: json.dumps(told).encode())), max_size=4)
 
 
-def test_a_journal_is_a_story_or_is_set_aside(tmp_path: Path) -> None:
+def test_a_journal_is_a_story_or_is_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bent ones, and such whose records are whole and say anything; what is read can be written, and is the same."""
     path = tmp_path / "journal"
+    monkeypatch.setattr(journal, "RESERVE_BYTES", 4_096)  # to write and read a MiB of zeros takes longer than the rest
 
-    @budget(1_500)
+    @budget(700)
     @given(
         st.one_of(
             bent([JOURNAL]),
@@ -258,13 +260,13 @@ def test_a_journal_is_a_story_or_is_set_aside(tmp_path: Path) -> None:
     @example(JOURNAL)
     def fuzz(data: bytes) -> None:
         path.write_bytes(data)
-        journal = Journal(path, BINDING)
-        story, sentences = journal.read(list)
+        one = Journal(path, BINDING)
+        story, sentences = one.read(list)
         assert path.exists() or (not story and len(sentences) == 1)
         assert len(list(tmp_path.iterdir())) <= 5
-        journal.begin(story)
-        assert journal.append(story)
-        journal.close()
+        one.begin(story)
+        assert one.append(story)
+        one.close()
         assert Journal(path, BINDING).read(list) == (story * 2, [])
 
     lasting(fuzz)
@@ -274,13 +276,13 @@ def test_flipped_bits_are_told_and_kept(tmp_path: Path) -> None:
     """Anywhere in the journal of a busy daemon: the books are right, or the file is kept and a sentence says so."""
     whole = tmp_path / "whole"
     world = World(7)
-    journal = Journal(whole, BINDING)
-    journal.begin([])
+    written = Journal(whole, BINDING)
+    written.begin([])
     for number in range(400):
         seen = len(world.history)
         world.turn(number)
-        assert journal.append(world.history[seen:])
-    journal.close()
+        assert written.append(world.history[seen:])
+    written.close()
     data = whole.read_bytes().rstrip(b"\0") + bytes(200)
     books, sentences = Journal(whole, BINDING).read(rebuild_books)
     assert books.story
@@ -289,7 +291,7 @@ def test_flipped_bits_are_told_and_kept(tmp_path: Path) -> None:
     path.parent.mkdir()
     heads = [at for at in range(len(data)) if data.startswith(b"[[", at + 8)]
 
-    @budget(1_500)
+    @budget(700)
     @given(
         st.lists(st.integers(0, 8 * len(data) - 1), min_size=1, max_size=8)
         | st.tuples(st.sampled_from(heads), st.integers(0, 63)).map(lambda place: [8 * place[0] + place[1]])
@@ -314,7 +316,7 @@ def test_flipped_bits_are_told_and_kept(tmp_path: Path) -> None:
 def test_a_file_is_quotas_or_a_home_error(tmp_path: Path) -> None:
     path = tmp_path / "quotas.toml"
 
-    @budget(1_500)
+    @budget(700)
     @given(
         st.one_of(
             bent([GOOD, GOOD[GOOD.index(b"[tenants") :]]),

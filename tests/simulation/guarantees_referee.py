@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from tests.simulation.once import once_a_step
+
 from membrokerd.core import events as ev
 
 if TYPE_CHECKING:
@@ -66,6 +68,7 @@ class GuaranteesReferee:
         after, before = self.needed(where, {**without, name: size}), self.needed(where, without)
         return after <= max(before, total.capacity - total.releasing)
 
+    @once_a_step
     def unlent(self, tenant: str, where: ev.Location) -> int:
         """Return a tenant's unused guarantee, if it is never lent."""
         if tenant not in self._broker.rules.unlent:
@@ -78,6 +81,7 @@ class GuaranteesReferee:
         """Return the unused guarantees of all other tenants that are never lent."""
         return sum(self.unlent(one, where) for one in self._broker.rules.unlent if one != tenant)
 
+    @once_a_step
     def tenant_guarantee(self, tenant: str, where: ev.Location) -> int:
         """Return what a tenant is guaranteed: at least what its models are, and at most its limit."""
         limit, guarantee, _ = self._referee.set_for((tenant, None, where))
@@ -92,8 +96,9 @@ class GuaranteesReferee:
         models = {*self._broker.ledger.models, *self.guaranteed_anywhere(where)}
         for tenant in {name.tenant for name in models}:
             limit = self._referee.set_for((tenant, None, where)).limit
+            charge = self._broker.ledger.tenants.get((tenant, where))
             sizes = [max(self.guarantee(one, where), self.firm(one, where)) for one in models if one.tenant == tenant]
-            if limit is not None and sum(sizes) > limit:
+            if limit is not None and sum(sizes) > limit - (charge.releasing if charge else 0):
                 return False
         return True
 
@@ -151,26 +156,37 @@ class GuaranteesReferee:
 
     def needed(self, where: ev.Location, changes: Mapping[ev.ModelName, int]) -> int:
         """Return what guarantees and firm bytes need together, if these models had so many more firm bytes."""
-        ledger, recalls, needed = self._broker.ledger, self._referee.recalls, 0
-        tenants = {one.tenant for one in ledger.models}
-        tenants |= {tenant for tenant, _, at in self._keys() if at == where}
-        for tenant in tenants:
-            models = {one for one in ledger.models if one.tenant == tenant} | self._guaranteed(tenant, where)
-            firm = {one: self.firm(one, where) + changes.get(one, 0) for one in models}
-            of_models = sum(max(self.guarantee(one, where), firm[one]) for one in models)
-            limit, guarantee, _ = self._referee.set_for((tenant, None, where))
-            term = max(of_models, guarantee or 0)
-            if limit is not None:  # what a tenant may not borrow is not kept for it
-                mine = sum(more for name, more in changes.items() if name.tenant == tenant)
-                charged = ledger.tenant_charged(tenant, where) - recalls.of_tenant(tenant, where)
-                term = min(term, sum(firm.values()) + max(0, limit - charged - mine))
-            needed += term
+        needed: int = self._needed(where)
+        for tenant in {name.tenant for name in changes}:
+            mine = tuple((name, more) for name, more in changes.items() if name.tenant == tenant)
+            needed += self._needed_by(tenant, where, mine) - self._needed_by(tenant, where, ())
         return needed
 
+    @once_a_step
+    def _needed(self, where: ev.Location) -> int:
+        tenants = {one.tenant for one in self._broker.ledger.models}
+        tenants |= {tenant for tenant, _, at in self._keys() if at == where}
+        return sum(self._needed_by(tenant, where, ()) for tenant in tenants)
+
+    @once_a_step
+    def _needed_by(self, tenant: str, where: ev.Location, changes: tuple[tuple[ev.ModelName, int], ...]) -> int:
+        ledger, more = self._broker.ledger, dict(changes)
+        models = {one for one in ledger.models if one.tenant == tenant} | self._guaranteed(tenant, where)
+        firm = {one: self.firm(one, where) + more.get(one, 0) for one in models}
+        of_models = sum(max(self.guarantee(one, where), firm[one]) for one in models)
+        limit, guarantee, _ = self._referee.set_for((tenant, None, where))
+        term: int = max(of_models, guarantee or 0)
+        if limit is not None:  # what a tenant may not borrow is not kept for it
+            charged = ledger.tenant_charged(tenant, where) - self._referee.recalls.of_tenant(tenant, where)
+            term = min(term, sum(firm.values()) + max(0, limit - charged - sum(more.values())))
+        return term
+
+    @once_a_step
     def firm(self, name: ev.ModelName, where: ev.Location) -> int:
         """Return what a model is charged and cannot be recalled."""
         return self.lent(name, where) - self._referee.recalls.of_model(name, where)
 
+    @once_a_step
     def _guaranteed(self, tenant: str, where: ev.Location) -> set[ev.ModelName]:
         return {
             ev.ModelName(tenant, model)
@@ -178,6 +194,7 @@ class GuaranteesReferee:
             if other == tenant and model and at == where
         }
 
+    @once_a_step
     def guarantee(self, name: ev.ModelName, where: ev.Location) -> int:
         """Return what a model is guaranteed: at most its limits."""
         asked = self._referee.asked.get(name, {}).get(where) if name in self._broker.ledger.models else None
@@ -190,10 +207,12 @@ class GuaranteesReferee:
         limits = [self._referee.set_for((*name, where)).limit, self._referee.asked.get(name, {}).get(where)]
         return min((limit for limit in limits if limit is not None), default=None)
 
+    @once_a_step
     def lent(self, name: ev.ModelName, where: ev.Location) -> int:
         row = self._broker.ledger.models.get(name)
         return row.charges[where].bytes - row.charges[where].releasing if row else 0
 
+    @once_a_step
     def _keys(self) -> set[Any]:
         return {*self._referee.quotas, *self._broker.rules.guarantees}
 

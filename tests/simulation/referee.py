@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.simulation.guarantees_referee import GuaranteesReferee
+from tests.simulation.once import once_a_step
 from tests.simulation.recalls_referee import RecallsReferee
 from tests.simulation.resuming_referee import ResumingReferee
 from tests.simulation.sharing_referee import SharingReferee
@@ -87,6 +88,11 @@ class Referee:
         self.sessions = 0
         self.proven = 0
         self.timed_out = 0
+        self._referee = self
+        self.known: dict[Any, Any] | None = None
+        """While a step is judged: see `once_a_step`."""
+        self.drops: dict[int, int] = {}
+        """By segment: since when what falls can be the memory of one that the broker closes."""
         self.early: Counter[str] = Counter()
         """Proven credits whose memory was still held, by the kind of the largest fall that explains them."""
         self.early_of_segments = 0
@@ -163,6 +169,7 @@ class Referee:
             assert 0 <= total.lent + total.releasing <= total.lent + total.releasing + total.stock <= total.capacity
         self._follow(step)
         self.recalls.follow(event, step)
+        self.known = {}
         looked = isinstance(event, ev.ProcessDied | ev.Audit)
         for fact in step.facts:
             proven = isinstance(fact, ft.LocationSettled | ft.SegmentEnded) and fact.proven
@@ -174,6 +181,7 @@ class Referee:
         self.resuming.judge(event, step)
         self.recalls.judge(event, step)
         self.waiting.judge(event, step)
+        self.known = None
 
     @staticmethod
     def _refused(event: ev.Event, step: Step) -> bool:
@@ -277,6 +285,7 @@ class Referee:
                     self.owners.pop(extent, None)
                 self._settled(fact.session, fact.location, proven=fact.proven)
 
+    @once_a_step
     def set_for(self, key: policy.Key) -> Quota:
         """Return what operators have set: as commanded, or else configured."""
         rules, quota = self.world.broker.rules, self.quotas.get(key, Quota())
@@ -311,12 +320,20 @@ class Referee:
         self.deaths[row.session] = death
 
     def _dropped(self, row: SegmentRow) -> None:
-        self.deaths[row.segment] = self._death({row.location: set(row.ids)})
+        self.deaths[row.segment] = death = self._death({row.location: set(row.ids)})
+        death.since = min(death.since, self.drops.pop(row.segment, death.since))
+
+    def drop_begins(self, segment: int) -> None:
+        """The broker begins to close a segment: what falls from now on can be its memory."""
+        self.drops[segment] = self._since()
+
+    def _since(self) -> int:
+        """Return the earliest moment of which a figure is in use."""
+        return min([self.world.now - NOTICE_NS, *(read_at for _, read_at in self.audits)])
 
     def _death(self, blocks: dict[ev.Location, set[int]]) -> Death:
         now = self.world.now
-        since = min([now - NOTICE_NS, *(read_at for _, read_at in self.audits)])
-        return Death(now, since, blocks, slack=2 if now - self.began_at <= NOTICE_NS else 1)
+        return Death(now, self._since(), blocks, slack=2 if now - self.began_at <= NOTICE_NS else 1)
 
     # --- a successor ---
 

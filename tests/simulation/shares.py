@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tests.simulation.guarantees_referee import borrower
 
@@ -24,17 +24,17 @@ def fill(room: float, items: Sequence[Item]) -> list[float]:
         left = room - sum(found)
         if left <= 0 or not group:
             continue
-        weights = {i: items[i][0] or 1 for i in group}
-        low, high = 0.0, max(items[i][2] / weights[i] for i in group) + 1
-        for _ in range(60):
+        members = [(items[i][0] or 1, items[i][1], items[i][2]) for i in group]
+        low, high = 0.0, max(most / weight for weight, _, most in members) + 1
+        left += sum(least for _, least, _ in members)
+        for _ in range(40):
             level = (low + high) / 2
-            sizes = {i: min(max(weights[i] * level, items[i][1]), items[i][2]) for i in group}
-            if sum(sizes.values()) - sum(found[i] for i in group) > left:
+            if sum([min(max(weight * level, least), most) for weight, least, most in members]) > left:
                 high = level
             else:
                 low = level
-        for i in group:
-            found[i] = min(max(weights[i] * low, items[i][1]), items[i][2])
+        for i, (weight, least, most) in zip(group, members, strict=True):
+            found[i] = min(max(weight * low, least), most)
     return found
 
 
@@ -49,6 +49,14 @@ def divide(
 
     The shares are those before the request `undone` was granted, which is in the books by now.
     """
+    beside = tuple(beside)
+    known = {} if beside or undone or referee.known is None else referee.known
+    if ("shares", where) not in known:
+        known["shares", where] = _divide(referee, where, beside, undone)
+    return cast("dict[ev.ModelName, float]", known["shares", where])
+
+
+def _divide(referee: Referee, where: ev.Location, beside: Iterable[Any], undone: Any) -> dict[ev.ModelName, float]:
     broker, guarantees = referee.world.broker, referee.guarantees
     ledger, total = broker.ledger, broker.ledger.totals[where]
     wanted: Counter[ev.ModelName] = Counter()

@@ -94,6 +94,7 @@ class Sharing:
     def drop(self, segment: int) -> None:
         """The store gives a segment up; its descriptors are closed by the driver's thread, some time."""
         self.dropping.add(segment)
+        self.world.referee.drop_begins(segment)
         self.world.jobs.append(Dropping(segment, tuple(self.store.pop(segment, ()))))
 
     def copy(self, send: fx.Send) -> str | None:

@@ -17,6 +17,7 @@ from membrokerd.core.shares import Shares
 from membrokerd.core.waiting import Waiting
 
 SEEDS = [seed for seed in range(20_260, 20_340) if is_crowded(seed) and not is_deaf(seed)][:6]
+SEEDS.insert(1, SEEDS.pop(3))  # the one in which a rare fault shows
 REST = [seed for seed in range(20_260, 20_300) if not is_deaf(seed)]
 
 
@@ -226,8 +227,13 @@ def _firm_bytes_have_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _unused_guarantees_have_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    guarantee = lambda self, tenant, where, models: self._admission.tenant_guarantee(tenant, where)  # noqa: E731
-    monkeypatch.setattr(Shares, "_tenant_base", guarantee)
+    tenant_part = Shares._tenant
+
+    def whole(self: Any, tenant: str, where: Any, models: Any) -> Any:
+        found = tenant_part(self, tenant, where, models)
+        return found._replace(base=self._admission.tenant_guarantee(tenant, where))
+
+    monkeypatch.setattr(Shares, "_tenant", whole)
 
 
 def _the_unlent_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:

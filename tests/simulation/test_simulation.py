@@ -1,7 +1,7 @@
 """The core in a world for many steps, and the proof that a core which errs is found out.
 
-10,000 steps each time; 300,000 are marked slow; `make sim STEPS=… SEED=…` plays any number. A failing seed prints a
-transcript that can be put into tests/broker/core/transcripts.
+`make sim STEPS=… SEED=…` plays any number of steps, and CI 300,000. A seed that fails prints a transcript, which can be
+put into tests/broker/core/transcripts.
 """
 
 from __future__ import annotations
@@ -39,19 +39,13 @@ def _hold(world: World) -> None:
     assert min(referee.sharing.ended[how] for how in ("certain", "proven", "in time")) >= 1
 
 
-@pytest.mark.parametrize("seed", [SEED, SEED + 1])
-def test_15_000_steps(seed: int) -> None:
-    """Without a stock, and with one."""
-    _hold(run(seed, 15_000))
-
-
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_300_000_steps() -> None:
-    """Thousands of sessions, most of which end in a way that nobody wished for."""
-    world = run(SEED + 1, 300_000)
+@pytest.mark.parametrize("seed", [SEED, SEED + 1])
+def test_30_000_steps(seed: int) -> None:
+    """Without a stock, and with one: hundreds of sessions, most of which end in a way that nobody wished for."""
+    world = run(seed, 30_000)
     _hold(world)
-    assert world.referee.sessions > 2_000
+    assert world.referee.sessions > 200
 
 
 @pytest.mark.parametrize("seed", [SEED, SEED + 1])
@@ -455,7 +449,7 @@ FAULTS_OF_STOCK = (
 )
 
 
-@pytest.mark.timeout(900)  # a story can take minutes to be shortened
+@pytest.mark.timeout(300)  # a story can take a while to be shortened
 @pytest.mark.parametrize(
     ("fault", "seeds"),
     [(fault, [SEED + more for more in range(4)]) for fault in FAULTS]
@@ -463,5 +457,5 @@ FAULTS_OF_STOCK = (
     ids=lambda one: "" if isinstance(one, list) else one.__name__.strip("_"),
 )
 def test_a_core_with_a_fault_is_found_out(fault: Fault, seeds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In 10,000 steps of one of a few worlds: a fault of the stock shows at its bounds only."""
+    """In one of a few worlds: a fault of the stock shows at its bounds only."""
     find_out(fault, seeds, monkeypatch)

@@ -72,7 +72,8 @@ class WaitingReferee:
         gone = {call: one for call, one in self.before.items() if call not in after}
         timed = {call: one for call, one in gone.items() if one.deadline is not None}
         answers = {one.call: one.result for one in step.effects if isinstance(one, fx.Answer)}
-        self._judge_told(timed, [one for one in step.effects if isinstance(one, fx.Waited)], answers)
+        ended = [one for one in step.effects if isinstance(one, fx.Waited)]
+        self._judge_told(timed, ended, answers, put_back=isinstance(event, ev.NotMade))
         if world.broker.waiting.left_over:
             assert world.broker.deadline == 0, "the next step does not follow at once"
         else:
@@ -100,19 +101,21 @@ class WaitingReferee:
             getattr(fact, "session", None) == session or getattr(fact, "writer", None) == session for fact in debits
         )
 
-    def _judge_told(self, gone: dict[int, Any], ended: Sequence[fx.Waited], answers: dict[int, Any]) -> None:
-        """The end of every wait is told, also of one that came and was refused in one step."""
+    def _judge_told(
+        self, gone: dict[int, Any], ended: Sequence[fx.Waited], answers: dict[int, Any], *, put_back: bool
+    ) -> None:
+        """The end of every wait is told, also of one that came, or met a full device, and was refused in one step."""
         now, came = self._world.now, self.came.event.call if self.came else None
         at_once = {call for call, one in gone.items() if one.since == now and call not in answers}
         told = Counter(one.call for one in ended)
-        if came in told:
-            assert isinstance(answers[came], Denied), "its wait has ended before it began"
-            del told[came]
+        for call in [call for call in told if call == came or (put_back and call not in self.before)]:
+            assert isinstance(answers[call], Denied), "its wait has ended before it began"
+            del told[call]
         assert told == Counter(gone.keys() - at_once), "the end of a wait is told wrongly"
         for one in ended:
             self.ends[one.result] += 1
             assert (one.result == "granted") == (one.call not in answers), f"{one} and {answers.get(one.call)}"
-            if one.call != came:
+            if one.call in gone:
                 assert one.waited_ns == now - gone[one.call].since
                 assert one.guaranteed == gone[one.call].guaranteed
 
@@ -196,11 +199,12 @@ class WaitingReferee:
         for name, size in found.items():
             assert abs(size - shares.get(name, 0)) <= SLACK, f"{name} has a share of {size}, not of {shares.get(name)}"
             assert size >= guarantees.firm(name, where), f"{name} has a share below its firm bytes"
-        if guarantees.needed(where, {}) <= room:
-            if guarantees.fit_limits(where):
-                assert sum(found.values()) <= room, "there are more shares than memory"
+        if guarantees.needed(where, {}) <= room and guarantees.fit_limits(where):
+            assert sum(found.values()) <= room, "there are more shares than memory"
             for name, size in found.items():
-                own = min(guarantees.guarantee(name, where), guarantees.lent(name, where))
+                limit, lent = guarantees.limit(name, where), guarantees.lent(name, where)
+                releasing = broker.ledger.models[name].charges[where].releasing if lent else 0
+                own = min(guarantees.guarantee(name, where), lent, lent if limit is None else limit - releasing)
                 assert size >= own, f"{name} has a share of {size}, and uses {own} of its guarantee"
 
     def _judge_recalled(self, where: ev.Location, waiting: Sequence[Any], shares: dict[ev.ModelName, float]) -> None:
@@ -264,11 +268,14 @@ class WaitingReferee:
         if not others:
             return
         self.compared += 1
+        better = 0
         for one in others:
             theirs = self._class(one, shares) if mine else 0 if self._is_guaranteed(one) else 2
             if theirs is None or mine is None:
                 continue
-            assert mine <= theirs, f"{last} went before {one}, which has a better right"
+            better += one.size if theirs < mine else 0
+            left = self._world.broker.ledger.totals[where].free >= better  # for all of them
+            assert mine <= theirs or (final and left), f"{last} went before {one}, which has a better right"
             held = mine == 2 and any(at == where for _, at in self._world.broker.schedule._holds)
             if one.event.call in fitting and not final and mine == theirs and not held:
                 assert last.event.call < one.event.call, f"{last} went before {one}, which is older"
@@ -289,6 +296,8 @@ class WaitingReferee:
         one = self.before.get(refused.call)
         if one is None and self.came is not None and self.came.event.call == refused.call:
             one = self.came
+        if one is None and isinstance(event, ev.NotMade):
+            return  # the device was full, and meanwhile a limit was lowered
         if one is None:  # a declaration
             assert isinstance(event, ev.Declare)
             tenant, model = str(denied.numbers["model"]).removeprefix("tenants/").split("/models/")
@@ -307,6 +316,10 @@ class WaitingReferee:
         others = [two for two in broker.waiting._waiters.values() if two.deadline and two.event.location == where]
         if any(self._is_guaranteed(two) for two in others):
             return
+        waiting = broker.waiting._waiters
+        gone = [two for call, two in self.before.items() if call not in waiting and two.deadline and two is not one]
+        if any(two.event.location == where for two in gone):
+            return  # these came first, and were decided after it
         if any(at == where and hold.until <= self._world.now for (_, at), hold in self._referee.recalls.holds.items()):
             return  # it was decided before the hold ended
         shares = divide(self._referee, where, [one])

@@ -12,7 +12,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from membrokerd import daemon
 from membrokerd import failpoints as points
+from membrokerd.cli import main
+from membrokerd.restart.journal import Journal
+from tests.support.failpoints import put
 
 FILE = "MEMBROKER_TEST_CRASH"
 
@@ -46,11 +50,7 @@ def _crash(point: str) -> None:
 
 
 if __name__ == "__main__":
-    points.reach = _crash  # before the daemon's modules are imported, which take it from there
-    from membrokerd import daemon
-    from membrokerd.cli import main
-    from membrokerd.restart.journal import Journal
-
+    put(_crash)
     # Small enough for a test to fill.
     daemon.Journal = partial(Journal, compact_bytes=1_024)  # type: ignore[assignment, misc]
     sys.exit(main())

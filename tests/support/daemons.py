@@ -9,8 +9,6 @@ import select
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 import tomllib
@@ -22,7 +20,8 @@ from typing import Any, TypeVar
 
 import grpc
 
-from membroker.v1 import admin_pb2_grpc, broker_pb2
+from membroker.v1 import admin_pb2_grpc, broker_pb2, resources_pb2
+from tests.support.template import PythonProcess
 
 _T = TypeVar("_T")
 DEADLINE_SECONDS = 30.0
@@ -47,13 +46,15 @@ _CANCELLED = re.compile(
 
 def until(what: Callable[[], _T], seconds: float = DEADLINE_SECONDS) -> _T:
     """Return the first true value of `what`, or fail after `seconds`. For states that nothing announces."""
-    end = time.monotonic() + seconds
+    began = time.monotonic()
     while True:
         value = what()
         if value:
             return value
-        assert time.monotonic() < end, "it did not become true in time"
-        time.sleep(0.005)
+        waited = time.monotonic() - began
+        assert waited < seconds, "it did not become true in time"
+        # To look costs CPU time, most often in a daemon, too. A look in a long wait may be late by a twentieth of it.
+        time.sleep(min(0.002 + waited / 20, 0.025))
 
 
 class Daemon:
@@ -84,15 +85,15 @@ class Daemon:
             address = self.directory / "notify"
             address.unlink(missing_ok=True)
             notified.bind(str(address))
-            command = [sys.executable, "-m", self.module, "--config", str(path), "--log-level", "debug"]
+            arguments = ["-m", self.module, "--config", str(path), "--log-level", "debug"]
             if self.device_number:
-                command += ["--device", str(self.device_number)]
+                arguments += ["--device", str(self.device_number)]
             if descriptors is not None:
                 limit = f"import resource,sys,os;resource.setrlimit(resource.RLIMIT_NOFILE,({descriptors},)*2)"
-                command = [sys.executable, "-c", f"{limit};os.execv(sys.argv[1],sys.argv[1:])", *command]
+                arguments = ["-c", f"{limit};os.execv(sys.executable,[sys.executable,*sys.argv[1:]])", *arguments]
             with self.log_path.open("ab") as log:
                 environment = {**os.environ, "NOTIFY_SOCKET": str(address)}
-                self.process = subprocess.Popen(command, stderr=log, stdout=log, env=environment)
+                self.process = PythonProcess(arguments, stderr=log, stdout=log, env=environment)
             self._wait_until_ready(notified, may_end)
 
     def _wait_until_ready(self, notified: socket.socket, may_end: bool) -> None:
@@ -158,10 +159,22 @@ class Daemon:
         return until(scrape)
 
     def is_unused(self) -> bool:
-        """Say whether there is no session, no model, no byte lent and no drain."""
-        device = self.device()
-        lent = any(books.lent_bytes or books.releasing_bytes or books.unaccounted_bytes for books in device.locations)
-        return not lent and not device.draining and not self.sessions() and not self.models()
+        """Say whether there is no session, no model, no segment, no byte lent and no drain."""
+        with self.admin_stub() as stub:
+            device = stub.GetDevice(broker_pb2.GetDeviceRequest())
+            if device.draining or any(
+                books.lent_bytes or books.releasing_bytes or books.unaccounted_bytes for books in device.locations
+            ):
+                return False
+            sessions = stub.ListSessions(broker_pb2.ListSessionsRequest()).sessions
+            return not sessions and not stub.ListModels(broker_pb2.ListModelsRequest()).models
+
+    def delete_segments(self) -> None:
+        """Delete every sealed segment; those that are still held end with their last hold."""
+        with self.admin_stub() as stub:
+            for one in stub.ListSegments(broker_pb2.ListSegmentsRequest(page_size=1000)).segments:
+                if one.state == resources_pb2.Segment.SEALED:
+                    stub.DeleteSegment(broker_pb2.DeleteSegmentRequest(name=one.name))
 
     def descriptors(self) -> int:
         """Return how many descriptors the daemon has open."""
@@ -243,6 +256,8 @@ class Shared:
             self.close()
 
     def _is_as_before(self, daemon: Daemon) -> bool:
+        if daemon.process.poll() is None:
+            daemon.delete_segments()
         try:
             until(lambda: daemon.process.poll() is not None or daemon.is_unused(), SETTLE_SECONDS)
         except AssertionError:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import textwrap
 import uuid
 from pathlib import Path
+
+from tests.support.template import run as run_python
 
 LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
 _SOURCE = Path(__file__).with_name("fake_cuda.c")
@@ -39,7 +40,7 @@ def run_beside_fake_cuda(libraries: Path, code: str, **environment: str) -> str:
     A process, because the loader finds the libraries through LD_LIBRARY_PATH, which it reads when it starts.
     """
     own = {"LD_LIBRARY_PATH": str(libraries), "FAKE_CUDA_CARD": uuid.uuid4().hex[:12], **environment}
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, timeout=100, check=False)
+    imports = ["cuda.bindings.driver", "pynvml", "pytest"]
+    done = run_python(["-c", textwrap.dedent(code)], imports=imports, env={**os.environ, **own})
     assert done.returncode == 0, done.stderr
     return done.stdout

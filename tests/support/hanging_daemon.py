@@ -10,7 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from membrokerd import failpoints as points
+from membrokerd.cli import main
+from tests.support.failpoints import put
 
 FILE = "MEMBROKER_TEST_HANG"
 
@@ -21,7 +22,5 @@ def _hang(point: str) -> None:
 
 
 if __name__ == "__main__":
-    points.reach = _hang  # before the daemon's modules are imported, which take it from there
-    from membrokerd.cli import main
-
+    put(_hang)
     sys.exit(main())

@@ -12,9 +12,9 @@ import re
 import resource
 import select
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +29,7 @@ NOBODY = 20_000 + os.getpid() % 40_000
 """A user that nobody else is, not even another run of these tests: what is in flight is counted for each user."""
 LOOSE_P99_SECONDS = 2.0
 """What an attack may cost others on a busy machine: those that these tests were written for cost 10 s and more."""
-CYCLES = 500
+CYCLES = 200
 """Turns of the honest worker at least, alone and beside each."""
 
 TURN_SECONDS = 0.05
@@ -140,11 +140,11 @@ def unprivileged(config: Mapping[str, Any], descriptors: int) -> Iterator[Daemon
         pytest.skip(f"needs a limit of {descriptors} descriptors, and this one is {hard}: raise it (ulimit -Hn)")
     user = other_user()
 
-    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([*as_user(user), *command], **options)
+    def start(arguments: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([*as_user(user), sys.executable, *arguments], **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(daemons, "subprocess", SimpleNamespace(Popen=start))
+        patch.setattr(daemons, "PythonProcess", start)
         with running(config, descriptors) as daemon:
             until(lambda: " limits descriptors=" in daemon.log())
             assert f" limits descriptors={descriptors} " in daemon.log(), "the daemon helped itself to more"

@@ -24,8 +24,10 @@ from typing import Any
 
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.sizes import MIB
+from tests.support.template import PythonProcess
 
 ROOT = Path(__file__).parents[2]
+MAIN = ("-m", "tests.support.workers")
 PAGE = 2 * MIB
 ANCHOR_BYTES = 2 * MIB
 """What the device of a daemon shows in use when nothing is lent."""
@@ -57,13 +59,16 @@ class Worker:
         environment: Mapping[str, str] | None = None,
         command: Sequence[str] | None = None,
     ) -> None:
-        self.process = subprocess.Popen(
-            command or [*as_user(user), sys.executable, "-m", "tests.support.workers"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": python_path(), **(environment or {})},
-        )
+        options: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "cwd": ROOT,
+            "env": {**os.environ, "PYTHONPATH": python_path(), **(environment or {})},
+        }
+        if command is None and user is None:
+            self.process: subprocess.Popen[bytes] = PythonProcess(MAIN, **options)
+        else:
+            self.process = subprocess.Popen(command or [*as_user(user), sys.executable, *MAIN], **options)
         self.pid = self.process.pid
         self._heard = bytearray()
 

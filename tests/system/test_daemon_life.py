@@ -24,6 +24,7 @@ import pytest
 from tests.support.daemons import DEFAULTS, Daemon, running, to_toml, until
 from tests.support.honest_worker import other_user
 from tests.support.sizes import MIB
+from tests.support.template import run as run_python
 from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, as_user, worker, workers
 
 from membroker.v1 import admin_pb2_grpc, broker_pb2
@@ -61,9 +62,9 @@ def check_that_it_computes_on(one: Worker) -> None:
         assert "membrokerd" in refused.message, "it does not say how to mend it"
     assert one.ask("pool.physical_usage_bytes") == 24 * MIB
     one.do("view.release(); pool.deallocate(20 * MIB, 4 * MIB); assert not pool.is_mapped(20 * MIB)")
-    assert one.ask("len(membroker.vmm.host.driver.holders(os.geteuid())) > 0")
+    assert one.ask("len(membroker.vmm.host.extents.holders(os.geteuid())) > 0")
     one.do("pool.close(); buffer.close(); client.close(); client.close()")
-    assert one.ask("[pid for pid, *_ in membroker.vmm.host.driver.holders(os.geteuid()) if pid == os.getpid()]") == []
+    assert one.ask("[pid for pid, *_ in membroker.vmm.host.extents.holders(os.geteuid()) if pid == os.getpid()]") == []
 
 
 @contextmanager
@@ -82,10 +83,13 @@ def refuse_to_start(*arguments: str, user: int | None = None, warns: bool = Fals
 
     That is all that it complains of, unless it `warns` before. `user` runs it, None for this one.
     """
-    command = [*as_user(user), sys.executable, "-m", "membrokerd.cli", "--driver", "host", *arguments]
-    ran = subprocess.run(
-        command, capture_output=True, text=True, timeout=30, env={**os.environ, **environment}, check=False
-    )
+    command = ["-m", "membrokerd.cli", "--driver", "host", *arguments]
+    env = {**os.environ, **environment}
+    if user is None:
+        ran = run_python(command, 30, env=env)
+    else:
+        command = [*as_user(user), sys.executable, *command]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=30, env=env, check=False)
     assert ran.returncode == 1, f"status {ran.returncode}: {ran.stderr}"
     assert "Traceback" not in ran.stderr
     assert warns or "WARNING" not in ran.stderr, ran.stderr

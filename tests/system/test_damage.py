@@ -19,6 +19,7 @@ from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.keepers import Client, Keeper, memfd
 from tests.support.raw import Session
 from tests.support.sizes import MIB
+from tests.support.template import run as run_python
 from tests.support.workers import PAGE, worker
 
 from membroker.v1 import admin_pb2, resources_pb2
@@ -45,7 +46,7 @@ def command(daemon: Daemon) -> list[str]:
 
 def refused(daemon: Daemon) -> str:
     """Start another daemon in the same place, which must refuse with one sentence, and return that."""
-    done = subprocess.run(command(daemon), capture_output=True, text=True, timeout=DEAD_END_SECONDS)
+    done = run_python(command(daemon)[1:], DEAD_END_SECONDS)
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]

@@ -43,6 +43,17 @@ def roomy() -> Iterator[Daemon]:
         yield one
 
 
+def descriptors_at_rest(daemon: Daemon) -> int:
+    """Return how many descriptors the daemon has open, once 40 looks in a row have found as many.
+
+    A connection that was closed is still open there for a moment, and copies of a new session's pidfd are on their way
+    to the keeper until that has answered.
+    """
+    seen: list[int] = []
+    until(lambda: seen.append(daemon.descriptors()) or (len(seen) > 40 and len(set(seen[-40:])) == 1))
+    return seen[-1]
+
+
 def test_packets_for_which_there_are_few_descriptors(roomy: Daemon, transport: str) -> None:
     """Two sessions ask at once, with none to spare, with one, until all can be made: granted, or refused as what it is.
 
@@ -52,10 +63,7 @@ def test_packets_for_which_there_are_few_descriptors(roomy: Daemon, transport: s
     outcomes: set[tuple[str, int]] = set()
     with honest(daemon, transport) as one, ExitStack() as stack:
         callers = [stack.enter_context(_Caller(daemon, transport)) for _ in range(2)]
-        # Copies of the new sessions' pidfds are on their way to the keeper until it has answered.
-        seen: list[int] = []
-        until(lambda: seen.append(daemon.descriptors()) or (len(seen) > 40 and len(set(seen[-40:])) == 1))
-        before = seen[-1]
+        before = descriptors_at_rest(daemon)
         for spare in [*range(10), *range(10, 80, 3), *range(80, 2 * 64 + 12, 6)]:
             spare_descriptors(daemon.process.pid, spare)
             for caller in callers:
@@ -196,7 +204,7 @@ def test_a_grpc_connection_for_which_there_is_no_descriptor(daemon: Daemon) -> N
     """It waits where the kernel has put it, and its call is answered when there is room; those that stand go on."""
     at_start = descriptors_at_start(daemon)
     with Session(daemon.endpoint()) as session, _Caller(daemon, "grpc") as standing:
-        before = daemon.descriptors()
+        before = descriptors_at_rest(daemon)
         spare_descriptors(daemon.process.pid, 0)
         with grpc.insecure_channel(f"unix:{session.endpoint}/grpc.sock", (("number", 1),)) as channel:
             stub = broker_pb2_grpc.BrokerServiceStub(channel)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.daemons import DEFAULTS, Daemon, running, to_toml, until
 from tests.support.sizes import MIB
+from tests.support.template import run as run_python
 from tests.system.test_reload import hang_up, reload, written
 
 import membroker
@@ -167,8 +166,8 @@ def test_a_reload_changes_guarantees_or_says_why_not(daemon: Daemon, blue: Clien
 def test_a_configuration_that_cannot_be_kept_is_wrong(tmp_path: Path, keys: dict[str, str], said: str) -> None:
     path = tmp_path / "membrokerd.toml"
     path.write_text(to_toml({**DEFAULTS, "runtime_directory": str(tmp_path), "tenants": {"red": keys}}))
-    command = [sys.executable, "-m", "membrokerd.cli", "--config", str(path), "--check-config"]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = ["-m", "membrokerd.cli", "--config", str(path), "--check-config"]
+    ran = run_python(command)
     assert (ran.returncode, ran.stdout) == (1, "")
     assert f"{path}: {said}" in ran.stderr
 
@@ -179,8 +178,8 @@ def test_a_check_of_the_configuration_counts_contexts(tmp_path: Path) -> None:
     keys = {"driver": "cuda", "headroom": "1GiB", "tenants": {"red": {"models": models}}}
     path = tmp_path / "membrokerd.toml"
     path.write_text(to_toml({"runtime_directory": str(tmp_path), **keys}))
-    command = [sys.executable, "-m", "membrokerd.cli", "--config", str(path), "--check-config"]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = ["-m", "membrokerd.cli", "--config", str(path), "--check-config"]
+    ran = run_python(command)
     assert (ran.returncode, ran.stdout) == (0, f"{path}: good\n")
     assert "headroom: 2 models have a guarantee" in ran.stderr
 
@@ -193,10 +192,10 @@ def test_a_check_of_the_configuration_looks_at_guarantees(tmp_path: Path) -> Non
     path, kept = tmp_path / "membrokerd.toml", tmp_path / "kept" / "gpu-12345678" / "quotas.toml"
     path.write_text(to_toml({**places, **keys}))
     kept.parent.mkdir(parents=True)
-    command = [sys.executable, "-m", "membrokerd.cli", "--config", str(path), "--check-config"]
+    command = ["-m", "membrokerd.cli", "--config", str(path), "--check-config"]
 
     def check() -> list[str]:
-        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        ran = run_python(command)
         assert (ran.returncode, ran.stdout) == (0, f"{path}: good\n")
         return [line.removeprefix(f"{path}: ") for line in ran.stderr.splitlines()]
 
@@ -215,7 +214,7 @@ def test_a_check_of_the_configuration_looks_at_guarantees(tmp_path: Path) -> Non
         "2.0 GiB: lower one by `membroker quota set`",
     ]
     kept.write_text("[tenants.red]\nguarantees = 1\n")
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    ran = run_python(command)
     assert (ran.returncode, ran.stdout) == (1, "")
     assert f"{kept}: tenants.red.guarantees: is not a known key" in ran.stderr
 

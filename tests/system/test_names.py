@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tests.support import raw
 from tests.support.daemons import Daemon, running, until
 from tests.support.sizes import MIB
+from tests.support.template import run as run_python
 from tests.support.workers import worker
 from tests.system.cli.test_segments import write_file
 
@@ -26,8 +25,7 @@ FULL = f"tenants/red/models/{NAME}"
 def membroker(daemon: Daemon, *arguments: str, endpoint: Path | None = None) -> str:
     """Run the command and return what it printed."""
     where = str(endpoint or daemon.endpoint("red"))
-    command = [sys.executable, "-m", "membroker.cli.main", *arguments, "--endpoint", where]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_python(["-m", "membroker.cli.main", *arguments, "--endpoint", where])
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -6,20 +6,19 @@ import fcntl
 import os
 import re
 import signal
-import subprocess
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.support import daemons, hanging_daemon
 from tests.support.daemons import Daemon, running, until
 from tests.support.honest_worker import State, honest
+from tests.support.template import PythonProcess
 from tests.support.workers import worker
 
 P99_SECONDS = 0.2
@@ -94,11 +93,11 @@ def unread() -> Iterator[int]:
     os.write(writer, b"\n" * 4096)
     os.set_blocking(writer, True)
 
-    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(command, **{**options, "stderr": writer, "stdout": writer})
+    def start(arguments: list[str], **options: Any) -> PythonProcess:
+        return PythonProcess(arguments, **{**options, "stderr": writer, "stdout": writer})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(daemons, "subprocess", SimpleNamespace(Popen=start))
+        patch.setattr(daemons, "PythonProcess", start)
         try:
             yield reader
         finally:

@@ -9,8 +9,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,6 +19,7 @@ import pytest
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, hold_still, until
 from tests.support.keepers import end_keeper
 from tests.support.sizes import MIB
+from tests.support.template import run as run_python
 from tests.support.workers import PAGE, worker
 
 import membroker
@@ -110,8 +109,8 @@ def test_one_keeper_for_two_devices_is_refused_and_harms_nobody(place: Path) -> 
 
 def assert_refused(first: Daemon, place: Path) -> None:
     """Start a daemon of another device by the first one's configuration, which must end with one sentence."""
-    command = [sys.executable, "-m", "membrokerd.cli", "--config", str(first.directory / "membrokerd.toml")]
-    done = subprocess.run([*command, "--device", "1"], capture_output=True, text=True, timeout=60)
+    command = ["-m", "membrokerd.cli", "--config", str(first.directory / "membrokerd.toml")]
+    done = run_python([*command, "--device", "1"])
     assert done.returncode == 1
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("membrokerd: ")]
     assert f"it keeps the descriptors of {place}/run/host: give each device a keeper of its own" in said
@@ -121,8 +120,8 @@ def assert_refused(first: Daemon, place: Path) -> None:
 def test_the_second_daemon_of_a_device_names_the_first(place: Path) -> None:
     """`--device` was forgotten: the sentence names the process and the option."""
     with daemon_of(place, 0) as first:
-        command = [sys.executable, "-m", "membrokerd.cli", "--config", str(first.directory / "membrokerd.toml")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        command = ["-m", "membrokerd.cli", "--config", str(first.directory / "membrokerd.toml")]
+        done = run_python(command)
         assert done.returncode == 1
         assert f"process {first.process.pid}; " in done.stderr
         assert "choose another device with --device" in done.stderr
@@ -146,9 +145,7 @@ def command(place: Path, *words: str) -> tuple[int, str, str]:
     """Run `membroker` as the user whose runtime directory this is."""
     (place / "membroker").exists() or (place / "membroker").symlink_to(place / "run")
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(place), "MEMBROKER_ENDPOINT": ""}
-    done = subprocess.run(
-        [sys.executable, "-m", "membroker.cli.main", *words], capture_output=True, text=True, env=environment
-    )
+    done = run_python(["-m", "membroker.cli.main", *words], env=environment)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout, done.stderr
 

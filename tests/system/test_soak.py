@@ -1,4 +1,4 @@
-"""The soak: twenty workers, tens of thousands of loans, and nothing left of it but a higher revision.
+"""The soak: twenty workers, thousands of loans, and nothing left of it but a higher revision.
 
 The fault to find is the slow one: a descriptor for each export, a row for each session, a byte for each release.
 """
@@ -17,12 +17,12 @@ from tests.support.workers import Worker, descriptors_at_start, until_clean, wor
 pytestmark = pytest.mark.slow
 
 WORKERS = 20
-LOANS = {"handoff": 20_000, "grpc": 4_000}
+LOANS = {"handoff": 10_000, "grpc": 2_000}
 """Allocations, each with its release, of all workers together."""
 WARM_UP = 0.1
 """Of the loans, as a round before what is measured: threads, arenas and tables find their size."""
-RSS_GROWTH_BYTES = 2 * MIB
-"""What the daemon may have grown by afterwards. 128 bytes kept of each loan over the handoff would be 2.4 MiB."""
+RSS_GROWTH_BYTES = {"handoff": MIB, "grpc": 2 * MIB}
+"""What the daemon may have grown by afterwards. 128 bytes kept of each loan over the handoff would be 1.2 MiB."""
 
 LOOP = """
 import random
@@ -89,7 +89,7 @@ def test_the_daemon_is_as_it_was_after_thousands_of_loans(transport: str) -> Non
             until_clean(daemon, at_start)
         seconds, grown = time.monotonic() - began, daemon.resident_bytes() - warm
         print(f"{LOANS[transport]} loans in {seconds:.1f} s; RssAnon {warm // 1024} KiB, grown by {grown // 1024} KiB")
-        assert grown < RSS_GROWTH_BYTES
+        assert grown < RSS_GROWTH_BYTES[transport]
         assert daemon.device().revision - revision >= 2 * LOANS[transport], "a debit and a credit for each loan"
         check_metrics(daemon, int(LOANS[transport] * (1 + WARM_UP)))
 

@@ -14,7 +14,7 @@ from tests.support.daemons import Daemon, running, until
 from tests.support.sizes import MIB
 from tests.support.workers import PAGE, Worker, worker
 
-from membroker.vmm.host.driver import EXTENT_NAME, holders
+from membroker.vmm.host.extents import EXTENT_NAME, holders
 
 PAGES = 16
 """Of the capacity."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from typing import Any
 
 from tests.support.daemons import Daemon, running, until
 from tests.support.sizes import MIB
+from tests.support.template import run as run_python
 from tests.support.workers import Worker, descriptors_at_start, until_clean, workers
 
 from membroker.v1 import admin_pb2
@@ -25,8 +24,9 @@ def processes(daemon: Daemon) -> dict[int, Any]:
 
 def command(daemon: Daemon, *options: str) -> str:
     """What `membroker processes` prints."""
-    asked = [sys.executable, "-m", "membroker.cli.main", "processes", "--endpoint", str(daemon.admin), *options]
-    return subprocess.run(asked, check=True, capture_output=True, text=True).stdout
+    done = run_python(["-m", "membroker.cli.main", "processes", "--endpoint", str(daemon.admin), *options])
+    assert done.returncode == 0
+    return done.stdout
 
 
 def borrow(one: Worker, daemon: Daemon, tenant: str, transport: str, size: int) -> None:

@@ -43,6 +43,6 @@ def test_a_page_that_is_ready_takes_at_most_a_hundred_calls(
     told = ", ".join(f"{calls.total()} to {what} a page" for what, calls in counted.items())
     with capsys.disabled():
         print(f"\nPython calls in the daemon: {told}")
-    assert counted["allocate"]["loop.py:Loop._take_stock"] == 1, "the page was not in stock"
+    assert counted["allocate"]["packets.py:Packets._take_stock"] == 1, "the page was not in stock"
     for what, calls in counted.items():
         assert calls.total() <= MOST_CALLS[what], "\n".join(f"{count:4} {name}" for name, count in calls.most_common())

@@ -161,7 +161,8 @@ def check(kind: type[_Table], document: dict[str, Any]) -> tuple[_Table, dict[st
 
     Wrong values are removed from `document`. `kind` has a default for each key.
     """
-    adapter, problems = TypeAdapter(kind), dict[str, str]()
+    problems: dict[str, str] = {}
+    adapter: TypeAdapter[_Table] = _adapter(kind)  # type: ignore[arg-type]  # a type is hashable
     try:
         return adapter.validate_python(document), problems
     except ValidationError as error:
@@ -172,6 +173,12 @@ def check(kind: type[_Table], document: dict[str, Any]) -> tuple[_Table, dict[st
                 table = table.get(key, {})
             table.pop(path[-1], None)
     return adapter.validate_python(document), problems
+
+
+@functools.cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    """To make one takes pydantic longer than to check a document with it."""
+    return TypeAdapter(kind)
 
 
 def _problems(kind: type, error: ValidationError) -> Iterator[tuple[KeyPath, str]]:

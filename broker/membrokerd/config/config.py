@@ -58,9 +58,9 @@ class LogConfig(Table):
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig(Table):
-    """The quota of a tenant's model, in bytes. `guarantee` is kept for it; `limit` None leaves it to the tenant's.
+    """The quota of a model or a tenant, in bytes. `guarantee` is kept for it.
 
-    `weight` None is 1.
+    `limit` None leaves it to the level above, and `weight` None is 1.
     """
 
     limit: Size | None = None
@@ -72,22 +72,16 @@ class ModelConfig(Table):
 
 
 @dataclass(frozen=True, slots=True)
-class TenantQuotas(Table):
+class TenantQuotas(ModelConfig):
     """The quotas of a tenant and of each of its models; these keys are in the file of quotas too."""
 
-    limit: Size | None = None
-    host_limit: Size | None = None
-    guarantee: Size | None = None
-    host_guarantee: Size | None = None
-    weight: checks.Weight | None = None
-    host_weight: checks.Weight | None = None
     models: Mapping[checks.ModelName, ModelConfig] = field(default_factory=dict)
 
 
 def quotas_of(tenants: Mapping[str, TenantQuotas]) -> Iterator[tuple[policy.Key, Quota]]:
     """Yield what is set for each tenant and model at each location."""
     for tenant, own in tenants.items():
-        named: list[tuple[str | None, TenantQuotas | ModelConfig]] = [(None, own), *own.models.items()]
+        named: list[tuple[str | None, ModelConfig]] = [(None, own), *own.models.items()]
         for model, table in named:
             for location, keys in QUOTA_KEYS.items():
                 quota = Quota(*(getattr(table, key) for key in keys))

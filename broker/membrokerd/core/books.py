@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import effects as fx
 from . import events as ev
@@ -71,17 +71,8 @@ class Books:
     def record(self, fact: ft.Fact) -> None:
         """Change the ledger."""
         self.ledger.apply(fact)
-        if isinstance(fact, ft.QuotaSet):
-            self.admission.refresh()
-            self.limits_changed = True
-        elif isinstance(fact, ft.ModelBegan | ft.ModelAsked | ft.ModelEnded):
-            self.admission.refresh_model(fact.name)
-        elif isinstance(fact, ft.ModelLeft):
-            self.recallable.leave(fact.session, fact.name)
-        elif isinstance(fact, ft.SessionMoved):
-            self.recallable.session_moved(self.ledger.sessions[fact.session])
-        elif isinstance(fact, ft.Credited):
-            self.recallable.bound_kept(fact.session)
+        if (follow := _FOLLOWED.get(type(fact))) is not None:
+            follow(self, fact)
         self._facts.append(fact)
 
     @property
@@ -113,3 +104,19 @@ class Books:
         if self.cannot_write:
             return deny(Reason.JOURNAL_FULL, driver_says=self.cannot_write)
         return deny(Reason.DRAINING) if self.draining else None
+
+    def _quota_set(self, _: ft.QuotaSet) -> None:
+        self.admission.refresh()
+        self.limits_changed = True
+
+
+_FOLLOWED: dict[type, Callable[[Books, Any], None]] = {
+    ft.QuotaSet: Books._quota_set,
+    ft.ModelBegan: lambda books, fact: books.admission.refresh_model(fact.name),
+    ft.ModelAsked: lambda books, fact: books.admission.refresh_model(fact.name),
+    ft.ModelEnded: lambda books, fact: books.admission.refresh_model(fact.name),
+    ft.ModelLeft: lambda books, fact: books.recallable.leave(fact.session, fact.name),
+    ft.SessionMoved: lambda books, fact: books.recallable.session_moved(books.ledger.sessions[fact.session]),
+    ft.Credited: lambda books, fact: books.recallable.bound_kept(fact.session),
+}
+"""What the sums beside the ledger make of a fact, once the ledger has it."""

@@ -102,8 +102,14 @@ Result = (
 )
 
 
+class Effect:
+    """Something that the daemon is to do."""
+
+    __slots__ = ()
+
+
 @value
-class Answer:
+class Answer(Effect):
     """Answer `call`: with a result, or with a refusal."""
 
     call: int
@@ -111,7 +117,7 @@ class Answer:
 
 
 @value
-class DrainInputs:
+class DrainInputs(Effect):
     """Read every connection's pending input before `call` is refused for lack of room. Outcome: InputsDrained."""
 
     call: int
@@ -121,7 +127,7 @@ WaitResult = Literal["granted", "refused", "cancelled"]
 
 
 @value
-class Waited:
+class Waited(Effect):
     """A request of `size` bytes that waited for room, for `waited_ns`, waits no more.
 
     `guaranteed`: it was within its model's or tenant's guarantee when it came.
@@ -137,7 +143,7 @@ class Waited:
 
 
 @value
-class Recall:
+class Recall(Effect):
     """Ask a session for `size` bytes of a model at a location, to be answered within `within_ns` from now on.
 
     Emitted again with the same `recall` while a late session has not answered.
@@ -155,7 +161,7 @@ RecallResult = Literal["returned", "kept", "late"]
 
 
 @value
-class Recalled:
+class Recalled(Effect):
     """A recall of `size` bytes has ended after `after_ns`, or is late; `returned` bytes were released."""
 
     session: int
@@ -168,7 +174,7 @@ class Recalled:
 
 
 @value
-class Make:
+class Make(Effect):
     """Create, export and send one packet of extents, if the device gate allows. Outcome: Made or NotMade.
 
     Extents of a `segment` (not 0) go to the descriptor store first; `stocked` ones exist already. `answer` is the
@@ -188,7 +194,7 @@ class Make:
 
 
 @value
-class Stock:
+class Stock(Effect):
     """Make one extent ahead, when the executor is idle. Outcome: Stocked."""
 
     location: Location
@@ -196,7 +202,7 @@ class Stock:
 
 
 @value
-class DropStock:
+class DropStock(Effect):
     """Release `count` extents of the stock."""
 
     location: Location
@@ -205,7 +211,7 @@ class DropStock:
 
 
 @value
-class Send:
+class Send(Effect):
     """Send one packet of a segment's descriptors. Outcome: Made or NotMade."""
 
     session: int
@@ -218,21 +224,21 @@ class Send:
 
 
 @value
-class Seal:
+class Seal(Effect):
     """Make later mappings of a segment read-only, where the driver can. Outcome: Sealed or NotSealed."""
 
     segment: int
 
 
 @value
-class Drop:
+class Drop(Effect):
     """Close the broker's own descriptors of a segment. Outcome: Dropped."""
 
     segment: int
 
 
 @value
-class NameSuspects:
+class NameSuspects(Effect):
     """Name processes that may use the `unaccounted` bytes beyond the books; `risen` of them are new."""
 
     unaccounted: int
@@ -240,7 +246,7 @@ class NameSuspects:
 
 
 @value
-class Disconnect:
+class Disconnect(Effect):
     """The session broke the protocol: close its connection. What it holds stays charged."""
 
     session: int
@@ -248,25 +254,7 @@ class Disconnect:
 
 
 @value
-class Forget:
+class Forget(Effect):
     """The session ended: drop its token, its connection and the watch on its process."""
 
     session: int
-
-
-Effect = (
-    Answer
-    | DrainInputs
-    | Waited
-    | Recall
-    | Recalled
-    | Make
-    | Send
-    | Stock
-    | DropStock
-    | Seal
-    | Drop
-    | NameSuspects
-    | Disconnect
-    | Forget
-)

@@ -47,8 +47,14 @@ class SegmentName(NamedTuple):
         return f"tenants/{self.tenant}/models/{self.model}/segments/{self.label}"
 
 
+class Event:
+    """Something that the core is told."""
+
+    __slots__ = ()
+
+
 @value
-class OpenSession:
+class OpenSession(Event):
     """A process said Hello at a tenant's endpoint. `process` is equal for all sessions of one process.
 
     `token_hash` is the hash of the session's token, which is valid at this endpoint only.
@@ -66,7 +72,7 @@ class OpenSession:
 
 
 @value
-class ResumeSession:
+class ResumeSession(Event):
     """A process that knows a session's token said Hello again.
 
     The new connection is the session's from the answer on. No ConnectionLost is reported for an old one.
@@ -78,7 +84,7 @@ class ResumeSession:
 
 
 @value
-class StateHolds:
+class StateHolds(Event):
     """Everything a resuming process holds of its session: extents, holds of each segment, declared bytes.
 
     `answering` are the models of which it answers recalls.
@@ -95,7 +101,7 @@ class StateHolds:
 
 
 @value
-class ForgetSession:
+class ForgetSession(Event):
     """An operator ends a detached session."""
 
     call: int
@@ -103,7 +109,7 @@ class ForgetSession:
 
 
 @value
-class Restarted:
+class Restarted(Event):
     """A daemon started with the books of an earlier one. The first event, if there are such books.
 
     `lost` are the segments for which the descriptor store misses descriptors.
@@ -114,14 +120,14 @@ class Restarted:
 
 
 @value
-class ConnectionLost:
+class ConnectionLost(Event):
     """A session's handoff connection is lost. Its process may be alive."""
 
     session: int
 
 
 @value
-class ProcessDied:
+class ProcessDied(Event):
     """A session's process is dead. `seen` was read after that became known."""
 
     session: int
@@ -129,7 +135,7 @@ class ProcessDied:
 
 
 @value
-class Goodbye:
+class Goodbye(Event):
     """A session ends by its own word; what it still holds counts as released."""
 
     call: int
@@ -138,7 +144,7 @@ class Goodbye:
 
 
 @value
-class RegisterModel:
+class RegisterModel(Event):
     """Register or join a model. Numbers that are None, or not in `limits`, are not changed.
 
     `answers`: whether the session answers recalls of the model from now on; None: as before, at first not.
@@ -155,7 +161,7 @@ class RegisterModel:
 
 
 @value
-class UnregisterModel:
+class UnregisterModel(Event):
     """Leave a model."""
 
     call: int
@@ -165,7 +171,7 @@ class UnregisterModel:
 
 
 @value
-class Allocate:
+class Allocate(Event):
     """Borrow `count` extents of `extent_bytes`; wait at most `wait_ns` for room (None: as the rules say).
 
     `ahead`: before they are needed, so only if there is room and nobody waits.
@@ -183,7 +189,7 @@ class Allocate:
 
 
 @value
-class Release:
+class Release(Event):
     """Release extents, by the session's word."""
 
     call: int
@@ -193,7 +199,7 @@ class Release:
 
 
 @value
-class Declare:
+class Declare(Event):
     """The whole declaration of a session for a model and a location."""
 
     call: int
@@ -205,7 +211,7 @@ class Declare:
 
 
 @value
-class CreateSegment:
+class CreateSegment(Event):
     """Create a segment of `size` bytes under a model, to be written by this session; wait as `Allocate` does."""
 
     call: int
@@ -218,7 +224,7 @@ class CreateSegment:
 
 
 @value
-class SealSegment:
+class SealSegment(Event):
     """The writer has written all of its segment, and waited for its own work."""
 
     call: int
@@ -228,7 +234,7 @@ class SealSegment:
 
 
 @value
-class AttachSegment:
+class AttachSegment(Event):
     """Attach a segment; wait at most `wait_ns` for its seal."""
 
     call: int
@@ -239,7 +245,7 @@ class AttachSegment:
 
 
 @value
-class DetachSegment:
+class DetachSegment(Event):
     """Detach from a segment, by the session's word."""
 
     call: int
@@ -249,7 +255,7 @@ class DetachSegment:
 
 
 @value
-class DeleteSegment:
+class DeleteSegment(Event):
     """End a segment; `session` is None for an operator, `generation` 0 for any segment of that name."""
 
     call: int
@@ -260,14 +266,14 @@ class DeleteSegment:
 
 
 @value
-class Sealed:
+class Sealed(Event):
     """Later mappings of the segment are read-only, as far as the driver can enforce that."""
 
     segment: int
 
 
 @value
-class NotSealed:
+class NotSealed(Event):
     """The driver could not seal the segment, which is unchanged."""
 
     segment: int
@@ -276,7 +282,7 @@ class NotSealed:
 
 
 @value
-class Stocked:
+class Stocked(Event):
     """An extent was made ahead, and is kept; `made` is False when it could not be."""
 
     location: Location
@@ -285,19 +291,19 @@ class Stocked:
 
 
 @value
-class Dropped:
+class Dropped(Event):
     """The broker's own descriptors of a segment are closed."""
 
     segment: int
 
 
 @value
-class Elapsed:
+class Elapsed(Event):
     """`Broker.deadline` has come, or is close."""
 
 
 @value
-class Acknowledge:
+class Acknowledge(Event):
     """The session has imported a packet's descriptors, or closed them unused."""
 
     session: int
@@ -306,7 +312,7 @@ class Acknowledge:
 
 
 @value
-class AcknowledgeUpTo:
+class AcknowledgeUpTo(Event):
     """A session has taken the first `count` packets that were sent to it since its connection began."""
 
     session: int
@@ -314,7 +320,7 @@ class AcknowledgeUpTo:
 
 
 @value
-class Made:
+class Made(Event):
     """A packet's extents exist, and its descriptors are queued on the session's connection: of a Make, or a Send."""
 
     session: int
@@ -323,7 +329,7 @@ class Made:
 
 
 @value
-class NotMade:
+class NotMade(Event):
     """Of a Make: no extent of the packet exists any more. Of a Send: the packet is not sent."""
 
     session: int
@@ -334,7 +340,7 @@ class NotMade:
 
 
 @value
-class NotDelivered:
+class NotDelivered(Event):
     """A packet was queued but never sent, because its connection broke. Its descriptors are closed."""
 
     session: int
@@ -343,21 +349,21 @@ class NotDelivered:
 
 
 @value
-class Audit:
+class Audit(Event):
     """The device's current figures. Ten times a second, and every 10 ms while bytes are releasing."""
 
     seen: Seen
 
 
 @value
-class InputsDrained:
+class InputsDrained(Event):
     """Outcome of DrainInputs: all input that was pending then has been reported."""
 
     call: int
 
 
 @value
-class SetQuota:
+class SetQuota(Event):
     """An operator sets the quota of a model, or of a tenant (`model` is None). None leaves the configured number.
 
     `undo`: the numbers of a moment ago, because the command could not be written down. It is never refused.
@@ -374,7 +380,7 @@ class SetQuota:
 
 
 @value
-class CancelWait:
+class CancelWait(Event):
     """The caller of `call` does not want its answer any more: if the call waits for room, its wait ends.
 
     A call that does not wait is not changed, nor is one that is not known.
@@ -384,7 +390,7 @@ class CancelWait:
 
 
 @value
-class AnswerRecall:
+class AnswerRecall(Event):
     """A session has released what it can of a recall, and keeps the rest. A number that is not open says nothing."""
 
     session: int
@@ -392,46 +398,8 @@ class AnswerRecall:
 
 
 @value
-class SetDraining:
+class SetDraining(Event):
     """An operator stops lending, or allows it again."""
 
     call: int
     draining: bool
-
-
-Event = (
-    OpenSession
-    | ResumeSession
-    | StateHolds
-    | ForgetSession
-    | Restarted
-    | SetDraining
-    | ConnectionLost
-    | ProcessDied
-    | Goodbye
-    | RegisterModel
-    | UnregisterModel
-    | Allocate
-    | Release
-    | Declare
-    | CreateSegment
-    | SealSegment
-    | AttachSegment
-    | DetachSegment
-    | DeleteSegment
-    | Sealed
-    | NotSealed
-    | Stocked
-    | Dropped
-    | Elapsed
-    | Acknowledge
-    | AcknowledgeUpTo
-    | Made
-    | NotMade
-    | NotDelivered
-    | Audit
-    | InputsDrained
-    | SetQuota
-    | CancelWait
-    | AnswerRecall
-)

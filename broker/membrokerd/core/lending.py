@@ -345,7 +345,9 @@ class Lending:
         extents = self._books.ledger.sessions[event.session].extents
         unmade = [call for call in self._traffic[event.session].calls.values() if not call.done]
         for extent in event.ids:
-            if extent not in extents or any(extent in call.ids and not call.is_made(extent) for call in unmade):
+            if extent not in extents or (
+                unmade and any(extent in call.ids and not call.is_made(extent) for call in unmade)
+            ):
                 return deny(Reason.EXTENT_NOT_FOUND, extent=extent)
         return None
 

@@ -7,7 +7,7 @@ concerns several parts, the machine calls them in turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, get_args
 
 from . import effects as fx
@@ -18,7 +18,6 @@ from .admission import Admission
 from .books import Books, Step
 from .deaths import Settling
 from .denied import Denied, Reason, deny
-from .ledger import Ledger
 from .lending import Lending
 from .models import Models
 from .recalls import Recalls
@@ -56,6 +55,10 @@ class Broker:
 
     def __init__(self, rules: policy.Rules, epoch: int, story: Iterable[ft.Fact] = ()) -> None:
         books = self.books = Books(rules, epoch, story)
+        self.ledger = books.ledger
+        """The ledger: for reading."""
+        self.denials = books.denials
+        """How many calls about each model were refused, by reason."""
         stock = self.stock = Stock(books)
         recalls = self.recalls = Recalls(books)
         schedule = self.schedule = Schedule(books, recalls)
@@ -140,11 +143,6 @@ class Broker:
         self.books.change_rules(rules)
 
     @property
-    def ledger(self) -> Ledger:
-        """The ledger: for reading."""
-        return self.books.ledger
-
-    @property
     def admission(self) -> Admission:
         """What is admitted, and what is guaranteed."""
         return self.books.admission
@@ -153,11 +151,6 @@ class Broker:
     def rules(self) -> policy.Rules:
         """What the configuration says."""
         return self.books.rules
-
-    @property
-    def denials(self) -> Mapping[ev.ModelName, Mapping[str, int]]:
-        """How many calls about each model were refused, by reason."""
-        return self.books.denials
 
     @property
     def draining(self) -> bool:
@@ -248,8 +241,7 @@ class Broker:
         row = self.segments.dropped(event)
         if row.uncertain:
             self.settling.segment_dropped(row, now)
-        else:
-            self.resuming.segment_ended(row.segment)
+        self.resuming.answer_ready()
 
     def _audit(self, event: ev.Audit, now: int) -> None:
         self.settling.audit(event, now)

@@ -118,16 +118,23 @@ class Recallable:
             return 0
         return max(0, self._extents_of(one) - self.kept.get(one, (0, 0))[0])
 
-    def can_ask(self, location: Location) -> bool:
-        """Say whether a session can be asked for anything: one that has answered its last recall."""
-        everyone = (one for name in self._answering for one in self.borrowers(name, location))
-        return any(one not in self.recalls and self.bytes_of(one) for one in everyone)
+    def able(self, location: Location) -> list[ModelName]:
+        """Return the models of which a session can be asked for something: it has answered its last recall."""
+        return [
+            name
+            for name in self._answering
+            if any(one not in self.recalls and self.bytes_of(one) for one in self.borrowers(name, location))
+        ]
 
     def of_model(self, name: ModelName, location: Location) -> int:
         """Return the bytes of a model that can be recalled."""
         if name not in self._answering:
             return 0
         return sum(map(self.bytes_of, self.borrowers(name, location)))
+
+    def by_model(self, location: Location) -> dict[ModelName, int]:
+        """Return the bytes that can be recalled of each model that has a session that answers."""
+        return {name: self.of_model(name, location) for name in self._answering}
 
     def of_tenant(self, tenant: str, location: Location) -> int:
         """Return the bytes of a tenant's models that can be recalled."""

@@ -40,7 +40,6 @@ class Answer:
     call: int
     session: int
     result: fx.Reconciled
-    ending: set[int]
 
 
 class Resuming:
@@ -100,8 +99,8 @@ class Resuming:
             tuple(sorted(unknown_segments)[:MAX_TOLD]),
             tuple(sorted(row.models)[:MAX_MODELS_TOLD]),
         )
-        self._answers.append(Answer(event.call, session, result, self._ending_of(session)))
-        self._answer_ready()
+        self._answers.append(Answer(event.call, session, result))
+        self.answer_ready()
         self._lending.resume(session, event.answering)
 
     def under_way(self, session: int) -> bool:
@@ -120,14 +119,13 @@ class Resuming:
             self._answers.remove(one)
             self._books.answer(one.call, deny(Reason.DELIVERY_FAILED))
 
-    def segment_ended(self, segment: int) -> None:
-        """Answer the resumes that waited for this segment's name."""
-        for one in self._answers:
-            one.ending.discard(segment)
-        self._answer_ready()
-
-    def _answer_ready(self) -> None:
-        for one in [one for one in self._answers if not one.ending]:
+    def answer_ready(self) -> None:
+        """Answer the resumes whose sessions end no segment any more: a process may create one of that name again."""
+        if not self._answers:
+            return
+        segments = self._books.ledger.segments.values()
+        ending = {row.writer for row in segments if row.state == "dropping" and not row.uncertain}
+        for one in [one for one in self._answers if one.session not in ending]:
             self._answers.remove(one)
             self._books.answer(one.call, one.result)
 
@@ -144,11 +142,6 @@ class Resuming:
             held = max(0, event.segments.get(segment, 0))
             if held < times:
                 self._segments.leave(row.session, segment, times - held, "not held")
-
-    def _ending_of(self, session: int) -> set[int]:
-        """Return the segments of this writer that are about to end: it may want to create one of them again."""
-        rows = self._books.ledger.segments.values()
-        return {row.segment for row in rows if row.writer == session and row.state == "dropping" and not row.uncertain}
 
     # --- forgetting ---
 

@@ -220,9 +220,9 @@ class Schedule:
         return self._divided[location]
 
     def divide(
-        self, location: ev.Location, waiters: Iterable[Waiter], greedy: ev.ModelName | None = None
+        self, location: ev.Location, waiters: Iterable[Waiter], greedy: ev.ModelName | None = None, less: int = 0
     ) -> dict[ev.ModelName, int]:
-        """Return the share of every model; `greedy` is one that wants as much as there is."""
+        """Return the share of every model; `greedy` is one that wants as much as there is, `less` what is left out."""
         books = self._books
         wanted: Counter[ev.ModelName] = Counter()
         for one in waiters:
@@ -233,29 +233,29 @@ class Schedule:
                 wanted[name] = max(wanted[name], hold.size - books.admission.lent(name, location))
         if greedy is not None:
             wanted[greedy] = books.rules.capacities[location]
-        return Shares(books.ledger, books.rules, books.admission, books.recallable).divide(location, wanted)
+        return Shares(books.ledger, books.rules, books.admission, books.recallable).divide(location, wanted, less)
 
     # --- recalls ---
 
     def _recall(self, location: ev.Location, waiting: Sequence[Waiter], waiters: Sequence[Waiter], now: int) -> None:
         """Ask the models that have more than their share for what these requests lack."""
-        if not self._books.recallable.can_ask(location):
+        shares = self._shares(location, waiters)
+        if self._short(location, waiting, shares) <= 0 or not self._excess(location, shares):
             return
-        if self._short(location, waiting, self._shares(location, waiters)) <= 0:
-            return
-        holds = dict(self._holds)
         for name in {one.name for one in waiting}:
             self._hold(name, location, sum(one.size for one in waiting if one.name == name), now)
         self.divide_again()
         shares = self._shares(location, waiters)
-        short = missing = self._short(location, waiting, shares)
-        excess = [(self._not_asked(name, location) - shares.get(name, 0), name) for name in self._books.ledger.models]
-        for more, name in sorted(excess, key=lambda one: (-one[0], one[1])):
-            if min(more, short) > 0:
+        short = self._short(location, waiting, shares)
+        for more, name in self._excess(location, shares):
+            if short > 0:
                 short -= self._recalls.ask(name, location, min(more, short), now)
-        if short == missing:  # all that could be asked are asked already
-            self._holds = holds
-            self.divide_again()
+
+    def _excess(self, location: ev.Location, shares: Mapping[ev.ModelName, int]) -> list[tuple[int, ev.ModelName]]:
+        """Return what models have above their shares, the most first: those that can be asked for some of it now."""
+        able = self._books.recallable.able(location)
+        excess = [(self._not_asked(name, location) - shares.get(name, 0), name) for name in able]
+        return sorted([one for one in excess if one[0] > 0], key=lambda one: (-one[0], one[1]))
 
     def _short(self, location: ev.Location, waiting: Iterable[Waiter], shares: Mapping[ev.ModelName, int]) -> int:
         """Return how many bytes are neither free nor recalled already of what requests, and the holds, want."""
@@ -295,6 +295,17 @@ class Schedule:
             self._asked_for[key] = now + self._books.rules.recall_ns
             self._recall(location, [one], everyone, now)
         self.divide_again()
+
+    def recall_for_device(self, one: Waiter, waiters: Iterable[Waiter], now: int) -> None:
+        """Ask for as much as a guaranteed request wants: the books have room for it, and the device has not.
+
+        The models are asked that would have more than their share of a device that is smaller by as much.
+        """
+        location = one.event.location
+        short = one.size - self._books.recallable.coming(location)
+        for more, name in self._excess(location, self.divide(location, waiters, less=one.size)):
+            if short > 0:
+                short -= self._recalls.ask(name, location, min(more, short), now)
 
     def recall_above_limits(self, now: int) -> None:
         """Ask for what models and tenants have above their limits: a limit was lowered, or what was kept is not."""

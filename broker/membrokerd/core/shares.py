@@ -8,7 +8,7 @@ recalled. While sessions answer recalls, guarantees that are not used are divide
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from . import policy
@@ -42,7 +42,7 @@ def fill(room: int, items: Sequence[Item], granule: int) -> list[int]:
         [i for i, item in enumerate(items) if not item.weight],
     ):
         if left > 0 and group:
-            members = [items[i]._replace(weight=items[i].weight or 1) for i in group]
+            members = [Item(items[i].weight or 1, items[i].low, items[i].high) for i in group]
             for i, size in zip(
                 group, _fill_group(left + sum(member.low for member in members), members, granule), strict=True
             ):
@@ -84,8 +84,9 @@ def _level(room: int, items: Iterable[Item]) -> int:
     return level
 
 
-class _Model(NamedTuple):
-    name: ModelName
+class _Part(NamedTuple):
+    """What a model or a tenant has before the rest is divided, and its item in that division."""
+
     base: int
     item: Item
 
@@ -99,62 +100,58 @@ class Shares:
         self._admission = admission
         self._recallable = recallable
 
-    def divide(self, location: Location, wanted: Mapping[ModelName, int]) -> dict[ModelName, int]:
-        """Return the share of each model that has a charge or a guarantee, or wants more: `wanted` bytes."""
+    def divide(self, location: Location, wanted: Mapping[ModelName, int], less: int = 0) -> dict[ModelName, int]:
+        """Return the share of each model that has a charge or a guarantee, or wants more: `wanted` bytes.
+
+        All but `less` bytes of the location are divided.
+        """
         total = self._ledger.totals[location]
-        tenants: dict[str, list[_Model]] = {}
         guarantees = self._admission.guarantees_of_models(location)
+        recallable = self._recallable.by_model(location)
+        models: dict[str, dict[ModelName, _Part]] = {tenant: {} for tenant in self._admission.tenants(location)}
         for name in sorted({*self._ledger.models, *guarantees, *wanted}):
-            model = self._model(name, location, wanted.get(name, 0), guarantees.get(name, 0))
-            if model.base or model.item.high:
-                tenants.setdefault(name.tenant, []).append(model)
-        bases = {tenant: self._tenant_base(tenant, location, models) for tenant, models in tenants.items()}
-        items = [self._tenant(tenant, location, bases[tenant], models) for tenant, models in tenants.items()]
-        idle = [tenant for tenant in self._admission.tenants(location) if tenant not in tenants]
-        kept = sum(bases.values()) + sum(self._tenant_base(tenant, location, ()) for tenant in idle)
+            part = self._model(name, location, wanted.get(name, 0), guarantees.get(name, 0), recallable.get(name, 0))
+            if part.base or part.item.high:
+                models.setdefault(name.tenant, {})[name] = part
+        tenants = [self._tenant(tenant, location, parts.values()) for tenant, parts in models.items()]
         granule = self._rules.granularity
+        room = total.capacity - total.releasing - less - sum([tenant.base for tenant in tenants])
         found: dict[ModelName, int] = {}
-        parts = fill(total.capacity - total.releasing - kept, items, granule)
-        for (tenant, models), extra in zip(tenants.items(), parts, strict=True):
-            room = bases[tenant] + extra - sum(model.base for model in models)
-            sizes = fill(room, [model.item for model in models], granule)
-            found.update((model.name, model.base + size) for model, size in zip(models, sizes, strict=True))
+        extras = fill(room, [tenant.item for tenant in tenants], granule)
+        for tenant, parts, extra in zip(tenants, models.values(), extras, strict=True):
+            room = tenant.base + extra - sum([part.base for part in parts.values()])
+            sizes = fill(room, [part.item for part in parts.values()], granule)
+            for (name, part), size in zip(parts.items(), sizes, strict=True):
+                found[name] = part.base + size
         return found
 
-    def _model(self, name: ModelName, location: Location, wanted: int, guarantee: int) -> _Model:
+    def _model(self, name: ModelName, location: Location, wanted: int, guarantee: int, recallable: int) -> _Part:
         """Return a model's part: its guarantee, and from what is firm beyond that up to what it has and wants."""
         ledger, rules = self._ledger, self._rules
         row = ledger.models.get(name)
         charge = row.charges[location] if row else None
         releasing = charge.releasing if charge else 0
         lent = charge.bytes - releasing if charge else 0
-        firm = lent - self._recallable.of_model(name, location)
+        firm = lent - recallable
         limit = policy.model_limit(ledger, rules, name, location)
         most = lent + wanted if limit is None else min(lent + wanted, limit - releasing)
         base = min(guarantee, max(firm, most)) if self._recallable.is_possible else guarantee
         low = max(0, firm - base)
         weight = policy.set_weight(ledger.quotas, rules, (*name, location))
-        return _Model(name, base, Item(weight, low, max(low, most - base)))
+        return _Part(base, Item(weight, low, max(low, most - base)))
 
-    def _tenant_base(self, tenant: str, location: Location, models: Sequence[_Model]) -> int:
-        """Return what a tenant has before the rest is divided: its guarantee, or what its models want of that."""
-        guarantee = self._admission.tenant_guarantee(tenant, location)
-        if not self._recallable.is_possible or tenant in self._rules.unlent:
-            return guarantee
-        return min(guarantee, self._bounds(tenant, location, models)[1])
-
-    def _tenant(self, tenant: str, location: Location, base: int, models: Sequence[_Model]) -> Item:
-        least, most = self._bounds(tenant, location, models)
-        low = max(0, least - base)
-        weight = policy.set_weight(self._ledger.quotas, self._rules, (tenant, None, location))
-        return Item(weight, low, max(low, most - base))
-
-    def _bounds(self, tenant: str, location: Location, models: Sequence[_Model]) -> tuple[int, int]:
-        """Return the least bytes that a tenant's models have together, and the most that they could use."""
-        least = sum(model.base + model.item.low for model in models)
-        most = sum(model.base + model.item.high for model in models)
+    def _tenant(self, tenant: str, location: Location, models: Collection[_Part]) -> _Part:
+        """Return a tenant's part: its guarantee, or what its models want of that, and what they could use besides."""
+        least = sum([model.base + model.item.low for model in models])
+        most = sum([model.base + model.item.high for model in models])
         limit = policy.set_limit(self._ledger.quotas, self._rules, (tenant, None, location))
         if limit is not None:
             charge = self._ledger.tenants.get((tenant, location))
             most = min(most, limit - (charge.releasing if charge else 0))
-        return least, max(least, most)
+        most = max(least, most)
+        base = self._admission.tenant_guarantee(tenant, location)
+        if self._recallable.is_possible and tenant not in self._rules.unlent:
+            base = min(base, most)
+        low = max(0, least - base)
+        weight = policy.set_weight(self._ledger.quotas, self._rules, (tenant, None, location))
+        return _Part(base, Item(weight, low, max(low, most - base)))

@@ -116,6 +116,8 @@ class Waiting:
         if self._books.stopping or self._books.refuse_debit() or self._refuse_one_more(event, event.name, deadline):
             return False
         self._add(waiter)
+        if guaranteed:
+            self._schedule.recall_for_device(waiter, self._waiters.values(), now)
         return True
 
     def try_again(self) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Histogram
 
+from .catalog import Spec
+
 BUCKETS = (5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 """Seconds: a handoff takes 11 µs, a gRPC call 500, a create of 1 GiB some ms; a call of a second is a fault."""
 WAIT_BUCKETS = (1e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -58,11 +60,10 @@ class Durations:
         self._counting = threading.Lock()
         self._times: list[Times] = []
 
-    def add(
-        self, name: str, documentation: str, *labels: str, buckets: Sequence[float] = BUCKETS
-    ) -> Callable[..., Times]:
+    def add(self, spec: Spec, buckets: Sequence[float] = BUCKETS) -> Callable[..., Times]:
         """Add a histogram. What is returned gives the `Times` of each set of labels."""
-        histogram = _Histogram(name, documentation, ("gpu_uuid", *labels), buckets=buckets, registry=self._registry)
+        labels = ("gpu_uuid", *spec.labels)
+        histogram = _Histogram(spec.name, spec.help, labels, buckets=buckets, registry=self._registry)
 
         @functools.cache
         def times_of(*values: str) -> Times:

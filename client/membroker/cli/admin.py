@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..client import Client, enter
 from ..deprecated import renamed
@@ -27,30 +27,6 @@ from ..vmm.driver import Location
 from ..wire.names import MAX_PAGE_ROWS
 
 CALL_SECONDS = 10.0
-
-
-class Books(Protocol):
-    """The calls that both kinds of endpoint answer."""
-
-    def device(self) -> DeviceStatus:
-        """Return the device and its books."""
-        ...
-
-    def models(self) -> list[ModelStatus]:
-        """Return the models that this endpoint may see."""
-        ...
-
-    def sessions(self) -> list[SessionStatus]:
-        """Return the sessions that this endpoint may see."""
-        ...
-
-    def segments(self) -> list[SegmentStatus]:
-        """Return the segments that this endpoint may see."""
-        ...
-
-    def close(self) -> None:
-        """Disconnect."""
-        ...
 
 
 @renamed("limit", "used")
@@ -224,7 +200,7 @@ def _tenant(message: admin_pb2.Tenant) -> TenantStatus:
 
 
 @contextmanager
-def open_books(endpoint: str | None, admin: bool, env: Mapping[str, str] = os.environ) -> Iterator[Books]:
+def open_books(endpoint: str | None, admin: bool, env: Mapping[str, str] = os.environ) -> Iterator[Client | Admin]:
     """Yield the books of a tenant's endpoint; with `admin`, or at an admin endpoint, those of the whole device.
 
     A user that can enter the admin endpoint and no tenant's gets the admin's. Raises the library's errors.

@@ -86,6 +86,11 @@ def add_location(parser: Parser) -> None:
     parser.add_argument("--location", choices=("device", "host"), default="device")
 
 
+def add_session(parser: Parser) -> None:
+    """Add the name of a session."""
+    parser.add_argument("name", metavar="SESSION", type=session, help="as `membroker sessions --admin` shows it")
+
+
 # --- Types of arguments ---
 
 

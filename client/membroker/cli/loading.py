@@ -56,11 +56,9 @@ class Wanted:
     limit: int | None
 
 
-@contextmanager
-def open_worker(endpoint: str | None) -> Iterator[Client]:
-    """Yield a session that may hold memory: an observer may not. Raises the library's errors."""
-    with enter(endpoint, client="membroker (command)") as client:
-        yield client
+def open_worker(endpoint: str | None) -> Client:
+    """Return a session that may hold memory: an observer may not. Raises the library's errors."""
+    return enter(endpoint, client="membroker (command)")
 
 
 def load(endpoint: str | None, path: str, wanted: Wanted, stream: TextIO) -> Loaded:
@@ -172,55 +170,30 @@ def _index_of(content: mmap.mmap, path: str) -> TensorIndex:
 @contextmanager
 def _progress(what: str, total: int, stream: TextIO) -> Iterator[Callable[[int, int], None]]:
     """Yield a function of (done, total): it draws a bar on a terminal, and prints lines elsewhere."""
+    begun = time.monotonic()
+
+    def so_far(done: int) -> str:
+        """Return the bytes copied, the total, and the average rate since the start."""
+        seconds = time.monotonic() - begun
+        rate = f", {format_size(int(done / seconds))}/s" if done and seconds > 0 else ""
+        return f"{format_size(done)} of {format_size(total)}{rate}"
+
     if not stream.isatty():
-        yield _Lines(what, total, stream)
+        lines = 0
+
+        def print_line(done: int, _total: int) -> None:
+            nonlocal lines
+            if done * LINES // total > lines:
+                lines = done * LINES // total
+                print(f"{what}: {done * 100 // total:3}%, {so_far(done)}", file=stream, flush=True)
+
+        yield print_line
         return
     shown = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[text]}"))
     console = Console(file=stream)
     try:
         with Progress(*shown, console=console) as bar:
-            yield _Bar(bar, what, total)
+            task = bar.add_task(what, total=total, text=so_far(0))
+            yield lambda done, _total: bar.update(task, completed=done, text=so_far(done))
     finally:
         console.show_cursor()  # rich leaves it hidden if it is interrupted before its first line
-
-
-class _Meter:
-    """Bytes copied, the total, and the rate."""
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.done = 0
-        self._begun = time.monotonic()
-
-    def text(self) -> str:
-        """Return it as text; the rate is the average since the start."""
-        seconds = time.monotonic() - self._begun
-        rate = f", {format_size(int(self.done / seconds))}/s" if self.done and seconds > 0 else ""
-        return f"{format_size(self.done)} of {format_size(self.total)}{rate}"
-
-
-class _Bar:
-    def __init__(self, bar: Progress, what: str, total: int) -> None:
-        self._meter = _Meter(total)
-        self._bar = bar
-        self._task = bar.add_task(what, total=total, text=self._meter.text())
-
-    def __call__(self, done: int, _total: int, /) -> None:
-        self._meter.done = done
-        self._bar.update(self._task, completed=self._meter.done, text=self._meter.text())
-
-
-class _Lines:
-    def __init__(self, what: str, total: int, stream: TextIO) -> None:
-        self._meter = _Meter(total)
-        self._what = what
-        self._stream = stream
-        self._told = 0
-
-    def __call__(self, done: int, _total: int, /) -> None:
-        self._meter.done = done
-        part = self._meter.done * LINES // self._meter.total
-        if part > self._told:
-            self._told = part
-            percent = self._meter.done * 100 // self._meter.total
-            print(f"{self._what}: {percent:3}%, {self._meter.text()}", file=self._stream, flush=True)

@@ -252,9 +252,7 @@ def _add_operators(subparsers: Commands) -> None:
         "forget sessions/1c0000000001      a session that `membroker sessions --admin` shows as detached",
         _FORGET,
     )
-    forget.add_argument(
-        "name", metavar="SESSION", type=commands.session, help="as `membroker sessions --admin` shows it"
-    )
+    commands.add_session(forget)
     evict = add(
         subparsers,
         "evict",
@@ -264,9 +262,7 @@ def _add_operators(subparsers: Commands) -> None:
         "evict sessions/1c0000000001 --yes     do not ask, as in a script",
         _EVICT,
     )
-    evict.add_argument(
-        "name", metavar="SESSION", type=commands.session, help="as `membroker sessions --admin` shows it"
-    )
+    commands.add_session(evict)
     evict.add_argument("--yes", action="store_true", help="do not ask")
     evict.set_defaults(parser=evict)
     drain = add(

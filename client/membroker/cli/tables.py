@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import UTC, datetime
 from typing import Any, TextIO
@@ -40,15 +40,36 @@ class Table:
     empty: str = ""
 
 
+Columns = Mapping[str, Callable[..., str]]
+"""By the name of a column, the function that makes its cell."""
+
+
+def _table(rows: Iterable[tuple[Any, ...]], columns: Columns, empty: str = "") -> Table:
+    """Return a table with a row for each of `rows`: what the functions of the columns make of it."""
+    return Table(list(columns), [[cell(*row) for cell in columns.values()] for row in rows], empty)
+
+
 def models_table(models: Iterable[ModelStatus]) -> Table:
     """Return a row for each model and location, except for locations that it never used and has no limit for."""
-    columns = (
-        *("tenant", "model", "where", ">virtual", ">used", ">in segments", ">peak", ">guarantee", ">limit", ">weight"),
-        *(">waiting", ">recallable", ">extents", ">sessions"),
-        ">refusals",
-    )
-    rows = [_model_row(model, books) for model in models for books in model.books.values() if _worth_showing(books)]
-    return Table(columns, rows, "no models are registered")
+    columns: Columns = {
+        "tenant": lambda model, _: parts_of(model.name)[0],
+        "model": lambda model, _: parts_of(model.name)[1],
+        "where": lambda _, books: books.location,
+        ">virtual": lambda model, _: format_size(model.virtual_capacity_bytes),
+        ">used": lambda _, books: format_size(books.used_bytes),
+        ">in segments": lambda _, books: format_size(books.segment_bytes),
+        ">peak": lambda _, books: format_size(books.peak_bytes),
+        ">guarantee": lambda _, books: _size(books.guarantee_bytes or None),
+        ">limit": lambda _, books: _size(books.limit_bytes),
+        ">weight": lambda _, books: str(books.weight),
+        ">waiting": lambda _, books: _waiting(books),
+        ">recallable": lambda _, books: _recallable(books),
+        ">extents": lambda _, books: str(books.extents),
+        ">sessions": lambda model, _: str(model.sessions),
+        ">refusals": lambda model, _: str(sum(model.denials_total.values())),
+    }
+    rows = [(model, books) for model in models for books in model.books.values() if _worth_showing(books)]
+    return _table(rows, columns, "no models are registered")
 
 
 def _worth_showing(books: ModelBooks) -> bool:
@@ -56,80 +77,55 @@ def _worth_showing(books: ModelBooks) -> bool:
     return books.location == "device" or any(numbers)
 
 
-def _model_row(model: ModelStatus, books: ModelBooks) -> list[str]:
-    tenant, name = parts_of(model.name)
-    return [
-        tenant,
-        name,
-        books.location,
-        format_size(model.virtual_capacity_bytes),
-        format_size(books.used_bytes),
-        format_size(books.segment_bytes),
-        format_size(books.peak_bytes),
-        _size(books.guarantee_bytes or None),
-        _size(books.limit_bytes),
-        str(books.weight),
-        _waiting(books),
-        _recallable(books),
-        str(books.extents),
-        str(model.sessions),
-        str(sum(model.denials_total.values())),
-    ]
-
-
 def sessions_table(sessions: Iterable[SessionStatus]) -> Table:
     """Return a row for each session."""
-    columns = (
-        *("session", "tenant", "state", ">pid", ">uid", ">used", ">extents", "since", "models", "segments", "client"),
-    )
-    return Table(columns, [_session_row(session) for session in sessions], "no sessions are open")
-
-
-def _session_row(session: SessionStatus) -> list[str]:
-    return [
-        session.name.removeprefix("sessions/"),
-        session.tenant.removeprefix("tenants/"),
-        session.state + (" (observer)" if session.observer else ""),
-        str(session.pid or NONE),
-        str(session.uid),
-        format_size(sum(books.used_bytes for books in session.books.values())),
-        str(sum(books.extents for books in session.books.values())),
-        _time(session.create_time),
-        " ".join(parts_of(name)[1] for name in session.models) or NONE,
-        " ".join(short_name(name).partition("/")[2] for name in session.segments) or NONE,
-        session.client,
-    ]
+    columns: Columns = {
+        "session": lambda session: session.name.removeprefix("sessions/"),
+        "tenant": lambda session: session.tenant.removeprefix("tenants/"),
+        "state": lambda session: session.state + (" (observer)" if session.observer else ""),
+        ">pid": lambda session: str(session.pid or NONE),
+        ">uid": lambda session: str(session.uid),
+        ">used": lambda session: format_size(sum(books.used_bytes for books in session.books.values())),
+        ">extents": lambda session: str(sum(books.extents for books in session.books.values())),
+        "since": lambda session: _time(session.create_time),
+        "models": lambda session: " ".join(parts_of(name)[1] for name in session.models) or NONE,
+        "segments": lambda session: " ".join(short_name(name).partition("/")[2] for name in session.segments) or NONE,
+        "client": lambda session: session.client,
+    }
+    return _table(zip(sessions, strict=True), columns, "no sessions are open")
 
 
 def segments_table(segments: Iterable[SegmentStatus]) -> Table:
     """Return a row for each segment."""
-    columns = ("tenant", "model", "segment", "where", "state", ">size", ">extents", ">sessions", "since")
-    return Table(columns, [_segment_row(segment) for segment in segments], "there are no segments")
-
-
-def _segment_row(segment: SegmentStatus) -> list[str]:
-    return [
-        *parts_of(segment.name),
-        segment.location,
-        segment.state,
-        format_size(segment.size_bytes),
-        str(segment.extents),
-        str(segment.sessions),
-        _time(segment.create_time),
-    ]
+    columns: Columns = {
+        "tenant": lambda segment: parts_of(segment.name)[0],
+        "model": lambda segment: parts_of(segment.name)[1],
+        "segment": lambda segment: parts_of(segment.name)[2],
+        "where": lambda segment: segment.location,
+        "state": lambda segment: segment.state,
+        ">size": lambda segment: format_size(segment.size_bytes),
+        ">extents": lambda segment: str(segment.extents),
+        ">sessions": lambda segment: str(segment.sessions),
+        "since": lambda segment: _time(segment.create_time),
+    }
+    return _table(zip(segments, strict=True), columns, "there are no segments")
 
 
 def tensors_table(tensors: Iterable[TensorInfo]) -> Table:
     """Return a row for each tensor of a segment, in the order of their offsets."""
-    rows = [
-        [each.name, each.dtype, str(list(each.shape)), format_size(each.size), str(each.offset)] for each in tensors
-    ]
-    return Table(("tensor", "dtype", "shape", ">size", ">offset"), rows, "it has no tensors")
+    columns: Columns = {
+        "tensor": lambda tensor: tensor.name,
+        "dtype": lambda tensor: tensor.dtype,
+        "shape": lambda tensor: str(list(tensor.shape)),
+        ">size": lambda tensor: format_size(tensor.size),
+        ">offset": lambda tensor: str(tensor.offset),
+    }
+    return _table(zip(tensors, strict=True), columns, "it has no tensors")
 
 
 def metadata_table(metadata: Mapping[str, str]) -> Table:
     """Return the metadata of a segment, by name."""
-    return Table(("metadata", ""), [[key, value] for key, value in sorted(metadata.items())])
+    return Table(("metadata", ""), sorted(metadata.items()))
 
 
 def device_table(device: DeviceStatus) -> Table:
@@ -152,32 +148,30 @@ def device_table(device: DeviceStatus) -> Table:
 
 def locations_table(locations: Iterable[LocationBooks]) -> Table:
     """Return the books of each location, and the device's own figures."""
-    columns = (
-        *("where", ">capacity", ">lent", ">releasing", ">free", ">reserved", ">waiting", ">unaccounted", ">headroom"),
-        ">used of total",
-    )
-    return Table(columns, [_location_row(books) for books in locations])
-
-
-def _location_row(books: LocationBooks) -> list[str]:
-    seen = books.device_total_bytes is not None and books.device_used_bytes is not None
-    return [
-        books.location,
-        format_size(books.capacity_bytes),
-        format_size(books.lent_bytes),
-        format_size(books.releasing_bytes),
-        format_size(books.free_bytes),
-        _reserved(books),
-        _waiting(books),
-        _size(books.unaccounted_bytes),
-        format_size(books.headroom_bytes),
-        f"{_size(books.device_used_bytes)} of {_size(books.device_total_bytes)}" if seen else NONE,
-    ]
+    columns: Columns = {
+        "where": lambda books: books.location,
+        ">capacity": lambda books: format_size(books.capacity_bytes),
+        ">lent": lambda books: format_size(books.lent_bytes),
+        ">releasing": lambda books: format_size(books.releasing_bytes),
+        ">free": lambda books: format_size(books.free_bytes),
+        ">reserved": _reserved,
+        ">waiting": _waiting,
+        ">unaccounted": lambda books: _size(books.unaccounted_bytes),
+        ">headroom": lambda books: format_size(books.headroom_bytes),
+        ">used of total": _used_of_total,
+    }
+    return _table(zip(locations, strict=True), columns)
 
 
 def _reserved(books: LocationBooks) -> str:
     missing = books.guarantee_shortfall_bytes
     return format_size(books.reserved_bytes) + (f" ({format_size(missing)} missing)" if missing else "")
+
+
+def _used_of_total(books: LocationBooks) -> str:
+    if books.device_total_bytes is None or books.device_used_bytes is None:
+        return NONE
+    return f"{format_size(books.device_used_bytes)} of {format_size(books.device_total_bytes)}"
 
 
 def _waiting(books: LocationBooks | ModelBooks) -> str:
@@ -195,59 +189,47 @@ def _recallable(books: ModelBooks) -> str:
 
 def tenants_table(tenants: Iterable[TenantStatus]) -> Table:
     """Return a row for each tenant and location."""
-    columns = ("tenant", "where", ">used", ">guarantee", ">limit", ">weight", ">waiting", ">models", ">sessions")
-    rows = [
-        [
-            short_name(tenant.name),
-            books.location,
-            format_size(books.used_bytes),
-            _size(books.guarantee_bytes or None),
-            _size(books.limit_bytes),
-            str(books.weight),
-            _size(books.waiting_bytes or None),
-            str(tenant.models),
-            str(tenant.sessions),
-        ]
-        for tenant in tenants
-        for books in tenant.books.values()
-    ]
-    return Table(columns, rows, "no tenant is configured, and no user has a session")
+    columns: Columns = {
+        "tenant": lambda tenant, _: short_name(tenant.name),
+        "where": lambda _, books: books.location,
+        ">used": lambda _, books: format_size(books.used_bytes),
+        ">guarantee": lambda _, books: _size(books.guarantee_bytes or None),
+        ">limit": lambda _, books: _size(books.limit_bytes),
+        ">weight": lambda _, books: str(books.weight),
+        ">waiting": lambda _, books: _size(books.waiting_bytes or None),
+        ">models": lambda tenant, _: str(tenant.models),
+        ">sessions": lambda tenant, _: str(tenant.sessions),
+    }
+    rows = [(tenant, books) for tenant in tenants for books in tenant.books.values()]
+    return _table(rows, columns, "no tenant is configured, and no user has a session")
 
 
 def quotas_table(quotas: Iterable[Quota]) -> Table:
     """Return a row for each quota that was set."""
-    rows = [
-        [
-            short_name(quota.name),
-            quota.location,
-            _size(quota.guarantee_bytes),
-            _size(quota.limit_bytes),
-            NONE if quota.weight is None else str(quota.weight),
-            format_size(quota.used_bytes),
-        ]
-        for quota in quotas
-    ]
-    empty = "no quota was set by command; the configured ones are in force"
-    return Table(("name", "where", ">guarantee", ">limit", ">weight", ">used"), rows, empty)
+    columns: Columns = {
+        "name": lambda quota: short_name(quota.name),
+        "where": lambda quota: quota.location,
+        ">guarantee": lambda quota: _size(quota.guarantee_bytes),
+        ">limit": lambda quota: _size(quota.limit_bytes),
+        ">weight": lambda quota: NONE if quota.weight is None else str(quota.weight),
+        ">used": lambda quota: format_size(quota.used_bytes),
+    }
+    return _table(zip(quotas, strict=True), columns, "no quota was set by command; the configured ones are in force")
 
 
 def processes_table(processes: Iterable[ProcessStatus]) -> Table:
     """Return a row for each process that uses the device."""
-    columns = (">pid", "command", ">used", ">charged", ">in segments", ">excess", "models", "sessions")
-    return Table(columns, [_process_row(process) for process in processes], "the driver sees no process")
-
-
-def _process_row(process: ProcessStatus) -> list[str]:
-    return [
-        str(process.pid),
-        process.command or NONE,
-        format_size(process.used_bytes),
-        format_size(process.charged_bytes),
-        format_size(process.segment_bytes),
-        format_size(process.excess_bytes),
-        " ".join(map(short_name, process.models)) or NONE,
-        " ".join(name.removeprefix("sessions/") for name in process.sessions) or NONE,
-    ]
+    columns: Columns = {
+        ">pid": lambda process: str(process.pid),
+        "command": lambda process: process.command or NONE,
+        ">used": lambda process: format_size(process.used_bytes),
+        ">charged": lambda process: format_size(process.charged_bytes),
+        ">in segments": lambda process: format_size(process.segment_bytes),
+        ">excess": lambda process: format_size(process.excess_bytes),
+        "models": lambda process: " ".join(map(short_name, process.models)) or NONE,
+        "sessions": lambda process: " ".join(name.removeprefix("sessions/") for name in process.sessions) or NONE,
+    }
+    return _table(zip(processes, strict=True), columns, "the driver sees no process")
 
 
 def short_name(name: str) -> str:
@@ -264,12 +246,6 @@ def _time(value: datetime) -> str:
 
 
 # --- Printing ---
-
-
-def print_tables(tables: Iterable[Table], stream: TextIO) -> None:
-    """Write tables with an empty line between them."""
-    stream.write("\n".join(render(table, stream) for table in tables))
-    stream.flush()
 
 
 def answer(as_json: bool, value: Any, *parts: Table | str) -> int:

@@ -1,34 +1,33 @@
 """`Backing`: the memory of a pool's pages, and the order in which pages, extents and mappings change.
 
-Owns the table of pages with its lock, and the claims: a call claims its pages, works on them, and releases the claim.
-It must never hold its lock during a call of the source or the driver: two borrowers that wait for each other would
-deadlock. The pool checks the user's requests and converts offsets to pages.
+Owns the table of pages. A call claims its pages, works on them, and releases the claim (`claims`). The pool checks the
+user's requests and converts offsets to pages.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from itertools import groupby
 from typing import Protocol, overload
 
 from ..arguments import Progress
-from ..errors import AlreadyMapped, CompactionFailed, InvalidRequest, OutOfMemory
+from ..errors import AlreadyMapped, InvalidRequest, OutOfMemory
 from ..interrupts import Operation, uninterrupted
 from ..memory.lender import Source
 from ..memory.lifetime import MappedMemory, Placing
 from ..memory.local_source import add_asked
 from ..memory.views import Span
 from ..types import MemoryStats, Move, PoolMapping
-from ..vmm.driver import AccessFlags, DriverError, Location
+from ..vmm.driver import AccessFlags, Location
 from .ahead import MOST_PER_CALL, Ahead
+from .claims import Choose, Claims
+from .compaction import Compaction
 from .offload import OffloadedPages
 from .page_store import PageStore
-from .page_table import FIXED, FREE, OFFLOADED, SPARE, USED, PageTable, next_move
+from .page_table import FREE, OFFLOADED, SPARE, USED, PageTable
 
 _STATES = {SPARE: "spare", OFFLOADED: "offloaded"}
-Choose = Callable[[PageTable], Sequence[range]]
 
 
 class Fence(Protocol):
@@ -42,8 +41,7 @@ class Fence(Protocol):
 class Backing:
     """`count` pages of `page_size` bytes of addresses, and their memory. Up to `spare_pages` stay mapped when dropped.
 
-    `ahead` says how many spare pages are borrowed before they are needed.
-    Pages are numbers. A `Choose` function picks runs of them in the table, which does not change before the claim.
+    `ahead` says how many spare pages are borrowed before they are needed. Pages are numbers.
     """
 
     def __init__(
@@ -58,12 +56,14 @@ class Backing:
     ) -> None:
         self.holding = MappedMemory(source, pool, count * page_size, "pool", alignment=page_size)
         self._table = PageTable(count, page_size)
-        self._lock = threading.Lock()
+        self._claims = Claims(self._table, self.holding)
+        self._lock = self._claims.lock
         self.spare_pages = spare_pages
         self._source = source
         self._page_size = page_size
         self._location = location
         self._offloaded = OffloadedPages(self.holding, source, self._table, self._lock, location)
+        self.compaction = Compaction(self._table, self.holding, self._claims, source.driver)
         self.holding.spare = self._give_asked
         # How often pages were kept as spare pages, and how often before the last wait for the device.
         self._keeps = 0
@@ -94,7 +94,7 @@ class Backing:
             return [pages]
         size = self._page_size
         with Operation(self.holding) as operation:
-            runs = self._claim(operation, choose, self._table.check_unused)
+            runs = self._claims.claim(operation, choose, self._table.check_unused)
             with self._lock:
                 missing, before = [], []
                 for pages in runs:
@@ -146,7 +146,7 @@ class Backing:
         if most and self._keep_spare(choose, most):
             return
         with Operation(self.holding) as operation:
-            runs = self._claim(operation, choose, self._check_droppable)
+            runs = self._claims.claim(operation, choose, self._claims.check_droppable)
             used = []
             with self._lock:
                 for pages in runs:
@@ -170,7 +170,7 @@ class Backing:
             for pages in runs:
                 if self._offloaded.size and table.runs_of(OFFLOADED, pages):
                     return False
-                self._check_idle(pages)
+                self._claims.check_idle(pages)
                 if table.restricted and not table.restricted.keys().isdisjoint(pages):
                     return False
             self._keeps += 1
@@ -188,7 +188,7 @@ class Backing:
         """Release every spare page of `pages`, or of the pool, that no other call has claimed; return their number."""
         wanted = range(self._table.count) if pages is None else pages
         with Operation(self.holding) as operation:
-            runs = self._claim(operation, lambda table: table.spare_runs(wanted))
+            runs = self._claims.claim(operation, lambda table: table.spare_runs(wanted))
             if runs:
                 self._unbind(runs, operation)
         return sum(map(len, runs))
@@ -230,7 +230,7 @@ class Backing:
         """
         with Operation(self.holding) as operation:
             count = -(-size // self._page_size)
-            runs = self._claim(operation, lambda _: self._clean_runs(count, is_asked_for))
+            runs = self._claims.claim(operation, lambda _: self._clean_runs(count, is_asked_for))
             if runs:
                 operation.forward(lambda: self._let_go(runs))
         return bool(runs)
@@ -254,7 +254,7 @@ class Backing:
     def offload(self, pages: range, segment: PageStore | None, progress: Progress | None) -> int:
         """Copy the used ones of `pages` to the host, release the spare ones, and return the number of bytes copied."""
         with Operation(self.holding) as operation:
-            runs = self._claim(operation, lambda table: table.runs_of(USED, pages), self._check_idle)
+            runs = self._claims.claim(operation, lambda table: table.runs_of(USED, pages), self._claims.check_idle)
             if runs:
                 self._source.driver.synchronize()
             copied = self._offloaded.offload(runs, segment, progress)
@@ -264,7 +264,7 @@ class Backing:
     def restore(self, pages: range, progress: Progress | None, until: float | None, *, keep_pinned: bool) -> int:
         """Restore the offloaded ones of `pages`, and return the number of bytes copied."""
         with Operation(self.holding) as operation:
-            runs = self._claim(operation, lambda table: table.runs_of(OFFLOADED, pages))
+            runs = self._claims.claim(operation, lambda table: table.runs_of(OFFLOADED, pages))
             return self._offloaded.restore(runs, progress, until, keep_pinned=keep_pinned)
 
     def restore_from(
@@ -274,7 +274,7 @@ class Backing:
         for run in found:
             self.trim(run)
         with Operation(self.holding) as operation:
-            runs = self._claim(operation, lambda _: list(found), self._check_free)
+            runs = self._claims.claim(operation, lambda _: list(found), self._claims.check_free)
             if runs:
                 self._offloaded.adopt(segment, found)
                 with self._lock:
@@ -304,79 +304,19 @@ class Backing:
     def protect(self, pages: range, access: AccessFlags) -> None:
         """Set the access of used pages. A reduction waits for the work on the device."""
         lowered = access is not AccessFlags.READ_WRITE
+        check = self._claims.check_idle if lowered else self._table.check_used
         with Operation(self.holding) as operation:
-            self._claim(operation, lambda _: [pages], self._check_idle if lowered else self._table.check_used)
+            self._claims.claim(operation, lambda _: [pages], check)
             if lowered:
                 self._source.driver.synchronize()
             self.holding.region.protect(access, *self._bytes(pages))
             with self._lock:
                 self._table.restrict(pages, access)
 
-    def plan(self) -> list[Move]:
-        """Return the moves that `compact` would make now. They may differ later, because the lock is released."""
-        with self._lock:
-            layout = self._table.layout(self._pinned(), spare=FREE)
-        moves, cursor = [], 0
-        while step := next_move(layout, cursor):
-            pages, to = step
-            layout[pages.start : pages.stop] = bytes(len(pages))
-            layout[to.start : to.stop] = bytes((USED,)) * len(to)
-            moves.append(self._as_move(pages, to))
-            cursor = pages.stop
-        return moves
-
     def compact(self, on_move: Callable[[Move], object]) -> list[Move]:
-        """Move runs of used pages to lower addresses, one after the other, and return the moves."""
-        moves: list[Move] = []
+        """Release the spare pages, then move runs of used pages to lower addresses, and return the moves."""
         self.trim()
-        with Operation(self.holding):
-            cursor: int | None = 0
-            while cursor is not None:
-                try:
-                    cursor = self._compact_once(cursor, on_move, moves)
-                except DriverError as error:
-                    raise CompactionFailed(f"after {len(moves)} moves: {error}", moves) from error
-        return moves
-
-    def _compact_once(self, cursor: int, on_move: Callable[[Move], object], moves: list[Move]) -> int | None:
-        """Make the next move from page `cursor` on, and return the page to continue at; None if no run can move.
-
-        The old and the new pages stay claimed until `on_move` has returned. When a run moves over itself, an old
-        address would otherwise have other bytes before the user knows of the move.
-        """
-        claimed: list[range] = []
-        try:
-            with self._lock:
-                step = next_move(self._table.layout(self._pinned(), spare=FIXED), cursor)
-                if step is None:
-                    return None
-                for run in step:
-                    self._table.claim(run, claimed)
-            pages, to = step
-            self._source.driver.synchronize()
-            self.holding.region.move(
-                pages.start * self._page_size, to.start * self._page_size, self._page_size, len(to)
-            )
-            with self._lock:
-                self._table.move(pages, to)
-            moves.append(self._as_move(pages, to))
-            on_move(moves[-1])
-            return pages.stop
-        finally:
-            self._release(claimed)
-
-    def _as_move(self, pages: range, to: range) -> Move:
-        old_offset, size = self._bytes(pages)
-        return Move(old_offset, to.start * self._page_size, size)
-
-    def _pinned(self, *, pages_only: bool = False) -> list[range]:
-        """Return the pages of each living view and span, or only of those that keep the memory of the pages.
-
-        The caller holds the lock, so no new one can be created.
-        """
-        start, size = self.holding.region.address, self._page_size
-        ranges = self.holding.views.ranges(pages_only=pages_only)
-        return [range((first - start) // size, (max(first, last - 1) - start) // size + 1) for first, last in ranges]
+        return self.compaction.run(on_move)
 
     # What there is
 
@@ -409,7 +349,7 @@ class Backing:
     def mappings(self, *, by_page: bool) -> list[PoolMapping]:
         """Return a row for each run of equal pages, or for each page, by offset."""
         with self._lock:
-            runs, pins = list(self._table.runs()), self._pinned(pages_only=True)
+            runs, pins = list(self._table.runs()), self._claims.pinned(pages_only=True)
             extents, restricted = self.holding.extents, self._table.restricted.copy()
         # The lock is released here: the rest takes long with many pages, and allocations go on meanwhile.
         pinned = {page for pages in pins for page in pages}
@@ -450,50 +390,6 @@ class Backing:
         """Return the most restrictive access of used pages, after checking them. The caller holds the lock."""
         self._table.check_used(pages)
         return self._table.least_access(pages)
-
-    # Claims
-
-    def _check_idle(self, pages: range) -> None:
-        """Raise `NotMapped` unless the pages are used, and `BufferError` if a view or a pin of them is alive."""
-        self._table.check_used(pages)
-        if not self.holding.views.any():
-            return
-        start, length = self._bytes(pages)
-        if self.holding.views.any_in(self.holding.region.address + start, length):
-            raise BufferError(f"a view or a pin of [{start}, {start + length}) is still alive: release it first")
-
-    def _check_droppable(self, pages: range) -> None:
-        """Check as `_check_idle` does, but accept offloaded pages too."""
-        used = [pages]
-        if self._offloaded.size:
-            self._table.check_allocated(pages)
-            used = self._table.runs_of(USED, pages)
-        for run in used:
-            self._check_idle(run)
-
-    def _check_free(self, pages: range) -> None:
-        self._table.check_unused(pages)
-        for spare in self._table.spare_runs(pages):
-            raise AlreadyMapped(f"the page at offset {spare.start * self._page_size} is spare: trim() releases it")
-
-    def _claim(
-        self, operation: Operation, choose: Choose, check: Callable[[range], None] | None = None
-    ) -> Sequence[range]:
-        """Claim several runs of pages, as `_claim` does: all of them, or none."""
-        claimed: list[range] = []
-        operation.ends.append(lambda: self._release(claimed))
-        with self._lock:
-            runs = choose(self._table)
-            if check is not None:
-                for pages in runs:
-                    check(pages)
-            for pages in runs:
-                self._table.claim(pages, claimed)
-        return runs
-
-    def _release(self, claimed: list[range]) -> None:
-        with self._lock:
-            self._table.release(claimed)
 
     def _bytes(self, pages: range) -> tuple[int, int]:
         return pages.start * self._page_size, len(pages) * self._page_size

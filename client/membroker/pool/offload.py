@@ -1,18 +1,16 @@
 """Offloading: the bytes of a pool's pages are copied to the host, and the pages' memory is released to its lender.
 
-Owns the place of each offloaded page's bytes, and the copies in both directions: some chunks are copied while others
-are unmapped or borrowed. The pool claims the pages and has waited for the device's work. This module must never use a
-page that it was not given, nor hold the pool's lock during a copy or a call.
+Owns the place of each offloaded page's bytes. Some chunks are copied (`copying`) while others are unmapped or borrowed.
+The pool claims the pages and has waited for the device's work. This module must never use a page that it was not
+given, nor hold the pool's lock during a copy or a call.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import TracebackType
 from typing import NamedTuple
 
 from ..arguments import Progress
@@ -20,14 +18,14 @@ from ..errors import InvalidRequest, MembrokerError
 from ..interrupts import device_failures, let_through
 from ..memory.lender import Source
 from ..memory.lifetime import MappedMemory, Placing
-from ..vmm.driver import AccessFlags, Driver, DriverError, Location
+from ..vmm.driver import AccessFlags, DriverError, Location
 from ..vmm.sizes import MIB, format_size
+from .copying import Copying
 from .page_store import PageStore, check_segment, name_of, shapes
 from .page_table import FREE, OFFLOADED, USED, PageTable
 
 CHUNK_BYTES = 64 * MIB
 """The most bytes of a chunk, in whole pages: large enough for the link's full speed, small enough to release early."""
-CHUNKS_UNDER_WAY = 4
 BLOCK_BYTES = 256 * MIB
 """The most bytes pinned in one call, in whole pages. A block is freed when its last page has left it."""
 
@@ -109,7 +107,7 @@ class OffloadedPages:
             gone = ends.enter_context(self._counting(total, "offloaded", "mapped"))
             ends.callback(self._allow, places, AccessFlags.NONE, AccessFlags.NONE)
             arrive = partial(self._arrive_on_host, places, gone)
-            moving = ends.enter_context(_Moving(self._source.driver, arrive, progress, total))
+            moving = ends.enter_context(Copying(self._source.driver, arrive, progress, total))
             for chunk in self._chunks(runs):
                 self._holding.check_open()
                 self._allow(chunk, AccessFlags.NONE, AccessFlags.READ)
@@ -150,7 +148,7 @@ class OffloadedPages:
             ends.callback(self._leave, back, keep_pinned=keep_pinned)
             ends.callback(self._lose, placings)
             arrive = partial(self._arrive_on_device, placings, back)
-            moving = ends.enter_context(_Moving(self._source.driver, arrive, progress, total))
+            moving = ends.enter_context(Copying(self._source.driver, arrive, progress, total))
             for chunk in self._chunks(runs):
                 self._holding.check_open()
                 placings[chunk] = self._borrow(chunk, until)
@@ -346,57 +344,6 @@ class OffloadedPages:
             error.args = (f"{error}; {format_size(size)} of {format_size(total)} are {done}, the others stay {rest}",)
             error.metadata.update(numbers)
             raise
-
-
-class _Moving:
-    """Copies chunks, a few at a time. Calls `arrive` for each completed chunk, in order; it returns the chunk's bytes.
-
-    If the block fails, the copies that have begun are still completed.
-    """
-
-    def __init__(self, driver: Driver, arrive: Callable[[range], int], progress: Progress | None, total: int) -> None:
-        self._arrive = arrive
-        self._progress = progress
-        self._total = total
-        self._done = 0
-        self._under_way: deque[tuple[int, range]] = deque()
-        self._copier = driver.copier()
-
-    def begin(self, chunk: range, copies: Iterable[tuple[int, int, int]]) -> None:
-        """Begin to copy a chunk, once fewer than `CHUNKS_UNDER_WAY` are being copied."""
-        while len(self._under_way) >= CHUNKS_UNDER_WAY:
-            self._tell(self._finish_one())
-        let_through()
-        for target, source, size in copies:
-            self._copier.copy(target, source, size)
-        self._under_way.append((self._copier.mark(), chunk))
-
-    def finish(self) -> None:
-        """Wait for all copies that have begun."""
-        while self._under_way:
-            self._tell(self._finish_one())
-
-    def _finish_one(self) -> int:
-        mark, chunk = self._under_way.popleft()
-        self._copier.wait(mark)
-        return self._arrive(chunk)
-
-    def _tell(self, size: int) -> None:
-        self._done += size
-        if self._progress is not None:
-            self._progress(self._done, self._total)
-
-    def __enter__(self) -> _Moving:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            while self._under_way:
-                self._finish_one()
-        finally:
-            self._copier.close()
 
 
 def _unpin(source: Source, address: int, size: int) -> None:

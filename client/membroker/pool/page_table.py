@@ -312,26 +312,3 @@ class PageTable:
         missing = pages.stop - len(self._states)
         if missing > 0:
             self._states.extend(bytes(missing))
-
-
-_RUN = re.compile(b"[^%c]+" % FREE)
-
-
-def next_move(layout: bytearray, cursor: int) -> tuple[range, range] | None:
-    """Return the first run from page `cursor` on that can move lower, and its new pages; None if no run can.
-
-    `layout` has `FREE`, `USED` or `FIXED` for each page. A run with a fixed page stays. A run moves to the lowest hole
-    that holds all of it. Otherwise it moves down into the hole directly below it, over itself.
-    """
-    if cursor and layout[cursor - 1 : cursor] != bytes((FREE,)):  # the run here was examined before: skip the rest
-        cursor = len(layout) - len(layout[cursor:].lstrip(bytes((USED, FIXED))))
-    for run in _RUN.finditer(layout, cursor):
-        start, length = run.start(), len(run[0])
-        if FIXED in run[0]:
-            continue
-        target = layout.find(bytes(length), 0, start)
-        if target < 0:
-            target = len(layout[:start].rstrip(bytes((FREE,))))
-        if target < start:
-            return range(start, start + length), range(target, target + length)
-    return None

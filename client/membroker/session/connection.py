@@ -1,17 +1,15 @@
 """One handoff connection of a session: calls, and the descriptors that come with their answers.
 
-Owns the call socket, and every packet until its descriptors are closed. The thread that calls reads the socket
-itself, one thread at a time, and hands the others what belongs to them: a thread for reading would double the round
-trip. Only a session by gRPC has one, since a thread cannot wait for gRPC and the socket at once. A connection must
-never map anything or know what an extent is for, and never be shared with a forked child. When it ends, its calls
-undo what they did and raise; `reconnecting` gives the session another one.
+Owns the calls in flight, and which packet belongs to which. The thread that calls reads the socket itself
+(`shared_socket`). Only a session by gRPC has a thread for reading, since a thread cannot wait for gRPC and the socket
+at once. A connection must never map anything or know what an extent is for, and never be shared with a forked child.
+When it ends, its calls undo what they did and raise; `reconnecting` gives the session another one.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import select
 import socket
 import threading
 import time
@@ -22,20 +20,19 @@ from functools import partial
 from google.protobuf.message import Message
 
 from ..errors import BrokerUnavailable, ClosedError, MembrokerError, ProtocolError, from_status
-from ..interrupts import Condition
 from ..memory.lender import Placement
 from ..v1 import broker_pb2
 from ..v1 import handoff_pb2 as pb
 from ..wire import frames as handoff
 from ..wire.descriptors import close_each
 from ..wire.names import MAX_IDS_PER_FRAME
-from .call import LOOK_SECONDS, NOTHING, Call, Outcome, Taken, incomplete, outcome_of
+from .call import LOOK_SECONDS, NOTHING, Call, Outcome, incomplete, outcome_of
 from .inventory import Inventory
 from .rpc import GrpcCalls
+from .shared_socket import SharedSocket
 
 logger = logging.getLogger("membroker")
 
-_NOSIGNAL = int(socket.MSG_NOSIGNAL)
 _LATE = ("goodbye", "declare", "detach_segment", "release")
 """Answers that come late when their caller ran out of time: not worth a warning."""
 
@@ -63,23 +60,22 @@ class Connection:
     ) -> None:
         self.models = frozenset(models)
         self.revision = revision
-        self.interrupted = False
-        """Whether this side ended it, because an interrupt left a call half done."""
-        self._socket = connection
-        self._name = name
         self._inventory = inventory
         self._request_ids = request_ids or itertools.count(2)
         self._grpc = grpc
         self._by_grpc = by_grpc
-        self._on_lost = on_lost
         self._calls: dict[int, Call] = {}
-        self._taken = Taken()
-        self._unclosed: list[handoff.Packet] = []
-        self._changed = Condition()
-        self._reader: int | None = None
         self._reader_thread: threading.Thread | None = None
-        self._end: tuple[type[MembrokerError], str] | None = None
-        self._stopping = ""
+        shared = self._shared = SharedSocket(
+            *(connection, name),
+            counts=revision > 0,
+            route=self._route,
+            refuse=self._refuse,
+            on_lost=lambda: on_lost(self),
+        )
+        self.heard_stopping = shared.heard_stopping
+        self.read_to_the_end = shared.read_to_the_end
+        self.interrupt, self.close, self.abandon = shared.interrupt, shared.close, shared.abandon
 
     # Calls
 
@@ -103,12 +99,12 @@ class Connection:
             try:
                 # Entered first: a resume waits for every call that is entered when the connection is lost.
                 self._calls[call.request_id] = call
-                if self._end is not None:
-                    self._check_open()
+                if self._shared.end is not None:
+                    self._shared.check_open()
                 if self._by_grpc and frame.WhichOneof("kind") in self._by_grpc:
                     self._start_by_grpc(call, frame)
                 else:
-                    self._send(frame)
+                    self._shared.send(frame)
                 call.sent = True
                 while self._wait(call):
                     self._take(call)
@@ -124,9 +120,9 @@ class Connection:
             raise
         finally:
             self._calls.pop(call.request_id, None)
-            if self._end is not None:
-                with self._changed.lock:
-                    self._changed.tell_all()
+            if self._shared.end is not None:
+                with self._shared.changed.lock:
+                    self._shared.changed.tell_all()
         assert call.outcome is not None
         return call.outcome
 
@@ -144,7 +140,7 @@ class Connection:
             request.no_reply = answer_within is None
             if answer_within is None:
                 frame.request_id = next(self._request_ids)
-                self._send(frame)
+                self._shared.send(frame)
             else:
                 self.call(frame, timeout=answer_within)
             del ids[:MAX_IDS_PER_FRAME]
@@ -155,7 +151,7 @@ class Connection:
         frame = pb.Frame(detach_segment=request)
         if answer_within is None:
             frame.request_id = next(self._request_ids)
-            self._send(frame)
+            self._shared.send(frame)
         else:
             self.call(frame, timeout=answer_within)
 
@@ -164,93 +160,35 @@ class Connection:
         frame = pb.Frame()
         frame.recall_answer.recall_id = recall_id
         with suppress(BrokerUnavailable, ClosedError):
-            self._send(frame)
+            self._shared.send(frame)
 
     # The end
-
-    def heard_stopping(self) -> None:
-        """Note that the broker announced its stop: the error of its end says so too."""
-        self._stopping = " (it had said that it stops)"
 
     @property
     def lost(self) -> bool:
         """Whether the connection ended without `close`."""
-        return self._end is not None and self._end[0] is BrokerUnavailable
+        return self._shared.lost
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether this side ended it, because an interrupt left a call half done."""
+        return self._shared.interrupted
 
     @property
     def has_calls(self) -> bool:
         """Whether a call has not ended."""
         return bool(self._calls)
 
-    def interrupt(self) -> None:
-        """End the connection, because an interrupt left a call half done: the resume agrees on what is held."""
-        self._break(
-            BrokerUnavailable,
-            f"an interrupt ended the connection to the broker at {self._name} in the middle of a call: what is mapped "
-            "stays valid, and the session goes on",
-            interrupted=True,
-        )
-        if self.interrupted:
-            self._on_lost(self)
-
     def wait_until_idle(self) -> None:
         """Wait until every call has ended. Once the connection is lost, they have then unmapped what they got."""
-        with self._changed.lock:
+        with self._shared.changed.lock:
             while self._calls:
-                self._changed.wait()
+                self._shared.changed.wait()
 
     def say_goodbye(self, timeout: float) -> None:
         """End the session at the broker, if it still listens; wait at most `timeout` seconds for its answer."""
         with suppress(MembrokerError):
             self.call(pb.Frame(goodbye=pb.Goodbye()), timeout=timeout)
-
-    def close(self) -> None:
-        """Close the socket, and packets that were not taken. Calls in flight, and later ones, raise `ClosedError`."""
-        self._break(ClosedError, "the client is closed")
-        with self._changed.lock:
-            # A descriptor's number can be reused as soon as it is closed, so no thread may be reading from it.
-            deadline = time.monotonic() + 5
-            while self._reader is not None and (seconds := deadline - time.monotonic()) > 0:
-                self._changed.wait(seconds)
-        self._close_all()
-
-    def abandon(self) -> None:
-        """In a forked child: close what was inherited. Takes no lock; never a shutdown, which the parent would feel."""
-        self._end = (ClosedError, "this client belongs to the process that this one was forked from")
-        self._changed = Condition()
-        self._reader = None
-        self._close_all()
-
-    def _close_all(self) -> None:
-        self._socket.close()
-        while self._unclosed:
-            close_each(self._unclosed.pop().descriptors)
-
-    def _break(self, kind: type[MembrokerError], why: str, *, interrupted: bool = False) -> None:
-        with self._changed.lock:
-            if self._end is None:
-                self._end = (kind, why)
-                self.interrupted = interrupted
-                with suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)
-            self._changed.tell_all()
-
-    def _check_open(self) -> None:
-        if self._end is not None:
-            kind, why = self._end
-            raise kind(why)
-
-    def _lose(self, error: Exception) -> None:
-        """Note that the connection is lost, and why."""
-        if isinstance(error, handoff.BrokenPacket):
-            self._break(ProtocolError, f"the broker at {self._name} sent an invalid frame: {error}")
-        self._break(
-            BrokerUnavailable,
-            f"the broker at {self._name} is gone{self._stopping}: what is mapped stays valid; "
-            "start it again (`membrokerd`), and the session goes on",
-        )
-        if self.lost:
-            self._on_lost(self)
 
     # One call, from its start to its end
 
@@ -265,11 +203,11 @@ class Connection:
         What the broker delivered before a refusal is in the socket by now.
         """
         if self._reader_thread is not None:
-            self._drain()
-        with self._changed.lock:
-            if self._end is None:
+            self._shared.drain()
+        with self._shared.changed.lock:
+            if self._shared.end is None:
                 call.outcome, call.expected = outcome, extents
-            self._changed.tell_all()
+            self._shared.changed.tell_all()
 
     def _note(self, call: Call) -> None:
         """Enter what a call has brought, before it is forgotten: no resume can miss it."""
@@ -304,9 +242,9 @@ class Connection:
 
     def _leave(self, call: Call) -> None:
         """Undo a call that an interrupt ended. The resume tells the broker what is not held."""
-        with self._changed.lock:
-            if self._reader == threading.get_ident():
-                self._reader = None
+        with self._shared.changed.lock:
+            if self._shared.reader == threading.get_ident():
+                self._shared.reader = None
         self.interrupt()
         try:
             self._undo(call)
@@ -337,127 +275,51 @@ class Connection:
         After the last delivery of the only call in flight none waits, and the next frame says it. A call that begins
         meanwhile is either seen here, or its own frame carries the count: it is entered before that is read.
         """
-        with self._changed.lock:
+        with self._shared.changed.lock:
             close_each(packet.descriptors)
-            self._unclosed.remove(packet)
-            if self.revision and (not self._taken.take(packet.frame) or (last and len(self._calls) == 1)):
+            self._shared.unclosed.remove(packet)
+            if self._shared.counts and (not self._shared.taken.take(packet.frame) or (last and len(self._calls) == 1)):
                 return  # or the thread that takes an earlier delivery says so
         frame = pb.Frame(request_id=packet.frame.request_id)
         frame.ack.part = packet.frame.delivery.part
-        self._send(frame)
-
-    def _close(self, packet: handoff.Packet) -> None:
-        """Close the descriptors of a packet, and forget it. The lock is held."""
-        close_each(packet.descriptors)
-        self._unclosed.remove(packet)
-
-    def _send(self, frame: pb.Frame) -> None:
-        frame.acknowledged = self._taken.count if self.revision else 0
-        try:
-            self._socket.send(handoff.encode(frame), _NOSIGNAL)
-        except OSError as error:
-            self._lose(error)
-            self._check_open()
+        self._shared.send(frame)
 
     # Reading: one thread at a time, for all
 
     def start_reader(self) -> None:
         """Let a thread read for all callers until the connection ends: for a session by gRPC."""
-        self._reader_thread = threading.Thread(target=self._read_for_all, name="membroker-reader", daemon=True)
-        self._reader = 0  # no caller reads
+        self._reader_thread = threading.Thread(target=self._shared.read_for_all, name="membroker-reader", daemon=True)
+        self._shared.reader = 0  # no caller reads
         self._reader_thread.start()
-
-    def _read_for_all(self) -> None:
-        while self._end is None:
-            self._readable(None)
-            self._drain()
-        self._hand_on(None)
-
-    def _drain(self) -> None:
-        """Hand every packet that is in the socket to its call. The reader thread does, and one that has an answer."""
-        strays = []
-        try:
-            with self._changed.lock:
-                while self._end is None and self._readable(0):
-                    packet = handoff.receive(self._socket)
-                    self._unclosed.append(packet)
-                    if not self._route(packet):
-                        strays.append(packet)
-                self._changed.tell_all()
-        except (handoff.EndOfConnection, handoff.BrokenPacket, OSError) as error:
-            self._lose(error)
-        for packet in strays:
-            self._refuse(packet)
-
-    def read_to_the_end(self) -> None:
-        """Read what the broker sent before it closed, once no other thread reads, and note that it is gone."""
-        while True:
-            with self._changed.lock:
-                while self._reader is not None and self._end is None:
-                    self._changed.wait()
-                if self._end is not None:
-                    return
-                self._reader = threading.get_ident()
-            if not self._readable(0):
-                self._lose(handoff.EndOfConnection())
-                self._hand_on(None)
-                return
-            self._read()
 
     def _wait(self, call: Call) -> bool:
         """Return True when `call` has a delivery to take, False when it is over."""
         while True:
-            with self._changed.lock:
+            with self._shared.changed.lock:
                 if call.inbox:
                     return True
                 if call.outcome is not None and len(call.extent_ids) >= call.expected:
                     return False
-                if self._end is not None:
-                    self._check_open()
+                if self._shared.end is not None:
+                    self._shared.check_open()
                 if call.deadline is not None and time.monotonic() >= call.deadline:
-                    raise BrokerUnavailable(f"the broker at {self._name} did not answer in time")
-                if self._reader is not None or call.by_grpc:
+                    raise BrokerUnavailable(f"the broker at {self._shared.name} did not answer in time")
+                if self._shared.reader is not None or call.by_grpc:
                     left = call.seconds_left()
-                    self._changed.wait(LOOK_SECONDS if left is None else min(left, LOOK_SECONDS))
+                    self._shared.changed.wait(LOOK_SECONDS if left is None else min(left, LOOK_SECONDS))
                     continue
-                self._reader = threading.get_ident()
-            if call.deadline is None or self._readable(call.deadline - time.monotonic()):
-                self._read()
+                self._shared.reader = threading.get_ident()
+            if call.deadline is None or self._shared.readable(call.deadline - time.monotonic()):
+                self._shared.read()
             else:
-                self._hand_on(None)
-
-    def _readable(self, seconds: float | None) -> bool:
-        """Say whether a packet, or the end, arrives within `seconds`; None for any time."""
-        poller = select.poll()
-        poller.register(self._socket, select.POLLIN)
-        return bool(poller.poll(None if seconds is None else max(0.0, seconds * 1000)))
-
-    def _read(self) -> None:
-        """As the reader, read one packet and hand it to its call; then another thread may read."""
-        packet = None
-        try:
-            packet = handoff.receive(self._socket)
-            self._unclosed.append(packet)
-        except (handoff.EndOfConnection, handoff.BrokenPacket, OSError) as error:
-            self._lose(error)
-        finally:
-            self._hand_on(packet)
-
-    def _hand_on(self, packet: handoff.Packet | None) -> None:
-        """Give a packet to its call, and let another thread read."""
-        with self._changed.lock:
-            routed = packet is None or self._route(packet)
-            self._reader = None
-            self._changed.tell_all()
-        if packet is not None and not routed:
-            self._refuse(packet)
+                self._shared.hand_on(None)
 
     def _route(self, packet: handoff.Packet) -> bool:
         """Give a packet to its call; False when no call waits for it. The lock is held."""
         frame = packet.frame
         kind = frame.WhichOneof("kind")
         if kind == "delivery":
-            self._taken.arrived(frame)
+            self._shared.taken.arrived(frame)
             reply = frame.delivery.reply if frame.delivery.HasField("reply") else None
         else:
             reply = frame.reply
@@ -467,7 +329,7 @@ class Connection:
         if kind == "delivery":
             call.inbox.append(packet)
         else:
-            self._close(packet)
+            self._shared.close_packet(packet)
         if reply is not None:
             call.outcome = outcome_of(reply)
         return True
@@ -485,14 +347,16 @@ class Connection:
                 elif delivery.part == delivery.parts - 1:
                     self.detach(delivery.segment)
             return
-        with self._changed.lock:
-            self._close(packet)
+        with self._shared.changed.lock:
+            self._shared.close_packet(packet)
         if kind == "reply" and frame.reply.HasField("error"):
             error = from_status(frame.reply.error)
             if error.reason == "PROTOCOL_VIOLATION":
                 # The broker closes now, and what was wrong would be wrong again.
-                self._break(ProtocolError, f"the broker at {self._name} ended the connection: {error}")
+                self._shared.break_off(
+                    ProtocolError, f"the broker at {self._shared.name} ended the connection: {error}"
+                )
                 return
         # Once the connection has ended its calls have gone, and their answers may still be on the way here.
-        if self._end is None and (kind != "reply" or frame.reply.WhichOneof("result") not in _LATE):
+        if self._shared.end is None and (kind != "reply" or frame.reply.WhichOneof("result") not in _LATE):
             logger.warning("the broker sent a frame that no call waits for: %s", kind)

@@ -6,7 +6,9 @@ raises.
 
 from __future__ import annotations
 
+import random
 import socket
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +20,17 @@ from .endpoint import DESCRIPTORS_SHORT, open_socket, set_timeout, silent
 from .inventory import HeldResources
 
 REJECTED = "TOKEN_REJECTED"
+
+
+def pauses() -> Iterator[float]:
+    """Yield the seconds to wait before each attempt: 50 ms, doubled each time up to 1 s, less a random half at most.
+
+    Random, because all workers of a machine lose their broker in the same moment.
+    """
+    seconds = 0.05
+    while True:
+        yield seconds * random.uniform(0.5, 1.0)
+        seconds = min(2 * seconds, 1.0)
 
 
 def open_session(path: Path, hello: pb.Hello, timeout: float) -> tuple[socket.socket, socket.socket, pb.Welcome]:

@@ -86,7 +86,7 @@ class Recalls:
         self._open: dict[int, OpenRecall] = {}
         self._answered: dict[tuple[str, int], tuple[int, Connection]] = {}
         """The last recall of each model and location that was answered: the broker may have repeated it before that."""
-        line.recalls = weakref.ref(self)
+        line.notices.recalls = weakref.ref(self)
 
     # What the program does
 
@@ -166,14 +166,14 @@ class Recalls:
             return
         answering = self._answering.get(message.model)
         if answering is None or message.location not in _LOCATIONS or message.bytes <= 0:
-            self._line.call_back(partial(connection.answer_recall, message.recall_id))
+            self._line.notices.call_back(partial(connection.answer_recall, message.recall_id))
             return
         for other in self._of(message.model):
             if other.place == place:  # the broker has ended it
                 self._open.pop(other.recall_id, None)
         one = OpenRecall(self, message, connection)
         self._open[one.recall_id] = one
-        if not self._line.call_back(partial(_handle, weakref.ref(self), one.recall_id)):
+        if not self._line.notices.call_back(partial(_handle, weakref.ref(self), one.recall_id)):
             self._open.pop(one.recall_id)  # the broker will repeat it
 
     def lost(self) -> None:

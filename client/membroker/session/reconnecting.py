@@ -9,42 +9,28 @@ from __future__ import annotations
 
 import itertools
 import logging
-import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from google.protobuf.message import Message
 
-from ..errors import (
-    AccessDenied,
-    BrokerUnavailable,
-    ClosedError,
-    DescriptorLimit,
-    MembrokerError,
-    SessionLost,
-)
-from ..interrupts import STOPPING_SECONDS, Condition, let_through
+from ..errors import AccessDenied, BrokerUnavailable, ClosedError, MembrokerError, SessionLost
+from ..interrupts import Condition, let_through
 from ..memory.lender import Placement
-from ..types import Disconnected, Draining, Forgotten, Notice, Resumed, Undrained
+from ..types import Disconnected, Forgotten, Resumed
 from ..v1 import broker_pb2
 from ..v1 import handoff_pb2 as pb
-from . import messages
-from .background import Background
 from .connection import Connection
-from .endpoint import DESCRIPTORS_SHORT
-from .handshake import REJECTED, Resume, open_session
+from .handshake import REJECTED, Resume, open_session, pauses
 from .inventory import HeldResources, Inventory
+from .notices import Notices
 from .rpc import CONTROL_SECONDS, METHODS, GrpcCalls
-
-if TYPE_CHECKING:
-    from .recalls import Recalls
 
 logger = logging.getLogger("membroker")
 
@@ -76,23 +62,8 @@ LIFECYCLE: Final[Mapping[str, Mapping[str, str]]] = {
 NOTICING_SECONDS = 1.0
 """How long the end of the handoff connection may follow the failure of a call by gRPC that has the same cause."""
 REMINDER_SECONDS = 60.0
-RECALLS_REVISION = 2
-"""The first revision of a broker that recalls memory."""
-MOST_RECALLS = 1024
-"""How many recalls may wait for a callback. The broker has one open at a time for a model and location."""
 _UNANSWERED = ("", "STOPPING", "DELIVERY_FAILED", REJECTED)
 """Reasons of errors after which a call is repeated on the next connection, if there is one."""
-
-
-def pauses() -> Iterator[float]:
-    """Yield the seconds to wait before each attempt: 50 ms, doubled each time up to 1 s, less a random half at most.
-
-    Random, because all workers of a machine lose their broker in the same moment.
-    """
-    seconds = 0.05
-    while True:
-        yield seconds * random.uniform(0.5, 1.0)
-        seconds = min(2 * seconds, 1.0)
 
 
 class ReconnectingConnection:
@@ -116,13 +87,6 @@ class ReconnectingConnection:
         self._closing = False
         self._attempt: Resume | None = None
         self._trouble = ""
-        self._callbacks: list[Callable[[Notice], object]] = []
-        self.recalls: Callable[[], Recalls | None] = lambda: None
-        """Returns what the broker's recalls are told to, which is kept by the user's objects."""
-        self.callback_thread = 0
-        """The number of the thread that runs callbacks of recalls; 0 before the first one."""
-        self._recalling: Background | None = None
-        self._draining: Draining | None = None
         handoff, notices, self.welcome = open_session(self._path, hello, timeout)
         self._hello = pb.Hello()
         self._hello.CopyFrom(hello)
@@ -131,14 +95,11 @@ class ReconnectingConnection:
         with ExitStack() as undo:
             undo.callback(handoff.close)
             undo.callback(notices.close)
-            try:
-                self._background = Background(self._hear)
-            except OSError as error:
-                raise DescriptorLimit(DESCRIPTORS_SHORT) from error
-            undo.callback(self._background.stop)
+            self.notices = Notices(self._changed.lock, self._connected)
+            undo.callback(self.notices.stop, wait=True)
             with self._changed.lock:  # a connection that is lost at once finds itself here
                 self.connection = self._open(handoff, self.welcome.protocol_revision)
-            self._background.listen(notices, self.connection.read_to_the_end)
+            self.notices.listen(notices, self.connection)
             undo.pop_all()
 
     def _open(self, handoff: socket.socket, revision: int, models: Sequence[str] = ()) -> Connection:
@@ -158,38 +119,15 @@ class ReconnectingConnection:
             connection.start_reader()
         return connection
 
-    def later(self, work: Callable[[], None]) -> None:
-        """Do `work` in the background thread. For finalizers: takes no lock."""
-        self._background.later(work)
-
-    # Recalls
+    def _connected(self) -> Connection | None:
+        return self.connection if self._state == "connected" else None
 
     def start_callbacks(self) -> None:
         """Start the thread that runs callbacks of recalls, if it does not run."""
         with self._changed.lock:
             if self._closing:
                 raise ClosedError("this client is closed")
-            if self._recalling is None:
-                try:
-                    self._recalling = Background(lambda _: None, "membroker-recall")
-                except OSError as error:
-                    raise DescriptorLimit(DESCRIPTORS_SHORT) from error
-                self.callback_thread = self._recalling.thread
-
-    def call_back(self, work: Callable[[], None]) -> bool:
-        """Do `work` in the thread for callbacks; return False without such a thread, or if too much waits for it."""
-        if self._recalling is None or self._recalling.backlog >= MOST_RECALLS:
-            return False
-        self._recalling.later(work)
-        return True
-
-    @contextmanager
-    def held_up(self) -> Iterator[None]:
-        """Run no callback, and no work of finalizers, during a block."""
-        with ExitStack() as ends:
-            for thread in filter(None, (self._background, self._recalling)):
-                ends.enter_context(thread.held_up())
-            yield
+            self.notices.start_callbacks()
 
     # Calls
 
@@ -288,53 +226,6 @@ class ReconnectingConnection:
         tried = f", the last attempt to reconnect said: {self._trouble}" if self._trouble else ""
         return BrokerUnavailable(f"{error}; this call waited {self._outage:g} s for it{tried}")
 
-    # Notices
-
-    def on_notice(self, callback: Callable[[Notice], object]) -> None:
-        """Call `callback` with each notice from now on, and at once with a drain that has not ended."""
-        with self._changed.lock:
-            self._callbacks.append(callback)
-            if self._draining is not None:
-                self.later(partial(_call, callback, self._draining))
-
-    def _hear(self, message: pb.Notice) -> None:
-        kind = message.WhichOneof("kind")
-        if kind == "release_refused":
-            logger.warning("the broker refused a release: %s", message.release_refused.message)
-        elif kind == "stopping":
-            self.connection.heard_stopping()
-            logger.info("the broker stops; what is mapped stays valid")
-        elif kind == "recall":
-            self._hear_recall(message.recall)
-        notice = messages.notice(message)
-        if notice is not None:
-            with self._changed.lock:
-                self._tell(notice)
-
-    def _hear_recall(self, message: pb.Recall) -> None:
-        with self._changed.lock:
-            recalls, connection = self.recalls(), self.connection
-            if self._state != "connected" or connection.revision < RECALLS_REVISION:
-                return
-            if recalls is not None:
-                recalls.heard(message, connection)
-            else:  # nobody is left who could release anything
-                self.later(partial(connection.answer_recall, message.recall_id))
-
-    def _lose_recalls(self) -> None:
-        recalls = self.recalls()
-        if recalls is not None:
-            recalls.lost()
-
-    def _tell(self, notice: Notice) -> None:
-        """Call the callbacks with a notice, in the background thread. The lock is held, so they come in order."""
-        if isinstance(notice, Draining):
-            self._draining = notice
-        elif isinstance(notice, Undrained):
-            self._draining = None
-        for callback in self._callbacks:
-            self.later(partial(_call, callback, notice))
-
     # An outage
 
     def _move(self, cause: str) -> bool:
@@ -353,8 +244,9 @@ class ReconnectingConnection:
                 return
             self._trouble = ""
             self._grpc.patient = False
-            self._lose_recalls()
-            self._tell(Disconnected())
+            if (recalls := self.notices.recalls()) is not None:
+                recalls.lost()
+            self.notices.tell(Disconnected())
         threading.Thread(target=self._reconnect, args=(connection,), name="membroker-reconnect", daemon=True).start()
 
     def _reconnect(self, lost: Connection) -> None:
@@ -427,10 +319,10 @@ class ReconnectingConnection:
                 return False
             if connection.lost or not self._move("resumed"):
                 raise BrokerUnavailable(f"the connection to the broker at {self._path} ended again")
-            self.connection, self._draining = connection, None
+            self.connection, self.notices.draining = connection, None
             self._grpc.patient = True
-            self._background.listen(notices, connection.read_to_the_end)
-            self._tell(Resumed(time.monotonic() - begun))
+            self.notices.listen(notices, connection)
+            self.notices.tell(Resumed(time.monotonic() - begun))
         return True
 
     def _catch_up(self, connection: Connection, held: HeldResources) -> HeldResources:
@@ -454,7 +346,7 @@ class ReconnectingConnection:
             )
             if self._move("token rejected"):
                 logger.warning("%s", self._trouble)
-                self._tell(Forgotten())
+                self.notices.tell(Forgotten())
 
     # The end
 
@@ -492,9 +384,7 @@ class ReconnectingConnection:
             attempt.cut()
         self.connection.close()
         self._grpc.close()
-        self._background.stop()
-        if self._recalling is not None:
-            self._recalling.stop(STOPPING_SECONDS if wait else 0.0)
+        self.notices.stop(wait=wait)
 
     def abandon(self) -> None:
         """In a forked child: close what was inherited. Takes no lock; never a shutdown, which the parent would feel."""
@@ -503,14 +393,5 @@ class ReconnectingConnection:
         if self._attempt is not None:
             self._attempt.close()
         self.connection.abandon()
-        self._background.abandon()
-        if self._recalling is not None:
-            self._recalling.abandon()
+        self.notices.abandon()
         self._grpc.abandon()
-
-
-def _call(callback: Callable[[Notice], object], notice: Notice) -> None:
-    try:
-        callback(notice)
-    except BaseException:  # sys.exit() too: it would end the thread, and with it all that is released there
-        logger.exception("a callback for notices has failed at %r", notice)

@@ -6,6 +6,7 @@ client that is garbage ends by itself.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -38,7 +39,7 @@ class _Link:
 
     def later(self, work: Callable[[], None]) -> None:
         """Do `work` in the background thread."""
-        self.connection.later(work)
+        self.connection.notices.later(work)
 
     def end(self, *, wait: bool = True) -> None:
         """Say goodbye and close everything, also when an interrupt ends the wait for the answer."""
@@ -89,6 +90,7 @@ class Session(Holder[_Link]):
         self.welcome = self.reconnecting.welcome
         self.transport = Transport(self.reconnecting)
         self.declarations = Declarations(self.transport)
+        self._recalls: Callable[[], Recalls | None] = lambda: None
         super().__init__(_Link(self.reconnecting, driver))
 
     @property
@@ -102,8 +104,11 @@ class Session(Holder[_Link]):
 
         A callback usually refers to a pool, whose memory refers to this session, and lives until the pool is garbage.
         """
-        known = self.reconnecting.recalls()
-        return known if known is not None else Recalls(self.reconnecting, lambda: self._holdings)
+        known = self._recalls()
+        if known is None:
+            known = Recalls(self.reconnecting, lambda: self._holdings)
+            self._recalls = weakref.ref(known)
+        return known
 
     @property
     def driver(self) -> Driver:
@@ -165,8 +170,7 @@ class Session(Holder[_Link]):
             if not repeated:
                 raise
         self.reconnecting.inventory.left(name)
-        recalls = self.reconnecting.recalls()
-        if recalls is not None:
+        if (recalls := self._recalls()) is not None:
             recalls.forget(name)
 
     # The end
@@ -185,8 +189,7 @@ class Session(Holder[_Link]):
         super().abandon()
 
     def _end_recalls(self) -> None:
-        recalls = self.reconnecting.recalls()
-        if recalls is not None:
+        if (recalls := self._recalls()) is not None:
             recalls.end()
 
     def _end_waits(self, *, wait: bool) -> None:

@@ -1,7 +1,7 @@
 """The memory calls of libc that the host driver needs, as functions that raise `OSError` with the call's errno.
 
-Owns the ctypes prototypes and the constants. It must never decide anything: the rules are in `_addresses`, the figures
-in `_watch`, and the translation into `DriverError` in `_errors`.
+Owns the ctypes prototypes and the constants. It must never decide anything: the rules are in `host.addresses`, the
+figures in `host.watch`, and the translation into `DriverError` in `errno`.
 """
 
 from __future__ import annotations

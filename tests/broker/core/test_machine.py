@@ -23,10 +23,10 @@ from membrokerd.core.ledger import replay
 from membrokerd.core.recount import recount
 
 STEPS = 40_000
-SEEDS = [int(seed) for seed in os.environ.get("MEMBROKER_SEEDS", "2,3,5").split(",")]
+SEEDS = [int(seed) for seed in os.environ.get("MEMBROKER_SEEDS", "2").split(",")]
 
 
-@pytest.fixture(scope="module", params=SEEDS)
+@pytest.fixture(scope="module", params=[pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS])
 def ended(request: pytest.FixtureRequest) -> World:
     """Return a world of a seed, played to its end once for the tests that look at it."""
     return run(request.param, STEPS)
@@ -57,7 +57,9 @@ def test_the_books_hold_whatever_happens(ended: World, books: Callable[[Any], An
 
 def test_the_world_is_rich(ended: World) -> None:
     """The run above is worth nothing if its steps are refused: each kind of event and of answer comes often."""
-    kinds = {kind.__name__ for kind in ev.Event.__args__}
+    classes = [kind for kind in vars(ev).values() if isinstance(kind, type) and issubclass(kind, ev.Event)]
+    kinds = {kind.__name__ for kind in classes if kind is not ev.Event}
+    assert len(kinds) > 30
     rare = {kind: ended.steps[kind] for kind in kinds if ended.steps[kind] < 8}
     assert not rare, f"hardly ever: {rare}"
     names = ("Registered", "Allocated", "Released", "Declared", "Done", "SessionOpened", "SegmentView", "Detached")

@@ -34,7 +34,7 @@ from membrokerd.core.machine import Broker
 from membrokerd.edge.convert import from_result
 from membrokerd.edge.dispatch import Respond
 from membrokerd.edge.handoff.connection import Connection
-from membrokerd.edge.handoff.listener import Listener
+from membrokerd.edge.handoff.entrance import Entrance
 from membrokerd.edge.handoff.outbox import Traffic
 from membrokerd.edge.handoff.peer import Peer
 
@@ -69,21 +69,19 @@ class Lender:
             admit=lambda *_: None,
             response=from_result,
         )
-        self.listener = SimpleNamespace(
+        entrance = SimpleNamespace(
             dispatcher=self.dispatcher,
             endpoint="red",
             device=DeviceInfo("host", "host driver", "host", PAGE),
             buffer=bytearray(names.MAX_FRAME_BYTES),
             watch=SimpleNamespace(add=self._watch, look=lambda session: None),
             tenant_of=lambda peer: "red",
-            greeted=lambda connection: None,
-            ended=lambda connection: None,
             refused=lambda reason, **fields: None,
             traffic=self.traffic,
         )
         pidfd, self._alive = os.pipe()
         peer = Peer(1, 0, pidfd, "pid:1")
-        self.connection = Connection(cast(Listener, self.listener), self.ours, peer)
+        self.connection = Connection(cast(Entrance, entrance), self.ours, peer, lambda _: None, lambda _: None)
 
     def _watch(self, session: int, pidfd: int, pid: int) -> None:
         self.watched = pidfd

@@ -26,7 +26,7 @@ from membrokerd.core.denied import Reason
 from membrokerd.core.effects import SegmentView
 from membrokerd.core.events import ModelName, SegmentName
 from membrokerd.core.snapshot import LocationView, ModelLocationView, ModelView, TenantLocationView, TenantView
-from membrokerd.observe import metrics, metrics_server
+from membrokerd.observe import catalog, metrics, metrics_server
 from membrokerd.observe.metrics import Metrics, MetricsView
 from membrokerd.observe.metrics_server import MetricsServer
 
@@ -214,13 +214,13 @@ def test_counters_have_their_reasons() -> None:
 def test_refusals_exist_before_the_first_one() -> None:
     """`increase()` sees no step from nothing to 1: a model's first refusal for want of room would be invisible."""
     series = scrape(Metrics(Source(books(model("acme", "a", 0, INVALID_SIZE=2))), UUID))
-    for why in metrics.MODEL_DENIAL_REASONS:
+    for why in catalog.MODEL_DENIAL_REASONS:
         assert values(series, "membroker_model_denials_total", model="a", reason=why) == [0]
     assert values(series, "membroker_model_denials_total", model="a", reason="INVALID_SIZE") == [2]
     assert values(series, "membroker_model_denials_total", model="a", reason="INVALID_COUNT") == []
     for why in Reason:
         assert values(series, "membroker_connections_refused_total", reason=why) == [0]
-    for change in metrics.STOCK_CHANGES:
+    for change in catalog.STOCK_CHANGES:
         assert values(series, "membroker_stock_extents_total", change=change) == [0]
     assert values(series, "membroker_device_unproven_releases_total", location="device") == [0]
     assert values(series, "membroker_log_lines_dropped_total") == [0]
@@ -255,8 +255,8 @@ UNITS = re.compile(
 RIDDLES = re.compile(r"\b(who|whose|nobody|somebody|anybody|beside|is no)\b", re.IGNORECASE)  # besides tools/prose.py
 
 
-@pytest.mark.parametrize("spec", metrics.ALL.values(), ids=lambda spec: spec.name)
-def test_names_follow_the_conventions_and_helps_are_sentences(spec: metrics.Spec) -> None:
+@pytest.mark.parametrize("spec", catalog.ALL.values(), ids=lambda spec: spec.name)
+def test_names_follow_the_conventions_and_helps_are_sentences(spec: catalog.Spec) -> None:
     """Base units at the end of a name, `_total` for counters alone, and a help in plain English."""
     assert re.fullmatch(r"membroker_[a-z_]+", spec.name)
     assert UNITS.search(spec.name)
@@ -276,7 +276,7 @@ def test_every_series_names_the_gpu_and_every_name_is_in_the_table() -> None:
     own = {(name, labels) for name, labels in series if not name.startswith("process_")}
     assert all(dict(labels)["gpu_uuid"] == UUID for _, labels in own)
     stems = {name.removesuffix(end) for name, _ in series for end in ("_bucket", "_count", "_sum")}
-    missing = {spec.name for spec in metrics.ALL.values()} - {name for name, _ in series} - stems
+    missing = {spec.name for spec in catalog.ALL.values()} - {name for name, _ in series} - stems
     assert not missing
     assert {"process_open_fds", "process_max_fds", "process_resident_memory_bytes"} <= {name for name, _ in series}
 

@@ -15,7 +15,8 @@ import pytest
 from tests.support.fake_lender import PAGE, Lender, put, state, text
 
 from membroker.errors import AlreadyMapped, ClosedError, CompactionFailed, InvalidRequest, NotMapped
-from membroker.pool.page_table import FIXED, FREE, USED, next_move
+from membroker.pool.compaction import next_move
+from membroker.pool.page_table import FIXED, FREE, USED
 from membroker.pool.pool import VirtualMemoryPool
 from membroker.types import Move
 from membroker.vmm import libc as _libc

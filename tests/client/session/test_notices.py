@@ -72,16 +72,16 @@ class TestNotices:
 
     def test_a_drain_that_goes_on(self, broker: PlayedBroker, client: membroker.Client) -> None:
         """The notice came between connect() and on_notice(): it is told, and after its end no more."""
-        line(client).on_notice(lambda _: None)
+        line(client).notices.on_notice(lambda _: None)
         broker.notice(draining=pb.Draining())
-        until(lambda: line(client)._draining)
+        until(lambda: line(client).notices.draining)
         told: list[membroker.Notice] = []
         client.on_notice(told.append)
         until(lambda: told == [membroker.Draining(None)])
         broker.notice(undrained=pb.Undrained())
-        until(lambda: not line(client)._draining)
+        until(lambda: not line(client).notices.draining)
         broker.notice(draining=pb.Draining())
-        until(lambda: line(client)._draining)
+        until(lambda: line(client).notices.draining)
         broker.hang_up()
         broker.resume()
         until(lambda: not is_away(client))
@@ -103,7 +103,7 @@ class TestNotices:
         client.on_notice(told.append)
         broker.notice(stopping=pb.Stopping())
         until(lambda: told == [membroker.Stopping()])
-        line(client).later(lambda: sys.exit("what a finalizer left"))
+        line(client).notices.later(lambda: sys.exit("what a finalizer left"))
         broker.notice(undrained=pb.Undrained())
         until(lambda: told[1:] == [membroker.Undrained()])
         assert "the user's own end" in caplog.text
@@ -191,9 +191,9 @@ def test_the_end_is_noticed_behind_a_last_answer() -> None:
     connection = Connection(mine, "/test", Inventory())
     request = broker_pb2.DeclareMemoryRequest()
     caller = Caller(lambda: connection.call(pb.Frame(declare=request)))
-    until(lambda: connection._reader is not None)
+    until(lambda: connection._shared.reader is not None)
     end = Caller(connection.read_to_the_end)
-    until(lambda: connection._changed._waiting)
+    until(lambda: connection._shared.changed._waiting)
     request_id = handoff.decode(yours.recv(4096)).request_id
     yours.send(handoff.encode(pb.Frame(request_id=request_id, reply=pb.Reply(declare={}))))
     caller.value()
@@ -221,7 +221,7 @@ def test_a_connection_waits_for_its_calls() -> None:
     assert undoing.wait(30)
     assert connection.lost
     waiting = Caller(connection.wait_until_idle)
-    until(lambda: connection._changed._waiting)
+    until(lambda: connection._shared.changed._waiting)
     assert waiting.is_alive()
     go_on.set()
     waiting.value()

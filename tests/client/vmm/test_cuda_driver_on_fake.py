@@ -406,7 +406,7 @@ def test_after_a_fork_calls_raise_and_abandon_calls_no_cuda(run: Run) -> None:
 
 
 def test_abandoning_closes_the_cards_descriptors_and_no_others(tmp_path: Path) -> None:
-    from membroker.vmm.cuda.driver import close_descriptors
+    from membroker.vmm.cuda.process import close_descriptors
 
     nvidia, other = tmp_path / "nvidiactl", tmp_path / "other"
     nvidia.touch()

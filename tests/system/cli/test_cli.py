@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from tests.support.daemons import Daemon, running
 from tests.support.sizes import MIB
+from tests.support.template import run as run_python
 
 import membroker
 from membroker import types
@@ -29,13 +30,13 @@ from membroker.types import ModelBooks, ModelStatus
 
 pytestmark = pytest.mark.shared_daemon
 
-COMMAND = [sys.executable, "-m", "membroker.cli.main"]
+COMMAND = ("-m", "membroker.cli.main")
 
 
 def run(*arguments: str, env: Mapping[str, str] | None = None) -> tuple[int, str, str]:
     """Run the command as a shell would; return its exit status and what it wrote."""
     clean = {key: value for key, value in os.environ.items() if key not in ("MEMBROKER_ENDPOINT", "XDG_RUNTIME_DIR")}
-    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, env={**clean, **(env or {})})
+    done = run_python([*COMMAND, *arguments], env={**clean, **(env or {})})
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout, done.stderr
 
@@ -205,7 +206,7 @@ def test_an_operator_needs_no_endpoint_where_no_default_tenant_is(daemon: Daemon
 @pytest.mark.usefixtures("worker")
 def test_watching_ends_quietly_with_its_reader(daemon: Daemon) -> None:
     """`membroker models --watch 0.05 | head -3`: the reader leaves, and nothing is complained about."""
-    command = [*COMMAND, "models", "--watch", "0.05", "--endpoint", str(daemon.endpoint("red"))]
+    command = [sys.executable, *COMMAND, "models", "--watch", "0.05", "--endpoint", str(daemon.endpoint("red"))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -220,7 +221,7 @@ def test_an_output_that_cannot_show_everything(daemon: Daemon) -> None:
     with membroker.connect(daemon.endpoint(), client="größer 大"):
         out = good("sessions", "--endpoint", str(daemon.endpoint()), env={"PYTHONIOENCODING": "ascii"})
         assert "gr??er ?" in out
-        command = [*COMMAND, "sessions", "--endpoint", str(daemon.endpoint())]
+        command = [sys.executable, *COMMAND, "sessions", "--endpoint", str(daemon.endpoint())]
         done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
 

@@ -13,10 +13,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, running
+from tests.support.template import PythonProcess
 
 from membroker.cli.demo import processes as demo_processes
 from membroker.cli.demo import scenes as demo
@@ -34,6 +36,21 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     left = [path.name for path in directory.iterdir()], processes_of(directory)
     shutil.rmtree(directory)
     assert left == ([], [])
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fork the demo's daemons and workers from the tests' template, which is faster. At the end none is left."""
+    started: list[PythonProcess] = []
+
+    def start(command: list[str], *, start_new_session: bool, **options: Any) -> PythonProcess:
+        started.append(PythonProcess(command[1:], **options))
+        return started[-1]
+
+    names = SimpleNamespace(Popen=start, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(demo_processes, "subprocess", names)
+    yield
+    assert [one.pid for one in started if one.poll() is None] == []
 
 
 def processes_of(directory: Path) -> list[str]:
@@ -54,8 +71,11 @@ def test_it_proves_what_it_says() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     out = " ".join(done.stdout.split())
     assert "Mapped, that is 128.0 MiB; charged, and in use on the device: 64.0 MiB." in out
-    titles = ("Sharing:", "Trade:", "Refusal:", "Death: a broker", "Death: a SIGKILL")
+    titles = ("Sharing:", "Trade:", "Burst:", "Refusal:", "Death: a broker", "Death: a SIGKILL")
     assert sorted(titles, key=out.index) == list(titles)
+    burst = re.search(r"red has waited (\d+) ms for 64.0 MiB\. No request was refused\.", out)
+    assert burst is not None, out
+    assert f"a lent guarantee of 64.0 MiB back in {burst[1]} ms without a refusal" in out
     said = re.search(r"For (\d+) ms there was none: red computed (\d+) rounds, blue (\d+)\..* and (\d+) ms after", out)
     assert said is not None, out
     without, red, blue, away = map(int, said.groups())
@@ -95,7 +115,7 @@ def test_a_worker_whose_demo_has_left_ends_without_a_word() -> None:
             assert (worker.stderr.read(), worker.wait(DEADLINE_SECONDS)) == ("", 0)
 
 
-@pytest.mark.usefixtures("place")
+@pytest.mark.usefixtures("place", "forked")
 @pytest.mark.parametrize(
     ("breakage", "disproved"),
     [
@@ -122,19 +142,63 @@ def test_it_fails_where_a_claim_of_its_sharing_does_not_hold(
     assert f"the demo failed: {disproved}" in capsys.readouterr().err
 
 
+def plays_only(scene: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out all other scenes."""
+    others = {"_sharing", "_trade", "_burst", "_refusal", "_death_of_the_broker", "_death", "_scrape"} - {scene}
+    for name in others:
+        monkeypatch.setattr(demo, name, lambda *_: 0)
+
+
+def fails(capsys: pytest.CaptureFixture[str], disproved: str) -> None:
+    assert demo.main() == 1
+    assert f"the demo failed: {disproved}" in " ".join(capsys.readouterr().err.split())
+
+
+# --- the burst ---
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize(
+    ("breakage", "disproved"),
+    [
+        ("promises nothing", "an unused guarantee is not lent: the broker lends 256.0 MiB of device memory"),
+        ("is slow", "the memory was back only after"),
+        ("wants more", "a burst within the guarantee was refused"),
+        ("holds more", "batch holds 1 bytes, and is not charged just that"),
+        ("is refused", "something was refused"),
+    ],
+)
+def test_it_fails_where_a_claim_of_its_burst_does_not_hold(
+    breakage: str, disproved: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A borrower that answers no recalls, memory that comes late or not, books that are wrong, a refusal on the way."""
+    plays_only("_burst", monkeypatch)
+    tell = demo.Worker.tell
+
+    def told(worker: demo.Worker, do: str, **more: Any) -> dict[str, Any]:
+        if (breakage, do) == ("promises nothing", "answer recalls"):
+            return {}
+        if (breakage, do, worker.model) == ("wants more", "admit", "chat"):
+            more["pages"] = demo.CAPACITY // demo.PAGE
+        if (breakage, do) == ("is refused", "check"):
+            assert "refused" in tell(worker, "admit", request=-1, pages=demo.CAPACITY // demo.PAGE)
+        answer = tell(worker, do, **more)
+        return {"held": 1} if (breakage, do) == ("holds more", "held") else answer
+
+    monkeypatch.setattr(demo.Worker, "tell", told)
+    monkeypatch.setattr(demo_processes, "SOON_SECONDS", 1.5)
+    if breakage == "is slow":
+        monkeypatch.setattr(demo, "BURST_SECONDS", 0.0)
+    fails(capsys, disproved)
+
+
 # --- the broker's death ---
 
 
 @pytest.fixture
 def only_the_brokers_death(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other scenes have nothing to do with it."""
-    for scene in ("_sharing", "_trade", "_refusal", "_death", "_scrape"):
-        monkeypatch.setattr(demo, scene, lambda *_: 0)
-
-
-def fails(capsys: pytest.CaptureFixture[str], disproved: str) -> None:
-    assert demo.main() == 1
-    assert f"the demo failed: {disproved}" in " ".join(capsys.readouterr().err.split())
+    plays_only("_death_of_the_broker", monkeypatch)
 
 
 def before_the_successor(monkeypatch: pytest.MonkeyPatch, happens: Callable[[Path], None]) -> None:
@@ -149,7 +213,7 @@ def before_the_successor(monkeypatch: pytest.MonkeyPatch, happens: Callable[[Pat
     monkeypatch.setattr(demo.Broker, "_start", started)
 
 
-@pytest.mark.usefixtures("place", "only_the_brokers_death")
+@pytest.mark.usefixtures("place", "forked", "only_the_brokers_death")
 class TestTheBrokersDeath:
     """Each of its claims can fail."""
 

@@ -9,16 +9,17 @@ import re
 import select
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.sizes import MIB
+from tests.support.template import PythonProcess
+from tests.support.template import run as run_python
 from tests.support.workers import Worker, is_clean, worker
 
-COMMAND = [sys.executable, "-m", "membroker.cli.main", "evict"]
+COMMAND = ("-m", "membroker.cli.main", "evict")
 
 
 class Victim(NamedTuple):
@@ -46,7 +47,7 @@ def victim(daemon: Daemon) -> Iterator[Victim]:
 def run(daemon: Daemon, *arguments: str) -> tuple[int, str, str]:
     """Run the command without a terminal; return its exit status and what it wrote."""
     command = [*COMMAND, *arguments, "--endpoint", str(daemon.admin)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    done = run_python(command, DEADLINE_SECONDS, stdin=subprocess.DEVNULL)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout, done.stderr
 
@@ -56,7 +57,7 @@ def answer(daemon: Daemon, name: str, typed: bytes) -> tuple[int, str, str]:
     terminal, its = pty.openpty()
     command = [*COMMAND, name, "--endpoint", str(daemon.admin)]
     try:
-        with subprocess.Popen(command, stdin=its, stderr=its, stdout=subprocess.PIPE, text=True) as process:
+        with PythonProcess(command, stdin=its, stderr=its, stdout=subprocess.PIPE, text=True) as process:
             os.close(its)
             shown = b""
             while b"[y/N]" not in shown:

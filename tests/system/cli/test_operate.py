@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -17,18 +16,20 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, hold_still, running, until
 from tests.support.raw import Session
 from tests.support.sizes import MIB
+from tests.support.template import PythonProcess
+from tests.support.template import run as run_python
 from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, worker
 
 import membroker
 from membroker.v1 import admin_pb2
 
-COMMAND = [sys.executable, "-m", "membroker.cli.main"]
+COMMAND = ("-m", "membroker.cli.main")
 
 
 def run(daemon: Daemon, *arguments: str) -> tuple[int, str, str]:
     """Run the command at a daemon as a shell would; return its exit status and what it wrote."""
     command = [*COMMAND, *arguments, "--endpoint", str(daemon.admin)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run_python(command)
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout, done.stderr
 
@@ -197,7 +198,7 @@ def test_who_comes_in_the_middle_of_a_drain_is_told(daemon: Daemon, engine: Work
         late.connect(daemon, "blue")
         late.do("told = []; client.on_notice(lambda notice: told.append(type(notice).__name__))")
         until(lambda: told(late) == ["Draining"])
-        engine.do("import socket; client._session.connection._socket.shutdown(socket.SHUT_RDWR)")
+        engine.do("import socket; client._session.connection._shared.socket.shutdown(socket.SHUT_RDWR)")
         until(lambda: sorted(told(engine)[1:]) == ["Disconnected", "Draining", "Resumed"])
         good(daemon, "undrain")
         until(lambda: told(late)[-1] == told(engine)[-1] == "Undrained")
@@ -292,7 +293,7 @@ def test_a_tenants_endpoint_drains_nothing(
     red = daemon.endpoint("red")
     monkeypatch.setenv("MEMBROKER_ENDPOINT", str(red) if by == "variable" else "")
     where = ("--endpoint", str(red)) if by == "option" else ()
-    done = subprocess.run([*COMMAND, *command, *where], capture_output=True, text=True)
+    done = run_python([*COMMAND, *command, *where])
     assert done.returncode == 1
     assert done.stderr == (
         f"membroker: {red} is the endpoint of one tenant, and this command is about the whole device: "
@@ -310,7 +311,7 @@ def test_a_stopped_daemon_is_not_gone(daemon: Daemon) -> None:
     where = ("--endpoint", str(daemon.admin))
     with hold_still(daemon):
         commands = [[*COMMAND, *command.split(), *where] for command in STOPPED]
-        running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+        running = [PythonProcess(command, stderr=subprocess.PIPE, text=True) for command in commands]
         for process in running:
             _, said = process.communicate(timeout=DEADLINE_SECONDS)
             assert process.returncode == 1

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from tests.support.daemons import Daemon, running, until
 from tests.support.sizes import MIB
+from tests.support.template import run as run_python
 
 import membroker
 from membroker.cli import main as cli
@@ -29,12 +30,12 @@ from membroker.v1 import broker_pb2, resources_pb2
 
 pytestmark = pytest.mark.shared_daemon
 
-COMMAND = [sys.executable, "-m", "membroker.cli.main", "segments"]
+COMMAND = ("-m", "membroker.cli.main", "segments")
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
     """Run `membroker segments` as a shell would; return its exit status and what it wrote."""
-    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, env=environment())
+    done = run_python([*COMMAND, *arguments], env=environment())
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout, done.stderr
 
@@ -140,12 +141,7 @@ def test_a_file_is_loaded_listed_shown_attached_and_deleted(daemon: Daemon, mode
 def test_what_python_is_told_to_type_works(daemon: Daemon, model: Path) -> None:
     out = good("load", str(model), "m/weights", *at(daemon))
     code = "import membroker\n" + "".join(f"{line[2:]}\n" for line in out.splitlines() if line.startswith("  "))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**environment(), "MEMBROKER_ENDPOINT": str(daemon.endpoint())},
-    )
+    done = run_python(["-c", code], env={**environment(), "MEMBROKER_ENDPOINT": str(daemon.endpoint())})
     assert (done.returncode, done.stderr) == (0, "")
     assert "embed" in done.stdout
 
@@ -212,7 +208,8 @@ def test_models_and_sessions_show_segments(daemon: Daemon, model: Path) -> None:
 
 def io_of(*arguments: str) -> str:
     """Run another command of `membroker`."""
-    done = subprocess.run([*COMMAND[:-1], *arguments], capture_output=True, text=True, check=True, env=environment())
+    done = run_python([*COMMAND[:-1], *arguments], env=environment())
+    assert done.returncode == 0
     return done.stdout
 
 
@@ -406,7 +403,7 @@ def on_a_terminal(*arguments: str) -> tuple[subprocess.Popen[bytes], int]:
     terminal, other = pty.openpty()
     fcntl.ioctl(other, 0x5414, b"\x28\0\x78\0\0\0\0\0")  # TIOCSWINSZ: 40 lines of 120
     env = {**environment(), "TERM": "xterm-256color"}
-    process = subprocess.Popen([*COMMAND, *arguments], stdin=other, stdout=other, stderr=other, env=env)
+    process = subprocess.Popen([sys.executable, *COMMAND, *arguments], stdin=other, stdout=other, stderr=other, env=env)
     os.close(other)
     return process, terminal
 
@@ -454,7 +451,7 @@ def test_ctrl_c_in_mid_load_leaves_nothing(daemon: Daemon, tmp_path: Path) -> No
     path = tmp_path / "x.safetensors"
     write_hollow(path, 200 * MIB)
     readable, writable = stuffed_pipe()
-    command = [*COMMAND, "load", str(path), "m/w", *at(daemon)]
+    command = [sys.executable, *COMMAND, "load", str(path), "m/w", *at(daemon)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writable, env=environment()) as process:
         os.close(writable)
         until(lambda: states(daemon) == ["WRITING"])
@@ -501,7 +498,7 @@ def test_a_loader_that_is_killed_leaves_nothing(daemon: Daemon, tmp_path: Path) 
     path = tmp_path / "x.safetensors"
     write_hollow(path, 200 * MIB)
     readable, writable = stuffed_pipe()
-    command = [*COMMAND, "load", str(path), "m/w", *at(daemon)]
+    command = [sys.executable, *COMMAND, "load", str(path), "m/w", *at(daemon)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=writable, env=environment()) as process:
         os.close(writable)
         until(lambda: states(daemon) == ["WRITING"])
@@ -515,7 +512,7 @@ def test_a_daemon_that_goes_in_mid_load_is_a_sentence(daemon: Daemon, tmp_path: 
     path = tmp_path / "x.safetensors"
     write_hollow(path, 200 * MIB)
     readable, writable = stuffed_pipe()
-    command = [*COMMAND, "load", str(path), "m/w", *at(daemon)]
+    command = [sys.executable, *COMMAND, "load", str(path), "m/w", *at(daemon)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=writable, env=environment()) as process:
         os.close(writable)
         until(lambda: states(daemon) == ["WRITING"])

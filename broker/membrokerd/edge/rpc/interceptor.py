@@ -22,6 +22,7 @@ from ...core.denied import Reason, deny
 from ...observe import logs
 from ...turns import Turns
 from ..convert import Refused
+from ..dispatch import TimesOf
 from ..errors import to_status
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -59,8 +60,8 @@ class Calls:
 class Guard(grpc.aio.ServerInterceptor):
     """Wraps one endpoint's calls. Those of health and reflection are not counted, but their streams are bounded."""
 
-    def __init__(self, observe: Callable[[str, str, float], None], turns: Turns, calls: Calls, endpoint: str) -> None:
-        self._observe = observe
+    def __init__(self, times_of: TimesOf, turns: Turns, calls: Calls, endpoint: str) -> None:
+        self._times_of = times_of
         self._turns = turns
         self._calls = calls
         self._endpoint = endpoint
@@ -94,7 +95,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 logs.fault(error, method=name)
                 await _abort(context, to_status(deny(Reason.INTERNAL)))
             finally:
-                self._observe(name, "grpc", time.perf_counter() - start)
+                self._times_of(name, "grpc").observe(time.perf_counter() - start)
 
         def deserialize(body: bytes) -> Any:
             # gRPC logs an exception from here as our fault, with a traceback: a hostile client could fill the log.

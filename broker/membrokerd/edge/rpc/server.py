@@ -11,6 +11,7 @@ from grpc_reflection.v1alpha import reflection
 
 from ...home import Home, Ownership
 from ...turns import Turns
+from ..dispatch import TimesOf
 from .health import Health
 from .interceptor import MAX_STREAMS, Calls, Guard
 
@@ -45,7 +46,7 @@ async def serve(
     ownership: Ownership,
     service: str,
     register: Callable[[grpc.aio.Server], None],
-    observe: Callable[[str, str, float], None],
+    times_of: TimesOf,
     max_sessions: int,
     turns: Turns,
     calls: Calls,
@@ -57,7 +58,7 @@ async def serve(
     """
     bound = ("grpc.max_allowed_incoming_connections", max_sessions + CONNECTIONS_BESIDE)
     server = grpc.aio.server(
-        interceptors=[Guard(observe, turns, calls, public.parent.name)],
+        interceptors=[Guard(times_of, turns, calls, public.parent.name)],
         options=[*_OPTIONS, bound],
     )
     register(server)

@@ -143,7 +143,7 @@ class TorchMemory(Closing):
         gone. Allocations of other threads during the block are not borrowed, and recalls wait for its end
         (`Client.defer_recalls`). Raises the errors of `use`.
         """
-        with self._model._session.reconnecting.held_up(), _routing:
+        with self._model._session.reconnecting.notices.held_up(), _routing:
             self._check_open()
             self._graph_pools.append(Pool(self._device, self._allocator))
             with self._unrouted():

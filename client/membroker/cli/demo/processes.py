@@ -21,9 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import grpc
-
-from ...v1 import admin_pb2_grpc, broker_pb2
+from ...types import DeviceStatus, LocationBooks, ModelStatus, SegmentStatus
+from ...vmm.driver import Location
+from ..admin import Admin
 
 START_SECONDS = 30.0
 SOON_SECONDS = 5.0
@@ -116,6 +116,8 @@ class Worker:
 class Broker:
     """The demo's own daemon, asked at its admin endpoint. When it ends it is started again, as systemd would do it."""
 
+    admin: Admin
+
     def __init__(self, directory: Path) -> None:
         self.starts = 0
         self._root = directory / "run" / "host"
@@ -123,8 +125,6 @@ class Broker:
         self._notify = directory / "notify"
         self._config.write_text(_CONFIG.format(directory=directory))
         self._process: subprocess.Popen[bytes] | None = None
-        self._channel: grpc.Channel | None = None
-        self._admin: Any = None
         self._lock = threading.Lock()
         self._leaving = threading.Event()
         self._successors: queue.SimpleQueue[float | Disproved] = queue.SimpleQueue()
@@ -149,12 +149,10 @@ class Broker:
                     start_new_session=True,
                 )
             self._wait(self._process, ready)
+        if self.starts:  # the connection to the daemon before would pause before it finds this one
+            self.admin.close()
+        self.admin = Admin(self._root / "admin" / "grpc.sock")
         self.starts += 1
-        if self._channel is not None:
-            self._channel.close()
-        # A channel of the daemon before would pause before it finds this one.
-        self._channel = grpc.insecure_channel(f"unix:{self._root}/admin/grpc.sock")
-        self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
 
     def _wait(self, process: subprocess.Popen[bytes], ready: socket.socket) -> None:
         end = time.monotonic() + START_SECONDS
@@ -193,26 +191,33 @@ class Broker:
         """Return the directory through which a tenant enters."""
         return self._root / "tenants" / tenant
 
-    def device(self) -> Any:
+    def device(self) -> DeviceStatus:
         """Return the device and its books."""
-        return self._admin.GetDevice(broker_pb2.GetDeviceRequest())
+        return self.admin.device()
 
-    def memory(self) -> Any:
+    def memory(self) -> LocationBooks:
         """Return the books of the device's memory, and what the device shows of it."""
-        return self.device().locations[0]
+        return self.device().locations["device"]
 
-    def models(self) -> dict[str, Any]:
+    def models(self) -> dict[str, ModelStatus]:
         """Return every model by its own name."""
-        listed = self._admin.ListModels(broker_pb2.ListModelsRequest()).models
-        return {row.name.rpartition("/")[2]: row for row in listed}
+        return {row.name.rpartition("/")[2]: row for row in self.admin.models()}
 
     def used(self, model: str) -> int:
         """Return the bytes that a model is charged."""
-        return int(self.models()[model].books[0].used_bytes)
+        return self.models()[model].books["device"].used_bytes
 
-    def segments(self) -> list[Any]:
+    def recalled(self, model: str) -> int:
+        """Return the bytes that a model is asked for and has not answered yet."""
+        return self.models()[model].books["device"].recalled_bytes
+
+    def guarantee(self, tenant: str, size: int) -> None:
+        """Guarantee a tenant so many bytes, as `membroker quota set` does. 0: nothing."""
+        self.admin.set_quota(f"tenants/{tenant}", Location.DEVICE, {"guarantee_bytes": size})
+
+    def segments(self) -> list[SegmentStatus]:
         """Return every segment."""
-        return list(self._admin.ListSegments(broker_pb2.ListSegmentsRequest()).segments)
+        return self.admin.segments()
 
     def stop(self) -> int:
         """Ask the daemon to stop, and start no other; return its exit status."""
@@ -234,8 +239,8 @@ class Broker:
             self._process.wait()
         if self._supervisor is not None:
             self._supervisor.join()
-        if self._channel is not None:
-            self._channel.close()
+        if self.starts:
+            self.admin.close()
         _end_keeper(self._root / "state" / "fdstore.sock")
 
 

@@ -38,28 +38,35 @@ class Cache:
         self._requests: dict[int, list[int]] = {}
         self._rounds: dict[int, int] = {}
         self._free = list(range(pool.capacity // PAGE - 1, -1, -1))
+        self._releasing = threading.Lock()
+        """A recall is answered in a thread of the library."""
         self.pages_checked = 0
 
     @property
     def held(self) -> int:
         """Bytes that are mapped."""
-        return self._pool.physical_usage_bytes
+        with self._releasing:
+            return self._pool.physical_usage_bytes
 
-    def admit(self, request: int, pages: int) -> None:
-        """Take a request: back its pages and write into each."""
+    def admit(self, request: int, pages: int) -> float:
+        """Take a request: back its pages and write into each. Returns how many seconds it took to get the pages."""
         held: list[int] = []
+        waited = 0.0
         self._requests[request] = held
         self._rounds[request] = 0
         for _ in range(pages):
             page = self._free.pop()
+            begun = time.monotonic()
             try:
                 self._pool.allocate(page * PAGE, PAGE)
             except BaseException:
                 self._free.append(page)
                 self.finish(request)
                 raise
+            waited += time.monotonic() - begun
             held.append(page)
             self._pool.view(page * PAGE, PAGE)[:] = _pattern(request, page)
+        return waited
 
     def finish(self, request: int) -> None:
         """End a request: check its pages and release them."""
@@ -84,9 +91,16 @@ class Cache:
 
     def check_all(self) -> None:
         """Check every page that is held."""
-        for request, pages in self._requests.items():
-            for page in pages:
-                self._check(request, page)
+        with self._releasing:
+            for request, pages in self._requests.items():
+                for page in pages:
+                    self._check(request, page)
+
+    def release(self, recall: membroker.Recall) -> None:
+        """Answer a recall: end requests, the youngest first, until as much is released as the broker asks for."""
+        with self._releasing:
+            while recall.remaining and self._requests:
+                self.finish(next(reversed(self._requests)))
 
     def finish_all(self) -> None:
         """End every request."""
@@ -205,7 +219,8 @@ def _pattern(request: int, page: int, round_: int = 0) -> bytes:
 class Engine:
     """What a worker has, and how it obeys an order."""
 
-    def __init__(self, cache: Cache, weights: Weights) -> None:
+    def __init__(self, model: membroker.Model, cache: Cache, weights: Weights) -> None:
+        self._model = model
         self._cache = cache
         self._weights = weights
         self._work: Work | None = None
@@ -225,9 +240,11 @@ class Engine:
             case "delete":
                 weights.delete()
             case "admit":
-                cache.admit(order["request"], order["pages"])
+                return {"waited": cache.admit(order["request"], order["pages"])}
             case "finish":
                 cache.finish(order["request"])
+            case "answer recalls":
+                self._model.on_recall(cache.release)
             case "check":
                 cache.check_all()
             case "finish all":
@@ -254,7 +271,7 @@ def main() -> None:
     with membroker.connect(client=f"demo worker of {name}") as client:
         model = client.register_model(name, virtual_capacity=virtual, limit=limit or None)
         with model.pool(page_size=PAGE) as pool:
-            engine = Engine(Cache(pool), Weights(client, model))
+            engine = Engine(model, Cache(pool), Weights(client, model))
             _say(ready=True)
             for line in sys.stdin:
                 try:

@@ -10,69 +10,20 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from bisect import bisect_right, insort
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from ..copies import PinnedBlocks
-from ..driver import (
-    AccessFlags,
-    Copier,
-    DeviceInfo,
-    DriverError,
-    Handle,
-    Location,
-    MemoryInfo,
-)
+from ..driver import AccessFlags, Copier, DeviceInfo, DriverError, Handle, Location, MemoryInfo
 from ..sizes import MAX_BYTES, is_power_of_two
 from .copies import CudaCopier, pin, unpin
 from .gpu import NOT_SUPPORTED, Gpu
 from .nvml import NvmlDevice
+from .process import close_descriptors, process, reservations
 
-_INVALID = ("CUDA_ERROR_INVALID_VALUE", 1)
 # One counter for all drivers of the process: a handle of one driver is unknown to every other.
 _handle_values = itertools.count(1)
-
-
-class _Reservations:
-    """The reservations of this process, by all its drivers: CUDA's addresses belong to the process."""
-
-    def __init__(self) -> None:
-        self._rows: list[tuple[int, int]] = []
-        self._lock = threading.Lock()
-
-    def add(self, address: int, size: int) -> None:
-        with self._lock:
-            insort(self._rows, (address, size))
-
-    def remove(self, address: int, size: int) -> None:
-        with self._lock:
-            self._rows.remove((address, size))
-
-    def have(self, address: int, size: int) -> bool:
-        """Return whether `size` bytes at `address` lie inside one reservation."""
-        with self._lock:
-            place = bisect_right(self._rows, (address, MAX_BYTES)) - 1
-            start, length = self._rows[place] if place >= 0 else (0, 0)
-        return size <= length and address - start <= length - size
-
-
-_reservations = _Reservations()
-
-
-class _Process:
-    """The pid of this process, cached: every driver call needs it, and `os.getpid` is a system call."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        os.register_at_fork(after_in_child=self._renew)
-
-    def _renew(self) -> None:
-        self.pid = os.getpid()
-
-
-_process = _Process()
 
 
 class CudaDriver:
@@ -86,7 +37,7 @@ class CudaDriver:
     def __init__(self, device: int | str = 0, context: bool = False) -> None:
         gpu = Gpu(device)
         self._cuda, self._ordinal, self._call, self._failure = gpu.cuda, gpu.ordinal, gpu.call, gpu.failure
-        self._pid = _process.pid
+        self._pid = process.pid
         self._closed = False
         self._handles: dict[Handle, Any] = {}
         self._pinned = PinnedBlocks()
@@ -219,12 +170,12 @@ class CudaDriver:
         _check_size(size, self._device.granularity, "cuMemAddressReserve")
         if alignment and not (is_power_of_two(alignment) and alignment <= MAX_BYTES):
             hint = f"an alignment is a power of two below 2^63, not {alignment}"
-            raise DriverError("cuMemAddressReserve", *_INVALID, hint)
+            raise _invalid("cuMemAddressReserve", hint)
         result, reserved = self._cuda.cuMemAddressReserve(size, alignment, 0, 0)
         if result:
             raise self._failure("cuMemAddressReserve", result)
         address = int(reserved)
-        _reservations.add(address, size)
+        reservations.add(address, size)
         return address
 
     def unreserve(self, address: int, size: int) -> None:
@@ -233,7 +184,7 @@ class CudaDriver:
         (result,) = self._cuda.cuMemAddressFree(address, size)
         if result:
             raise self._failure("cuMemAddressFree", result)
-        _reservations.remove(address, size)
+        reservations.remove(address, size)
 
     def map(self, address: int, handle: Handle) -> None:
         """Map the extent at `address`; no device has access until `set_access`."""
@@ -243,9 +194,9 @@ class CudaDriver:
 
     def _check_reserved(self, address: int, size: int) -> None:
         """Refuse a map past the end of a reservation, which CUDA accepts (observed on an H200, 580.159)."""
-        if not _reservations.have(address, size):
+        if not reservations.have(address, size):
             hint = f"{size} bytes at {address:#x} do not lie inside one reservation"
-            raise DriverError("cuMemMap", "CUDA_ERROR_INVALID_VALUE", 1, hint)
+            raise _invalid("cuMemMap", hint)
 
     def set_access(self, address: int, size: int, access: AccessFlags) -> None:
         """Set what this GPU may do with whole mappings: of its own memory, the host's, or a reachable GPU's."""
@@ -270,7 +221,7 @@ class CudaDriver:
         _check_size(size, self._device.granularity, "cuMemMap")
         if not 0 < count <= MAX_BYTES // size or abs(new_address - address) < size:
             hint = f"cannot move {count} extents of {size} bytes from {address:#x} to {new_address:#x}: too close"
-            raise DriverError("cuMemMap", *_INVALID, hint)
+            raise _invalid("cuMemMap", hint)
         self._check_reserved(new_address, size * count)
         places = range(0, size * count, size)
         with ExitStack() as undo:
@@ -352,11 +303,11 @@ class CudaDriver:
         """
         self._enter(call)
         if size <= 0:
-            raise DriverError(call, *_INVALID, f"{size} bytes are not a range")
+            raise _invalid(call, f"{size} bytes are not a range")
         granule = self._device.granularity
         for at in (address, *range(address - address % granule + granule, address + size, granule)):
             if self.get_access(at).value & needed.value != needed.value:
-                raise DriverError(call, *_INVALID, f"{at:#x} does not allow {needed.name} to {self._device.uuid}")
+                raise _invalid(call, f"{at:#x} does not allow {needed.name} to {self._device.uuid}")
 
     # Copies
 
@@ -364,7 +315,7 @@ class CudaDriver:
         """Allocate page-locked memory, so that copies run at the speed of the link. Needs `context=True`."""
         # The bindings raise an OverflowError for a size that does not fit the call.
         if not 0 < size <= MAX_BYTES:
-            raise DriverError("cuMemHostRegister", *_INVALID, f"{size} bytes cannot be pinned")
+            raise _invalid("cuMemHostRegister", f"{size} bytes cannot be pinned")
         address = pin(self.in_context, size)
         self._pinned.add(address, size)
         return address
@@ -373,7 +324,7 @@ class CudaDriver:
         """Wait for the GPU's work, then free page-locked memory."""
         size = self._pinned.take(address)
         if size is None:
-            raise DriverError("cuMemHostUnregister", *_INVALID, f"nothing is pinned at {address:#x}")
+            raise _invalid("cuMemHostUnregister", f"nothing is pinned at {address:#x}")
         try:
             self.synchronize()
             unpin(self.in_context, address, size)
@@ -447,14 +398,14 @@ class CudaDriver:
 
     def _enter(self, call: str) -> None:
         """Raise if the driver is unusable. Make the context current on a thread that calls for the first time."""
-        if self._closed or self._pid != _process.pid:
+        if self._closed or self._pid != process.pid:
             raise self._unusable(call)
         if self._context is not None and not getattr(self._threads, "ready", False):
             self._call("cuCtxSetCurrent", self._context)
             self._threads.ready = True
 
     def _check_usable(self, call: str) -> None:
-        if self._closed or self._pid != _process.pid:
+        if self._closed or self._pid != process.pid:
             raise self._unusable(call)
 
     def _unusable(self, call: str) -> DriverError:
@@ -475,22 +426,15 @@ class CudaDriver:
         return extent
 
 
-def close_descriptors(prefix: str) -> None:
-    """Close every descriptor of this process whose file's path begins with `prefix`."""
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            if os.readlink(f"/proc/self/fd/{entry}").startswith(prefix):
-                os.close(int(entry))
-        # The descriptor that listed the directory is closed already.
-        except FileNotFoundError:
-            continue
-
-
 def _unknown(handle: Handle, call: str) -> DriverError:
-    return DriverError(call, *_INVALID, f"handle {handle.value} was released, or belongs to another driver")
+    return _invalid(call, f"handle {handle.value} was released, or belongs to another driver")
+
+
+def _invalid(call: str, why: str) -> DriverError:
+    return DriverError(call, "CUDA_ERROR_INVALID_VALUE", 1, why)
 
 
 def _check_size(size: int, granularity: int, call: str) -> None:
     # The bindings raise an OverflowError for a size that does not fit the call.
     if not 0 < size < 1 << 63 or size % granularity:
-        raise DriverError(call, *_INVALID, f"a size is a positive multiple of {granularity} bytes, not {size}")
+        raise _invalid(call, f"a size is a positive multiple of {granularity} bytes, not {size}")

@@ -60,7 +60,7 @@ class AddressTable:
         """Raise unless [address, address + size) is one whole reservation with nothing mapped in it."""
         if self._reserved.get(address) != size:
             raise invalid(call, f"no reservation of {size} bytes begins at {address:#x}")
-        if self._overlapping(address, size) is not None:
+        if self.overlapping(address, size) is not None:
             raise invalid(call, f"something is still mapped in the reservation at {address:#x}: unmap it first")
 
     def drop_reservation(self, address: int) -> None:
@@ -73,7 +73,7 @@ class AddressTable:
         reservations = self.reservations(owner)
         for address, size in reservations:
             if mappings := self._beginning_in(address, size):
-                self.drop_mappings(mappings)
+                self.drop(mappings[0].address, len(mappings))
             self.drop_reservation(address)
         return reservations
 
@@ -83,7 +83,7 @@ class AddressTable:
         start = self._reserved_order[place] if place >= 0 else 0
         if place < 0 or address + size > start + self._reserved[start]:
             raise invalid(call, f"{size} bytes at {address:#x} do not lie inside one reservation")
-        other = self._overlapping(address, size)
+        other = self.overlapping(address, size)
         if other is not None:
             raise invalid(call, f"{size} bytes at {address:#x} lie over the mapping at {other.address:#x}")
 
@@ -108,14 +108,6 @@ class AddressTable:
             raise invalid(call, f"{size} bytes are not a range")
         return found
 
-    def has_any(self, address: int, size: int) -> bool:
-        """Say whether anything is mapped in [address, address + size)."""
-        return self._overlapping(address, size) is not None
-
-    def drop_mappings(self, mappings: list[Mapping]) -> None:
-        """Forget mappings that are side by side, in order of their addresses."""
-        self.drop(mappings[0].address, len(mappings))
-
     def drop(self, address: int, count: int) -> None:
         """Forget `count` mappings side by side, if the first of them is there."""
         first = bisect_left(self._mapped, address, key=_address)
@@ -124,7 +116,7 @@ class AddressTable:
 
     def move_mapping(self, mapping: Mapping, address: int) -> None:
         """Record that the kernel has moved a mapping."""
-        self.drop_mappings([mapping])
+        self.drop(mapping.address, 1)
         mapping.address = address
         insort(self._mapped, mapping, key=_address)
 
@@ -137,7 +129,7 @@ class AddressTable:
             raise invalid(call, f"{size} bytes are not a range")
         weakest, at = AccessFlags.READ_WRITE, address
         while at < address + size:
-            mapping = self._overlapping(at, 1)
+            mapping = self.overlapping(at, 1)
             if mapping is None:
                 raise invalid(call, f"nothing is mapped at {at:#x}")
             weakest = min(weakest, mapping.allows(device), key=lambda access: access.value)
@@ -148,7 +140,8 @@ class AddressTable:
         first, last = (bisect_left(self._mapped, edge, key=_address) for edge in (address, address + size))
         return self._mapped[first:last]
 
-    def _overlapping(self, address: int, size: int) -> Mapping | None:
+    def overlapping(self, address: int, size: int) -> Mapping | None:
+        """Return a mapping of which some bytes lie in [address, address + size), or None."""
         place = bisect_left(self._mapped, address + size, key=_address) - 1
         last = self._mapped[place] if place >= 0 else None
         return last if last is not None and last.address + last.size > address else None

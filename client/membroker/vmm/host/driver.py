@@ -1,53 +1,35 @@
 """`HostDriver`: a device made of host memory. Extents are memfds, addresses are mmaps, the rules are CUDA's.
 
-Owns the driver's handles, and the addresses of the process, which all its host drivers share, as with CUDA. It enforces
-in code what CUDA enforces in its driver, so that a program that works here works on a GPU. It must never be more
-lenient than a GPU: no sub-range maps, no partial unmaps, no second export of an imported extent, no overcommitment.
+Owns the driver's handles and the figures of its device; `process` has the addresses, which all host drivers share. It
+enforces in code what CUDA enforces in its driver, so that a program that works here works on a GPU. It must never be
+more lenient than a GPU: no sub-range maps, no partial unmaps, no second export of an imported extent, no
+overcommitment.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import itertools
 import os
-import stat
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ...wire.descriptors import close_each
 from .. import libc as _libc
 from ..copies import HostCopier, PinnedBlocks
 from ..driver import AccessFlags, Copier, DeviceInfo, DriverError, DriverOutOfMemory, Handle, Location, MemoryInfo
-from ..errno import driver_call, invalid, translated
-from ..mappings import MappingBudget
+from ..errno import driver_call, invalid
 from ..sizes import GIB, MAX_BYTES, MIB, is_power_of_two
-from . import addresses as _addresses
+from . import extents
+from .process import Process
 from .watch import ExtentWatch
 
 GRANULARITY = 2 * MIB
 """A GPU's granularity, in bytes, so that the host driver refuses the same sizes."""
 
-EXTENT_NAME = "membroker-extent"
-"""Every extent's memfd of the device has this name: /proc/PID/maps shows `/memfd:membroker-extent`."""
-_NAMES = {Location.DEVICE: EXTENT_NAME, Location.HOST: f"{EXTENT_NAME}-host"}
-
-_FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-# F_SEAL_SEAL too: otherwise any process with the descriptor could seal the memory against its owner's writes. A
-# sealable extent gets it with its last seal. The number of F_SEAL_FUTURE_WRITE is from uapi/linux/fcntl.h; Python 3.11
-# lacks it.
-_PRIVATE_SEALS = _FIXED_SIZE | fcntl.F_SEAL_SEAL
-_FUTURE_WRITE = 0x0010
-_LAST_SEALS = _FUTURE_WRITE | fcntl.F_SEAL_SEAL
-_PROTECTIONS = {
-    AccessFlags.NONE: _libc.PROT_NONE,
-    AccessFlags.READ: _libc.PROT_READ,
-    AccessFlags.READ_WRITE: _libc.PROT_READ_WRITE,
-}
 # One counter for all drivers of the process: a handle of one driver is unknown to every other.
 _handle_values = itertools.count(1)
 _driver_numbers = itertools.count(1)
@@ -57,30 +39,6 @@ _driver_numbers = itertools.count(1)
 class _Extent:
     descriptor: int
     imported: bool
-
-
-class _Process:
-    """The addresses of one process. Its drivers share them, as in CUDA: a reservation belongs to no device."""
-
-    here: ClassVar[_Process]
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.addresses = _addresses.AddressTable()
-        self.budget = MappingBudget()
-
-    @classmethod
-    def begin(cls) -> None:
-        """Start with no addresses: at the import, and in a forked child.
-
-        In a child, a thread of the parent may have held the lock, and that thread does not exist there. The old table
-        describes the parent; inherited drivers keep it, to know what to abandon.
-        """
-        cls.here = cls()
-
-
-_Process.begin()
-os.register_at_fork(after_in_child=_Process.begin)
 
 
 class HostDriver:
@@ -117,7 +75,7 @@ class HostDriver:
         self._device = DeviceInfo(uuid, "host memory", "host", GRANULARITY, ordinal, ordinal=ordinal)
         self._ordinal, self._number = ordinal, next(_driver_numbers)
         self._handles: dict[Handle, _Extent] = {}
-        self._process = _Process.here
+        self._process = Process.here
         self._pinned = PinnedBlocks()
         self._pid = os.getpid()
         self._closed = False
@@ -136,34 +94,22 @@ class HostDriver:
 
         Raises `DriverOutOfMemory` if the location has less than `size` left, as a GPU does.
         """
+        made: list[int] = []
         with ExitStack() as undo:
-            descriptor = self._create(size, location, sealable=sealable)
-            undo.callback(os.close, descriptor)
-            handle = self._book(descriptor, size, location, imported=False)
+            undo.callback(close_each, made)
+            self._create(made, size, location, sealable=sealable)
+            handle = self._book(made[0], size, location, imported=False)
             undo.pop_all()
         return handle
 
-    def _create(self, size: int, location: Location, *, sealable: bool) -> int:
-        """Return the descriptor of a new extent, which the watch counts from now on."""
+    def _create(self, made: list[int], size: int, location: Location, *, sealable: bool) -> None:
+        """Append the descriptor of a new extent to `made`, which the watch counts from now on."""
         self._check_usable("memfd_create")
         _check_granules(size, "memfd_create")
-        call, made = "memfd_create", list[int]()
-        try:
-            # In one step of the interpreter, as in `wire.descriptors.receive`: an interrupt loses no descriptor.
-            made.extend(map(os.memfd_create, (_NAMES[location],), (os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING,)))
-            [descriptor] = made
-            call = "ftruncate"
-            os.ftruncate(descriptor, size)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _FIXED_SIZE if sealable else _PRIVATE_SEALS)
-            with self._birth_lock:
-                self._check_room(size, location)
-                self._watch.add(descriptor, size, location)
-        except BaseException as error:
-            close_each(made)
-            if isinstance(error, OSError):
-                raise translated(call, error) from error
-            raise
-        return descriptor
+        extents.make(made, size, location, sealable=sealable)
+        with self._birth_lock:
+            self._check_room(size, location)
+            self._watch.add(made[-1], size, location)
 
     def export(self, handle: Handle) -> int:
         """Return a new descriptor of the extent. An imported extent cannot be exported again, as with CUDA."""
@@ -172,18 +118,18 @@ class HostDriver:
             extent = self._extent(handle, "dup")
             if extent.imported:
                 raise invalid("dup", "an imported extent cannot be exported again: pass its descriptor on instead")
-            return _duplicate(extent.descriptor)
+            return extents.duplicate(extent.descriptor)
 
     def lend(self, size: int, count: int, location: Location = Location.DEVICE, *, sealable: bool = False) -> list[int]:
         """Create `count` memfds of `size` bytes and return their descriptors."""
-        descriptors: list[int] = []
+        made: list[int] = []
         try:
             for _ in range(count):
-                descriptors.append(self._create(size, location, sealable=sealable))
+                self._create(made, size, location, sealable=sealable)
         except BaseException:
-            close_each(descriptors)
+            close_each(made)
             raise
-        return descriptors
+        return made
 
     def map_descriptors(
         self, address: int, descriptors: Sequence[int], size: int, access: AccessFlags = AccessFlags.READ_WRITE
@@ -193,42 +139,23 @@ class HostDriver:
             self._check_usable("mmap")
         _check_granules(size, "mmap")
         _check_address(address)
-        count, protection, process, call = len(descriptors), _PROTECTIONS[access], self._process, "mmap"
-        if not count:
+        if not descriptors:
             raise invalid("mmap", "0 bytes are not a range")
-        with process.lock:
-            process.addresses.check_free(address, size * count, "mmap")
-            try:
-                # Before they are mapped: what Ctrl-C leaves here can be unmapped.
-                process.addresses.add_mappings(address, size, count, {self._ordinal: access})
-                for number, descriptor in enumerate(descriptors):
-                    _check_extent(descriptor, size)
-                    call = "open"  # it reads files in /proc now and then
-                    process.budget.spend("mmap")
-                    call = "mmap"
-                    _libc.mmap_file(address + number * size, size, descriptor, protection)
-            except BaseException as error:
-                _libc.mmap_nothing(size * count, address)
-                process.addresses.drop(address, count)
-                if isinstance(error, OSError):
-                    raise translated(call, error) from error
-                raise
+        self._process.map(address, descriptors, size, self._ordinal, access)
 
     def seal(self, descriptor: int) -> None:
         """Seal the memfd: a later writable map of it fails with EPERM, and `set_access` with EACCES."""
         self._check_usable("fcntl")
-        with driver_call("fcntl"):
-            if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _LAST_SEALS != _LAST_SEALS:
-                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _LAST_SEALS)
+        extents.seal(descriptor)
 
     def import_extent(self, descriptor: int, size: int, location: Location = Location.DEVICE) -> Handle:
         """Return a handle to the memfd behind `descriptor`, which must be sealed at exactly `size` bytes."""
         self._check_usable("dup")
         _check_granules(size, "dup")
         with ExitStack() as undo:
-            own = _duplicate(descriptor)
+            own = extents.duplicate(descriptor)
             undo.callback(os.close, own)
-            _check_extent(own, size)
+            extents.check(own, size)
             handle = self._book(own, size, location, imported=True)
             undo.pop_all()
         return handle
@@ -249,104 +176,42 @@ class HostDriver:
         _check_granules(size, "mmap")
         if alignment and not (is_power_of_two(alignment) and alignment <= MAX_BYTES):
             raise invalid("mmap", f"an alignment is a power of two below 2^63, not {alignment}")
-        with driver_call("mmap"):
-            address = _reserve_aligned(size, max(alignment, GRANULARITY))
-        with self._process.lock:
-            self._process.addresses.add_reservation(address, size, self._number)
-        return address
+        return self._process.reserve(size, max(alignment, GRANULARITY), self._number)
 
     def unreserve(self, address: int, size: int) -> None:
         """Release a whole reservation."""
         self._check_usable("munmap")
-        with self._process.lock:
-            self._process.addresses.check_reservation(address, size, "munmap")
-            self._process.addresses.drop_reservation(address)
-            try:
-                with driver_call("munmap"):
-                    _libc.munmap(address, size)
-            except DriverError:
-                self._process.addresses.add_reservation(address, size, self._number)
-                raise
+        self._process.unreserve(address, size, self._number)
 
     def map(self, address: int, handle: Handle) -> None:
         """Map the extent at `address`; no device has access until `set_access`."""
         self._check_usable("mmap")
         _check_address(address)
-        process = self._process
-        with process.lock, self._lock:
+        with self._lock:
             extent = self._extent(handle, "mmap")
-            process.addresses.check_free(address, handle.size, "mmap")
-            with driver_call("open"):  # it reads files in /proc now and then
-                process.budget.spend("mmap")
-            process.addresses.add_mappings(address, handle.size, 1)
-            try:
-                with driver_call("mmap"):
-                    _libc.mmap_file(address, handle.size, extent.descriptor)
-            except BaseException:
-                _libc.mmap_nothing(handle.size, address)
-                process.addresses.drop(address, 1)
-                raise
+            self._process.map(address, [extent.descriptor], handle.size, self._ordinal, AccessFlags.NONE)
 
     def set_access(self, address: int, size: int, access: AccessFlags) -> None:
         """Set what this device may do with whole mappings; after a failure their access is unchanged."""
         self._check_usable("mprotect")
-        with self._process.lock, driver_call("mprotect"):
-            mappings = self._process.addresses.whole_mappings(address, size, "mprotect")
-            before = [mapping.access for mapping in mappings]
-            try:
-                for mapping in mappings:
-                    _protect(mapping, {**mapping.access, self._ordinal: access})
-            except BaseException:
-                with ExitStack() as undo:
-                    for mapping, allowed in zip(mappings, before, strict=True):
-                        undo.callback(_protect, mapping, allowed)
-                raise
+        self._process.set_access(address, size, self._ordinal, access)
 
     def get_access(self, address: int) -> AccessFlags:
         """Return what this device may do with the mapped byte at `address`."""
         self._check_usable("get_access")
-        with self._process.lock:
-            return self._process.addresses.allows(address, 1, self._ordinal, "get_access")
+        return self._process.allows(address, 1, self._ordinal, "get_access")
 
     def unmap(self, address: int, size: int) -> None:
         """Unmap whole mappings; their addresses stay reserved. Where nothing is mapped, it does nothing."""
         if self._closed or self._pid != os.getpid():
             self._check_usable("mmap")
-        addresses = self._process.addresses
-        with self._process.lock:
-            if not addresses.has_any(address, size):
-                addresses.check_free(address, size, "mmap")
-                return
-            mappings = addresses.whole_mappings(address, size, "mmap")
-            try:
-                _libc.mmap_nothing(size, address)
-            except OSError as error:
-                raise translated("mmap", error) from error
-            addresses.drop_mappings(mappings)
+        self._process.unmap(address, size)
 
     def move(self, address: int, new_address: int, size: int, count: int = 1) -> None:
         """Map memfds at other addresses, one after the other, starting at the end towards which they move."""
         self._check_usable("mremap")
         _check_move(address, new_address, size, count)
-        with self._process.lock, ExitStack() as undo:
-            mappings = self._process.addresses.whole_mappings(address, size * count, "mremap")
-            if len(mappings) != count:
-                raise invalid("mremap", f"{address:#x} and what follows are not {count} extents of {size} bytes")
-            for mapping in mappings if new_address < address else reversed(mappings):
-                before = mapping.address
-                self._process.addresses.check_free(before + new_address - address, size, "mremap")
-                with driver_call("open"):  # it reads files in /proc now and then
-                    self._process.budget.spend("mremap")
-                self._move(mapping, before + new_address - address)
-                # Without the budget: undoing a move needs no more mappings than there were before.
-                undo.callback(self._move, mapping, before)
-            undo.pop_all()
-
-    def _move(self, mapping: _addresses.Mapping, address: int) -> None:
-        with driver_call("mremap"):
-            _libc.mmap_again(mapping.address, mapping.size, address)
-            _libc.mmap_nothing(mapping.size, mapping.address)
-        self._process.addresses.move_mapping(mapping, address)
+        self._process.move(address, new_address, size, count)
 
     # Bytes
 
@@ -357,8 +222,7 @@ class HostDriver:
         of the mapping alive while the view is used.
         """
         self._check_usable("view")
-        with self._process.lock:
-            access = self._process.addresses.allows(address, size, self._ordinal, "view")
+        access = self._process.allows(address, size, self._ordinal, "view")
         if access is AccessFlags.NONE:
             hint = f"[{address:#x}, +{size}) allows no access to device {self._ordinal}"
             raise DriverError("view", "EACCES", errno.EACCES, hint)
@@ -410,8 +274,7 @@ class HostDriver:
         self._check_usable("memmove")
         if self._pinned.hold(address, size):
             return
-        with self._process.lock:
-            access = self._process.addresses.allows(address, size, self._ordinal, "memmove")
+        access = self._process.allows(address, size, self._ordinal, "memmove")
         if access.value & needed.value != needed.value:
             hint = f"[{address:#x}, +{size}) does not allow {needed.name} to device {self._ordinal}"
             raise DriverError("memmove", "EACCES", errno.EACCES, hint)
@@ -444,7 +307,7 @@ class HostDriver:
         """
         self._check_usable("scandir")
         with driver_call("scandir"):
-            return holders(os.geteuid() or None)
+            return extents.holders(os.geteuid() or None)
 
     def _check_room(self, size: int, location: Location) -> None:
         strangers = self.stranger_bytes if location is Location.DEVICE else 0
@@ -464,18 +327,9 @@ class HostDriver:
         """
         self._lock, self._birth_lock = threading.Lock(), threading.Lock()
         self._closed = True
-        for address, size in self._forgotten_reservations():
-            _libc.munmap(address, size)
+        self._process.unreserve_all(self._number)
         self._unpin_all()
         self._close_handles()
-
-    def _forgotten_reservations(self) -> list[tuple[int, int]]:
-        addresses = self._process.addresses
-        if self._pid != os.getpid():
-            # The parent's table, which a thread of the parent may have been changing. Only this line reads it.
-            return addresses.reservations(self._number)
-        with self._process.lock:
-            return addresses.forget_reservations(self._number)
 
     def close(self) -> None:
         """Drop every handle, the watch and the pinned memory. Mappings and exported descriptors keep their memory."""
@@ -519,41 +373,6 @@ class HostDriver:
         return extent
 
 
-def holders(uid: int | None) -> list[tuple[int, int]]:
-    """Return the processes of user `uid`, or of all, that map extents of the device, as (pid, bytes mapped).
-
-    An extent mapped at several addresses counts once. Processes that cannot be read, that end in the meantime, or that
-    hold only a descriptor are missing. The figures name suspects and are never booked.
-    """
-    found = []
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdecimal():
-            continue
-        try:
-            if uid in (None, os.stat(entry.path).st_uid) and (size := _mapped_bytes(entry.path)):
-                found.append((int(entry.name), size))
-        except OSError:
-            continue
-    return sorted(found)
-
-
-def _mapped_bytes(process: str) -> int:
-    marker, extents = f"/memfd:{EXTENT_NAME} ".encode(), {}
-    with open(f"{process}/maps", "rb") as maps:
-        for line in maps:
-            if marker in line:
-                addresses, _access, offset, _device, inode, _path = line.split(maxsplit=5)
-                first, last = addresses.split(b"-")
-                extents[inode, offset] = int(last, 16) - int(first, 16)
-    return sum(extents.values())
-
-
-def _protect(mapping: _addresses.Mapping, access: dict[int, AccessFlags]) -> None:
-    """Set the access of each device, by ordinal, to a mapping. After an error it may be the old or the new access."""
-    mapping.access = access
-    _libc.mprotect(mapping.address, mapping.size, _PROTECTIONS[mapping.most()])
-
-
 def _check_address(address: int) -> None:
     if address % GRANULARITY:
         raise invalid("mmap", f"{address:#x} is not a multiple of {GRANULARITY} bytes")
@@ -572,37 +391,3 @@ def _check_move(address: int, new_address: int, size: int, count: int) -> None:
             f"the new address is a multiple of {GRANULARITY}, and at least {size} bytes away"
         )
         raise invalid("mremap", why)
-
-
-def _duplicate(descriptor: int) -> int:
-    with driver_call("dup"):
-        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 0)
-
-
-def _check_extent(descriptor: int, size: int) -> None:
-    """Raise unless `descriptor` is a memfd of `size` bytes that cannot shrink under a mapping (SIGBUS)."""
-    call = "fstat"
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
-            raise invalid("fstat", f"the descriptor is not an extent of {size} bytes")
-        call = "fcntl"
-        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-    except OSError as error:
-        raise translated(call, error) from error
-    if seals & _FIXED_SIZE != _FIXED_SIZE:
-        raise invalid("fcntl", "the descriptor is not an extent: its size is not sealed")
-
-
-def _reserve_aligned(size: int, alignment: int) -> int:
-    """Reserve more than needed, then release what is before the aligned address and after the end."""
-    with ExitStack() as undo:
-        start = _libc.mmap_nothing(size + alignment)
-        undo.callback(_libc.munmap, start, size + alignment)
-        address = -(-start // alignment) * alignment
-        if address > start:
-            _libc.munmap(start, address - start)
-        if start + alignment > address:
-            _libc.munmap(address + size, start + alignment - address)
-        undo.pop_all()
-    return address

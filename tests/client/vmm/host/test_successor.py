@@ -17,7 +17,8 @@ from membroker.vmm import (
     Location,
 )
 from membroker.vmm.host import table as _table
-from membroker.vmm.host.driver import GRANULARITY, HostDriver, holders
+from membroker.vmm.host.driver import GRANULARITY, HostDriver
+from membroker.vmm.host.extents import holders
 
 
 def test_a_successor_knows_what_a_killed_daemon_lent() -> None:

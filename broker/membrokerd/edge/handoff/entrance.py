@@ -1,0 +1,55 @@
+"""One endpoint, as its connections see it: the tenant that they charge, and where they report a refusal."""
+
+from __future__ import annotations
+
+import asyncio
+
+from membroker.vmm import DeviceInfo
+from membroker.wire.names import MAX_FRAME_BYTES
+
+from ...core.denied import Reason
+from ...observe import logs
+from ...restart.process_watch import Watch
+from ..dispatch import Dispatcher
+from .outbox import Traffic
+from .peer import Peer
+
+REFUSED_LINE_SECONDS = 1.0
+
+
+class Entrance:
+    """The endpoint `endpoint` of `tenant`, or of each uid as a tenant if that is None."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        tenant: str | None,
+        dispatcher: Dispatcher,
+        device: DeviceInfo,
+        traffic: Traffic,
+        watch: Watch,
+    ) -> None:
+        self.endpoint = endpoint
+        self.dispatcher = dispatcher
+        self.device = device
+        self.traffic = traffic
+        self.watch = watch
+        self.buffer = bytearray(MAX_FRAME_BYTES)
+        self._tenant = tenant
+        self._io = asyncio.get_running_loop()
+        self._unsaid = 0
+        self._silent_until = 0.0
+
+    def tenant_of(self, peer: Peer) -> str:
+        """Return the tenant to charge: the endpoint's, or one for each uid if it has none."""
+        return self._tenant or f"uid-{peer.uid}"
+
+    def refused(self, reason: Reason, **fields: object) -> None:
+        """Count a refused connection. It is logged at most once a second, so that no peer can fill the log."""
+        self.traffic.refused[reason.value] += 1
+        self._unsaid += 1
+        if self._io.time() < self._silent_until:
+            return
+        logs.log("connection refused", endpoint=self.endpoint, reason=reason.value, count=self._unsaid, **fields)
+        self._unsaid = 0
+        self._silent_until = self._io.time() + REFUSED_LINE_SECONDS

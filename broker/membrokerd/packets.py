@@ -1,0 +1,215 @@
+"""Packets on their way: made, or taken from the stock, kept if they are a segment's, and delivered.
+
+Runs on the event loop's thread. It owns the descriptors of the stock, and tells the core the outcome of each packet; it
+decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from membroker.wire.frames import close_all
+
+from .core import effects as fx
+from .core import events as ev
+from .core.denied import Reason
+from .core.machine import Broker
+from .executor import Executor, Failure
+from .failpoints import reach
+from .link import Link
+from .observe import logs
+from .restart.descriptor_store import Store
+from .turns import SHARE_SECONDS
+
+
+class Packets:
+    """Carries out the effects that need the driver or the store. `links` are the sessions' connections."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        executor: Executor,
+        store: Store,
+        links: Mapping[int, Link],
+        tell: Callable[[ev.Event], None],
+    ) -> None:
+        self._broker = broker
+        self._executor = executor
+        self._store = store
+        self._links = links
+        self._tell = tell
+        self._io = asyncio.get_running_loop()
+        self._stock: dict[tuple[ev.Location, int], list[int]] = {}
+        self.unsent: deque[fx.Send] = deque()
+        """Packets of segments that are not sent yet: a seal can begin a thousand attaches in one step."""
+        self._sending = False
+        self._making = 0
+        self._idle = asyncio.Event()
+        """Set once nothing is being made any more, after the stop."""
+
+    # --- made, or taken from the stock ---
+
+    def make(self, make: fx.Make) -> None:
+        """Make a packet, or take it from the stock, and deliver it."""
+        if make.stocked:
+            self._deliver(make, self._take_stock(make.location, make.extent_bytes, len(make.ids)))
+        else:
+            self._making += 1
+            self._executor.make(make, lambda outcome: self._made(make, outcome))
+
+    def _made(self, make: fx.Make, outcome: list[int] | Failure) -> None:
+        self._making -= 1
+        if self._broker.stopping and not self._making:
+            self._idle.set()
+        if isinstance(outcome, Failure):
+            self._not_made(make, outcome)
+        elif make.session not in self._links:
+            close_all(outcome)
+            self._not_made(make, Failure(Reason.DELIVERY_FAILED, {"location": make.location}))
+        elif make.segment:
+            reach("store")
+            self._store.keep(make.segment, make.ids, outcome, lambda error: self._kept(make, outcome, error))
+        else:
+            self._deliver(make, outcome)
+
+    def _not_made(self, packet: fx.Make | fx.Send, failure: Failure) -> None:
+        if isinstance(packet, fx.Make) and packet.segment:
+            kept = self._store.give_up(packet.segment, packet.ids)
+            if kept:  # and then it could not be sent
+                self._executor.close(kept, lambda _: None)
+        self._tell(ev.NotMade(packet.session, packet.request_id, packet.part, failure.reason, failure.numbers))
+
+    def refuse_unwritten(self, packet: fx.Make | fx.Send) -> None:
+        """Make nothing of a debit, and send nothing of a hold, that is not on file."""
+        if isinstance(packet, fx.Make) and packet.stocked:
+            self.drop_stock(fx.DropStock(packet.location, packet.extent_bytes, len(packet.ids)))
+        self._not_made(packet, Failure(Reason.JOURNAL_FULL, {"driver_says": self._broker.cannot_write}))
+
+    # --- the stock ---
+
+    def stock_later(self, effect: fx.Stock) -> None:
+        """Make an extent ahead, after the frames that have come in meanwhile."""
+        self._io.call_soon(self._make_stock, effect)
+
+    def _make_stock(self, effect: fx.Stock) -> None:
+        kind = (effect.location, effect.extent_bytes)
+
+        def made(outcome: list[int] | Failure) -> None:
+            if not isinstance(outcome, Failure):
+                self._stock.setdefault(kind, []).extend(outcome)
+            self._tell(ev.Stocked(*kind, made=not isinstance(outcome, Failure)))
+
+        self._executor.make(fx.Make(0, 0, 0, 1, range(1), effect.extent_bytes, effect.location), made)
+
+    def drop_stock(self, effect: fx.DropStock) -> None:
+        """Close extents of the stock."""
+        dropped = self._take_stock(effect.location, effect.extent_bytes, effect.count)
+        self._executor.close(dropped, lambda _: None)
+
+    def _take_stock(self, location: ev.Location, extent_bytes: int, count: int) -> list[int]:
+        kept = self._stock.get((location, extent_bytes), [])  # none after the stop, whatever the books say
+        taken, kept[:] = kept[:count], kept[count:]
+        return taken
+
+    @property
+    def stocked(self) -> int:
+        """How many descriptors of the stock are open."""
+        return sum(map(len, self._stock.values()))
+
+    # --- segments ---
+
+    def _kept(self, make: fx.Make, descriptors: list[int], error: OSError | None) -> None:
+        """The store has a packet of a segment, or has it not: only then may anybody get it."""
+        reach("stored")
+        if error is not None:
+            close_all(descriptors)
+            self._not_made(make, Failure(Reason.DESCRIPTORS_EXHAUSTED, {"driver_says": str(error)}))
+        else:
+            self._send(make)
+
+    def send_later(self, send: fx.Send) -> None:
+        """Queue a packet of a segment, until `send_some`."""
+        self.unsent.append(send)
+
+    def send_some(self) -> None:
+        """Send queued packets of segments, as many as there is time for in this turn, and the rest in later ones."""
+        if not self._sending:
+            self._send_some()
+
+    def _send_some(self) -> None:
+        end, self._sending = time.perf_counter() + SHARE_SECONDS, True
+        try:
+            while self.unsent:
+                self._send(self.unsent.popleft())
+                if time.perf_counter() >= end:
+                    break
+        except Exception as error:  # noqa: BLE001 - as in `Loop.tell`: the sends behind it must happen
+            logs.fault(error, effect="Send")
+        finally:
+            self._sending = bool(self.unsent)
+            if self._sending:
+                self._io.call_soon(self._send_some)
+
+    def _send(self, packet: fx.Make | fx.Send) -> None:
+        """Deliver copies of what the store keeps: a segment may end while they are queued."""
+        copies: list[int] = []
+        try:
+            for descriptor in self._store.lend(packet.segment, packet.ids):
+                copies.append(os.dup(descriptor))
+        except OSError as error:
+            close_all(copies)
+            self._not_made(packet, Failure(Reason.DESCRIPTORS_EXHAUSTED, {"driver_says": str(error)}))
+            return
+        self._deliver(packet, copies)
+
+    def seal(self, effect: fx.Seal) -> None:
+        """Seal the extents of a segment."""
+        segment = effect.segment
+        ids = self._broker.ledger.segments[segment].ids
+
+        def sealed(failure: Failure | None) -> None:
+            done = ev.Sealed(segment) if failure is None else ev.NotSealed(segment, failure.reason, failure.numbers)
+            self._tell(done)
+
+        self._executor.seal(self._store.lend(segment, ids), sealed)
+
+    def drop(self, effect: fx.Drop) -> None:
+        """Close the broker's own descriptors of a segment, and the mirror's."""
+        descriptors, ended = self._store.give_up(effect.segment), ev.Dropped(effect.segment)
+        self._executor.close(descriptors, lambda _: self._store.settle(lambda: self._tell(ended)))
+
+    # --- delivered ---
+
+    def _deliver(self, packet: fx.Make | fx.Send, descriptors: list[int]) -> None:
+        link = self._links.get(packet.session)
+        if link is None:
+            close_all(descriptors)
+            self._not_made(packet, Failure(Reason.DELIVERY_FAILED, {}))
+            return
+        # The packet is queued before the core hears of it: the answer that may follow stands behind it, or in it. One
+        # that has its answer already goes first: the worker maps while the books are done.
+        link.deliver(packet, descriptors)
+        made = ev.Made(packet.session, packet.request_id, packet.part)
+        if isinstance(packet, fx.Make) and packet.answer is not None:
+            link.flush()
+            self._tell(made)
+        else:
+            self._tell(made)
+            link.flush()
+
+    # --- the end ---
+
+    async def stop(self, seconds: float) -> None:
+        """Wait for the packets that are being made, and let the stock go."""
+        try:
+            if self._making:
+                await asyncio.wait_for(self._idle.wait(), seconds)
+        except TimeoutError:
+            logs.log("stopping with packets unmade", packets=self._making)
+        for kept in self._stock.values():
+            close_all(kept)
+        self._stock.clear()

@@ -1,0 +1,43 @@
+"""Which mirror a daemon has: systemd's descriptor store, a keeper, or none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..config.config import Config
+from ..home import HomeError
+from ..observe import logs
+from .descriptor_store import Kept, Mirror
+from .keeper_client import open_keeper
+from .keeper_connection import Owned
+from .systemd import open_systemd, started_by_systemd, systemd_available
+
+
+async def open_mirror(config: Config, keeper_socket: Path, owner: str) -> tuple[Mirror | None, Kept]:
+    """Return the mirror that the configuration chose, and the descriptors that a predecessor left there.
+
+    `owner` names the daemons of one device to a keeper. Raises `HomeError`, which says what to configure.
+    """
+    kind, most = config.descriptor_store, config.systemd_descriptors
+    if kind == "auto":
+        kind = "systemd" if systemd_available(most) else "keeper"
+        if kind == "keeper" and started_by_systemd():
+            logs.warn(
+                "systemd started this daemon but does not say that it keeps descriptors, and a keeper would end "
+                "with the service and lose all segments; set FileDescriptorStoreMax= in the unit and, before "
+                "systemd 254, systemd_descriptors to the same number"
+            )
+    mirror: Mirror | None = None
+    kept = Kept()
+    try:
+        if kind == "systemd":
+            mirror, kept = open_systemd(most)
+        elif kind == "keeper":
+            mirror, kept = await open_keeper(keeper_socket, owner)
+    except Owned as error:
+        raise HomeError(f"keeper_socket = {keeper_socket}: {error}") from error
+    except OSError as error:
+        key = "keeper_socket" if kind == "keeper" and config.keeper_socket else "descriptor_store"
+        raise HomeError(f"cannot open the descriptor store ({kind}): {error}; choose another with `{key}`") from error
+    logs.log("descriptor store", kind=kind, segments=len(kept.segments), processes=len(kept.processes))
+    return mirror, kept

@@ -1,0 +1,82 @@
+"""Claims: a call claims the pages that it works on until it ends, and other calls refuse these pages meanwhile.
+
+Owns the lock of a pool's table, and the checks before a claim. It must never hold the lock during a call of the source
+or the driver: two borrowers that wait for each other would deadlock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from ..errors import AlreadyMapped
+from ..interrupts import Operation
+from ..memory.lifetime import MappedMemory
+from .page_table import USED, PageTable
+
+Choose = Callable[[PageTable], Sequence[range]]
+"""Picks runs of pages in the table, which does not change before they are claimed."""
+
+
+class Claims:
+    """The claims on the pages of `table`, whose memory is `holding`. The caller of a check holds `lock`."""
+
+    def __init__(self, table: PageTable, holding: MappedMemory) -> None:
+        self.lock = threading.Lock()
+        self._table = table
+        self._holding = holding
+
+    def claim(
+        self, operation: Operation, choose: Choose, check: Callable[[range], None] | None = None
+    ) -> Sequence[range]:
+        """Claim the chosen runs of pages until the operation ends: all of them, or none if `check` raises."""
+        claimed: list[range] = []
+        operation.ends.append(lambda: self.release(claimed))
+        with self.lock:
+            runs = choose(self._table)
+            if check is not None:
+                for pages in runs:
+                    check(pages)
+            for pages in runs:
+                self._table.claim(pages, claimed)
+        return runs
+
+    def release(self, claimed: list[range]) -> None:
+        """End each claim once, and remove it from the list."""
+        with self.lock:
+            self._table.release(claimed)
+
+    def check_idle(self, pages: range) -> None:
+        """Raise `NotMapped` unless the pages are used, and `BufferError` if a view or a pin of them is alive."""
+        self._table.check_used(pages)
+        if not self._holding.views.any():
+            return
+        start, length = pages.start * self._table.page_size, len(pages) * self._table.page_size
+        if self._holding.views.any_in(self._holding.region.address + start, length):
+            raise BufferError(f"a view or a pin of [{start}, {start + length}) is still alive: release it first")
+
+    def check_droppable(self, pages: range) -> None:
+        """Check as `check_idle` does, but accept offloaded pages too."""
+        runs = [pages]
+        if not self._table.is_used(pages):
+            self._table.check_allocated(pages)
+            runs = self._table.runs_of(USED, pages)
+        for run in runs:
+            self.check_idle(run)
+
+    def check_free(self, pages: range) -> None:
+        """Raise `AlreadyMapped` unless the pages have no memory."""
+        self._table.check_unused(pages)
+        for spare in self._table.spare_runs(pages):
+            raise AlreadyMapped(
+                f"the page at offset {spare.start * self._table.page_size} is spare: trim() releases it"
+            )
+
+    def pinned(self, *, pages_only: bool = False) -> list[range]:
+        """Return the pages of each living view and span, or only of those that keep the memory of the pages.
+
+        No new one can be made while the caller holds the lock.
+        """
+        start, size = self._holding.region.address, self._table.page_size
+        ranges = self._holding.views.ranges(pages_only=pages_only)
+        return [range((first - start) // size, (max(first, last - 1) - start) // size + 1) for first, last in ranges]

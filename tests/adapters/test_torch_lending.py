@@ -1,0 +1,357 @@
+"""What torch's C++ calls for memory, over the host driver and a real daemon.
+
+The MemPool itself exists on a GPU only: tests/gpu/test_torch_on_gpu.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tests.support.daemons import Daemon, until
+from tests.support.sizes import MIB
+
+import membroker
+
+pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
+adapter = pytest.importorskip("membroker.adapters.torch")
+lendings = pytest.importorskip("membroker.adapters.torch.lending")
+
+pytestmark = pytest.mark.shared_daemon
+
+
+@pytest.fixture
+def client(daemon: Daemon) -> Iterator[membroker.Client]:
+    with membroker.connect(daemon.endpoint()) as one:
+        yield one
+
+
+def in_a_thread(work: Callable[[], Any]) -> Any:
+    """Run `work` in a thread of its own, as torch's C++ threads run, and return its result."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+class CachingAllocator:
+    """torch's allocator as the library sees it: its lock is free in `allocate`; each stream has a cache; no splits."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._sizes: dict[int, int] = {}
+        self._cached: dict[int, int] = {}
+
+    def segments(self) -> set[int]:
+        with self._mutex:
+            return set(self._sizes)
+
+    def malloc(self, allocate: Callable[[int, int, None], int | None], size: int, stream: int) -> int | None:
+        with self._mutex:
+            for address, its_stream in self._cached.items():
+                if its_stream == stream and self._sizes[address] >= size:
+                    del self._cached[address]
+                    return address
+        new = allocate(size, 0, None)
+        if new is not None:
+            with self._mutex:
+                self._sizes[new] = size
+        return new
+
+    def free(self, address: int, stream: int) -> None:
+        with self._mutex:
+            self._cached[address] = stream
+
+    def empty(self) -> bool:
+        with self._mutex:
+            for address in self._cached:
+                del self._sizes[address]
+            self._cached.clear()
+        return True
+
+
+class TestLending:
+    """What torch's C++ calls, called as it calls it: by address, from any thread, with C's types."""
+
+    ALLOCATE = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+    FREE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+
+    @pytest.fixture
+    def alive(self) -> set[int]:
+        """What torch says that it has."""
+        return set()
+
+    @pytest.fixture
+    def lending(self, client: membroker.Client, alive: set[int]) -> Iterator[Any]:
+        one = lendings.TorchLending(client.register_model("lending", limit="8MiB"), 0, lambda: set(alive))
+        yield one
+        alive.clear()
+        one.collect(ended=True)
+
+    def test_lends_and_collects(self, daemon: Daemon, lending: Any, alive: set[int]) -> None:
+        """A piece is lent whole, kept while torch has it, and released once it was seen and is no longer there."""
+        address = in_a_thread(lambda: self.ALLOCATE(lending.allocate_address)(4 * MIB, 0, None))
+        assert lending.owns(address, 4 * MIB)
+        assert not lending.owns(address + 1, 4 * MIB)
+        assert lending.lent == 4 * MIB == daemon.books().lent_bytes
+        assert lending.collect() == 0, "torch has not taken it yet"
+        alive.add(address)
+        assert lending.collect() == 0
+        self.FREE(lending.free_address)(address, 4 * MIB, 0, None)
+        assert lending.lent == 4 * MIB, "the function that torch calls under its lock does nothing"
+        alive.clear()
+        assert lending.collect() == 4 * MIB
+        assert lending.lent == 0
+        until(lambda: daemon.books().lent_bytes == 0)
+
+    def test_denied(self, lending: Any, alive: set[int]) -> None:
+        """Beyond the limit torch gets a null pointer, and the broker's sentence is there to be read."""
+        allocate = self.ALLOCATE(lending.allocate_address)
+        alive.add(allocate(8 * MIB, 0, None))
+        assert allocate(2 * MIB, 0, None) is None
+        assert lending.refusals == 1
+        assert isinstance(lending.last_denial, membroker.OutOfMemory)
+        assert "8.0 MiB" in str(lending.last_denial)
+
+    def test_a_denial_first_collects_what_torch_has_freed(self, lending: Any, alive: set[int]) -> None:
+        allocate = self.ALLOCATE(lending.allocate_address)
+        address = allocate(8 * MIB, 0, None)
+        alive.add(address)
+        assert allocate(2 * MIB, 0, None) is None
+        alive.clear()
+        assert allocate(2 * MIB, 0, None)
+        assert lending.lent == 2 * MIB
+
+    def test_a_denial_first_empties_torchs_cache(self, client: membroker.Client, alive: set[int]) -> None:
+        """What torch only caches goes back, and the allocation is tried again; torch hears nothing of the refusal."""
+
+        def empty() -> bool:
+            alive.clear()
+            return True
+
+        model = client.register_model("lending", limit="8MiB")
+        lending = lendings.TorchLending(model, 0, lambda: set(alive), empty)
+        allocate = self.ALLOCATE(lending.allocate_address)
+        alive.add(allocate(6 * MIB, 0, None))
+        address = allocate(4 * MIB, 0, None)
+        assert lending.owns(address, 4 * MIB)
+        assert (lending.lent, lending.reclaimed_bytes, lending.refusals) == (4 * MIB, 6 * MIB, 0)
+        assert lending.last_denial is None
+        lending.collect(ended=True)
+
+    def test_only_the_last_attempt_waits(
+        self, client: membroker.Client, alive: set[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As long as torch may have something to release, nothing is waited for; after that, as the broker says."""
+        waits: list[float | None] = []
+
+        def empty() -> bool:
+            if len(waits) < 3:
+                alive.clear()
+            return True
+
+        model = client.register_model("lending", limit="8MiB")
+        lending = lendings.TorchLending(model, 0, lambda: set(alive), empty)
+        allocate, lend = self.ALLOCATE(lending.allocate_address), model.allocate
+        alive.add(allocate(8 * MIB, 0, None))
+
+        def note(size: int, **options: Any) -> Any:
+            waits.append(options.get("wait"))
+            return lend(size, **options)
+
+        monkeypatch.setattr(model, "allocate", note)
+        assert allocate(16 * MIB, 0, None) is None
+        assert waits == [0, 0, None]
+        assert lending.refusals == 1
+
+    @pytest.mark.parametrize("size", [4 * MIB, 16 * MIB], ids=["lent after all", "refused"])
+    def test_a_denial_keeps_nothing_of_the_program(self, client: membroker.Client, alive: set[int], size: int) -> None:
+        """A traceback holds the frames below it, and they the tensors of a forward pass, which would stay lent."""
+
+        def empty() -> bool:
+            alive.clear()
+            return True
+
+        class Activations:
+            """What a frame of the program holds."""
+
+        def forward() -> weakref.ref[Activations]:
+            held = Activations()
+            allocate(size, 0, None)
+            return weakref.ref(held)
+
+        model = client.register_model("lending", limit="8MiB")
+        lending = lendings.TorchLending(model, 0, lambda: set(alive), empty)
+        allocate = self.ALLOCATE(lending.allocate_address)
+        alive.add(allocate(8 * MIB, 0, None))
+        gc.disable()
+        try:
+            assert forward()() is None
+        finally:
+            gc.enable()
+        assert lending.refusals == (size > 8 * MIB)
+        lending.collect(ended=True)
+
+    def test_what_came_and_went_between_two_looks(self, lending: Any, alive: set[int]) -> None:
+        """A thread that calls again has finished its last allocation; until then that memory may be in use."""
+        allocate = self.ALLOCATE(lending.allocate_address)
+        first, second = threading.Event(), threading.Event()
+
+        def work() -> None:
+            allocate(4 * MIB, 0, None)
+            first.set()
+            assert second.wait(60)
+            alive.add(allocate(2 * MIB, 0, None))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        assert first.wait(60)
+        assert lending.collect() == 0, "torch may be taking it at this moment"
+        second.set()
+        thread.join()
+        assert lending.collect() == 4 * MIB
+        assert lending.lent == 2 * MIB
+        alive.clear()
+        assert lending.collect() == 2 * MIB
+
+    def test_what_a_dead_thread_left_goes_at_the_end(self, lending: Any) -> None:
+        in_a_thread(lambda: self.ALLOCATE(lending.allocate_address)(4 * MIB, 0, None))
+        assert lending.collect() == 0
+        assert lending.collect(ended=True) == 4 * MIB
+
+    def test_threads_that_are_refused_at_once_share_what_goes_back(
+        self, client: membroker.Client, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One thread empties the cache while another is refused: the other waits for it, and gets its part."""
+        alive: set[int] = set()
+        empties, entered, refused = [0], threading.Event(), threading.Event()
+
+        def empty() -> bool:
+            empties[0] += 1
+            entered.set()
+            assert refused.wait(60)
+            alive.clear()
+            return True
+
+        model = client.register_model("lending", limit="8MiB")
+        lending = lendings.TorchLending(model, 0, lambda: set(alive), empty)
+        allocate, found = self.ALLOCATE(lending.allocate_address), []
+        alive.add(allocate(8 * MIB, 0, None))
+        threads = [threading.Thread(target=lambda: found.append(allocate(4 * MIB, 0, None))) for _ in range(2)]
+        threads[0].start()
+        assert entered.wait(60)
+        lend = model.allocate
+
+        def seen_refused(size: int, **options: Any) -> Any:
+            try:
+                return lend(size, **options)
+            except membroker.OutOfMemory:
+                refused.set()
+                raise
+
+        monkeypatch.setattr(model, "allocate", seen_refused)
+        threads[1].start()
+        for thread in threads:
+            thread.join()
+        assert all(found)
+        assert lending.refusals == 0
+        assert empties == [1], "the second thread empties nothing that was just emptied"
+        assert (lending.lent, lending.reclaimed_bytes) == (8 * MIB, 8 * MIB)
+        lending.collect(ended=True)
+
+    def test_three_threads_train_inside_one_limit(self, client: membroker.Client) -> None:
+        """Each step needs larger tensors than the last, so torch caches what nothing fits into, on three streams.
+
+        Before, the caches held the whole limit after some steps, and every later allocation was refused.
+        """
+        torch_ = CachingAllocator()
+        model = client.register_model("lending", limit="120MiB")
+        lending = lendings.TorchLending(model, 0, torch_.segments, torch_.empty)
+        allocate = self.ALLOCATE(lending.allocate_address)
+        steps, end = [0] * 3, time.monotonic() + 60
+
+        def learn(thread: int) -> None:
+            while steps[thread] < 12:
+                assert time.monotonic() < end, f"no progress: steps {steps}"
+                held: list[int] = []
+                for _ in range(3):
+                    address = torch_.malloc(allocate, (2 + steps[thread]) * MIB, thread)
+                    if address is None:
+                        break
+                    held.append(address)
+                steps[thread] += len(held) == 3
+                for address in held:
+                    torch_.free(address, thread)
+
+        threads = [threading.Thread(target=learn, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert steps == [12, 12, 12]
+        assert lending.reclaimed_bytes > 0
+        assert lending.lent <= 120 * MIB
+        torch_.empty()
+        lending.collect(ended=True)
+        assert lending.lent == 0
+
+    def test_another_card_is_refused(self, lending: Any) -> None:
+        assert self.ALLOCATE(lending.allocate_address)(2 * MIB, 3, None) is None
+        assert "GPU 3" in str(lending.last_denial)
+
+    def test_a_closed_client_keeps_what_torch_has(self, daemon: Daemon) -> None:
+        """Unmapping under torch's tensors would end the process: it waits until torch has let go."""
+        client = membroker.connect(daemon.endpoint())
+        alive: set[int] = set()
+        lending = lendings.TorchLending(client.register_model("lending"), 0, lambda: alive)
+        address = self.ALLOCATE(lending.allocate_address)(2 * MIB, 0, None)
+        alive.add(address)
+        lending.collect()
+        client.close()
+        ctypes.memset(address, 7, 2 * MIB)
+        assert self.ALLOCATE(lending.allocate_address)(2 * MIB, 0, None) is None
+        assert isinstance(lending.last_denial, membroker.ClosedError)
+        alive.clear()
+        assert lending.collect() == 2 * MIB
+        until(lambda: not daemon.sessions())
+
+    def test_many_threads(self, daemon: Daemon, client: membroker.Client) -> None:
+        """Threads that torch made, as they allocate while another collects: nothing is lent twice or lost."""
+        alive: set[int] = set()
+        taken: set[int] = set()
+        lending = lendings.TorchLending(client.register_model("lending"), 0, lambda: set(alive))
+        allocate, mine = self.ALLOCATE(lending.allocate_address), threading.Lock()
+
+        def work() -> None:
+            for _ in range(20):
+                address = allocate(2 * MIB, 0, None)
+                with mine:
+                    assert address not in alive
+                    alive.add(address)
+                    taken.add(address)
+                ctypes.memset(address, 1, 2 * MIB)
+                with mine:
+                    alive.discard(address)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            lending.collect()
+        alive.update(taken)  # what came and went between two looks is seen once
+        lending.collect()
+        alive.clear()
+        lending.collect()
+        assert lending.lent == 0
+        until(lambda: daemon.books().lent_bytes == 0)
+
+    def test_there_is_no_mempool_on_the_host(self, client: membroker.Client) -> None:
+        with pytest.raises(membroker.InvalidRequest, match="needs a GPU"):
+            adapter.TorchMemory(client.register_model("lending"))

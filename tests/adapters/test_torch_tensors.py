@@ -1,0 +1,261 @@
+"""PyTorch over the host driver: tensors over what the broker lends, with a real daemon."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.support.daemons import Daemon, until
+from tests.support.sizes import MIB
+from tests.support.tensors import bytes_of
+
+import membroker
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
+adapter = pytest.importorskip("membroker.adapters.torch")
+
+pytestmark = pytest.mark.shared_daemon
+DTYPES = [
+    "bool",
+    "uint8",
+    "int8",
+    "int16",
+    "uint16",
+    "int32",
+    "uint32",
+    "int64",
+    "uint64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "float4_e2m1fn_x2",
+]
+
+
+@pytest.fixture
+def client(daemon: Daemon) -> Iterator[membroker.Client]:
+    with membroker.connect(daemon.endpoint()) as one:
+        yield one
+
+
+@pytest.fixture
+def model(client: membroker.Client) -> membroker.Model:
+    return client.register_model("torch", virtual_capacity="64MiB")
+
+
+class TestTensor:
+    def test_every_dtype(self, model: membroker.Model) -> None:
+        """A tensor over a buffer is the buffer's bytes, whatever its dtype, and what is written shows in both."""
+        for dtype in (getattr(torch, name) for name in DTYPES if hasattr(torch, name)):
+            self.check_dtype(model, dtype)
+
+    def check_dtype(self, model: membroker.Model, dtype: Any) -> None:
+        with model.allocate("2MiB") as buffer:
+            tensor = adapter.tensor(buffer, dtype, (3, 4), offset=4096)
+            assert (tensor.dtype, tuple(tensor.shape), tensor.is_contiguous()) == (dtype, (3, 4), True)
+            assert tensor.data_ptr() == buffer.address + 4096
+            assert bytes_of(tensor) == bytes(12 * dtype.itemsize)
+            pattern = bytes(index % 2 for index in range(12 * dtype.itemsize))
+            buffer.view()[4096 : 4096 + len(pattern)] = pattern
+            assert bytes_of(tensor) == pattern
+            tensor.view(torch.uint8).fill_(1)
+            assert buffer.view()[4096 : 4096 + len(pattern)] == b"\1" * len(pattern)
+            del tensor
+
+    def test_a_word_of_safetensors_is_its_dtype(self, model: membroker.Model) -> None:
+        """One word for all frameworks: what `export` takes, `tensor` takes; what is neither is told with the words."""
+        with model.allocate("2MiB") as buffer:
+            for word, dtype in (("F32", torch.float32), ("BF16", torch.bfloat16), ("F8_E4M3", torch.float8_e4m3fn)):
+                assert adapter.tensor(buffer, word, (4,), 4096).dtype == dtype
+            for wrong in ("f4", 4, None):
+                with pytest.raises(membroker.InvalidRequest, match=r"is not a dtype.* F32,"):
+                    adapter.tensor(buffer, wrong, (4,))
+
+    def test_it_computes(self, model: membroker.Model) -> None:
+        """Gradients flow to a parameter that stands in a buffer."""
+        with model.allocate("2MiB") as buffer:
+            weight = adapter.tensor(buffer, torch.float32, (4, 4)).copy_(torch.eye(4)).requires_grad_()
+            (torch.arange(4.0) @ weight).sum().backward()
+            assert weight.grad.tolist() == [[float(row)] * 4 for row in range(4)]
+            del weight
+
+    def test_scalar_and_empty(self, model: membroker.Model) -> None:
+        with model.allocate("2MiB") as buffer:
+            assert adapter.tensor(buffer, torch.int64, ()).item() == 0
+            assert tuple(adapter.tensor(buffer, torch.bfloat16, (0, 5)).shape) == (0, 5)
+            assert tuple(adapter.tensor(buffer, torch.bfloat16, (0, 5), offset=buffer.size).shape) == (0, 5)
+
+    def test_a_pools_range(self, model: membroker.Model) -> None:
+        """A tensor over several pages keeps them from being released; when it is gone they can be."""
+        with model.pool(page_size="2MiB") as pool:
+            pool.allocate(0, "8MiB")
+            tensor = adapter.tensor(pool, torch.float32, (1024, 1024), offset=MIB)
+            tensor.fill_(1.5)
+            row = tensor[3]
+            del tensor
+            with pytest.raises(BufferError):
+                pool.deallocate(0, "2MiB")
+            pool.deallocate(6 * MIB, 1)
+            assert row.sum().item() == 1536.0
+            del row
+            pool.deallocate(0, "2MiB")
+            with pytest.raises(membroker.NotMapped):
+                adapter.tensor(pool, torch.uint8, (1,))
+
+    def test_a_growable_buffer(self, model: membroker.Model) -> None:
+        """A cache in bfloat16 grows by the token: the tensor of the first tokens is the beginning of the next one."""
+        with model.growable_buffer(0, "64MiB", "2MiB") as buffer:
+            rows = [adapter.tensor(buffer, torch.bfloat16, (64,), buffer.grow(128)).fill_(row) for row in range(3)]
+            buffer.grow("8MiB")
+            assert adapter.tensor(buffer, torch.bfloat16, (3, 64))[:, 5].tolist() == [0, 1, 2]
+            with pytest.raises(BufferError):
+                buffer.resize(256)
+            rows.pop()
+            buffer.resize(256)
+            assert [row.sum().item() for row in rows] == [0, 64]
+            with pytest.raises(membroker.InvalidRequest, match="do not lie"):
+                adapter.tensor(buffer, torch.bfloat16, (64,), 256)
+            rows.clear()
+
+    def test_a_sparse_array(self, model: membroker.Model) -> None:
+        """Any rows of tiles that are there, over the borders of tiles, in any dtype of torch; no others."""
+        with model.sparse_array((8192, 1024), "BF16") as table:
+            table.back(1, 2)
+            rows = adapter.tensor(table, torch.bfloat16, (1024, 1024), 2 * MIB + MIB).fill_(3)
+            assert table[1024 + 512].astype("float32").tolist() == [3.0] * 1024
+            with pytest.raises(membroker.NotMapped, match="tile 3 "):
+                adapter.tensor(table, torch.bfloat16, (1024, 1024), 5 * MIB)
+            del rows
+            table.drop(1, 2)
+
+    def test_a_tensor_outlives_its_buffer_and_its_client(self, daemon: Daemon) -> None:
+        """A view of a tensor is all that is left; everything comes back when it goes."""
+        client = membroker.connect(daemon.endpoint())
+        buffer = client.register_model("torch").allocate("4MiB")
+        view = adapter.tensor(buffer, torch.bfloat16, (1024, 1024)).fill_(3)[-1]
+        buffer.close()
+        client.close()
+        del buffer, client
+        gc.collect()
+        assert daemon.books().lent_bytes == 4 * MIB
+        assert view.sum().item() == 3072
+        del view
+        until(lambda: daemon.books().lent_bytes == 0)
+        until(lambda: not daemon.sessions())
+
+    def test_a_tensor_keeps_a_forgotten_buffer(self, daemon: Daemon, model: membroker.Model) -> None:
+        tensor = adapter.tensor(model.allocate("2MiB"), torch.uint8, (MIB,))
+        gc.collect()
+        assert tensor.fill_(9).sum().item() == 9 * MIB
+        del tensor
+        until(lambda: daemon.books().lent_bytes == 0)
+
+    def test_saving_and_copying_are_torchs_own(self, model: membroker.Model) -> None:
+        with model.allocate("2MiB") as buffer:
+            tensor = adapter.tensor(buffer, torch.float32, (8,)).fill_(4)
+            copy = tensor.clone()
+            assert copy.data_ptr() != tensor.data_ptr()
+            del tensor
+        assert copy.tolist() == [4.0] * 8
+
+    @pytest.mark.parametrize(
+        ("dtype", "shape", "offset", "message"),
+        [
+            ("float32", (1,), 2, "a multiple of 4 bytes"),
+            ("uint8", (2 * MIB,), 1, "do not lie"),
+            ("uint8", (1,), -1, "do not lie"),
+            ("float32", (-1, 4), 0, "a shape is whole numbers"),
+            ("float32", (-1, -4), 0, "a shape is whole numbers"),
+            ("float32", 4, 0, "a shape is a sequence"),
+            ("float32", (4.0,), 0, "a dimension is a whole number"),
+            ("float32", (4,), 4.0, "is a whole number"),
+            ("float32", (4,), "4", "is a whole number"),
+        ],
+    )
+    def test_what_does_not_fit(self, model: membroker.Model, dtype: str, shape: Any, offset: Any, message: str) -> None:
+        with model.allocate("2MiB") as buffer, pytest.raises(membroker.InvalidRequest, match=message):
+            adapter.tensor(buffer, getattr(torch, dtype), shape, offset)
+
+    def test_closed(self, model: membroker.Model) -> None:
+        buffer = model.allocate("2MiB")
+        buffer.close()
+        with pytest.raises(membroker.ClosedError):
+            adapter.tensor(buffer, torch.uint8, (1,))
+
+
+def test_without_torch_it_says_so() -> None:
+    """A plain sentence, and only who imports the adapter hears it."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import membroker, membroker.adapters\n"
+        "try:\n    import membroker.adapters.torch\n"
+        "except ImportError as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "membroker.adapters.torch needs PyTorch: pip install torch\n"
+
+
+def test_tensors_at_the_end_of_the_process(daemon: Daemon) -> None:
+    """A tensor in a module's global outlives everything: the process ends with status 0 and without a word."""
+    code = (
+        "import sys, torch, membroker\n"
+        "from membroker.adapters.torch import tensor\n"
+        "client = membroker.connect(sys.argv[1])\n"
+        "kept = tensor(client.register_model('end').allocate('2MiB'), torch.float32, (1024,))\n"
+        "kept.fill_(1)\n"
+    )
+    command = [sys.executable, "-X", "dev", "-c", code, str(daemon.endpoint())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    until(lambda: daemon.books().lent_bytes == 0)
+
+
+class TestAddressTensor:
+    """A tensor over addresses of a pool, as an engine's KV cache: pages come and go beneath it."""
+
+    def test_pages_come_and_go(self, model: membroker.Model) -> None:
+        with model.pool(page_size="2MiB") as pool:
+            cache = adapter.address_tensor(pool, "bfloat16", (2, 64, 1 << 16), 4 * MIB)
+            assert cache.shape == (2, 64, 1 << 16)
+            assert cache.data_ptr() == pool.base_address + 4 * MIB
+            assert pool.physical_usage_bytes == 0
+            pool.allocate(4 * MIB + (9 << 17), "2MiB")  # rows of 128 KiB
+            cache[0, 9] = 1.5
+            assert cache[0, 9].sum() == 1.5 * (1 << 16)
+            assert cache[0, 10].sum() == 0
+            pool.deallocate(4 * MIB + (9 << 17), "2MiB")
+            assert pool.physical_usage_bytes == 0
+            pool.allocate(4 * MIB + (9 << 17), "2MiB")
+            assert cache[0, 9].sum() == 0, "a page that is new has no bytes of before"
+
+    def test_it_keeps_the_addresses(self, model: membroker.Model) -> None:
+        pool = model.pool(page_size="2MiB")
+        cache = adapter.address_tensor(pool, "uint8", (1 << 20,))
+        holding = weakref.ref(pool._holding)
+        pool.close()
+        assert holding().state == "ending"
+        del cache
+        gc.collect()
+        until(lambda: holding() is None or holding().state == "ended")
+
+    def test_what_is_refused(self, model: membroker.Model) -> None:
+        with model.pool(page_size="2MiB", virtual_capacity="4MiB") as pool:
+            with pytest.raises(membroker.InvalidOffset):
+                adapter.address_tensor(pool, "uint8", (4 * MIB + 1,))
+            with pytest.raises(membroker.InvalidRequest, match="begins at a multiple"):
+                adapter.address_tensor(pool, "float32", (4,), 2)
+        with pytest.raises(membroker.ClosedError):
+            adapter.address_tensor(pool, "uint8", (1,))

@@ -1,0 +1,232 @@
+"""Answers to recalls: what the program is asked, in which order, and what the broker hears."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+from tests.client.session.recalls.asking import HOST, answering, recall, until_heard
+from tests.support.daemons import until
+from tests.support.fake_broker import MODEL, PAGE, Caller, PlayedBroker, buffer, line
+
+import membroker
+from membroker.session import notices
+from membroker.v1 import resources_pb2
+
+
+class TestAnswers:
+    def test_a_callback_releases_and_keeps(
+        self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model
+    ) -> None:
+        """A program has two buffers, is asked for three pages, and can spare one: the release, then the answer."""
+        kept, _ = buffer(broker, client)
+        spare, extent_id = buffer(broker, client)
+        told: list[Any] = []
+
+        def give(recall: membroker.Recall) -> None:
+            told.extend((recall.model is served, recall.location, recall.size, recall.deadline - time.monotonic()))
+            told.extend((recall.remaining, served.pending_recall is recall, threading.current_thread().name))
+            spare.close()
+            told.append(recall.remaining)
+
+        answering(broker, served, give)
+        recall(broker, 5, 3 * PAGE)
+        assert list(broker.hear("release").release.extent_ids) == [extent_id]
+        assert broker.hear("recall_answer").recall_answer.recall_id == 5
+        until(lambda: served.pending_recall is None)
+        left = told.pop(3)
+        assert 0 < left <= 1
+        assert told == [True, "device", 3 * PAGE, 3 * PAGE, True, "membroker-recall", 2 * PAGE]
+        kept.close()
+
+    @pytest.mark.parametrize("error", [ValueError("a mistake"), SystemExit("the user's own end"), KeyboardInterrupt()])
+    def test_a_callback_that_raises(
+        self,
+        broker: PlayedBroker,
+        served: membroker.Model,
+        caplog: pytest.LogCaptureFixture,
+        error: BaseException,
+    ) -> None:
+        """The broker is told that all is kept, the log has the error, and the next recall is heard."""
+
+        def fail(_: membroker.Recall) -> None:
+            raise error
+
+        answering(broker, served, fail)
+        for recall_id in (1, 2):
+            recall(broker, recall_id)
+            assert broker.hear("recall_answer").recall_answer.recall_id == recall_id
+        assert caplog.text.count("a callback for recalls has failed") == 2
+        assert repr(error)[:8] in caplog.text
+
+    def test_a_recall_that_is_repeated(
+        self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model
+    ) -> None:
+        """The broker repeats what was not answered yet, and once more while the answer is on its way."""
+        called, go_on = [], threading.Event()
+
+        def slow(recall: membroker.Recall) -> None:
+            called.append(recall)
+            assert go_on.wait(30)
+
+        answering(broker, served, slow)
+        recall(broker, 1)
+        until(lambda: called)
+        recall(broker, 1)
+        until_heard(broker, client)
+        go_on.set()
+        assert broker.hear("recall_answer").recall_answer.recall_id == 1
+        until(lambda: not client._recalls._open)
+        recall(broker, 1)
+        until_heard(broker, client)
+        recall(broker, 2)
+        assert broker.hear("recall_answer").recall_answer.recall_id == 2
+        assert len(called) == 2
+
+    def test_one_after_the_other(self, broker: PlayedBroker, served: membroker.Model) -> None:
+        """Two locations are asked for at once: the second callback begins when the first has returned."""
+        inside, most, places = [0], [0], []
+
+        def count(recall: membroker.Recall) -> None:
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            places.append(recall.location)
+            until(lambda: len(places) == 2 or len(served._recalls._open) == 2)
+            inside[0] -= 1
+
+        answering(broker, served, count)
+        recall(broker, 1)
+        recall(broker, 2, location=HOST)
+        assert [broker.hear("recall_answer").recall_answer.recall_id for _ in range(2)] == [1, 2]
+        assert (most, places) == ([1], ["device", "host"])
+
+    def test_a_recall_that_another_replaces(self, broker: PlayedBroker, served: membroker.Model) -> None:
+        """The broker has ended the first one, because its time was over: it gets no answer, only the second does."""
+        given: list[membroker.Recall] = []
+        answering(broker, served, lambda recall: given.append(recall) or membroker.DEFERRED)
+        recall(broker, 1)
+        until(lambda: given)
+        recall(broker, 2)
+        until(lambda: len(given) == 2)
+        assert served.pending_recall is given[1]
+        for one in given:
+            one.done()
+        assert broker.hear("recall_answer").recall_answer.recall_id == 2
+        assert broker.hears_nothing()
+
+    @pytest.mark.parametrize(
+        "wrong", [{"model": "tenants/red/models/other"}, {"location": 0}, {"location": 77}, {"size": 0}, {"size": -1}]
+    )
+    def test_a_recall_that_makes_no_sense(
+        self, broker: PlayedBroker, served: membroker.Model, wrong: dict[str, Any]
+    ) -> None:
+        """Of a model without a callback, of no place, of nothing: all is kept, and the callback never hears of it."""
+        called: list[membroker.Recall] = []
+        answering(broker, served, called.append)
+        recall(broker, 1, **wrong)
+        assert broker.hear("recall_answer").recall_answer.recall_id == 1
+        assert called == []
+
+    def test_more_recalls_than_a_broker_sends(
+        self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A callback is slow, and the broker sends recalls without an end: few are kept, and the next one is heard."""
+        monkeypatch.setattr(notices, "MOST_RECALLS", 3)
+        began, go_on = threading.Event(), threading.Event()
+
+        def slow(_: membroker.Recall) -> None:
+            began.set()
+            assert go_on.wait(30)
+
+        answering(broker, served, slow)
+        recall(broker, 1)
+        assert began.wait(30)
+        for recall_id in range(2, 30):
+            recall(broker, recall_id, location=HOST)
+            recall(broker, 100 + recall_id, model="tenants/red/models/other")
+        until_heard(broker, client)
+        recalling = line(client).notices._recalling
+        assert recalling is not None
+        assert recalling.backlog == 3
+        assert len(client._recalls._open) <= 2
+        go_on.set()
+        while broker.hear("recall_answer").recall_answer.recall_id != 102:
+            pass
+        until(lambda: not recalling.backlog)
+        recall(broker, 200)
+        until(lambda: broker.hear("recall_answer").recall_answer.recall_id == 200)
+
+
+class TestDeferred:
+    def test_another_thread_answers(
+        self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model
+    ) -> None:
+        """An engine's scheduler polls once a step, releases, and answers: once, however often it says so."""
+        page, extent_id = buffer(broker, client)
+        answering(broker, served, lambda _: membroker.DEFERRED)
+        assert served.pending_recall is None
+        recall(broker, 7)
+        until(lambda: served.pending_recall)
+        pending = served.pending_recall
+        assert pending is not None
+        until(lambda: not line(client).notices._recalling._busy)  # type: ignore[union-attr]
+        assert broker.hears_nothing()
+        assert (pending.size, pending.remaining) == (PAGE, PAGE)
+        page.close()
+        assert pending.remaining == 0
+        pending.done()
+        assert served.pending_recall is None
+        pending.done()
+        assert list(broker.hear("release").release.extent_ids) == [extent_id]
+        assert broker.hear("recall_answer").recall_answer.recall_id == 7
+        assert broker.hears_nothing()
+
+    def test_the_oldest_is_pending(self, broker: PlayedBroker, served: membroker.Model) -> None:
+        answering(broker, served, lambda _: membroker.DEFERRED)
+        recall(broker, 9, location=HOST)
+        recall(broker, 3)
+        until(lambda: all(one.shown for one in served._recalls._open.values()) and len(served._recalls._open) == 2)
+        for place, recall_id in (("host", 9), ("device", 3)):
+            pending = served.pending_recall
+            assert pending is not None
+            assert pending.location == place
+            pending.done()
+            assert broker.hear("recall_answer").recall_answer.recall_id == recall_id
+        assert served.pending_recall is None
+
+    def test_remaining_counts_this_model_and_place_only(
+        self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model
+    ) -> None:
+        """A release of another model, or at the host, does not count, nor what is released beyond the recall."""
+        others = [
+            (resources_pb2.Model(name="tenants/red/models/other"), "device"),
+            (resources_pb2.Model(name=MODEL), "host"),
+        ]
+        held = []
+        for registered, location in others:
+            caller = Caller(
+                lambda one=registered, at=location: membroker.Model(client._session, one).allocate(PAGE, at)
+            )
+            broker.lend()
+            held.append(caller.value())
+        answering(broker, served, lambda _: membroker.DEFERRED)
+        recall(broker, 1, PAGE)
+        until(lambda: served.pending_recall)
+        pending = served.pending_recall
+        assert pending is not None
+        for one in held:
+            one.close()
+            broker.hear("release")
+        assert pending.remaining == PAGE
+        for _ in range(2):
+            buffer(broker, client)[0].close()
+            broker.hear("release")
+            assert pending.remaining == 0
+
+
+def test_the_sentinel_has_a_name() -> None:
+    assert repr(membroker.DEFERRED) == "membroker.DEFERRED"
+    assert sys.modules["membroker.session.recalls"].DEFERRED is membroker.DEFERRED
