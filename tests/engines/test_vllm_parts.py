@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
+import shlex
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +17,10 @@ from membroker import InvalidRequest, LocalSource, VirtualMemoryPool
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it")
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends import utils
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.core.block_pool import BlockPool
@@ -208,3 +215,15 @@ class TestSeams:
     def test_an_attribute_that_is_gone_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(seams, "ATTRIBUTES", (("vllm.v1.core.block_pool:BlockPool", ("nothing_like_it",)),))
         assert list(seams.differences()) == ["vllm.v1.core.block_pool:BlockPool has no nothing_like_it"]
+
+
+def test_the_commands_of_the_page_are_vllms() -> None:
+    """vLLM's own parser takes the flags of docs/vllm.md, and finds the classes that they name."""
+    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    found = re.search(r"^elastic=\((.*?)\)$", page, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    given = parser.parse_args(["--served-model-name", "chat", *shlex.split(found[1])])
+    assert given.kv_cache_memory_bytes == 60 << 30
+    assert resolve_obj_by_qualname(given.worker_cls).__name__ == "Worker"
+    assert KVConnectorFactory.get_connector_class(given.kv_transfer_config) is Membroker
