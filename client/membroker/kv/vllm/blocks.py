@@ -1,0 +1,142 @@
+"""vLLM's block pool as a `membroker.kv.Engine`.
+
+Owns the blocks that are held out of vLLM's free list, and an estimate of what its requests need. It only works on
+lists: it must never wait, or call a broker, a driver or the cache. vLLM's pool has no lock, so all of this runs in the
+scheduler's thread, or in the cache's while the engine rests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from ...errors import InvalidRequest
+from ..engine import Fence
+
+_NEVER = 1e-9
+"""The warmth of cached contents whose last use is not known: colder than all others, and not 0."""
+
+
+class Blocks:
+    """The free list, reference counts and requests of one vLLM engine.
+
+    `pool` is vLLM's `BlockPool`. A block has `block_tokens` tokens, and a request at most `most_tokens`; at most
+    `most_requests` run at a time. `new_fence` returns a fence behind the step that is being scheduled.
+    """
+
+    def __init__(
+        self, pool: Any, *, block_tokens: int, most_tokens: int, most_requests: int, new_fence: Callable[[], Fence]
+    ) -> None:
+        if pool.null_block.block_id != 0:
+            raise InvalidRequest(f"vLLM's null block is number {pool.null_block.block_id}, and membroker expects 0")
+        self._pool = pool
+        self._block_tokens, self._most_tokens, self._most_requests = block_tokens, most_tokens, most_requests
+        self._new_fence = new_fence
+        self._requests: dict[str, Any] = {}
+        self._held = 0
+        self._squeezed: list[Any] = []
+        """Free blocks that are held for one step, so that vLLM preempts."""
+        self._more = 0
+        """What requests need beyond the blocks that they have."""
+        self._last_used = [0.0] * pool.num_gpu_blocks
+
+    # What the connector tells
+
+    def add(self, request: Any) -> None:
+        """Note a new request."""
+        self._requests[request.request_id] = request
+        if len(self._requests) <= self._most_requests:
+            self._more += self._blocks_of(request.num_tokens + 1)
+
+    def finish(self, request: Any, blocks: Sequence[int]) -> None:
+        """Note that a request has ended. Its blocks are still referenced."""
+        self._requests.pop(request.request_id, None)
+        now = time.monotonic()
+        for block in blocks:
+            self._last_used[block] = now
+
+    def count(self, scheduled: Mapping[str, int]) -> None:
+        """Count again what requests need, after a step was scheduled with so many tokens of each request."""
+        more = 0
+        for number, (name, request) in enumerate(self._requests.items()):
+            if number >= self._most_requests:
+                break  # the others cannot run yet
+            if request.status.name == "RUNNING":
+                done = request.num_computed_tokens + scheduled.get(name, 0)
+                ahead = max(request.num_tokens, done) + self._block_tokens
+                more += max(0, self._blocks_of(ahead) - self._blocks_of(done))
+            else:
+                more += self._blocks_of(request.num_tokens + 1)
+        self._more = more
+
+    @property
+    def has_requests(self) -> bool:
+        """Return whether there is a request, running or waiting."""
+        return bool(self._requests)
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether there is no request, and no step that may still give blocks back."""
+        return not self._requests and self._used() == 1
+
+    def relax(self) -> None:
+        """End a squeeze: give vLLM back the free blocks that were kept from it."""
+        if self._squeezed:
+            self._pool.free_blocks(self._squeezed)
+            self._squeezed = []
+
+    # The verbs of `membroker.kv.Engine`
+
+    def need(self) -> int:
+        """Return the blocks in use, and those that requests need besides."""
+        return self._used() + self._more
+
+    def unused(self, blocks: Sequence[int]) -> Collection[int]:
+        """Return the blocks without a reference. A step in flight has one, because the connector's role consumes."""
+        table = self._pool.blocks
+        return [block for block in blocks if table[block].ref_cnt == 0 and not table[block].is_null]
+
+    def warmth(self, blocks: Sequence[int]) -> float:
+        """Return when a request with one of these cached blocks ended last."""
+        table = self._pool.blocks
+        times = (self._last_used[block] or _NEVER for block in blocks if table[block].block_hash is not None)
+        return max(times, default=0.0)
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Forget what is cached there, and take a reference, which takes a block out of the free list."""
+        table = self._pool.blocks
+        self._pool.evict_blocks(set(blocks))
+        self._pool.touch([table[block] for block in blocks])
+        self._held += len(blocks)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Put blocks into the free list. vLLM puts those without cached contents in front of cached ones."""
+        table = self._pool.blocks
+        self._pool.free_blocks([table[block] for block in blocks])
+        self._held -= len(blocks)
+
+    def fence(self) -> Fence:
+        """Return a fence behind the step that is being scheduled."""
+        return self._new_fence()
+
+    def preempt(self, blocks: Sequence[int]) -> bool:
+        """Let vLLM preempt: it does so when a running request needs a block and none is free.
+
+        So all free blocks are held until the end of the next step. vLLM then preempts its youngest requests until
+        there is room, and cannot admit them again. It happens when a request next fills a block, not at once.
+        """
+        if not blocks or not self._requests:
+            return False
+        if not self._squeezed:
+            self._squeezed = self._pool.free_block_queue.get_all_free_blocks()
+            self._pool.touch(self._squeezed)
+        return True
+
+    def _used(self) -> int:
+        """Return how many blocks are referenced by requests, the null block included."""
+        pool = self._pool
+        return int(pool.num_gpu_blocks - pool.get_num_free_blocks() - self._held - len(self._squeezed))
+
+    def _blocks_of(self, tokens: int) -> int:
+        return -(-min(tokens, self._most_tokens) // self._block_tokens)

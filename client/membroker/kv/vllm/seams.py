@@ -1,0 +1,118 @@
+"""The classes and methods of vLLM that this package relies on, with the parameters that it gives them.
+
+Owns the table, and a comparison with the vLLM that is installed. A version that has all of them may still behave
+otherwise: only `TESTED` was run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any, Final
+
+from ...errors import InvalidRequest
+
+logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
+
+TESTED: Final = "0.24."
+"""How versions begin that were run."""
+_NEEDED: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_CONNECTOR: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
+_POOL: Final = "vllm.v1.core.block_pool:BlockPool"
+_WORKER: Final = "vllm.v1.worker.gpu_worker:Worker"
+METHODS: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
+    (_CONNECTOR, "__init__", ("vllm_config", "role", "kv_cache_config")),
+    (_CONNECTOR, "bind_gpu_block_pool", ("gpu_block_pool",)),
+    (_CONNECTOR, "on_new_request", ("request",)),
+    (_CONNECTOR, "get_num_new_matched_tokens", ("request", "num_computed_tokens")),
+    (_CONNECTOR, "update_state_after_alloc", ("request", "blocks", "num_external_tokens")),
+    (_CONNECTOR, "build_connector_meta", ("scheduler_output",)),
+    (_CONNECTOR, "request_finished", ("request", "block_ids")),
+    (_CONNECTOR, "has_pending_push_work", ()),
+    (_CONNECTOR, "register_kv_caches", ("kv_caches",)),
+    (_CONNECTOR, "register_cross_layers_kv_cache", ("kv_cache", "attn_backend")),
+    (_CONNECTOR, "start_load_kv", ("forward_context",)),
+    (_CONNECTOR, "wait_for_layer_load", ("layer_name",)),
+    (_CONNECTOR, "save_kv_layer", ("layer_name", "kv_layer", "attn_metadata")),
+    (_CONNECTOR, "wait_for_save", ()),
+    (_CONNECTOR, "get_finished", ("finished_req_ids",)),
+    (_CONNECTOR, "shutdown", ()),
+    (_POOL, "touch", ("blocks",)),
+    (_POOL, "free_blocks", ("ordered_blocks",)),
+    (_POOL, "evict_blocks", ("block_ids",)),
+    (_POOL, "get_num_free_blocks", ()),
+    ("vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue", "get_all_free_blocks", ()),
+    (_WORKER, "_maybe_get_memory_pool_context", ("tag",)),
+    (_WORKER, "initialize_from_config", ("kv_cache_config",)),
+    (_WORKER, "compile_or_warm_up_model", ()),
+    (_WORKER, "shutdown", ()),
+    (
+        "vllm.v1.attention.backend:AttentionBackend",
+        "get_kv_cache_block_dim",
+        ("block_size", "num_kv_heads", "head_size"),
+    ),
+    ("vllm.v1.attention.backend:AttentionBackend", "get_kv_cache_stride_order", ("include_num_layers_dimension",)),
+    ("vllm.model_executor.layers.attention_layer_base:AttentionLayerBase", "get_attn_backend", ()),
+)
+"""Class, method, and its parameters in order, without `self`. It may have more that are optional."""
+PROPERTIES: Final = ((_CONNECTOR, "prefer_cross_layer_blocks"),)
+ATTRIBUTES: Final = (
+    ("vllm.v1.core.block_pool:BlockPool", ("num_gpu_blocks", "blocks", "null_block", "free_block_queue")),
+    ("vllm.v1.core.kv_cache_utils:KVCacheBlock", ("block_id", "ref_cnt", "block_hash", "is_null")),
+    ("vllm.v1.request:Request", ("request_id", "status", "num_tokens", "num_computed_tokens", "num_prompt_tokens")),
+    ("vllm.v1.core.sched.output:SchedulerOutput", ("num_scheduled_tokens",)),
+    ("vllm.v1.kv_cache_interface:KVCacheConfig", ("num_blocks", "kv_cache_tensors", "kv_cache_groups")),
+    ("vllm.v1.kv_cache_interface:FullAttentionSpec", ("block_size", "num_kv_heads", "head_size")),
+)
+"""Attributes that are read: fields, properties, or assigned in the source of the class."""
+
+
+def differences() -> Iterator[str]:
+    """Yield what the installed vLLM lacks, one by one."""
+    for place, method, expected in METHODS:
+        found = getattr(_load(place), method, None)
+        if found is None:
+            yield f"{place} has no {method}"
+            continue
+        parameters = [one for name, one in inspect.signature(found).parameters.items() if name not in ("self", "cls")]
+        names = tuple(one.name for one in parameters)
+        rest = parameters[len(expected) :]
+        if names[: len(expected)] != expected or any(one.default is one.empty and one.kind in _NEEDED for one in rest):
+            yield f"{place}.{method} takes ({', '.join(names)}), not ({', '.join(expected)})"
+    for place, name in PROPERTIES:
+        if not isinstance(getattr(_load(place), name, None), property):
+            yield f"{place} has no property {name}"
+    for place, attributes in ATTRIBUTES:
+        kind = _load(place)
+        for name in attributes:
+            if not _has(kind, name):
+                yield f"{place} has no {name}"
+
+
+def check() -> None:
+    """Raise `InvalidRequest` if the installed vLLM differs from the ones that this package was written for."""
+    import vllm
+
+    try:
+        found = next(differences(), None)
+    except (ImportError, AttributeError) as error:
+        found = str(error)
+    if found is not None:
+        raise InvalidRequest(
+            f"membroker.kv.vllm was written for vLLM {TESTED}x, and vLLM {vllm.__version__} differs: {found}"
+        )
+    if not vllm.__version__.startswith(TESTED):
+        logger.warning("membroker.kv.vllm was tested with vLLM %sx, and not with %s", TESTED, vllm.__version__)
+
+
+def _load(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
+
+
+def _has(kind: Any, name: str) -> bool:
+    if hasattr(kind, name) or any(name in getattr(one, "__annotations__", ()) for one in kind.__mro__):
+        return True
+    return any(f"self.{name}" in inspect.getsource(one) for one in kind.__mro__ if one is not object)

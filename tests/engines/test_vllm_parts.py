@@ -1,0 +1,229 @@
+"""The parts of the vLLM integration with vLLM's own classes: its block pool, its block-major cache, its signatures."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.support.sizes import MIB
+
+from membroker import InvalidRequest, LocalSource, VirtualMemoryPool
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it")
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.attention.backends import utils
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.request import RequestStatus
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+from membroker.kv import Layout
+from membroker.kv.capture import Capture
+from membroker.kv.vllm import memory, seams
+from membroker.kv.vllm.blocks import Blocks
+from membroker.kv.vllm.connector import Membroker
+from membroker.kv.vllm.settings import Settings
+
+BLOCKS = 16
+
+
+def a_request(name: str, tokens: int, status: Any = RequestStatus.WAITING, computed: int = 0) -> Any:
+    return SimpleNamespace(request_id=name, num_tokens=tokens, status=status, num_computed_tokens=computed)
+
+
+@pytest.fixture
+def pool() -> BlockPool:
+    return BlockPool(BLOCKS, True, 16)
+
+
+@pytest.fixture
+def blocks(pool: BlockPool) -> Blocks:
+    return Blocks(pool, block_tokens=16, most_tokens=128, most_requests=2, new_fence=memory._Steps().fence)
+
+
+class TestBlocks:
+    def test_held_blocks_are_out_of_the_free_list(self, pool: BlockPool, blocks: Blocks) -> None:
+        blocks.hold(range(1, BLOCKS))
+        assert pool.get_num_free_blocks() == 0
+        blocks.release([3, 4])
+        assert [one.block_id for one in pool.get_new_blocks(2)] == [3, 4]
+        assert blocks.need() == 3
+        assert list(blocks.unused([0, 1, 3])) == []
+
+    def test_a_block_that_is_held_is_no_prefix_any_more(self, pool: BlockPool, blocks: Blocks) -> None:
+        """What was cached in it would be read without memory."""
+        block_hash = make_block_hash_with_group_id(BlockHash(b"prefix"), 0)
+        (block,) = pool.get_new_blocks(1)
+        pool._insert_block_hash(block_hash, block, 16)
+        request = a_request("a", 16)
+        blocks.add(request)
+        blocks.finish(request, [block.block_id])
+        pool.free_blocks([block])
+        number = block.block_id
+        assert pool.cached_block_hash_to_block.get_one_block(block_hash) is block
+        assert blocks.warmth([number, 5]) > blocks.warmth([5]) == 0
+        assert list(blocks.unused([number])) == [number]
+        blocks.hold([number])
+        assert pool.cached_block_hash_to_block.get_one_block(block_hash) is None
+        assert blocks.warmth([number]) == 0
+
+    def test_the_need_is_what_waits_what_runs_and_one_block_ahead(self, pool: BlockPool, blocks: Blocks) -> None:
+        assert blocks.need() == 1
+        blocks.add(running := a_request("a", 40))
+        blocks.add(a_request("b", 1000))
+        blocks.add(a_request("c", 40))
+        assert blocks.need() == 1 + 3 + 8, "b has at most the model's length, and a third request cannot run yet"
+        pool.get_new_blocks(2)
+        running.status = RequestStatus.RUNNING
+        blocks.count({"a": 32})
+        assert blocks.need() == 3 + 2 + 8, "the rest of its prompt, and a block"
+
+    def test_a_squeeze_leaves_nothing_free_for_one_step(self, pool: BlockPool, blocks: Blocks) -> None:
+        """vLLM preempts when a running request finds no free block."""
+        blocks.hold(range(9, BLOCKS))
+        assert not blocks.preempt([1]), "there is no request"
+        blocks.add(a_request("a", 16))
+        pool.get_new_blocks(1)
+        assert not blocks.preempt([]), "no block that should go is in use"
+        before = pool.get_num_free_blocks(), blocks.need()
+        assert blocks.preempt([1])
+        assert blocks.preempt([1])
+        assert (pool.get_num_free_blocks(), blocks.need()) == (0, before[1])
+        blocks.relax()
+        blocks.relax()
+        assert (pool.get_num_free_blocks(), blocks.need()) == before
+
+    def test_it_is_empty_when_the_last_step_has_given_its_blocks_back(self, pool: BlockPool, blocks: Blocks) -> None:
+        """With steps in flight vLLM frees the blocks of an ended request later, in its own thread."""
+        assert blocks.is_empty
+        blocks.add(request := a_request("a", 16))
+        taken = pool.get_new_blocks(1)
+        assert blocks.has_requests
+        blocks.finish(request, [1])
+        assert (blocks.has_requests, blocks.is_empty) == (False, False)
+        pool.free_blocks(taken)
+        assert blocks.is_empty
+
+
+def test_a_fence_passes_when_its_step_was_launched_and_is_over() -> None:
+    """A step that is scheduled may be launched later than the fence is asked for."""
+    events: list[Any] = []
+
+    def record() -> Any:
+        events.append(SimpleNamespace(is_over=False, query=lambda: events[-1].is_over, synchronize=lambda: None))
+        return events[-1]
+
+    steps = memory._Steps()
+    steps.record = record
+    assert [steps.begin(), steps.begin()] == [1, 2]
+    fence = steps.fence()
+    steps.end(1)
+    assert (fence.query(), events) == (False, [])
+    steps.end(2)
+    assert not fence.query()
+    events[-1].is_over = True
+    assert fence.query()
+    later = steps.fence()
+    assert (len(events), later.query()) == (2, False)
+
+
+@pytest.mark.parametrize("inner", ["NHD", "HND"])
+def test_a_block_major_cache_is_a_page_a_group(inner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensor that the V1 runner makes for FlashAttention: a block has the bytes of all layers side by side."""
+    monkeypatch.setattr(utils, "_KV_CACHE_LAYOUT_OVERRIDE", inner)
+    utils.get_kv_cache_layout.cache_clear()
+    layers, blocks = 4, 1000
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=8, head_size=64, dtype=torch.bfloat16)
+    names = [f"layer.{number}" for number in range(layers)]
+    config = KVCacheConfig(
+        num_blocks=blocks,
+        kv_cache_tensors=[KVCacheTensor(size=blocks * spec.page_size_bytes, shared_by=[name]) for name in names],
+        kv_cache_groups=[KVCacheGroupSpec(names, spec)],
+    )
+    attention = SimpleNamespace(kv_cache_spec=spec, backend=FlashAttentionBackend)
+    one = memory.Memory(Settings(model="m"), None, config)
+    connector = SimpleNamespace(_memory=one, _kv_cache_config=config)
+    connector._vllm_config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="auto"))
+    connector._block_dimension = lambda backend: Membroker._block_dimension(connector, backend)
+    source = LocalSource("host", limit="2GiB")
+    with source, VirtualMemoryPool(source, "1GiB", "2MiB") as pool:
+        capture = Capture(pool)
+        with capture:
+            # Attention kernels with blocks of 16 tokens have two for one block of the scheduler.
+            _, tensor, backend = KVConnectorModelRunnerMixin.allocate_uniform_kv_caches(
+                config, [[attention]], "auto", torch.device("cpu"), [16]
+            )
+        Membroker.register_cross_layers_kv_cache(connector, tensor, backend)
+        layout = Layout(pool.base_address, pool.page_size, blocks, one._tensors)
+        assert layout.block_bytes == layers * spec.page_size_bytes
+        assert {layout.bytes_of(group) for group in range(layout.groups)} == {2 * MIB}
+        assert layout.groups == -(-blocks * layout.block_bytes // (2 * MIB))
+        assert capture.ranges == [(0, blocks * layout.block_bytes)]
+        del tensor
+
+
+def test_a_flag_that_is_missing_is_named(pool: BlockPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connector without the worker class, and the worker class without the connector."""
+    with pytest.raises(InvalidRequest, match=r"--worker-cls membroker\.kv\.vllm\.Worker"):
+        memory.Memory(Settings(model="m"), None, None).attach(pool)
+    monkeypatch.setattr(memory, "_current", None)
+    with pytest.raises(InvalidRequest, match="--kv-transfer-config"):
+        memory.current()
+
+
+class TestSeams:
+    def test_this_vllm_has_all_that_is_used(self) -> None:
+        assert list(seams.differences()) == []
+        seams.check()
+
+    @pytest.mark.parametrize(("place", "method", "given"), seams.METHODS)
+    def test_a_method_with_other_parameters_is_found(
+        self, place: str, method: str, given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The start of the engine then says so, with the version and the method."""
+        monkeypatch.setattr(seams._load(place), method, lambda self, other, *rest: None)
+        assert len([one for one in seams.differences() if f"{method} takes (other, rest), not (" in one]) == 1
+        with pytest.raises(InvalidRequest, match=rf"written for vLLM 0\.24\.x, and vLLM .* differs: .*{method}"):
+            seams.check()
+
+    def test_a_method_that_needs_more_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(BlockPool, "touch", lambda self, blocks, group: None)
+        assert [one.partition(" takes ")[2] for one in seams.differences()] == ["(blocks, group), not (blocks)"]
+        monkeypatch.setattr(BlockPool, "touch", lambda self, blocks, group=0: None)
+        assert list(seams.differences()) == []
+
+    def test_another_version_with_the_same_methods_is_named(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr("vllm.__version__", "0.25.1")
+        monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+        seams.check()
+        assert "tested with vLLM 0.24.x, and not with 0.25.1" in caplog.text
+
+    def test_an_attribute_that_is_gone_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(seams, "ATTRIBUTES", (("vllm.v1.core.block_pool:BlockPool", ("nothing_like_it",)),))
+        assert list(seams.differences()) == ["vllm.v1.core.block_pool:BlockPool has no nothing_like_it"]
+
+
+def test_the_commands_of_the_page_are_vllms() -> None:
+    """vLLM's own parser takes the flags of docs/vllm.md, and finds the classes that they name."""
+    page = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
+    found = re.search(r"^elastic=\((.*?)\)$", page, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    given = parser.parse_args(["--served-model-name", "chat", *shlex.split(found[1])])
+    assert given.kv_cache_memory_bytes == 60 << 30
+    assert resolve_obj_by_qualname(given.worker_cls).__name__ == "Worker"
+    assert KVConnectorFactory.get_connector_class(given.kv_transfer_config) is Membroker

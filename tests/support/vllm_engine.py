@@ -1,0 +1,169 @@
+"""A vLLM of a tiny model with random weights, in a process of its own: plain, or over a broker's memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from membroker.closing import Closing
+
+START_SECONDS = 240.0
+ANSWER_SECONDS = 120.0
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "initializer_range": 0.2,
+    "intermediate_size": 128,
+    "max_position_embeddings": 2048,
+    "head_dim": 96,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+    "vocab_size": 512,
+}
+"""12 KiB of KV cache a token. A block of 32 tokens has 192 KiB in each of two layers, so some straddle two pages."""
+GROUP = 4 << 20
+"""The bytes of a group: a page of 2 MiB for each layer, which is 341 tokens."""
+
+
+def write_model(directory: Path) -> Path:
+    """Write the model's configuration, which is all that vLLM needs for random weights; return the directory."""
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+    return directory
+
+
+class Engine(Closing):
+    """vLLM in a process. With an endpoint its cache is elastic, with `settings` as `kv_connector_extra_config`.
+
+    `beside` puts an empty connector beside membroker's.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        endpoint: Path | None = None,
+        settings: dict[str, Any] | None = None,
+        *,
+        beside: bool = False,
+        **options: Any,
+    ) -> None:
+        keywords: dict[str, Any] = {
+            "model": str(model),
+            "dtype": "float32",
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "enforce_eager": True,
+            "max_model_len": 1024,
+            "block_size": 32,
+            "max_num_seqs": 16,
+            "kv_cache_memory_bytes": 512 << 20,
+            # On a GPU this is the default, "uni". The CPU build makes "mp" of that.
+            "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+            "disable_log_stats": True,
+            "seed": 0,
+        }
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+        }
+        if endpoint is not None:
+            environment["MEMBROKER_ENDPOINT"] = str(endpoint)
+            keywords["worker_cls"] = "membroker.kv.vllm.Worker"
+            keywords["kv_transfer_config"] = {
+                "kv_connector": "Membroker",
+                "kv_connector_module_path": "membroker.kv.vllm",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": settings or {},
+            }
+            if beside:
+                empty = {"kv_connector": "Empty", "kv_connector_module_path": "tests.support.vllm_empty"}
+                keywords["kv_transfer_config"] = {
+                    "kv_connector": "MultiConnector",
+                    "kv_role": "kv_both",
+                    "kv_connector_extra_config": {
+                        "connectors": [keywords["kv_transfer_config"], {**empty, "kv_role": "kv_both"}]
+                    },
+                }
+        self._log = (model / f"log-{time.monotonic_ns()}").open("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.vllm_serve", json.dumps({**keywords, **options})],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def ready(self) -> Engine:
+        """Wait until it serves. Several engines can start at a time."""
+        self.answer(START_SECONDS)
+        return self
+
+    def ask(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
+        """Send prompts."""
+        assert self.process.stdin is not None
+        print(json.dumps({"prompts": prompts, "tokens": tokens}), file=self.process.stdin, flush=True)
+
+    def answer(self, seconds: float = ANSWER_SECONDS) -> Any:
+        """Return the answer to what was asked."""
+        out = self.process.stdout
+        assert out is not None
+        assert select.select([out], [], [], seconds)[0], f"vLLM did not answer in {seconds} seconds:\n{self.log()}"
+        line = out.readline()
+        assert line, f"vLLM ended:\n{self.log()}"
+        return json.loads(line)
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether the answer to what was asked is still to come."""
+        return not select.select([self.process.stdout], [], [], 0)[0]
+
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> Any:
+        """Return the tokens that follow each prompt."""
+        self.ask(prompts, tokens)
+        return self.answer()
+
+    def log(self) -> str:
+        """Return what it has logged."""
+        self._log.flush()
+        return Path(self._log.name).read_text()
+
+    def kill(self) -> None:
+        """Send SIGKILL to it and to its engine's process."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def close(self) -> None:
+        """End it, and its engine's process."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(30)
+        finally:
+            if self.process.poll() is None:
+                self.kill()
+            self.process.stdout.close()
+            self._log.close()
