@@ -66,7 +66,7 @@ test-gpu:  ## the tests that need a real NVIDIA GPU, with this machine's own pyt
 	  -o faulthandler_timeout=240 -W "ignore:Unknown config option" -m gpu $(GPU_TESTS)
 
 # Real engines have an environment of their own: they pin hundreds of packages.
-ENGINES := .venv-engines
+ENGINES ?= .venv-engines
 $(ENGINES)/.installed: tests/engines/requirements.txt
 	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement $<
