@@ -218,8 +218,8 @@ def test_a_peer_that_says_goodbye_and_does_not_read_is_cut() -> None:
                 while True:
                     probe.send(refused)
             taken = _steady(honest, lambda: daemon.log().count("method=ReleaseExtents"))
-        # The last one found the socket full. What a packet weighs differs a little, so one more may fit.
-        assert any(_mute_goodbye(daemon, refused, taken - 1 + more) for more in range(4)), (
+        # The last one found the socket full. What a packet weighs differs a little, so some more or fewer may fit.
+        assert any(_mute_goodbye(daemon, refused, taken + more) for more in range(-4, 9)), (
             "no Goodbye met a full socket"
         )
 
