@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import functools
 import gc
 import importlib
@@ -21,6 +22,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -99,7 +101,14 @@ class _Template:
         """Start a process with these arguments of the interpreter, and return its pid."""
         request = json.dumps([arguments, dict(environment), str(cwd)]).encode()
         with self._forking:
-            socket.send_fds(self._socket, [request], streams)
+            while True:
+                try:
+                    socket.send_fds(self._socket, [request], streams)
+                    break
+                except OSError as error:  # another test has as many descriptors on their way as this user may have
+                    if error.errno != errno.ETOOMANYREFS:
+                        raise
+                    time.sleep(0.01)
             answer = self._socket.recv(16)
         assert answer, "the template has ended"
         return int(answer)
