@@ -222,7 +222,10 @@ class Schedule:
     def divide(
         self, location: ev.Location, waiters: Iterable[Waiter], greedy: ev.ModelName | None = None, less: int = 0
     ) -> dict[ev.ModelName, int]:
-        """Return the share of every model; `greedy` is one that wants as much as there is, `less` what is left out."""
+        """Return the share of every model, in bytes; `greedy` is one that wants as much as there is.
+
+        `less` bytes of the location are left out, as if it were smaller.
+        """
         books = self._books
         wanted: Counter[ev.ModelName] = Counter()
         for one in waiters:
