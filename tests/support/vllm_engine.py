@@ -1,4 +1,4 @@
-"""A vLLM of a tiny model with random weights, in a process of its own: plain, or over a broker's memory."""
+"""A vLLM of a small model with random weights, in a process of its own: plain, or over a broker's memory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from membroker.closing import Closing
+from membroker.vmm import DriverUnavailable
+from tests.support.daemons import Daemon, running
+from tests.support.sizes import MIB
 
 START_SECONDS = 240.0
 ANSWER_SECONDS = 120.0
@@ -34,19 +41,113 @@ CONFIG = {
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000,
-    "tie_word_embeddings": True,
+    "tie_word_embeddings": False,
     "torch_dtype": "float32",
     "vocab_size": 512,
 }
 """12 KiB of KV cache a token. A block of 32 tokens has 192 KiB in each of two layers, so some straddle two pages."""
-GROUP = 4 << 20
-"""The bytes of a group: a page of 2 MiB for each layer, which is 341 tokens."""
+GPU_CONFIG = {
+    **CONFIG,
+    "hidden_size": 1024,
+    "initializer_range": 0.05,
+    "intermediate_size": 2048,
+    "head_dim": 128,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 8192,
+    "num_hidden_layers": 7,
+    "torch_dtype": "bfloat16",
+}
+"""28 KiB of KV cache a token. A block of 16 tokens has 448 KiB: block-major, some straddle two pages of 64 MiB."""
 
 
-def write_model(directory: Path) -> Path:
-    """Write the model's configuration, which is all that vLLM needs for random weights; return the directory."""
-    (directory / "config.json").write_text(json.dumps(CONFIG))
-    return directory
+@dataclass(frozen=True, slots=True)
+class Build:
+    """A build of vLLM, a device that it computes on, and sizes at which the tests' story is the same on each."""
+
+    config: Mapping[str, Any]
+    options: Mapping[str, Any]
+    environment: Mapping[str, str]
+    layout: str
+    unit: int
+    """What the sizes in bytes are multiples of."""
+    times: int
+    """How many times as many requests as on a CPU fill such sizes."""
+    token_bytes: int
+    group: int
+    """The bytes that are mapped together: of layer-major, a page of 2 MiB for each layer."""
+    on_gpu: bool
+
+    def running(self, config: Mapping[str, Any] | None = None) -> AbstractContextManager[Daemon]:
+        """Run a daemon of the device."""
+        return _on_gpu(config or {}) if self.on_gpu else running(config)
+
+    def write_model(self, directory: Path) -> Path:
+        """Write a model for vLLM; return the directory.
+
+        vLLM's own random weights ("dummy") are so small that an answer hardly depends on what the cache holds.
+        """
+        (directory / "config.json").write_text(json.dumps(self.config))
+        code = (
+            "import sys, torch, transformers as t; torch.manual_seed(0); at = sys.argv[1];"
+            "found = t.AutoConfig.from_pretrained(at);"
+            "t.AutoModelForCausalLM.from_config(found, dtype=found.dtype).save_pretrained(at)"
+        )
+        subprocess.run([sys.executable, "-c", code, str(directory)], check=True)
+        return directory
+
+
+@contextmanager
+def _on_gpu(config: Mapping[str, Any]) -> Iterator[Daemon]:
+    from membroker.vmm.cuda.driver import CudaDriver
+    from tests.support.gpu import on_gpu
+
+    try:
+        gpu = CudaDriver()
+    except DriverUnavailable as error:
+        pytest.skip(f"no NVIDIA GPU to test on: {error}")
+    with on_gpu(gpu, config, back=False) as daemon:  # a test's own context stays
+        yield daemon
+    gpu.close()
+
+
+_GPU: Mapping[str, Any] = {
+    "config": GPU_CONFIG,
+    "options": {
+        "dtype": "bfloat16",
+        "max_model_len": 8192,
+        "max_num_seqs": 112,
+        "max_num_batched_tokens": 4096,
+        "kv_cache_memory_bytes": 8 << 30,
+        "gpu_memory_utilization": 0.05,
+    },
+    "unit": 16 * MIB,
+    "times": 7,
+    "token_bytes": 28 << 10,
+    "on_gpu": True,
+}
+BUILDS: Mapping[str, Build] = {
+    "cpu": Build(
+        config=CONFIG,
+        options={
+            "dtype": "float32",
+            "enforce_eager": True,
+            "block_size": 32,
+            "max_num_seqs": 16,
+            "kv_cache_memory_bytes": 512 << 20,
+            # On a GPU this is the default, "uni". The CPU build makes "mp" of that.
+            "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+        },
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
+        layout="layer-major",
+        unit=MIB,
+        times=1,
+        token_bytes=12 << 10,
+        group=4 * MIB,
+        on_gpu=False,
+    ),
+    "gpu-v1": Build(environment={"VLLM_USE_V2_MODEL_RUNNER": "0"}, layout="block-major", group=64 * MIB, **_GPU),
+    "gpu-v2": Build(environment={"VLLM_USE_V2_MODEL_RUNNER": "1"}, layout="layer-major", group=14 * MIB, **_GPU),
+}
 
 
 class Engine(Closing):
@@ -57,6 +158,7 @@ class Engine(Closing):
 
     def __init__(
         self,
+        build: Build,
         model: Path,
         endpoint: Path | None = None,
         settings: dict[str, Any] | None = None,
@@ -66,26 +168,19 @@ class Engine(Closing):
     ) -> None:
         keywords: dict[str, Any] = {
             "model": str(model),
-            "dtype": "float32",
             "skip_tokenizer_init": True,
-            "load_format": "dummy",
-            "enforce_eager": True,
             "max_model_len": 1024,
-            "block_size": 32,
-            "max_num_seqs": 16,
-            "kv_cache_memory_bytes": 512 << 20,
-            # On a GPU this is the default, "uni". The CPU build makes "mp" of that.
-            "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
             "disable_log_stats": True,
             "seed": 0,
+            **build.options,
         }
         environment = {
             **os.environ,
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_HOST_IP": "127.0.0.1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            **build.environment,
         }
         if endpoint is not None:
             environment["MEMBROKER_ENDPOINT"] = str(endpoint)
@@ -143,6 +238,12 @@ class Engine(Closing):
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> Any:
         """Return the tokens that follow each prompt."""
         self.ask(prompts, tokens)
+        return self.answer()
+
+    def gaps(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Any:
+        """Return for each answer by how much a token of it is less likely than the likeliest, as logarithms."""
+        assert self.process.stdin is not None
+        print(json.dumps({"prompts": prompts, "answers": answers}), file=self.process.stdin, flush=True)
         return self.answer()
 
     def log(self) -> str:

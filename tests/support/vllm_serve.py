@@ -1,8 +1,10 @@
 """Serve a model with vLLM, for another process: a line of JSON in, a line of JSON out. Run with `-m`.
 
 The first argument is the keywords of `vllm.LLM` as JSON. A request is `{"prompts": [[token, ...], ...], "tokens": n}`,
-and its answer the generated tokens, greedily and always n of each. The engine itself runs in a process of its own, as
-under `vllm serve`.
+and its answer the generated tokens, greedily and always n of each. With `"answers"` instead of `"tokens"` it is, for
+each prompt and the answer that is given, by how much some token of the answer was less likely than the likeliest one
+at its place, as the largest difference of logarithms. The engine itself runs in a process of its own, as under
+`vllm serve`.
 """
 
 from __future__ import annotations
@@ -10,24 +12,45 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Any
 
 
 def main() -> None:
     # vLLM logs to stdout: answers go where it cannot write.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     llm = LLM(**json.loads(sys.argv[1]))
     print("null", file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        done = llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in asked["prompts"]],
-            SamplingParams(max_tokens=asked["tokens"], ignore_eos=True, detokenize=False, temperature=0),
-            use_tqdm=False,
-        )
-        print(json.dumps([list(one.outputs[0].token_ids) for one in done]), file=answers, flush=True)
+        print(json.dumps(_gaps(llm, asked) if "answers" in asked else _tokens(llm, asked)), file=answers, flush=True)
+
+
+def _tokens(llm: Any, asked: dict[str, Any]) -> list[list[int]]:
+    done = _generate(llm, asked["prompts"], max_tokens=asked["tokens"], ignore_eos=True)
+    return [list(one.outputs[0].token_ids) for one in done]
+
+
+def _gaps(llm: Any, asked: dict[str, Any]) -> list[float]:
+    whole = [prompt + answer for prompt, answer in zip(asked["prompts"], asked["answers"], strict=True)]
+    done = _generate(llm, whole, max_tokens=1, prompt_logprobs=1)
+    gaps = []
+    for prompt, tokens, one in zip(asked["prompts"], whole, done, strict=True):
+        places = [
+            ({token: found.logprob for token, found in place.items()}, token)
+            for place, token in zip(one.prompt_logprobs[len(prompt) :], tokens[len(prompt) :], strict=True)
+        ]
+        gaps.append(max(max(likely.values()) - likely[token] for likely, token in places))
+    return gaps
+
+
+def _generate(llm: Any, prompts: list[list[int]], **options: Any) -> Any:
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(detokenize=False, temperature=0, **options)
+    return llm.generate([{"prompt_token_ids": one} for one in prompts], parameters, use_tqdm=False)
 
 
 if __name__ == "__main__":  # the engine's process imports this file
