@@ -30,8 +30,8 @@ from .targets import goals
 from .traces import TRACES, Scale
 
 _DESCRIPTION = """\
-Three vLLM engines on one GPU, each with its own load, and one amount of memory for the KV caches of all. Who has how
-much of it is what differs between the arms: a fixed third each, or what each needs, lent by a broker.
+Three vLLM engines on one GPU, each with its own load, and one amount of memory for the KV caches of all. The
+arms differ in how it is divided: a fixed third for each model, or by a broker that lends what each needs.
 
 Each engine runs in a process of its own, and so does each client. Weights are random and prompts are token ids, so that
 nothing is downloaded; answers have the length that a trace says. vLLM 0.24 must be importable (with --device host, its
@@ -44,7 +44,7 @@ arms:
 traces (times, rates and lengths at --time 1, --load 1, --tokens 1):
 {traces}
 
-how to read it: requests come when they are due, whether or not earlier ones are answered (T3 and T5: callers who ask
+how to read it: requests come when they are due, whether or not earlier ones are answered (T3 and T5: callers ask
 again when they are answered). TTFT counts from when a request was due. What is not answered --drain seconds after the
 trace counts as failed. Before and after each trace some prompts are asked one at a time, and the tokens are compared
 with those of the first plain arm (static, roomy, alone), which therefore should be among --arms.

@@ -16,6 +16,7 @@ UNIPROC: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """On a GPU this is the default. vLLM's CPU build takes another one unless told."""
 PAGE: Final = {"cuda": 64 << 20, "host": 4 << 20}
 """What the elastic cache borrows at once: a page, block-major, and on the CPU one of 2 MiB for each of two layers."""
+BLOCK_TOKENS: Final = {"cuda": 16, "host": 32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Arm:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def cache_bytes(self, setup: Setup) -> int:
-        """Return what vLLM is told to be the size of its KV cache."""
+        """Return how large the KV cache of each model can get."""
         return setup.third if self.is_divided else setup.budget
 
     @property
@@ -102,16 +103,22 @@ def keywords(arm: Arm, setup: Setup, model: int, directory: Path) -> dict[str, A
         "served_model_name": f"m{model}",
         "skip_tokenizer_init": True,
         "load_format": "dummy",
+        "dtype": shapes.SHAPES[setup.shape]["torch_dtype"],
         "seed": 0,
         "max_model_len": setup.max_model_len,
         "max_num_seqs": setup.max_num_seqs,
         "gpu_memory_utilization": 0.05,  # vLLM wants this part of the GPU free; the next line is the size
-        "kv_cache_memory_bytes": arm.cache_bytes(setup),
+        "kv_cache_memory_bytes": setup.budget,
+        "block_size": BLOCK_TOKENS[setup.device],
         "enable_prefix_caching": False,
         "disable_log_stats": True,
     }
+    if arm.is_divided:
+        # Not by the size: that is part of the key of vLLM's compile cache, and each arm would compile again.
+        block_bytes = BLOCK_TOKENS[setup.device] * shapes.token_bytes(setup.shape)
+        found["num_gpu_blocks_override"] = arm.cache_bytes(setup) // block_bytes
     if setup.device == "host":
-        found |= {"enforce_eager": True, "block_size": 32, "distributed_executor_backend": UNIPROC}
+        found |= {"enforce_eager": True, "distributed_executor_backend": UNIPROC}
     if arm.has_broker:
         found["worker_cls"] = "membroker.kv.vllm.Worker"
         found["kv_transfer_config"] = {
@@ -134,6 +141,7 @@ def environment(arm: Arm, setup: Setup, endpoint: Path | None) -> dict[str, str]
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # as `vllm serve`
         **arm.environment,
     }
     if setup.device == "host":

@@ -14,7 +14,7 @@ import random
 import sys
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import count
@@ -55,7 +55,7 @@ class Counts:
 
 
 class Client:
-    """One engine, and those who ask it."""
+    """One engine, and its callers."""
 
     def __init__(self, engine: Any, counts: Counts, vocabulary: int, longest: int, sleeper: Any = None) -> None:
         self._engine, self._counts, self._sleeper = engine, counts, sleeper
@@ -65,6 +65,7 @@ class Client:
 
     async def do(self, command: dict[str, Any]) -> dict[str, Any]:
         """Do what a command says."""
+        handlers: dict[str, Callable[..., Awaitable[dict[str, Any]]]]
         handlers = {"sample": self.sample, "burst": self.burst, "play": self.play}
         return await handlers[command.pop("do")](**command)
 
@@ -226,7 +227,8 @@ async def serve(tell: Any) -> None:
         if sleeper is not None:
             await engine.sleep(level=1)
         client = Client(engine, counts, setup["vocabulary"], setup["keywords"]["max_model_len"], sleeper)
-        tell({"seconds": time.monotonic() - began})
+        cache = engine.vllm_config.cache_config
+        tell({"seconds": time.monotonic() - began, "cache_tokens": cache.num_gpu_blocks * cache.block_size})
         line = asyncio.create_task(lines.readline())
         while command := await line:
             line = asyncio.create_task(lines.readline())

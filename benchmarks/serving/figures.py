@@ -62,6 +62,8 @@ class Run:
     seed: int
     seconds: float
     start_seconds: list[float]
+    cache_tokens: list[int]
+    """How many tokens the KV cache of each model can have, as vLLM says."""
     models: list[ModelFigures]
     unloaded: list[float]
     """TTFT and TPOT of one request at a time, of the first model."""

@@ -15,7 +15,7 @@ COLOURS = "#0072b2", "#009e73", "#d55e00"
 
 
 def draw(facts: Mapping[str, str], runs: Sequence[Run], path: Path) -> None:
-    """Write a picture of the first trace, with a column for each arm; of several loads also the figures against load."""
+    """Write a picture of the first trace, with a column for each arm; if there are several loads, also of these."""
     pyplot = load()
     first = runs[0]
     shown = [run for run in runs if (run.trace, run.load, run.seed) == (first.trace, first.load, first.seed)]

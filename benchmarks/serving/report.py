@@ -45,13 +45,16 @@ def starts(runs: Sequence[Run]) -> Table:
         [
             run.arm,
             ", ".join(f"{one:.0f}" for one in run.start_seconds),
+            ", ".join(f"{one:,}" for one in run.cache_tokens),
             f"{1000 * run.unloaded[0]:.0f}",
             f"{1000 * run.unloaded[1]:.2f}",
             _gib(max((one.peak_in_use or 0 for one in runs if one.arm == run.arm), default=0) or None),
         ]
         for run in reversed(first.values())
     ]
-    return Table(("arm", ">engines up after s", ">TTFT alone ms", ">TPOT alone ms", ">GPU most GiB"), rows)
+    return Table(
+        ("arm", ">engines up after s", ">KV tokens at most", ">TTFT alone ms", ">TPOT alone ms", ">GPU most GiB"), rows
+    )
 
 
 def show(facts: Mapping[str, str], runs: Sequence[Run], goals: Sequence[Goal], stream: TextIO) -> None:

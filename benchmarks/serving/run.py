@@ -144,7 +144,7 @@ class Stage:
 
     def __init__(self, arm: Arm, setup: Setup, daemon: Daemon | None, engines: Sequence[Engine], watch: Watch) -> None:
         self._arm, self._setup, self._daemon, self._engines, self._watch = arm, setup, daemon, engines, watch
-        self.start_seconds: list[float] = []
+        self.started: list[dict[str, Any]] = []
 
     def warm(self, scale: float) -> None:
         """Let each engine serve a burst: what it compiles and allocates at first use is then there."""
@@ -180,7 +180,8 @@ class Stage:
             load=job.load,
             seed=job.seed,
             seconds=seconds,
-            start_seconds=self.start_seconds,
+            start_seconds=[one["seconds"] for one in self.started],
+            cache_tokens=[one["cache_tokens"] for one in self.started],
             models=[
                 of_model(model, each, samples, seconds, denied.get(f"m{model}", 0), static)
                 for model, each in zip(self._arm.models, told, strict=True)
@@ -209,29 +210,28 @@ def stage(arm: Arm, setup: Setup, directory: Path, tell: Tell, *, is_first: bool
         daemon = None
         if arm.has_broker:
             daemon = ending.enter_context(running(lambda place: Daemon(place, arms.broker_config(setup))))
-        (directory / "lock").touch()
-        shape = shapes.write(setup.shape, directory)
-        started: list[tuple[Engine, float]] = []
-        seconds: list[float] = []
-        for number, model in enumerate(arm.models):
+        endpoint = None if daemon is None else daemon.endpoint()
+        lock = directory / "lock"
+        lock.touch()
+        engines: list[Engine] = []
+        started: list[dict[str, Any]] = []
+        for model in arm.models:
             about = {
-                "keywords": arms.keywords(arm, setup, model, shape),
+                "keywords": arms.keywords(arm, setup, model, shapes.write(setup.shape)),
                 "vocabulary": shapes.SHAPES[setup.shape]["vocab_size"],
-                "lock": str(directory / "lock") if arm.sleeps else None,
+                "lock": str(lock) if arm.sleeps else None,
             }
-            environment = arms.environment(arm, setup, None if daemon is None else daemon.endpoint())
-            engine = Engine(about, environment, directory / f"{arm.name}-m{model}.log")
-            ending.callback(engine.close)
-            started.append((engine, time.monotonic()))
-            # In turns: an engine in sleep mode has all the memory until it sleeps.
-            if arm.sleeps or (is_first and not number):
-                seconds.append(engine.hear(START_SECONDS)["seconds"])
-                tell(f"{arm.name}: the engine of m{model} is up after {seconds[-1]:.0f} s")
-        for engine, _ in started[len(seconds) :]:
-            seconds.append(engine.hear(START_SECONDS)["seconds"])
-        tell(f"{arm.name}: all engines are up, after {', '.join(f'{one:.0f}' for one in seconds)} s")
+            log = directory / f"{arm.name}-m{model}.log"
+            engines.append(Engine(about, arms.environment(arm, setup, endpoint), log))
+            ending.callback(engines[-1].close)
+            if arm.sleeps or (is_first and not started):  # an engine in sleep mode has all the memory until it sleeps
+                started.append(engines[-1].hear(START_SECONDS))
+                tell(f"{arm.name}: the engine of m{model} is up after {started[-1]['seconds']:.0f} s")
+        started += [engine.hear(START_SECONDS) for engine in engines[len(started) :]]
+        seconds = ", ".join(f"{one['seconds']:.0f}" for one in started)
+        tell(f"{arm.name}: all engines are up, after {seconds} s")
         watch = Watch(setup.device, daemon)
         ending.callback(watch.close)
-        found = Stage(arm, setup, daemon, [engine for engine, _ in started], watch)
-        found.start_seconds = seconds
+        found = Stage(arm, setup, daemon, engines, watch)
+        found.started = started
         yield found

@@ -6,6 +6,7 @@ Speed and memory depend on the shape, not on what the weights say.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def write(name: str, directory: Path) -> Path:
-    """Write the config.json of a shape into a directory of its own below `directory`, and return that."""
-    place = directory / name
+def write(name: str) -> Path:
+    """Write the config.json of a shape, and return its directory: always the same, as vLLM's compile cache knows it."""
+    place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "membroker-bench" / name
     place.mkdir(parents=True, exist_ok=True)
     (place / "config.json").write_text(json.dumps(SHAPES[name], indent=1))
     return place
