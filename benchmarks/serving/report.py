@@ -87,9 +87,9 @@ def write_json(
         "machine": dict(facts),
         "targets": [{**asdict(goal), "reached": goal.reached} for goal in goals],
         "failures": dict(failures),
-        "runs": [_plain(asdict(run)) for run in runs],
+        "runs": [asdict(run) for run in runs],
     }
-    path.write_text(json.dumps(document, allow_nan=False) + "\n")
+    path.write_text(json.dumps(_plain(document), allow_nan=False) + "\n")
 
 
 def _chapters(runs: Sequence[Run], goals: Sequence[Goal]) -> Iterator[tuple[str, Table]]:

@@ -29,6 +29,7 @@ from .traces import Trace
 
 START_SECONDS = 300.0
 ANSWER_SECONDS = 60.0
+END_SECONDS = 15.0
 BEGIN_SECONDS = 1.5
 """From the command to the begin of a trace: clients prepare, and engines come to rest."""
 WATCH_SECONDS = 0.1
@@ -87,7 +88,7 @@ class Engine:
         with suppress(BrokenPipeError):
             self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(ANSWER_SECONDS)
+            self._process.wait(END_SECONDS)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # also the engine's own process, if it is left
         self._process.wait()
