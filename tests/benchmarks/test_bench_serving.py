@@ -1,0 +1,210 @@
+"""`benchmarks.serving` without vLLM: the figures, targets and tables, from answers as a client tells them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.serving import __main__ as serving
+from benchmarks.serving import arms, plot, report
+from benchmarks.serving.figures import ModelFigures, Run, Sample, compare, of_model, quantile
+from benchmarks.serving.shapes import token_bytes
+from benchmarks.serving.targets import goals
+from tests.support.sizes import GIB, MIB
+
+SETUP = arms.Setup("cuda", "qwen3-1.7b", 18 * GIB, 8192, 256)
+FACTS = {"models": "3 x tiny", "KV cache in all": "1 GiB"}
+
+
+def _answer(due: float, first: float, last: float, tokens: int = 101, name: str = "", total: int = 7) -> dict[str, Any]:
+    times = {"due": due, "first": due + first, "last": due + last}
+    return {"name": name or f"{due}", **times, "tokens": tokens, "is_finished": True, "gap": 0.02, "sum": total}
+
+
+def _lost(due: float) -> dict[str, Any]:
+    """One that got its first token, and was not finished in time."""
+    return {**_answer(due, 0.1, 0.2), "is_finished": False}
+
+
+def _figures(answers: Sequence[dict[str, Any]], samples: Sequence[Sample] = (), **more: Any) -> ModelFigures:
+    told = {"answers": answers, "preemptions": 3}
+    return of_model(
+        **{"model": 0, "told": told, "samples": samples, "seconds": 10.0, "refusals": 2, "static_bytes": None} | more
+    )
+
+
+def _run(arm: str, first: float = 0.1, *, trace: str = "a2", load: float = 1.0, lost: int = 0, wrong: int = 0) -> Run:
+    """A run in which all requests of all models had the same times."""
+    answers = [_answer(i / 10, first, first + 1, name=f"{i}") for i in range(100)] + [_lost(9.9)] * lost
+    samples = [
+        Sample(moment - 1.0, {f"m{i}": (2 + (moment > 3)) * GIB for i in range(3)}, 9 * GIB) for moment in range(20)
+    ]
+    models = [_figures(answers, samples, model=model) for model in range(3)]
+    tokens = [[[[1, 2], [3, 4 + wrong]], [[1, 2], [3, 4]]] for _ in models]
+    told = [{"answers": answers, "preemptions": 0} for _ in models]
+    return Run(arm, trace, load, 1, 10.0, [20.0] * 3, [7000] * 3, models, [0.02, 0.003], 9 * GIB, samples, told, tokens)
+
+
+def test_what_was_not_answered_counts_as_never_answered() -> None:
+    """Two of a hundred were not: the p99 is never, and p50 and p90 are those of the others."""
+    answers = [_answer(i / 10, 0.5 + i / 1000, 1.5 + i / 1000) for i in range(98)] + [_lost(9.8), _lost(9.9)]
+    found = _figures(answers)
+    assert (found.requests, found.unfinished) == (100, 2)
+    assert found.ttft == (pytest.approx(0.55), pytest.approx(0.59), math.inf)
+    assert found.within == pytest.approx(0.98)
+    assert found.tpot[0] == pytest.approx(0.01)
+    assert found.good_per_second == pytest.approx(9.8)
+    assert found.tokens_per_second == pytest.approx(98 * 101 / (9.7 + 1.597))
+    assert (found.preemptions, found.refusals) == (3, 2)
+
+
+def test_a_good_request_meets_both_objectives() -> None:
+    """A first token after 1.2 seconds is late, and 60 ms a token are slow."""
+    found = _figures([_answer(0, 0.5, 1.5), _answer(1, 1.2, 2.2), _answer(2, 0.5, 6.5)])
+    assert found.good_per_second == pytest.approx(0.1)
+
+
+def test_bytes_are_those_of_the_trace_and_of_the_second_after_it() -> None:
+    samples = [
+        Sample(moment, {"m0": size, "m1": GIB}, None) for moment, size in ((-1, 5), (4, 40), (8, 20), (11, 9), (13, 6))
+    ]
+    found = _figures([_answer(0, 1, 11.5)], samples)
+    assert (found.rest_bytes, found.peak_bytes, found.mean_bytes, found.idle_bytes) == (5, 40, 30, 6)
+    static = _figures([_answer(0, 1, 11.5)], samples, static_bytes=GIB)
+    assert (static.rest_bytes, static.peak_bytes, static.mean_bytes, static.idle_bytes) == (GIB, GIB, GIB, GIB)
+
+
+def test_nothing_asked_is_no_division_by_zero() -> None:
+    found = _figures([])
+    assert (found.requests, found.within, found.tokens_per_second) == (0, 0, 0)
+    assert all(map(math.isnan, found.ttft))
+    assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
+
+
+def test_answers_are_compared_with_those_of_plain_vllm() -> None:
+    """One token of one answer of the sample before the load is wrong, of each model; 1 of 100 under load differs."""
+    plain, run = _run("static"), _run("membroker", wrong=1)
+    run.told[2] = {"answers": [_answer(0, 0, 1, name="0", total=8), *run.told[2]["answers"][1:]], "preemptions": 0}
+    compare(run, plain)
+    assert [one.wrong for one in run.models] == [1, 1, 1]
+    assert [one.same for one in run.models] == [(100, 100), (100, 100), (99, 100)]
+    compare(plain, plain)
+    assert [one.wrong for one in plain.models] == [0, 0, 0]
+    alone = _run("membroker")
+    compare(alone, None)
+    assert alone.models[0].wrong is None
+
+
+def test_each_target_is_beside_its_figure() -> None:
+    """A2: the first model must be 10 times faster than with a third, the others as fast; and what is always kept."""
+    static, ours = _run("static", 2.0), _run("membroker", 1.0, lost=1)
+    for run in (static, ours):
+        compare(run, static)
+    found = {goal.what: (round(goal.value, 3), goal.target, goal.reached) for goal in goals([static, ours])}
+    assert found == {
+        "A2: membroker: wrong answers of the sample": (0, 0, True),
+        "A2: membroker: requests not answered": (3, 0, False),
+        "A2: membroker: kept 1 s after the last answer": (1024, 64, False),
+        "A2: m0, TTFT p50 to static's": (0.5, 1, True),
+        "A2: m0, TTFT p99 to static's": (0.5, 0.1, False),
+        "A2: m1, TTFT p50 to static's": (0.5, 1, True),
+        "A2: m1, TTFT p99 to static's": (0.5, 1, True),
+        "A2: m2, TTFT p50 to static's": (0.5, 1, True),
+        "A2: m2, TTFT p99 to static's": (0.5, 1, True),
+    }
+
+
+def test_targets_of_other_traces_and_arms() -> None:
+    """T5 is about throughput, kvcached about the worst model, and one model alone about what the broker costs."""
+    t5 = {
+        goal.what: goal for goal in goals([_run("static", 1, trace="t5"), _run("membroker", 1.5, trace="t5", load=0.5)])
+    }
+    assert not any("to static's" in what for what in t5), "another load is another run"
+    t5 = {goal.what: goal for goal in goals([_run("static", 1, trace="t5"), _run("membroker", 1.5, trace="t5")])}
+    assert not t5["T5: tokens/s to static's, all models"].reached
+    both = {goal.what: goal for goal in goals([_run("membroker", 1, trace="t3"), _run("kvcached", 2, trace="t3")])}
+    assert both["T3: TTFT p99 to kvcached's, the worst model"].value == pytest.approx(0.5)
+    alone = [_run("alone"), _run("alone-membroker")]
+    for run in alone:
+        del run.models[1:], run.told[1:], run.tokens[1:]
+    found = {goal.what: goal.reached for goal in goals(alone)}
+    assert found["A2: alone, tokens/s to plain vLLM's"]
+    assert found["A2: alone, TPOT p50 to plain vLLM's"]
+    assert found["A2: alone, start to plain vLLM's"]
+
+
+def test_never_is_as_long_as_never() -> None:
+    """An arm in which nothing is answered is not faster than another one like that."""
+    static, ours = _run("static", lost=100), _run("membroker", lost=100)
+    found = {goal.what: goal.value for goal in goals([static, ours])}
+    assert found["A2: m0, TTFT p99 to static's"] == 1
+    assert math.isinf({goal.what: goal.value for goal in goals([_run("static"), ours])}["A2: m0, TTFT p99 to static's"])
+
+
+def test_every_model_of_every_arm_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As text, as Markdown, and as JSON, which has no infinity."""
+    runs = [_run("static"), _run("membroker", lost=3), _run("static", load=0.5)]
+    tables = list(report.tables(runs))
+    assert [(title, len(table.rows)) for title, table in tables] == [
+        ("A2, 10 seconds, load x1, seed 1", 6),
+        ("A2, 10 seconds, load x0.5, seed 1", 3),
+    ]
+    assert all(len(row) == len(report.COLUMNS) for _, table in tables for row in table.rows)
+    assert tables[0][1].rows[3][:6] == ["membroker", "m0", "103", "0.10", "0.10", "never"]
+    report.show_markdown(FACTS, runs, goals(runs), sys.stdout)
+    assert "| membroker | m2 | 103 |" in capsys.readouterr().out
+    report.write_json(FACTS, runs, goals(runs), {"sleep": "failed"}, tmp_path / "figures.json")
+    found = json.loads((tmp_path / "figures.json").read_text())
+    assert [run["arm"] for run in found["runs"]] == ["static", "membroker", "static"]
+    assert found["runs"][1]["models"][0]["ttft"][2] is None
+    assert len(found["runs"][0]["told"][0]["answers"]) == 100
+
+
+def test_runs_are_drawn(tmp_path: Path) -> None:
+    """Two arms, at two loads."""
+    pytest.importorskip("matplotlib")
+    runs = [_run(arm, load=load) for load in (1.0, 0.5) for arm in ("static", "membroker")]
+    plot.draw(FACTS, runs, tmp_path / "serving.png")
+    assert (tmp_path / "serving.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_third_is_whole_pages_and_static_has_no_more() -> None:
+    """18 GiB are three times 96 pages of 64 MiB; 1.75 MiB is a block of the shape of Qwen3-1.7B."""
+    assert SETUP.third == 96 * 64 * MIB
+    assert token_bytes("qwen3-1.7b") == 112 << 10
+    assert token_bytes("llama-3.1-8b") == 128 << 10
+    static = arms.keywords(arms.ARMS["static"], SETUP, 0, Path("shape"))
+    assert static["num_gpu_blocks_override"] * 16 * (112 << 10) <= SETUP.third
+    ours = arms.keywords(arms.ARMS["membroker"], SETUP, 2, Path("shape"))
+    assert ours["served_model_name"] == "m2"
+    assert "num_gpu_blocks_override" not in ours
+    differ = {key for key in {*static, *ours} if static.get(key) != ours.get(key)}
+    assert differ == {"served_model_name", "num_gpu_blocks_override", "worker_cls", "kv_transfer_config"}
+
+
+def test_what_cannot_run_says_why() -> None:
+    assert "cannot be imported" in (arms.why_not(arms.ARMS["kvcached"], "a2", SETUP) or "")
+    assert "only T3" in (arms.why_not(arms.ARMS["sleep"], "a2", SETUP) or "")
+    assert arms.why_not(arms.ARMS["sleep"], "t3", SETUP) is None
+    assert arms.why_not(arms.ARMS["membroker"], "a2", SETUP) is None
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_without_vllm_one_sentence_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serving.main(["--device", "host"])
+    assert "needs vLLM 0.24" in capsys.readouterr().err
+
+
+def test_the_help_names_every_arm_and_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serving.main(["--help"])
+    told = capsys.readouterr().out
+    for name in (*arms.ARMS, *serving.TRACES):
+        assert f"  {name} " in told
