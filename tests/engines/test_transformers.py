@@ -115,7 +115,7 @@ def test_what_fits_is_served_while_the_broker_is_away(roomy: Daemon, model: Any,
 
 
 def test_a_request_that_can_never_run_is_refused(roomy: Daemon, model: Any, expected: Expected) -> None:
-    """transformers would end with all of its requests, or wait for ever."""
+    """transformers would end with all of its requests, or wait indefinitely."""
     long = batch(9, 1, 3000, 8)
     with serving(roomy, model, "small", limit="32MiB") as manager:
         with pytest.raises(InvalidRequest, match=r"3008 tokens, .* can never run: .* has \d+ at most"):
