@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -109,17 +110,16 @@ def collect(manager: ElasticManager, asked: Sequence[str]) -> list[list[int]]:
 
 @contextmanager
 def serving(
-    daemon: Daemon,
+    endpoint: Path,
     model: Any,
     name: str,
     *,
-    tenant: str = "red",
     limit: str | None = None,
     batching: dict[str, Any] | None = None,
     **bounds: Any,
 ) -> Iterator[ElasticManager]:
     """Serve `model` with memory of the broker, under a name of the broker's."""
-    with membroker.connect(daemon.endpoint(tenant)) as client:
+    with membroker.connect(endpoint) as client:
         lender = client.register_model(name, virtual_capacity="1GiB", limit=limit)
         with (
             lender.pool(page_size="2MiB") as pool,

@@ -117,6 +117,9 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
     def start(self) -> None:
         """Make the cache if it was not made, and start the thread that generates."""
         if not self.is_running():
+            config = self.continuous_batching_config
+            flash = [config.auto_switch_to_flash] if hasattr(config, "auto_switch_to_flash") else []
+            self.switch_to_cb_friendly_attn(self.model, *flash)  # `stop` has switched back
             self.warmup()
             self._ends = False
         super().start()

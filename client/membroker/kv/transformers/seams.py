@@ -23,6 +23,7 @@ METHODS: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     (_MANAGER, "__init__", ("model", "generation_config", "continuous_batching_config", "workload_hints")),
     (_MANAGER, "start", ()),
     (_MANAGER, "warmup", ()),
+    (_MANAGER, "switch_to_cb_friendly_attn", ("model",)),
     (_MANAGER, "stop", ("block", "timeout", "keep_for_next_session", "hard_stop")),
     (_MANAGER, "destroy", ()),
     (_MANAGER, "add_request", ("input_ids", "request_id", "max_new_tokens")),
@@ -104,6 +105,7 @@ VERSIONS: Final = (
         ),
         (
             (_MANAGER, ("_wake_up_loop",)),
+            ("transformers.generation.configuration_utils:ContinuousBatchingConfig", ("auto_switch_to_flash",)),
             (
                 _CACHE,
                 ("num_sectors", "bytes_per_sector", "tokens_per_sector", "cache_tensor", "cache_allocators", "pool"),
