@@ -1,7 +1,7 @@
 """A process that serves with transformers over a broker, on the device that the broker lends. Run with `-m`.
 
 Its arguments are the endpoints of two tenants, the second of which is guaranteed 96 of 128 MiB, and "eager" or
-"graphs". Anything that is wrong ends it with an error. It is a process of its own because its CUDA context ends with it.
+"graphs". Anything that is wrong ends it with an error. A process of its own, because its CUDA context ends with it.
 """
 
 from __future__ import annotations

@@ -164,12 +164,15 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
         if self._cache is not None:
             self.stop(hard_stop=kind is not None)
         self.destroy()
+        if getattr(self.model, "_cached_continuous_batching_manager", None) is self:
+            del self.model._cached_continuous_batching_manager  # by keep_for_next_session: there is no next one
 
     # In the thread that generates, but for the making of the cache
 
     def _create_batch_processor(self) -> Any:
         if self._cache is not None and self.batch_processor is not None:
             self._cache.wake()
+            self._rests = False
             return super()._create_batch_processor()
         with Capture(self._pool, wanted=self._store_class.is_kv_tensor):
             processor = super()._create_batch_processor()

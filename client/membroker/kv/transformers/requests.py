@@ -8,7 +8,6 @@ thread rests.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import islice
 from typing import Any, Protocol
 
 from transformers.generation.continuous_batching.requests import RequestStatus
@@ -125,8 +124,8 @@ class Requests:
         return self._store.lacking(wanted) > self._store.free()
 
     def _wanted(self) -> Iterator[tuple[str, int]]:
-        scheduler = self._scheduler
-        for state in scheduler.active_requests.values():
+        scheduler = self._scheduler  # copies of its lists: while it rests, another thread may add a request
+        for state in list(scheduler.active_requests.values()):
             tokens = state.position_offset + max(1, len(state.remaining_prefill_tokens)) + self._store.block_tokens
             if state.max_new_tokens is not None:
                 tokens = min(tokens, len(state.initial_tokens) + state.max_new_tokens)
@@ -134,5 +133,5 @@ class Requests:
         if scheduler.block_new_requests:
             return
         most = max(0, scheduler.max_requests_per_batch - len(scheduler.active_requests))
-        for state in islice(scheduler.waiting_requests.values(), most):
+        for state in list(scheduler.waiting_requests.values())[:most]:
             yield state.request_id, state.position_offset + len(state.remaining_prefill_tokens)
