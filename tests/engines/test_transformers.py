@@ -114,6 +114,21 @@ def test_what_fits_is_served_while_the_broker_is_away(roomy: Daemon, model: Any,
             assert answer(manager, "few") == expected["few"]
 
 
+def test_nobody_is_preempted_while_memory_is_on_its_way(roomy: Daemon, model: Any, expected: Expected) -> None:
+    """The broker takes long to answer. Requests that outgrow their blocks wait for it, and go on where they were."""
+    with serving(roomy.endpoint(), model, "slow", floor="24MiB") as manager:
+        until(lambda: used(roomy, "slow") >= 24 * MIB)
+        processor = manager.batch_processor
+        offload, offloaded = processor.offloading_manager.offload_requests, list[None]()
+        processor.offloading_manager.offload_requests = lambda: offloaded.append(None) or offload()
+        prompts, tokens = BATCHES["long"]
+        with hold_still(roomy):
+            asked = manager.add_requests(prompts, max_new_tokens=tokens)
+            until(lambda: processor.scheduler._refusals is not None and processor.scheduler.active_requests)
+        assert collect(manager, asked) == expected["long"]
+        assert not offloaded
+
+
 def test_a_request_that_can_never_run_is_refused(roomy: Daemon, model: Any, expected: Expected) -> None:
     """transformers would end with all of its requests, or wait indefinitely."""
     long = batch(9, 1, 3000, 8)

@@ -51,10 +51,6 @@ class Blocks:
         """Return how many blocks are in use, those for padding included."""
         return int(self.count) - self._held - len(self._free) - len(self._cached)
 
-    def free(self) -> int:
-        """Return how many blocks are free, and have nothing cached."""
-        return len(self._free)
-
     def lacking(self, wanted: Iterable[tuple[str, int]]) -> int:
         """Return how many blocks requests lack in all. Each is an id and the tokens for which it wants room."""
         tables = self._cache.group_cache_managers

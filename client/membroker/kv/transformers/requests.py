@@ -37,10 +37,6 @@ class Store(Protocol):
         """Return how many blocks are in use, those for padding included."""
         ...
 
-    def free(self) -> int:
-        """Return how many blocks are free, and have nothing cached."""
-        ...
-
     def lacking(self, wanted: Iterable[tuple[str, int]]) -> int:
         """Return how many blocks requests lack in all. Each is an id and the tokens for which it wants room."""
         ...
@@ -114,14 +110,6 @@ class Requests:
         """Return whether transformers can schedule something after it has preempted or evicted."""
         scheduler = self._scheduler
         return self._store.can_evict() or bool(scheduler.starved_requests and len(scheduler.active_requests) > 1)
-
-    def should_evict(self) -> bool:
-        """Return whether the next request waits for room that cached contents take."""
-        waiting = next(iter(self._scheduler.waiting_requests.values()), None)
-        if waiting is None or self._scheduler.block_new_requests or not self._store.can_evict():
-            return False
-        wanted = [(waiting.request_id, waiting.position_offset + len(waiting.remaining_prefill_tokens))]
-        return self._store.lacking(wanted) > self._store.free()
 
     def _wanted(self) -> Iterator[tuple[str, int]]:
         scheduler = self._scheduler  # copies of its lists: while it rests, another thread may add a request

@@ -23,24 +23,18 @@ class Elastic:
     starved_requests: list[Any]
     wake_up: Any
     """The event for which transformers waits if it has scheduled nothing."""
-    _evicted: int = 0
-    """How often the broker had refused when cached contents were evicted last."""
     _refusals: int | None = None
     """While requests find no block: how often the broker had refused when that began."""
 
     def schedule_batch(self: Any, token_budget: int, cache_budget: int) -> Any:
         """Schedule a step, with the blocks that have memory now."""
         self.cache_of_blocks.turn()
-        refusals = self.cache_of_blocks.stats().refusals
-        if refusals > self._evicted and self.requests.should_evict():
-            self._evicted = refusals
-            self.cache.evict_cached_blocks()
         found = super().schedule_batch(token_budget, cache_budget)  # type: ignore[misc]
         is_stuck = found[0] is None
         if not is_stuck and not self.starved_requests:
             self._refusals = None
             return found
-        if self._is_memory_coming(refusals):
+        if self._is_memory_coming():
             self.starved_requests = []  # nobody is preempted
         elif not is_stuck or self.requests.can_make_room():
             return found
@@ -50,7 +44,8 @@ class Elastic:
         self.wake_up.set()
         return [], *found[1:]
 
-    def _is_memory_coming(self, refusals: int) -> bool:
+    def _is_memory_coming(self) -> bool:
+        refusals = self.cache_of_blocks.stats().refusals
         if self._refusals is None:
             self._refusals = refusals
         return refusals == self._refusals and self.cache_of_blocks.is_growing

@@ -101,7 +101,6 @@ VERSIONS: Final = (
             (_SECTORS, "try_to_free_sectors", ()),
             (_SECTORS, "free_blocks", ("index", "block_ids")),
             (_SECTORS, "count_free_blocks", ("index",)),
-            (_CACHE, "evict_cached_blocks", ()),
         ),
         (
             (_MANAGER, ("_wake_up_loop",)),

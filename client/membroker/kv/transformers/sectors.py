@@ -56,10 +56,6 @@ class Sectors:
         """Return how many sectors are in use, those for padding included."""
         return int(self.count) - self._held - len(self._free) - len(self._cached)
 
-    def free(self) -> int:
-        """Return how many sectors are free, and have nothing cached."""
-        return len(self._free)
-
     def lacking(self, wanted: Iterable[tuple[str, int]]) -> int:
         """Return how many sectors requests lack in all. Each is an id and the tokens for which it wants room."""
         asked, missing = list(wanted), 0
