@@ -131,20 +131,28 @@ def test_nobody_is_preempted_while_memory_is_on_its_way(roomy: Daemon, model: An
 
 def test_a_request_that_can_never_run_is_refused(roomy: Daemon, model: Any, expected: Expected) -> None:
     """transformers would end with all of its requests, or wait indefinitely."""
-    long = batch(9, 1, 3000, 8)
+    long, _ = batch(9, 1, 3000, 8)
     with serving(roomy.endpoint(), model, "small", limit="32MiB") as manager:
         with pytest.raises(InvalidRequest, match=r"3008 tokens, .* can never run: .* has \d+ at most"):
-            manager.generate_batch(*long)
+            manager.generate_batch([*BATCHES["few"][0], *long])
         with pytest.raises(InvalidRequest, match="3000 tokens"):
-            manager.add_request(long[0][0], max_new_tokens=0)
+            manager.add_request(long[0], max_new_tokens=0)
         assert answer(manager, "one") == expected["one"]
     with serving(roomy.endpoint(), model, "large", limit="64MiB") as manager:
-        assert len(tokens_of(manager.generate_batch(*long))[0]) == 8
+        assert len(tokens_of(manager.generate_batch(long))[0]) == 8
+    with running({"capacity": "32MiB"}) as daemon, serving(daemon.endpoint(), model, "any") as manager:
+        with pytest.raises(InvalidRequest, match="3008 tokens"):
+            manager.generate_batch(long)
+        manager.stop()
+        with pytest.raises(InvalidRequest, match="start the manager"):
+            manager.generate_batch(long)
 
 
 def test_a_recall_takes_memory_from_an_idle_manager_and_from_a_busy_one(model: Any, expected: Expected) -> None:
-    """Another tenant wants what it is guaranteed. It gets it from cached prefixes, and from a burst by preemption."""
-    tenants = {"red": {}, "blue": {"guarantee": "96MiB"}}
+    """Another tenant wants what it is guaranteed. It gets it from cached prefixes, from a burst, and from a request
+    that holds 30 MiB and is far from its end: it is preempted, and goes on when the memory is back.
+    """
+    tenants = {"red": {}, "blue": {"guarantee": "112MiB"}}
     with (
         running({"capacity": "128MiB", "tenants": tenants, "recall_seconds": 30.0}) as daemon,
         serving(daemon.endpoint(), model, "chat", keep="1GiB") as manager,
@@ -156,13 +164,14 @@ def test_a_recall_takes_memory_from_an_idle_manager_and_from_a_busy_one(model: A
         with owner.allocate("96MiB", wait=60.0):
             assert used(daemon, "chat") <= 32 * MIB
             assert answer(manager, "few") == expected["few"]
-        prompts, tokens = BATCHES["burst"]
-        asked = manager.add_requests(prompts, max_new_tokens=tokens)
-        until(lambda: used(daemon, "chat") > 64 * MIB)
-        with owner.allocate("96MiB", wait=60.0):
-            assert used(daemon, "chat") <= 32 * MIB
-            assert manager.batch_processor.has_pending_requests(), "the memory came when the requests had ended"
-            assert collect(manager, asked) == expected["burst"]
+        for name, least, size in (("burst", 64, 96), ("deep", 28, 112)):
+            prompts, tokens = BATCHES[name]
+            asked = manager.add_requests(prompts, max_new_tokens=tokens)
+            until(lambda least=least: used(daemon, "chat") > least * MIB)
+            with owner.allocate(size * MIB, wait=60.0):
+                assert used(daemon, "chat") <= (128 - size) * MIB
+                assert manager.batch_processor.has_pending_requests(), "the memory came when the requests had ended"
+            assert collect(manager, asked) == expected[name]
         assert answer(manager, "burst") == expected["burst"]
 
 
@@ -212,26 +221,16 @@ def test_a_manager_is_stopped_and_started_again(roomy: Daemon, model: Any, expec
     assert not [one for one in threading.enumerate() if one.name.startswith("membroker-kv")]
 
 
-def test_requests_that_branch_and_requests_that_are_cancelled(roomy: Daemon, model: Any) -> None:
+def test_requests_that_branch_and_requests_that_are_cancelled(roomy: Daemon, model: Any, expected: Expected) -> None:
     """Several answers to one prompt share its blocks, and what a cancelled request had is free again."""
     generation, batching = settings()
     generation.num_return_sequences = 3
-    prompts, _ = BATCHES["few"]
     with membroker.connect(roomy.endpoint()) as client:
         lender = client.register_model("branch", virtual_capacity="1GiB")
         with lender.pool(page_size="2MiB") as pool, ElasticManager(model, pool, generation, batching, keep=0) as one:
-            before = one.get_result(timeout=0.01)
-            ended = one.add_requests(prompts, max_new_tokens=12)
-            found: list[Any] = []
-            while len(found) < 6:
-                result = one.get_result(timeout=60)
-                assert result is not None
-                found.append(result)
-            assert before is None
-            for name in ended:
-                assert len({tuple(one.generated_tokens) for one in found if one.request_id.startswith(name)}) == 1
-            long = one.add_request(prompts[0], max_new_tokens=1000)
-            until(lambda: used(roomy, "branch") > AT_REST or one.batch_processor.has_pending_requests())
+            assert answer(one, "few") == [tokens for tokens in expected["few"] for _ in range(3)]
+            long = one.add_request(BATCHES["few"][0][0], max_new_tokens=1000)
+            until(lambda: one.batch_processor.scheduler.active_requests)
             one.cancel_request(long)
             until(lambda: not one.batch_processor.has_pending_requests())
             until(lambda: used(roomy, "branch") <= AT_REST)

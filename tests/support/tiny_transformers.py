@@ -47,6 +47,7 @@ BATCHES = {
     "shared": batch(3, 8, 400, 8, shared=320),
     "few": batch(4, 2, 500, 8),
     "long": batch(5, 12, 100, 120),
+    "deep": batch(6, 1, 2500, 120),
 }
 BURST = 14 * 500 * TOKEN_BYTES
 """Bytes of KV cache that the prompts of the burst fill."""

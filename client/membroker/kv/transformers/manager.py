@@ -20,6 +20,7 @@ from ...arguments import bytes_of
 from ...errors import InvalidRequest
 from ...model import Model
 from ...pool.pool import VirtualMemoryPool
+from ...session.messages import location_name
 from ..cache import ElasticCache
 from ..capture import Capture
 from ..layout import Layout
@@ -97,20 +98,24 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
     def generate_batch(self, inputs: Sequence[Sequence[int]], max_new_tokens: int | None = None) -> dict[str, Any]:
         """Generate from prompts; return the outputs by request id, in the order of the prompts.
 
-        Like `model.generate_batch`, on this manager: it must be started, and no other thread may take results from it
-        meanwhile. A request that failed has its `error` set.
+        Like `model.generate_batch`, on this manager: no other thread may take results from it meanwhile. A request that
+        failed has its `error` set. Raises `InvalidRequest` if the manager was not started, and what `add_request`
+        raises.
         """
+        if not self.is_running():
+            raise InvalidRequest("start the manager, or use it in a with block")
+        for one in inputs:
+            self._check_fits(len(one), max_new_tokens)
         asked = self.add_requests([list(one) for one in inputs], max_new_tokens=max_new_tokens)
-        missing, outputs = set(asked), dict[str, Any]()
-        while missing:
+        order = {name: number for number, name in enumerate(asked)}
+        outputs = dict[str, Any]()
+        while len(outputs) < len(asked) * self.num_return_sequences:
             result = self.get_result(timeout=RESULT_SECONDS)
-            if result is not None and result.is_finished():
-                outputs[result.request_id] = result
-                missing.discard(result.request_id)
-            elif result is None and not self.is_running():
+            if result is None and not self.is_running():
                 break
-        order = {name: at for at, name in enumerate(asked)}
-        return dict(sorted(outputs.items(), key=lambda one: order.get(one[0].partition("__child#")[0], len(order))))
+            if result is not None and result.is_finished() and _prompt_of(result.request_id) in order:
+                outputs[result.request_id] = result
+        return dict(sorted(outputs.items(), key=lambda one: order[_prompt_of(one[0])]))
 
     # What transformers' own manager does, and this one differently
 
@@ -144,15 +149,17 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
         self._close()
 
     def add_request(self, input_ids: list[int], *args: Any, **kwargs: Any) -> Any:
-        """Add a request, as transformers does. Raises `InvalidRequest` if it can never have its memory: see `stop`."""
-        most = args[1] if len(args) > 1 else kwargs.get("max_new_tokens")
-        tokens = len(input_ids) + ((self.generation_config.max_new_tokens if most is None else most) or 0)
+        """Add a request, as transformers does. Raises `InvalidRequest` if it can never have its memory."""
+        self._check_fits(len(input_ids), args[1] if len(args) > 1 else kwargs.get("max_new_tokens"))
+        return super().add_request(input_ids, *args, **kwargs)
+
+    def _check_fits(self, tokens: int, max_new_tokens: int | None) -> None:
+        tokens += (self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens) or 0
         if self._most_tokens and tokens > self._most_tokens:
             raise InvalidRequest(
                 f"a request of {tokens} tokens, those to be generated included, can never run: the cache of this model "
-                f"has {self._most_tokens} at most, by num_blocks, its limit and its ceiling"
+                f"has {self._most_tokens} at most, by num_blocks, the limits and the ceiling"
             )
-        return super().add_request(input_ids, *args, **kwargs)
 
     def __enter__(self) -> Self:
         self.start()
@@ -209,6 +216,8 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
         lender, ceiling = self._pool._lender, self._bounds["ceiling"]
         limits = [] if ceiling is None else [bytes_of("the ceiling", ceiling)]
         if isinstance(lender, Model):
+            capacities = lender._session.welcome.capacities
+            limits += [one.limit_bytes for one in capacities if location_name(one.location) == "device"]
             limits += [one for one in (lender.available().limit_bytes,) if one is not None]
         most = min(limits, default=layout.bytes_of(0) * layout.groups)
         first = {group for block in store.always for group in layout.touched(block)}
@@ -269,6 +278,11 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
         self.warmed_up = False
         if cache is not None:
             cache.close()
+
+
+def _prompt_of(request_id: str) -> str:
+    """Return the id of the request whose prompt this one answers: `num_return_sequences` makes some more of each."""
+    return request_id.partition("__child#")[0]
 
 
 class Over:
