@@ -72,7 +72,7 @@ $(ENGINES)/.installed: tests/engines/requirements.txt
 	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement $<
 	@touch $@
 
-test-engines:  ## real vLLM (its CPU build, 6 GiB of packages) over the host driver; left out where it cannot be installed
+test-engines:  ## real vLLM (its CPU build, 6 GiB of packages) and transformers over the host driver; left out where it cannot be installed
 	@if $(MAKE) --no-print-directory $(ENGINES)/.installed; then \
 	  PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker" $(ENGINES)/bin/python -m pytest -p no:cacheprovider tests/engines; \
 	else echo "left out: vLLM's CPU build cannot be installed here"; fi

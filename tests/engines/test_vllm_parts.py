@@ -31,6 +31,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from membroker.kv import Layout
 from membroker.kv.capture import Capture
+from membroker.kv.seams import load
 from membroker.kv.vllm import memory, seams
 from membroker.kv.vllm.blocks import Blocks
 from membroker.kv.vllm.connector import Membroker
@@ -193,7 +194,7 @@ class TestSeams:
         self, place: str, method: str, given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The start of the engine then says so, with the version and the method."""
-        monkeypatch.setattr(seams._load(place), method, lambda self, other, *rest: None)
+        monkeypatch.setattr(load(place), method, lambda self, other, *rest: None)
         assert len([one for one in seams.differences() if f"{method} takes (other, rest), not (" in one]) == 1
         with pytest.raises(InvalidRequest, match=rf"written for vLLM 0\.24\.x, and vLLM .* differs: .*{method}"):
             seams.check()

@@ -92,6 +92,16 @@ class Balloon:
         return self._count + len(self._ready)
 
     @property
+    def is_asking(self) -> bool:
+        """Whether any group is being borrowed."""
+        return bool(self._charged[ASKED])
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether `take` would return any blocks."""
+        return bool(self._ready)
+
+    @property
     def staying_bytes(self) -> int:
         """Bytes with memory, less those that are going."""
         return self._charged[MAPPED]

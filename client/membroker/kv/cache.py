@@ -179,6 +179,14 @@ class ElasticCache(Closing):
         """Return the blocks that have become usable since the last time. The engine has them from now on."""
         return self._state.take()
 
+    @property
+    def is_growing(self) -> bool:
+        """Whether blocks that the engine wants are on their way: the broker is being asked for them, or will be next.
+
+        It is so too while the broker refuses: `stats().refusals` counts that.
+        """
+        return self._state.is_growing
+
     def shrink(self, size: int | str) -> None:
         """Release so many bytes soon, as for a recall: free pages first, and busy ones by preemption.
 
@@ -203,7 +211,14 @@ class ElasticCache(Closing):
         with self._driver:
             yield
 
-    # Beginning and end. These wait.
+    # These wait.
+
+    def wait(self, seconds: float) -> bool:
+        """Wait up to `seconds` until more blocks have become usable, and return whether any have: `grow` returns them.
+
+        It is for an engine that has requests, and can run none of them without more memory.
+        """
+        return self._state.wait_for_ready(seconds_of("seconds", seconds))
 
     def prepare(self, blocks: int, wait: float = 60.0) -> bool:
         """Want so many blocks, and wait up to `wait` seconds until they have memory; return whether they do.

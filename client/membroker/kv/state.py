@@ -137,6 +137,18 @@ class CacheState:
         with self._changed:
             return self._changed.wait_for(lambda: self._balloon.available >= blocks, seconds)
 
+    def wait_for_ready(self, seconds: float) -> bool:
+        """Wait until `take` would return any blocks; return whether it would."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._balloon.has_ready, seconds)
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether memory that is needed is being borrowed, or will be asked for next."""
+        with self._lock:
+            found = self._next_question()
+            return self._balloon.available < self._want and (found is not None or self._balloon.is_asking)
+
     # Shrinking
 
     def _asked_back(self) -> int:

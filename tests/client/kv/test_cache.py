@@ -62,6 +62,28 @@ def test_the_scheduler_never_waits_for_the_broker(lender: Recalled) -> None:
         steps(cache, engine, lambda: engine.finished == 2)
 
 
+def test_an_engine_without_blocks_waits_for_more(lender: Recalled) -> None:
+    """It can run nothing. `wait` ends when the broker answers, and `is_growing` says whether an answer is worth it."""
+    answer = threading.Event()
+    engine = an_engine()
+    with serving(lender, engine) as cache:
+        assert not cache.is_growing
+        lender.before_borrow = lambda: answer.wait(30)
+        engine.add(Request(10))
+        cache.grow()
+        assert cache.is_growing
+        assert not cache.wait(0.01)
+        answer.set()
+        assert cache.wait(30)
+        steps(cache, engine, lambda: engine.finished)
+        assert not cache.is_growing, "nothing is wanted"
+    with serving(lender, another := an_engine(), ceiling=2 * PAGE) as cache:
+        another.add(Request(10))
+        steps(cache, another, lambda: cache.stats().charged_bytes == 2 * PAGE)
+        until(lambda: not cache.is_growing)
+        assert cache.stats().refusals == 0, "nobody was asked for what is above the ceiling"
+
+
 def test_nothing_goes_before_its_fence(lender: Recalled) -> None:
     """Work that was queued before may still use the pages. What is wanted meanwhile comes back without a request."""
     engine = an_engine()

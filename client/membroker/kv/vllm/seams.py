@@ -1,24 +1,21 @@
 """The classes and methods of vLLM that this package relies on, with the parameters that it gives them.
 
-Owns the table, and a comparison with the vLLM that is installed. A version that has all of them may still behave
-otherwise: only `TESTED` was run.
+Owns the tables; `kv/seams.py` compares them with the vLLM that is installed. A version that has all of them may still
+behave otherwise: only `TESTED` was run.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Iterator
-from importlib import import_module
-from typing import Any, Final
+from typing import Final
 
-from ...errors import InvalidRequest
+from .. import seams
 
 logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
 
 TESTED: Final = "0.24."
 """How versions begin that were run."""
-_NEEDED: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _CONNECTOR: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
 _POOL: Final = "vllm.v1.core.block_pool:BlockPool"
 _WORKER: Final = "vllm.v1.worker.gpu_worker:Worker"
@@ -56,7 +53,6 @@ METHODS: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     ("vllm.v1.attention.backend:AttentionBackend", "get_kv_cache_stride_order", ("include_num_layers_dimension",)),
     ("vllm.model_executor.layers.attention_layer_base:AttentionLayerBase", "get_attn_backend", ()),
 )
-"""Class, method, and its parameters in order, without `self`. It may have more that are optional."""
 PROPERTIES: Final = ((_CONNECTOR, "prefer_cross_layer_blocks"),)
 ATTRIBUTES: Final = (
     ("vllm.v1.core.block_pool:BlockPool", ("num_gpu_blocks", "blocks", "null_block", "free_block_queue")),
@@ -66,53 +62,17 @@ ATTRIBUTES: Final = (
     ("vllm.v1.kv_cache_interface:KVCacheConfig", ("num_blocks", "kv_cache_tensors", "kv_cache_groups")),
     ("vllm.v1.kv_cache_interface:FullAttentionSpec", ("block_size", "num_kv_heads", "head_size")),
 )
-"""Attributes that are read: fields, properties, or assigned in the source of the class."""
 
 
 def differences() -> Iterator[str]:
     """Yield what the installed vLLM lacks, one by one."""
-    for place, method, expected in METHODS:
-        found = getattr(_load(place), method, None)
-        if found is None:
-            yield f"{place} has no {method}"
-            continue
-        parameters = [one for name, one in inspect.signature(found).parameters.items() if name not in ("self", "cls")]
-        names = tuple(one.name for one in parameters)
-        rest = parameters[len(expected) :]
-        if names[: len(expected)] != expected or any(one.default is one.empty and one.kind in _NEEDED for one in rest):
-            yield f"{place}.{method} takes ({', '.join(names)}), not ({', '.join(expected)})"
-    for place, name in PROPERTIES:
-        if not isinstance(getattr(_load(place), name, None), property):
-            yield f"{place} has no property {name}"
-    for place, attributes in ATTRIBUTES:
-        kind = _load(place)
-        for name in attributes:
-            if not _has(kind, name):
-                yield f"{place} has no {name}"
+    return seams.differences(METHODS, ATTRIBUTES, PROPERTIES)
 
 
 def check() -> None:
     """Raise `InvalidRequest` if the installed vLLM differs from the ones that this package was written for."""
     import vllm
 
-    try:
-        found = next(differences(), None)
-    except (ImportError, AttributeError) as error:
-        found = str(error)
-    if found is not None:
-        raise InvalidRequest(
-            f"membroker.kv.vllm was written for vLLM {TESTED}x, and vLLM {vllm.__version__} differs: {found}"
-        )
+    seams.check("membroker.kv.vllm", f"vLLM {TESTED}x", f"vLLM {vllm.__version__}", differences())
     if not vllm.__version__.startswith(TESTED):
         logger.warning("membroker.kv.vllm was tested with vLLM %sx, and not with %s", TESTED, vllm.__version__)
-
-
-def _load(place: str) -> Any:
-    module, _, name = place.partition(":")
-    return getattr(import_module(module), name)
-
-
-def _has(kind: Any, name: str) -> bool:
-    if hasattr(kind, name) or any(name in getattr(one, "__annotations__", ()) for one in kind.__mro__):
-        return True
-    return any(f"self.{name}" in inspect.getsource(one) for one in kind.__mro__ if one is not object)

@@ -1,0 +1,96 @@
+"""The free blocks of a `PagedAttentionCache`, as transformers 5.17 has them: two lists in a block manager.
+
+Owns no block: it moves block numbers between these lists and the balloon. Every layer has a tensor for its keys and one
+for its values, and the block `n` lies at the same place of each. Two blocks behind those of the block manager are for
+padding, and are always in use. The first is only read, and zero.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from ..capture import strided
+from ..layout import Strided
+
+
+class Blocks:
+    """The blocks of `cache`, by number. `look` notes which are free; the other methods answer from that."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+        self._lists = cache._block_manager
+        self.count = cache.num_blocks + 2
+        self.always = (cache.num_blocks, cache.num_blocks + 1)
+        self.block_tokens = cache.block_size
+        self._held = 0
+        self._free: set[int] = set()
+        self._cached: dict[int, float] = {}
+        """The free blocks with cached contents, and when each was first seen so."""
+
+    @staticmethod
+    def is_kv_tensor(shape: tuple[int, ...], dtype: Any) -> bool:
+        """Return whether transformers makes such a tensor for keys or values, while it makes its batch processor."""
+        return len(shape) == 3 and bool(dtype.is_floating_point)
+
+    def parts(self) -> list[Strided]:
+        """Return where the blocks are in memory."""
+        cache = self._cache
+        shape = (self.count, cache.block_size, cache.num_key_value_heads, cache.head_dim)
+        return [part for one in (*cache.key_cache, *cache.value_cache) for part in strided(one.view(shape), 0)]
+
+    def look(self) -> None:
+        """Note which blocks no request uses now."""
+        now = time.monotonic()
+        self._free = set(self._lists._uninit_block_ids)
+        self._cached = {block: self._cached.get(block, now) for block in self._lists._init_block_ids}
+
+    def used(self) -> int:
+        """Return how many blocks are in use, those for padding included."""
+        return int(self.count) - self._held - len(self._free) - len(self._cached)
+
+    def lacking(self, wanted: Iterable[tuple[str, int]]) -> int:
+        """Return how many blocks requests lack in all. Each is an id and the tokens for which it wants room."""
+        tables = self._cache.group_cache_managers
+        missing = 0
+        for request_id, tokens in wanted:
+            has = max(len(one.block_table.get(request_id, ())) for one in tables)
+            missing += int(self._cache.blocks_needed(max(0, (tokens + 1) // self.block_tokens + 1 - has), has))
+        return missing
+
+    def users(self, blocks: Collection[int]) -> list[str]:
+        """Return the ids of the requests that use any of these blocks."""
+        asked, tables = set(blocks), self._cache.group_cache_managers
+        return list({name for one in tables for name, table in one.block_table.items() if asked.intersection(table)})
+
+    def can_evict(self) -> bool:
+        """Return False: cached contents give way by themselves when a request needs a block."""
+        return False
+
+    def unused(self, blocks: Sequence[int]) -> list[int]:
+        """Return those without a request."""
+        return [block for block in blocks if block in self._free or block in self._cached]
+
+    def warmth(self, blocks: Sequence[int]) -> float:
+        """Return when a request with one of these cached blocks ended last, or 0."""
+        return max((self._cached[block] for block in blocks if block in self._cached), default=0.0)
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Take unused blocks out of the lists, with what is cached in them."""
+        lists, held = self._lists, set(blocks)
+        for block in held.intersection(self._cached):
+            del lists._init_block_ids[block], self._cached[block]
+            known = lists._id_to_block.pop(block)
+            if lists._hash_to_id.get(known.hash) == block:
+                del lists._hash_to_id[known.hash]
+        lists._uninit_block_ids = deque(block for block in lists._uninit_block_ids if block not in held)
+        self._free -= held
+        self._held += len(held)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Put blocks into the free list."""
+        self._lists._uninit_block_ids.extend(blocks)
+        self._free.update(blocks)
+        self._held -= len(blocks)

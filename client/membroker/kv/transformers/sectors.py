@@ -1,0 +1,115 @@
+"""The free sectors of a `PagedAttentionCache`, as transformers 5.23 has them: one tensor, cut into sectors.
+
+Owns no sector: it moves their numbers between transformers' pool and the balloon, for which a sector is a block. A
+sector has the bytes of all layers side by side, and one kind of layers at a time cuts it into blocks of its own. The
+first two sectors are for padding, and are always in use. The first is only read, and zero.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from ..layout import Strided
+
+
+class Sectors:
+    """The sectors of `cache`, by number. `look` notes which are free; the other methods answer from that."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+        self._pool = cache.pool
+        self._allocators = list(cache.cache_allocators.values())
+        self.count = cache.num_sectors + 2
+        self.always = (0, 1)
+        self.block_tokens = cache.tokens_per_sector
+        self._held = 0
+        self._free: set[int] = set()
+        self._cached: dict[int, float] = {}
+        """The unused sectors with cached contents, and when each was first seen so."""
+
+    @staticmethod
+    def is_kv_tensor(shape: tuple[int, ...], dtype: Any) -> bool:
+        """Return whether transformers makes such a tensor for keys or values, while it makes its batch processor."""
+        return len(shape) == 1 and str(dtype) == "torch.uint8"
+
+    def parts(self) -> list[Strided]:
+        """Return where the sectors are in memory."""
+        size = self._cache.bytes_per_sector
+        return [Strided(self._cache.cache_tensor.data_ptr(), size, size)]
+
+    def look(self) -> None:
+        """Note which sectors no request uses now."""
+        now, before = time.monotonic(), self._cached
+        self._pool.try_to_free_sectors()
+        self._free = set(self._pool.free_sectors)
+        self._cached = {}
+        for one in self._allocators:
+            free = self._pool._free_blocks[one.index].trees
+            for sector, cached in Counter(block // one.blocks_per_sector for block in one.ledger.cached_blocks).items():
+                if cached + len(free.get(sector, ())) == one.blocks_per_sector:
+                    self._cached[sector] = before.get(sector, now)
+
+    def used(self) -> int:
+        """Return how many sectors are in use, those for padding included."""
+        return int(self.count) - self._held - len(self._free) - len(self._cached)
+
+    def lacking(self, wanted: Iterable[tuple[str, int]]) -> int:
+        """Return how many sectors requests lack in all. Each is an id and the tokens for which it wants room."""
+        asked, missing = list(wanted), 0
+        for one in self._allocators:
+            blocks = sum(one.needs_new_blocks(request_id, 0, tokens) for request_id, tokens in asked)
+            missing += -(-max(0, blocks - self._pool.count_free_blocks(one.index)) // one.blocks_per_sector)
+        return missing
+
+    def users(self, blocks: Collection[int]) -> list[str]:
+        """Return the ids of the requests that use any of these sectors."""
+        asked = set(blocks)
+        return list(
+            {
+                name
+                for one in self._allocators
+                for name, table in one.block_table.items()
+                if any(block // one.blocks_per_sector in asked for block in table)
+            }
+        )
+
+    def can_evict(self) -> bool:
+        """Return whether anything is cached: transformers evicts all of it at a time."""
+        return any(one.ledger.cached_blocks for one in self._allocators)
+
+    def unused(self, blocks: Sequence[int]) -> list[int]:
+        """Return those without a request."""
+        return [block for block in blocks if block in self._free or block in self._cached]
+
+    def warmth(self, blocks: Sequence[int]) -> float:
+        """Return when a request with one of these cached sectors ended last, or 0."""
+        return max((self._cached[block] for block in blocks if block in self._cached), default=0.0)
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Take unused sectors out of the free ones, with what is cached in them."""
+        held = set(blocks)
+        cached = held.intersection(self._cached)
+        for one in self._allocators:
+            per, ledger = one.blocks_per_sector, one.ledger
+            among = (block for sector in cached for block in range(sector * per, (sector + 1) * per))
+            gone = [block for block in among if block in ledger.cached_blocks]
+            for block in gone:
+                del ledger.cached_blocks[block]
+                del ledger.hash_to_block[ledger.block_to_hash.pop(block)]
+            self._pool.free_blocks(one.index, gone)
+        self._pool.try_to_free_sectors()
+        self._pool.free_sectors = [sector for sector in self._pool.free_sectors if sector not in held]
+        for sector in cached:
+            del self._cached[sector]
+        self._free -= held
+        self._held += len(held)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Put sectors among the free ones. transformers takes the last one of the list first: the lowest."""
+        self._pool.free_sectors.extend(blocks)
+        self._pool.free_sectors.sort(reverse=True)
+        self._free.update(blocks)
+        self._held -= len(blocks)
