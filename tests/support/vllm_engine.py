@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,38 @@ def write_model(directory: Path) -> Path:
     return directory
 
 
+def write_weights(directory: Path, **config: Any) -> Path:
+    """Write a model with random weights in a safetensors file, its configuration changed by `config`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    torch.manual_seed(0)
+    built = AutoConfig.from_pretrained(directory)
+    AutoModelForCausalLM.from_config(built, dtype=getattr(torch, built.to_dict()["dtype"])).save_pretrained(directory)
+    return directory
+
+
+def write_plugins(directory: Path, **more: str) -> Path:
+    """Write what an installation of membroker tells vLLM, its entry points, and `more` of the same group.
+
+    vLLM finds them when the directory is on its path.
+    """
+    group = "vllm.general_plugins"
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    info = directory / "membroker-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: membroker\nVersion: 0\n")
+    lines = [f"{name} = {place}" for name, place in {**project["entry-points"][group], **more}.items()]
+    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
+    return directory
+
+
 class Engine(Closing):
     """vLLM in a process. With an endpoint its cache is elastic, with `settings` as `kv_connector_extra_config`.
 
-    `beside` puts an empty connector beside membroker's.
+    `beside` puts an empty connector beside membroker's. `environment` is set besides the usual variables.
     """
 
     def __init__(
@@ -62,6 +91,7 @@ class Engine(Closing):
         settings: dict[str, Any] | None = None,
         *,
         beside: bool = False,
+        environment: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
         keywords: dict[str, Any] = {
@@ -79,16 +109,17 @@ class Engine(Closing):
             "disable_log_stats": True,
             "seed": 0,
         }
-        environment = {
+        variables = {
             **os.environ,
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
+            **(environment or {}),
         }
         if endpoint is not None:
-            environment["MEMBROKER_ENDPOINT"] = str(endpoint)
+            variables["MEMBROKER_ENDPOINT"] = str(endpoint)
             keywords["worker_cls"] = "membroker.kv.vllm.Worker"
             keywords["kv_transfer_config"] = {
                 "kv_connector": "Membroker",
@@ -112,7 +143,7 @@ class Engine(Closing):
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env=environment,
+            env=variables,
             start_new_session=True,
         )
 
