@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ...arguments import bytes_of, name_of, seconds_of
 from ...errors import InvalidRequest
-from ...wire.names import MAX_WAIT_SECONDS
+from ...wire.names import MAX_WAIT_SECONDS, NAMES, valid_model
 
 BLOCK_MAJOR, LAYER_MAJOR = "block-major", "layer-major"
 PAGES: Final[Mapping[str, str]] = {BLOCK_MAJOR: "64MiB", LAYER_MAJOR: "2MiB"}
@@ -68,8 +68,8 @@ class WeightSettings:
     keep: bool = False
 
     def __post_init__(self) -> None:
-        if self.model is not None:
-            name_of("model", self.model)
+        if self.model is not None and not valid_model(name_of("model", self.model)):
+            raise InvalidRequest(f"{self.model!r} is no name of a model: {NAMES}")
         if not isinstance(self.load_format, str) or self.load_format == "membroker":
             raise InvalidRequest(f'load_format is one of vLLM\'s own, such as "auto", not {self.load_format!r}')
         if not isinstance(self.extra_config, Mapping):

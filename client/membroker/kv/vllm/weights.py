@@ -13,7 +13,7 @@ import gc
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -82,17 +82,17 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
             shared = _Shared(client, name, settings.wait)
             segment = shared.find()
             with set_default_torch_dtype(model_config.dtype):
-                hollows: AbstractContextManager[list[Any]] = _hollow() if segment is not None else nullcontext([])
-                with target, hollows as hollow:
+                hollow = _Hollow()
+                with target, nullcontext() if segment is None else hollow:
                     model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
-                stored = _stored(model)
                 if segment is None:
-                    segment = shared.publish(stored, lambda: self._load(model, model_config))
+                    segment = shared.publish(_stored(model), lambda: self._load(model, model_config))
                 undo.callback(segment.close)
                 try:
-                    _bind(model, stored, segment, hollow)
+                    _bind(_stored(model), segment, hollow.parameters)
+                    hollow.parameters.clear()
                     with _ReadOnly(segment):
-                        kept = _process(model, model_config, target, stored)
+                        kept = _process(model, model_config, target, _addresses(segment))
                 except BaseException:
                     if shared.is_publisher:
                         segment.delete()  # no engine can use it
@@ -170,42 +170,64 @@ class _ReadOnly(TorchDispatchMode):  # type: ignore[misc]
 
     def __init__(self, segment: Segment) -> None:
         super().__init__()
-        self._addresses = range(segment.address, segment.address + segment.size)
+        self._addresses = _addresses(segment)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        for number, one in enumerate(func._schema.arguments):
-            value = args[number] if number < len(args) else given.get(one.name)
-            if one.alias_info is not None and one.alias_info.is_write:
-                for leaf in tree_leaves(value):
-                    if isinstance(leaf, torch.Tensor) and not leaf.is_meta and leaf.data_ptr() in self._addresses:
-                        raise InvalidRequest(
-                            f"vLLM writes to a weight of {list(leaf.shape)} after loading ({func}), which other "
-                            "engines would see: leave --load-format membroker out"
-                        )
-        return func(*args, **given)
+        for one in _written(func, args, kwargs or {}):
+            if one.data_ptr() in self._addresses:
+                raise InvalidRequest(
+                    f"vLLM writes to a weight of {list(one.shape)} after loading ({func}), which other engines would "
+                    "see: leave --load-format membroker out"
+                )
+        return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def _hollow() -> Iterator[list[Any]]:
-    """In this block, build a model whose large parameters have one element of memory. Yields these parameters.
+class _Hollow(TorchDispatchMode):  # type: ignore[misc]
+    """Build a model whose large parameters have one element of memory, for weights that exist already.
 
-    They keep their class, their attributes and their device, which vLLM's layers rely on.
+    They keep their class, their attributes and their device, which vLLM's layers rely on. Initial values are not
+    written. `parameters` are those without memory.
     """
-    hollow: list[Any] = []
 
-    def empty(_module: Any, _name: str, parameter: Any) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.parameters: list[Any] = []
+        self._addresses: set[int] = set()
+
+    def __enter__(self) -> Any:
+        hook = torch.nn.modules.module.register_module_parameter_registration_hook
+        self._handle = hook(self._empty)
+        return super().__enter__()
+
+    def __exit__(self, *about: object) -> Any:
+        self._handle.remove()
+        return super().__exit__(*about)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for one in _written(func, args, kwargs or {}):
+            if one.untyped_storage().data_ptr() in self._addresses:
+                return one
+        return func(*args, **(kwargs or {}))
+
+    def _empty(self, _module: Any, _name: str, parameter: Any) -> None:
         if parameter is None or parameter.is_meta or not parameter.is_contiguous():
             return
         if parameter.numel() * parameter.itemsize >= _HOLLOW_BYTES:
             parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
-            hollow.append(parameter)
+            self.parameters.append(parameter)
+            self._addresses.add(parameter.untyped_storage().data_ptr())
 
-    handle = torch.nn.modules.module.register_module_parameter_registration_hook(empty)
-    try:
-        yield hollow
-    finally:
-        handle.remove()
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the tensors that an operation of torch writes to, as its schema says."""
+    for number, one in enumerate(func._schema.arguments):
+        if one.alias_info is not None and one.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(one.name)
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and not leaf.is_meta)
+
+
+def _addresses(segment: Segment) -> range:
+    return range(segment.address, segment.address + segment.size)
 
 
 def _stored(model: Any) -> dict[str, Any]:
@@ -244,7 +266,7 @@ def _facts(model: Any) -> dict[str, Any]:
     return facts
 
 
-def _bind(model: Any, stored: Mapping[str, Any], segment: Segment, hollow: Sequence[Any]) -> None:
+def _bind(stored: Mapping[str, Any], segment: Segment, hollow: Sequence[Any]) -> None:
     """Put the segment behind the parameters. Buffers get a copy, because vLLM writes to some.
 
     Raises `InvalidRequest` if the segment has other tensors, or if something still refers to the memory that a
@@ -295,16 +317,14 @@ def _check_same(stored: Mapping[str, Any], index: TensorIndex, segment: Segment)
         )
 
 
-def _process(model: Any, model_config: Any, target: Any, stored: Mapping[str, Any]) -> int:
+def _process(model: Any, model_config: Any, target: Any, addresses: range) -> int:
     """Let vLLM process the weights, and return how many of their bytes are still used in place.
 
     Raises `InvalidRequest` if that is less than half: then each engine has a copy of its own.
     """
-    sizes = [
-        (value.untyped_storage().nbytes(), StorageWeakRef(value.untyped_storage()))
-        for value in stored.values()
-        if isinstance(value, torch.nn.Parameter)
-    ]
+    storages = [value.untyped_storage() for value in model.parameters() if value.data_ptr() in addresses]
+    sizes = [(one.nbytes(), StorageWeakRef(one)) for one in storages]
+    del storages
     process_weights_after_loading(model, model_config, target)
     kept, total = sum(size for size, one in sizes if not one.expired()), sum(size for size, _ in sizes)
     if 2 * kept < total:
