@@ -136,7 +136,7 @@ def _is_writer(daemon: Daemon, engine: Engine) -> bool:
     """Return whether a segment is written by a process of the engine's group."""
     with membroker.connect(daemon.endpoint(), observer=True) as client:
         writers = {one.writer for one in client.segments()}
-    pids = [one.peer.pid for one in daemon.sessions() if one.name in writers]
+    pids = [one.pid for one in daemon.sessions() if one.name in writers]
     return bool(pids) and os.getpgid(pids[0]) == engine.process.pid
 
 
@@ -180,7 +180,7 @@ def test_a_segment_with_other_contents_is_refused(qwen: Path, plugins: dict[str,
             own = there.name.rpartition("/")[2]
             publish = membroker.segment.publish_arrays
             publish(client.register_model("qwen"), own, {"lm_head.weight": numpy.ones(3, "float32")}).close()
-            with sharing(qwen, daemon, plugins, "two") as two:
-                with pytest.raises(AssertionError, match=r"does not fit this model: .*membroker segments delete"):
-                    two.ready()
+            says = r"does not fit this model: .*membroker segments delete"
+            with sharing(qwen, daemon, plugins, "two") as two, pytest.raises(AssertionError, match=says):
+                two.ready()
             assert [one.state for one in client.segments()] == ["sealed"]
