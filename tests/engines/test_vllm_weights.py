@@ -119,9 +119,9 @@ def test_a_publisher_that_is_killed_halfway_is_replaced_by_an_engine_that_waits(
             sharing(qwen, daemon, environment, "one", **held) as one,
             sharing(qwen, daemon, environment, "two", **held) as two,
         ):
-            # Both have a session, and one of them is about to load.
-            until(lambda: segments(daemon) == [("writing", 1)] and len(daemon.sessions()) == 2, 120.0)
+            until(lambda: segments(daemon) == [("writing", 1)], 120.0)
             writer, other = (one, two) if _is_writer(daemon, one) else (two, one)
+            until(lambda: "for the engine that loads weights-of-qwen/weights-" in other.log(), 120.0)
             writer.kill()
             until(lambda: segments(daemon) == [("writing", 1)] and _is_writer(daemon, other), 120.0)
             gate.touch()

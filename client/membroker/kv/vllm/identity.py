@@ -54,16 +54,19 @@ def segment_name(vllm_config: Any, model_config: Any, settings: WeightSettings, 
 
 
 def _files(model: str) -> Any:
-    """Return the name, size and time of each file of a directory, or the name on Hugging Face.
+    """Return the path, size and time of each file of a model, or its name on Hugging Face.
 
     A checkpoint that is written to the same path again is another one.
     """
-    if not os.path.isdir(model):
-        return model
     root = os.path.realpath(model)
-    with os.scandir(root) as entries:
-        found = sorted((one.name, one.stat()) for one in entries if one.name.endswith(_WEIGHTS) and one.is_file())
-    return [root, [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]]
+    if os.path.isdir(model):
+        found = [os.path.join(root, name) for name in sorted(os.listdir(root)) if name.endswith(_WEIGHTS)]
+    elif os.path.isfile(model):
+        found = [root]
+    else:
+        return model
+    stats = [os.stat(path) for path in found]
+    return [root, [(path, one.st_size, one.st_mtime_ns) for path, one in zip(found, stats, strict=True)]]
 
 
 _HUBS = ("HF_ENDPOINT", "VLLM_USE_MODELSCOPE")

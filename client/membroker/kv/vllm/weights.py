@@ -28,7 +28,7 @@ from ...adapters.torch import device_of
 from ...adapters.torch.modules import PADDING, Image, stored_tensor
 from ...adapters.torch.package import torch
 from ...client import Client, connect
-from ...errors import InvalidRequest, MembrokerError, SegmentExists, SegmentNotFound, WriterDied
+from ...errors import InvalidRequest, MembrokerError, SegmentExists, SegmentNotFound, SegmentNotSealed, WriterDied
 from ...safetensors import TensorIndex
 from ...segment import Segment
 from ...vmm.sizes import format_size
@@ -130,11 +130,15 @@ class _Shared:
         self._deadline = time.monotonic() + wait
 
     def find(self) -> Segment | None:
-        """Attach the segment, and wait while it is being written. None if nobody has it."""
-        try:
-            return self._client.attach(self._name, timeout=self._left())
-        except (SegmentNotFound, WriterDied):
-            return None
+        """Attach the segment, and wait while it is being written. None if there is none, or if its writer died."""
+        with suppress(SegmentNotFound, WriterDied):
+            try:
+                return self._client.attach(self._name, timeout=0)
+            except SegmentNotSealed:
+                left = self._left()
+                logger.info("membroker: waits up to %.0f s for the engine that loads %s", left, self._name)
+                return self._client.attach(self._name, timeout=left)
+        return None
 
     def publish(self, tensors: Mapping[str, Any], load: Any) -> Segment:
         """Make the segment, then `load`, store the tensors and seal. If another engine makes it first, attach that."""
