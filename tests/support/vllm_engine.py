@@ -56,10 +56,11 @@ def write_weights(directory: Path, **config: Any) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    shape = {**CONFIG, **config}
+    (directory / "config.json").write_text(json.dumps(shape))
     torch.manual_seed(0)
     built = AutoConfig.from_pretrained(directory)
-    AutoModelForCausalLM.from_config(built, dtype=getattr(torch, built.to_dict()["dtype"])).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(built, dtype=getattr(torch, shape["torch_dtype"])).save_pretrained(directory)
     return directory
 
 
