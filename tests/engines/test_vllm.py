@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import Daemon, hold_still, until
-from tests.support.vllm_engine import BUILDS, Build, Engine
+from tests.support.vllm_engine import BUILDS, Build, Engine, write_model
 
 import membroker
 
@@ -94,7 +94,7 @@ def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     build = BUILDS[request.param]
     if build.on_gpu == current_platform.is_cpu():
         pytest.skip("this vLLM was built for another device")
-    batches, model = _batches(build.times), build.write_model(tmp_path_factory.mktemp("model"))
+    batches, model = _batches(build.times), write_model(tmp_path_factory.mktemp("model"), build.config)
     with ExitStack() as stack:
         plain = stack.enter_context(Engine(build, model, enable_prefix_caching=False)).ready()
         expected = {name: plain.generate(*batch) for name, batch in batches.items()}

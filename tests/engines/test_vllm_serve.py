@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from tests.support.daemons import Daemon, running, until
 from tests.support.sizes import MIB
-from tests.support.vllm_engine import BUILDS
+from tests.support.vllm_engine import BUILDS, write_model
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it")
 from vllm.platforms import current_platform
@@ -127,7 +127,7 @@ def test_two_models_of_the_page_trade_memory(tmp_path: Path) -> None:
     """
     models = {"chat": {"guarantee": "24MiB"}, "code": {"guarantee": "24MiB"}}
     config = {"capacity": "128MiB", "tenants": {"serving": {"models": models}}}
-    model = CPU.write_model(tmp_path)
+    model = write_model(tmp_path)
     with running(config) as daemon, served(model, "chat", daemon) as chat, served(model, "code", daemon) as code:
         for server in (chat, code):
             until(server.is_up, 300)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -81,20 +82,6 @@ class Build:
         """Run a daemon of the device."""
         return _on_gpu(config or {}) if self.on_gpu else running(config)
 
-    def write_model(self, directory: Path) -> Path:
-        """Write a model for vLLM; return the directory.
-
-        vLLM's own random weights ("dummy") are so small that an answer hardly depends on what the cache holds.
-        """
-        (directory / "config.json").write_text(json.dumps(self.config))
-        code = (
-            "import sys, torch, transformers as t; torch.manual_seed(0); at = sys.argv[1];"
-            "found = t.AutoConfig.from_pretrained(at);"
-            "t.AutoModelForCausalLM.from_config(found, dtype=found.dtype).save_pretrained(at)"
-        )
-        subprocess.run([sys.executable, "-c", code, str(directory)], check=True)
-        return directory
-
 
 @contextmanager
 def _on_gpu(config: Mapping[str, Any]) -> Iterator[Daemon]:
@@ -150,10 +137,42 @@ BUILDS: Mapping[str, Build] = {
 }
 
 
+def write_model(directory: Path, config: Mapping[str, Any] = CONFIG, **changed: Any) -> Path:
+    """Write a model with random weights in a safetensors file, its configuration `changed`; return the directory.
+
+    vLLM's own random weights ("dummy") are so small that an answer hardly depends on what the cache holds.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    directory.mkdir(exist_ok=True)
+    shape = {**config, **changed}
+    (directory / "config.json").write_text(json.dumps(shape))
+    torch.manual_seed(0)
+    built = AutoConfig.from_pretrained(directory)
+    AutoModelForCausalLM.from_config(built, dtype=getattr(torch, shape["torch_dtype"])).save_pretrained(directory)
+    return directory
+
+
+def write_plugins(directory: Path, **more: str) -> Path:
+    """Write what an installation of membroker tells vLLM, its entry points, and `more` of the same group.
+
+    vLLM finds them when the directory is on its path.
+    """
+    group = "vllm.general_plugins"
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    info = directory / "membroker-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: membroker\nVersion: 0\n")
+    lines = [f"{name} = {place}" for name, place in {**project["entry-points"][group], **more}.items()]
+    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
+    return directory
+
+
 class Engine(Closing):
     """vLLM in a process. With an endpoint its cache is elastic, with `settings` as `kv_connector_extra_config`.
 
-    `beside` puts an empty connector beside membroker's.
+    `beside` puts an empty connector beside membroker's. `environment` is set besides the usual variables.
     """
 
     def __init__(
@@ -164,6 +183,7 @@ class Engine(Closing):
         settings: dict[str, Any] | None = None,
         *,
         beside: bool = False,
+        environment: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
         keywords: dict[str, Any] = {
@@ -174,16 +194,17 @@ class Engine(Closing):
             "seed": 0,
             **build.options,
         }
-        environment = {
+        variables = {
             **os.environ,
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
             **build.environment,
+            **(environment or {}),
         }
         if endpoint is not None:
-            environment["MEMBROKER_ENDPOINT"] = str(endpoint)
+            variables["MEMBROKER_ENDPOINT"] = str(endpoint)
             keywords["worker_cls"] = "membroker.kv.vllm.Worker"
             keywords["kv_transfer_config"] = {
                 "kv_connector": "Membroker",
@@ -207,7 +228,7 @@ class Engine(Closing):
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env=environment,
+            env=variables,
             start_new_session=True,
         )
 

@@ -15,13 +15,13 @@ from ..errors import InvalidRequest
 _NEEDED: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 Methods = Iterable[tuple[str, str, tuple[str, ...]]]
-"""Class, method, and its parameters in order, without `self`. It may have more that are optional."""
+"""Class and method, or module and function, and its parameters in order, without `self`. It may have optional ones."""
 Attributes = Iterable[tuple[str, tuple[str, ...]]]
 """Class, and attributes that are read: fields, properties, or assigned in the source of the class."""
 
 
 def differences(methods: Methods, attributes: Attributes, properties: Iterable[tuple[str, str]] = ()) -> Iterator[str]:
-    """Yield what the installed engine lacks, one by one. A class is written "module:name"."""
+    """Yield what the installed engine lacks, one by one. A class is written "module:name", and a module "module"."""
     for place, method, expected in methods:
         found = getattr(load(place), method, None)
         if found is None:
@@ -53,9 +53,9 @@ def check(integration: str, written_for: str, installed: str, found: Iterator[st
 
 
 def load(place: str) -> Any:
-    """Return the class that "module:name" says. Raises `ImportError` or `AttributeError`."""
+    """Return the class that "module:name" says, or the module. Raises `ImportError` or `AttributeError`."""
     module, _, name = place.partition(":")
-    return getattr(import_module(module), name)
+    return getattr(import_module(module), name) if name else import_module(module)
 
 
 def _has(kind: Any, name: str) -> bool:

@@ -1,6 +1,7 @@
 """PyTorch modules in segments: weights that are published once and attached by many.
 
 Owns the layout of a module in a segment: the image of a safetensors file, as `safetensors.torch.save_model` writes it.
+A padding tensor, with a name that ends with `PADDING`, is no part of the module.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ...errors import InvalidRequest
 from ...model import Model
@@ -20,8 +21,36 @@ from .tensors import DTYPES, TEXTS, device_of, tensor
 
 _ALIGNMENT = 256
 _LARGE_BYTES = 4096
-_PADDING = "!"
+PADDING: Final = "!"
 _MOST_NAMES = 5
+
+
+class Image:
+    """The image of a safetensors file for tensors of these names, dtypes and shapes: `size` bytes, laid out in `index`.
+
+    Tensors of `align_from` bytes and more begin at a multiple of 256 bytes. The values may come later, in `write`.
+    Raises `InvalidRequest` for a dtype that safetensors does not have.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], *, align_from: int = _LARGE_BYTES
+    ) -> None:
+        entries = {key: (_text_of(key, value), _stored_shape(value)) for key, value in tensors.items()}
+        self._header, self.index = _layout(entries, metadata, align_from)
+        self.size = self.index.size
+
+    def write(self, segment: Segment, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write the header and the values, in C order, to the segment's start."""
+        segment.write(0, self._header)
+        for key, value in tensors.items():
+            _copy(value, segment, self.index[key])
+
+
+def stored_tensor(segment: Segment, info: TensorInfo) -> torch.Tensor:
+    """Return a tensor of a segment's index, as torch shapes it; nothing is copied. Raises what `tensor` raises."""
+    if info.dtype not in DTYPES:
+        raise InvalidRequest(f"{segment.resource_name} has a tensor of {info.dtype}, which this torch does not have")
+    return tensor(segment, DTYPES[info.dtype], _shape_in_torch(info), info.offset)
 
 
 class _Slot(NamedTuple):
@@ -56,14 +85,11 @@ def publish_module(
     bytes, or with a name that ends with "!" or contains a space or a control character.
     """
     stored, ties = _contents(module)
-    about = {**(metadata or {}), **ties, "format": "pt"}
-    header, index = _layout({key: (_text_of(key, value), _stored_shape(value)) for key, value in stored.items()}, about)
-    segment = model.create_segment(name, index.size, location)
+    image = Image(stored, {**(metadata or {}), **ties, "format": "pt"})
+    segment = model.create_segment(name, image.size, location)
     with ExitStack() as undo:
         undo.callback(segment.close)
-        segment.write(0, header)
-        for key, value in stored.items():
-            _copy(value, segment, index[key])
+        image.write(segment, stored)
         segment.seal()
         undo.pop_all()
     return segment
@@ -90,7 +116,7 @@ def attach_module(segment: Segment, module: torch.nn.Module, strict: bool = True
     problems = [problem for slot in slots for problem in _differences(slot, index, found, strict)]
     if strict:
         wanted = set(found.values())
-        problems += [f"{key} is not in the module" for key in index if key not in wanted and not key.endswith(_PADDING)]
+        problems += [f"{key} is not in the module" for key in index if key not in wanted and not key.endswith(PADDING)]
     if problems:
         more = f", and {len(problems) - _MOST_NAMES} more" if len(problems) > _MOST_NAMES else ""
         raise InvalidRequest(
@@ -163,10 +189,10 @@ def _identity(value: torch.Tensor) -> Any:
 
 def _check_name(name: str) -> None:
     """Raise for a name that a gap may have, or that would be sorted between a gap and the tensor before it."""
-    if name.endswith(_PADDING) or min(name, default=_PADDING) < _PADDING:
+    if name.endswith(PADDING) or min(name, default=PADDING) < PADDING:
         raise InvalidRequest(
-            f'{name!r} ends with "{_PADDING}", or has a space or a control character: rename it. Names with '
-            f'"{_PADDING}" are reserved for alignment, and other names must not be sorted before them'
+            f'{name!r} ends with "{PADDING}", or has a space or a control character: rename it. Names with '
+            f'"{PADDING}" are reserved for alignment, and other names must not be sorted before them'
         )
 
 
@@ -195,17 +221,19 @@ def _shape_in_torch(info: TensorInfo) -> tuple[int, ...]:
     return (*info.shape[:-1], info.shape[-1] // 2) if info.dtype == "F4" else info.shape
 
 
-def _layout(tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str]) -> tuple[bytes, TensorIndex]:
+def _layout(
+    tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str], align_from: int
+) -> tuple[bytes, TensorIndex]:
     """Return a header in which large tensors are aligned: the format allows no gaps, so dummy tensors fill them."""
     _, index = write_index(tensors, metadata, alignment=_ALIGNMENT)
     filled, shift, before = dict(tensors), 0, ""
     for name, info in index.items():
         gap = -(info.offset + shift) % _ALIGNMENT
-        if gap and before and info.size >= _LARGE_BYTES:
+        if gap and before and info.size >= align_from:
             # The dummy has the dtype of the tensor before it, and a name that is sorted directly after it.
             dtype = index[before].dtype
             elements = gap * 2 if dtype == "F4" else gap // DTYPES[dtype].itemsize
-            filled[before + _PADDING] = (dtype, (elements,))
+            filled[before + PADDING] = (dtype, (elements,))
             shift += gap
         before = name
     return write_index(filled, metadata, alignment=_ALIGNMENT)
@@ -265,8 +293,7 @@ def _put(segment: Segment, index: TensorIndex, slots: Sequence[_Slot], found: Ma
                 slot.owner._buffers[slot.own] = slot.value.to(place)
             continue
         if key not in views:
-            info = index[key]
-            views[key] = tensor(segment, DTYPES[info.dtype], _shape_in_torch(info), info.offset)
+            views[key] = stored_tensor(segment, index[key])
         one = made.get((key, slot.is_parameter))
         if one is None:
             one = torch.nn.Parameter(views[key], requires_grad=False) if slot.is_parameter else views[key]

@@ -1,4 +1,4 @@
-"""The classes and methods of vLLM that this package relies on, with the parameters that it gives them.
+"""The classes, methods and functions of vLLM that this package relies on, with the parameters that it gives them.
 
 Owns the tables; `kv/seams.py` compares them with the vLLM that is installed. A version that has all of them may still
 behave otherwise: only `TESTED` was run.
@@ -19,6 +19,8 @@ TESTED: Final = "0.24."
 _CONNECTOR: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
 _POOL: Final = "vllm.v1.core.block_pool:BlockPool"
 _WORKER: Final = "vllm.v1.worker.gpu_worker:Worker"
+_LOADING: Final = "vllm.model_executor.model_loader"
+_LOADER: Final = f"{_LOADING}:BaseModelLoader"
 METHODS: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     (_CONNECTOR, "__init__", ("vllm_config", "role", "kv_cache_config")),
     (_CONNECTOR, "bind_gpu_block_pool", ("gpu_block_pool",)),
@@ -52,6 +54,13 @@ METHODS: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     ),
     ("vllm.v1.attention.backend:AttentionBackend", "get_kv_cache_stride_order", ("include_num_layers_dimension",)),
     ("vllm.model_executor.layers.attention_layer_base:AttentionLayerBase", "get_attn_backend", ()),
+    (_LOADER, "load_model", ("vllm_config", "model_config", "prefix")),
+    (_LOADER, "load_weights", ("model", "model_config")),
+    (_LOADER, "download_model", ("model_config",)),
+    (_LOADING, "register_model_loader", ("load_format",)),
+    (_LOADING, "get_model_loader", ("load_config",)),
+    (f"{_LOADING}.utils", "initialize_model", ("vllm_config", "prefix", "model_class", "model_config")),
+    (f"{_LOADING}.utils", "process_weights_after_loading", ("model", "model_config", "target_device")),
 )
 PROPERTIES: Final = ((_CONNECTOR, "prefer_cross_layer_blocks"),)
 ATTRIBUTES: Final = (
@@ -61,6 +70,8 @@ ATTRIBUTES: Final = (
     ("vllm.v1.core.sched.output:SchedulerOutput", ("num_scheduled_tokens",)),
     ("vllm.v1.kv_cache_interface:KVCacheConfig", ("num_blocks", "kv_cache_tensors", "kv_cache_groups")),
     ("vllm.v1.kv_cache_interface:FullAttentionSpec", ("block_size", "num_kv_heads", "head_size")),
+    ("vllm.config:VllmConfig", ("offload_config", "lora_config", "weight_transfer_config")),
+    ("vllm.config.load:LoadConfig", ("load_format", "model_loader_extra_config", "device")),
 )
 
 

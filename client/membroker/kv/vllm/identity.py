@@ -1,0 +1,73 @@
+"""What makes two engines' weights the same: the name of their segment.
+
+Owns the list of what goes into the name. Two engines that may differ in one byte of their weights must differ in it. It
+imports no vLLM.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from typing import Any
+
+from ...wire.names import MAX_NAME_CHARACTERS, valid_model
+from .settings import WeightSettings
+
+
+def book_name(model_config: Any) -> str:
+    """Return the name in the books for what vLLM loads: its name on Hugging Face, or that of its directory."""
+    model = str(model_config.model)
+    if valid_model(model) and not os.path.isdir(model):
+        return model
+    own = re.sub(r"[^A-Za-z0-9._-]", "-", os.path.basename(os.path.realpath(model)))[:MAX_NAME_CHARACTERS]
+    return own if valid_model(own) else "weights"
+
+
+def segment_name(vllm_config: Any, model_config: Any, settings: WeightSettings, prefix: str) -> str:
+    """Return the own name of the segment for the weights of one rank: a digest of what decides their bytes."""
+    import vllm
+
+    parallel, hf_config = vllm_config.parallel_config, model_config.hf_config
+    facts = {
+        "vllm": vllm.__version__,
+        "device": str(vllm_config.device_config.device_type),
+        "files": _files(str(model_config.model)),
+        "hub": [model_config.revision, getattr(hf_config, "_commit_hash", None), *map(os.environ.get, _HUBS)],
+        "config": hf_config.to_dict(),
+        "dtype": str(model_config.dtype),
+        "quantization": [model_config.quantization, repr(model_config.quantization_config)],
+        "kind": [str(model_config.runner_type), str(model_config.convert_type), str(model_config.model_impl), prefix],
+        "loader": [settings.load_format, dict(settings.extra_config)],
+        "ranks": [
+            parallel.rank,
+            parallel.tensor_parallel_size,
+            parallel.pipeline_parallel_size,
+            parallel.data_parallel_rank,
+            parallel.data_parallel_size,
+            parallel.enable_expert_parallel,
+        ],
+    }
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return f"weights-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+
+def _files(model: str) -> Any:
+    """Return the path, size and time of each file of a model, or its name on Hugging Face.
+
+    A checkpoint that is written to the same path again is another one.
+    """
+    root = os.path.realpath(model)
+    if os.path.isdir(model):
+        found = [os.path.join(root, name) for name in sorted(os.listdir(root)) if name.endswith(_WEIGHTS)]
+    elif os.path.isfile(model):
+        found = [root]
+    else:
+        return model
+    stats = [os.stat(path) for path in found]
+    return [root, [(path, one.st_size, one.st_mtime_ns) for path, one in zip(found, stats, strict=True)]]
+
+
+_HUBS = ("HF_ENDPOINT", "VLLM_USE_MODELSCOPE")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".npz", ".gguf", ".index.json", "config.json")

@@ -1,0 +1,442 @@
+"""The loader `--load-format membroker` with vLLM's own post-processing and a real broker, over small modules."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.support.daemons import Daemon, until
+
+import membroker
+from membroker import InvalidRequest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it")
+
+import torch
+from vllm.config.load import LoadConfig
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader import BaseModelLoader
+
+from membroker.kv.vllm import identity, weights
+from membroker.kv.vllm.settings import WeightSettings, check_shareable, weight_settings_of
+
+pytestmark = pytest.mark.shared_daemon
+ROWS = 256
+"""Rows of 256 float32 are 256 KiB: a parameter that takes no memory until it is attached."""
+
+
+class Method(QuantizeMethodBase):  # type: ignore[misc]
+    """Post-processing of a layer, as vLLM's methods have it."""
+
+    def __init__(self, process: Callable[[Any], None]) -> None:
+        self._process = process
+
+    def create_weights(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def apply(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self._process(layer)
+
+
+class Small(torch.nn.Module):  # type: ignore[misc]
+    """Two names for one weight, dtypes of quantized models, a weight that is not contiguous, buffers of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(ROWS, 256)
+        self.head = torch.nn.Linear(256, ROWS, bias=False)
+        self.head.weight = self.embed.weight
+        for name, dtype in {"eight": torch.float8_e4m3fn, "packed": torch.int32, "wide": torch.bfloat16}.items():
+            value = torch.nn.Parameter(torch.zeros(ROWS, 512, dtype=dtype), requires_grad=False)
+            value.weight_loader = name  # type: ignore[attr-defined]
+            self.register_parameter(name, value)
+        self.turned = torch.nn.Parameter(torch.empty(300, ROWS).t(), requires_grad=False)
+        self.small = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+        self.empty = torch.nn.Parameter(torch.empty(0, 4), requires_grad=False)
+        self.register_buffer("scale", torch.tensor(1.0))
+        self.register_buffer("angles", torch.arange(16.0), persistent=False)
+        self.quant_method = Method(lambda layer: None)
+
+
+def fill(model: Any) -> None:
+    """What a checkpoint would set: the same values each time."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            value.copy_(torch.randint(1, 90, value.shape).to(value.dtype))
+
+
+class Files(BaseModelLoader):  # type: ignore[misc]
+    """Stands for one of vLLM's loaders, and counts how often it was used."""
+
+    def __init__(self, load: Callable[[Any], None] = fill) -> None:
+        self.loads, self._load = 0, load
+
+    def download_model(self, model_config: Any) -> None: ...
+
+    def load_weights(self, model: Any, model_config: Any) -> None:
+        self.loads += 1
+        self._load(model)
+
+
+def a_config(model: str = "org/small", **changes: Any) -> Any:
+    parallel = {
+        "rank": 0,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "data_parallel_rank": 0,
+        "data_parallel_size": 1,
+        "enable_expert_parallel": False,
+        "enable_eplb": False,
+    }
+    about = {
+        "model": model,
+        "revision": None,
+        "hf_config": SimpleNamespace(to_dict=lambda: {"hidden_size": 256}, _commit_hash=None),
+        "dtype": torch.float32,
+        "quantization": None,
+        "quantization_config": None,
+        "runner_type": "generate",
+        "convert_type": "none",
+        "model_impl": "auto",
+        "enable_sleep_mode": False,
+        "enable_cumem_allocator": False,
+    }
+    about.update({name: value for name, value in changes.items() if name in about})
+    parallel.update({name: value for name, value in changes.items() if name in parallel})
+    offload = SimpleNamespace(
+        uva=SimpleNamespace(cpu_offload_gb=changes.get("cpu_offload_gb", 0)),
+        prefetch=SimpleNamespace(offload_group_size=0),
+    )
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**about),
+        parallel_config=SimpleNamespace(**parallel),
+        device_config=SimpleNamespace(device=torch.device("cpu"), device_type="cpu"),
+        offload_config=offload,
+        lora_config=changes.get("lora_config"),
+        weight_transfer_config=changes.get("weight_transfer_config"),
+    )
+
+
+@pytest.fixture
+def start(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Return a function that starts an engine's model as vLLM does."""
+    monkeypatch.setenv("MEMBROKER_ENDPOINT", str(daemon.endpoint()))
+
+    def load(build: Callable[[], Any] = Small, files: Files | None = None, **extra: Any) -> Any:
+        inner = files or Files()
+        monkeypatch.setattr(weights, "get_model_loader", lambda _config: inner)
+        monkeypatch.setattr(weights, "initialize_model", lambda **_keywords: build())
+        config = a_config()
+        loader = weights.Loader(LoadConfig(load_format="membroker", model_loader_extra_config=extra))
+        return loader.load_model(config, config.model_config)
+
+    return load
+
+
+def segments(daemon: Daemon) -> list[Any]:
+    with membroker.connect(daemon.endpoint(), observer=True) as client:
+        return [(one.state, one.sessions) for one in client.segments()]
+
+
+def addresses(model: Any) -> list[int]:
+    return [value.data_ptr() for value in model.parameters()]
+
+
+def test_the_second_engine_maps_what_the_first_has_loaded(daemon: Daemon, start: Callable[..., Any]) -> None:
+    """Every dtype, tied names, what a loader has put on a parameter; and each engine has buffers that it can write."""
+    expected, files = Small(), Files()
+    fill(expected)
+    first, second = start(files=files), start(files=files)
+    assert (files.loads, segments(daemon)) == (1, [("sealed", 2)])
+    for model in (first, second):
+        for (name, value), (_, wanted) in zip(model.named_parameters(), expected.named_parameters(), strict=True):
+            assert (value.dtype, value.stride()) == (wanted.dtype, wanted.stride()), name
+            assert torch.equal(value.float(), wanted.float()), name
+        assert model.head.weight is model.embed.weight
+        assert model.wide.weight_loader == "wide"
+        assert model.scale == expected.scale
+        assert torch.equal(model.angles, expected.angles)
+        model.scale.fill_(5.0)
+        model.angles.fill_(5.0)
+    with membroker.connect(daemon.endpoint(), observer=True) as client:
+        books = client.model("org/small").books["device"]
+        assert books.used_bytes == books.segment_bytes == client.segments()[0].size_bytes
+    del first, model
+    gc.collect()
+    until(lambda: segments(daemon) == [("sealed", 1)])
+    assert torch.equal(second.wide, expected.wide), "the first engine's end is not the segment's"
+    del second, value
+    gc.collect()
+    until(lambda: segments(daemon) == [])
+
+
+def test_the_weights_are_one_read_only_copy(daemon: Daemon, start: Callable[..., Any]) -> None:
+    """A write would end the process, so the kernel is asked: all large parameters lie in read-only shared mappings."""
+    models = [start(), start()]
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    for model in models:
+        for name in ("eight", "packed", "wide"):
+            address = getattr(model, name).data_ptr()
+            (mode,) = (
+                one[1] for one in maps if int(one[0].split("-")[0], 16) <= address < int(one[0].split("-")[1], 16)
+            )
+            assert mode == "r--s", name
+    assert not set(addresses(models[0])[:4]) & set(addresses(models[1])[:4])
+
+
+def test_a_kept_segment_serves_the_next_engine(daemon: Daemon, start: Callable[..., Any]) -> None:
+    files = Files()
+    for _ in range(2):
+        start(files=files, keep=True)
+        gc.collect()
+        until(lambda: segments(daemon) == [("sealed", 0)])
+    assert files.loads == 1
+    with membroker.connect(daemon.endpoint()) as client:
+        client.delete_segment(client.segments()[0].name)
+    until(lambda: segments(daemon) == [])
+
+
+def wider() -> Any:
+    model = Small()
+    model.wide = torch.nn.Parameter(torch.zeros(ROWS, 1024, dtype=torch.bfloat16), requires_grad=False)
+    return model
+
+
+def other_dtype() -> Any:
+    model = Small()
+    model.wide = torch.nn.Parameter(torch.zeros(ROWS, 512, dtype=torch.float16), requires_grad=False)
+    return model
+
+
+def without_one() -> Any:
+    model = Small()
+    del model.packed
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (wider, r"wide is BF16 \[256, 1024\] here and BF16 \[256, 512\] there"),
+        (other_dtype, "wide is F16 .* here and BF16 .* there"),
+        (without_one, "packed is on one side only"),
+    ],
+)
+def test_a_segment_of_another_model_is_refused(
+    build: Callable[[], Any], says: str, daemon: Daemon, start: Callable[..., Any]
+) -> None:
+    first = start()
+    with pytest.raises(InvalidRequest, match=says):
+        start(build)
+    until(lambda: segments(daemon) == [("sealed", 1)])
+    assert first.wide[0, 0] > 0
+
+
+def aliased() -> Any:
+    """As layers with a convolution do it: a buffer that is a view of a weight."""
+    model = Small()
+    model.register_buffer("alias", model.wide.view(-1), persistent=False)
+    return model
+
+
+def captured() -> Any:
+    """As kernels do it: a view that is no tensor of the module."""
+    model = Small()
+    model.views = [model.wide.view(-1)]
+    return model
+
+
+def processed(process: Callable[[Any], None]) -> Callable[[], Any]:
+    def build() -> Any:
+        model = Small()
+        model.quant_method = Method(process)
+        return model
+
+    return build
+
+
+def write(layer: Any) -> None:
+    layer.wide[3:5] = 1.0
+
+
+def write_out(layer: Any) -> None:
+    torch.add(layer.wide.data, 1, out=layer.wide.data)
+
+
+def repack(layer: Any) -> None:
+    for name in ("eight", "packed", "wide"):
+        value = getattr(layer, name)
+        setattr(layer, name, torch.nn.Parameter(value.data.clone(), requires_grad=False))
+    layer.embed.weight = layer.head.weight = torch.nn.Parameter(torch.zeros(1))
+
+
+def count(model: Any) -> None:
+    fill(model)
+    model.loads = 1
+
+
+def rotate(model: Any) -> None:
+    fill(model)
+    model.angles.mul_(2)
+
+
+def lazily() -> Any:
+    model = Small()
+    model.wide = torch.nn.UninitializedParameter()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "load", "says"),
+    [
+        pytest.param(processed(write), fill, r"writes to a weight of \[2, 512\]", id="written in place"),
+        pytest.param(processed(write_out), fill, r"writes to a weight of \[256, 512\]", id="an output"),
+        pytest.param(processed(repack), fill, "repacks the weights .* a copy of each engine's own", id="repacked"),
+        pytest.param(aliased, fill, r"loading changes \.alias of this model", id="a view of a weight"),
+        pytest.param(captured, fill, "keeps a second reference to wide", id="a hidden view of a weight"),
+        pytest.param(Small, count, r"loading changes \.loads of this model", id="an attribute"),
+        pytest.param(Small, rotate, r"loading changes \.angles of this model", id="a buffer that is not stored"),
+        pytest.param(lazily, fill, "wide is a UninitializedParameter that is quantized", id="without memory"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_by_the_first_engine(
+    build: Callable[[], Any], load: Callable[[Any], None], says: str, daemon: Daemon, start: Callable[..., Any]
+) -> None:
+    """One sentence at the start, and no segment is left: never a wrong token, and no crash."""
+    with pytest.raises(InvalidRequest, match=says):
+        start(build, Files(load))
+    gc.collect()
+    until(lambda: segments(daemon) == [])
+
+
+@pytest.mark.parametrize("build", [aliased, captured])
+def test_an_alias_is_refused_by_the_second_engine_too(build: Callable[[], Any], start: Callable[..., Any]) -> None:
+    """There the view would be of memory without contents."""
+    first = start()
+    with pytest.raises(InvalidRequest, match="keeps a second reference to wide"):
+        start(build)
+    assert first.wide[0, 0] > 0
+
+
+def transpose(layer: Any) -> None:
+    layer.wide = torch.nn.Parameter(layer.wide.t(), requires_grad=False)
+    layer.largest = layer.wide.max().item()
+
+
+def test_post_processing_sees_the_values_in_every_engine(daemon: Daemon, start: Callable[..., Any]) -> None:
+    """What it derives as Python numbers is right in each, and what it turns around without a copy stays shared."""
+    models = [start(processed(transpose)), start(processed(transpose))]
+    assert models[0].largest == models[1].largest == models[0].wide.max()
+    assert [one.wide.shape for one in models] == [(512, ROWS), (512, ROWS)]
+
+
+def test_a_loader_that_does_more_is_refused(start: Callable[..., Any]) -> None:
+    class Own(Files):
+        def load_model(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    with pytest.raises(InvalidRequest, match="does more than to load weights"):
+        start(files=Own())
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"lod_format": "auto"}, "'lod_format', and membroker knows: load_format, extra_config, model, wait, keep"),
+        ({"load_format": "membroker"}, "one of vLLM's own"),
+        ({"load_format": 3}, "one of vLLM's own"),
+        ({"model": "a/b/c"}, "a/b/c"),
+        ({"model": 3}, "3"),
+        ({"wait": -1}, "wait"),
+        ({"wait": 100_000}, "at most 86400 seconds"),
+        ({"keep": "yes"}, "true or false"),
+        ({"extra_config": []}, "an object"),
+        ([], "an object"),
+    ],
+)
+def test_settings_are_checked(extra: Any, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(says)):
+        weight_settings_of(extra)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"enable_eplb": True}, "leave --enable-eplb out"),
+        ({"weight_transfer_config": object()}, "leave --weight-transfer-config out"),
+        ({"enable_sleep_mode": True}, "leave --enable-sleep-mode out"),
+        ({"cpu_offload_gb": 4}, "leave --cpu-offload-gb"),
+        ({"lora_config": object()}, "leave --enable-lora out"),
+    ],
+)
+def test_engines_that_write_to_their_weights_are_refused(changes: dict[str, Any], says: str) -> None:
+    check_shareable(a_config())
+    with pytest.raises(InvalidRequest, match=says):
+        check_shareable(a_config(**changes))
+
+
+class TestNames:
+    def name(self, settings: WeightSettings | None = None, prefix: str = "", **changes: Any) -> str:
+        config = a_config(**changes)
+        return identity.segment_name(config, config.model_config, settings or WeightSettings(), prefix)
+
+    def test_all_that_decides_the_bytes_is_in_the_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        other = SimpleNamespace(to_dict=lambda: {"hidden_size": 128}, _commit_hash=None)
+        commit = SimpleNamespace(to_dict=lambda: {"hidden_size": 256}, _commit_hash="abc")
+        names = [
+            self.name(),
+            self.name(WeightSettings(load_format="dummy")),
+            self.name(WeightSettings(extra_config={"num_threads": 2})),
+            self.name(prefix="draft"),
+            self.name(model="org/other"),
+            self.name(revision="v2"),
+            self.name(hf_config=other),
+            self.name(hf_config=commit),
+            self.name(dtype=torch.bfloat16),
+            self.name(quantization="fp8"),
+            self.name(rank=1, tensor_parallel_size=2),
+            self.name(tensor_parallel_size=2),
+            self.name(runner_type="pooling"),
+        ]
+        monkeypatch.setattr("vllm.__version__", "0.24.1")
+        names.append(self.name())
+        monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+        names.append(self.name())
+        assert len(set(names)) == len(names)
+        assert self.name(WeightSettings(keep=True, wait=3.0, model="mine")) == names[-1], "these change no byte"
+
+    def test_a_checkpoint_that_is_written_again_is_another(self, tmp_path: Path) -> None:
+        """The same path and size, but another time; what is no weight does not matter."""
+        file = tmp_path / "model.safetensors"
+        file.write_bytes(b"weights")
+        os.utime(file, ns=(1, 1))
+        before = self.name(model=str(tmp_path))
+        (tmp_path / "log").write_text("a line")
+        assert self.name(model=str(tmp_path)) == before != self.name(model=str(file))
+        os.utime(file, ns=(2, 2))
+        assert self.name(model=str(tmp_path)) != before
+
+    @pytest.mark.parametrize(
+        ("model", "name"),
+        [("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"), ("/models/my model", "my-model"), ("/", "weights"), ("/a/.b", "weights")],
+    )
+    def test_the_name_in_the_books_is_the_models(self, model: str, name: str) -> None:
+        assert identity.book_name(SimpleNamespace(model=model)) == name
+
+
+def test_the_entry_point_loads_little() -> None:
+    """vLLM loads it in each of its processes, whether it is used or not."""
+    heavy = {"torch", "vllm", "grpc", "cuda", "numpy"}
+    look = f"import sys, membroker.kv.vllm.plugin; print({heavy} & set(sys.modules) or 'nothing')"
+    assert (
+        subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout == "nothing\n"
+    )

@@ -1,0 +1,92 @@
+"""Real vLLM engines on a GPU with one copy of the weights: a model of Qwen3-1.7B's shape from a safetensors file.
+
+Compiled, with CUDA graphs. Nothing else may use the GPU meanwhile. PYTHONPATH must have vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.daemons import Daemon, until
+from tests.support.gpu import at_rest, on_gpu, used
+from tests.support.vllm_engine import Engine, write_plugins, write_weights
+
+import membroker
+from membroker.vmm.cuda.driver import CudaDriver
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200), pytest.mark.usefixtures("gpu")]
+
+SHAPE = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "initializer_range": 0.02,
+    "torch_dtype": "bfloat16",
+}
+OPTIONS = {
+    "dtype": "bfloat16",
+    "block_size": 16,
+    "enforce_eager": False,
+    "kv_cache_memory_bytes": 8 << 30,
+    "gpu_memory_utilization": 0.05,
+    "max_num_batched_tokens": 2048,
+    "distributed_executor_backend": "uni",
+}
+_RNG = random.Random(7)
+PROMPTS = [[_RNG.randrange(3, 150_000) for _ in range(length)] for length in (5, 60, 700)], 48
+
+
+def seconds(engine: Engine, what: str) -> str:
+    """The time in a line of the log."""
+    found = re.search(rf"{what}.*?([\d.]+) s", engine.log())
+    assert found is not None, engine.log()
+    return found[1]
+
+
+@pytest.mark.parametrize("runner", ["0", "1"], ids=["V1 runner", "V2 runner"])
+def test_engines_compute_with_one_copy_of_the_weights(
+    runner: str, gpu: CudaDriver, tmp_path: Path, state: Callable[[str, str], None]
+) -> None:
+    """The second engine reads no file and takes no memory for weights, and serves on when the first is killed."""
+    model = write_weights(tmp_path / "qwen", **SHAPE)
+    path = os.pathsep.join([str(write_plugins(tmp_path / "plugins")), os.environ.get("PYTHONPATH", "")])
+    environment = {"PYTHONPATH": path, "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_V2_MODEL_RUNNER": runner}
+    with Engine(model, environment=environment, load_format="auto", **OPTIONS) as plain:
+        expected = plain.ready().generate(*PROMPTS)
+        state(f"runner {runner}: plain vLLM reads the weights", seconds(plain, "Loading weights took") + " s")
+
+    def sharing(daemon: Daemon, name: str) -> Any:
+        options = {**OPTIONS, "load_format": "membroker"}
+        return Engine(model, daemon.endpoint(), {"model": name}, environment=environment, **options)
+
+    with on_gpu(gpu) as daemon:
+        figures = [at_rest(lambda: used(gpu))]
+        with sharing(daemon, "one") as one:
+            assert one.ready().generate(*PROMPTS) == expected
+            figures.append(at_rest(lambda: used(gpu)))
+            with sharing(daemon, "two") as two:
+                assert two.ready().generate(*PROMPTS) == expected
+                figures.append(at_rest(lambda: used(gpu)))
+                with membroker.connect(daemon.endpoint(), observer=True) as client:
+                    (there,) = client.segments()
+                    assert client.model("qwen").books["device"].used_bytes == there.size_bytes
+                    assert (there.state, there.sessions) == ("sealed", 2)
+                first, second = figures[1] - figures[0], figures[2] - figures[1]
+                published, attached = seconds(one, "published the weights"), seconds(two, "attached the weights")
+                state(f"runner {runner}: published, attached", f"{published} s, {attached} s")
+                state(f"runner {runner}: first, second engine", f"{first >> 20} MiB, {second >> 20} MiB")
+                assert second < first - there.size_bytes * 3 // 4
+                one.kill()
+                assert two.generate(*PROMPTS) == expected
+        until(lambda: sum(one.books[0].used_bytes for one in daemon.models()) == 0, 60.0)
