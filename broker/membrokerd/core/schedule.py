@@ -40,6 +40,8 @@ class Waiter:
     guaranteed: bool
     met_full_device: bool = False
     """The books had room for it, and the device had not: it is tried again after an audit, and at its deadline."""
+    waited: int = 0
+    """How long, once it is decided."""
 
     @property
     def borrower(self) -> int | None:

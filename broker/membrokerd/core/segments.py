@@ -74,7 +74,13 @@ class Segments:
         )
         books.record(ft.SegmentHeld(segment, event.session))
         self._stock.make_room(location)
-        call = Call(event.call, event.request_id, name, location, extent, last, ids, segment)
+        waiter = self._waiting.granted(event)
+        call = Call(
+            *(event.call, event.request_id, name, location, extent, last, ids, segment),
+            event=event,
+            since=waiter.since if waiter else now,
+            waiter=waiter,
+        )
         self._lending.begin_call(event.session, call, self._call_done)
 
     def _refuse_create(self, event: ev.CreateSegment, name: ev.ModelName) -> Denied | None:
