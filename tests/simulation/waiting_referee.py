@@ -306,6 +306,8 @@ class WaitingReferee:
             one = self.came
         if one is None and isinstance(event, ev.NotMade):
             return  # the device was full, and meanwhile a limit was lowered
+        if isinstance(event, ev.Declare) and event.call != refused.call:
+            return  # it was decided before the newer declaration, which may have made room
         if one is None:  # a declaration
             assert isinstance(event, ev.Declare)
             tenant, model = str(denied.numbers["model"]).removeprefix("tenants/").split("/models/")

@@ -127,10 +127,15 @@ class Waiting:
         """Let the oldest request at each location that has met a full device try again: the device was looked at."""
         tried = set()
         for one in self._waiters.values():
-            if one.met_full_device and one.event.location not in tried:
+            if one.met_full_device and one.event.location not in tried and not self._is_dropping(one.event):
                 tried.add(one.event.location)
                 one.met_full_device = False
                 self._looked_at = None
+
+    def _is_dropping(self, event: Debit) -> bool:
+        """Say whether the broker still closes what it had made of a segment: its name is not free until then."""
+        segment = self._books.ledger.labels.get(event.name) if isinstance(event, ev.CreateSegment) else None
+        return segment is not None and self._books.ledger.segments[segment].state == "dropping"
 
     def _is_final(self, event: Debit) -> bool:
         return self._deciding is not None and self._deciding.event is event
