@@ -362,6 +362,7 @@ class Referee:
         self.stock.inherit()
         self.resuming.inherit()
         self.recalls.inherit()
+        self.waiting.granted.clear()
 
     def _inherit_deaths(self) -> None:
         """Who was dead is dead, as of now; one may have died in the last step of all."""

@@ -76,7 +76,7 @@ class SharingReferee:
         self.attached = 0
         self.ended: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
-        """How attaches ended that waited."""
+        """How attaches ended that waited; and how often a create met a full device and waited again."""
         self.touched: set[int] = set()
 
     # --- one step ---
@@ -96,6 +96,11 @@ class SharingReferee:
                 if isinstance(answer.result, Denied):
                     refused.append((flight, answer.result))
                 self._answered(flight, answer.result)
+        for call in self.calls.keys() & self.world.broker.waiting._waiters.keys():  # its create has met a full device
+            flight = self.calls.pop(call)
+            assert not flight.sent, "a create waits again of which something was sent"
+            del self.flights[flight.session, flight.request_id]
+            self.waits["full device"] += 1
         for fact in step.facts:
             self._judge_fact(fact, event)
         for segment in sealed:

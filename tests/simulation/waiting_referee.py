@@ -28,6 +28,8 @@ class WaitingReferee:
         self.before: dict[int, Any] = {}
         self.came: Any = None
         """The request that the step is about, as if it waited."""
+        self.granted: dict[int, Any] = {}
+        """Requests that waited and were granted, and are not answered yet."""
         self.ends: Counter[str] = Counter()
         """How waits ended."""
         self.compared = 0
@@ -73,7 +75,7 @@ class WaitingReferee:
         timed = {call: one for call, one in gone.items() if one.deadline is not None}
         answers = {one.call: one.result for one in step.effects if isinstance(one, fx.Answer)}
         ended = [one for one in step.effects if isinstance(one, fx.Waited)]
-        self._judge_told(timed, ended, answers, put_back=isinstance(event, ev.NotMade))
+        self._judge_told(timed, ended, answers)
         if world.broker.waiting.left_over:
             assert world.broker.deadline == 0, "the next step does not follow at once"
         else:
@@ -101,23 +103,29 @@ class WaitingReferee:
             getattr(fact, "session", None) == session or getattr(fact, "writer", None) == session for fact in debits
         )
 
-    def _judge_told(
-        self, gone: dict[int, Any], ended: Sequence[fx.Waited], answers: dict[int, Any], *, put_back: bool
-    ) -> None:
-        """The end of every wait is told, also of one that came, or met a full device, and was refused in one step."""
-        now, came = self._world.now, self.came.event.call if self.came else None
-        at_once = {call for call, one in gone.items() if one.since == now and call not in answers}
+    def _judge_told(self, gone: dict[int, Any], ended: Sequence[fx.Waited], answers: dict[int, Any]) -> None:
+        """The end of a wait is told once: when the request is refused, or when the call that was granted is answered.
+
+        A wait that began and ended with a refusal in one step is told too.
+        """
+        now, after = self._world.now, self._world.broker.waiting._waiters
+        expected = {call: one for call, one in (self.granted | gone).items() if call in answers}
+        self.granted |= {call: one for call, one in gone.items() if call not in answers}
+        self.granted = {call: one for call, one in self.granted.items() if call not in answers and call not in after}
         told = Counter(one.call for one in ended)
-        for call in [call for call in told if call == came or (put_back and call not in self.before)]:
-            assert isinstance(answers[call], Denied), "its wait has ended before it began"
-            del told[call]
-        assert told == Counter(gone.keys() - at_once), "the end of a wait is told wrongly"
+        at_once = {call for call, one in expected.items() if not one.waited and call not in told}
+        begun = {call for call in told if call not in expected}
+        assert told == Counter((expected.keys() - at_once) | begun), "the end of a wait is told wrongly"
+        assert all(isinstance(answers[call], Denied) for call in begun), "its wait has ended before it began"
+        assert not any(isinstance(answers[call], Denied) for call in at_once), "a refusal is not told"
         for one in ended:
             self.ends[one.result] += 1
-            assert (one.result == "granted") == (one.call not in answers), f"{one} and {answers.get(one.call)}"
-            if one.call in gone:
-                assert one.waited_ns == now - gone[one.call].since
-                assert one.guaranteed == gone[one.call].guaranteed
+            assert (one.result == "granted") == (not isinstance(answers[one.call], Denied))
+            waiter = expected.get(one.call)
+            if waiter is not None:
+                assert one.waited_ns in (waiter.waited, now - waiter.since)
+                assert one.waited_ns <= now - waiter.since
+                assert one.guaranteed == waiter.guaranteed
 
     def _judge_waiter(self, waiter: Any) -> None:
         world, recalls = self._world, self._referee.recalls
@@ -298,6 +306,8 @@ class WaitingReferee:
             one = self.came
         if one is None and isinstance(event, ev.NotMade):
             return  # the device was full, and meanwhile a limit was lowered
+        if isinstance(event, ev.Declare) and event.call != refused.call:
+            return  # it was decided before the newer declaration, which may have made room
         if one is None:  # a declaration
             assert isinstance(event, ev.Declare)
             tenant, model = str(denied.numbers["model"]).removeprefix("tenants/").split("/models/")

@@ -117,12 +117,13 @@ class Lending:
         self._books.record(fact)
         size = event.extent_bytes
         result = fx.Allocated(event.count, size)
-        since = self._waiting.since(event, now) if self._waiting.busy else now
+        waiter = self._waiting.granted(event) if self._waiting.busy else None
         call = Call(
             *(event.call, event.request_id, event.name, event.location, size, size, ids),
             result=result,
             event=event,
-            since=since,
+            since=waiter.since if waiter else now,
+            waiter=waiter,
         )
         traffic = self._traffic[event.session]
         at_once = len(call.states) == 1 and not traffic.queue and traffic.window < policy.WINDOW
@@ -134,10 +135,8 @@ class Lending:
     def _allocated(self, session: int, call: Call) -> None:
         """Answer an Allocate of which every packet is decided, or let it wait for room on the device."""
         if call.failure:
-            full = call.failure.reason is Reason.DEVICE_FULL and not call.any_sent
-            if full and call.event is not None and self._waiting.put_back(call.event, call.since, call.failed_at):
-                return
-            self._books.refuse(call.call, call.failure, session, call.name)
+            if not self._waiting.put_back(call):
+                self._books.refuse(call.call, call.failure, session, call.name)
         else:
             assert call.result is not None
             self._books.emit(fx.Answer(call.call, call.result))
@@ -313,13 +312,14 @@ class Lending:
         if traffic.queue and self._books.ledger.sessions[session].state in ("open", "detached"):
             self._issue(session)
 
-    @staticmethod
-    def _answer(traffic: Traffic, session: int, call: Call) -> None:
+    def _answer(self, traffic: Traffic, session: int, call: Call) -> None:
         """Answer a call that is done, unless it was answered before."""
         if call.request_id in traffic.unanswered:
             traffic.unanswered.discard(call.request_id)
             assert call.on_done is not None, "a call in flight was never begun"
             call.on_done(session, call)
+            if call.waiter is not None:
+                self._waiting.answered(call, call.waiter)
 
     # --- release and declare ---
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from . import events as ev
@@ -40,11 +40,14 @@ class Waiter:
     guaranteed: bool
     met_full_device: bool = False
     """The books had room for it, and the device had not: it is tried again after an audit, and at its deadline."""
+    waited: int = 0
+    """How long, once it is decided."""
 
-    @property
-    def borrower(self) -> int | None:
-        """The session, if the broker can ask for the bytes again: segments and declarations are firm."""
-        return self.event.session if isinstance(self.event, ev.Allocate) else None
+    borrower: int | None = field(init=False)
+    """The session, if the broker can ask for the bytes again: segments and declarations are firm."""
+
+    def __post_init__(self) -> None:
+        self.borrower = self.event.session if isinstance(self.event, ev.Allocate) else None
 
 
 class Hold(NamedTuple):
@@ -118,8 +121,10 @@ class Schedule:
             elif not possible:
                 continue
             wanting.append(one)
-        if len(wanting) < 2 and not possible:
-            return (wanting[0], True) if wanting else None
+        if not wanting:
+            return None
+        if len(wanting) == 1 and not possible:
+            return wanting[0], True
         found = self._first(location, wanting, ready, waiters, now)
         return (found, True) if found else None
 

@@ -74,7 +74,13 @@ class Segments:
         )
         books.record(ft.SegmentHeld(segment, event.session))
         self._stock.make_room(location)
-        call = Call(event.call, event.request_id, name, location, extent, last, ids, segment)
+        waiter = self._waiting.granted(event)
+        call = Call(
+            *(event.call, event.request_id, name, location, extent, last, ids, segment),
+            event=event,
+            since=waiter.since if waiter else now,
+            waiter=waiter,
+        )
         self._lending.begin_call(event.session, call, self._call_done)
 
     def _refuse_create(self, event: ev.CreateSegment, name: ev.ModelName) -> Denied | None:
@@ -228,7 +234,7 @@ class Segments:
             self._books.answer(one.call, deny(Reason.SEGMENT_NOT_SEALED, segment=str(row.full_name())))
 
     def _call_done(self, session: int, call: Call) -> None:
-        """Answer a create or an attach whose every packet is decided."""
+        """Answer a create or an attach whose every packet is decided, or let a create wait for room on the device."""
         row = self._books.ledger.segments.get(call.segment)
         if row is None:  # its last session died while the packet was in flight
             self._books.refuse(call.call, call.failure or deny(Reason.DELIVERY_FAILED), session, call.name)
@@ -238,8 +244,10 @@ class Segments:
         if not call.failure:
             self._books.answer(call.call, self.view(row))
             return
-        self._books.refuse(call.call, call.failure, session, call.name)
-        if not call.sends and row.state == "writing":
+        writing = not call.sends and row.state == "writing"
+        if not (writing and self._waiting.put_back(call)):
+            self._books.refuse(call.call, call.failure, session, call.name)
+        if writing:
             self._end_writing(row, "not made")
         if not call.any_sent and session in row.holders:
             self._books.record(ft.SegmentLeft(row.segment, session, 1, "not made"))

@@ -22,11 +22,15 @@ _FRACTION = 16
 
 
 class Item(NamedTuple):
-    """One that takes part in a division: at least `low` bytes, at most `high`, and between them by `weight`."""
+    """One that takes part in a division: at least `low` bytes, at most `high`, and between them by `weight`.
+
+    A model or a tenant has `base` bytes before the rest is divided.
+    """
 
     weight: int
     low: int
     high: int
+    base: int = 0
 
 
 def fill(room: int, items: Sequence[Item], granule: int) -> list[int]:
@@ -38,14 +42,12 @@ def fill(room: int, items: Sequence[Item], granule: int) -> list[int]:
     found = [item.low for item in items]
     left = room - sum(found)
     for group in (
-        [i for i, item in enumerate(items) if item.weight],
-        [i for i, item in enumerate(items) if not item.weight],
+        {i: item for i, item in enumerate(items) if item.weight},
+        {i: item._replace(weight=1) for i, item in enumerate(items) if not item.weight},
     ):
         if left > 0 and group:
-            members = [Item(items[i].weight or 1, items[i].low, items[i].high) for i in group]
-            for i, size in zip(
-                group, _fill_group(left + sum(member.low for member in members), members, granule), strict=True
-            ):
+            least = sum([item.low for item in group.values()])
+            for i, size in zip(group, _fill_group(left + least, list(group.values()), granule), strict=True):
                 left -= size - found[i]
                 found[i] = size
     return found
@@ -54,7 +56,7 @@ def fill(room: int, items: Sequence[Item], granule: int) -> list[int]:
 def _fill_group(room: int, items: Sequence[Item], granule: int) -> list[int]:
     level = _level(room, items)
     sizes = []
-    for weight, low, high in items:
+    for weight, low, high, _ in items:
         size = weight * level >> _FRACTION
         sizes.append(high if size >= high else max(low, size // granule * granule))
     left = room - sum(sizes)
@@ -70,7 +72,7 @@ def _level(room: int, items: Iterable[Item]) -> int:
     """Return the highest level at which all take no more than `room`: each takes its weight times the level."""
     bends = []
     total = 0
-    for weight, low, high in items:
+    for weight, low, high, _ in items:
         total += low << _FRACTION
         bends += [(-(-(low << _FRACTION) // weight), weight), ((high << _FRACTION) // weight, -weight)]
     bends.sort()
@@ -82,13 +84,6 @@ def _level(room: int, items: Iterable[Item]) -> int:
         total += slope * (bend - level)
         level, slope = bend, slope + change
     return level
-
-
-class _Part(NamedTuple):
-    """What a model or a tenant has before the rest is divided, and its item in that division."""
-
-    base: int
-    item: Item
 
 
 class Shares:
@@ -108,25 +103,24 @@ class Shares:
         total = self._ledger.totals[location]
         guarantees = self._admission.guarantees_of_models(location)
         recallable = self._recallable.by_model(location)
-        models: dict[str, dict[ModelName, _Part]] = {tenant: {} for tenant in self._admission.tenants(location)}
+        models: dict[str, dict[ModelName, Item]] = {tenant: {} for tenant in self._admission.tenants(location)}
         for name in sorted({*self._ledger.models, *guarantees, *wanted}):
-            part = self._model(name, location, wanted.get(name, 0), guarantees.get(name, 0), recallable.get(name, 0))
-            if part.base or part.item.high:
-                models.setdefault(name.tenant, {})[name] = part
-        tenants = [self._tenant(tenant, location, parts.values()) for tenant, parts in models.items()]
+            item = self._model(name, location, wanted.get(name, 0), guarantees.get(name, 0), recallable.get(name, 0))
+            if item.base or item.high:
+                models.setdefault(name.tenant, {})[name] = item
+        tenants = [self._tenant(tenant, location, items.values()) for tenant, items in models.items()]
         granule = self._rules.granularity
         room = total.capacity - total.releasing - less - sum([tenant.base for tenant in tenants])
         found: dict[ModelName, int] = {}
-        extras = fill(room, [tenant.item for tenant in tenants], granule)
-        for tenant, parts, extra in zip(tenants, models.values(), extras, strict=True):
-            room = tenant.base + extra - sum([part.base for part in parts.values()])
-            sizes = fill(room, [part.item for part in parts.values()], granule)
-            for (name, part), size in zip(parts.items(), sizes, strict=True):
-                found[name] = part.base + size
+        for tenant, items, extra in zip(tenants, models.values(), fill(room, tenants, granule), strict=True):
+            room = tenant.base + extra - sum([item.base for item in items.values()])
+            sizes = fill(room, list(items.values()), granule)
+            for (name, item), size in zip(items.items(), sizes, strict=True):
+                found[name] = item.base + size
         return found
 
-    def _model(self, name: ModelName, location: Location, wanted: int, guarantee: int, recallable: int) -> _Part:
-        """Return a model's part: its guarantee, and from what is firm beyond that up to what it has and wants."""
+    def _model(self, name: ModelName, location: Location, wanted: int, guarantee: int, recallable: int) -> Item:
+        """Return a model's item: its guarantee, and from what is firm beyond that up to what it has and wants."""
         ledger, rules = self._ledger, self._rules
         row = ledger.models.get(name)
         charge = row.charges[location] if row else None
@@ -138,12 +132,12 @@ class Shares:
         base = min(guarantee, max(firm, most)) if self._recallable.is_possible else guarantee
         low = max(0, firm - base)
         weight = policy.set_weight(ledger.quotas, rules, (*name, location))
-        return _Part(base, Item(weight, low, max(low, most - base)))
+        return Item(weight, low, max(low, most - base), base)
 
-    def _tenant(self, tenant: str, location: Location, models: Collection[_Part]) -> _Part:
-        """Return a tenant's part: its guarantee, or what its models want of that, and what they could use besides."""
-        least = sum([model.base + model.item.low for model in models])
-        most = sum([model.base + model.item.high for model in models])
+    def _tenant(self, tenant: str, location: Location, models: Collection[Item]) -> Item:
+        """Return a tenant's item: its guarantee, or what its models want of that, and what they could use besides."""
+        least = sum([model.base + model.low for model in models])
+        most = sum([model.base + model.high for model in models])
         limit = policy.set_limit(self._ledger.quotas, self._rules, (tenant, None, location))
         if limit is not None:
             charge = self._ledger.tenants.get((tenant, location))
@@ -154,4 +148,4 @@ class Shares:
             base = min(base, most)
         low = max(0, least - base)
         weight = policy.set_weight(self._ledger.quotas, self._rules, (tenant, None, location))
-        return _Part(base, Item(weight, low, max(low, most - base)))
+        return Item(weight, low, max(low, most - base), base)

@@ -14,6 +14,7 @@ from . import effects as fx
 from . import events as ev
 from . import lifecycles, policy
 from .denied import Denied
+from .schedule import Waiter
 
 
 @dataclass(slots=True, eq=False)
@@ -35,9 +36,11 @@ class Call:
     sends: bool = False
     result: fx.Allocated | None = None
     """The answer to an Allocate, if it succeeds."""
-    event: ev.Allocate | None = None
+    event: ev.Allocate | ev.CreateSegment | None = None
     since: int = 0
-    """The Allocate, and when it came."""
+    """The request that made the debit, and when it came."""
+    waiter: Waiter | None = None
+    """That request, if it waited before it was granted."""
     states: list[str] = field(init=False)
     stocked: set[int] = field(default_factory=set)
     issued: int = 0
@@ -63,6 +66,11 @@ class Call:
     def is_made(self, extent: int) -> bool:
         """Say whether this extent of the call, an Allocate, exists already."""
         return self.states[(extent - self.ids.start) // policy.PACKET_EXTENTS] not in ("waiting", "making")
+
+    @property
+    def size(self) -> int:
+        """The bytes of all its extents."""
+        return self.extent_bytes * (len(self.ids) - 1) + self.last_bytes
 
     @property
     def any_sent(self) -> bool:

@@ -19,6 +19,7 @@ from . import policy
 from .books import Books
 from .denied import Denied, Reason, deny
 from .schedule import Debit, Schedule, Waiter
+from .traffic import Call
 
 MOST_AT_ONCE = 16
 """How many requests are granted or time out in one step. The others follow in the next: see `deadline`."""
@@ -99,21 +100,23 @@ class Waiting:
         if not wait:
             self.deferred.append(event.call)
 
-    def since(self, event: ev.Allocate, now: int) -> int:
-        """Return when a request that is granted now came."""
-        waiter = self._deciding
-        return waiter.since if waiter is not None and waiter.event is event else now
+    def granted(self, event: Debit) -> Waiter | None:
+        """Return the wait of a request that is granted now; None if it did not wait."""
+        return self._deciding if self._is_final(event) else None
 
-    def put_back(self, event: ev.Allocate, since: int, now: int) -> bool:
-        """Let a request wait whose debit was credited again, because the device is full; False if its time is over."""
-        size = event.extent_bytes * event.count
-        guaranteed = self._books.admission.is_guaranteed(event.name, event.location, size)
-        deadline = since + self._wait_ns(event, guaranteed)
-        waiter = Waiter(event, event.name, size, since, deadline, guaranteed, met_full_device=True)
-        is_open = self._books.ledger.sessions[event.session].state == "open"
-        if not is_open or deadline <= now or event.ahead or self._schedule.is_asked(waiter):
+    def put_back(self, call: Call) -> bool:
+        """Let a request wait whose debit was credited again, because the device is full; False if it is refused."""
+        event, name, size, now = call.event, call.name, call.size, call.failed_at
+        full = call.failure is not None and call.failure.reason is Reason.DEVICE_FULL and not call.any_sent
+        if event is None or not full or (isinstance(event, ev.Allocate) and event.ahead):
             return False
-        if self._books.stopping or self._books.refuse_debit() or self._refuse_one_more(event, event.name, deadline):
+        guaranteed = self._books.admission.is_guaranteed(name, event.location, size)
+        deadline = call.since + self._wait_ns(event, guaranteed)
+        waiter = Waiter(event, name, size, call.since, deadline, guaranteed, met_full_device=True)
+        is_open = self._books.ledger.sessions[event.session].state == "open"
+        if not is_open or deadline <= now or self._schedule.is_asked(waiter):
+            return False
+        if self._books.stopping or self._books.refuse_debit() or self._refuse_one_more(event, name, deadline):
             return False
         self._add(waiter)
         if guaranteed:
@@ -124,10 +127,15 @@ class Waiting:
         """Let the oldest request at each location that has met a full device try again: the device was looked at."""
         tried = set()
         for one in self._waiters.values():
-            if one.met_full_device and one.event.location not in tried:
+            if one.met_full_device and one.event.location not in tried and not self._is_dropping(one.event):
                 tried.add(one.event.location)
                 one.met_full_device = False
                 self._looked_at = None
+
+    def _is_dropping(self, event: Debit) -> bool:
+        """Say whether the broker still closes what it had made of a segment: its name is not free until then."""
+        segment = self._books.ledger.labels.get(event.name) if isinstance(event, ev.CreateSegment) else None
+        return segment is not None and self._books.ledger.segments[segment].state == "dropping"
 
     def _is_final(self, event: Debit) -> bool:
         return self._deciding is not None and self._deciding.event is event
@@ -229,10 +237,20 @@ class Waiting:
     def _end(self, waiter: Waiter, now: int) -> None:
         self._remove(waiter)
         self._books.answer(waiter.event.call, deny(Reason.DELIVERY_FAILED))
-        self._report(waiter, "cancelled", now)
+        waiter.waited = now - waiter.since
+        self._report(waiter, "cancelled")
 
-    def _report(self, waiter: Waiter, result: fx.WaitResult, now: int) -> None:
-        event, waited = waiter.event, now - waiter.since
+    def answered(self, call: Call, waiter: Waiter) -> None:
+        """Tell how the wait of a call ended, unless it waits on, because it has met a full device."""
+        if call.call in self._waiters:
+            return
+        if call.failure is None:
+            self._report(waiter, "granted")
+        else:
+            self._report(waiter, "cancelled" if call.failure.reason is Reason.DELIVERY_FAILED else "refused")
+
+    def _report(self, waiter: Waiter, result: fx.WaitResult) -> None:
+        event, waited = waiter.event, waiter.waited
         if waiter.deadline is not None and (waited or result != "granted"):  # its turn may have come at once
             told = waiter.name, event.location, waiter.size, waited, result, waiter.guaranteed
             self._books.emit(fx.Waited(event.call, *told))
@@ -271,11 +289,11 @@ class Waiting:
         The one before it is decided by now. A refusal records nothing.
         """
         if self._deciding is not None:
-            granted = self._books.recorded > self._recorded
-            self._report(self._deciding, "granted" if granted else "refused", now)
-            self._deciding = None
-            if not granted:
+            self._deciding.waited = now - self._deciding.since
+            if self._books.recorded == self._recorded:  # else it is granted, and told when its call is answered
+                self._report(self._deciding, "refused")
                 self._schedule.divide_again()
+            self._deciding = None
         found = self._next(now) if self._timed or self._schedule.has_holds else None
         self.busy = bool(self._timed) or self._schedule.has_holds
         self._turns += 1

@@ -174,7 +174,7 @@ REQUESTS = Spec(
 WAITS = Spec(
     "membroker_wait_seconds",
     "histogram",
-    "Time that a request waited for memory, by how its wait ended, and whether it was within a guarantee.",
+    "Time that a request waited for memory, by its result, and whether it was within a guarantee. Once a request.",
     ("result", "guaranteed"),
 )
 RECALLS = Spec(

@@ -6,10 +6,9 @@ user's requests and converts offsets to pages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import groupby
-from typing import Protocol, overload
+from typing import Protocol
 
 from ..arguments import Progress
 from ..errors import AlreadyMapped, InvalidRequest, OutOfMemory
@@ -26,6 +25,7 @@ from .compaction import Compaction
 from .offload import OffloadedPages
 from .page_store import PageStore
 from .page_table import FREE, OFFLOADED, SPARE, USED, PageTable
+from .runs import Offsets, alike, as_runs, single
 
 _STATES = {SPARE: "spare", OFFLOADED: "offloaded"}
 
@@ -104,7 +104,7 @@ class Backing:
             if missing:
                 offsets: Sequence[int] = range(missing[0].start * size, missing[0].stop * size, size)
                 if len(missing) > 1:
-                    offsets = _Offsets(missing, size)
+                    offsets = Offsets(missing, size)
                 placing = Placing(self.holding, offsets)
                 operation.undo.append(placing.take_back)
                 try:
@@ -243,7 +243,7 @@ class Backing:
         clean = [page for page in spare if all_clean or page in table.fresh][-count:]
         if not clean or not is_asked_for(self.holding.region.extents[clean[0] * self._page_size][0]):
             return []
-        return _as_runs(clean)
+        return as_runs(clean)
 
     def trim_all(self) -> int:
         """Free the host memory that is kept pinned, and release every spare page; return the number of pages."""
@@ -356,15 +356,15 @@ class Backing:
         rows = []
         for pages, state, busy in runs:
             common = "changing" if busy else _STATES.get(state)
-            for alike in map(_page, pages) if by_page else _alike(pages, pinned, restricted):
-                offset, end = alike.start * self._page_size, alike.stop * self._page_size
-                access = restricted.get(alike.start, AccessFlags.READ_WRITE)
+            for run in map(single, pages) if by_page else alike(pages, pinned, restricted):
+                offset, end = run.start * self._page_size, run.stop * self._page_size
+                access = restricted.get(run.start, AccessFlags.READ_WRITE)
                 behind = map(extents.get, range(offset, end, self._page_size))
                 rows.append(
                     PoolMapping(
                         offset,
                         end - offset,
-                        common or ("pinned" if alike.start in pinned else "used"),
+                        common or ("pinned" if run.start in pinned else "used"),
                         access.name.lower(),
                         tuple(extent for extent in behind if extent is not None),
                     )
@@ -393,52 +393,3 @@ class Backing:
 
     def _bytes(self, pages: range) -> tuple[int, int]:
         return pages.start * self._page_size, len(pages) * self._page_size
-
-
-class _Offsets(Sequence[int]):
-    """The offsets of the pages of some runs, without a list: a request may be far larger than the device."""
-
-    def __init__(self, runs: Sequence[range], page_size: int) -> None:
-        self._runs = [range(run.start * page_size, run.stop * page_size, page_size) for run in runs]
-
-    def __len__(self) -> int:
-        return sum(map(len, self._runs))
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        if isinstance(index, int):
-            return self[index : index + 1][0]
-        first, stop, _ = index.indices(len(self))
-        found: list[int] = []
-        for run in self._runs:
-            found += run[max(0, first) : max(0, stop)]
-            first, stop = first - len(run), stop - len(run)
-        return found
-
-
-def _page(page: int) -> range:
-    return range(page, page + 1)
-
-
-def _as_runs(pages: Iterable[int]) -> list[range]:
-    """Return ascending pages as runs."""
-    runs: list[range] = []
-    for page in pages:
-        if runs and runs[-1].stop == page:
-            runs[-1] = range(runs[-1].start, page + 1)
-        else:
-            runs.append(range(page, page + 1))
-    return runs
-
-
-def _alike(pages: range, pinned: Set[int], restricted: Mapping[int, AccessFlags]) -> Iterator[range]:
-    """Split a run at the boundaries of pins, and where the access changes."""
-    if not (pinned or restricted):
-        yield pages
-        return
-    for _, run in groupby(pages, lambda page: (page in pinned, restricted.get(page))):
-        first, *rest = run
-        yield range(first, first + len(rest) + 1)

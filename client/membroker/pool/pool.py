@@ -1,46 +1,34 @@
 """`VirtualMemoryPool`: many addresses, and memory for the ones that are in use.
 
-Owns the public calls, which take offsets and sizes. It converts these to pages, and a `Backing` works on the pages. It
-knows a `Source`, never a broker, and must never map or unmap memory itself.
+Owns the public calls, which take offsets and sizes; those about offloading are in `offloading`. `Paged` converts these
+to pages, and a `Backing` works on the pages. It knows a `Source`, never a broker, and must never map or unmap memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Literal
 
-from ..arguments import (
-    Progress,
-    access_of,
-    bytes_of,
-    check_page_size,
-    check_progress,
-    deadline_of,
-    location_of,
-    rounded_up,
-    whole_number,
-)
+from ..arguments import access_of, bytes_of, check_page_size, deadline_of, location_of, rounded_up, whole_number
 from ..deprecated import renamed
-from ..errors import InvalidOffset, InvalidRequest, NotMapped
+from ..errors import InvalidOffset, InvalidRequest
 from ..interrupts import device_failures, uninterrupted
 from ..memory.lender import Lender, Source, source_of
-from ..memory.lifetime import Resource
 from ..memory.views import Span
 from ..types import MemoryStats, Move, PoolMapping
 from ..vmm.driver import AccessFlags, Location
 from ..vmm.sizes import MIB, format_size, is_power_of_two
 from .ahead import Ahead
 from .backing import Backing, Fence
-from .page_store import PageStore, check_segment, runs_in, size_in_segment
+from .offloading import Offloading
 from .page_table import PageTable
 
 DEFAULT_PAGE_SIZE = 64 * MIB
 
 
 @renamed(physical_memory_usage="physical_usage_bytes")
-class VirtualMemoryPool(Resource):
+class VirtualMemoryPool(Offloading):
     """Addresses for `virtual_capacity` bytes, backed page by page on demand. Thread-safe, and a context manager.
 
     Offsets and sizes are in bytes (sizes may be text, such as `"8GiB"`) and need no alignment: a call works on
@@ -321,96 +309,6 @@ class VirtualMemoryPool(Resource):
         tell = on_move or (lambda move: None)
         return uninterrupted(lambda: self._backing.compact(tell), self._holding.interrupted)
 
-    # Offloading
-
-    def offload(
-        self,
-        offset: int = 0,
-        size: int | str | None = None,
-        *,
-        to: PageStore | None = None,
-        progress: Progress | None = None,
-    ) -> int:
-        """Copy the bytes of the pages that [offset, offset + size) touches to the host, and release their memory.
-
-        Without a range it offloads the whole pool. It skips pages that are not allocated or are offloaded already, and
-        releases spare pages without a copy. The pages stay allocated and keep their addresses, but have no memory until
-        `restore`. Returns the number of bytes copied. `progress(done, total)` is called with bytes, and an exception
-        that it raises stops the copying. A call of the main thread runs it in another thread, so no interrupt is raised
-        in it: Ctrl-C stops the copying between two chunks.
-
-        The bytes go to pinned memory of this process, which its model is charged for at the location host (a
-        declaration); or to `to`, a segment at that location that this process has created and not sealed. The segment
-        is sealed at the end, and then outlives the process (`restore_from`). `offload_size` returns the size that it
-        needs. A segment with pages of an `offload` that stopped half way takes no others until they are restored.
-
-        Waits for the work that this process has submitted to the device. Raises `OutOfMemory` when the host's limit
-        refuses, `BufferError` while a view of a page or of `to` is alive, `NotMapped` when another call is changing a
-        page, `InvalidOffset`, `InvalidRequest`, and what a segment raises; nothing has changed then. `DeviceFailure`,
-        `ClosedError`, and an exception of `progress` may stop it half way: the pages copied until then are offloaded,
-        the rest is unchanged, and the error's metadata has both numbers of bytes. If only the seal fails, because the
-        broker is unreachable or a view of `to` was taken meanwhile, everything is offloaded, and `to.seal()` retries.
-        """
-        self._holding.check_open()
-        check_progress(progress)
-        pages = self._touched_or_all(offset, size)
-        return uninterrupted(lambda: self._backing.offload(pages, to, progress), self._holding.interrupted)
-
-    def offload_size(self, offset: int = 0, size: int | str | None = None) -> int:
-        """Return the size in bytes of a segment, header included, for an `offload` of this range now.
-
-        Raises `NotMapped` when another call is changing a page, `InvalidOffset`, `InvalidRequest` and `ClosedError`.
-        """
-        self._holding.check_open()
-        pages = self._touched_or_all(offset, size)
-        return size_in_segment(self._backing.used_runs(pages), self._page_size)
-
-    def restore(
-        self,
-        offset: int = 0,
-        size: int | str | None = None,
-        *,
-        progress: Progress | None = None,
-        keep_pinned: bool = False,
-        wait: float | None = None,
-    ) -> int:
-        """Borrow memory for the offloaded pages of [offset, offset + size), and copy their bytes back.
-
-        The pages keep their addresses and their access. Without a range it restores the whole pool. It skips pages that
-        are not offloaded. Pinned memory is freed and no longer declared. With `keep_pinned` it stays for the next
-        `offload`, because pinning memory takes far longer than copying it. A segment stays as it is. Returns the number
-        of bytes copied; `progress` is that of `offload`, and `wait` that of `allocate`: one time for all pages.
-
-        Raises `OutOfMemory` when there is not enough memory: the pages restored until then stay restored, the rest
-        stays offloaded, and `metadata` has `restored_bytes` and `offloaded_bytes`. The same is true for every error
-        half way. Also raises the other errors of `allocate`, and `NotMapped` when another call is changing a page.
-        """
-        until = deadline_of(wait)
-        self._holding.check_open()
-        check_progress(progress)
-        pages = self._touched_or_all(offset, size)
-        return uninterrupted(
-            lambda: self._backing.restore(pages, progress, until, keep_pinned=keep_pinned), self._holding.interrupted
-        )
-
-    def restore_from(self, segment: PageStore, *, progress: Progress | None = None, wait: float | None = None) -> int:
-        """Restore pages that another pool, possibly of another process, has offloaded to `segment`.
-
-        They keep their offsets, where nothing may be allocated. The page size must divide their offsets and sizes. Then
-        they are as if this pool had offloaded and restored them, also after an error half way. `wait` is that of
-        `restore`. Returns the number of bytes copied. Raises `InvalidRequest` if `segment` is not a sealed segment of
-        offloaded pages, or its pages do not fit this pool, `InvalidTensorIndex`, `AlreadyMapped`, and what `restore`
-        raises.
-        """
-        until = deadline_of(wait)
-        self._holding.check_open()
-        check_progress(progress)
-        check_segment(segment, self._holding.source.driver)
-        found = runs_in(segment, self._page_size, self._capacity)
-        return uninterrupted(
-            lambda: self._backing.restore_from(segment, found, progress, until), self._holding.interrupted
-        )
-
     # Using it
 
     def view(self, offset: int, size: int | str) -> memoryview:
@@ -468,48 +366,6 @@ class VirtualMemoryPool(Resource):
     def __repr__(self) -> str:
         used, all_of_it = format_size(self.physical_usage_bytes), format_size(self._capacity)
         return f"<membroker.VirtualMemoryPool of {all_of_it}, {used} backed{', closed' * self.closed}>"
-
-    # Pages
-
-    def _touched(self, offset: int, size: int | str) -> range:
-        """Return the numbers of the pages that [offset, offset + size) touches, after checking both."""
-        length = bytes_of("a size", size, at_least=1)
-        offset = whole_number("an offset", offset, InvalidOffset)
-        # The comparison has no sum, so that it is also right in a language with 64-bit integers.
-        if not 0 <= offset < self._capacity or length > self._capacity - offset:
-            raise InvalidOffset(
-                f"{length} bytes at offset {offset} do not lie in the pool's virtual capacity of {self._capacity} bytes"
-            )
-        return range(offset // self._page_size, (offset + length - 1) // self._page_size + 1)
-
-    def _touched_by(self, ranges: Iterable[tuple[int, int | str]]) -> tuple[list[int], list[range]]:
-        """Return the offsets of ranges and the pages that each touches, both by address, after checking them."""
-        found: list[tuple[int, range]] = []
-        for one in ranges:
-            if not isinstance(one, tuple) or len(one) != 2:
-                raise InvalidRequest(f"a range is an offset and a size, not {one!r}")
-            pages = self._touched(*one)
-            found.append((whole_number("an offset", one[0], InvalidOffset), pages))
-        found.sort(key=lambda one: one[0])
-        for (_, before), (offset, pages) in pairwise(found):
-            if pages.start < before.stop:
-                raise InvalidRequest(f"two of the ranges touch the page of offset {offset}")
-        return [offset for offset, _ in found], [pages for _, pages in found]
-
-    def _touched_or_all(self, offset: int, size: int | str | None) -> range:
-        """Return the pages of a range. Without a size the range ends at the end of the pool."""
-        pages = self._touched(offset, 1 if size is None else size)
-        return pages if size is not None else range(pages.start, self._capacity // self._page_size)
-
-    def _begun_at(self, table: PageTable, address: int) -> range:
-        """Return the pages of the allocation that begins at an address. The caller holds the lock."""
-        offset = address - self._holding.region.address
-        page, within = divmod(offset, self._page_size)
-        if not 0 <= offset < self._capacity:
-            raise InvalidOffset(f"the address {address:#x} is not one of this pool's")
-        if table.begins.get(page) != within:
-            raise NotMapped(f"no allocation begins at the address {address:#x}: deallocate() takes any offset and size")
-        return table.allocation(page)
 
 
 def _check_fence(after: object) -> None:

@@ -79,7 +79,7 @@ def test_the_segments_of_the_world_are_rich(ended: World) -> None:
     sharing = ended.referee.sharing
     assert sharing.attached >= 200
     assert min(sharing.ended[how] for how in ("certain", "proven", "in time")) >= 3, sharing.ended
-    waits = ("sealed", Reason.WRITER_DIED, Reason.SEGMENT_NOT_SEALED, Reason.DELIVERY_FAILED)
+    waits = ("sealed", "full device", Reason.WRITER_DIED, Reason.SEGMENT_NOT_SEALED, Reason.DELIVERY_FAILED)
     assert min(sharing.waits[how] for how in waits) >= 5, sharing.waits
     moved = Counter(fact.cause for fact in ended.history if isinstance(fact, ft.SegmentMoved))
     causes = {cause for causes in lifecycles.SEGMENT.values() for cause in causes} - {"dropped", "settled"}

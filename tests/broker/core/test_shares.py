@@ -30,7 +30,7 @@ ITEMS = st.builds(
 def test_a_division_is_the_defined_one(room: int, items: list[Item]) -> None:
     """Nothing is given twice, nothing wanted is left over, and each part is the defined one to a granule or two."""
     sizes = fill(room, items, GRANULE)
-    exact = fill_by_definition(room, items)
+    exact = fill_by_definition(room, [item[:3] for item in items])
     for size, should, item in zip(sizes, exact, items, strict=True):
         assert item.low <= size <= item.high
         assert abs(size - should) <= 2 * GRANULE

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import grpc
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tests.support import raw
 from tests.support.daemons import Daemon, running, until
 from tests.support.honest_worker import State, check_turns, honest
@@ -72,6 +74,16 @@ def waiting(daemon: Daemon) -> int:
     return sum(books.waiting_requests for model in daemon.models() for books in model.books)
 
 
+def ended(daemon: Daemon) -> Counter[str]:
+    """Return how many waits have ended, by their result."""
+    found: Counter[str] = Counter()
+    for family in text_string_to_metric_families(daemon.metrics()):
+        for one in family.samples:
+            if one.name == "membroker_wait_seconds_count":
+                found[one.labels["result"]] += int(one.value)
+    return found
+
+
 @contextmanager
 def full(daemon: Daemon, transport: str = "handoff", size: int = CAPACITY) -> Iterator[Worker]:
     """Yield a worker of the tenant blue that has borrowed all there is; `buffers` are of 64 MiB each."""
@@ -102,6 +114,27 @@ def test_a_release_grants_what_waits(daemon: Daemon, asker: Worker, call: str, t
         asker.result()
         assert waiting(daemon) == 0
         assert daemon.books().lent_bytes == CAPACITY
+
+
+@pytest.mark.parametrize("call", ["a buffer", "a segment"])
+def test_what_meets_a_full_device_waits_on(daemon: Daemon, asker: Worker, call: str, transport: str) -> None:
+    """A worker says that it has released all memory, and still maps it: the books have room, and the device has not.
+
+    The call is tried again after each audit. When the worker has unmapped 64 MiB, it is granted, and counts once.
+    """
+    with full(daemon, transport) as holder:
+        holder.do(
+            "client._session.transport.release([one for kept in buffers for one in kept._holding.extents.values()])"
+        )
+        until(lambda: daemon.books().unaccounted_bytes == CAPACITY)
+        before = ended(daemon)
+        asker.begin(CALLS[call].format(wait=LONG))
+        until(lambda: waiting(daemon) == 1)
+        assert ended(daemon) == before
+        holder.do("buffers.pop().close()")
+        asker.result()
+        assert daemon.books().lent_bytes == 64 * MIB
+        assert ended(daemon) - before == {"granted": 1}
 
 
 @pytest.mark.parametrize("call", CALLS)

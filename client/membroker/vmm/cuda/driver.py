@@ -8,7 +8,6 @@ idle GPU: `cuInit` and `cuDeviceGet` are enough to create, export and release.
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from ..sizes import MAX_BYTES, is_power_of_two
 from .copies import CudaCopier, pin, unpin
 from .gpu import NOT_SUPPORTED, Gpu
 from .nvml import NvmlDevice
+from .packets import Packets
 from .process import close_descriptors, process, reservations
 
 # One counter for all drivers of the process: a handle of one driver is unknown to every other.
@@ -46,6 +46,7 @@ class CudaDriver:
             self._nvml = NvmlDevice(gpu.uuid())
             undo.callback(self._nvml.close)
             self._own_location, self._descriptor_kind = gpu.own_location, gpu.descriptor_kind
+            self._packets = Packets(gpu)
             self._properties = {location: gpu.extent_properties(location) for location in Location}
             self._grants = {access: [gpu.grant(access)] for access in AccessFlags}
             self._device = gpu.describe(self._nvml)
@@ -78,31 +79,7 @@ class CudaDriver:
         """Create `count` extents and return a descriptor of each: 53 us for one of 2 MiB (H200) if another is open."""
         self._enter("cuMemCreate")
         _check_size(size, self._device.granularity, "cuMemCreate")
-        cuda, properties, kind = self._cuda, self._properties[location], self._descriptor_kind
-        created: list[Any] = []
-        exported: list[Any] = []
-        try:
-            for _ in range(count):
-                # In one step of the interpreter, as in `wire.descriptors.receive`: an interrupt loses nothing.
-                created.extend(map(cuda.cuMemCreate, (size,), (properties,), (0,)))
-                result, extent = created[-1]
-                if result:
-                    raise self._failure("cuMemCreate", result)
-                exported.extend(map(cuda.cuMemExportToShareableHandle, (extent,), (kind,), (0,)))
-                result, _ = exported[-1]
-                if result:
-                    raise self._failure("cuMemExportToShareableHandle", result)
-                del created[-1]  # no call stands between this and the release
-                (released,) = cuda.cuMemRelease(extent)
-                if released:
-                    raise self._failure("cuMemRelease", released)
-            return [int(descriptor) for _, descriptor in exported]
-        except BaseException:
-            for result, descriptor in exported:
-                if not result:
-                    os.close(int(descriptor))
-            self._release_all(created)
-            raise
+        return self._packets.lend(size, count, self._properties[location])
 
     def map_descriptors(
         self, address: int, descriptors: Sequence[int], size: int, access: AccessFlags = AccessFlags.READ_WRITE
@@ -110,37 +87,7 @@ class CudaDriver:
         """Map the extents behind `descriptors` side by side from `address` on; 56 us for one of 2 MiB (H200)."""
         self._enter("cuMemMap")
         self._check_reserved(address, size * len(descriptors))
-        cuda, kind, at = self._cuda, self._descriptor_kind, address
-        imported: list[Any] = []
-        try:
-            for descriptor in descriptors:
-                imported.extend(map(cuda.cuMemImportFromShareableHandle, (descriptor,), (kind,)))  # as in `lend`
-                result, extent = imported[-1]
-                if result:
-                    raise self._failure("cuMemImportFromShareableHandle", result)
-                at += size  # before the map: no call stands between them
-                (result,) = cuda.cuMemMap(at - size, size, 0, extent, 0)
-                if result:
-                    at -= size
-                    raise self._failure("cuMemMap", result)
-                del imported[-1]
-                (released,) = cuda.cuMemRelease(extent)
-                if released:
-                    raise self._failure("cuMemRelease", released)
-            (result,) = cuda.cuMemSetAccess(address, at - address, self._grants[access], 1)
-            if result:
-                raise self._failure("cuMemSetAccess", result)
-        except BaseException:
-            self._release_all(imported)
-            if at > address:
-                self._call("cuMemUnmap", address, at - address)
-            raise
-
-    def _release_all(self, made: list[Any]) -> None:
-        """Release the extents of an interrupted or failed call: what CUDA returned for each."""
-        for result, extent in made:
-            if not result:
-                self._cuda.cuMemRelease(extent)
+        self._packets.map(address, descriptors, size, self._grants[access])
 
     def seal(self, descriptor: int) -> None:
         """Do nothing: with CUDA, any process that imports an extent can map it writable."""

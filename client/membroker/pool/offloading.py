@@ -1,0 +1,103 @@
+"""`Offloading`: the public calls that move a pool's bytes to the host, and back.
+
+It checks the requests and converts them to pages. `offload` knows where the bytes lie.
+"""
+
+from __future__ import annotations
+
+from ..arguments import Progress, check_progress, deadline_of
+from ..interrupts import uninterrupted
+from .page_store import PageStore, check_segment, runs_in, size_in_segment
+from .paged import Paged
+
+
+class Offloading(Paged):
+    """Pages whose memory can be released while their bytes lie on the host."""
+
+    def offload(
+        self,
+        offset: int = 0,
+        size: int | str | None = None,
+        *,
+        to: PageStore | None = None,
+        progress: Progress | None = None,
+    ) -> int:
+        """Copy the bytes of the pages that [offset, offset + size) touches to the host, and release their memory.
+
+        Without a range it offloads the whole pool. It skips pages that are not allocated or are offloaded already, and
+        releases spare pages without a copy. The pages stay allocated and keep their addresses, but have no memory until
+        `restore`. Returns the number of bytes copied. `progress(done, total)` is called with bytes, and an exception
+        that it raises stops the copying. A call of the main thread runs it in another thread, so no interrupt is raised
+        in it: Ctrl-C stops the copying between two chunks.
+
+        The bytes go to pinned memory of this process, which its model is charged for at the location host (a
+        declaration); or to `to`, a segment at that location that this process has created and not sealed. The segment
+        is sealed at the end, and then outlives the process (`restore_from`). `offload_size` returns the size that it
+        needs. A segment with pages of an `offload` that stopped half way takes no others until they are restored.
+
+        Waits for the work that this process has submitted to the device. Raises `OutOfMemory` when the host's limit
+        refuses, `BufferError` while a view of a page or of `to` is alive, `NotMapped` when another call is changing a
+        page, `InvalidOffset`, `InvalidRequest`, and what a segment raises; nothing has changed then. `DeviceFailure`,
+        `ClosedError`, and an exception of `progress` may stop it half way: the pages copied until then are offloaded,
+        the rest is unchanged, and the error's metadata has both numbers of bytes. If only the seal fails, because the
+        broker is unreachable or a view of `to` was taken meanwhile, everything is offloaded, and `to.seal()` retries.
+        """
+        self._holding.check_open()
+        check_progress(progress)
+        pages = self._touched_or_all(offset, size)
+        return uninterrupted(lambda: self._backing.offload(pages, to, progress), self._holding.interrupted)
+
+    def offload_size(self, offset: int = 0, size: int | str | None = None) -> int:
+        """Return the size in bytes of a segment, header included, for an `offload` of this range now.
+
+        Raises `NotMapped` when another call is changing a page, `InvalidOffset`, `InvalidRequest` and `ClosedError`.
+        """
+        self._holding.check_open()
+        pages = self._touched_or_all(offset, size)
+        return size_in_segment(self._backing.used_runs(pages), self._page_size)
+
+    def restore(
+        self,
+        offset: int = 0,
+        size: int | str | None = None,
+        *,
+        progress: Progress | None = None,
+        keep_pinned: bool = False,
+        wait: float | None = None,
+    ) -> int:
+        """Borrow memory for the offloaded pages of [offset, offset + size), and copy their bytes back.
+
+        The pages keep their addresses and their access. Without a range it restores the whole pool. It skips pages that
+        are not offloaded. Pinned memory is freed and no longer declared. With `keep_pinned` it stays for the next
+        `offload`, because pinning memory takes far longer than copying it. A segment stays as it is. Returns the number
+        of bytes copied; `progress` is that of `offload`, and `wait` that of `allocate`: one time for all pages.
+
+        Raises `OutOfMemory` when there is not enough memory: the pages restored until then stay restored, the rest
+        stays offloaded, and `metadata` has `restored_bytes` and `offloaded_bytes`. The same is true for every error
+        half way. Also raises the other errors of `allocate`, and `NotMapped` when another call is changing a page.
+        """
+        until = deadline_of(wait)
+        self._holding.check_open()
+        check_progress(progress)
+        pages = self._touched_or_all(offset, size)
+        return uninterrupted(
+            lambda: self._backing.restore(pages, progress, until, keep_pinned=keep_pinned), self._holding.interrupted
+        )
+
+    def restore_from(self, segment: PageStore, *, progress: Progress | None = None, wait: float | None = None) -> int:
+        """Restore pages that another pool, possibly of another process, has offloaded to `segment`.
+
+        They keep their offsets, where nothing may be allocated. The page size must divide their offsets and sizes. Then
+        they are as if this pool had offloaded and restored them, also after an error half way. `wait` is that of
+        `restore`. Returns the number of bytes copied. Raises `InvalidRequest` if `segment` is not a sealed segment of
+        offloaded pages, or its pages do not fit this pool, `InvalidTensorIndex`, `AlreadyMapped`, and what `restore`
+        raises.
+        """
+        until = deadline_of(wait)
+        self._holding.check_open()
+        check_progress(progress)
+        check_segment(segment, self._holding.source.driver)
+        found = runs_in(segment, self._page_size, self._capacity)
+        return uninterrupted(
+            lambda: self._backing.restore_from(segment, found, progress, until), self._holding.interrupted
+        )
