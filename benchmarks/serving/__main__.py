@@ -16,7 +16,7 @@ from typing import Any
 
 from membroker.arguments import bytes_of
 from membroker.errors import InvalidRequest
-from membroker.vmm import DriverUnavailable, open_driver
+from membroker.vmm import DriverUnavailable, Location, format_size, open_driver
 
 from .. import machine
 from ..plotting import NoMatplotlib, load
@@ -90,10 +90,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if getattr(options, name) is None:
             setattr(options, name, value)
     setup = _setup(parser, options)
+    try:
+        device = _device(setup.device)
+    except DriverUnavailable as error:
+        parser.error(f"{error}; --device host needs no GPU")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that all that was started is ended
-    facts = machine.facts() | _versions() | describe(setup)
+    facts = machine.facts() | device | _versions() | describe(setup)
     runs: list[Run] = []
     failures: dict[str, str] = {}
+    print(", ".join(f"{name} {value}" for name, value in facts.items()), file=sys.stderr, flush=True)
     try:
         with progress(len(options.arms) * len(options.seed)) as (tell, done):
             for seed in options.seed:
@@ -177,15 +182,12 @@ def _setup(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Setu
     try:
         if options.plot is not None:
             load()
-        open_driver(options.device).close()
         budget = bytes_of("--budget", options.budget)
         settings = dict(one.split("=", 1) for one in options.setting)
     except (NoMatplotlib, InvalidRequest) as error:
         parser.error(str(error))
     except ValueError:
         parser.error("--setting takes NAME=VALUE")
-    except DriverUnavailable as error:
-        parser.error(f"{error}; --device host needs no GPU")
     return Setup(
         device=options.device,
         shape=options.model,
@@ -196,6 +198,18 @@ def _setup(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Setu
         exact=options.exact,
         settings=settings,
     )
+
+
+def _device(kind: str) -> dict[str, str]:
+    driver = open_driver(kind)
+    try:
+        about, memory = driver.device, driver.memory(Location.DEVICE)
+    finally:
+        driver.close()
+    if kind == "host" or memory is None:
+        return {"device": about.name}
+    in_use = f"{format_size(memory.total)}, {format_size(memory.used)} in use when it began"
+    return {"device": about.name, "memory": in_use, "driver": about.driver_version}
 
 
 def _versions() -> dict[str, str]:
