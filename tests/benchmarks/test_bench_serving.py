@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import math
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from benchmarks.serving import __main__ as serving
-from benchmarks.serving import arms, plot, report
+from benchmarks.serving import arms, plot, report, summary
 from benchmarks.serving.figures import ModelFigures, Run, Sample, compare, of_model, quantile
 from benchmarks.serving.shapes import token_bytes
 from benchmarks.serving.targets import goals
@@ -164,6 +165,28 @@ def test_every_model_of_every_arm_has_a_row(tmp_path: Path, capsys: pytest.Captu
     assert [run["arm"] for run in found["runs"]] == ["static", "membroker", "static"]
     assert found["runs"][1]["models"][0]["ttft"][2] is None
     assert len(found["runs"][0]["told"][0]["answers"]) == 100
+
+
+def test_loads_and_seeds_are_summed_up() -> None:
+    """The median and range of three seeds; and membroker, which is late at the higher load, loses there."""
+    runs = []
+    for seed in (1, 2, 3):
+        for arm, load, first in (("static", 1, 0.5), ("membroker", 1, 0.1), ("static", 2, 0.9), ("membroker", 2, 1.2)):
+            run = _run(arm, first + seed / 100, load=load)
+            run.seed = seed
+            runs.append(run)
+    found = {(one.arm, one.load): one for one in summary.totals(runs)}
+    assert found["static", 1].ttft_p99 == pytest.approx((0.51, 0.52, 0.53))
+    assert found["static", 1].good == found["membroker", 1].good == (30, 30, 30)
+    assert found["membroker", 2].good == (0, 0, 0)
+    assert found["static", 1].good_relative == (0, 0, 0), "five times 20 ms are 0.1 s"
+    assert found["membroker", 1].good_relative == (0, 0, 0)
+    assert "than static at x2 (of x1, x2)" in (summary.break_even(runs, "a2") or "")
+    assert "at every load" in (summary.break_even([run for run in runs if run.load == 1], "a2") or "")
+    assert summary.break_even(runs, "t1") is None
+    out = io.StringIO()
+    report.show(FACTS, runs, [], out)
+    assert "0.52 (0.51-0.53)" in out.getvalue()
 
 
 def test_runs_are_drawn(tmp_path: Path) -> None:
