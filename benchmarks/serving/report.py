@@ -135,7 +135,7 @@ def _row(arm: str, one: ModelFigures) -> list[str]:
     return [
         *(arm, f"m{one.model}", f"{one.requests:,}", *map(_seconds, one.ttft), f"{100 * one.within:.0f} %"),
         *(*(f"{1000 * time:.1f}" for time in one.tpot), f"{one.good_per_second:.1f}", f"{one.tokens_per_second:,.0f}"),
-        *(f"{one.unfinished:,}", f"{one.preemptions:,}", _gib(one.peak_bytes), _gib(one.mean_bytes)),
+        *(f"{one.unfinished:,}", f"{one.preemptions:,}", _gib(one.peak_bytes or None), _gib(one.mean_bytes or None)),
         *(_gib(one.idle_bytes), f"{one.refusals:,}", NONE if one.wrong is None else str(one.wrong)),
         NONE if one.same is None else f"{one.same[0]} of {one.same[1]}",
     ]

@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 
-from membroker.vmm import Location, open_driver
+from membroker.vmm import Driver, Location, open_driver
 
 from ..daemon import Daemon, running
 from ..report import Tell
@@ -39,6 +39,7 @@ SAMPLE = (48, 300, 700, 1000)
 """Prompts of the sample, in tokens, before they are scaled; the first three end within a block."""
 SAMPLE_ANSWER = 64
 LOG_LINES = 30
+FILL_BYTES = 64 << 20
 
 
 class EngineFailed(Exception):
@@ -129,6 +130,18 @@ class Watch:
             self._driver.close()
 
 
+@contextmanager
+def filled(driver: Driver, left: int) -> Iterator[None]:
+    """Take the device's free memory but for `left` bytes: without a broker nothing else bounds all engines together."""
+    with ExitStack() as ending:
+        memory = driver.memory(Location.DEVICE)
+        rest = 0 if memory is None else memory.free - left
+        while rest >= FILL_BYTES:
+            ending.callback(driver.release, driver.create(FILL_BYTES))
+            rest -= FILL_BYTES
+        yield
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A trace to play, and how it was made."""
@@ -173,7 +186,8 @@ class Stage:
         samples = self._watch.since(begin, now)
         denied = {name: count - refused.get(name, 0) for name, count in self._refusals().items()}
         after = [self._sample(engine, job.token_scale) for engine in self._engines]
-        static = None if self._daemon is not None or self._arm.needs else self._arm.cache_bytes(self._setup)
+        varies = self._daemon is not None or self._arm.needs or self._arm.sleeps
+        static = None if varies else self._arm.cache_bytes(self._setup)
         seconds = job.trace.seconds
         return Run(
             arm=self._arm.name,
@@ -223,7 +237,7 @@ def stage(arm: Arm, setup: Setup, directory: Path, tell: Tell, *, is_first: bool
                 "lock": str(lock) if arm.sleeps else None,
             }
             log = directory / f"{arm.name}-m{model}.log"
-            engines.append(Engine(about, arms.environment(arm, setup, endpoint), log))
+            engines.append(Engine(about, arms.environment(arm, setup, endpoint, directory), log))
             ending.callback(engines[-1].close)
             if arm.sleeps or (is_first and not started):  # an engine in sleep mode has all the memory until it sleeps
                 started.append(engines[-1].hear(START_SECONDS))

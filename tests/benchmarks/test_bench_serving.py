@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import json
@@ -15,9 +16,12 @@ import pytest
 from benchmarks.serving import __main__ as serving
 from benchmarks.serving import arms, plot, report, summary
 from benchmarks.serving.figures import ModelFigures, Run, Sample, compare, of_model, quantile
+from benchmarks.serving.run import filled
 from benchmarks.serving.shapes import token_bytes
 from benchmarks.serving.targets import goals
 from tests.support.sizes import GIB, MIB
+
+from membroker.vmm import Location, open_driver
 
 SETUP = arms.Setup("cuda", "qwen3-1.7b", 18 * GIB, 8192, 256)
 FACTS = {"models": "3 x tiny", "KV cache in all": "1 GiB"}
@@ -209,6 +213,18 @@ def test_a_third_is_whole_pages_and_static_has_no_more() -> None:
     assert "num_gpu_blocks_override" not in ours
     differ = {key for key in {*static, *ours} if static.get(key) != ours.get(key)}
     assert differ == {"served_model_name", "num_gpu_blocks_override", "worker_cls", "kv_transfer_config"}
+
+
+def test_a_device_can_be_filled_up_to_what_is_left() -> None:
+    """For engines that take what is free: 96 MiB are left of it, and all of it is free again at the end."""
+    with contextlib.closing(open_driver("host")) as driver:
+        before = driver.memory(Location.DEVICE)
+        assert before is not None
+        with filled(driver, 96 * MIB):
+            during = driver.memory(Location.DEVICE)
+            assert during is not None
+            assert 96 * MIB <= during.free < 96 * MIB + 64 * MIB
+        assert driver.memory(Location.DEVICE) == before
 
 
 def test_what_cannot_run_says_why() -> None:

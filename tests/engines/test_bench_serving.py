@@ -16,13 +16,25 @@ pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 500
-SMALL = ["--device", "host", "--time", "0.05", "--load", "0.3", "--drain", "60"]
+SMALL = ["--device", "host", "--time", "0.05", "--load", "0.2", "--drain", "60"]
 
 
 def test_three_engines_over_a_broker_answer_as_one_alone(tmp_path: Path) -> None:
-    """Ramps that overlap. Every request is answered, the sample's tokens are plain vLLM's, and the memory goes."""
+    """Ramps that overlap, then turns. Every request is answered, the sample has plain vLLM's tokens, the memory goes."""
     file = tmp_path / "figures.json"
-    command = ["--arms", "alone", "membroker", "--json", str(file), "--logs", str(tmp_path / "logs"), *SMALL]
+    command = [
+        "--arms",
+        "alone",
+        "membroker",
+        "--traces",
+        "a2",
+        "t3",
+        "--json",
+        str(file),
+        "--logs",
+        str(tmp_path / "logs"),
+        *SMALL,
+    ]
     path = os.pathsep.join([str(ROOT / "client"), str(ROOT / "broker"), str(ROOT)])
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.serving", *command],
@@ -33,16 +45,21 @@ def test_three_engines_over_a_broker_answer_as_one_alone(tmp_path: Path) -> None
         timeout=SECONDS,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    alone, ours = json.loads(file.read_text())["runs"]
-    assert [(run["arm"], len(run["models"])) for run in (alone, ours)] == [("alone", 1), ("membroker", 3)]
-    assert min(ours["cache_tokens"]) == alone["cache_tokens"][0], "the caches are not equally large"
-    for run in (alone, ours):
-        for one in run["models"]:
+    runs = json.loads(file.read_text())["runs"]
+    assert [(run["trace"], run["arm"], len(run["models"])) for run in runs] == [
+        *(("a2", "alone", 1), ("t3", "alone", 1)),
+        *(("a2", "membroker", 3), ("t3", "membroker", 3)),
+    ]
+    for run in runs:
+        assert set(run["cache_tokens"]) == set(runs[0]["cache_tokens"]), "the caches are not equally large"
+        for one, told in zip(run["models"], run["told"], strict=True):
             assert one["requests"] > 0
             assert (one["unfinished"], one["wrong"]) == (0, 0), one
-    borrowed = [one["borrowed"] for one in ours["samples"]]
-    for model, figures in enumerate(ours["models"]):
-        assert max(each.get(f"m{model}", 0) for each in borrowed) >= figures["peak_bytes"] > 0
-        assert 0 < figures["idle_bytes"] <= 16 * MIB, "the engine has not released what it borrowed"
+            assert all(answer["due"] <= answer["first"] <= answer["last"] for answer in told["answers"])
+    for run in runs[2:]:
+        borrowed = [one["borrowed"] for one in run["samples"]]
+        for model, figures in enumerate(run["models"]):
+            assert max(each.get(f"m{model}", 0) for each in borrowed) >= figures["peak_bytes"] > 0
+    assert all(0 < one["idle_bytes"] <= 16 * MIB for one in runs[2]["models"]), "memory was not released"
     for arm in ("alone", "membroker"):
         assert f"\n{arm} " in done.stdout
