@@ -20,7 +20,7 @@ SMALL = ["--device", "host", "--time", "0.05", "--load", "0.2", "--drain", "60"]
 
 
 def test_three_engines_over_a_broker_answer_as_one_alone(tmp_path: Path) -> None:
-    """Ramps that overlap, then turns: all requests are answered, the sample has plain vLLM's tokens, the memory goes."""
+    """Ramps that overlap, then turns: all is answered, the sample has plain vLLM's tokens, and the memory goes."""
     file = tmp_path / "figures.json"
     command = [
         "--arms",
