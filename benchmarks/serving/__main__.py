@@ -263,7 +263,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", type=Path, metavar="FILE", help="write everything that was measured there, each request included")
     add("--plot", type=Path, metavar="FILE.png", help="draw it there; needs matplotlib")
     add("--markdown", action="store_true", help="print the tables as Markdown")
-    add("--logs", type=Path, metavar="DIR", help="keep the engines' logs there")
+    add("--logs", type=Path, metavar="DIR", help="keep the logs of engines and broker there")
     return parser
 
 

@@ -22,9 +22,10 @@ from .summary import Total, break_even, totals
 NOTE = (
     "TTFT in seconds from the moment at which a request was due; one that was not answered in full counts as never "
     "answered ('never'). TPOT in milliseconds. good/s: requests a second with TTFT of 1 s and TPOT of 50 ms or less. "
-    "KV bytes in GiB: at most, on average over the trace, and one second after the last answer. wrong: answers that "
-    "differ from plain vLLM's, of those asked one at a time before and after the load. same: answers under load that "
-    "are plain vLLM's; other batches round otherwise, so all are the same with --exact only."
+    "KV bytes in GiB: at most, on average over the trace, and one second after the last answer. starved: how long a "
+    "model waited for memory within its guarantee. wrong: answers that differ from plain vLLM's, of those asked one at a "
+    "time before and after the load. same: answers under load that are plain vLLM's; other batches round otherwise, so "
+    "all are the same with --exact only."
 )
 SEEDS = "Of several seeds: the median, and the range."
 TOTALS = (
@@ -33,7 +34,7 @@ TOTALS = (
 )
 COLUMNS = (
     *("arm", "model", ">requests", ">TTFT p50", ">p90", ">p99", ">in 1 s", ">TPOT p50", ">p99", ">good/s", ">tokens/s"),
-    *(">unfinished", ">preempted", ">KV most", ">mean", ">idle", ">refused", ">wrong", ">same"),
+    *(">unfinished", ">preempted", ">KV most", ">mean", ">idle", ">starved s", ">refused", ">wrong", ">same"),
 )
 
 
@@ -136,7 +137,12 @@ def _row(arm: str, one: ModelFigures) -> list[str]:
         *(arm, f"m{one.model}", f"{one.requests:,}", *map(_seconds, one.ttft), f"{100 * one.within:.0f} %"),
         *(*(f"{1000 * time:.1f}" for time in one.tpot), f"{one.good_per_second:.1f}", f"{one.tokens_per_second:,.0f}"),
         *(f"{one.unfinished:,}", f"{one.preemptions:,}", _gib(one.peak_bytes or None), _gib(one.mean_bytes or None)),
-        *(_gib(one.idle_bytes), f"{one.refusals:,}", NONE if one.wrong is None else str(one.wrong)),
+        *(
+            _gib(one.idle_bytes),
+            f"{one.starved_seconds:.1f}",
+            f"{one.refusals:,}",
+            NONE if one.wrong is None else str(one.wrong),
+        ),
         NONE if one.same is None else f"{one.same[0]} of {one.same[1]}",
     ]
 

@@ -85,6 +85,14 @@ def test_bytes_are_those_of_the_trace_and_of_the_second_after_it() -> None:
     assert (static.rest_bytes, static.peak_bytes, static.mean_bytes, static.idle_bytes) == (GIB, GIB, GIB, GIB)
 
 
+def test_a_model_is_starved_while_it_waits_within_its_guarantee() -> None:
+    """It has 8 bytes of 24 guaranteed and waits for 4 more from second 1 to 3; beyond its guarantee it may wait."""
+    history = [(0, 8, 0), (1, 8, 4), (2, 8, 4), (3, 24, 0), (4, 24, 4), (5, 24, 0)]
+    samples = [Sample(moment, {"m0": size}, None, {"m0": (waiting, 0, 0)}) for moment, size, waiting in history]
+    assert _figures([], samples, guarantee=24).starved_seconds == 2
+    assert _figures([], samples).starved_seconds == 0
+
+
 def test_nothing_asked_is_no_division_by_zero() -> None:
     found = _figures([])
     assert (found.requests, found.within, found.tokens_per_second) == (0, 0, 0)
@@ -115,6 +123,7 @@ def test_each_target_is_beside_its_figure() -> None:
     assert found == {
         "A2: membroker: wrong answers of the sample": (0, 0, True),
         "A2: membroker: requests not answered": (3, 0, False),
+        "A2: membroker: waited within its guarantee": (0, 1, True),
         "A2: membroker: kept 1 s after the last answer": (1024, 64, False),
         "A2: m0, TTFT p50 to static's": (0.5, 1, True),
         "A2: m0, TTFT p99 to static's": (0.5, 0.1, False),
