@@ -96,9 +96,13 @@ class Daemon:
             time.sleep(0.05)
         raise TimeoutError(f"{self._metrics_url} shows nothing newer in {ANSWER_SECONDS} seconds")
 
+    def log(self) -> str:
+        """Return all that it wrote."""
+        return self._log.read_text(errors="replace")
+
     def log_tail(self) -> str:
         """Return the last lines that it wrote."""
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+        return "\n".join(self.log().splitlines()[-TAIL_LINES:])
 
     def stop(self) -> None:
         """Ask it to stop."""

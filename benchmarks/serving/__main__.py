@@ -8,15 +8,15 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from membroker.arguments import bytes_of
 from membroker.errors import InvalidRequest
-from membroker.vmm import DriverUnavailable, open_driver
+from membroker.vmm import DriverUnavailable, Location, format_size, open_driver
 
 from .. import machine
 from ..plotting import NoMatplotlib, load
@@ -24,7 +24,7 @@ from ..report import Tell, progress
 from . import plot, report
 from .arms import ARMS, Setup, describe, why_not
 from .figures import Run, compare
-from .run import Job, stage
+from .run import Job, filled, stage
 from .shapes import SHAPES
 from .targets import goals
 from .traces import TRACES, Scale
@@ -90,10 +90,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if getattr(options, name) is None:
             setattr(options, name, value)
     setup = _setup(parser, options)
+    try:
+        device = _device(setup.device)
+    except DriverUnavailable as error:
+        parser.error(f"{error}; --device host needs no GPU")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that all that was started is ended
-    facts = machine.facts() | _versions() | describe(setup)
+    facts = machine.facts() | device | _versions() | describe(setup)
     runs: list[Run] = []
     failures: dict[str, str] = {}
+    print(", ".join(f"{name} {value}" for name, value in facts.items()), file=sys.stderr, flush=True)
     try:
         with progress(len(options.arms) * len(options.seed)) as (tell, done):
             for seed in options.seed:
@@ -142,6 +147,8 @@ def _measure(
             tell(f"{name}: {arm.title}; the engines start")
             playing = ending.enter_context(stage(arm, setup, directory, tell, is_first=not runs and not failures))
             playing.warm(options.tokens)
+            if arm.needs is not None:
+                ending.enter_context(_squeezed(setup))
             for job in jobs:
                 about = f"{name}: {job.trace.name} x{job.load:g}, seed {seed}, {job.trace.seconds:.0f} s"
                 tell(about)
@@ -154,6 +161,15 @@ def _measure(
     except Exception as error:  # noqa: BLE001 - what the other arms show is worth having
         traceback.print_exc()
         failures[name] = f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def _squeezed(setup: Setup) -> Iterator[None]:
+    """Leave the budget free on the device, and what kvcached never takes: a twentieth of the whole."""
+    with closing(open_driver(setup.device)) as driver:
+        memory = driver.memory(Location.DEVICE)
+        with filled(driver, setup.budget + (0 if memory is None else memory.total // 20)):
+            yield
 
 
 def _is_plain_of(one: Run, run: Run) -> bool:
@@ -177,15 +193,12 @@ def _setup(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Setu
     try:
         if options.plot is not None:
             load()
-        open_driver(options.device).close()
         budget = bytes_of("--budget", options.budget)
         settings = dict(one.split("=", 1) for one in options.setting)
     except (NoMatplotlib, InvalidRequest) as error:
         parser.error(str(error))
     except ValueError:
         parser.error("--setting takes NAME=VALUE")
-    except DriverUnavailable as error:
-        parser.error(f"{error}; --device host needs no GPU")
     return Setup(
         device=options.device,
         shape=options.model,
@@ -196,6 +209,18 @@ def _setup(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Setu
         exact=options.exact,
         settings=settings,
     )
+
+
+def _device(kind: str) -> dict[str, str]:
+    driver = open_driver(kind)
+    try:
+        about, memory = driver.device, driver.memory(Location.DEVICE)
+    finally:
+        driver.close()
+    if kind == "host" or memory is None:
+        return {"device": about.name}
+    in_use = f"{format_size(memory.total)}, {format_size(memory.used)} in use when it began"
+    return {"device": about.name, "memory": in_use, "driver": about.driver_version}
 
 
 def _versions() -> dict[str, str]:
@@ -238,7 +263,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", type=Path, metavar="FILE", help="write everything that was measured there, each request included")
     add("--plot", type=Path, metavar="FILE.png", help="draw it there; needs matplotlib")
     add("--markdown", action="store_true", help="print the tables as Markdown")
-    add("--logs", type=Path, metavar="DIR", help="keep the engines' logs there")
+    add("--logs", type=Path, metavar="DIR", help="keep the logs of engines and broker there")
     return parser
 
 

@@ -132,8 +132,8 @@ def keywords(arm: Arm, setup: Setup, model: int, directory: Path) -> dict[str, A
     return found
 
 
-def environment(arm: Arm, setup: Setup, endpoint: Path | None) -> dict[str, str]:
-    """Return the environment of an engine's process."""
+def environment(arm: Arm, setup: Setup, endpoint: Path | None, directory: Path) -> dict[str, str]:
+    """Return the environment of an engine's process. `directory` is for what it needs in a file."""
     found = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -148,6 +148,13 @@ def environment(arm: Arm, setup: Setup, endpoint: Path | None) -> dict[str, str]
         found |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     if setup.exact:
         found["VLLM_BATCH_INVARIANT"] = "1"
+    if arm.needs is not None:
+        # kvcached patches vLLM from a .pth file, which Python reads in its site directories only.
+        spec = importlib.util.find_spec(arm.needs)
+        if spec is not None and spec.origin is not None:
+            place = str(Path(spec.origin).parents[1])
+            (directory / "sitecustomize.py").write_text(f"import site\nsite.addsitedir({place!r})\n")
+            found["PYTHONPATH"] = os.pathsep.join(filter(None, (str(directory), found.get("PYTHONPATH"))))
     if endpoint is not None:
         found["MEMBROKER_ENDPOINT"] = str(endpoint)
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import gc
 import json
 import os
 import random
@@ -227,6 +228,7 @@ async def serve(tell: Any) -> None:
         if sleeper is not None:
             await engine.sleep(level=1)
         client = Client(engine, counts, setup["vocabulary"], setup["keywords"]["max_model_len"], sleeper)
+        gc.freeze()  # collections of what the start made would delay answers
         cache = engine.vllm_config.cache_config
         tell({"seconds": time.monotonic() - began, "cache_tokens": cache.num_gpu_blocks * cache.block_size})
         line = asyncio.create_task(lines.readline())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 SLO_TTFT_SECONDS = 1.0
@@ -13,11 +14,13 @@ SLO_TPOT_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One moment, in seconds since the trace began: what each model has borrowed, and what the GPU has in use."""
+    """One moment, in seconds since the trace began: what each model has borrowed, and what the device has in use."""
 
     moment: float
     borrowed: Mapping[str, int]
     in_use: int | None
+    pressure: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
+    """Bytes of each model that wait, that the broker has asked for, and that were not released in time."""
 
 
 @dataclass(slots=True)
@@ -46,6 +49,8 @@ class ModelFigures:
     idle_bytes: int | None
     """Borrowed one second after the last answer; None if that was not seen."""
     refusals: int
+    starved_seconds: float = 0.0
+    """How long it waited for memory while it had less than its guarantee."""
     wrong: int | None = None
     """Answers of the sample that differ from plain vLLM's."""
     same: tuple[int, int] | None = None
@@ -101,6 +106,7 @@ def of_model(
     seconds: float,
     refusals: int,
     static_bytes: int | None,
+    guarantee: int = 0,
 ) -> ModelFigures:
     """Return the figures of a model. `static_bytes` is what it has all the time, if it borrows nothing."""
     answers = told["answers"]
@@ -129,7 +135,18 @@ def of_model(
         rest_bytes=next((size for moment, size in reversed(borrowed) if moment <= 0), 0),
         idle_bytes=next((size for moment, size in borrowed if moment >= last + 1), None),
         refusals=refusals,
+        starved_seconds=_starved(f"m{model}", samples, guarantee),
     )
+
+
+def _starved(name: str, samples: Sequence[Sample], guarantee: int) -> float:
+    """Return for how long a model waited for memory within its guarantee: what it waits for would not exceed it."""
+    seconds = 0.0
+    for before, after in pairwise(samples):
+        waiting = before.pressure.get(name, (0, 0, 0))[0]
+        if waiting and before.borrowed.get(name, 0) + waiting <= guarantee:
+            seconds += after.moment - before.moment
+    return seconds
 
 
 def compare(run: Run, plain: Run | None) -> None:

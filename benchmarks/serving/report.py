@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,17 +17,24 @@ from ..goals import Goal
 from ..goals import table as goals_table
 from ..report import folded, print_tables
 from .figures import ModelFigures, Run
+from .summary import Total, break_even, totals
 
 NOTE = (
     "TTFT in seconds from the moment at which a request was due; one that was not answered in full counts as never "
     "answered ('never'). TPOT in milliseconds. good/s: requests a second with TTFT of 1 s and TPOT of 50 ms or less. "
-    "KV bytes in GiB: at most, on average over the trace, and one second after the last answer. wrong: answers that "
-    "differ from plain vLLM's, of those asked one at a time before and after the load. same: answers under load that "
-    "are plain vLLM's; other batches round otherwise, so all are the same with --exact only."
+    "KV bytes in GiB: at most, on average over the trace, and one second after the last answer. starved: how long a "
+    "model waited for memory within its guarantee. wrong: answers that differ from plain vLLM's, of those asked one at a "
+    "time before and after the load. same: answers under load that are plain vLLM's; other batches round "
+    "otherwise, so all are the same with --exact only."
+)
+SEEDS = "Of several seeds: the median, and the range."
+TOTALS = (
+    *("trace", ">load", "arm", ">TTFT p50 s", ">TTFT p99 s", ">TPOT p99 ms", ">good/s", ">good/s at 5x unloaded"),
+    *(">tokens/s", ">KV GiB mean"),
 )
 COLUMNS = (
     *("arm", "model", ">requests", ">TTFT p50", ">p90", ">p99", ">in 1 s", ">TPOT p50", ">p99", ">good/s", ">tokens/s"),
-    *(">unfinished", ">preempted", ">KV most", ">mean", ">idle", ">refused", ">wrong", ">same"),
+    *(">unfinished", ">preempted", ">KV most", ">mean", ">idle", ">starved s", ">refused", ">wrong", ">same"),
 )
 
 
@@ -63,6 +71,7 @@ def show(facts: Mapping[str, str], runs: Sequence[Run], goals: Sequence[Goal], s
     for title, table in _chapters(runs, goals):
         print(f"\n{title}", file=stream)
         print_tables([table], stream)
+    print(*_sentences(runs), sep="\n", file=stream)
 
 
 def show_markdown(facts: Mapping[str, str], runs: Sequence[Run], goals: Sequence[Goal], stream: TextIO) -> None:
@@ -70,6 +79,14 @@ def show_markdown(facts: Mapping[str, str], runs: Sequence[Run], goals: Sequence
     print(f"{folded(', '.join(f'{name} {value}' for name, value in facts.items()))}.\n\n{folded(NOTE)}", file=stream)
     for title, table in _chapters(runs, goals):
         print(f"\n### {title}\n\n{markdown(table)}", file=stream)
+    print("", *_sentences(runs), sep="\n", file=stream)
+
+
+def _sentences(runs: Sequence[Run]) -> list[str]:
+    """Return where membroker wins, for each trace that was run at several loads."""
+    traces = dict.fromkeys(run.trace for run in runs)
+    several = [trace for trace in traces if len({run.load for run in runs if run.trace == trace}) > 1]
+    return [sentence for trace in several if (sentence := break_even(runs, trace)) is not None]
 
 
 def markdown(table: Table) -> str:
@@ -94,17 +111,38 @@ def write_json(
 
 def _chapters(runs: Sequence[Run], goals: Sequence[Goal]) -> Iterator[tuple[str, Table]]:
     yield from tables(runs)
+    rows = [_total(one) for one in totals(runs)]
+    yield f"All models together; TTFT and TPOT of the worst one. {SEEDS}", Table(TOTALS, rows)
     yield "The start, and one request at a time", starts(runs)
     if goals:
         yield "Beside the targets", goals_table(goals)
+
+
+def _total(one: Total) -> list[str]:
+    return [
+        *(one.trace.upper(), f"x{one.load:g}", one.arm, _over(one.ttft_p50), _over(one.ttft_p99)),
+        *(_over([1000 * time for time in one.tpot_p99]), _over(one.good), _over(one.good_relative)),
+        *(_over(one.tokens), _over([size / GIB for size in one.mean_bytes])),
+    ]
+
+
+def _over(values: Sequence[float]) -> str:
+    """Return the median of the seeds, and their range."""
+    middle = _seconds(statistics.median(values))
+    return middle if len(values) < 2 else f"{middle} ({_seconds(min(values))}-{_seconds(max(values))})"
 
 
 def _row(arm: str, one: ModelFigures) -> list[str]:
     return [
         *(arm, f"m{one.model}", f"{one.requests:,}", *map(_seconds, one.ttft), f"{100 * one.within:.0f} %"),
         *(*(f"{1000 * time:.1f}" for time in one.tpot), f"{one.good_per_second:.1f}", f"{one.tokens_per_second:,.0f}"),
-        *(f"{one.unfinished:,}", f"{one.preemptions:,}", _gib(one.peak_bytes), _gib(one.mean_bytes)),
-        *(_gib(one.idle_bytes), f"{one.refusals:,}", NONE if one.wrong is None else str(one.wrong)),
+        *(f"{one.unfinished:,}", f"{one.preemptions:,}", _gib(one.peak_bytes or None), _gib(one.mean_bytes or None)),
+        *(
+            _gib(one.idle_bytes),
+            f"{one.starved_seconds:.1f}",
+            f"{one.refusals:,}",
+            NONE if one.wrong is None else str(one.wrong),
+        ),
         NONE if one.same is None else f"{one.same[0]} of {one.same[1]}",
     ]
 

@@ -12,13 +12,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from membroker.vmm import Location, open_driver
+from membroker.vmm import Driver, Location, open_driver
 
 from ..daemon import Daemon, running
 from ..report import Tell
@@ -39,6 +39,7 @@ SAMPLE = (48, 300, 700, 1000)
 """Prompts of the sample, in tokens, before they are scaled; the first three end within a block."""
 SAMPLE_ANSWER = 64
 LOG_LINES = 30
+FILL_BYTES = 64 << 20
 
 
 class EngineFailed(Exception):
@@ -108,18 +109,18 @@ class Watch:
 
     def _watch(self) -> None:
         while not self._ended.wait(WATCH_SECONDS):
-            moment, borrowed = time.monotonic(), {}
+            moment, books = time.monotonic(), {}
             if self._daemon is not None:
                 with suppress(grpc.RpcError):
-                    borrowed = {one.name.split("/")[3]: one.books[0].used_bytes for one in self._daemon.models()}
+                    books = {one.name.split("/")[3]: one.books[0] for one in self._daemon.models()}
+            borrowed = {name: one.used_bytes for name, one in books.items()}
+            pressure = {name: (one.waiting_bytes, one.recalled_bytes, one.late_bytes) for name, one in books.items()}
             memory = None if self._driver is None else self._driver.memory(Location.DEVICE)
-            self._samples.append(Sample(moment, borrowed, None if memory is None else memory.used))
+            self._samples.append(Sample(moment, borrowed, None if memory is None else memory.used, pressure))
 
     def since(self, begin: float, from_moment: float) -> list[Sample]:
         """Return the samples since a moment before the trace, with times relative to its begin."""
-        return [
-            Sample(one.moment - begin, one.borrowed, one.in_use) for one in self._samples if one.moment > from_moment
-        ]
+        return [replace(one, moment=one.moment - begin) for one in self._samples if one.moment > from_moment]
 
     def close(self) -> None:
         """End it."""
@@ -127,6 +128,18 @@ class Watch:
         self._thread.join()
         if self._driver is not None:
             self._driver.close()
+
+
+@contextmanager
+def filled(driver: Driver, left: int) -> Iterator[None]:
+    """Take the device's free memory but for `left` bytes: without a broker nothing else bounds all engines together."""
+    with ExitStack() as ending:
+        memory = driver.memory(Location.DEVICE)
+        rest = 0 if memory is None else memory.free - left
+        while rest >= FILL_BYTES:
+            ending.callback(driver.release, driver.create(FILL_BYTES))
+            rest -= FILL_BYTES
+        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +186,9 @@ class Stage:
         samples = self._watch.since(begin, now)
         denied = {name: count - refused.get(name, 0) for name, count in self._refusals().items()}
         after = [self._sample(engine, job.token_scale) for engine in self._engines]
-        static = None if self._daemon is not None or self._arm.needs else self._arm.cache_bytes(self._setup)
+        guarantee = self._setup.third if self._daemon is not None else 0
+        varies = self._daemon is not None or self._arm.needs or self._arm.sleeps
+        static = None if varies else self._arm.cache_bytes(self._setup)
         seconds = job.trace.seconds
         return Run(
             arm=self._arm.name,
@@ -184,7 +199,7 @@ class Stage:
             start_seconds=[one["seconds"] for one in self.started],
             cache_tokens=[one["cache_tokens"] for one in self.started],
             models=[
-                of_model(model, each, samples, seconds, denied.get(f"m{model}", 0), static)
+                of_model(model, each, samples, seconds, denied.get(f"m{model}", 0), static, guarantee)
                 for model, each in zip(self._arm.models, told, strict=True)
             ],
             unloaded=[min(map(time_of, before[0]["answers"])) for time_of in (ttft, tpot)],
@@ -204,6 +219,10 @@ class Stage:
         return {one.name.split("/")[3]: sum(one.denials_total.values()) for one in models}
 
 
+def _keep_log(daemon: Daemon, path: Path) -> None:
+    path.write_text(daemon.log())
+
+
 @contextmanager
 def stage(arm: Arm, setup: Setup, directory: Path, tell: Tell, *, is_first: bool) -> Iterator[Stage]:
     """Start an arm. In the first one the first engine starts before the others, and fills vLLM's caches for them."""
@@ -211,6 +230,7 @@ def stage(arm: Arm, setup: Setup, directory: Path, tell: Tell, *, is_first: bool
         daemon = None
         if arm.has_broker:
             daemon = ending.enter_context(running(lambda place: Daemon(place, arms.broker_config(setup))))
+            ending.callback(_keep_log, daemon, directory / f"{arm.name}-broker.log")
         endpoint = None if daemon is None else daemon.endpoint()
         lock = directory / "lock"
         lock.touch()
@@ -223,7 +243,7 @@ def stage(arm: Arm, setup: Setup, directory: Path, tell: Tell, *, is_first: bool
                 "lock": str(lock) if arm.sleeps else None,
             }
             log = directory / f"{arm.name}-m{model}.log"
-            engines.append(Engine(about, arms.environment(arm, setup, endpoint), log))
+            engines.append(Engine(about, arms.environment(arm, setup, endpoint, directory), log))
             ending.callback(engines[-1].close)
             if arm.sleeps or (is_first and not started):  # an engine in sleep mode has all the memory until it sleeps
                 started.append(engines[-1].hear(START_SECONDS))

@@ -56,6 +56,7 @@ def _kept(run: Run) -> Iterator[Goal]:
     if all(one.wrong is not None for one in run.models):
         yield Goal(f"{run.arm}: wrong answers of the sample", sum(one.wrong or 0 for one in run.models), 0, "")
     yield Goal(f"{run.arm}: requests not answered", sum(one.unfinished for one in run.models), 0, "")
+    yield Goal(f"{run.arm}: waited within its guarantee", max(one.starved_seconds for one in run.models), 1, "s")
     idle = [one.idle_bytes - one.rest_bytes for one in run.models if one.idle_bytes is not None]
     if idle:
         yield Goal(f"{run.arm}: kept 1 s after the last answer", max(idle) / MIB, AT_REST_MIB, "MiB")

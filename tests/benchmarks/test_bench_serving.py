@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import math
 import sys
@@ -12,11 +14,14 @@ from typing import Any
 
 import pytest
 from benchmarks.serving import __main__ as serving
-from benchmarks.serving import arms, plot, report
+from benchmarks.serving import arms, plot, report, summary
 from benchmarks.serving.figures import ModelFigures, Run, Sample, compare, of_model, quantile
+from benchmarks.serving.run import filled
 from benchmarks.serving.shapes import token_bytes
 from benchmarks.serving.targets import goals
 from tests.support.sizes import GIB, MIB
+
+from membroker.vmm import Location, open_driver
 
 SETUP = arms.Setup("cuda", "qwen3-1.7b", 18 * GIB, 8192, 256)
 FACTS = {"models": "3 x tiny", "KV cache in all": "1 GiB"}
@@ -80,6 +85,14 @@ def test_bytes_are_those_of_the_trace_and_of_the_second_after_it() -> None:
     assert (static.rest_bytes, static.peak_bytes, static.mean_bytes, static.idle_bytes) == (GIB, GIB, GIB, GIB)
 
 
+def test_a_model_is_starved_while_it_waits_within_its_guarantee() -> None:
+    """It has 8 bytes of 24 guaranteed and waits for 4 more from second 1 to 3; beyond its guarantee it may wait."""
+    history = [(0, 8, 0), (1, 8, 4), (2, 8, 4), (3, 24, 0), (4, 24, 4), (5, 24, 0)]
+    samples = [Sample(moment, {"m0": size}, None, {"m0": (waiting, 0, 0)}) for moment, size, waiting in history]
+    assert _figures([], samples, guarantee=24).starved_seconds == 2
+    assert _figures([], samples).starved_seconds == 0
+
+
 def test_nothing_asked_is_no_division_by_zero() -> None:
     found = _figures([])
     assert (found.requests, found.within, found.tokens_per_second) == (0, 0, 0)
@@ -110,6 +123,7 @@ def test_each_target_is_beside_its_figure() -> None:
     assert found == {
         "A2: membroker: wrong answers of the sample": (0, 0, True),
         "A2: membroker: requests not answered": (3, 0, False),
+        "A2: membroker: waited within its guarantee": (0, 1, True),
         "A2: membroker: kept 1 s after the last answer": (1024, 64, False),
         "A2: m0, TTFT p50 to static's": (0.5, 1, True),
         "A2: m0, TTFT p99 to static's": (0.5, 0.1, False),
@@ -166,6 +180,28 @@ def test_every_model_of_every_arm_has_a_row(tmp_path: Path, capsys: pytest.Captu
     assert len(found["runs"][0]["told"][0]["answers"]) == 100
 
 
+def test_loads_and_seeds_are_summed_up() -> None:
+    """The median and range of three seeds; and membroker, which is late at the higher load, loses there."""
+    runs = []
+    for seed in (1, 2, 3):
+        for arm, load, first in (("static", 1, 0.5), ("membroker", 1, 0.1), ("static", 2, 0.9), ("membroker", 2, 1.2)):
+            run = _run(arm, first + seed / 100, load=load)
+            run.seed = seed
+            runs.append(run)
+    found = {(one.arm, one.load): one for one in summary.totals(runs)}
+    assert found["static", 1].ttft_p99 == pytest.approx((0.51, 0.52, 0.53))
+    assert found["static", 1].good == found["membroker", 1].good == (30, 30, 30)
+    assert found["membroker", 2].good == (0, 0, 0)
+    assert found["static", 1].good_relative == (0, 0, 0), "five times 20 ms are 0.1 s"
+    assert found["membroker", 1].good_relative == (0, 0, 0)
+    assert "than static at x2 (of x1, x2)" in (summary.break_even(runs, "a2") or "")
+    assert "at every load" in (summary.break_even([run for run in runs if run.load == 1], "a2") or "")
+    assert summary.break_even(runs, "t1") is None
+    out = io.StringIO()
+    report.show(FACTS, runs, [], out)
+    assert "0.52 (0.51-0.53)" in out.getvalue()
+
+
 def test_runs_are_drawn(tmp_path: Path) -> None:
     """Two arms, at two loads."""
     pytest.importorskip("matplotlib")
@@ -186,6 +222,18 @@ def test_a_third_is_whole_pages_and_static_has_no_more() -> None:
     assert "num_gpu_blocks_override" not in ours
     differ = {key for key in {*static, *ours} if static.get(key) != ours.get(key)}
     assert differ == {"served_model_name", "num_gpu_blocks_override", "worker_cls", "kv_transfer_config"}
+
+
+def test_a_device_can_be_filled_up_to_what_is_left() -> None:
+    """For engines that take what is free: 96 MiB are left of it, and all of it is free again at the end."""
+    with contextlib.closing(open_driver("host")) as driver:
+        before = driver.memory(Location.DEVICE)
+        assert before is not None
+        with filled(driver, 96 * MIB):
+            during = driver.memory(Location.DEVICE)
+            assert during is not None
+            assert 96 * MIB <= during.free < 96 * MIB + 64 * MIB
+        assert driver.memory(Location.DEVICE) == before
 
 
 def test_what_cannot_run_says_why() -> None:

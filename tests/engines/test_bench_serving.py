@@ -1,0 +1,65 @@
+"""`make bench-serving` in small: real vLLM, its CPU build, over a real broker. No time is tested."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.support.sizes import MIB
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it")
+pytestmark = pytest.mark.timeout(600)
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 500
+SMALL = ["--device", "host", "--time", "0.05", "--load", "0.2", "--drain", "60"]
+
+
+def test_three_engines_over_a_broker_answer_as_one_alone(tmp_path: Path) -> None:
+    """Ramps that overlap, then turns: all is answered, the sample has plain vLLM's tokens, and the memory goes."""
+    file = tmp_path / "figures.json"
+    command = [
+        "--arms",
+        "alone",
+        "membroker",
+        "--traces",
+        "a2",
+        "t3",
+        "--json",
+        str(file),
+        "--logs",
+        str(tmp_path / "logs"),
+        *SMALL,
+    ]
+    path = os.pathsep.join([str(ROOT / "client"), str(ROOT / "broker"), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.serving", *command],
+        env={**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    runs = json.loads(file.read_text())["runs"]
+    assert [(run["trace"], run["arm"], len(run["models"])) for run in runs] == [
+        *(("a2", "alone", 1), ("t3", "alone", 1)),
+        *(("a2", "membroker", 3), ("t3", "membroker", 3)),
+    ]
+    for run in runs:
+        assert set(run["cache_tokens"]) == set(runs[0]["cache_tokens"]), "the caches are not equally large"
+        for one, told in zip(run["models"], run["told"], strict=True):
+            assert one["requests"] > 0
+            assert (one["unfinished"], one["wrong"]) == (0, 0), one
+            assert all(answer["due"] <= answer["first"] <= answer["last"] for answer in told["answers"])
+    for run in runs[2:]:
+        borrowed = [one["borrowed"] for one in run["samples"]]
+        for model, figures in enumerate(run["models"]):
+            assert max(each.get(f"m{model}", 0) for each in borrowed) >= figures["peak_bytes"] > 0
+    assert all(0 < one["idle_bytes"] <= 16 * MIB for one in runs[2]["models"]), "memory was not released"
+    for arm in ("alone", "membroker"):
+        assert f"\n{arm} " in done.stdout
