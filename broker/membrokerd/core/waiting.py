@@ -119,6 +119,7 @@ class Waiting:
         if self._books.stopping or self._books.refuse_debit() or self._refuse_one_more(event, name, deadline):
             return False
         self._add(waiter)
+        self._waiters = dict(sorted(self._waiters.items()))  # it keeps the place that it had when it came
         if guaranteed:
             self._schedule.recall_for_device(waiter, self._waiters.values(), now)
         return True
