@@ -130,7 +130,7 @@ class _Shared:
         self._deadline = time.monotonic() + wait
 
     def find(self) -> Segment | None:
-        """Attach the segment, and wait while it is being written. None if there is none, or if its writer died."""
+        """Attach the segment, and wait while it is being written. None if no such segment exists, or its writer died."""
         with suppress(SegmentNotFound, WriterDied):
             try:
                 return self._client.attach(self._name, timeout=0)
