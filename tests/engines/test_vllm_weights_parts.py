@@ -7,7 +7,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,8 +129,8 @@ def a_config(model: str = "org/small", **changes: Any) -> Any:
 
 
 @pytest.fixture
-def start(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Return a function that starts an engine's model as vLLM does."""
+def start(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Return a function that starts an engine's model as vLLM does. An engine ends with the last reference to it."""
     monkeypatch.setenv("MEMBROKER_ENDPOINT", str(daemon.endpoint()))
 
     def load(build: Callable[[], Any] = Small, files: Files | None = None, **extra: Any) -> Any:
@@ -140,7 +141,8 @@ def start(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
         loader = weights.Loader(LoadConfig(load_format="membroker", model_loader_extra_config=extra))
         return loader.load_model(config, config.model_config)
 
-    return load
+    yield load
+    gc.collect()
 
 
 def segments(daemon: Daemon) -> list[Any]:
@@ -204,6 +206,35 @@ def test_a_kept_segment_serves_the_next_engine(daemon: Daemon, start: Callable[.
     with membroker.connect(daemon.endpoint()) as client:
         client.delete_segment(client.segments()[0].name)
     until(lambda: segments(daemon) == [])
+
+
+def test_an_engine_takes_no_memory_for_weights_while_another_one_loads(
+    daemon: Daemon, start: Callable[..., Any]
+) -> None:
+    """Three start at once: only one builds a model with memory, and the others wait before they build theirs."""
+    built: list[int] = []
+    may_load = threading.Event()
+
+    def build() -> Any:
+        built.append(1)
+        return Small()
+
+    def load(model: Any) -> None:
+        assert may_load.wait(60)
+        fill(model)
+
+    files, models = Files(load), []
+    threads = [threading.Thread(target=lambda: models.append(start(build, files))) for _ in range(3)]
+    for one in threads:
+        one.start()
+    until(lambda: len(daemon.sessions()) == 3 and len(segments(daemon)) == 2)
+    assert len(built) == 1
+    may_load.set()
+    for one in threads:
+        one.join(60)
+    assert (files.loads, len(built), len(models)) == (1, 3, 3)
+    assert segments(daemon) == [("sealed", 3)]
+    assert all(torch.equal(models[0].wide, one.wide) for one in models)
 
 
 def wider() -> Any:
@@ -280,6 +311,11 @@ def repack(layer: Any) -> None:
     layer.embed.weight = layer.head.weight = torch.nn.Parameter(torch.zeros(1))
 
 
+def replace(model: Any) -> None:
+    fill(model)
+    model.wide = torch.nn.Parameter(model.wide.data.clone(), requires_grad=False)
+
+
 def count(model: Any) -> None:
     fill(model)
     model.loads = 1
@@ -304,6 +340,7 @@ def lazily() -> Any:
         pytest.param(processed(repack), fill, "repacks the weights .* a copy of each engine's own", id="repacked"),
         pytest.param(aliased, fill, r"loading changes \.alias of this model", id="a view of a weight"),
         pytest.param(captured, fill, "keeps a second reference to wide", id="a hidden view of a weight"),
+        pytest.param(Small, replace, "loading changes wide of this model", id="another parameter"),
         pytest.param(Small, count, r"loading changes \.loads of this model", id="an attribute"),
         pytest.param(Small, rotate, r"loading changes \.angles of this model", id="a buffer that is not stored"),
         pytest.param(lazily, fill, "wide is a UninitializedParameter that is quantized", id="without memory"),
@@ -387,7 +424,7 @@ def test_engines_that_write_to_their_weights_are_refused(changes: dict[str, Any]
 class TestNames:
     def name(self, settings: WeightSettings | None = None, prefix: str = "", **changes: Any) -> str:
         config = a_config(**changes)
-        return identity.segment_name(config, config.model_config, settings or WeightSettings(), prefix)
+        return identity.digest_of(config, config.model_config, settings or WeightSettings(), prefix)
 
     def test_all_that_decides_the_bytes_is_in_the_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         other = SimpleNamespace(to_dict=lambda: {"hidden_size": 128}, _commit_hash=None)

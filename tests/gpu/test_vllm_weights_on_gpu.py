@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.support.daemons import Daemon, until
 from tests.support.gpu import at_rest, on_gpu, used
-from tests.support.vllm_engine import Engine, write_plugins, write_weights
+from tests.support.vllm_engine import BUILDS, Engine, write_model, write_plugins
 
 import membroker
 from membroker.vmm.cuda.driver import CudaDriver
@@ -34,15 +34,7 @@ SHAPE = {
     "initializer_range": 0.02,
     "torch_dtype": "bfloat16",
 }
-OPTIONS = {
-    "dtype": "bfloat16",
-    "block_size": 16,
-    "enforce_eager": False,
-    "kv_cache_memory_bytes": 8 << 30,
-    "gpu_memory_utilization": 0.05,
-    "max_num_batched_tokens": 2048,
-    "distributed_executor_backend": "uni",
-}
+OPTIONS = {"max_model_len": 1024, "max_num_batched_tokens": 2048}
 _RNG = random.Random(7)
 PROMPTS = [[_RNG.randrange(3, 150_000) for _ in range(length)] for length in (5, 60, 700)], 48
 
@@ -54,21 +46,21 @@ def seconds(engine: Engine, what: str) -> str:
     return found[1]
 
 
-@pytest.mark.parametrize("runner", ["0", "1"], ids=["V1 runner", "V2 runner"])
+@pytest.mark.parametrize("runner", ["gpu-v1", "gpu-v2"])
 def test_engines_compute_with_one_copy_of_the_weights(
     runner: str, gpu: CudaDriver, tmp_path: Path, state: Callable[[str, str], None]
 ) -> None:
     """The second engine reads no file and takes no memory for weights, and serves on when the first is killed."""
-    model = write_weights(tmp_path / "qwen", **SHAPE)
+    model = write_model(tmp_path / "qwen", **SHAPE)
     path = os.pathsep.join([str(write_plugins(tmp_path / "plugins")), os.environ.get("PYTHONPATH", "")])
-    environment = {"PYTHONPATH": path, "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_V2_MODEL_RUNNER": runner}
-    with Engine(model, environment=environment, load_format="auto", **OPTIONS) as plain:
+    build, environment = BUILDS[runner], {"PYTHONPATH": path}
+    with Engine(build, model, environment=environment, **OPTIONS) as plain:
         expected = plain.ready().generate(*PROMPTS)
-        state(f"runner {runner}: plain vLLM reads the weights", seconds(plain, "Loading weights took") + " s")
+        state(f"{runner}: plain vLLM reads the weights", seconds(plain, "Loading weights took") + " s")
 
     def sharing(daemon: Daemon, name: str) -> Any:
         options = {**OPTIONS, "load_format": "membroker"}
-        return Engine(model, daemon.endpoint(), {"model": name}, environment=environment, **options)
+        return Engine(build, model, daemon.endpoint(), {"model": name}, environment=environment, **options)
 
     with on_gpu(gpu) as daemon:
         figures = [at_rest(lambda: used(gpu))]
@@ -84,8 +76,8 @@ def test_engines_compute_with_one_copy_of_the_weights(
                     assert (there.state, there.sessions) == ("sealed", 2)
                 first, second = figures[1] - figures[0], figures[2] - figures[1]
                 published, attached = seconds(one, "published the weights"), seconds(two, "attached the weights")
-                state(f"runner {runner}: published, attached", f"{published} s, {attached} s")
-                state(f"runner {runner}: first, second engine", f"{first >> 20} MiB, {second >> 20} MiB")
+                state(f"{runner}: published, attached", f"{published} s, {attached} s")
+                state(f"{runner}: first, second engine", f"{first >> 20} MiB, {second >> 20} MiB")
                 assert second < first - there.size_bytes * 3 // 4
                 one.kill()
                 assert two.generate(*PROMPTS) == expected

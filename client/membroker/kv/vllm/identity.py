@@ -25,8 +25,8 @@ def book_name(model_config: Any) -> str:
     return own if valid_model(own) else "weights"
 
 
-def segment_name(vllm_config: Any, model_config: Any, settings: WeightSettings, prefix: str) -> str:
-    """Return the own name of the segment for the weights of one rank: a digest of what decides their bytes."""
+def digest_of(vllm_config: Any, model_config: Any, settings: WeightSettings, prefix: str) -> str:
+    """Return a digest of what decides the bytes of one rank's weights, for the name of their segment."""
     import vllm
 
     parallel, hf_config = vllm_config.parallel_config, model_config.hf_config
@@ -50,7 +50,7 @@ def segment_name(vllm_config: Any, model_config: Any, settings: WeightSettings, 
         ],
     }
     text = json.dumps(facts, sort_keys=True, default=str)
-    return f"weights-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _files(model: str) -> Any:

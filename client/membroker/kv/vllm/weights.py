@@ -11,8 +11,9 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from multiprocessing.util import Finalize
 from typing import Any
@@ -33,7 +34,7 @@ from ...safetensors import TensorIndex
 from ...segment import Segment
 from ...vmm.sizes import format_size
 from . import seams
-from .identity import book_name, segment_name
+from .identity import book_name, digest_of
 from .settings import check_shareable, weight_settings_of
 
 logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
@@ -41,6 +42,8 @@ logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below it
 _HOLLOW_BYTES = 64 << 10
 """A parameter of at least so many bytes takes no memory while a model is built for weights that exist already."""
 _AGAIN_SECONDS = 0.2
+_OUTAGE_SECONDS = 5.0
+"""How long the start, and the end, of an engine waits for a broker that is away."""
 
 
 class Loader(BaseModelLoader):  # type: ignore[misc]
@@ -75,12 +78,14 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
         check_shareable(vllm_config)
         begun, settings = time.monotonic(), self._settings
         target = torch.device(self.load_config.device or vllm_config.device_config.device)
-        with ExitStack() as undo:
-            client = undo.enter_context(connect())
-            book = settings.model or book_name(model_config)
-            name = f"{book}/{segment_name(vllm_config, model_config, settings, prefix)}"
-            shared = _Shared(client, name, settings.wait)
-            segment = shared.find()
+        with ExitStack() as undo, ExitStack() as claim:
+            client = undo.enter_context(connect(outage=_OUTAGE_SECONDS))
+            book, digest = (
+                settings.model or book_name(model_config),
+                digest_of(vllm_config, model_config, settings, prefix),
+            )
+            shared = _Shared(client, book, digest, settings.wait)
+            segment = shared.find(claim)
             with set_default_torch_dtype(model_config.dtype):
                 hollow = _Hollow()
                 with target, nullcontext() if segment is None else hollow:
@@ -102,7 +107,7 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
         logger.info(
             "membroker: %s the weights %s, %s, in %.2f s; %s of them are used in place, read-only",
             "published" if shared.is_publisher else "attached",
-            name,
+            shared.name,
             format_size(segment.size),
             time.monotonic() - begun,
             format_size(kept),
@@ -122,42 +127,42 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
 
 
 class _Shared:
-    """The segment of one model's weights, which this engine finds or makes. All waits end `wait` seconds from now."""
+    """The segment of one model's weights, which this engine finds or makes. All waits end `wait` seconds from now.
 
-    def __init__(self, client: Client, name: str, wait: float) -> None:
+    An engine that makes it first claims that, by a small segment which it never seals: so no other engine takes memory
+    for weights meanwhile, and a claim ends with its engine.
+    """
+
+    def __init__(self, client: Client, book: str, digest: str, wait: float) -> None:
+        self.name = f"{book}/weights-{digest}"
         self.is_publisher = False
-        self._client, self._name = client, name
+        self._claim_name = f"{book}/loading-{digest}"
+        self._client, self._model = client, client.register_model(book)
         self._deadline = time.monotonic() + wait
 
-    def find(self) -> Segment | None:
-        """Attach the segment, and wait while it is being written. None if no such segment exists, or its writer died."""
-        with suppress(SegmentNotFound, WriterDied):
-            try:
-                return self._client.attach(self._name, timeout=0)
-            except SegmentNotSealed:
-                left = self._left()
-                logger.info("membroker: waits up to %.0f s for the engine that loads %s", left, self._name)
-                return self._client.attach(self._name, timeout=left)
-        return None
-
-    def publish(self, tensors: Mapping[str, Any], load: Any) -> Segment:
-        """Make the segment, then `load`, store the tensors and seal. If another engine makes it first, attach that."""
-        book, _, own = self._name.rpartition("/")
-        image = Image(tensors, {"format": "pt"}, align_from=1)
-        model = self._client.register_model(book)
+    def find(self, undo: ExitStack) -> Segment | None:
+        """Attach the segment, and wait while another engine makes it. None: this one has a claim on it until `undo`."""
+        waits = False
         while True:
-            try:
-                segment = model.create_segment(own, image.size, wait=self._left())
-                break
-            except SegmentExists:
-                found = self.find()
-                if found is not None:
-                    return found
-                if not self._left():
-                    raise
-                time.sleep(_AGAIN_SECONDS)  # the name is free once the memory of a dead publisher is
+            if (found := self._attach()) is not None:
+                return found
+            with suppress(SegmentExists):
+                claim = undo.enter_context(self._model.create_segment(_own(self._claim_name), 1, wait=self._left()))
+                if (found := self._attach()) is not None:
+                    claim.close()
+                return found
+            if not waits:
+                logger.info("membroker: waits up to %.0f s for the engine that loads %s", self._left(), self.name)
+            waits = True
+            with suppress(SegmentNotFound, WriterDied):
+                self._client.attach(self._claim_name, timeout=self._left())
+            self._pause()
+
+    def publish(self, tensors: Mapping[str, Any], load: Callable[[], None]) -> Segment:
+        """Make the segment, then `load`, store the tensors and seal."""
+        image = Image(tensors, {"format": "pt"}, align_from=1)
         with ExitStack() as undo:
-            undo.callback(segment.close)  # engines that wait for it see that, and one of them starts over
+            segment = undo.enter_context(self._create(image.size))
             load()
             image.write(segment, tensors)
             segment.seal()
@@ -165,8 +170,29 @@ class _Shared:
         self.is_publisher = True
         return segment
 
+    def _attach(self) -> Segment | None:
+        with suppress(SegmentNotFound, SegmentNotSealed, WriterDied):
+            return self._client.attach(self.name, timeout=0)
+        return None
+
+    def _create(self, size: int) -> Segment:
+        while True:
+            with suppress(SegmentExists):
+                return self._model.create_segment(_own(self.name), size, wait=self._left())
+            self._pause()
+
+    def _pause(self) -> None:
+        """Wait a moment: a name is free once the memory of its dead or deleted segment is."""
+        if not self._left():
+            raise SegmentNotSealed(f"{self.name} was not there in time: see `membroker segments`")
+        time.sleep(_AGAIN_SECONDS)
+
     def _left(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
+
+
+def _own(name: str) -> str:
+    return name.rpartition("/")[2]
 
 
 class _ReadOnly(TorchDispatchMode):  # type: ignore[misc]
@@ -190,11 +216,12 @@ class _Hollow(TorchDispatchMode):  # type: ignore[misc]
     """Build a model whose large parameters have one element of memory, for weights that exist already.
 
     They keep their class, their attributes and their device, which vLLM's layers rely on. Initial values are not
-    written. `parameters` are those without memory.
+    written. `parameters` are those without memory. Only models that this thread builds are meant.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self._thread = threading.get_ident()
         self.parameters: list[Any] = []
         self._addresses: set[int] = set()
 
@@ -214,6 +241,8 @@ class _Hollow(TorchDispatchMode):  # type: ignore[misc]
         return func(*args, **(kwargs or {}))
 
     def _empty(self, _module: Any, _name: str, parameter: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
         if parameter is None or parameter.is_meta or not parameter.is_contiguous():
             return
         if parameter.numel() * parameter.itemsize >= _HOLLOW_BYTES:
@@ -256,9 +285,9 @@ def _stored(model: Any) -> dict[str, Any]:
 
 
 def _facts(model: Any) -> dict[str, Any]:
-    """Return all that a model has besides the values of its stored tensors: plain attributes, shapes, other tensors."""
+    """Return all that a model has besides the values of its stored tensors: attributes, shapes, other tensors."""
     stored = _stored(model)
-    facts: dict[str, Any] = {name: (value.shape, value.dtype) for name, value in stored.items()}
+    facts: dict[str, Any] = {name: (value.shape, value.dtype, id(value)) for name, value in stored.items()}
     known = {id(value) for value in stored.values()}
     for prefix, module in model.named_modules():
         facts[prefix] = type(module)
