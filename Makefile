@@ -58,7 +58,7 @@ test-system: $(STAMP)  ## the tests that need root
 	$(BIN)/python -m pytest -m root
 
 # tests/gpu, and the stories elsewhere that run on each kind of device (the fixture `device`).
-GPU_TESTS := tests/gpu tests/benchmarks/test_bench_pressure.py tests/client/vmm/test_ranges.py tests/system/test_main_job.py
+GPU_TESTS := tests/gpu tests/engines/test_vllm.py tests/benchmarks/test_bench_pressure.py tests/client/vmm/test_ranges.py tests/system/test_main_job.py
 # On the machine with the GPU, with its own interpreter and packages: nothing is installed, and pytest-timeout may be
 # missing. A test that hangs says where it stands after four minutes.
 test-gpu:  ## the tests that need a real NVIDIA GPU, with this machine's own python3 (two GPUs: also NCCL, and a daemon for each)

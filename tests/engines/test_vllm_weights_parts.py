@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import subprocess
@@ -26,7 +27,7 @@ from vllm.config.load import LoadConfig
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader import BaseModelLoader
 
-from membroker.kv.vllm import identity, weights
+from membroker.kv.vllm import identity, plugin, weights
 from membroker.kv.vllm.settings import WeightSettings, check_shareable, weight_settings_of
 
 pytestmark = pytest.mark.shared_daemon
@@ -477,3 +478,13 @@ def test_the_entry_point_loads_little() -> None:
     assert (
         subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout == "nothing\n"
     )
+
+
+def test_a_vllm_that_cannot_have_the_loader_starts_without_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM calls every plugin at its start, and an exception would end it."""
+    monkeypatch.setitem(sys.modules, "membroker.kv.vllm.weights", None)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    plugin.register()
+    assert "--load-format membroker is not available with this vLLM" in caplog.text
