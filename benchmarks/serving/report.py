@@ -24,8 +24,8 @@ NOTE = (
     "answered ('never'). TPOT in milliseconds. good/s: requests a second with TTFT of 1 s and TPOT of 50 ms or less. "
     "KV bytes in GiB: at most, on average over the trace, and one second after the last answer. starved: how long a "
     "model waited for memory within its guarantee. wrong: answers that differ from plain vLLM's, of those asked one at "
-    "a time before and after the load. same: answers under load that are plain vLLM's; other batches round "
-    "otherwise, so all are the same with --exact only."
+    "a time before and after the load. same: answers under load that are plain vLLM's; other batches round otherwise, "
+    "so all are the same with --exact only."
 )
 SEEDS = "Of several seeds: the median, and the range."
 TOTALS = (

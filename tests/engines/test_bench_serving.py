@@ -56,6 +56,8 @@ def test_three_engines_over_a_broker_answer_as_one_alone(tmp_path: Path) -> None
             assert one["requests"] > 0
             assert (one["unfinished"], one["wrong"]) == (0, 0), one
             assert all(answer["due"] <= answer["first"] <= answer["last"] for answer in told["answers"])
+    texts = [text for sample in runs[0]["tokens"][0] for text in sample]
+    assert all(len(set(text)) > len(text) / 2 for text in texts), "the answers repeat themselves: what do they show?"
     for run in runs[2:]:
         borrowed = [one["borrowed"] for one in run["samples"]]
         for model, figures in enumerate(run["models"]):
