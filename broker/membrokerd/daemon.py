@@ -301,7 +301,7 @@ class Daemon:
         """Apply the changes that need no restart, and log those that do."""
         changes = compare(self._config, config)
         try:
-            check_guarantees(changed_rules(self._loop.broker.rules, changes.config))
+            check_guarantees(changed_rules(self._loop.broker.books.rules, changes.config))
         except DeviceError as error:
             raise ConfigError([str(error)]) from error
         tenants = dict(changes.config.tenants)
@@ -323,8 +323,8 @@ class Daemon:
         self._config = replace(changes.config, tenants=tenants)
         for name, tenant in tenants.items():
             self._doors.admit(name, tenant.uids)
-        self._loop.broker.change_rules(changed_rules(self._loop.broker.rules, self._config))
-        warn_of_guarantees(self._loop.broker.ledger.quotas, self._loop.broker.rules, self._config)
+        self._loop.broker.change_rules(changed_rules(self._loop.broker.books.rules, self._config))
+        warn_of_guarantees(self._loop.broker.ledger.quotas, self._loop.broker.books.rules, self._config)
         logs.set_level(self._config.log.level)
         if changes.fixed:
             logs.warn("these keys have changed and need a restart of the daemon", keys=list(changes.fixed))
@@ -357,7 +357,7 @@ class Daemon:
         alive, sentence = self._heartbeat.health()
         if not alive:
             return False, sentence
-        if self._loop.broker.stopping:
+        if self._loop.broker.books.stopping:
             return False, "stopping"
         if self._plan.fell_back:
             return True, 'ok, but no usable GPU was found (driver = "auto"): this broker lends host memory'

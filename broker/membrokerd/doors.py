@@ -117,7 +117,7 @@ class Doors:
             service,
             register,
             self._dispatcher.times_of,
-            loop.broker.rules.max_sessions,
+            loop.broker.books.rules.max_sessions,
             loop.turns,
             self._calls,
         )

@@ -219,7 +219,7 @@ class Loop:
 
     async def stop(self, seconds: float) -> None:
         """Take no more requests, and wait for the packets that are being made."""
-        self.broker.stopping = True
+        self.broker.books.stopping = True
         self.tell(ev.Elapsed())  # requests that wait are refused
         for timer in (self._audit_timer, self._deadline_timer):
             if timer is not None:

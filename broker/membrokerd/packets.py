@@ -63,7 +63,7 @@ class Packets:
 
     def _made(self, make: fx.Make, outcome: list[int] | Failure) -> None:
         self._making -= 1
-        if self._broker.stopping and not self._making:
+        if self._broker.books.stopping and not self._making:
             self._idle.set()
         if isinstance(outcome, Failure):
             self._not_made(make, outcome)
@@ -87,7 +87,7 @@ class Packets:
         """Make nothing of a debit, and send nothing of a hold, that is not on file."""
         if isinstance(packet, fx.Make) and packet.stocked:
             self.drop_stock(fx.DropStock(packet.location, packet.extent_bytes, len(packet.ids)))
-        self._not_made(packet, Failure(Reason.JOURNAL_FULL, {"driver_says": self._broker.cannot_write}))
+        self._not_made(packet, Failure(Reason.JOURNAL_FULL, {"driver_says": self._broker.books.cannot_write}))
 
     # --- the stock ---
 

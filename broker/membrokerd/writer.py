@@ -71,7 +71,7 @@ class Writer:
         reach("compacted")
 
     def _tell_broker(self) -> None:
-        self._broker.cannot_write = "no room for its journal" if self._journal.full else ""
+        self._broker.books.cannot_write = "no room for its journal" if self._journal.full else ""
 
     def close(self) -> None:
         """Abandon a compaction: the file that it would have replaced is whole."""

@@ -41,7 +41,7 @@ class DaemonDeaths:
         self.dead = False
         self.dies_in = 0
         """In so many steps; 0: not soon."""
-        self.books = Ledger(world.broker.rules.capacities)
+        self.books = Ledger(world.broker.books.rules.capacities)
         """What the file says."""
         self.epoch_begins = 0
         self.torn = 0
@@ -202,14 +202,14 @@ class DaemonDeaths:
         world.facts[self.epoch_begins :] = story
         self.epoch_begins = len(world.facts)
         self.epoch += 1
-        dead, rules = world.broker, world.broker.rules
+        dead, rules = world.broker, world.broker.books.rules
         if len(world.facts) < WHOLE_STORY:
             world.broker = Broker(rules, self.epoch, world.facts)
         else:
             world.broker = Broker(rules, self.epoch)
             world.broker.ledger = world.broker.books.ledger = copy.deepcopy(self.books)
             world.broker.books.recallable._ledger = world.broker.books.ledger
-            world.broker.books.change_rules(world.broker.rules)  # it decides over that ledger
+            world.broker.books.change_rules(world.broker.books.rules)  # it decides over that ledger
         world.referee.inherit(dead, torn=bool(self.torn))
         world.resuming.inherit()
         self.take_stock_of_workers()

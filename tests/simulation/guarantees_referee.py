@@ -49,7 +49,7 @@ class GuaranteesReferee:
         `undone` is the request of another tenant that was granted: its debit is in the books, and is thought away.
         """
         free = self._broker.ledger.totals[where].free + (undone.size if undone else 0)
-        if undone and undone.name.tenant in self._broker.rules.unlent:
+        if undone and undone.name.tenant in self._broker.books.rules.unlent:
             free -= undone.size  # at most so much was its own
         if size > free - self.unlent_beside(name.tenant, where) or self.is_limited(name, where, size):
             return False
@@ -71,7 +71,7 @@ class GuaranteesReferee:
     @once_a_step
     def unlent(self, tenant: str, where: ev.Location) -> int:
         """Return a tenant's unused guarantee, if it is never lent."""
-        if tenant not in self._broker.rules.unlent:
+        if tenant not in self._broker.books.rules.unlent:
             return 0
         models = [one for one in self._broker.ledger.models if one.tenant == tenant]
         lent = sum(self.lent(name, where) for name in models)
@@ -79,7 +79,7 @@ class GuaranteesReferee:
 
     def unlent_beside(self, tenant: str | None, where: ev.Location) -> int:
         """Return the unused guarantees of all other tenants that are never lent."""
-        return sum(self.unlent(one, where) for one in self._broker.rules.unlent if one != tenant)
+        return sum(self.unlent(one, where) for one in self._broker.books.rules.unlent if one != tenant)
 
     @once_a_step
     def tenant_guarantee(self, tenant: str, where: ev.Location) -> int:
@@ -214,7 +214,7 @@ class GuaranteesReferee:
 
     @once_a_step
     def _keys(self) -> set[Any]:
-        return {*self._referee.quotas, *self._broker.rules.guarantees}
+        return {*self._referee.quotas, *self._broker.books.rules.guarantees}
 
     def report(self) -> str:
         """Return what happened, in a line."""

@@ -47,7 +47,7 @@ class Operator:
         for (tenant, model, where), quota in list(world.broker.ledger.quotas.items()):
             sizes = None, quota.guarantee, quota.weight
             world.send(ev.SetQuota(world.call(-1), tenant, model, where, *sizes))
-        world.broker.change_rules(dataclasses.replace(world.broker.rules, limits={}, default_limits={}))
+        world.broker.change_rules(dataclasses.replace(world.broker.books.rules, limits={}, default_limits={}))
 
     def reload(self) -> None:
         """Edit the configuration and send SIGHUP. What is lent stays lent."""
@@ -61,7 +61,7 @@ class Operator:
         weights = {key: chance.choice((0, 1, 3)) for key in CONFIGURED if chance.random() < 0.3}
         unlent = frozenset(tenant for tenant in ("t0", "t1", "t2") if chance.random() < 0.2)
         rules = dataclasses.replace(
-            world.broker.rules,
+            world.broker.books.rules,
             limits=limits,
             default_limits=defaults,
             guarantees=guarantees,

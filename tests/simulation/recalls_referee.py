@@ -243,12 +243,12 @@ class RecallsReferee:
                 if not one.late:
                     self._tell(place, one, "late")
                     self.ends["late"] += 1
-                one.late, one.deadline = True, now + self._world.broker.rules.recall_ns
+                one.late, one.deadline = True, now + self._world.broker.books.rules.recall_ns
                 self._again[one.number] = one
 
     def _follow_question(self, effect: fx.Recall) -> None:
         place = (effect.session, effect.name, effect.location)
-        one, rules = self.asked.get(place), self._world.broker.rules
+        one, rules = self.asked.get(place), self._world.broker.books.rules
         assert effect.within_ns == rules.recall_ns
         if one is not None and one.number == effect.recall:
             assert self._again.pop(one.number, None) is one, "it is repeated too early"
@@ -278,7 +278,7 @@ class RecallsReferee:
             assert broker.deadline <= min(ends), "the core is not told the time when it is late"
         self._judge_firm()
         questions = [one for one in step.effects if isinstance(one, fx.Recall) and self._began_now(one)]
-        for where in broker.rules.capacities:
+        for where in broker.books.rules.capacities:
             self._judge_questions(event, step, where, [one for one in questions if one.location == where])
         self._judge_limits(step)
         self._judge_holds({one.location for one in questions})
@@ -293,11 +293,11 @@ class RecallsReferee:
             return
         for where, total in broker.ledger.totals.items():
             for name in broker.ledger.models:
-                assert broker.admission.firm(name, where) == guarantees.firm(name, where), (
+                assert broker.books.admission.firm(name, where) == guarantees.firm(name, where), (
                     f"{name} has other firm bytes"
                 )
             more = guarantees.needed(where, {}) - (total.capacity - total.releasing)
-            assert broker.admission.shortfall(where) == max(0, more), "the guarantees lack something else"
+            assert broker.books.admission.shortfall(where) == max(0, more), "the guarantees lack something else"
 
     def _judge_questions(self, event: ev.Event, step: Step, where: ev.Location, asks: list[fx.Recall]) -> None:
         """No model is asked for its guarantee, nor for its share, but for what is above a limit."""
@@ -362,17 +362,19 @@ class RecallsReferee:
             assert where in asked_at, "a hold begins without a recall"
             assert hold.until == now + HOLD_NS
             wanted = [one.size for one in self._referee.waiting.all_of_step if one.name == name]
-            most = self._referee.guarantees.lent(name, where) + max(broker.rules.capacities[where] // 8, sum(wanted))
+            most = self._referee.guarantees.lent(name, where) + max(
+                broker.books.rules.capacities[where] // 8, sum(wanted)
+            )
             assert hold.size <= max(most, self.holds[key].size if key in self.holds else 0), "a hold is too large"
 
     def _judge_limits(self, step: Step) -> None:
         """After limits have changed, or what was kept is not, what is above them is recalled, as far as it can be."""
         broker, guarantees = self._world.broker, self._referee.guarantees
-        changed = any(isinstance(fact, ft.QuotaSet) for fact in step.facts) or self._rules is not broker.rules
-        self._rules = broker.rules
+        changed = any(isinstance(fact, ft.QuotaSet) for fact in step.facts) or self._rules is not broker.books.rules
+        self._rules = broker.books.rules
         if not (changed or self._kept_ended):
             return
-        for where in broker.rules.capacities:
+        for where in broker.books.rules.capacities:
             rest = {name: guarantees.lent(name, where) - self.coming_of(name, where) for name in broker.ledger.models}
             idle = {name for name in rest if self.able(name, where)}
             for name in idle:

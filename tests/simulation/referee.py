@@ -116,7 +116,7 @@ class Referee:
         while len(self.audits) > 1 and world.now - self.audits[0][0] > NOTICE_NS:
             self.audits.popleft()
         for owner, death in self.deaths.items():
-            late = world.now - death.at > world.broker.rules.settle_ns
+            late = world.now - death.at > world.broker.books.rules.settle_ns
             waits = owner in world.workers and world.workers[owner].makes
             assert not late or waits, f"{owner} is not settled in time"
 
@@ -207,7 +207,7 @@ class Referee:
         """
         world, session = self.world, getattr(event, "session", None)
         waiting = [one for one in self.waiting.before.values() if one.event.session == session]
-        full = len(waiting) >= world.broker.rules.max_calls_per_session
+        full = len(waiting) >= world.broker.books.rules.max_calls_per_session
         for effect in step.effects:
             if isinstance(effect, fx.Answer) and isinstance(effect.result, Denied):
                 wants = effect.result.reason in (Reason.MODEL_LIMIT, Reason.TENANT_LIMIT, Reason.CAPACITY)
@@ -288,7 +288,7 @@ class Referee:
     @once_a_step
     def set_for(self, key: policy.Key) -> Quota:
         """Return what operators have set: as commanded, or else configured."""
-        rules, quota = self.world.broker.rules, self.quotas.get(key, Quota())
+        rules, quota = self.world.broker.books.rules, self.quotas.get(key, Quota())
         default = rules.default_limits.get(key[2]) if key[1] is None else None
         limit = rules.limits.get(key, default) if quota.limit is None else quota.limit
         return Quota(limit, rules.guarantees.get(key, 0) if quota.guarantee is None else quota.guarantee)
@@ -296,7 +296,7 @@ class Referee:
     def weight(self, key: policy.Key) -> int:
         """Return the weight that operators have set: as commanded, or else configured, or else 1."""
         commanded = self.quotas.get(key, Quota()).weight
-        return self.world.broker.rules.weights.get(key, 1) if commanded is None else commanded
+        return self.world.broker.books.rules.weights.get(key, 1) if commanded is None else commanded
 
     def _within_limits(self, name: ev.ModelName, where: ev.Location, *, less: bool = False) -> None:
         """No debit takes the model, the tenant or the location above what was asked, commanded or configured."""
@@ -392,7 +392,7 @@ class Referee:
             return
         falls = [fall for fall in self.falls[where] if fall[0] >= death.since]
         fallen = sum(size for _, size, _, _ in falls)
-        assert fallen > charged - death.slack * self.world.broker.rules.granularity, (
+        assert fallen > charged - death.slack * self.world.broker.books.rules.granularity, (
             f"{owner} was credited {charged} bytes as proven, {held} of it exist, and {fallen} fell"
         )
         kinds: Counter[str] = Counter()
@@ -425,7 +425,7 @@ class Referee:
         self.stock.at_the_end()
         self.resuming.at_the_end()
         self.recalls.at_the_end()
-        again = replay(broker.rules.capacities, world.facts)
+        again = replay(broker.books.rules.capacities, world.facts)
         for name in ("revision", "totals", "sessions", "models", "segments", "labels", "tenants", "quotas"):
             assert getattr(again, name) == getattr(broker.ledger, name), f"the facts tell other {name}"
 

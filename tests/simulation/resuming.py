@@ -243,7 +243,7 @@ class Resuming:
 
     def cannot_write(self, why: str) -> None:
         world = self.world
-        world.broker.cannot_write = why
+        world.broker.books.cannot_write = why
         world.events.append((world.now, f"cannot_write {why}".rstrip()))
 
     def end_orders(self) -> None:

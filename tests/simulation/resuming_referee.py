@@ -71,7 +71,7 @@ class ResumingReferee:
             answers = [one.result for one in step.effects if isinstance(one, fx.Answer) and one.call == event.call]
             assert all(isinstance(result, Denied) for result in answers), "asked in the middle of a resume"
             assert answers, "somebody waits who is being taken up"
-        if self.world.broker.draining or self.world.broker.cannot_write:
+        if self.world.broker.books.draining or self.world.broker.books.cannot_write:
             self._judge_orders(event, step)
 
     # --- facts ---
@@ -185,7 +185,7 @@ class ResumingReferee:
             assert not isinstance(fact, ft.Debited | ft.SegmentBegan | ft.SegmentHeld), "something is lent"
             if isinstance(fact, ft.DeclarationSet) and isinstance(event, ev.Declare):
                 assert fact.declared_bytes <= self._declared_before, "more is declared"
-        assert not self.world.broker.draining or not any(isinstance(one, fx.Stock) for one in step.effects), (
+        assert not self.world.broker.books.draining or not any(isinstance(one, fx.Stock) for one in step.effects), (
             "made ahead"
         )
 

@@ -117,7 +117,7 @@ def _tenant(referee: Referee, tenant: str, where: ev.Location, own: Sequence[tup
         most = min(most, limit - (charge.releasing if charge else 0))
     most = max(least, most)
     base: float = guarantees.tenant_guarantee(tenant, where)
-    if referee.recalls.is_possible and tenant not in referee.world.broker.rules.unlent:
+    if referee.recalls.is_possible and tenant not in referee.world.broker.books.rules.unlent:
         base = min(base, most)
     low = max(0, least - base)
     return base, (referee.weight((tenant, None, where)), low, max(low, most - base))

@@ -347,7 +347,7 @@ class SharingReferee:
     def size_of(self, row: Segment, extent: int) -> int:
         """Return what an extent of a segment has, which is not credited yet."""
         assert extent in row.extents, "an extent is credited twice"
-        whole = min(self.world.broker.rules.segment_extent_bytes, row.size)
+        whole = min(self.world.broker.books.rules.segment_extent_bytes, row.size)
         count = -(-row.size // whole)
         first = self.names[row.name] + 1
         return row.size - whole * (count - 1) if extent == first + count - 1 else whole

@@ -59,7 +59,7 @@ class StockReferee:
             self._judge_event(one, step)
         for effect in step.effects:
             self._judge_effect(effect)
-        world, rules = self.world, self.world.broker.rules
+        world, rules = self.world, self.world.broker.books.rules
         kept = {kind: len(blocks) for kind, blocks in world.stock.items() if blocks}
         assert kept == +self.ready, f"the books have {dict(+self.ready)} ready, and there is {kept}"
         for where, total in world.broker.ledger.totals.items():
@@ -115,7 +115,7 @@ class StockReferee:
             if isinstance(effect, fx.Answer) and effect.call == call and isinstance(effect.result, Denied):
                 kept = int(effect.result.numbers.get("reserved_bytes", 0))  # the referee of guarantees judges these
                 charged = max(self._charged[where], self.world.broker.ledger.totals[where].charged)
-                fits = charged + kept + size <= self.world.broker.rules.capacities[where]
+                fits = charged + kept + size <= self.world.broker.books.rules.capacities[where]
                 assert not (fits and effect.result.reason is Reason.CAPACITY), (
                     f"refused for what is free: {effect.result}"
                 )
@@ -124,7 +124,7 @@ class StockReferee:
         match effect:
             case fx.Make(stocked=True):
                 self.hits += 1
-            case fx.Make(segment=0) if not self.world.broker.stopping:
+            case fx.Make(segment=0) if not self.world.broker.books.stopping:
                 ready = self.ready[effect.location, effect.extent_bytes]
                 assert ready < len(effect.ids), "a packet is made, and the stock has it"
             case fx.Stock(where, size):

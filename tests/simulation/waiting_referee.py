@@ -81,7 +81,7 @@ class WaitingReferee:
         else:
             for waiter in after.values():
                 self._judge_waiter(waiter)
-            for where in world.broker.rules.capacities:
+            for where in world.broker.books.rules.capacities:
                 waiting = [one for one in after.values() if one.event.location == where]
                 if any(one.deadline is not None for one in waiting):
                     self._judge_turns(where, [one for one in waiting if one.deadline and not one.met_full_device])
@@ -135,7 +135,7 @@ class WaitingReferee:
         if waiter.deadline is None:
             return
         assert waiter.deadline > world.now, "a wait has not ended in time"
-        in_vain = world.broker.draining or world.broker.stopping or world.broker.cannot_write
+        in_vain = world.broker.books.draining or world.broker.books.stopping or world.broker.books.cannot_write
         assert not in_vain, "it waits, and nothing is lent"
         assert waiter.name in row.models, "it waits for a model that it left"
         if recalls.is_asked(event.session, waiter.name, event.location):
@@ -186,7 +186,7 @@ class WaitingReferee:
         perhaps = [one for one in waiting if left[one.event.call] > -SLACK]
         self.turns += len(ready)
         if not guaranteed and ready:
-            aged = any(now - one.since > 2 * self._world.broker.rules.recall_ns for one in perhaps)
+            aged = any(now - one.since > 2 * self._world.broker.books.rules.recall_ns for one in perhaps)
             first = perhaps[:1] if aged else perhaps
             late = [one for one in ready if one in entitled and one in first]
             assert not late, f"{late} wait within a share, and there is room"
@@ -248,11 +248,11 @@ class WaitingReferee:
         )
         wait = event.wait_ns
         if wait is None:
-            wait = world.broker.rules.guarantee_wait_ns if guaranteed else 0
+            wait = world.broker.books.rules.guarantee_wait_ns if guaranteed else 0
         if waiter.deadline is not None:
             assert waiter.deadline == world.now + wait, "it waits for another time than it said"
         else:
-            more = waiter.size > world.broker.rules.capacities[event.location]
+            more = waiter.size > world.broker.books.rules.capacities[event.location]
             limited = self._referee.guarantees.is_limited(waiter.name, event.location, waiter.size)
             assert not wait or more or limited, "it does not wait, and said so"
 

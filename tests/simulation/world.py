@@ -235,7 +235,7 @@ class World:
         for worker in list(self.workers.values()):
             if worker.connected and self.state(worker) == "open" and worker.number % 2:
                 self.say_goodbye(worker)
-        self.broker.stopping = True
+        self.broker.books.stopping = True
         self.elapse()
         for process in self.processes:
             if process.alive:

@@ -14,7 +14,6 @@ from . import effects as fx
 from . import events as ev
 from . import facts as ft
 from . import policy
-from .admission import Admission
 from .books import Books, Step
 from .deaths import Settling
 from .denied import Denied, Reason, deny
@@ -139,41 +138,8 @@ class Broker:
 
     def change_rules(self, rules: policy.Rules) -> None:
         """Apply other limits and times from the next step on. Memory that is lent stays lent; no books change."""
-        assert policy.fixed(rules) == policy.fixed(self.rules), "these are decided at the start"
+        assert policy.fixed(rules) == policy.fixed(self.books.rules), "these are decided at the start"
         self.books.change_rules(rules)
-
-    @property
-    def admission(self) -> Admission:
-        """What is admitted, and what is guaranteed."""
-        return self.books.admission
-
-    @property
-    def rules(self) -> policy.Rules:
-        """What the configuration says."""
-        return self.books.rules
-
-    @property
-    def draining(self) -> bool:
-        """Whether an operator has ordered that nothing more is lent."""
-        return self.books.draining
-
-    @property
-    def stopping(self) -> bool:
-        """Whether the daemon is about to exit: only what gives memory back is taken."""
-        return self.books.stopping
-
-    @stopping.setter
-    def stopping(self, stopping: bool) -> None:
-        self.books.stopping = stopping
-
-    @property
-    def cannot_write(self) -> str:
-        """Why debits cannot be journalled at the moment, so that nothing is lent; empty when they can."""
-        return self.books.cannot_write
-
-    @cannot_write.setter
-    def cannot_write(self, why: str) -> None:
-        self.books.cannot_write = why
 
     # --- every request ---
 

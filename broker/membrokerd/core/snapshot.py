@@ -158,8 +158,8 @@ def take_locations(broker: Broker) -> tuple[LocationView, ...]:
             t.stock,
             t.free,
             broker.settling.shown(where),
-            broker.admission.reserved(where),
-            broker.admission.shortfall(where),
+            broker.books.admission.reserved(where),
+            broker.books.admission.shortfall(where),
             *broker.waiting.of_location(where),
         )
         for where, t in broker.ledger.totals.items()
@@ -186,9 +186,9 @@ def take_model(broker: Broker, name: ModelName) -> ModelView:
                 charge.declared,
                 charge.segments,
                 charge.extents,
-                policy.model_limit(broker.ledger, broker.rules, row.name, where),
-                broker.admission.model_guarantee(row.name, where),
-                policy.set_weight(broker.ledger.quotas, broker.rules, (*row.name, where)),
+                policy.model_limit(broker.ledger, broker.books.rules, row.name, where),
+                broker.books.admission.model_guarantee(row.name, where),
+                policy.set_weight(broker.ledger.quotas, broker.books.rules, (*row.name, where)),
                 *broker.waiting.of_model(row.name, where),
                 broker.books.recallable.of_model(row.name, where),
                 broker.books.recallable.asked_of_model(row.name, where),
@@ -250,9 +250,9 @@ def take_tenants(broker: Broker, configured: Iterable[str]) -> tuple[TenantView,
                 TenantLocationView(
                     where,
                     ledger.tenant_charged(tenant, where),
-                    policy.set_limit(ledger.quotas, broker.rules, (tenant, None, where)),
-                    broker.admission.tenant_guarantee(tenant, where),
-                    policy.set_weight(ledger.quotas, broker.rules, (tenant, None, where)),
+                    policy.set_limit(ledger.quotas, broker.books.rules, (tenant, None, where)),
+                    broker.books.admission.tenant_guarantee(tenant, where),
+                    policy.set_weight(ledger.quotas, broker.books.rules, (tenant, None, where)),
                     broker.waiting.of_location(where, tenant)[0],
                 )
                 for where in ledger.totals

@@ -56,26 +56,26 @@ class Views:
             pid=os.getpid(),
             start_time=self.start_time,
             metrics_url=self.metrics_url,
-            draining=self.loop.broker.draining,
+            draining=self.loop.broker.books.draining,
         )
 
     def get_available(self, request: pb.GetAvailableRequest, tenant: str, session: int) -> pb.Available:
         """Return how much a session could borrow now for one of its tenant's models."""
         name, location = self._find_model(request.model, tenant), convert.parse_location(request.location)
         broker = self.loop.broker
-        if not broker.rules.capacities.get(location):
+        if not broker.books.rules.capacities.get(location):
             raise convert.Refused(deny(Reason.LOCATION_UNAVAILABLE, location=location))
         now = 0
         share, more = broker.waiting.share(name, location, session)
-        if broker.draining:
+        if broker.books.draining:
             more = 0
         else:
-            now = broker.admission.available(name, location, self._device_room(location), session)
+            now = broker.books.admission.available(name, location, self._device_room(location), session)
         return pb.Available(
             now_bytes=now,
             obtainable_bytes=more,
-            guarantee_bytes=broker.admission.model_guarantee(name, location),
-            limit_bytes=policy.model_limit(broker.ledger, broker.rules, name, location),
+            guarantee_bytes=broker.books.admission.model_guarantee(name, location),
+            limit_bytes=policy.model_limit(broker.ledger, broker.books.rules, name, location),
             share_bytes=share,
         )
 

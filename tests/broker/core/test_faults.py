@@ -309,7 +309,7 @@ def test_deaths_are_credited_some_at_a_time(story: Story) -> None:
 
 def test_attaches_that_wait_are_bounded(story: Story) -> None:
     """Eight sessions of a tenant wait for a seal with sixteen attaches each: only so many begin in one step."""
-    story.broker.books.rules = dataclasses.replace(story.broker.rules, max_waiting_per_tenant=100)
+    story.broker.books.rules = dataclasses.replace(story.broker.books.rules, max_waiting_per_tenant=100)
     writer = story.open()
     segment = story.write(writer, 2)
     for session in [story.open() for _ in range(8)]:

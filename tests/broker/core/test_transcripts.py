@@ -119,11 +119,11 @@ class Script:
 
     def do_stop(self) -> None:
         """The daemon begins to stop."""
-        self.broker.stopping = True
+        self.broker.books.stopping = True
 
     def do_cannot_write(self, why: str = "") -> None:
         """The daemon cannot write down what it lends, or can again."""
-        self.broker.cannot_write = why
+        self.broker.books.cannot_write = why
 
     def do_restart(self, torn: str = "0", lost: str = "", **seen: str) -> list[str]:
         """A daemon dies and another one begins; `torn` facts are missing at the end of the story that it reads."""

@@ -61,7 +61,7 @@ class Lender:
         self.resuming: dict[int, Connection] = {}
         self.drain: Any = None
         self.turns = SimpleNamespace(may=lambda *_: True, charge=lambda *_: None)  # no loop begins turns here
-        self.broker = SimpleNamespace(rules=policy.Rules(PAGE, cast(Any, capacities)))
+        self.broker = SimpleNamespace(books=SimpleNamespace(rules=policy.Rules(PAGE, cast(Any, capacities))))
         self.dispatcher = SimpleNamespace(
             loop=self,
             request=self._request,

@@ -190,7 +190,7 @@ async def main():
 
     for _ in range(50):
         come()
-    while not broker.cannot_write:
+    while not broker.books.cannot_write:
         go()
         come()
     while fresh.full:
@@ -198,7 +198,7 @@ async def main():
             go()
         await asyncio.sleep(0)  # on a busy machine the compaction is not over in its first portion
     loop.tell(ev.Elapsed())
-    print(len(broker.cannot_write))
+    print(len(broker.books.cannot_write))
 
 asyncio.run(main())
 """

@@ -168,7 +168,7 @@ class Handshake:
             protocol_revision=PROTOCOL_REVISION,
             resumed=resumed,
         )
-        for location, capacity in self._loop.broker.rules.capacities.items():
+        for location, capacity in self._loop.broker.books.rules.capacities.items():
             welcome.capacities.add(location=LOCATION_NUMBERS[location], limit_bytes=capacity)
         self._connection.welcome(pb.Frame(request_id=request_id, welcome=welcome), pair)
         if self._loop.drain is not None:

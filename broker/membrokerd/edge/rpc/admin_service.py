@@ -101,7 +101,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
         """Return the quotas that were set."""
         broker = self._loop.broker
-        rules = broker.rules
+        rules = broker.books.rules
         configured = {*rules.limits, *rules.guarantees, *rules.weights} if request.all else set()
         rows = sorted({*broker.ledger.quotas, *configured}, key=lambda key: (key[0], key[1] or "", key[2]))
         shortfalls = self._shortfalls()
@@ -179,7 +179,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return result
 
     def _shortfalls(self) -> dict[ev.Location, int]:
-        admission = self._loop.broker.admission
+        admission = self._loop.broker.books.admission
         return {where: admission.shortfall(where) for where in self._loop.broker.ledger.totals}
 
     def _quota(
@@ -201,7 +201,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             row = ledger.models.get(ev.ModelName(tenant, model))
             charge = row.charges.get(location) if row else None  # a quota may be of where an earlier daemon lent
             used = charge.bytes if charge else 0
-        quota = policy.set_quota(ledger.quotas, broker.rules, key) if in_force else ledger.quotas.get(key, Quota())
+        quota = (
+            policy.set_quota(ledger.quotas, broker.books.rules, key) if in_force else ledger.quotas.get(key, Quota())
+        )
         return pb.Quota(
             name=name,
             location=LOCATION_NUMBERS[location],
