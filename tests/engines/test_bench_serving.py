@@ -55,6 +55,7 @@ def test_three_engines_over_a_broker_answer_as_one_alone(tmp_path: Path) -> None
         for one, told in zip(run["models"], run["told"], strict=True):
             assert one["requests"] > 0
             assert (one["unfinished"], one["wrong"]) == (0, 0), one
+            assert one["same"][0] == one["same"][1], "answers under load are not plain vLLM's"
             assert all(answer["due"] <= answer["first"] <= answer["last"] for answer in told["answers"])
     texts = [text for sample in runs[0]["tokens"][0] for text in sample]
     assert all(len(set(text)) > len(text) / 2 for text in texts), "the answers repeat themselves: what do they show?"
