@@ -90,6 +90,30 @@ def test_the_tokens_are_the_same_while_memory_comes_and_goes(
     until(lambda: used(roomy, "chat") == 0)
 
 
+def test_a_request_of_one_step_leaves_nothing(roomy: Daemon, model: Any, expected: Expected) -> None:
+    """It comes while the cache rests, and is over after the step that it wakes it for."""
+    with serving(roomy.endpoint(), model, "brief", keep=0) as manager:
+        until(lambda: manager.cache.is_resting)
+        first = tokens_of(manager.generate_batch(BATCHES["few"][0], 1))
+        assert first == [tokens[:1] for tokens in expected["few"]]
+        assert peak(roomy, "brief") > AT_REST
+        until(lambda: used(roomy, "brief") <= AT_REST)
+
+
+def test_prefixes_are_found_again(roomy: Daemon, model: Any, expected: Expected) -> None:
+    """With room for both, requests between do not take them away."""
+    with serving(roomy.endpoint(), model, "prefix", floor="128MiB") as manager:
+        until(lambda: used(roomy, "prefix") >= 128 * MIB)
+        cache, found = manager.batch_processor.cache, list[int]()
+        search = cache.search_prefix_match
+        cache.search_prefix_match = lambda *given: found.append(search(*given)) or found[-1]
+        for name in ("shared", "one"):
+            assert answer(manager, name) == expected[name], name
+        found.clear()
+        assert answer(manager, "shared") == expected["shared"]
+        assert min(found) >= 320, "the same prompts as before"
+
+
 @pytest.mark.parametrize("kind", ["fifo", "prefill_first"])
 def test_a_tight_limit_queues(kind: str, roomy: Daemon, model: Any, expected: Expected) -> None:
     """A burst of 100 MiB with 32, and requests that outgrow it together: they wait, or are preempted, and finish."""
@@ -216,7 +240,11 @@ def test_a_manager_is_stopped_and_started_again(roomy: Daemon, model: Any, expec
         manager.stop(block=False)
         until(lambda: used(roomy, "again") == 0)
         manager.start()
-        manager.stop(keep_for_next_session=True)
+        manager.add_request(BATCHES["few"][0][0], max_new_tokens=1000)
+        until(lambda: manager.batch_processor.scheduler.active_requests)
+        manager.stop(keep_for_next_session=True, hard_stop=True)
+        manager.cache.shrink("1GiB")
+        until(lambda: used(roomy, "again") <= AT_REST)
     assert not hasattr(model, "_cached_continuous_batching_manager")
     assert not [one for one in threading.enumerate() if one.name.startswith("membroker-kv")]
 

@@ -159,6 +159,11 @@ class ElasticCache(Closing):
         self._state.rest()
         self._keep.set()
 
+    @property
+    def is_resting(self) -> bool:
+        """Whether the cache makes the engine's turns by itself: from `rest` to `wake`, `grow` or `turn`."""
+        return self._resting is not None
+
     def wake(self) -> None:
         """End a rest, before the engine uses its free list. `grow` and `turn` do so too."""
         if self._resting is not None:
@@ -181,7 +186,7 @@ class ElasticCache(Closing):
 
     @property
     def is_growing(self) -> bool:
-        """Whether blocks that the engine wants are on their way: the broker is being asked for them, or will be next.
+        """Whether blocks are on their way: `grow` would return some, or the broker is asked for what the engine wants.
 
         It is so too while the broker refuses: `stats().refusals` counts that.
         """

@@ -144,10 +144,10 @@ class CacheState:
 
     @property
     def is_growing(self) -> bool:
-        """Whether memory that is needed is being borrowed, or will be asked for next."""
+        """Whether memory that is needed is there to be taken, is being borrowed, or will be asked for next."""
         with self._lock:
-            found = self._next_question()
-            return self._balloon.available < self._want and (found is not None or self._balloon.is_asking)
+            is_asked = self._balloon.is_asking or self._next_question() is not None
+            return self._balloon.has_ready or (is_asked and self._balloon.available < self._want)
 
     # Shrinking
 

@@ -75,6 +75,8 @@ def test_an_engine_without_blocks_waits_for_more(lender: Recalled) -> None:
         assert not cache.wait(0.01)
         answer.set()
         assert cache.wait(30)
+        cache.want(0)
+        assert cache.is_growing, "what has come is not taken yet"
         steps(cache, engine, lambda: engine.finished)
         assert not cache.is_growing, "nothing is wanted"
     with serving(lender, another := an_engine(), ceiling=2 * PAGE) as cache:

@@ -65,8 +65,11 @@ class Blocks:
         asked, tables = set(blocks), self._cache.group_cache_managers
         return list({name for one in tables for name, table in one.block_table.items() if asked.intersection(table)})
 
+    def make_room(self, wanted: int) -> None:
+        """Do nothing: cached contents give way by themselves when a request needs a block."""
+
     def can_evict(self) -> bool:
-        """Return False: cached contents give way by themselves when a request needs a block."""
+        """Return False, as for `make_room`."""
         return False
 
     def unused(self, blocks: Sequence[int]) -> list[int]:

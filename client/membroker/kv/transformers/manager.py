@@ -81,7 +81,7 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
         self._bounds = {"floor": floor, "ahead": ahead, "keep": keep, "ceiling": ceiling}
         self._cache: ElasticCache | None = None
         self._most_tokens = 0
-        self._rests = self._ends = False
+        self._ends = False
         super().__init__(model, generation, config, workload_hints)
         if self.distributed_helper.tp_size > 1:
             raise InvalidRequest(
@@ -179,7 +179,6 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
     def _create_batch_processor(self) -> Any:
         if self._cache is not None and self.batch_processor is not None:
             self._cache.wake()
-            self._rests = False
             return super()._create_batch_processor()
         with Capture(self._pool, wanted=self._store_class.is_kv_tensor):
             processor = super()._create_batch_processor()
@@ -209,7 +208,7 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
         except BaseException:
             cache.close()
             raise
-        self._cache, self._rests = cache, False
+        self._cache = cache
 
     def _tokens_that_fit(self, layout: Layout, store: Store) -> int:
         """Return the most tokens that one request can have."""
@@ -241,10 +240,8 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
         goes_on: bool = super()._generation_loop_body(batch_processor, bootstrapping)
-        rests = not batch_processor.has_pending_requests()
-        if rests and not self._rests:
+        if not (batch_processor.has_pending_requests() or self.cache.is_resting):
             self.cache.rest()
-        self._rests = rests
         return goes_on
 
     def _generation_step(self) -> None:

@@ -45,6 +45,10 @@ class Store(Protocol):
         """Return the ids of the requests that use any of these blocks."""
         ...
 
+    def make_room(self, wanted: int) -> None:
+        """Evict cached contents until so many blocks are free."""
+        ...
+
     def can_evict(self) -> bool:
         """Return whether transformers finds more room when it evicts cached contents."""
         ...
@@ -105,6 +109,10 @@ class Requests:
             scheduler.block_new_requests = False  # else they would wait for a request to end
         self._store.look()
         return True
+
+    def make_room(self) -> None:
+        """Evict cached contents for what requests lack. No memory is on its way for them, because it is there."""
+        self._store.make_room(self._store.lacking(self._wanted()))
 
     def can_make_room(self) -> bool:
         """Return whether transformers can schedule something after it has preempted or evicted."""

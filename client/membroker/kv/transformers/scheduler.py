@@ -29,6 +29,8 @@ class Elastic:
     def schedule_batch(self: Any, token_budget: int, cache_budget: int) -> Any:
         """Schedule a step, with the blocks that have memory now."""
         self.cache_of_blocks.turn()
+        if not self.cache_of_blocks.is_growing:
+            self.requests.make_room()
         found = super().schedule_batch(token_budget, cache_budget)  # type: ignore[misc]
         is_stuck = found[0] is None
         if not is_stuck and not self.starved_requests:

@@ -91,21 +91,35 @@ class Sectors:
     def hold(self, blocks: Sequence[int]) -> None:
         """Take unused sectors out of the free ones, with what is cached in them."""
         held = set(blocks)
-        cached = held.intersection(self._cached)
+        self._evict(held.intersection(self._cached))
+        self._pool.free_sectors = [sector for sector in self._pool.free_sectors if sector not in held]
+        self._free -= held
+        self._held += len(held)
+
+    def make_room(self, wanted: int) -> None:
+        """Evict cached contents until so many sectors are free: the coldest, and of a prompt its end first.
+
+        transformers by itself evicts all of them at a time.
+        """
+        missing = wanted - len(self._free)
+        if missing > 0:
+            order = {sector: (since, -number) for number, (sector, since) in enumerate(self._cached.items())}
+            self._evict(sorted(order, key=order.__getitem__)[:missing])
+
+    def _evict(self, sectors: Collection[int]) -> None:
+        """Forget what is cached in these unused sectors, which are free then."""
         for one in self._allocators:
             per, ledger = one.blocks_per_sector, one.ledger
-            among = (block for sector in cached for block in range(sector * per, (sector + 1) * per))
+            among = (block for sector in sectors for block in range(sector * per, (sector + 1) * per))
             gone = [block for block in among if block in ledger.cached_blocks]
             for block in gone:
                 del ledger.cached_blocks[block]
                 del ledger.hash_to_block[ledger.block_to_hash.pop(block)]
             self._pool.free_blocks(one.index, gone)
         self._pool.try_to_free_sectors()
-        self._pool.free_sectors = [sector for sector in self._pool.free_sectors if sector not in held]
-        for sector in cached:
+        for sector in sectors:
             del self._cached[sector]
-        self._free -= held
-        self._held += len(held)
+        self._free.update(sectors)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Put sectors among the free ones. transformers takes the last one of the list first: the lowest."""
