@@ -159,7 +159,10 @@ class SharingReferee:
         began = next((one for one in step.facts if isinstance(one, ft.SegmentBegan) and self._is(one, event)), None)
         if began is None:  # it waits, or its session is gone
             return
-        assert event.name not in self.names, "a name is given twice"
+        free = {
+            one.segment for one in step.facts if isinstance(one, ft.SegmentEnded)
+        }  # a name can go and come in a step
+        assert self.names.get(event.name) in {None, *free}, "a name is given twice"
         size = began.extent_bytes * (began.count - 1) + began.last_bytes
         assert size == event.size, "a segment is not as large as it was asked to be"
         extents = set(range(began.first, began.first + began.count))
@@ -337,7 +340,9 @@ class SharingReferee:
                 row.extents.difference_update(ids)
             case ft.SegmentEnded(segment, proven):
                 self._ended(segment, proven, event)
-                del self.names[self.segments.pop(segment).name]
+                name = self.segments.pop(segment).name
+                if self.names[name] == segment:
+                    del self.names[name]
             case ft.SegmentBegan(segment) | ft.SegmentHeld(segment) | ft.SegmentLeft(segment):
                 pass
             case _:
