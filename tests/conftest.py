@@ -15,6 +15,9 @@ from tests.support.devices import DEVICES, Device
 
 _STATED: list[str] = []
 
+# From 3.12 on, Python warns of each fork in a process with threads. Programs of the tests do that on purpose.
+os.environ.setdefault("PYTHONWARNINGS", "ignore:This process (pid=:DeprecationWarning")
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell ignores SIGINT for what it starts in the background (`make test &`, nohup), and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
