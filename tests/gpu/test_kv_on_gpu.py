@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.examples.test_kv_engine import PATTERN
 from tests.support.gpu import on_gpu
 from tests.support.gpu_work import torch_on_the_gpu
 
@@ -30,5 +29,5 @@ def test_two_engines_in_turn(gpu: CudaDriver) -> None:
             [sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=200, check=False, env=environment
         )
         assert (done.returncode, done.stderr) == (0, "")
-        found = [re.fullmatch(PATTERN, line) for line in done.stdout.splitlines()]
-        assert [one and one[1] for one in found] == ["first", "second", "first", "second"], done.stdout
+        found = re.findall(r"^(\w+): the same tokens: True; it borrowed ", done.stdout, re.MULTILINE)
+        assert found == ["first", "second", "first", "second"], done.stdout
