@@ -22,49 +22,56 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import field_mask_pb2 as google_dot_protobuf_dot_field__mask__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from membroker.v1 import broker_pb2 as membroker_dot_v1_dot_broker__pb2
 from membroker.v1 import resources_pb2 as membroker_dot_v1_dot_resources__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18membroker/v1/admin.proto\x12\x0cmembroker.v1\x1a google/protobuf/field_mask.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19membroker/v1/broker.proto\x1a\x1cmembroker/v1/resources.proto\";\n\x12ListTenantsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"U\n\x13ListTenantsResponse\x12%\n\x07tenants\x18\x01 \x03(\x0b\x32\x14.membroker.v1.Tenant\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"b\n\x06Tenant\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x05\x62ooks\x18\x03 \x03(\x0b\x32\x19.membroker.v1.TenantBooks\x12\x0e\n\x06models\x18\x04 \x01(\x05\x12\x10\n\x08sessions\x18\x05 \x01(\x05\"\xb5\x01\n\x0bTenantBooks\x12(\n\x08location\x18\x01 \x01(\x0e\x32\x16.membroker.v1.Location\x12\x12\n\nused_bytes\x18\x02 \x01(\x03\x12\x18\n\x0blimit_bytes\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x17\n\x0fguarantee_bytes\x18\x04 \x01(\x03\x12\x0e\n\x06weight\x18\x05 \x01(\r\x12\x15\n\rwaiting_bytes\x18\x06 \x01(\x03\x42\x0e\n\x0c_limit_bytes\"$\n\x14\x46orgetSessionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"#\n\x13\x45victSessionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\\\n\x0c\x44rainRequest\x12\x31\n\x08\x64\x65\x61\x64line\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.TimestampH\x00\x88\x01\x01\x12\x0c\n\x04\x65xit\x18\x02 \x01(\x08\x42\x0b\n\t_deadline\"\x10\n\x0eUndrainRequest\"\xf6\x01\n\x0fSetQuotaRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x08location\x18\x02 \x01(\x0e\x32\x16.membroker.v1.Location\x12\x18\n\x0blimit_bytes\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x1c\n\x0fguarantee_bytes\x18\x04 \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x06weight\x18\x05 \x01(\rH\x02\x88\x01\x01\x12/\n\x0bupdate_mask\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.FieldMaskB\x0e\n\x0c_limit_bytesB\x12\n\x10_guarantee_bytesB\t\n\x07_weight\"\xe8\x01\n\x05Quota\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x08location\x18\x02 \x01(\x0e\x32\x16.membroker.v1.Location\x12\x18\n\x0blimit_bytes\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x12\n\nused_bytes\x18\x04 \x01(\x03\x12\x1c\n\x0fguarantee_bytes\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x06weight\x18\x06 \x01(\rH\x02\x88\x01\x01\x12\x17\n\x0fshortfall_bytes\x18\x07 \x01(\x03\x42\x0e\n\x0c_limit_bytesB\x12\n\x10_guarantee_bytesB\t\n\x07_weight\" \n\x11ListQuotasRequest\x12\x0b\n\x03\x61ll\x18\x01 \x01(\x08\"9\n\x12ListQuotasResponse\x12#\n\x06quotas\x18\x01 \x03(\x0b\x32\x13.membroker.v1.Quota\"\x16\n\x14ListProcessesRequest\"A\n\x15ListProcessesResponse\x12(\n\tprocesses\x18\x01 \x03(\x0b\x32\x15.membroker.v1.Process\"\xa1\x01\n\x07Process\x12\x0b\n\x03pid\x18\x01 \x01(\x05\x12\x0f\n\x07\x63ommand\x18\x02 \x01(\t\x12\x12\n\nused_bytes\x18\x03 \x01(\x03\x12\x15\n\rcharged_bytes\x18\x04 \x01(\x03\x12\x15\n\rsegment_bytes\x18\x05 \x01(\x03\x12\x14\n\x0c\x65xcess_bytes\x18\x06 \x01(\x03\x12\x10\n\x08sessions\x18\x07 \x03(\t\x12\x0e\n\x06models\x18\x08 \x03(\t2\xeb\x07\n\x0c\x41\x64minService\x12\x41\n\tGetDevice\x12\x1e.membroker.v1.GetDeviceRequest\x1a\x14.membroker.v1.Device\x12O\n\nListModels\x12\x1f.membroker.v1.ListModelsRequest\x1a .membroker.v1.ListModelsResponse\x12U\n\x0cListSessions\x12!.membroker.v1.ListSessionsRequest\x1a\".membroker.v1.ListSessionsResponse\x12U\n\x0cListSegments\x12!.membroker.v1.ListSegmentsRequest\x1a\".membroker.v1.ListSegmentsResponse\x12R\n\x0bListTenants\x12 .membroker.v1.ListTenantsRequest\x1a!.membroker.v1.ListTenantsResponse\x12J\n\rDeleteSegment\x12\".membroker.v1.DeleteSegmentRequest\x1a\x15.membroker.v1.Segment\x12>\n\x08SetQuota\x12\x1d.membroker.v1.SetQuotaRequest\x1a\x13.membroker.v1.Quota\x12O\n\nListQuotas\x12\x1f.membroker.v1.ListQuotasRequest\x1a .membroker.v1.ListQuotasResponse\x12J\n\rForgetSession\x12\".membroker.v1.ForgetSessionRequest\x1a\x15.membroker.v1.Session\x12H\n\x0c\x45victSession\x12!.membroker.v1.EvictSessionRequest\x1a\x15.membroker.v1.Session\x12\x39\n\x05\x44rain\x12\x1a.membroker.v1.DrainRequest\x1a\x14.membroker.v1.Device\x12=\n\x07Undrain\x12\x1c.membroker.v1.UndrainRequest\x1a\x14.membroker.v1.Device\x12X\n\rListProcesses\x12\".membroker.v1.ListProcessesRequest\x1a#.membroker.v1.ListProcessesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18membroker/v1/admin.proto\x12\x0cmembroker.v1\x1a\x1egoogle/protobuf/duration.proto\x1a google/protobuf/field_mask.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19membroker/v1/broker.proto\x1a\x1cmembroker/v1/resources.proto\";\n\x12ListTenantsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"U\n\x13ListTenantsResponse\x12%\n\x07tenants\x18\x01 \x03(\x0b\x32\x14.membroker.v1.Tenant\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"b\n\x06Tenant\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x05\x62ooks\x18\x03 \x03(\x0b\x32\x19.membroker.v1.TenantBooks\x12\x0e\n\x06models\x18\x04 \x01(\x05\x12\x10\n\x08sessions\x18\x05 \x01(\x05\"\xb5\x01\n\x0bTenantBooks\x12(\n\x08location\x18\x01 \x01(\x0e\x32\x16.membroker.v1.Location\x12\x12\n\nused_bytes\x18\x02 \x01(\x03\x12\x18\n\x0blimit_bytes\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x17\n\x0fguarantee_bytes\x18\x04 \x01(\x03\x12\x0e\n\x06weight\x18\x05 \x01(\r\x12\x15\n\rwaiting_bytes\x18\x06 \x01(\x03\x42\x0e\n\x0c_limit_bytes\"$\n\x14\x46orgetSessionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"#\n\x13\x45victSessionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"p\n\x11SleepModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04wake\x18\x02 \x01(\x08\x12\x14\n\x0ckeep_weights\x18\x03 \x01(\x08\x12)\n\x06within\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"B\n\x12SleepModelResponse\x12,\n\x08sessions\x18\x01 \x03(\x0b\x32\x1a.membroker.v1.SessionSleep\"i\n\x0cSessionSleep\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x05\x12)\n\x06status\x18\x03 \x01(\x0b\x32\x19.membroker.v1.SleepStatus\x12\x10\n\x08\x64\x65tached\x18\x04 \x01(\x08\"\\\n\x0c\x44rainRequest\x12\x31\n\x08\x64\x65\x61\x64line\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.TimestampH\x00\x88\x01\x01\x12\x0c\n\x04\x65xit\x18\x02 \x01(\x08\x42\x0b\n\t_deadline\"\x10\n\x0eUndrainRequest\"\xf6\x01\n\x0fSetQuotaRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x08location\x18\x02 \x01(\x0e\x32\x16.membroker.v1.Location\x12\x18\n\x0blimit_bytes\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x1c\n\x0fguarantee_bytes\x18\x04 \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x06weight\x18\x05 \x01(\rH\x02\x88\x01\x01\x12/\n\x0bupdate_mask\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.FieldMaskB\x0e\n\x0c_limit_bytesB\x12\n\x10_guarantee_bytesB\t\n\x07_weight\"\xe8\x01\n\x05Quota\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x08location\x18\x02 \x01(\x0e\x32\x16.membroker.v1.Location\x12\x18\n\x0blimit_bytes\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x12\n\nused_bytes\x18\x04 \x01(\x03\x12\x1c\n\x0fguarantee_bytes\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x06weight\x18\x06 \x01(\rH\x02\x88\x01\x01\x12\x17\n\x0fshortfall_bytes\x18\x07 \x01(\x03\x42\x0e\n\x0c_limit_bytesB\x12\n\x10_guarantee_bytesB\t\n\x07_weight\" \n\x11ListQuotasRequest\x12\x0b\n\x03\x61ll\x18\x01 \x01(\x08\"9\n\x12ListQuotasResponse\x12#\n\x06quotas\x18\x01 \x03(\x0b\x32\x13.membroker.v1.Quota\"\x16\n\x14ListProcessesRequest\"A\n\x15ListProcessesResponse\x12(\n\tprocesses\x18\x01 \x03(\x0b\x32\x15.membroker.v1.Process\"\xa1\x01\n\x07Process\x12\x0b\n\x03pid\x18\x01 \x01(\x05\x12\x0f\n\x07\x63ommand\x18\x02 \x01(\t\x12\x12\n\nused_bytes\x18\x03 \x01(\x03\x12\x15\n\rcharged_bytes\x18\x04 \x01(\x03\x12\x15\n\rsegment_bytes\x18\x05 \x01(\x03\x12\x14\n\x0c\x65xcess_bytes\x18\x06 \x01(\x03\x12\x10\n\x08sessions\x18\x07 \x03(\t\x12\x0e\n\x06models\x18\x08 \x03(\t2\x96\t\n\x0c\x41\x64minService\x12\x41\n\tGetDevice\x12\x1e.membroker.v1.GetDeviceRequest\x1a\x14.membroker.v1.Device\x12O\n\nListModels\x12\x1f.membroker.v1.ListModelsRequest\x1a .membroker.v1.ListModelsResponse\x12U\n\x0cListSessions\x12!.membroker.v1.ListSessionsRequest\x1a\".membroker.v1.ListSessionsResponse\x12U\n\x0cListSegments\x12!.membroker.v1.ListSegmentsRequest\x1a\".membroker.v1.ListSegmentsResponse\x12R\n\x0bListTenants\x12 .membroker.v1.ListTenantsRequest\x1a!.membroker.v1.ListTenantsResponse\x12J\n\rDeleteSegment\x12\".membroker.v1.DeleteSegmentRequest\x1a\x15.membroker.v1.Segment\x12X\n\rListDecisions\x12\".membroker.v1.ListDecisionsRequest\x1a#.membroker.v1.ListDecisionsResponse\x12>\n\x08SetQuota\x12\x1d.membroker.v1.SetQuotaRequest\x1a\x13.membroker.v1.Quota\x12O\n\nListQuotas\x12\x1f.membroker.v1.ListQuotasRequest\x1a .membroker.v1.ListQuotasResponse\x12J\n\rForgetSession\x12\".membroker.v1.ForgetSessionRequest\x1a\x15.membroker.v1.Session\x12H\n\x0c\x45victSession\x12!.membroker.v1.EvictSessionRequest\x1a\x15.membroker.v1.Session\x12O\n\nSleepModel\x12\x1f.membroker.v1.SleepModelRequest\x1a .membroker.v1.SleepModelResponse\x12\x39\n\x05\x44rain\x12\x1a.membroker.v1.DrainRequest\x1a\x14.membroker.v1.Device\x12=\n\x07Undrain\x12\x1c.membroker.v1.UndrainRequest\x1a\x14.membroker.v1.Device\x12X\n\rListProcesses\x12\".membroker.v1.ListProcessesRequest\x1a#.membroker.v1.ListProcessesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'membroker.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LISTTENANTSREQUEST']._serialized_start=166
-  _globals['_LISTTENANTSREQUEST']._serialized_end=225
-  _globals['_LISTTENANTSRESPONSE']._serialized_start=227
-  _globals['_LISTTENANTSRESPONSE']._serialized_end=312
-  _globals['_TENANT']._serialized_start=314
-  _globals['_TENANT']._serialized_end=412
-  _globals['_TENANTBOOKS']._serialized_start=415
-  _globals['_TENANTBOOKS']._serialized_end=596
-  _globals['_FORGETSESSIONREQUEST']._serialized_start=598
-  _globals['_FORGETSESSIONREQUEST']._serialized_end=634
-  _globals['_EVICTSESSIONREQUEST']._serialized_start=636
-  _globals['_EVICTSESSIONREQUEST']._serialized_end=671
-  _globals['_DRAINREQUEST']._serialized_start=673
-  _globals['_DRAINREQUEST']._serialized_end=765
-  _globals['_UNDRAINREQUEST']._serialized_start=767
-  _globals['_UNDRAINREQUEST']._serialized_end=783
-  _globals['_SETQUOTAREQUEST']._serialized_start=786
-  _globals['_SETQUOTAREQUEST']._serialized_end=1032
-  _globals['_QUOTA']._serialized_start=1035
-  _globals['_QUOTA']._serialized_end=1267
-  _globals['_LISTQUOTASREQUEST']._serialized_start=1269
-  _globals['_LISTQUOTASREQUEST']._serialized_end=1301
-  _globals['_LISTQUOTASRESPONSE']._serialized_start=1303
-  _globals['_LISTQUOTASRESPONSE']._serialized_end=1360
-  _globals['_LISTPROCESSESREQUEST']._serialized_start=1362
-  _globals['_LISTPROCESSESREQUEST']._serialized_end=1384
-  _globals['_LISTPROCESSESRESPONSE']._serialized_start=1386
-  _globals['_LISTPROCESSESRESPONSE']._serialized_end=1451
-  _globals['_PROCESS']._serialized_start=1454
-  _globals['_PROCESS']._serialized_end=1615
-  _globals['_ADMINSERVICE']._serialized_start=1618
-  _globals['_ADMINSERVICE']._serialized_end=2621
+  _globals['_LISTTENANTSREQUEST']._serialized_start=198
+  _globals['_LISTTENANTSREQUEST']._serialized_end=257
+  _globals['_LISTTENANTSRESPONSE']._serialized_start=259
+  _globals['_LISTTENANTSRESPONSE']._serialized_end=344
+  _globals['_TENANT']._serialized_start=346
+  _globals['_TENANT']._serialized_end=444
+  _globals['_TENANTBOOKS']._serialized_start=447
+  _globals['_TENANTBOOKS']._serialized_end=628
+  _globals['_FORGETSESSIONREQUEST']._serialized_start=630
+  _globals['_FORGETSESSIONREQUEST']._serialized_end=666
+  _globals['_EVICTSESSIONREQUEST']._serialized_start=668
+  _globals['_EVICTSESSIONREQUEST']._serialized_end=703
+  _globals['_SLEEPMODELREQUEST']._serialized_start=705
+  _globals['_SLEEPMODELREQUEST']._serialized_end=817
+  _globals['_SLEEPMODELRESPONSE']._serialized_start=819
+  _globals['_SLEEPMODELRESPONSE']._serialized_end=885
+  _globals['_SESSIONSLEEP']._serialized_start=887
+  _globals['_SESSIONSLEEP']._serialized_end=992
+  _globals['_DRAINREQUEST']._serialized_start=994
+  _globals['_DRAINREQUEST']._serialized_end=1086
+  _globals['_UNDRAINREQUEST']._serialized_start=1088
+  _globals['_UNDRAINREQUEST']._serialized_end=1104
+  _globals['_SETQUOTAREQUEST']._serialized_start=1107
+  _globals['_SETQUOTAREQUEST']._serialized_end=1353
+  _globals['_QUOTA']._serialized_start=1356
+  _globals['_QUOTA']._serialized_end=1588
+  _globals['_LISTQUOTASREQUEST']._serialized_start=1590
+  _globals['_LISTQUOTASREQUEST']._serialized_end=1622
+  _globals['_LISTQUOTASRESPONSE']._serialized_start=1624
+  _globals['_LISTQUOTASRESPONSE']._serialized_end=1681
+  _globals['_LISTPROCESSESREQUEST']._serialized_start=1683
+  _globals['_LISTPROCESSESREQUEST']._serialized_end=1705
+  _globals['_LISTPROCESSESRESPONSE']._serialized_start=1707
+  _globals['_LISTPROCESSESRESPONSE']._serialized_end=1772
+  _globals['_PROCESS']._serialized_start=1775
+  _globals['_PROCESS']._serialized_end=1936
+  _globals['_ADMINSERVICE']._serialized_start=1939
+  _globals['_ADMINSERVICE']._serialized_end=3113
 # @@protoc_insertion_point(module_scope)

@@ -6,6 +6,7 @@ isort:skip_file
 import builtins
 import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.duration_pb2
 import google.protobuf.field_mask_pb2
 import google.protobuf.internal.containers
 import google.protobuf.message
@@ -159,6 +160,88 @@ class EvictSessionRequest(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["name", b"name"]) -> None: ...
 
 global___EvictSessionRequest = EvictSessionRequest
+
+@typing.final
+class SleepModelRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    WAKE_FIELD_NUMBER: builtins.int
+    KEEP_WEIGHTS_FIELD_NUMBER: builtins.int
+    WITHIN_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """tenants/{tenant}/models/{model}"""
+    wake: builtins.bool
+    """To wake, not to sleep."""
+    keep_weights: builtins.bool
+    """To sleep with the weights on the device."""
+    @property
+    def within(self) -> google.protobuf.duration_pb2.Duration:
+        """How much longer the caller will ask, at most 24 hours. Absent: a second."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        wake: builtins.bool = ...,
+        keep_weights: builtins.bool = ...,
+        within: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["within", b"within"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["keep_weights", b"keep_weights", "name", b"name", "wake", b"wake", "within", b"within"]) -> None: ...
+
+global___SleepModelRequest = SleepModelRequest
+
+@typing.final
+class SleepModelResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSIONS_FIELD_NUMBER: builtins.int
+    @property
+    def sessions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SessionSleep]:
+        """One for each session that has registered the model."""
+
+    def __init__(
+        self,
+        *,
+        sessions: collections.abc.Iterable[global___SessionSleep] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["sessions", b"sessions"]) -> None: ...
+
+global___SleepModelResponse = SleepModelResponse
+
+@typing.final
+class SessionSleep(google.protobuf.message.Message):
+    """A session's answer."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: builtins.int
+    PID_FIELD_NUMBER: builtins.int
+    STATUS_FIELD_NUMBER: builtins.int
+    DETACHED_FIELD_NUMBER: builtins.int
+    session: builtins.str
+    """sessions/{session}"""
+    pid: builtins.int
+    """As the broker sees it; 0 if it cannot."""
+    detached: builtins.bool
+    """It has lost its connection, and was not asked."""
+    @property
+    def status(self) -> membroker.v1.resources_pb2.SleepStatus:
+        """Absent: it did not answer in a second. Its process is stopped, or its library is too old to know the question."""
+
+    def __init__(
+        self,
+        *,
+        session: builtins.str = ...,
+        pid: builtins.int = ...,
+        status: membroker.v1.resources_pb2.SleepStatus | None = ...,
+        detached: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["status", b"status"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["detached", b"detached", "pid", b"pid", "session", b"session", "status", b"status"]) -> None: ...
+
+global___SessionSleep = SessionSleep
 
 @typing.final
 class DrainRequest(google.protobuf.message.Message):

@@ -68,6 +68,11 @@ class AdminServiceStub(object):
                 request_serializer=membroker_dot_v1_dot_broker__pb2.DeleteSegmentRequest.SerializeToString,
                 response_deserializer=membroker_dot_v1_dot_resources__pb2.Segment.FromString,
                 _registered_method=True)
+        self.ListDecisions = channel.unary_unary(
+                '/membroker.v1.AdminService/ListDecisions',
+                request_serializer=membroker_dot_v1_dot_broker__pb2.ListDecisionsRequest.SerializeToString,
+                response_deserializer=membroker_dot_v1_dot_broker__pb2.ListDecisionsResponse.FromString,
+                _registered_method=True)
         self.SetQuota = channel.unary_unary(
                 '/membroker.v1.AdminService/SetQuota',
                 request_serializer=membroker_dot_v1_dot_admin__pb2.SetQuotaRequest.SerializeToString,
@@ -87,6 +92,11 @@ class AdminServiceStub(object):
                 '/membroker.v1.AdminService/EvictSession',
                 request_serializer=membroker_dot_v1_dot_admin__pb2.EvictSessionRequest.SerializeToString,
                 response_deserializer=membroker_dot_v1_dot_resources__pb2.Session.FromString,
+                _registered_method=True)
+        self.SleepModel = channel.unary_unary(
+                '/membroker.v1.AdminService/SleepModel',
+                request_serializer=membroker_dot_v1_dot_admin__pb2.SleepModelRequest.SerializeToString,
+                response_deserializer=membroker_dot_v1_dot_admin__pb2.SleepModelResponse.FromString,
                 _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/membroker.v1.AdminService/Drain',
@@ -152,6 +162,13 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListDecisions(self, request, context):
+        """Why the last requests of a model of any tenant were refused or waited, and why memory was recalled of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetQuota(self, request, context):
         """Sets the limit, the guarantee and the weight of a model (registered or not) or of a tenant. They apply to every debit
         from now on; what is lent already stays lent. They are kept on disk until they are changed or removed. Refused
@@ -180,6 +197,15 @@ class AdminServiceServicer(object):
         """Ends the process of a session, with all its sessions: sends SIGTERM, and SIGKILL after 10 s if the process still
         lives. Returns the last state of the session at once, without waiting for the process. A second call while the
         first is under way sends nothing. Refused (SESSION_NOT_EVICTABLE) if the daemon cannot signal the process.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SleepModel(self, request, context):
+        """Asks the sessions of a model to sleep, or to wake, and returns how far each is, after a second at most. They go on
+        by themselves: call it again to see that, and until all are there, because an engine with requests sleeps only
+        when they have ended and `within` is not over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -242,6 +268,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=membroker_dot_v1_dot_broker__pb2.DeleteSegmentRequest.FromString,
                     response_serializer=membroker_dot_v1_dot_resources__pb2.Segment.SerializeToString,
             ),
+            'ListDecisions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListDecisions,
+                    request_deserializer=membroker_dot_v1_dot_broker__pb2.ListDecisionsRequest.FromString,
+                    response_serializer=membroker_dot_v1_dot_broker__pb2.ListDecisionsResponse.SerializeToString,
+            ),
             'SetQuota': grpc.unary_unary_rpc_method_handler(
                     servicer.SetQuota,
                     request_deserializer=membroker_dot_v1_dot_admin__pb2.SetQuotaRequest.FromString,
@@ -261,6 +292,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.EvictSession,
                     request_deserializer=membroker_dot_v1_dot_admin__pb2.EvictSessionRequest.FromString,
                     response_serializer=membroker_dot_v1_dot_resources__pb2.Session.SerializeToString,
+            ),
+            'SleepModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.SleepModel,
+                    request_deserializer=membroker_dot_v1_dot_admin__pb2.SleepModelRequest.FromString,
+                    response_serializer=membroker_dot_v1_dot_admin__pb2.SleepModelResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -453,6 +489,33 @@ class AdminService(object):
             _registered_method=True)
 
     @staticmethod
+    def ListDecisions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/membroker.v1.AdminService/ListDecisions',
+            membroker_dot_v1_dot_broker__pb2.ListDecisionsRequest.SerializeToString,
+            membroker_dot_v1_dot_broker__pb2.ListDecisionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def SetQuota(request,
             target,
             options=(),
@@ -550,6 +613,33 @@ class AdminService(object):
             '/membroker.v1.AdminService/EvictSession',
             membroker_dot_v1_dot_admin__pb2.EvictSessionRequest.SerializeToString,
             membroker_dot_v1_dot_resources__pb2.Session.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SleepModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/membroker.v1.AdminService/SleepModel',
+            membroker_dot_v1_dot_admin__pb2.SleepModelRequest.SerializeToString,
+            membroker_dot_v1_dot_admin__pb2.SleepModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

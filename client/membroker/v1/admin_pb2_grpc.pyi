@@ -61,6 +61,12 @@ class AdminServiceStub:
     ]
     """Deletes a segment of any tenant, by its full name. Its bytes are free when the last session has left it."""
 
+    ListDecisions: grpc.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.ListDecisionsRequest,
+        membroker.v1.broker_pb2.ListDecisionsResponse,
+    ]
+    """Why the last requests of a model of any tenant were refused or waited, and why memory was recalled of it."""
+
     SetQuota: grpc.UnaryUnaryMultiCallable[
         membroker.v1.admin_pb2.SetQuotaRequest,
         membroker.v1.admin_pb2.Quota,
@@ -91,6 +97,15 @@ class AdminServiceStub:
     """Ends the process of a session, with all its sessions: sends SIGTERM, and SIGKILL after 10 s if the process still
     lives. Returns the last state of the session at once, without waiting for the process. A second call while the
     first is under way sends nothing. Refused (SESSION_NOT_EVICTABLE) if the daemon cannot signal the process.
+    """
+
+    SleepModel: grpc.UnaryUnaryMultiCallable[
+        membroker.v1.admin_pb2.SleepModelRequest,
+        membroker.v1.admin_pb2.SleepModelResponse,
+    ]
+    """Asks the sessions of a model to sleep, or to wake, and returns how far each is, after a second at most. They go on
+    by themselves: call it again to see that, and until all are there, because an engine with requests sleeps only
+    when they have ended and `within` is not over.
     """
 
     Drain: grpc.UnaryUnaryMultiCallable[
@@ -156,6 +171,12 @@ class AdminServiceAsyncStub:
     ]
     """Deletes a segment of any tenant, by its full name. Its bytes are free when the last session has left it."""
 
+    ListDecisions: grpc.aio.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.ListDecisionsRequest,
+        membroker.v1.broker_pb2.ListDecisionsResponse,
+    ]
+    """Why the last requests of a model of any tenant were refused or waited, and why memory was recalled of it."""
+
     SetQuota: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.admin_pb2.SetQuotaRequest,
         membroker.v1.admin_pb2.Quota,
@@ -186,6 +207,15 @@ class AdminServiceAsyncStub:
     """Ends the process of a session, with all its sessions: sends SIGTERM, and SIGKILL after 10 s if the process still
     lives. Returns the last state of the session at once, without waiting for the process. A second call while the
     first is under way sends nothing. Refused (SESSION_NOT_EVICTABLE) if the daemon cannot signal the process.
+    """
+
+    SleepModel: grpc.aio.UnaryUnaryMultiCallable[
+        membroker.v1.admin_pb2.SleepModelRequest,
+        membroker.v1.admin_pb2.SleepModelResponse,
+    ]
+    """Asks the sessions of a model to sleep, or to wake, and returns how far each is, after a second at most. They go on
+    by themselves: call it again to see that, and until all are there, because an engine with requests sleeps only
+    when they have ended and `within` is not over.
     """
 
     Drain: grpc.aio.UnaryUnaryMultiCallable[
@@ -264,6 +294,14 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         """Deletes a segment of any tenant, by its full name. Its bytes are free when the last session has left it."""
 
     @abc.abstractmethod
+    def ListDecisions(
+        self,
+        request: membroker.v1.broker_pb2.ListDecisionsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[membroker.v1.broker_pb2.ListDecisionsResponse, collections.abc.Awaitable[membroker.v1.broker_pb2.ListDecisionsResponse]]:
+        """Why the last requests of a model of any tenant were refused or waited, and why memory was recalled of it."""
+
+    @abc.abstractmethod
     def SetQuota(
         self,
         request: membroker.v1.admin_pb2.SetQuotaRequest,
@@ -301,6 +339,17 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         """Ends the process of a session, with all its sessions: sends SIGTERM, and SIGKILL after 10 s if the process still
         lives. Returns the last state of the session at once, without waiting for the process. A second call while the
         first is under way sends nothing. Refused (SESSION_NOT_EVICTABLE) if the daemon cannot signal the process.
+        """
+
+    @abc.abstractmethod
+    def SleepModel(
+        self,
+        request: membroker.v1.admin_pb2.SleepModelRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[membroker.v1.admin_pb2.SleepModelResponse, collections.abc.Awaitable[membroker.v1.admin_pb2.SleepModelResponse]]:
+        """Asks the sessions of a model to sleep, or to wake, and returns how far each is, after a second at most. They go on
+        by themselves: call it again to see that, and until all are there, because an engine with requests sleeps only
+        when they have ended and `within` is not over.
         """
 
     @abc.abstractmethod

@@ -596,3 +596,35 @@ class ListSegmentsResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["next_page_token", b"next_page_token", "segments", b"segments"]) -> None: ...
 
 global___ListSegmentsResponse = ListSegmentsResponse
+
+@typing.final
+class ListDecisionsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """tenants/{tenant}/models/{model}, or sessions/{session}/requests/{request_id} for one request of the tenant."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name"]) -> None: ...
+
+global___ListDecisionsRequest = ListDecisionsRequest
+
+@typing.final
+class ListDecisionsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DECISIONS_FIELD_NUMBER: builtins.int
+    @property
+    def decisions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[membroker.v1.resources_pb2.Decision]: ...
+    def __init__(
+        self,
+        *,
+        decisions: collections.abc.Iterable[membroker.v1.resources_pb2.Decision] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["decisions", b"decisions"]) -> None: ...
+
+global___ListDecisionsResponse = ListDecisionsResponse

@@ -124,6 +124,11 @@ class BrokerServiceStub(object):
                 request_serializer=membroker_dot_v1_dot_broker__pb2.ListSegmentsRequest.SerializeToString,
                 response_deserializer=membroker_dot_v1_dot_broker__pb2.ListSegmentsResponse.FromString,
                 _registered_method=True)
+        self.ListDecisions = channel.unary_unary(
+                '/membroker.v1.BrokerService/ListDecisions',
+                request_serializer=membroker_dot_v1_dot_broker__pb2.ListDecisionsRequest.SerializeToString,
+                response_deserializer=membroker_dot_v1_dot_broker__pb2.ListDecisionsResponse.FromString,
+                _registered_method=True)
 
 
 class BrokerServiceServicer(object):
@@ -253,6 +258,14 @@ class BrokerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListDecisions(self, request, context):
+        """Why the last requests of one of the tenant's models were refused or waited, and why memory was recalled of it; the
+        newest first. The broker keeps 8 decisions of a model, of the 16 models of a tenant that had one last, until the daemon ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BrokerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -335,6 +348,11 @@ def add_BrokerServiceServicer_to_server(servicer, server):
                     servicer.ListSegments,
                     request_deserializer=membroker_dot_v1_dot_broker__pb2.ListSegmentsRequest.FromString,
                     response_serializer=membroker_dot_v1_dot_broker__pb2.ListSegmentsResponse.SerializeToString,
+            ),
+            'ListDecisions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListDecisions,
+                    request_deserializer=membroker_dot_v1_dot_broker__pb2.ListDecisionsRequest.FromString,
+                    response_serializer=membroker_dot_v1_dot_broker__pb2.ListDecisionsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -778,6 +796,33 @@ class BrokerService(object):
             '/membroker.v1.BrokerService/ListSegments',
             membroker_dot_v1_dot_broker__pb2.ListSegmentsRequest.SerializeToString,
             membroker_dot_v1_dot_broker__pb2.ListSegmentsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListDecisions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/membroker.v1.BrokerService/ListDecisions',
+            membroker_dot_v1_dot_broker__pb2.ListDecisionsRequest.SerializeToString,
+            membroker_dot_v1_dot_broker__pb2.ListDecisionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

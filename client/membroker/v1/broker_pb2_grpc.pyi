@@ -133,6 +133,14 @@ class BrokerServiceStub:
     ]
     """The tenant's own segments, in the order they began."""
 
+    ListDecisions: grpc.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.ListDecisionsRequest,
+        membroker.v1.broker_pb2.ListDecisionsResponse,
+    ]
+    """Why the last requests of one of the tenant's models were refused or waited, and why memory was recalled of it; the
+    newest first. The broker keeps 8 decisions of a model, of the 16 models of a tenant that had one last, until the daemon ends.
+    """
+
 class BrokerServiceAsyncStub:
     """A tenant's calls, at its own endpoint (`<endpoint>/grpc.sock`).
 
@@ -246,6 +254,14 @@ class BrokerServiceAsyncStub:
         membroker.v1.broker_pb2.ListSegmentsResponse,
     ]
     """The tenant's own segments, in the order they began."""
+
+    ListDecisions: grpc.aio.UnaryUnaryMultiCallable[
+        membroker.v1.broker_pb2.ListDecisionsRequest,
+        membroker.v1.broker_pb2.ListDecisionsResponse,
+    ]
+    """Why the last requests of one of the tenant's models were refused or waited, and why memory was recalled of it; the
+    newest first. The broker keeps 8 decisions of a model, of the 16 models of a tenant that had one last, until the daemon ends.
+    """
 
 class BrokerServiceServicer(metaclass=abc.ABCMeta):
     """A tenant's calls, at its own endpoint (`<endpoint>/grpc.sock`).
@@ -392,5 +408,15 @@ class BrokerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.broker_pb2.ListSegmentsResponse, collections.abc.Awaitable[membroker.v1.broker_pb2.ListSegmentsResponse]]:
         """The tenant's own segments, in the order they began."""
+
+    @abc.abstractmethod
+    def ListDecisions(
+        self,
+        request: membroker.v1.broker_pb2.ListDecisionsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[membroker.v1.broker_pb2.ListDecisionsResponse, collections.abc.Awaitable[membroker.v1.broker_pb2.ListDecisionsResponse]]:
+        """Why the last requests of one of the tenant's models were refused or waited, and why memory was recalled of it; the
+        newest first. The broker keeps 8 decisions of a model, of the 16 models of a tenant that had one last, until the daemon ends.
+        """
 
 def add_BrokerServiceServicer_to_server(servicer: BrokerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -67,6 +67,7 @@ class Frame(google.protobuf.message.Message):
     REGISTER_MODEL_FIELD_NUMBER: builtins.int
     UNREGISTER_MODEL_FIELD_NUMBER: builtins.int
     RECALL_ANSWER_FIELD_NUMBER: builtins.int
+    SLEEP_ANSWER_FIELD_NUMBER: builtins.int
     WELCOME_FIELD_NUMBER: builtins.int
     DELIVERY_FIELD_NUMBER: builtins.int
     REPLY_FIELD_NUMBER: builtins.int
@@ -121,6 +122,10 @@ class Frame(google.protobuf.message.Message):
         """From revision 2 on; an older broker ends the connection. It has no Reply."""
 
     @property
+    def sleep_answer(self) -> global___SleepAnswer:
+        """Only in answer to a Sleep, which an older broker never sends. It has no Reply."""
+
+    @property
     def welcome(self) -> global___Welcome:
         """From the broker."""
 
@@ -150,14 +155,15 @@ class Frame(google.protobuf.message.Message):
         register_model: membroker.v1.broker_pb2.RegisterModelRequest | None = ...,
         unregister_model: membroker.v1.broker_pb2.UnregisterModelRequest | None = ...,
         recall_answer: global___RecallAnswer | None = ...,
+        sleep_answer: global___SleepAnswer | None = ...,
         welcome: global___Welcome | None = ...,
         delivery: global___Delivery | None = ...,
         reply: global___Reply | None = ...,
         notice: global___Notice | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["ack", b"ack", "allocate", b"allocate", "attach_segment", b"attach_segment", "create_segment", b"create_segment", "declare", b"declare", "delete_segment", b"delete_segment", "delivery", b"delivery", "detach_segment", b"detach_segment", "goodbye", b"goodbye", "hello", b"hello", "holds", b"holds", "kind", b"kind", "notice", b"notice", "recall_answer", b"recall_answer", "register_model", b"register_model", "release", b"release", "reply", b"reply", "seal_segment", b"seal_segment", "unregister_model", b"unregister_model", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ack", b"ack", "acknowledged", b"acknowledged", "allocate", b"allocate", "attach_segment", b"attach_segment", "create_segment", b"create_segment", "declare", b"declare", "delete_segment", b"delete_segment", "delivery", b"delivery", "detach_segment", b"detach_segment", "goodbye", b"goodbye", "hello", b"hello", "holds", b"holds", "kind", b"kind", "notice", b"notice", "recall_answer", b"recall_answer", "register_model", b"register_model", "release", b"release", "reply", b"reply", "request_id", b"request_id", "seal_segment", b"seal_segment", "unregister_model", b"unregister_model", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "allocate", "release", "declare", "ack", "goodbye", "create_segment", "seal_segment", "attach_segment", "detach_segment", "delete_segment", "holds", "register_model", "unregister_model", "recall_answer", "welcome", "delivery", "reply", "notice"] | None: ...
+    def HasField(self, field_name: typing.Literal["ack", b"ack", "allocate", b"allocate", "attach_segment", b"attach_segment", "create_segment", b"create_segment", "declare", b"declare", "delete_segment", b"delete_segment", "delivery", b"delivery", "detach_segment", b"detach_segment", "goodbye", b"goodbye", "hello", b"hello", "holds", b"holds", "kind", b"kind", "notice", b"notice", "recall_answer", b"recall_answer", "register_model", b"register_model", "release", b"release", "reply", b"reply", "seal_segment", b"seal_segment", "sleep_answer", b"sleep_answer", "unregister_model", b"unregister_model", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ack", b"ack", "acknowledged", b"acknowledged", "allocate", b"allocate", "attach_segment", b"attach_segment", "create_segment", b"create_segment", "declare", b"declare", "delete_segment", b"delete_segment", "delivery", b"delivery", "detach_segment", b"detach_segment", "goodbye", b"goodbye", "hello", b"hello", "holds", b"holds", "kind", b"kind", "notice", b"notice", "recall_answer", b"recall_answer", "register_model", b"register_model", "release", b"release", "reply", b"reply", "request_id", b"request_id", "seal_segment", b"seal_segment", "sleep_answer", b"sleep_answer", "unregister_model", b"unregister_model", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "allocate", "release", "declare", "ack", "goodbye", "create_segment", "seal_segment", "attach_segment", "detach_segment", "delete_segment", "holds", "register_model", "unregister_model", "recall_answer", "sleep_answer", "welcome", "delivery", "reply", "notice"] | None: ...
 
 global___Frame = Frame
 
@@ -207,6 +213,7 @@ class Welcome(google.protobuf.message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     RESUMED_FIELD_NUMBER: builtins.int
     PROTOCOL_REVISION_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
     session: builtins.str
     """sessions/{session}"""
     token: builtins.str
@@ -231,6 +238,8 @@ class Welcome(google.protobuf.message.Message):
     A client must not use a later revision than this one. An older broker leaves it at 0. Old clients work with a newer
     broker: it still accepts all that it accepted before, and clients skip fields that they do not know.
     """
+    version: builtins.str
+    """The daemon's version, for people: decide by the revision. An older broker leaves it empty."""
     @property
     def capacities(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[membroker.v1.resources_pb2.Limit]:
         """What the broker may lend at each location."""
@@ -248,8 +257,9 @@ class Welcome(google.protobuf.message.Message):
         protocol_version: builtins.int = ...,
         resumed: builtins.bool = ...,
         protocol_revision: builtins.int = ...,
+        version: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["capacities", b"capacities", "device_uuid", b"device_uuid", "driver", b"driver", "granularity_bytes", b"granularity_bytes", "protocol_revision", b"protocol_revision", "protocol_version", b"protocol_version", "resumed", b"resumed", "session", b"session", "tenant", b"tenant", "token", b"token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["capacities", b"capacities", "device_uuid", b"device_uuid", "driver", b"driver", "granularity_bytes", b"granularity_bytes", "protocol_revision", b"protocol_revision", "protocol_version", b"protocol_version", "resumed", b"resumed", "session", b"session", "tenant", b"tenant", "token", b"token", "version", b"version"]) -> None: ...
 
 global___Welcome = Welcome
 
@@ -537,6 +547,7 @@ class Notice(google.protobuf.message.Message):
     DRAINING_FIELD_NUMBER: builtins.int
     UNDRAINED_FIELD_NUMBER: builtins.int
     RECALL_FIELD_NUMBER: builtins.int
+    SLEEP_FIELD_NUMBER: builtins.int
     @property
     def release_refused(self) -> google.rpc.status_pb2.Status:
         """A release or a detach with `no_reply` was refused."""
@@ -557,6 +568,10 @@ class Notice(google.protobuf.message.Message):
     def recall(self) -> global___Recall:
         """The broker wants memory back."""
 
+    @property
+    def sleep(self) -> global___Sleep:
+        """An operator wants a model to sleep, or to wake."""
+
     def __init__(
         self,
         *,
@@ -565,10 +580,11 @@ class Notice(google.protobuf.message.Message):
         draining: global___Draining | None = ...,
         undrained: global___Undrained | None = ...,
         recall: global___Recall | None = ...,
+        sleep: global___Sleep | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["draining", b"draining", "kind", b"kind", "recall", b"recall", "release_refused", b"release_refused", "stopping", b"stopping", "undrained", b"undrained"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["draining", b"draining", "kind", b"kind", "recall", b"recall", "release_refused", b"release_refused", "stopping", b"stopping", "undrained", b"undrained"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["release_refused", "stopping", "draining", "undrained", "recall"] | None: ...
+    def HasField(self, field_name: typing.Literal["draining", b"draining", "kind", b"kind", "recall", b"recall", "release_refused", b"release_refused", "sleep", b"sleep", "stopping", b"stopping", "undrained", b"undrained"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["draining", b"draining", "kind", b"kind", "recall", b"recall", "release_refused", b"release_refused", "sleep", b"sleep", "stopping", b"stopping", "undrained", b"undrained"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["release_refused", "stopping", "draining", "undrained", "recall", "sleep"] | None: ...
 
 global___Notice = Notice
 
@@ -669,3 +685,64 @@ class RecallAnswer(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["recall_id", b"recall_id"]) -> None: ...
 
 global___RecallAnswer = RecallAnswer
+
+@typing.final
+class Sleep(google.protobuf.message.Message):
+    """An operator wants the session's engine of a model to release its memory while it has no work, or to have it again.
+    The answer says how far that is. So answer at once, and work meanwhile: the broker asks again, with another id, as
+    long as the operator waits. A session that cannot sleep answers UNSUPPORTED.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SLEEP_ID_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    WAKE_FIELD_NUMBER: builtins.int
+    KEEP_WEIGHTS_FIELD_NUMBER: builtins.int
+    WITHIN_FIELD_NUMBER: builtins.int
+    sleep_id: builtins.int
+    model: builtins.str
+    """tenants/{tenant}/models/{model}"""
+    wake: builtins.bool
+    """To wake, not to sleep."""
+    keep_weights: builtins.bool
+    """To sleep with the weights on the device."""
+    @property
+    def within(self) -> google.protobuf.duration_pb2.Duration:
+        """How much longer the operator waits. An engine that still has work then does not begin to sleep."""
+
+    def __init__(
+        self,
+        *,
+        sleep_id: builtins.int = ...,
+        model: builtins.str = ...,
+        wake: builtins.bool = ...,
+        keep_weights: builtins.bool = ...,
+        within: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["within", b"within"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["keep_weights", b"keep_weights", "model", b"model", "sleep_id", b"sleep_id", "wake", b"wake", "within", b"within"]) -> None: ...
+
+global___Sleep = Sleep
+
+@typing.final
+class SleepAnswer(google.protobuf.message.Message):
+    """The answer to a Sleep. An unknown id is ignored."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SLEEP_ID_FIELD_NUMBER: builtins.int
+    STATUS_FIELD_NUMBER: builtins.int
+    sleep_id: builtins.int
+    @property
+    def status(self) -> membroker.v1.resources_pb2.SleepStatus: ...
+    def __init__(
+        self,
+        *,
+        sleep_id: builtins.int = ...,
+        status: membroker.v1.resources_pb2.SleepStatus | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["status", b"status"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["sleep_id", b"sleep_id", "status", b"status"]) -> None: ...
+
+global___SleepAnswer = SleepAnswer

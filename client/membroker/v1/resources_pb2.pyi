@@ -271,6 +271,7 @@ class ModelBooks(google.protobuf.message.Message):
     RECALLABLE_BYTES_FIELD_NUMBER: builtins.int
     RECALLED_BYTES_FIELD_NUMBER: builtins.int
     LATE_BYTES_FIELD_NUMBER: builtins.int
+    SHARE_BYTES_FIELD_NUMBER: builtins.int
     location: global___Location.ValueType
     used_bytes: builtins.int
     """What the model is charged: lent + releasing."""
@@ -299,6 +300,8 @@ class ModelBooks(google.protobuf.message.Message):
     """What its sessions are asked for and have not released yet."""
     late_bytes: builtins.int
     """What its sessions were asked for, and neither released nor answered for in time."""
+    share_bytes: builtins.int
+    """In listings, while requests wait at the location: what the division by weight gives the model now."""
     def __init__(
         self,
         *,
@@ -317,10 +320,14 @@ class ModelBooks(google.protobuf.message.Message):
         recallable_bytes: builtins.int = ...,
         recalled_bytes: builtins.int = ...,
         late_bytes: builtins.int = ...,
+        share_bytes: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "limit_bytes", b"limit_bytes"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "declared_bytes", b"declared_bytes", "extents", b"extents", "guarantee_bytes", b"guarantee_bytes", "late_bytes", b"late_bytes", "limit_bytes", b"limit_bytes", "location", b"location", "peak_bytes", b"peak_bytes", "recallable_bytes", b"recallable_bytes", "recalled_bytes", b"recalled_bytes", "releasing_bytes", b"releasing_bytes", "segment_bytes", b"segment_bytes", "used_bytes", b"used_bytes", "waiting_bytes", b"waiting_bytes", "waiting_requests", b"waiting_requests", "weight", b"weight"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "_share_bytes", b"_share_bytes", "limit_bytes", b"limit_bytes", "share_bytes", b"share_bytes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "_share_bytes", b"_share_bytes", "declared_bytes", b"declared_bytes", "extents", b"extents", "guarantee_bytes", b"guarantee_bytes", "late_bytes", b"late_bytes", "limit_bytes", b"limit_bytes", "location", b"location", "peak_bytes", b"peak_bytes", "recallable_bytes", b"recallable_bytes", "recalled_bytes", b"recalled_bytes", "releasing_bytes", b"releasing_bytes", "segment_bytes", b"segment_bytes", "share_bytes", b"share_bytes", "used_bytes", b"used_bytes", "waiting_bytes", b"waiting_bytes", "waiting_requests", b"waiting_requests", "weight", b"weight"]) -> None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_limit_bytes", b"_limit_bytes"]) -> typing.Literal["limit_bytes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_share_bytes", b"_share_bytes"]) -> typing.Literal["share_bytes"] | None: ...
 
 global___ModelBooks = ModelBooks
 
@@ -532,3 +539,161 @@ class Segment(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "extents", b"extents", "generation", b"generation", "location", b"location", "name", b"name", "sessions", b"sessions", "size_bytes", b"size_bytes", "state", b"state", "writer", b"writer"]) -> None: ...
 
 global___Segment = Segment
+
+@typing.final
+class Decision(google.protobuf.message.Message):
+    """What the broker decided about one request, or about memory that it asked for again."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    class _Kind:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _KindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[Decision._Kind.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        KIND_UNSPECIFIED: Decision._Kind.ValueType  # 0
+        REFUSED: Decision._Kind.ValueType  # 1
+        """A request was refused."""
+        WAITED: Decision._Kind.ValueType  # 2
+        """A request waited for memory, and waits no more."""
+        WAITING: Decision._Kind.ValueType  # 3
+        """A request waits for memory now."""
+        RECALLED: Decision._Kind.ValueType  # 4
+        """A session was asked to release memory, and has answered, or has not in time."""
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
+    KIND_UNSPECIFIED: Decision.Kind.ValueType  # 0
+    REFUSED: Decision.Kind.ValueType  # 1
+    """A request was refused."""
+    WAITED: Decision.Kind.ValueType  # 2
+    """A request waited for memory, and waits no more."""
+    WAITING: Decision.Kind.ValueType  # 3
+    """A request waits for memory now."""
+    RECALLED: Decision.Kind.ValueType  # 4
+    """A session was asked to release memory, and has answered, or has not in time."""
+
+    KIND_FIELD_NUMBER: builtins.int
+    TIME_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    LOCATION_FIELD_NUMBER: builtins.int
+    SESSION_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    RETURNED_BYTES_FIELD_NUMBER: builtins.int
+    AFTER_MS_FIELD_NUMBER: builtins.int
+    RESULT_FIELD_NUMBER: builtins.int
+    WHY_FIELD_NUMBER: builtins.int
+    GUARANTEED_FIELD_NUMBER: builtins.int
+    WANTED_BY_FIELD_NUMBER: builtins.int
+    kind: global___Decision.Kind.ValueType
+    model: builtins.str
+    """tenants/{tenant}/models/{model}"""
+    location: global___Location.ValueType
+    session: builtins.str
+    """sessions/{session}"""
+    request_id: builtins.int
+    """The session's number of the request; 0 of RECALLED."""
+    size_bytes: builtins.int
+    """What was asked for."""
+    returned_bytes: builtins.int
+    """Of RECALLED: what was released."""
+    after_ms: builtins.int
+    """How long a request waited, or a recall took."""
+    result: builtins.str
+    """Of REFUSED an ErrorReason without its prefix; of WAITED granted or cancelled; of RECALLED returned, kept or late."""
+    why: builtins.str
+    """Of REFUSED: the error's sentence. Of WAITED and WAITING: that of the refusal without a wait; empty if there was room,
+    and others came first.
+    """
+    guaranteed: builtins.bool
+    """Of WAITED and WAITING: it was within the guarantee of its model or tenant."""
+    wanted_by: builtins.str
+    """Of RECALLED: the model whose request lacked the memory, tenants/-/models/- if it is another tenant's. Empty: a limit
+    is lower than what was lent.
+    """
+    @property
+    def time(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """When it was decided; of WAITING, when the request came."""
+
+    def __init__(
+        self,
+        *,
+        kind: global___Decision.Kind.ValueType = ...,
+        time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        model: builtins.str = ...,
+        location: global___Location.ValueType = ...,
+        session: builtins.str = ...,
+        request_id: builtins.int = ...,
+        size_bytes: builtins.int = ...,
+        returned_bytes: builtins.int = ...,
+        after_ms: builtins.int = ...,
+        result: builtins.str = ...,
+        why: builtins.str = ...,
+        guaranteed: builtins.bool = ...,
+        wanted_by: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["time", b"time"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["after_ms", b"after_ms", "guaranteed", b"guaranteed", "kind", b"kind", "location", b"location", "model", b"model", "request_id", b"request_id", "result", b"result", "returned_bytes", b"returned_bytes", "session", b"session", "size_bytes", b"size_bytes", "time", b"time", "wanted_by", b"wanted_by", "why", b"why"]) -> None: ...
+
+global___Decision = Decision
+
+@typing.final
+class SleepStatus(google.protobuf.message.Message):
+    """How far an engine is on its way to sleep, or from it. The engine says so itself."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    class _State:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _StateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[SleepStatus._State.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        STATE_UNSPECIFIED: SleepStatus._State.ValueType  # 0
+        AWAKE: SleepStatus._State.ValueType  # 1
+        """It serves, or can at once."""
+        BUSY: SleepStatus._State.ValueType  # 2
+        """It will sleep when its requests have ended."""
+        FALLING_ASLEEP: SleepStatus._State.ValueType  # 3
+        ASLEEP: SleepStatus._State.ValueType  # 4
+        """It wakes by its next request, or when it is told to."""
+        WAKING: SleepStatus._State.ValueType  # 5
+        UNSUPPORTED: SleepStatus._State.ValueType  # 6
+        """The session's program cannot sleep."""
+
+    class State(_State, metaclass=_StateEnumTypeWrapper): ...
+    STATE_UNSPECIFIED: SleepStatus.State.ValueType  # 0
+    AWAKE: SleepStatus.State.ValueType  # 1
+    """It serves, or can at once."""
+    BUSY: SleepStatus.State.ValueType  # 2
+    """It will sleep when its requests have ended."""
+    FALLING_ASLEEP: SleepStatus.State.ValueType  # 3
+    ASLEEP: SleepStatus.State.ValueType  # 4
+    """It wakes by its next request, or when it is told to."""
+    WAKING: SleepStatus.State.ValueType  # 5
+    UNSUPPORTED: SleepStatus.State.ValueType  # 6
+    """The session's program cannot sleep."""
+
+    STATE_FIELD_NUMBER: builtins.int
+    CACHE_BYTES_FIELD_NUMBER: builtins.int
+    WEIGHT_BYTES_FIELD_NUMBER: builtins.int
+    DETAIL_FIELD_NUMBER: builtins.int
+    state: global___SleepStatus.State.ValueType
+    cache_bytes: builtins.int
+    """Bytes of its KV cache that it has released for this sleep."""
+    weight_bytes: builtins.int
+    """Bytes of its weights that it has moved to the host for this sleep."""
+    detail: builtins.str
+    """A sentence for people, such as why something was kept; at most 400 characters. The broker does not trust it."""
+    def __init__(
+        self,
+        *,
+        state: global___SleepStatus.State.ValueType = ...,
+        cache_bytes: builtins.int = ...,
+        weight_bytes: builtins.int = ...,
+        detail: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cache_bytes", b"cache_bytes", "detail", b"detail", "state", b"state", "weight_bytes", b"weight_bytes"]) -> None: ...
+
+global___SleepStatus = SleepStatus

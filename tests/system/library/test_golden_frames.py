@@ -35,6 +35,7 @@ from membroker.v1 import handoff_pb2 as pb
 from membroker.v1.resources_pb2 import LOCATION_DEVICE
 from membroker.wire import frames as handoff
 from membroker.wire import names
+from membrokerd import __version__
 from membrokerd.config import descriptor_limits as limits
 from membrokerd.core import policy, resuming
 from membrokerd.core.denied import Reason, deny
@@ -48,6 +49,8 @@ GOLDEN = DOCS / "golden-frames.json"
 DOCUMENT: dict[str, Any] = json.loads(GOLDEN.read_text())
 VECTORS: list[dict[str, Any]] = DOCUMENT["frames"]
 TOKEN = "A" * 43
+VERSION = "0.1.0"
+"""What stands for the daemon's version."""
 REWRITE = bool(os.environ.get("MEMBROKER_REWRITE"))
 CREATE_SECONDS = 1_767_225_600
 """What stands for the moment of a segment's creation, which no two daemons share."""
@@ -201,6 +204,9 @@ def _check_said(
     if "recall" in vector["frame"].get("notice", {}):
         request = apb.SetQuotaRequest(name="tenants/red/models/pages", location=LOCATION_DEVICE, limit_bytes=6 << 20)
         admin_call(daemon.admin, "SetQuota", request)
+    if "sleep" in vector["frame"].get("notice", {}):
+        sleep = apb.SleepModelRequest(name="tenants/red/models/pages", wake=True, keep_weights=True)
+        admin_call(daemon.admin, "SleepModel", sleep)
     packet = handoff.receive(channels[vector["connection"], vector["socket"]])
     assert len(packet.descriptors) == vector["descriptors"], vector["name"]
     frame = packet.frame
@@ -215,6 +221,8 @@ def _check_said(
             assert grpc_call(daemon.endpoint(), frame.welcome.token, "RegisterModel", request).name
             tokens.append(frame.welcome.token)
         frame.welcome.token = TOKEN
+        assert frame.welcome.version == __version__
+        frame.welcome.version = VERSION
     reply = frame.delivery.reply if frame.HasField("delivery") else frame.reply
     if reply.HasField("segment"):
         created = reply.segment.create_time
