@@ -40,6 +40,7 @@ from membrokerd.core.denied import Denied
 from membrokerd.core.machine import Broker
 from membrokerd.core.recount import recount
 from membrokerd.edge import convert, errors
+from membrokerd.loop import MakeEvent
 
 RULES = policy.Rules(
     granularity=PAGE,
@@ -99,7 +100,7 @@ class Bench:
         assert isinstance(answer.result, fx.SessionOpened)
         return answer.result.session
 
-    def ask(self, make_event: convert.MakeEvent) -> Step:
+    def ask(self, make_event: MakeEvent) -> Step:
         self.calls += 1
         self.unanswered.add(self.calls)
         return self.tell(make_event(self.calls))
@@ -150,7 +151,7 @@ class Bench:
         parts = (ledger.totals, ledger.sessions, ledger.models, ledger.segments, ledger.labels, ledger.tenants)
         return copy.deepcopy((ledger.revision, ledger.quotas, self.broker.books.making, *parts))
 
-    def put(self, make_event: convert.MakeEvent) -> None:
+    def put(self, make_event: MakeEvent) -> None:
         """Ask: the books hold, and have moved only if nothing was refused."""
         before, waiting = self.books(), len(self.unanswered)
         step = self.ask(make_event)
@@ -191,12 +192,12 @@ class Bench:
 def _ask(bench: Bench, session: int, tenant: str, request_id: int, message: Message) -> None:
     before = bench.broker.ledger.revision
     try:
-        make_event = convert.to_event(session, tenant, request_id, message)
+        event = convert.to_event(bench.calls + 1, session, tenant, request_id, message)
     except convert.Refused as refused:
         assert bench.broker.ledger.revision == before
         errors.to_status(refused.denied)
         return
-    bench.put(make_event)
+    bench.put(lambda _: event)
 
 
 REQUEST_IDS = st.one_of(st.integers(1, 6), st.integers(100, 10_000), UNSIGNED)

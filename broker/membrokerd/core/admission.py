@@ -44,6 +44,8 @@ class Admission:
         ledger, rules = self._ledger, self._rules
         self._unused_sums: dict[tuple[str, Location], tuple[TenantCharge | None, int]] = {}
         self._unfirm_sums: dict[tuple[str, Location], tuple[TenantCharge | None, int, int]] = {}
+        self._limits: dict[tuple[ModelName, Location], tuple[int | None, int | None]] = {}
+        """The limits in force of a model and of its tenant, as far as they were asked for."""
         self._guarantees = {where: _set_guarantees(ledger.quotas, rules, where) for where in ledger.totals}
         for rows in self._guarantees.values():
             for row in rows.values():
@@ -51,8 +53,9 @@ class Admission:
                     self.refresh_model(name)
 
     def refresh_model(self, name: ModelName) -> None:
-        """Work out a model's guarantee again: it began or ended, or its workers asked for another limit."""
+        """Work out a model's limit and guarantee again: it began or ended, or its workers asked for another limit."""
         for location, rows in self._guarantees.items():
+            self._limits.pop((name, location), None)
             row = rows.get(name.tenant)
             if row is not None and name in row.models:
                 size = policy.set_guarantee(self._ledger.quotas, self._rules, (*name, location))
@@ -207,27 +210,33 @@ class Admission:
 
     def _levels(self, name: ModelName, location: Location, session: int | None) -> list[_Level]:
         """Return each level that has a limit, the lowest first."""
-        ledger, rules = self._ledger, self._rules
+        ledger, guarantees = self._ledger, self._guarantees[location]
         levels: list[_Level] = []
-        limit = policy.model_limit(ledger, rules, name, location)
-        if limit is not None:
+        model_limit, tenant_limit = self._limits.get((name, location)) or self._limits_of(name, location)
+        if model_limit is not None:
             used = ledger.models[name].charges[location].bytes
-            levels.append((Reason.MODEL_LIMIT, "model", used, limit, limit - used))
-        own = others = 0
-        if self._guarantees[location]:
-            own, others, _ = self._unused(name, location)
-        limit = policy.set_limit(ledger.quotas, rules, (name.tenant, None, location))
-        if limit is not None:
+            levels.append((Reason.MODEL_LIMIT, "model", used, model_limit, model_limit - used))
+        own, others, _ = self._unused(name, location) if guarantees else (0, 0, 0)
+        if tenant_limit is not None:
             used = ledger.tenant_charged(name.tenant, location)
-            room = max(limit - used - others, min(limit - used, own))
-            levels.append((Reason.TENANT_LIMIT, "tenant", used, limit, room))
+            room = max(tenant_limit - used - others, min(tenant_limit - used, own))
+            levels.append((Reason.TENANT_LIMIT, "tenant", used, tenant_limit, room))
         total = ledger.totals[location]
-        free = total.capacity - total.lent - total.releasing
-        room = free
-        if self._guarantees[location] or self._recallable.recalls:
+        charged = total.lent + total.releasing
+        room = total.capacity - charged
+        if guarantees or self._recallable.recalls:
             room = self.room(name, location, session)
-        levels.append((Reason.CAPACITY, "capacity", total.capacity - free, total.capacity, room))
+        levels.append((Reason.CAPACITY, "capacity", charged, total.capacity, room))
         return levels
+
+    def _limits_of(self, name: ModelName, location: Location) -> tuple[int | None, int | None]:
+        """Work out the limits in force of a model and of its tenant."""
+        ledger, rules = self._ledger, self._rules
+        of_tenant = policy.set_limit(ledger.quotas, rules, (name.tenant, None, location))
+        limits = policy.model_limit(ledger, rules, name, location), of_tenant
+        if name in ledger.models:  # else nothing would forget them
+            self._limits[name, location] = limits
+        return limits
 
     def room(self, name: ModelName, location: Location, session: int | None) -> int:
         """Return how many bytes the capacity and the reserve rule allow a model's session; None: to be firm."""

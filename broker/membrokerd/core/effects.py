@@ -130,16 +130,20 @@ WaitResult = Literal["granted", "refused", "cancelled"]
 class Waited(Effect):
     """A request of `size` bytes that waited for room, for `waited_ns`, waits no more.
 
-    `guaranteed`: it was within its model's or tenant's guarantee when it came.
+    `guaranteed`: it was within its model's or tenant's guarantee when it came. `why` is the refusal that it would have
+    got then, without a wait; None if it had room, and others came first.
     """
 
     call: int
+    session: int
+    request_id: int
     name: ModelName
     location: Location
     size: int
     waited_ns: int
     result: WaitResult
     guaranteed: bool
+    why: Denied | None
 
 
 @value
@@ -162,7 +166,10 @@ RecallResult = Literal["returned", "kept", "late"]
 
 @value
 class Recalled(Effect):
-    """A recall of `size` bytes has ended after `after_ns`, or is late; `returned` bytes were released."""
+    """A recall of `size` bytes has ended after `after_ns`, or is late; `returned` bytes were released.
+
+    `wanted_by` is the model whose request lacked the bytes; None: a limit was lowered.
+    """
 
     session: int
     name: ModelName
@@ -171,6 +178,7 @@ class Recalled(Effect):
     returned: int
     after_ns: int
     result: RecallResult
+    wanted_by: ModelName | None = None
 
 
 @value

@@ -106,23 +106,24 @@ class Broker:
 
     def step(self, event: ev.Event, now: int) -> Step:
         """Take one event at `now` (nanoseconds of CLOCK_BOOTTIME) and return what follows from it."""
-        step = self.books.begin_step()
-        waiting = self.waiting
-        taken: Any = event
+        books, waiting = self.books, self.waiting
+        step = books.begin_step()
         if waiting.busy:
             self.schedule.elapsed(now)
-        if isinstance(event, ev.InputsDrained):
+        taken: Any = event
+        if type(event) is ev.InputsDrained:
             taken = waiting.take(event.call) or waiting.next(now)
         while taken is not None:
-            denied = self._refuse_request(taken) if type(taken) in _REQUESTS else None
-            if denied:
-                self._answer_refused(taken, denied)
+            kind = type(taken)
+            denied = self._refuse_request(taken) if kind in _REQUESTS else None
+            if denied is None:
+                self._handlers[kind](taken, now)
             else:
-                self._handlers[type(taken)](taken, now)
-            if self.books.limits_changed:
+                self._answer_refused(taken, denied)
+            if books.limits_changed:
                 self.schedule.recall_above_limits(now)
             taken = waiting.next(now) if waiting.busy else None
-        if self.books.limits_changed:  # by a reload, and nothing was to be decided
+        if books.limits_changed:  # by a reload, and nothing was to be decided
             self.schedule.recall_above_limits(now)
         if waiting.deferred:
             waiting.drain()
@@ -145,15 +146,15 @@ class Broker:
 
     def _refuse_request(self, event: _Request) -> Denied | None:
         """Return why no request of this session may be taken now, or None."""
-        session = event.session
+        session, books = event.session, self.books
         if session is None:  # an operator's
             return None
-        row = self.books.ledger.sessions.get(session)
+        row = books.ledger.sessions.get(session)
         if row is None or row.state not in ("open", "detached"):
             return deny(Reason.TOKEN_REJECTED)
         if self.resuming.under_way(session):
             return deny(Reason.DELIVERY_FAILED)
-        if self.books.stopping and not isinstance(event, _RELEASES):
+        if books.stopping and not isinstance(event, _RELEASES):
             return deny(Reason.STOPPING)
         if self.lending.in_flight(session, event.request_id):
             return deny(Reason.REQUEST_ID_IN_USE, request_id=event.request_id)

@@ -27,7 +27,8 @@ class Borrower(NamedTuple):
 class Recall:
     """A question that a borrower has not answered. `left` of its `size` bytes are not released.
 
-    `deadline` is for the answer. Once it has passed, the recall is late, and `deadline` is when to ask again.
+    `wanted_by` is the model whose request lacks the bytes; None: a limit was lowered. `deadline` is for the answer.
+    Once it has passed, the recall is late, and `deadline` is when to ask again.
     """
 
     number: int
@@ -35,6 +36,7 @@ class Recall:
     left: int
     since: int
     deadline: int
+    wanted_by: ModelName | None
     late: bool = False
 
 
@@ -92,6 +94,10 @@ class Recallable:
         if session is None or session not in self._answering.get(name, ()):
             return False
         return self._ledger.sessions[session].state == "open"
+
+    def answering(self) -> dict[ModelName, set[int]]:
+        """Return a copy of the sessions that answer recalls of each model, or will when they are connected again."""
+        return {name: set(sessions) for name, sessions in self._answering.items()}
 
     def bound_kept(self, session: int) -> None:
         """Let a session keep no more than it has."""

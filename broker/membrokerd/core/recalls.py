@@ -27,7 +27,14 @@ class Recalls:
         self.deadline: int | None = None
         """When `elapsed` has something to do, in nanoseconds."""
 
-    def ask(self, name: ev.ModelName, location: ev.Location, size: int, now: int) -> int:
+    def ask(
+        self,
+        name: ev.ModelName,
+        location: ev.Location,
+        size: int,
+        now: int,
+        wanted_by: ev.ModelName | None = None,
+    ) -> int:
         """Ask the sessions of a model for `size` bytes, those with the most first. Return how many are asked for.
 
         A session that has not answered its last recall is not asked for more.
@@ -39,7 +46,7 @@ class Recalls:
             if part <= 0:
                 break
             deadline = now + self._books.rules.recall_ns
-            state.recalls[one] = recall = Recall(self._books.take_ids(1)[0], part, part, now, deadline)
+            state.recalls[one] = recall = Recall(self._books.take_ids(1)[0], part, part, now, deadline, wanted_by)
             self._say(one, recall)
             self._set_deadline()
             left -= part
@@ -106,10 +113,8 @@ class Recalls:
         self._set_deadline()
 
     def _report(self, one: Borrower, recall: Recall, result: fx.RecallResult, now: int) -> None:
-        size = recall.size - recall.left
-        self._books.emit(
-            fx.Recalled(one.session, one.name, one.location, recall.size, size, now - recall.since, result)
-        )
+        told = recall.size, recall.size - recall.left, now - recall.since, result, recall.wanted_by
+        self._books.emit(fx.Recalled(one.session, one.name, one.location, *told))
 
     # --- sessions ---
 

@@ -38,6 +38,8 @@ class Waiter:
     since: int
     deadline: int | None
     guaranteed: bool
+    why: Denied | None
+    """The refusal that it would have got instead; None if there was room, and others came first."""
     met_full_device: bool = False
     """The books had room for it, and the device had not: it is tried again after an audit, and at its deadline."""
     waited: int = 0
@@ -257,7 +259,7 @@ class Schedule:
         short = self._short(location, waiting, shares)
         for more, name in self._excess(location, shares):
             if short > 0:
-                short -= self._recalls.ask(name, location, min(more, short), now)
+                short -= self._recalls.ask(name, location, min(more, short), now, waiting[0].name)
 
     def _excess(self, location: ev.Location, shares: Mapping[ev.ModelName, int]) -> list[tuple[int, ev.ModelName]]:
         """Return what models have above their shares, the most first: those that can be asked for some of it now."""
@@ -313,7 +315,7 @@ class Schedule:
         short = one.size - self._books.recallable.coming(location)
         for more, name in self._excess(location, self.divide(location, waiters, less=one.size)):
             if short > 0:
-                short -= self._recalls.ask(name, location, min(more, short), now)
+                short -= self._recalls.ask(name, location, min(more, short), now, one.name)
 
     def recall_above_limits(self, now: int) -> None:
         """Ask for what models and tenants have above their limits: a limit was lowered, or what was kept is not."""

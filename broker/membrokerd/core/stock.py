@@ -169,8 +169,10 @@ class Stock:
         self._books.emit(fx.DropStock(*kind, count))
 
     def _change(self, kind: Kind, change: int, cause: str) -> None:
-        self._ready[kind] = self._ready.get(kind, 0) + change
-        if not self._ready[kind]:
+        ready = self._ready.get(kind, 0) + change
+        if ready:
+            self._ready[kind] = ready
+        else:
             del self._ready[kind]
         self._extents += change
         self._bytes += change * kind[1]

@@ -96,7 +96,7 @@ class Waiting:
         if full is not None:
             self._refuse(event, full if wait or denied is None else denied, name, now)
             return
-        self._add(Waiter(event, name, size, now, now + wait if wait else None, guaranteed))
+        self._add(Waiter(event, name, size, now, now + wait if wait else None, guaranteed, denied))
         if not wait:
             self.deferred.append(event.call)
 
@@ -112,7 +112,7 @@ class Waiting:
             return False
         guaranteed = self._books.admission.is_guaranteed(name, event.location, size)
         deadline = call.since + self._wait_ns(event, guaranteed)
-        waiter = Waiter(event, name, size, call.since, deadline, guaranteed, met_full_device=True)
+        waiter = Waiter(event, name, size, call.since, deadline, guaranteed, call.failure, met_full_device=True)
         is_open = self._books.ledger.sessions[event.session].state == "open"
         if not is_open or deadline <= now or self._schedule.is_asked(waiter):
             return False
@@ -253,8 +253,8 @@ class Waiting:
     def _report(self, waiter: Waiter, result: fx.WaitResult) -> None:
         event, waited = waiter.event, waiter.waited
         if waiter.deadline is not None and (waited or result != "granted"):  # its turn may have come at once
-            told = waiter.name, event.location, waiter.size, waited, result, waiter.guaranteed
-            self._books.emit(fx.Waited(event.call, *told))
+            whose = event.call, event.session, event.request_id, waiter.name, event.location
+            self._books.emit(fx.Waited(*whose, waiter.size, waited, result, waiter.guaranteed, waiter.why))
 
     def _add(self, waiter: Waiter) -> None:
         self._looked_at = None
@@ -342,6 +342,17 @@ class Waiting:
         return lent + more, more
 
     # --- what is shown ---
+
+    def shares(self, location: ev.Location) -> dict[ev.ModelName, int]:
+        """Return the share of each model while requests wait; nothing otherwise, since everybody may have what is free.
+
+        A model without memory and without a request has no share.
+        """
+        return self._schedule.divide(location, self._waiters.values()) if location in self._timed else {}
+
+    def waiters(self) -> list[Waiter]:
+        """Return the requests that wait with a deadline, the oldest first."""
+        return [one for one in self._waiters.values() if one.deadline is not None]
 
     def of_model(self, name: ev.ModelName, location: ev.Location) -> tuple[int, int]:
         """Return the bytes that a model's requests wait for, and how many wait."""
