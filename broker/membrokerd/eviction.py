@@ -56,7 +56,7 @@ class Evictions:
     def evict(self, session: int, row: SessionRow | None) -> Denied | None:
         """Send SIGTERM to the process of a session, unless an eviction of it is under way; or return why not."""
         if row is None:
-            return _deny(session, "it is not known, or has ended")
+            return _deny(session, "it is not known, or has ended (`membroker sessions --admin` lists all)")
         pidfd = self._watch.pidfd(session)
         if pidfd is None:
             return _deny(session, _LOST if row.state == "detached" else _WHY[errno.ESRCH])

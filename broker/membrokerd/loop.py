@@ -25,10 +25,14 @@ from .link import Link
 from .observe import logs
 from .packets import Packets
 from .processes import Processes
+from .recorder import Recorder
 from .restart.descriptor_store import Store
+from .sleeping import Sleeping
 from .turns import Turns
 from .writer import Writer
 
+MakeEvent = Callable[[int], ev.Event]
+"""Returns the event of a call, given its number."""
 Reply = Callable[[fx.Result | Denied], None]
 RELEASING_AUDIT_SECONDS = 0.01
 
@@ -61,6 +65,9 @@ class Loop:
         """Called when a request that waited for room waits no more."""
         self.observe_recall: Callable[[fx.Recalled], None] = lambda recalled: None
         """Called when a recall has ended, or is late."""
+        self.recorder: Recorder | None = None
+        """Records each step, if the configuration says so."""
+        self.sleeping = Sleeping(self.links)
         self.figures: Figures = {}
         self.drain: Notice | None = None
         """The drain that goes on, as a session is told of it that begins, or goes on, in the middle of it."""
@@ -80,7 +87,7 @@ class Loop:
         self._deadline_timer: asyncio.TimerHandle | None = None
         packets = self.packets = Packets(broker, executor, store, self.links, self.tell)
         self._carry_out: dict[type[fx.Effect], Callable[[Any], None]] = {
-            fx.Answer: self._answer,
+            fx.Answer: self.answer,
             fx.DrainInputs: lambda effect: self.deferrals.add(effect.call),
             fx.Waited: lambda waited: self.observe_wait(waited),
             fx.Recall: self._recall,
@@ -98,25 +105,29 @@ class Loop:
 
     # --- events in ---
 
-    def ask(self, make_event: Callable[[int], ev.Event], reply: Reply) -> int:
-        """Ask the core, and return the call's number. `reply` is called once, now or later, with its answer."""
+    def ask(self, make_event: MakeEvent, reply: Reply) -> None:
+        """Ask the core. `reply` is called once, now or later, with its answer."""
+        self.tell(make_event(self.expect(reply)))
+
+    def expect(self, reply: Reply) -> int:
+        """Return the number of a new call, which the core is told next. `reply` is called once, with its answer."""
         call = next(self._calls)
         self._replies[call] = reply
-        self.tell(make_event(call))
         return call
 
     def tell(self, event: ev.Event) -> None:
         """Give the core an event and carry out what follows."""
-        start = time.perf_counter()
-        broker = self.broker
-        effects, facts = broker.step(event, clock())
-        self._observe_step(time.perf_counter() - start)
+        broker, now = self.broker, clock()
+        effects, facts = step = broker.step(event, now)
+        self._observe_step((clock() - now) / 1e9)
         is_written = True
-        if self._writer is not None and (facts or broker.books.cannot_write):
-            is_written = self._writer.write(facts)
-        for fact in facts:
-            if type(fact) not in logs.not_logged:
-                logs.log_fact(fact)
+        if facts or broker.books.cannot_write:
+            is_written = self._writer is None or self._writer.write(facts)
+            if not logs.not_logged.issuperset(map(type, facts)):
+                for fact in facts:
+                    logs.log_fact(fact)
+        if self.recorder is not None:  # first: an effect can lead to the next step at once
+            self.recorder.take(event, step, now)
         for effect in effects:
             try:
                 if is_written or not isinstance(effect, fx.Make | fx.Send):
@@ -198,7 +209,8 @@ class Loop:
 
     # --- effects out ---
 
-    def _answer(self, answer: fx.Answer) -> None:
+    def answer(self, answer: fx.Answer) -> None:
+        """Answer a call."""
         self._replies.pop(answer.call)(answer.result)
 
     def _recall(self, effect: fx.Recall) -> None:

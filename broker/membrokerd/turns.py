@@ -88,18 +88,28 @@ class Turns:
             return
         began, began_cpu = self._began
         self._began = None
-        seconds, cpu = time.perf_counter() - began, time.thread_time() - began_cpu
-        self.longest, self.longest_cpu = max(self.longest, seconds), max(self.longest_cpu, cpu)
+        seconds = time.perf_counter() - began
+        if seconds > self.longest_cpu:  # the CPU time, which is never more, may be the most so far
+            self.longest_cpu = max(self.longest_cpu, time.thread_time() - began_cpu)
+            self.longest = max(self.longest, seconds)
         self.slow += seconds > SLOW_SECONDS
+
+    def left(self, whose: str, descriptor: int) -> float:
+        """Return how many seconds of this turn a tenant may still use. If none, its descriptor goes first later."""
+        left = min(READING_SECONDS - self._used, SHARE_SECONDS - self._shares.get(whose, 0.0))
+        if left <= 0:
+            self.pass_over(descriptor)
+        elif self._late:
+            self._late.pop(descriptor, None)
+        return left
 
     def may(self, whose: str, descriptor: int) -> bool:
         """Return whether this tenant may use more of this turn. If not, its descriptor goes first in a later turn."""
-        if self._used < READING_SECONDS and self._shares.get(whose, 0.0) < SHARE_SECONDS:
-            if self._late:
-                self._late.pop(descriptor, None)
-            return True
+        return self.left(whose, descriptor) > 0
+
+    def pass_over(self, descriptor: int) -> None:
+        """Let a descriptor wait, although it may have more to read. It goes first in a later turn."""
         self._late.setdefault(descriptor, self.number)
-        return False
 
     def charge(self, whose: str, seconds: float) -> None:
         """Charge a tenant's share of this turn."""

@@ -37,10 +37,11 @@ class Writer:
         Without facts it tries again to write what is left, and tells the core when there is room.
         """
         journal, books = self._journal, self._broker.books
-        if not books.cannot_write and LEFT_OUT.issuperset(map(type, facts)):
+        kinds = set(map(type, facts))
+        if kinds <= LEFT_OUT and not books.cannot_write:
             return True
-        debits = not _DEBITS.isdisjoint(map(type, facts))
-        reach("debit" if debits else "credit")
+        kind = "credit" if kinds.isdisjoint(_DEBITS) else "debit"
+        reach(kind)
         start = time.perf_counter()
         is_written = journal.append(facts)
         self._observe(time.perf_counter() - start)
@@ -48,7 +49,7 @@ class Writer:
             self.compact()
         if journal.full or books.cannot_write:
             self._tell_broker()
-        reach("debited" if debits else "credited")
+        reach(f"{kind}ed")
         return is_written
 
     def compact(self) -> None:

@@ -19,7 +19,7 @@ from membrokerd.cli import main
 from membrokerd.edge.handoff.connection import Connection
 
 FILE = "MEMBROKER_TEST_CALLS"
-_NOTED = loop.Loop._answer.__code__
+_NOTED = loop.Loop.answer.__code__
 _read = Connection._read
 
 

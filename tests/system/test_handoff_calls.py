@@ -12,10 +12,12 @@ from tests.support.daemons import Daemon, running, until
 from tests.support.raw import Session, allocation, grpc_call, reason, segment_of
 from tests.support.sizes import GIB, MIB
 
+import membroker
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 from membroker.v1 import resources_pb2 as rpb
 from membroker.wire import frames as handoff
+from membrokerd import __version__
 
 pytestmark = pytest.mark.shared_daemon
 
@@ -199,3 +201,10 @@ def test_a_count_before_the_session(daemon: Daemon) -> None:
         stranger.send(pb.Frame(request_id=2, goodbye=pb.Goodbye()))
         assert stranger.receive().frame.reply.HasField("goodbye")
     until(lambda: not daemon.sessions())
+
+
+def test_the_welcome_has_the_daemons_version(daemon: Daemon) -> None:
+    """A person sees in a worker which daemon it began with, as `membrokerd --version` and /metrics tell it."""
+    with membroker.connect(daemon.endpoint()) as client:
+        assert client.broker_version == client.device().version == __version__
+    assert f'version="{__version__}"' in daemon.metrics()

@@ -41,14 +41,17 @@ class Times:
 
     def __init__(self, histogram: _Histogram) -> None:
         self._histogram = histogram
+        self.counted = 0
         self._seconds: list[float] = []
         self.observe = self._seconds.append
 
     def count(self) -> None:
         """Count what was noted so far; only one thread at a time may."""
         noted = self._seconds[:]
-        del self._seconds[: len(noted)]
-        self._histogram.observe_all(noted)
+        if noted:
+            del self._seconds[: len(noted)]
+            self._histogram.observe_all(noted)
+            self.counted += len(noted)
 
 
 class Durations:

@@ -199,28 +199,31 @@ class Journal:
         with later ones. Each call tries to write what is pending; a call without facts does only that.
         """
         record = record_of(facts)
-        self._unwritten += record
         if self._appended is not None:
             self._appended += record
         if self._unwritten:
-            self._write()
+            self._unwritten += record
+            if self._write(self._unwritten):
+                self._unwritten.clear()
+        elif record and not self._write(record):
+            self._unwritten += record
         if self._room - self._end < RESERVE_BYTES:
             self._room = _allocate(self._descriptor, self._end)
         return not self._unwritten
 
-    def _write(self) -> None:
-        """Write all pending records, or none: the next attempt overwrites a partial write.
+    def _write(self, records: bytes | bytearray) -> bool:
+        """Write all of these records, or none: the next attempt overwrites a partial write.
 
         A limit on the file's size looks like a full disk, because Python ignores SIGXFSZ.
         """
-        size = len(self._unwritten)
         try:
-            written = os.pwrite(self._descriptor, self._unwritten, self._end)
+            written = os.pwrite(self._descriptor, records, self._end)
         except OSError:
-            return
-        if written == size:
-            self._end += size
-            self._unwritten.clear()
+            return False
+        if written < len(records):
+            return False
+        self._end += written
+        return True
 
     @property
     def full(self) -> bool:

@@ -11,7 +11,7 @@ import re
 import reprlib
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from operator import attrgetter
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 from membroker.vmm.sizes import MAX_BYTES
 
+from ..core import effects as fx
 from ..core import facts as ft
 from ..core.events import LOCATIONS, Location, ModelName
 
@@ -102,8 +103,8 @@ def has_record_after(data: bytes, at: int) -> bool:
 
 def record_of(facts: Sequence[ft.Fact]) -> bytes:
     """Return the record of these facts. It is empty if no successor needs any of them."""
-    encoded = [_FORMS[type(fact)].encode(fact) for fact in facts if type(fact) not in LEFT_OUT]
-    return frame(f"[{','.join(encoded)}]") if encoded else b""
+    encoded = ",".join([_FORMS[kind].encode(fact) for fact in facts if (kind := type(fact)) not in LEFT_OUT])
+    return frame(f"[{encoded}]") if encoded else b""
 
 
 def decode(record: bytes) -> Iterator[ft.Fact]:
@@ -154,8 +155,9 @@ def _plain(*kinds: type) -> _Type:
 _int, _text, _list, _table = (_plain(kind).decode for kind in (int, str, list, dict))
 _MAX_ID = (1 << 64) - 1
 _BOUNDS: Mapping[str, tuple[int, int]] = {
-    **dict.fromkeys(("session", "segment", "writer", "first"), (0, _MAX_ID)),
-    **dict.fromkeys(("at", "idle_since", "allocations", "releases", "declared_bytes"), (0, MAX_BYTES)),
+    **dict.fromkeys(("session", "segment", "writer", "first", "call", "request_id", "recall"), (0, _MAX_ID)),
+    **dict.fromkeys(("at", "idle_since", "allocations", "releases", "declared_bytes", "size"), (0, MAX_BYTES)),
+    **dict.fromkeys(("returned", "after_ns", "waited_ns", "within_ns"), (0, MAX_BYTES)),
     **dict.fromkeys(("extent_bytes", "last_bytes"), (1, MAX_BYTES)),
     "unaccounted": (-MAX_BYTES, MAX_BYTES),
     "count": (1, MAX_IDS),
@@ -229,6 +231,11 @@ def _from_ids(ids: tuple[int, ...] | range) -> str:
         return _from_run(ids)
     if len(ids) == 1:  # as most releases are
         return f"[[{ids[0]},1]]"
+    return str(runs_of(ids)).replace(" ", "")
+
+
+def runs_of(ids: Iterable[int]) -> list[list[int]]:
+    """Return the first id and the length of each run of ids that follow each other."""
     runs: list[list[int]] = []
     following = None
     for extent in ids:
@@ -237,16 +244,19 @@ def _from_ids(ids: tuple[int, ...] | range) -> str:
         else:
             runs.append([extent, 1])
         following = extent + 1
-    return str(runs).replace(" ", "")
+    return runs
 
 
 _TYPES: Mapping[Any, _Type] = {
     int | None: _Type(_size_or_none),
     str: _Type(_text, _quoted),
+    str | None: _plain(str, NoneType),
     bool: _plain(bool),
+    fx.RecallResult: _Type(_text, _quoted),
     bool | None: _plain(bool, NoneType),
     Location: _Type(_location, _quoted),
     ModelName: _Type(_model_name, _from_name),
+    ModelName | None: _Type(lambda value: None if value is None else _model_name(value)),
     Mapping[Location, int]: _Type(_sizes),
     range: _Type(_run, _from_run),
     tuple[int, ...] | range: _Type(_ids, _from_ids),
@@ -258,12 +268,12 @@ def _type_of(name: str, hint: Any) -> _Type:
     return _Type(_within(*_BOUNDS[name])) if hint is int else _TYPES[hint]
 
 
-class _Form:
-    """How the facts of one class are written as JSON: a list of the class's tag and the fields."""
+class Form:
+    """How the values of one class are written as JSON: a list of the class's tag, which is JSON, and the fields."""
 
-    def __init__(self, tag: int, kind: type[ft.Fact]) -> None:
+    def __init__(self, tag: int | str, kind: type[Any]) -> None:
         hints = get_type_hints(kind)
-        self.kind = kind
+        self.tag, self.kind = tag, kind
         self._fields = [(field.name, _type_of(field.name, hints[field.name])) for field in fields(kind)]
         names = [name for name, _ in self._fields]
         self._values = attrgetter(*names, names[-1])  # of one name alone it would not return a tuple
@@ -272,21 +282,22 @@ class _Form:
         places = ("%d" if one else "%s" for one in plain)
         self._text = f"[{tag},{','.join(places)}]"
 
-    def encode(self, fact: ft.Fact) -> str:
+    def encode(self, fact: Any) -> str:
+        """Return the value as JSON."""
         *values, _ = self._values(fact)
         for place, encode in self._others:
             values[place] = encode(values[place])
         return self._text % tuple(values)
 
-    def decode(self, values: list[Any]) -> ft.Fact:
-        """Return the fact; raises `ValueError` or `TypeError` if these are not the values of this class."""
+    def decode(self, values: list[Any]) -> Any:
+        """Return the value; raises `ValueError` or `TypeError` if these are not the values of this class."""
         return self.kind(*(form.decode(value) for (_, form), value in zip(self._fields, values, strict=True)))
 
 
 LEFT_OUT = frozenset((ft.StockChanged, ft.QuotaSet))
 """The warm pool ends with the daemon that made it, and quotas have their own file."""
-_TAGGED: Mapping[int, _Form] = {
-    tag: _Form(tag, kind)
+_TAGGED: Mapping[int, Form] = {
+    tag: Form(tag, kind)
     for tag, kind in {
         1: ft.SessionBegan,
         2: ft.SessionMoved,
@@ -313,4 +324,4 @@ _TAGGED: Mapping[int, _Form] = {
     }.items()
 }
 """A tag never changes its meaning. If the fields of a fact change after a release, it gets a new tag."""
-_FORMS: Mapping[type, _Form] = {form.kind: form for form in _TAGGED.values()}
+_FORMS: Mapping[type, Form] = {form.kind: form for form in _TAGGED.values()}

@@ -60,12 +60,13 @@ class Lender:
         self.links: dict[int, Connection] = {}
         self.resuming: dict[int, Connection] = {}
         self.drain: Any = None
-        self.turns = SimpleNamespace(may=lambda *_: True, charge=lambda *_: None)  # no loop begins turns here
+        self.turns = SimpleNamespace(left=lambda *_: 1.0, charge=lambda *_: None)  # no loop begins turns here
         self.broker = SimpleNamespace(books=SimpleNamespace(rules=policy.Rules(PAGE, cast(Any, capacities))))
         self.dispatcher = SimpleNamespace(
             loop=self,
             request=self._request,
             times_of=lambda *_: SimpleNamespace(observe=lambda seconds: None),
+            refused=lambda *_: None,
             admit=lambda *_: None,
             response=from_result,
         )

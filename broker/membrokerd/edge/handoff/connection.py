@@ -14,6 +14,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire import frames as handoff
@@ -97,19 +98,20 @@ class Connection:
 
     def read(self) -> None:
         """Read frames, as many as this connection and its tenant may send in one turn."""
+        if self._closed or self._outgoing or self._waiting:
+            return
+        turns, began = self._turns, time.perf_counter()
+        until = began + turns.left(self._whose, self._descriptor)
         for _ in range(FRAMES_PER_TURN):
-            if self._closed or self._outgoing or self._waiting:
-                return
-            if not self._turns.may(self._whose, self._descriptor):
-                return  # the socket stays readable in the next turn
-            began = time.perf_counter()
-            went_on = self._read()
-            self._turns.charge(self._whose, time.perf_counter() - began)
-            if not went_on:
-                return
+            if time.perf_counter() >= until:
+                turns.pass_over(self._descriptor)  # the socket stays readable in the next turn
+                break
+            if not self._read():
+                break
+        turns.charge(self._whose, time.perf_counter() - began)
 
     def _read(self) -> bool:
-        """Read and handle one frame. Return False when nothing is queued, or the connection has ended."""
+        """Read and handle one frame. Return False when no other can be read now."""
         try:
             frame, size = handoff.receive_without_descriptors(self._sock, self._entrance.buffer)
             self.heard += size
@@ -129,7 +131,7 @@ class Connection:
         except Exception as error:  # noqa: BLE001 - the edge of the daemon: no frame may end it, or hang its sender
             logs.fault(error, endpoint=self._entrance.endpoint, pid=self._peer.pid)
             self.refuse(frame.request_id, deny(Reason.INTERNAL))
-        return True
+        return not (self._closed or self._outgoing or self._waiting)
 
     def queued(self) -> int:
         """Return the bytes that have arrived and were not read; 0 while nothing is read."""
@@ -144,56 +146,59 @@ class Connection:
 
     def _take(self, frame: pb.Frame) -> None:
         kind: str = frame.WhichOneof("kind") or ""
+        session = self._session
         if kind == "hello":
             self._handshake.hello(frame)
-        elif self._session is None:
+        elif session is None:
             self.violated(frame.request_id, f"the first frame must be a Hello, not {kind}")
         elif self._handshake.holds is not None or kind == "holds":
-            self._handshake.hold(frame, self._session)
+            self._handshake.hold(frame, session)
         else:
-            if kind == "ack" or frame.acknowledged > self._acknowledged:
-                self._acknowledge(frame, self._session)
-            if kind != "ack" and not self._outbox.is_ending:
-                self._request(frame, kind, self._session)
-
-    def _acknowledge(self, frame: pb.Frame, session: int) -> None:
-        """Acknowledge what a frame says: deliveries by their count, or one by its request and part."""
-        count = frame.acknowledged
-        if count > self._acknowledged:
-            reach("acknowledge")
-            self._acknowledged = count
-            self._loop.tell(ev.AcknowledgeUpTo(session, count))
-        elif not count:
-            reach("acknowledge")
-            self._loop.tell(ev.Acknowledge(session, frame.request_id, frame.ack.part))
-
-    def _request(self, frame: pb.Frame, kind: str, session: int) -> None:
-        request_id, method = frame.request_id, _METHODS.get(kind)
-        if method is None:
-            if kind == "goodbye":
-                self._goodbye(request_id, session)
-            elif kind == "recall_answer":
-                self._loop.tell(ev.AnswerRecall(session, frame.recall_answer.recall_id))
+            count = frame.acknowledged
+            if count > self._acknowledged:
+                reach("acknowledge")
+                self._acknowledged = count
+                self._loop.tell(ev.AcknowledgeUpTo(session, count))
+            elif kind == "ack" and not count:  # from an older client: one delivery, by its request and part
+                reach("acknowledge")
+                self._loop.tell(ev.Acknowledge(session, frame.request_id, frame.ack.part))
+            if self._outbox.is_ending or kind == "ack":
+                return
+            if kind in _METHODS:
+                self._request(frame.request_id, kind, getattr(frame, kind), session)
             else:
-                self.violated(request_id, f"a client does not send {kind}")
-            return
+                self._say(frame, kind, session)
+
+    def _say(self, frame: pb.Frame, kind: str, session: int) -> None:
+        """Take what is not a request of BrokerService."""
+        if kind == "goodbye":
+            self._goodbye(frame.request_id, session)
+        elif kind == "recall_answer":
+            self._loop.tell(ev.AnswerRecall(session, frame.recall_answer.recall_id))
+        elif kind == "sleep_answer":
+            self._loop.sleeping.answered(session, frame.sleep_answer)
+        else:
+            self.violated(frame.request_id, f"a client does not send {kind}")
+
+    def _request(self, request_id: int, kind: str, message: Any, session: int) -> None:
         began = time.perf_counter()
-        message = getattr(frame, kind)
+        method = _METHODS[kind]
         quiet = kind in _QUIET and message.no_reply
         if kind == "allocate":
             self._asked.add(request_id)
 
         def respond(result: fx.Result | Denied) -> None:
             self._dispatcher.times_of(method, "handoff").observe(time.perf_counter() - began)
-            if isinstance(result, Denied):
-                logs.log_denied(session, method, result)
             self._asked.discard(request_id)
+            denied = result if isinstance(result, Denied) else None
+            if denied is not None:
+                self._dispatcher.refused(session, request_id, method, message, denied)
             if self._told == request_id:
                 self._told = None
             elif not quiet:
                 self.answer(request_id, result)
-            elif isinstance(result, Denied):
-                self.notify(pb.Frame(request_id=request_id, notice=pb.Notice(release_refused=to_status(result))))
+            elif denied is not None:
+                self.notify(pb.Frame(request_id=request_id, notice=pb.Notice(release_refused=to_status(denied))))
 
         self._dispatcher.request(session, self._tenant, request_id, message, respond)
 

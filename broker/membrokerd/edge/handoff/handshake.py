@@ -12,13 +12,15 @@ from typing import Protocol
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire.names import MAX_CLIENT_CHARACTERS, PROTOCOL_REVISION, PROTOCOL_VERSION, session_name
 
+from ... import __version__
 from ...core import effects as fx
 from ...core import events as ev
 from ...core.denied import Denied, Reason, deny
 from ...failpoints import reach
 from ...link import Link
-from ..convert import LOCATION_NUMBERS, Refused
+from ..convert import Refused
 from ..dispatch import Ticket, new_token
+from ..shown import LOCATION_NUMBERS
 from .entrance import Entrance
 from .holds import Holds
 from .peer import Peer
@@ -167,6 +169,7 @@ class Handshake:
             protocol_version=PROTOCOL_VERSION,
             protocol_revision=PROTOCOL_REVISION,
             resumed=resumed,
+            version=__version__,
         )
         for location, capacity in self._loop.broker.books.rules.capacities.items():
             welcome.capacities.add(location=LOCATION_NUMBERS[location], limit_bytes=capacity)
