@@ -1,28 +1,25 @@
-"""Between the wire and the core: messages to events, results and views to messages. Nothing is decided here."""
+"""Between the wire and the core: messages to events, and results to messages. Nothing is decided here."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 from google.protobuf.message import Message
-from google.protobuf.timestamp_pb2 import Timestamp
 
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as hpb
 from membroker.v1 import resources_pb2 as rpb
-from membroker.vmm import DeviceInfo, MemoryInfo
 from membroker.wire import names
-from membroker.wire.names import session_name
 
 from ..core import effects as fx
 from ..core import events as ev
 from ..core.denied import Denied, Reason, deny
 from ..core.rows import Quota
-from ..core.snapshot import DeviceView, LocationView, ModelView, SessionView, TenantView
+from .shown import LOCATION_NUMBERS, from_segment
 
 _SHOWN_NAME = 100
 """How much of a malformed name is shown: an error is sent in gRPC metadata, which clients limit to 8 KiB."""
@@ -31,24 +28,6 @@ _LOCATIONS: Mapping[int, ev.Location] = {
     rpb.LOCATION_DEVICE: "device",
     rpb.LOCATION_HOST: "host",
 }
-LOCATION_NUMBERS: Mapping[str, rpb.Location.ValueType] = {"device": rpb.LOCATION_DEVICE, "host": rpb.LOCATION_HOST}
-_STATES: Mapping[str, rpb.Session.State.ValueType] = {
-    "open": rpb.Session.OPEN,
-    "leaving": rpb.Session.OPEN,
-    "detached": rpb.Session.DETACHED,
-    "releasing": rpb.Session.RELEASING,
-}
-
-_SEGMENT_STATES: Mapping[str, rpb.Segment.State.ValueType] = {
-    "writing": rpb.Segment.WRITING,
-    "sealing": rpb.Segment.WRITING,
-    "sealed": rpb.Segment.SEALED,
-    "ending": rpb.Segment.ENDING,
-    "dropping": rpb.Segment.ENDING,
-    "releasing": rpb.Segment.RELEASING,
-}
-
-MakeEvent = Callable[[int], ev.Event]
 
 
 class Refused(Exception):
@@ -123,43 +102,35 @@ def parse_location(number: int) -> ev.Location:
     return location
 
 
-def to_event(session: int, tenant: str, request_id: int, request: Message) -> MakeEvent:
-    """Return what makes the event of a session's request from the number of its call; raises `Refused`."""
+def to_event(call: int, session: int, tenant: str, request_id: int, request: Message) -> ev.Event:
+    """Return the event of a session's request; raises `Refused`."""
     match request:
         case bpb.AllocateExtentsRequest():
             name, location = parse_model(request.model), parse_location(request.location)
-            size, count, ahead = request.extent_bytes, request.count, request.ahead
+            size, count = request.extent_bytes, request.count
             wait_ns = _wait_ns(request) if request.HasField("wait") else None
-            return lambda call: ev.Allocate(call, session, request_id, name, location, size, count, wait_ns, ahead)
+            return ev.Allocate(call, session, request_id, name, location, size, count, wait_ns, request.ahead)
         case bpb.ReleaseExtentsRequest():
-            ids = tuple(request.extent_ids)
-            return lambda call: ev.Release(call, session, request_id, ids)
+            return ev.Release(call, session, request_id, tuple(request.extent_ids))
         case bpb.DeclareMemoryRequest():
             name, location = parse_model(request.model), parse_location(request.location)
-            declared = request.declared_bytes
-            return lambda call: ev.Declare(call, session, request_id, name, location, declared)
+            return ev.Declare(call, session, request_id, name, location, request.declared_bytes)
         case bpb.CreateSegmentRequest():
             name, location, size = parse_model(request.model), parse_location(request.location), request.size_bytes
             segment = parse_segment(f"{name}/segments/{request.segment_id}")
-            wait_ns = _wait_ns(request)
-            return lambda call: ev.CreateSegment(call, session, request_id, segment, location, size, wait_ns)
+            return ev.CreateSegment(call, session, request_id, segment, location, size, _wait_ns(request))
         case bpb.SealSegmentRequest():
-            generation = request.generation
-            return lambda call: ev.SealSegment(call, session, request_id, generation)
+            return ev.SealSegment(call, session, request_id, request.generation)
         case bpb.AttachSegmentRequest():
-            segment, wait_ns = parse_segment(request.name), _wait_ns(request) or 0
-            return lambda call: ev.AttachSegment(call, session, request_id, segment, wait_ns)
+            return ev.AttachSegment(call, session, request_id, parse_segment(request.name), _wait_ns(request) or 0)
         case bpb.DetachSegmentRequest():
-            generation = request.generation
-            return lambda call: ev.DetachSegment(call, session, request_id, generation)
+            return ev.DetachSegment(call, session, request_id, request.generation)
         case bpb.DeleteSegmentRequest():
-            segment, generation = parse_segment(request.name), request.generation
-            return lambda call: ev.DeleteSegment(call, session, request_id, segment, generation)
+            return ev.DeleteSegment(call, session, request_id, parse_segment(request.name), request.generation)
         case bpb.RegisterModelRequest():
-            return _registration(session, tenant, request_id, request)
+            return _registration(call, session, request_id, tenant, request)
         case bpb.UnregisterModelRequest():
-            name = parse_model(request.name)
-            return lambda call: ev.UnregisterModel(call, session, request_id, name)
+            return ev.UnregisterModel(call, session, request_id, parse_model(request.name))
         case _:
             raise AssertionError(f"no event for {type(request).__name__}")
 
@@ -174,7 +145,9 @@ def _wait_ns(request: bpb.AllocateExtentsRequest | bpb.CreateSegmentRequest | bp
     return seconds * 1_000_000_000 + nanos
 
 
-def _registration(session: int, tenant: str, request_id: int, request: bpb.RegisterModelRequest) -> MakeEvent:
+def _registration(
+    call: int, session: int, request_id: int, tenant: str, request: bpb.RegisterModelRequest
+) -> ev.RegisterModel:
     name = parse_model(f"tenants/{tenant}/models/{request.model_id}")
     virtual = request.virtual_capacity_bytes if request.HasField("virtual_capacity_bytes") else None
     limits: dict[ev.Location, int] = {}
@@ -183,9 +156,8 @@ def _registration(session: int, tenant: str, request_id: int, request: bpb.Regis
         if location in limits:
             raise Refused(deny(Reason.INVALID_ARGUMENT, what=f"two limits for the {location} memory"))
         limits[location] = limit.limit_bytes
-    exclusive = request.exclusive
     answers = request.answers_recalls if request.HasField("answers_recalls") else None
-    return lambda call: ev.RegisterModel(call, session, request_id, name, virtual, limits, exclusive, answers)
+    return ev.RegisterModel(call, session, request_id, name, virtual, limits, request.exclusive, answers)
 
 
 def from_result(result: fx.Result) -> tuple[str, Any]:
@@ -225,145 +197,24 @@ def from_recall(recall: fx.Recall) -> hpb.Frame:
     return hpb.Frame(notice=hpb.Notice(recall=notice))
 
 
-def from_device(
-    books: DeviceView,
-    device: DeviceInfo,
-    figures: Mapping[str, MemoryInfo | None],
-    headroom: Mapping[str, int],
-    *,
-    version: str,
-    pid: int,
-    start_time: float,
-    metrics_url: str,
-    draining: bool,
-) -> rpb.Device:
-    """Return the device and its books."""
-    return rpb.Device(
-        uuid=device.uuid,
-        product=device.name,
-        driver=device.driver,
-        granularity_bytes=device.granularity,
-        locations=[_books(row, figures.get(row.location), headroom.get(row.location, 0)) for row in books.locations],
-        revision=books.revision,
-        version=version,
-        pid=pid,
-        start_time=_timestamp(start_time),
-        metrics_url=metrics_url,
-        sessions=books.sessions,
-        detached_sessions=books.detached,
-        draining=draining,
-    )
+def to_sleep(request: apb.SleepModelRequest) -> hpb.Sleep:
+    """Return the question for the sessions of a model, or raise `Refused`."""
+    within = request.within
+    seconds = within.seconds + within.nanos / 1e9 if request.HasField("within") else 1.0
+    if not 0 <= seconds <= names.MAX_WAIT_SECONDS:
+        what = f"within is from 0 to {names.MAX_WAIT_SECONDS} seconds, not {seconds:g}"
+        raise Refused(deny(Reason.INVALID_ARGUMENT, what=what))
+    question = hpb.Sleep(model=request.name, wake=request.wake, keep_weights=request.keep_weights)
+    question.within.FromMilliseconds(round(seconds * 1000))
+    return question
 
 
-def _books(row: LocationView, info: MemoryInfo | None, headroom: int) -> rpb.LocationBooks:
-    books = rpb.LocationBooks(
-        location=LOCATION_NUMBERS[row.location],
-        capacity_bytes=row.capacity,
-        lent_bytes=row.lent,
-        releasing_bytes=row.releasing,
-        stock_bytes=row.stock,
-        free_bytes=row.free,
-        headroom_bytes=headroom,
-    )
-    books.reserved_bytes, books.guarantee_shortfall_bytes = row.reserved, row.shortfall
-    books.waiting_bytes, books.waiting_requests = row.waiting, row.waiting_requests
-    if row.unaccounted is not None:
-        books.unaccounted_bytes = max(0, row.unaccounted)
-    if info is not None:
-        books.device_total_bytes, books.device_used_bytes = info.total, info.used
-    return books
-
-
-def from_model(row: ModelView) -> rpb.Model:
-    """Return a model's row as a message."""
-    return rpb.Model(
-        name=str(row.name),
-        virtual_capacity_bytes=row.virtual_capacity,
-        sessions=row.sessions,
-        allocations_total=row.allocations,
-        releases_total=row.releases,
-        denials_total=dict(row.denials),
-        books=[
-            rpb.ModelBooks(
-                location=LOCATION_NUMBERS[one.location],
-                used_bytes=one.used,
-                peak_bytes=one.peak,
-                releasing_bytes=one.releasing,
-                declared_bytes=one.declared,
-                limit_bytes=one.limit,
-                extents=one.extents,
-                segment_bytes=one.segments,
-                guarantee_bytes=one.guarantee,
-                weight=one.weight,
-                waiting_bytes=one.waiting,
-                waiting_requests=one.waiting_requests,
-                recallable_bytes=one.recallable,
-                recalled_bytes=one.recalled,
-                late_bytes=one.late,
-            )
-            for one in row.locations
-        ],
-    )
-
-
-def from_session(row: SessionView, now_ns: int) -> rpb.Session:
-    """Return a session's row as a message; `now_ns` is CLOCK_BOOTTIME."""
-    return rpb.Session(
-        name=session_name(row.session),
-        tenant=f"tenants/{row.tenant}",
-        state=_STATES[row.state],
-        pid=row.pid,
-        uid=row.uid,
-        observer=row.observer,
-        client=row.client,
-        models=sorted(map(str, row.models)),
-        books=[
-            rpb.SessionBooks(location=LOCATION_NUMBERS[where], used_bytes=size, extents=extents)
-            for where, size, extents in row.locations
-        ],
-        create_time=_began(row.began_at, now_ns),
-        segments=[str(name) for name in row.segments],
-    )
-
-
-def from_tenant(row: TenantView) -> apb.Tenant:
-    """Return a tenant's row as a message."""
-    return apb.Tenant(
-        name=f"tenants/{row.tenant}",
-        books=[
-            apb.TenantBooks(
-                location=LOCATION_NUMBERS[one.location],
-                used_bytes=one.used,
-                limit_bytes=one.limit,
-                guarantee_bytes=one.guarantee,
-                weight=one.weight,
-                waiting_bytes=one.waiting,
-            )
-            for one in row.locations
-        ],
-        models=row.models,
-        sessions=row.sessions,
-    )
-
-
-def from_segment(row: fx.SegmentView, now_ns: int) -> rpb.Segment:
-    """Return a segment as a message; `now_ns` is CLOCK_BOOTTIME."""
-    return rpb.Segment(
-        name=str(row.name),
-        generation=row.segment,
-        state=_SEGMENT_STATES[row.state],
-        location=LOCATION_NUMBERS[row.location],
-        size_bytes=row.size,
-        extents=row.extents,
-        sessions=row.sessions,
-        writer=session_name(row.writer),
-        create_time=_began(row.began_at, now_ns),
-    )
-
-
-def _began(at_ns: int, now_ns: int) -> Timestamp:
-    return _timestamp(time.time() - (now_ns - at_ns) / 1e9)
-
-
-def _timestamp(seconds: float) -> Timestamp:
-    return Timestamp(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))
+def size_of(request: Any) -> int:
+    """Return the bytes that an allocation, a declaration or a create asks for."""
+    match request:
+        case bpb.AllocateExtentsRequest():
+            return int(request.extent_bytes * request.count)
+        case bpb.DeclareMemoryRequest():
+            return int(request.declared_bytes)
+        case _:
+            return int(request.size_bytes)

@@ -14,12 +14,17 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from membroker.wire import names
+
 from ..core import effects as fx
 from ..core import snapshot
 from ..core.denied import Denied, Reason, deny
+from ..core.events import ModelName
 from ..loop import Loop
+from ..observe import logs
+from ..observe.decisions import EXPLAINED, Decisions
 from ..observe.durations import Times
-from . import convert
+from . import convert, shown
 
 Respond = Callable[[fx.Result | Denied], None]
 TimesOf = Callable[[str, str], Times]
@@ -38,8 +43,9 @@ class Ticket:
 class Dispatcher:
     """Hands the requests of both transports to the core."""
 
-    def __init__(self, loop: Loop, times_of: TimesOf) -> None:
+    def __init__(self, loop: Loop, times_of: TimesOf, decisions: Decisions) -> None:
         self.loop = loop
+        self._decisions = decisions
         self.times_of = times_of
         self._tickets: dict[str, Ticket] = {}
         self._hashes: dict[int, str] = {}
@@ -66,12 +72,27 @@ class Dispatcher:
 
         Returns the number of the call, or None if the request was refused before the core saw it.
         """
+        call = self.loop.expect(respond)
         try:
-            make_event = convert.to_event(session, tenant, request_id, message)
+            event = convert.to_event(call, session, tenant, request_id, message)
         except convert.Refused as refused:
-            respond(refused.denied)
+            self.loop.answer(fx.Answer(call, refused.denied))
             return None
-        return self.loop.ask(make_event, respond)
+        self.loop.tell(event)
+        return call
+
+    def refused(self, session: int, request_id: int, method: str, message: Any, denied: Denied) -> None:
+        """Log a refusal, and keep why it was: of a borrow, of a model of the session's tenant."""
+        logs.log_denied(session, method, denied)
+        if denied.reason not in EXPLAINED or getattr(message, "ahead", False) or not hasattr(message, "model"):
+            return
+        ledger, parts = self.loop.broker.ledger, names.parse_model(message.model)
+        row = ledger.sessions.get(session)
+        if parts is None or row is None or row.tenant != parts[0] or ModelName(*parts) not in ledger.models:
+            return
+        size = min(max(0, convert.size_of(message)), names.MAX_BYTES)  # it may be refused before its size is checked
+        where = convert.parse_location(message.location)
+        self._decisions.refused(session, request_id, ModelName(*parts), where, size, denied)
 
     def response(self, result: fx.Result) -> tuple[str, Any]:
         """Return the response of a request, and the name of its field in a handoff Reply; raises `Refused`."""
@@ -80,7 +101,7 @@ class Dispatcher:
         broker = self.loop.broker
         if result.name not in broker.ledger.models:  # its session ended after the answer
             raise convert.Refused(deny(Reason.MODEL_NOT_FOUND, model=str(result.name)))
-        return "model", convert.from_model(snapshot.take_model(broker, result.name))
+        return "model", shown.from_model(snapshot.take_model(broker, result.name))
 
     def _forget(self, session: int) -> None:
         digest = self._hashes.pop(session, None)

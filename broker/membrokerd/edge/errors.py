@@ -133,8 +133,8 @@ _TABLE: Mapping[Reason, _Row] = {
     Reason.PROTOCOL_VIOLATION: _Row(Code.INVALID_ARGUMENT, "{what}"),
     Reason.QUOTA_CONFLICT: _Row(
         Code.FAILED_PRECONDITION,
-        "{what} would be {asked} of {location} memory, more than {bound}, {limit}: lower a guarantee, or raise a "
-        "limit, first",
+        "{what} would be {asked} of {location} memory, more than {bound}, {limit}: lower a guarantee, or raise "
+        "{bound}, first",
     ),
     Reason.REQUEST_ID_IN_USE: _Row(Code.ALREADY_EXISTS, "a request with the id {request_id} is still in flight"),
     Reason.OBSERVER: _Row(Code.PERMISSION_DENIED, "an observer reads the books and borrows nothing"),

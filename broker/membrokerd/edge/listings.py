@@ -22,11 +22,17 @@ from ..core.denied import Reason, deny
 from ..core.events import Location, ModelName
 from ..core.rows import SegmentRow, SessionRow
 from ..loop import Loop, clock
-from . import convert
+from ..observe.decisions import Decisions, waiting
+from . import convert, shown
 
 DEFAULT_PAGE = 100
 MAX_PAGE_BYTES = 1 << 18
 """Of one page: a session may have 256 models of long names, and a page of 1 MiB of them took a turn of 100 ms."""
+SHARES_NS = 1_000_000_000
+"""How long shares are shown: to divide memory among 16,384 models takes 70 ms of a turn, and a list has 60 pages."""
+MOST_WAITING = 16
+"""Of one model: the oldest requests that wait are shown."""
+_REQUEST = re.compile(r"sessions/([0-9a-f]{1,16})/requests/([0-9]{1,20})")
 _ID_KEY = re.compile(r"[0-9a-f]{16}")
 
 _Row = TypeVar("_Row")
@@ -41,13 +47,16 @@ class Views:
     device: DeviceInfo
     headroom: Mapping[str, int]
     version: str
+    decisions: Decisions
     gate_reserve: int = 0
     metrics_url: str = ""
     start_time: float = field(default_factory=time.time)
+    _shares: dict[Location, tuple[int, Mapping[ModelName, int]]] = field(default_factory=dict)
+    """What is shown of each location, and until when."""
 
     def get_device(self) -> rpb.Device:
         """Return the device and its books."""
-        return convert.from_device(
+        return shown.from_device(
             snapshot.take_device(self.loop.broker),
             self.device,
             self.loop.figures,
@@ -88,7 +97,7 @@ class Views:
 
     def get_model(self, request: pb.GetModelRequest, tenant: str) -> rpb.Model:
         """Return one of a tenant's models."""
-        return convert.from_model(snapshot.take_model(self.loop.broker, self._find_model(request.name, tenant)))
+        return shown.from_model(snapshot.take_model(self.loop.broker, self._find_model(request.name, tenant)))
 
     def _find_model(self, name: str, tenant: str) -> ModelName:
         """Return a model of the tenant. Raises `Refused`."""
@@ -101,12 +110,24 @@ class Views:
         """Return a page of models, by name; `tenant` None means all tenants."""
         broker = self.loop.broker
         found = [name for name in broker.ledger.models if tenant in (None, name.tenant)]
+        shares = {str(where): self._shares_at(where) for where in broker.ledger.totals}
 
         def show(name: ModelName) -> rpb.Model:
-            return convert.from_model(snapshot.take_model(broker, name))
+            return shown.from_model(snapshot.take_model(broker, name), shares)
 
         models, token = _page(found, str, names.parse_model, request, show)
         return pb.ListModelsResponse(models=models, next_page_token=token)
+
+    def _shares_at(self, location: Location) -> Mapping[ModelName, int]:
+        """Return the share of each model while requests wait, at most SHARES_NS old, as all pages of a list show it."""
+        waits, now_ns = self.loop.broker.waiting, clock()
+        if not waits.of_location(location)[1]:
+            return {}
+        until, shares = self._shares.get(location, (0, {}))
+        if now_ns >= until:
+            shares = waits.shares(location)
+            self._shares[location] = now_ns + SHARES_NS, shares
+        return shares
 
     def list_sessions(self, request: pb.ListSessionsRequest, tenant: str | None = None) -> pb.ListSessionsResponse:
         """Return a page of sessions, in the order they began; `tenant` None means all tenants."""
@@ -114,7 +135,7 @@ class Views:
         rows = [row for row in broker.ledger.sessions.values() if tenant in (None, row.tenant)]
 
         def show(row: SessionRow) -> rpb.Session:
-            return convert.from_session(snapshot.take_session(broker, row), now_ns)
+            return shown.from_session(snapshot.take_session(broker, row), now_ns)
 
         sessions, token = _page(rows, lambda row: f"{row.session:016x}", _ID_KEY.fullmatch, request, show)
         return pb.ListSessionsResponse(sessions=sessions, next_page_token=token)
@@ -122,7 +143,7 @@ class Views:
     def list_tenants(self, request: apb.ListTenantsRequest, configured: Iterable[str]) -> apb.ListTenantsResponse:
         """Return a page of tenants, by name: the configured ones, and all that hold something."""
         rows = snapshot.take_tenants(self.loop.broker, configured)
-        tenants, token = _page(rows, lambda row: row.tenant, names.valid_tenant, request, convert.from_tenant)
+        tenants, token = _page(rows, lambda row: row.tenant, names.valid_tenant, request, shown.from_tenant)
         return apb.ListTenantsResponse(tenants=tenants, next_page_token=token)
 
     def list_segments(self, request: pb.ListSegmentsRequest, tenant: str | None = None) -> pb.ListSegmentsResponse:
@@ -131,10 +152,27 @@ class Views:
         rows = [row for row in broker.ledger.segments.values() if tenant in (None, row.name.tenant)]
 
         def show(row: SegmentRow) -> rpb.Segment:
-            return convert.from_segment(broker.segments.view(row), now_ns=now_ns)
+            return shown.from_segment(broker.segments.view(row), now_ns=now_ns)
 
         segments, token = _page(rows, lambda row: f"{row.segment:016x}", _ID_KEY.fullmatch, request, show)
         return pb.ListSegmentsResponse(segments=segments, next_page_token=token)
+
+    def list_decisions(self, request: pb.ListDecisionsRequest, tenant: str | None = None) -> pb.ListDecisionsResponse:
+        """Return the decisions about a model or a request, the newest first; `tenant` None means any tenant's."""
+        now_ns, waiters = clock(), self.loop.broker.waiting.waiters()
+        if asked := _REQUEST.fullmatch(request.name):
+            key = int(asked[1], 16), int(asked[2])
+            now = [one for one in waiters if (one.event.session, one.event.request_id) == key]
+            now = [one for one in now if tenant in (None, one.name.tenant)]
+            found = list(self.decisions.of_request(tenant, *key))
+        else:
+            name = convert.parse_model(request.name)
+            now, found = [one for one in waiters if one.name == name], self.decisions.of_model(name)
+            known = now or found or name in self.loop.broker.ledger.models
+            if not known or tenant not in (None, name.tenant):
+                raise convert.Refused(deny(Reason.MODEL_NOT_FOUND, model=str(name)))
+        found = [*(waiting(one, now_ns) for one in reversed(now[:MOST_WAITING])), *found]
+        return pb.ListDecisionsResponse(decisions=[shown.from_decision(one, tenant) for one in found])
 
 
 def _page(

@@ -65,8 +65,8 @@ not_logged: set[type[ft.Fact]] = set()
 """The kinds of facts that have no line at the level that is set."""
 
 
-def configure(config: LogConfig, descriptor: int = 2) -> None:
-    """Send every log line of this process to `descriptor` (stderr), as configured.
+def configure(config: LogConfig, descriptor: int = 2, gpu: str = "") -> None:
+    """Send every log line of this process to `descriptor` (stderr), as configured. `gpu` is named in each, if given.
 
     Other libraries' lines are logged from WARNING on.
     """
@@ -75,7 +75,9 @@ def configure(config: LogConfig, descriptor: int = 2) -> None:
         _writer.flush()
         _writer.close()
     _writer = Writer(descriptor)
-    _writer.setFormatter(_Formatter({"text": _text_line, "json": _json_line}[config.format]))
+    _writer.setFormatter(
+        _Formatter({"text": _text_line, "json": _json_line}[config.format], {"gpu": gpu} if gpu else {})
+    )
     _writer.addFilter(_is_worth_a_line)
     root = logging.getLogger()
     root.handlers = [_writer]
@@ -225,13 +227,13 @@ def _fields_of(fact: ft.Fact) -> Iterator[tuple[str, Any]]:
 class _Formatter(logging.Formatter):
     """One line for each record; other libraries' records have a message and no fields."""
 
-    def __init__(self, line: Callable[[str, str, str, Fields], str]) -> None:
+    def __init__(self, line: Callable[[str, str, str, Fields], str], common: Fields) -> None:
         super().__init__()
-        self._line = line
+        self._line, self._common = line, common
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
-        fields = dict(getattr(record, "fields", {}))
+        fields = {**self._common, **getattr(record, "fields", {})}
         if record.name != _LOGGER.name:
             fields["logger"] = record.name
         if record.exc_info and record.exc_info[1]:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from tests.support.sizes import GIB, MIB
 
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1 import resources_pb2 as rpb
+from membroker.vmm.driver import DeviceInfo
+from membrokerd.core import effects as fx
+from membrokerd.core import events as ev
+from membrokerd.core.machine import Broker
+from membrokerd.core.policy import Rules
 from membrokerd.edge import listings as views
+from membrokerd.observe.decisions import Decisions
 
 
 @pytest.mark.parametrize("long", [10, views.MAX_PAGE_BYTES // 8, views.MAX_PAGE_BYTES * 2])
@@ -29,3 +39,51 @@ def test_every_row_is_on_one_page(long: int, size: int) -> None:
         assert len(page) == 1 or sum(row.ByteSize() for row in page) <= views.MAX_PAGE_BYTES
         found += [int(row.name) for row in page]
     assert found == rows
+
+
+def test_the_memory_is_divided_once_for_all_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`membroker top` reads a hundred models page by page while one waits: every page shows the same division.
+
+    To divide the memory of a large machine takes a slow turn, and any tenant may ask for as many pages as it likes.
+    """
+    calls, now = itertools.count(1), [0]
+    broker = Broker(Rules(granularity=2 * MIB, capacities={"device": 4 * GIB, "host": 0}), 1)
+
+    def step(make: Any, *values: Any) -> Any:
+        call = next(calls)
+        found = [one.result for one in broker.step(make(call, *values), now[0]).effects if isinstance(one, fx.Answer)]
+        return found[0] if found else None
+
+    session = step(ev.OpenSession, "red", 1, 1, "one", False, "test").session
+    models = [ev.ModelName("red", f"m{number:03}") for number in range(100)]
+    for request_id, name in enumerate(models, 2):
+        step(ev.RegisterModel, session, request_id, name, None, {}, False)
+    step(ev.Allocate, session, 500, models[0], "device", 3 * GIB, 1)
+    divided: list[str] = []
+    divide = broker.waiting.shares
+
+    def counted(where: ev.Location) -> dict[ev.ModelName, int]:
+        divided.append(where)
+        return divide(where)
+
+    monkeypatch.setattr(broker.waiting, "shares", counted)
+    monkeypatch.setattr(views, "clock", lambda: now[0])
+    loop: Any = SimpleNamespace(broker=broker)
+    shown = views.Views(loop, DeviceInfo("", "", "host", 4 * GIB), {}, "", Decisions())
+
+    def shares() -> list[int | None]:
+        found: list[rpb.Model] = []
+        token = ""
+        while token or not found:
+            page = shown.list_models(pb.ListModelsRequest(page_size=7, page_token=token))
+            found, token = [*found, *page.models], page.next_page_token
+        books = [model.books[0] for model in found]
+        return [one.share_bytes if one.HasField("share_bytes") else None for one in books]
+
+    assert shares() == [None] * 100
+    step(ev.Allocate, session, 501, models[1], "device", 3 * GIB, 1, 60_000_000_000)
+    assert shares() == [3 * GIB, GIB, *[0] * 98]
+    assert divided == ["device"]
+    now[0] += views.SHARES_NS
+    shares()
+    assert divided == ["device"] * 2

@@ -22,12 +22,13 @@ from ...core.rows import Quota
 from ...drain import Drain
 from ...eviction import Evictions
 from ...executor import Failure
-from ...loop import Loop, clock
+from ...loop import Loop, MakeEvent, clock
 from ...observe import logs
 from ...observe.suspects import Process, command_of
-from .. import convert
-from ..convert import LOCATION_NUMBERS, Refused
+from .. import convert, shown
+from ..convert import Refused
 from ..listings import Views
+from ..shown import LOCATION_NUMBERS
 
 _UID_TENANT = re.compile("uid-(0|[1-9][0-9]{0,9})")
 
@@ -70,6 +71,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> broker_pb2.ListSegmentsResponse:
         """Return a page of the segments of all tenants."""
         return self._views.list_segments(request)
+
+    async def ListDecisions(
+        self, request: broker_pb2.ListDecisionsRequest, context: Any
+    ) -> broker_pb2.ListDecisionsResponse:
+        """Return why requests of a model of any tenant were refused or waited, and why it was recalled."""
+        return self._views.list_decisions(request)
 
     async def ListTenants(self, request: pb.ListTenantsRequest, context: Any) -> pb.ListTenantsResponse:
         """Return a page of the tenants."""
@@ -114,7 +121,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         before = None if row is None else snapshot.take_session(self._loop.broker, row)
         await self._ask(lambda call: ev.ForgetSession(call, session))
         assert before is not None, "what is not known was forgotten"
-        return convert.from_session(before, clock())
+        return shown.from_session(before, clock())
 
     async def EvictSession(self, request: pb.EvictSessionRequest, context: Any) -> resources_pb2.Session:
         """End the process of a session, and return the session's last state."""
@@ -123,7 +130,27 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if denied := self._evictions.evict(session, row):
             raise Refused(denied)
         assert row is not None, "an unknown session was evicted"
-        return convert.from_session(snapshot.take_session(self._loop.broker, row), clock())
+        return shown.from_session(snapshot.take_session(self._loop.broker, row), clock())
+
+    async def SleepModel(self, request: pb.SleepModelRequest, context: Any) -> pb.SleepModelResponse:
+        """Ask the sessions of a model to sleep or to wake, and return how far each is."""
+        model, ledger = convert.parse_model(request.name), self._loop.broker.ledger
+        if model not in ledger.models:
+            raise Refused(deny(Reason.MODEL_NOT_FOUND, model=str(model)))
+        question = convert.to_sleep(request)
+        rows = [ledger.sessions[session] for session in sorted(ledger.models[model].sessions)]
+        answers = await self._loop.sleeping.ask([row.session for row in rows if row.state == "open"], question)
+        return pb.SleepModelResponse(
+            sessions=[
+                pb.SessionSleep(
+                    session=session_name(row.session),
+                    pid=row.pid,
+                    status=answers.get(row.session),
+                    detached=row.state == "detached",
+                )
+                for row in rows
+            ]
+        )
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> resources_pb2.Device:
         """Lend nothing more, and tell the workers."""
@@ -170,7 +197,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             hint = ", and each user is one here, such as 'uid-1000'"
             raise Refused(deny(Reason.TENANT_NOT_FOUND, tenant=tenant, hint=hint))
 
-    async def _ask(self, make_event: convert.MakeEvent) -> fx.Result:
+    async def _ask(self, make_event: MakeEvent) -> fx.Result:
         answer: asyncio.Future[fx.Result | Denied] = asyncio.get_running_loop().create_future()
         self._loop.ask(make_event, answer.set_result)
         result = await answer

@@ -12,7 +12,6 @@ from membroker.wire.names import TOKEN_METADATA
 from ...core import effects as fx
 from ...core import events as ev
 from ...core.denied import Denied
-from ...observe import logs
 from ..convert import Refused
 from ..dispatch import Dispatcher, Ticket
 from ..listings import Views
@@ -60,6 +59,10 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
         """Return a page of the tenant's own segments."""
         return self._views.list_segments(request, self._ticket(context).tenant)
 
+    async def ListDecisions(self, request: pb.ListDecisionsRequest, context: Any) -> pb.ListDecisionsResponse:
+        """Return why requests of one of the tenant's own models were refused or waited, and why it was recalled."""
+        return self._views.list_decisions(request, self._ticket(context).tenant)
+
     def _ticket(self, context: Any) -> Ticket:
         metadata = dict(context.invocation_metadata())
         return self._dispatcher.find(str(metadata.get(TOKEN_METADATA, "")), self._endpoint)
@@ -81,6 +84,7 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
                 self._dispatcher.loop.tell(ev.CancelWait(call))
             raise
         if isinstance(result, Denied):
-            logs.log_denied(ticket.session, type(request).__name__.removesuffix("Request"), result)
+            method = type(request).__name__.removesuffix("Request")
+            self._dispatcher.refused(ticket.session, request.request_id, method, request, result)
             raise Refused(result)
         return result

@@ -8,6 +8,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2
 
+from .interceptor import refuse
+
 
 class Health(health.aio.HealthServicer):  # type: ignore[misc]
     """Reports SERVING for the services of this endpoint, and refuses every other name."""
@@ -24,5 +26,6 @@ class Health(health.aio.HealthServicer):  # type: ignore[misc]
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
         """Stream the health of a name that is served here; any other ends the call with NOT_FOUND, as Check does."""
         if request.service not in self._served:
-            await context.abort(grpc.StatusCode.NOT_FOUND)
-        await super().Watch(request, context)
+            refuse(context, grpc.StatusCode.NOT_FOUND)
+        else:
+            await super().Watch(request, context)
