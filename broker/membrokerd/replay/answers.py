@@ -1,0 +1,109 @@
+"""How programs answer recalls in a replay: as they did, after the same time and with the same part of what is asked."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+from ..core import effects as fx
+from ..core import events as ev
+from ..core.machine import Broker
+from .past import Answered, Loan, Past, Where
+
+LAST = math.inf
+"""The place of what the trace does not place: behind the rows of the same time."""
+
+
+class Programs(Protocol):
+    """What answers need of the world around the core."""
+
+    broker: Broker
+    now: int
+    extents: dict[Loan, range]
+
+    def tell(self, event: ev.Event) -> None:
+        """Give the core an event."""
+        ...
+
+    def release(self, session: int, ids: list[int]) -> None:
+        """Let a session release what it has of these extents."""
+        ...
+
+    def do_later(self, at: int, index: float, what: Callable[[], None]) -> None:
+        """Do something at a time, in the place of a row."""
+        ...
+
+
+class Answers:
+    """The answers of all sessions."""
+
+    def __init__(self, programs: Programs, past: Past) -> None:
+        self._programs = programs
+        self._past = past
+        self._asked: set[tuple[int, int]] = set()
+        self._answered: Counter[Where] = Counter()
+
+    def recall(self, recall: fx.Recall, recorded: int) -> None:
+        """Answer a recall of the session that is `recorded` in the trace.
+
+        Its first as its first there, and so on; one more as its last, or else as another session of its model.
+        """
+        if (recall.session, recall.recall) in self._asked:  # it is asked again, because it is late
+            return
+        self._asked.add((recall.session, recall.recall))
+        where = recorded, recall.name, recall.location
+        number, known = self._answered[where], self._past.answers.get(where, [])
+        self._answered[where] += 1
+        answer = known[min(number, len(known) - 1)] if known else None
+        if answer is None:
+            answer = next((found[-1] for key, found in self._past.answers.items() if key[1:] == where[1:]), None)
+        if answer is None:  # nothing like it was recorded: it releases all that is asked, at once
+            self._programs.do_later(self._programs.now, LAST, lambda: self._give_back(recall, recall.size, ()))
+            self._say(recall, 0)
+        else:
+            self._answer(recall, answer)
+
+    def _answer(self, recall: fx.Recall, answer: Answered) -> None:
+        total = after = 0
+        for row, together in itertools.groupby(answer.released, lambda one: one[0].row):
+            own: list[int] = []
+            size = 0
+            for released, loan in together:
+                ids, after = self._programs.extents.get(loan, range(0)), released.after
+                for positions in released.positions:
+                    own += ids[positions.start : positions.stop]
+                    size += len(positions) * loan.extent_bytes
+            total += size
+            self._give_later(recall, -(-size * recall.size // max(1, answer.size)), tuple(own), after, row)
+        if answer.after is not None:
+            self._say(recall, answer.after)
+        elif total >= answer.size:  # its last byte ended it
+            self._say(recall, after)
+
+    def _give_later(self, recall: fx.Recall, size: int, own: tuple[int, ...], after: int, row: int) -> None:
+        self._programs.do_later(self._programs.now + after, row, lambda: self._give_back(recall, size, own))
+
+    def _say(self, recall: fx.Recall, after: int) -> None:
+        told = ev.AnswerRecall(recall.session, recall.recall)
+        self._programs.do_later(self._programs.now + after, LAST, lambda: self._programs.tell(told))
+
+    def _give_back(self, recall: fx.Recall, size: int, own: tuple[int, ...]) -> None:
+        """Let a session release `size` bytes: the extents that it did release, if it has them, then its newest ones."""
+        row = self._programs.broker.ledger.sessions.get(recall.session)
+        if row is None:
+            return
+        mine = {
+            extent: loan.extent_bytes
+            for extent, loan in row.extents.items()
+            if (loan.name, loan.location) == (recall.name, recall.location)
+        }
+        chosen: list[int] = []
+        for extent in [*(one for one in own if one in mine), *sorted(mine.keys() - set(own), reverse=True)]:
+            if size <= 0:
+                break
+            chosen.append(extent)
+            size -= mine[extent]
+        self._programs.release(recall.session, chosen)

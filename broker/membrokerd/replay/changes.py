@@ -1,0 +1,89 @@
+"""The other numbers of a replay: a capacity, and limits, guarantees and weights in place of those in force then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from ..core import facts as ft
+from ..core import policy
+from ..core.events import Location
+from ..core.rows import Quota
+from ..device import misfit_sentences
+
+MAX_EXTENTS = 1 << 20
+"""How many extents a replayed device may hold: 2 TiB of the smallest of a GPU."""
+
+MANY = 1 << 20
+
+
+class Misfit(ValueError):
+    """The numbers do not fit each other, or what was recorded. The message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What is different at one location. `quotas` are by tenant and model: the numbers given, None for none at all."""
+
+    location: Location = "device"
+    capacity: int | None = None
+    quotas: Mapping[tuple[str, str | None], Mapping[str, int | None]] = field(default_factory=dict)
+
+    def rules(self, recorded: policy.Rules) -> policy.Rules:
+        """Return the rules of a replay. Raises `Misfit`."""
+        capacities = dict(recorded.capacities)
+        if self.location not in capacities:
+            raise Misfit(f"the recorded broker lends no {self.location} memory: leave out --location {self.location}")
+        if self.capacity is not None:
+            capacities[self.location] = self.capacity
+        tables = {"limit": recorded.limits, "guarantee": recorded.guarantees, "weight": recorded.weights}
+        changed = {name: self._changed(name, table) for name, table in tables.items()}
+        rules = replace(
+            recorded,
+            capacities=capacities,
+            limits=changed["limit"],
+            guarantees=changed["guarantee"],
+            weights=changed["weight"],
+            stock_extents=0,  # it never decides whether a request is granted
+            stock_bytes=0,
+            # These sessions and models were admitted, and a trace does not say which process opened a session.
+            max_sessions=MANY,
+            max_sessions_per_process=MANY,
+            max_sessions_per_tenant=None,
+            max_models_per_tenant=MANY,
+        )
+        self._check(recorded, rules)
+        return rules
+
+    @staticmethod
+    def without_quotas(rules: policy.Rules) -> policy.Rules:
+        """Return the rules with the capacity alone."""
+        return replace(rules, limits={}, default_limits={}, guarantees={}, weights={}, unlent=frozenset())
+
+    def _changed(self, name: str, table: Mapping[policy.Key, int]) -> dict[policy.Key, int]:
+        found = dict(table)
+        for (tenant, model), numbers in self.quotas.items():
+            if name in numbers:
+                key, number = (tenant, model, self.location), numbers[name]
+                if number is None:
+                    found.pop(key, None)
+                else:
+                    found[key] = number
+        return found
+
+    def _check(self, recorded: policy.Rules, rules: policy.Rules) -> None:
+        for where, capacity in rules.capacities.items():
+            if capacity > rules.granularity * MAX_EXTENTS:
+                raise Misfit(
+                    f"a capacity of {capacity} bytes of {where} memory in extents of {rules.granularity} bytes is more "
+                    f"than a replay holds, {MAX_EXTENTS} extents: give a smaller --capacity"
+                )
+        before = set(misfit_sentences({}, recorded))
+        if problems := [one for one in misfit_sentences({}, rules) if one not in before]:
+            raise Misfit("; ".join(problems) + ": change one of these numbers")
+
+    def left_of(self, row: ft.QuotaSet) -> Quota:
+        """Return what a command of that time sets still, where it is not replaced."""
+        quota = {"limit": row.limit, "guarantee": row.guarantee, "weight": row.weight}
+        given = self.quotas.get((row.tenant, row.model), {}) if row.location == self.location else {}
+        return Quota(**{name: None if name in given else number for name, number in quota.items()})

@@ -1,0 +1,134 @@
+"""Reads a trace, or a journal, as parts: the rules at the beginning of each, and its rows in order.
+
+A file may come from anywhere. What is read is bounded, and what this version does not know is an error and never a
+guess; `Unusable` continues the sentence "FILE …".
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .. import files, trace
+from ..core import facts as ft
+from ..core import policy
+from ..core.events import Location
+from ..restart.records import Unusable, decode, header_of, parse, runs_of, split
+
+MAX_FILE_BYTES = 64 << 20
+"""Twice what the daemon lets a file of a trace grow to."""
+MAX_ROWS = 1_000_000
+RECORD_NS = 1_000_000
+"""A journal has no times: its records are replayed a millisecond apart."""
+_NO_RULES = policy.Rules(granularity=1, capacities={"device": 0})
+
+
+@dataclass(frozen=True, slots=True)
+class Credited:
+    """`facts.Credited` in runs of ids: a trace of one day may have released each extent of a GPU a thousand times."""
+
+    runs: tuple[range, ...]
+    cause: str
+
+
+@dataclass(slots=True)
+class Part:
+    """Rows with their times, in nanoseconds, from one beginning to the next.
+
+    A journal has no rules, no times and no requests: each debit in it is taken for a request that was granted.
+    """
+
+    begin: trace.Begin
+    rows: list[tuple[int, trace.Row | Credited]] = field(default_factory=list)
+    is_journal: bool = False
+    _held: int = 0
+    """Extents that were lent, less those that were released."""
+
+    def add(self, at: int, row: trace.Row) -> None:
+        """Add a row; time never goes back. Raises `Unusable`."""
+        kept: trace.Row | Credited = row
+        if isinstance(row, ft.Debited):
+            self._held += row.count
+        elif isinstance(row, ft.Credited):
+            self._held -= len(row.ids)
+            if self._held < 0:
+                raise Unusable("broken", "has fewer lent than released extents, which no daemon writes")
+            kept = Credited(tuple(range(first, first + count) for first, count in runs_of(row.ids)), row.cause)
+        self.rows.append((max(at, self.rows[-1][0]) if self.rows else at, kept))
+
+
+def read(path: Path) -> list[Part]:
+    """Return the parts of a file. Raises `OSError` and `Unusable`."""
+    data = files.read_file(path, MAX_FILE_BYTES, follow=True)
+    if not data.strip(b"\0\n"):
+        raise Unusable("broken", "is empty: nothing was recorded yet")
+    if split(data[: 1 << 16])[0]:
+        return [_read_journal(data.rstrip(b"\0"))]
+    return list(_parts(data))
+
+
+def _parts(data: bytes) -> Iterator[Part]:
+    part: Part | None = None
+    torn: Unusable | None = None
+    for number, raw in enumerate(io.BytesIO(data), 1):
+        if number > MAX_ROWS:
+            raise Unusable("broken", f"has more than {MAX_ROWS:,} lines, which no daemon writes")
+        if raw.isspace():
+            continue
+        found = _read_line(raw, number)
+        if isinstance(found, Unusable):
+            if torn or part is None:
+                raise torn or Unusable("broken", "is not a trace")
+            torn = found
+        elif isinstance(found, trace.Begin):  # a daemon that was killed leaves half a line before it
+            torn = None
+            if part is not None:
+                yield part
+            part = Part(found)
+        elif torn or part is None:
+            raise torn or Unusable("broken", "is not a trace: its first line does not say with which rules it begins")
+        else:
+            microseconds, row = found
+            part.add(part.begin.now + microseconds * 1_000, row)
+    if part is not None:
+        yield part
+
+
+def _read_line(raw: bytes, number: int) -> trace.Begin | tuple[int, trace.Row] | Unusable:
+    try:
+        if len(raw) > trace.MAX_LINE_BYTES:
+            raise Unusable("broken", "has a line that is too long")
+        return trace.read_line(raw.decode())
+    except Unusable as error:
+        if error.reason == "other-version":
+            raise
+        return Unusable("broken", f"{error} (line {number})")
+    except UnicodeDecodeError:
+        return Unusable("broken", f"is no text (line {number})")
+
+
+def _read_journal(data: bytes) -> Part:
+    records, _ = split(data)
+    header = parse(header_of(data, records[:1]))
+    if header[:2] != ["membroker journal", 1]:
+        raise Unusable("other-format", "is a journal in a format that this version does not know")
+    part = Part(trace.Begin("a journal", 0, 0, _NO_RULES), is_journal=True)
+    sizes: dict[Location, int] = {}
+    for number, record in enumerate(records[1:]):
+        for fact in decode(data[record.begin : record.end]):
+            if isinstance(fact, ft.Debited | ft.SegmentBegan):
+                sizes[fact.location] = math.gcd(sizes.get(fact.location, 0), fact.extent_bytes)
+            part.add(number * RECORD_NS, fact)
+            if len(part.rows) > MAX_ROWS:
+                raise Unusable("broken", f"has more than {MAX_ROWS:,} facts")
+    part.begin = trace.Begin("a journal", 0, 0, _rules_of(sizes))
+    return part
+
+
+def _rules_of(sizes: Mapping[Location, int]) -> policy.Rules:
+    """Return the rules for a journal, which has none: no limit at all, and no capacity until one is given."""
+    granularity = math.gcd(*sizes.values()) or 1
+    return policy.Rules(granularity=granularity, capacities=dict.fromkeys(sizes, 0) or {"device": 0})

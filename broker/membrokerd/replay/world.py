@@ -1,0 +1,400 @@
+"""The world of a replay: the recorded programs around the core, with a clock that stands still but for the rows.
+
+The core is the daemon's own, and so are its decisions. Around it, extents are made at once, and programs do what they
+did: they ask at the same times, keep a loan as long, and answer recalls after the same time with the same part. The
+device shows dead workers' memory free when it did. Nothing here decides about memory.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .. import trace
+from ..core import effects as fx
+from ..core import events as ev
+from ..core import facts as ft
+from ..core import policy
+from ..core.denied import Denied
+from ..core.events import Location, ModelName, SegmentName
+from ..core.machine import Broker
+from ..core.rows import SessionRow
+from .answers import LAST, Answers
+from .changes import Changes, Misfit
+from .deaths import Deaths
+from .figures import Tally
+from .past import Loan, Past, Released, is_uncounted
+from .reading import Part
+
+AUDIT_NS = 100_000_000
+MAX_DEADLINES = 5_000_000
+"""How many deadlines of the core may pass in one part. A recall without an answer has one every `recall_seconds`."""
+Reply = Callable[[fx.Result | Denied, fx.Waited | None], None]
+
+
+@dataclass(slots=True)
+class Asked:
+    """What a replay found out beside the figures."""
+
+    granted_now: int = 0
+    """Requests that were refused then."""
+    unfit_bytes: int = 0
+    """Bytes that were lent when the part began, and do not fit."""
+
+
+class World:
+    """One part, replayed with other numbers. `replayed` counts what becomes of the requests."""
+
+    def __init__(self, part: Part, past: Past, changes: Changes, replayed: Tally, asked: Asked) -> None:
+        self._part, self._past, self._changes = part, past, changes
+        self._tally, self.asked = replayed, asked
+        self._rules = changes.rules(part.begin.rules)
+        # What was lent when the part began was lent under earlier rules.
+        self.broker = Broker(self._rules if part.is_journal else changes.without_quotas(self._rules), epoch=1)
+        self.now = part.begin.now
+        self._index: float = 0
+        self._numbers = itertools.count(1)
+        self._later: list[tuple[int, float, int, Callable[[], None] | tuple[int, list[range]]]] = []
+        self._events: deque[ev.Event] = deque()
+        self._replies: dict[int, Reply] = {}
+        self._recorded_calls: dict[int, int] = {}
+        """By call of the core: the call in the trace."""
+        self._calls: dict[int, int] = {}
+        """By call in the trace: the one of the core, until it is answered."""
+        self._sessions: dict[int, int] = {}
+        self._recorded: dict[int, int] = {}
+        """By session of the core: the session in the trace."""
+        self._loans: dict[int, Loan] = {}
+        """By call of the core, which is the request id, too."""
+        self.extents: dict[Loan, range] = {}
+        self._models: dict[ModelName, tuple[int | None, dict[Location, int]]] = {}
+        self._answers = Answers(self, past)
+        self._deaths = Deaths(self.broker, self.tell)
+        self._stuck: int | None = None
+        self._deadlines = 0
+
+    def run(self, progress: Callable[[int], None]) -> None:
+        """Replay all rows; `progress` is told how many are done, now and then."""
+        for index, (at, row) in enumerate(self._part.rows):
+            self._until(at, index)
+            self.now, self._index = max(self.now, at), index
+            act = _ACTS.get(type(row))
+            if act is not None:
+                act(self, row)
+            if not index % 1024:
+                progress(index)
+        self._until(self.now + 1, LAST)  # what follows from the last row at once
+
+    # --- time ---
+
+    def _until(self, at: int, index: float) -> None:
+        """Let everything happen that is due before the row `index` at the time `at`."""
+        while True:
+            due = self._later[0] if self._later and self._later[0][:2] < (at, index) else None
+            deadline = self.broker.deadline
+            if deadline is not None and deadline != self._stuck and deadline <= (due[0] if due else at):
+                self.now = max(self.now, deadline)
+                self._deadlines += 1
+                if self._deadlines > MAX_DEADLINES:
+                    raise Misfit(
+                        f"a part of the recording has more than {MAX_DEADLINES:,} deadlines, as of recalls that are "
+                        "never answered and repeated for months: give a shorter recording"
+                    )
+                self.tell(ev.Elapsed())
+                # A deadline that stays would be told again and again; the core hears of the next row all the same.
+                self._stuck = deadline if deadline and self.broker.deadline == deadline else None
+            elif due is not None:
+                heapq.heappop(self._later)
+                self.now, self._index = max(self.now, due[0]), due[1]
+                if callable(due[3]):
+                    due[3]()
+                else:
+                    self.release(due[3][0], itertools.chain.from_iterable(self._with_others(due, due[3][1])))
+            else:
+                return
+
+    def _with_others(self, due: tuple[int, float, int, Any], ids: list[range]) -> list[range]:
+        """Return the extents of this release, and those that the same request released of other loans."""
+        found = list(ids)
+        while self._later and self._later[0][:2] == due[:2] and not callable(other := self._later[0][3]):
+            if other[0] != due[3][0]:
+                break
+            found += other[1]
+            heapq.heappop(self._later)
+        return found
+
+    def do_later(self, at: int, index: float, what: Callable[[], None] | tuple[int, list[range]]) -> None:
+        """Do something at a time, in the place of the row `index`; or let a session release extents."""
+        heapq.heappush(self._later, (at, index, next(self._numbers), what))
+
+    # --- the core ---
+
+    def tell(self, event: ev.Event) -> None:
+        """Give the core an event, and then all that follows from it at once."""
+        self._events.append(event)
+        if len(self._events) > 1:
+            return
+        while self._events:
+            step = self.broker.step(self._events[0], self.now)
+            waits = {one.call: one for one in step.effects if isinstance(one, fx.Waited)}
+            for effect in step.effects:
+                if isinstance(effect, fx.Answer):
+                    reply = self._replies.pop(effect.call, None)
+                    self._calls.pop(self._recorded_calls.pop(effect.call, 0), None)
+                    if reply is not None:
+                        reply(effect.result, waits.get(effect.call))
+                else:
+                    obey = _EFFECTS.get(type(effect))
+                    if obey is not None:
+                        obey(self, effect)
+            self._events.popleft()
+
+    def _ask(
+        self, make: Callable[[int], ev.Event], reply: Reply = lambda result, wait: None, recorded: int = 0
+    ) -> None:
+        call = next(self._numbers)
+        self._replies[call] = reply
+        if recorded:
+            self._recorded_calls[call], self._calls[recorded] = recorded, call
+        self.tell(make(call))
+
+    def _make(self, make: fx.Make) -> None:
+        loan = self._loans[make.request_id]
+        if not make.part:
+            self.extents[loan] = range(make.ids.start, make.ids.start + loan.count)
+        failure = loan.failures[0] if loan.failures else None
+        end = make.part * policy.PACKET_EXTENTS + len(make.ids)
+        whose = make.session, make.request_id, make.part
+        if failure is not None and (loan.is_segment or failure[1] < end):
+            loan.failures.pop(0)
+            self._events.append(ev.NotMade(*whose, failure[2], {"location": make.location}))
+            self.do_later(self.now + AUDIT_NS, LAST, self._deaths.audit)
+        else:
+            self._events += (ev.Made(*whose), ev.Acknowledge(*whose))
+
+    def _drain(self, drain: fx.DrainInputs) -> None:
+        """Let a request be refused when it was, in the trace; else behind this row."""
+        at, index = self._past.drained.get(self._recorded_calls.get(drain.call, 0), (self.now, self._index))
+        self.do_later(max(self.now, at), index, lambda: self.tell(ev.InputsDrained(drain.call)))
+
+    def _row(self, session: int) -> SessionRow | None:
+        return self.broker.ledger.sessions.get(self._sessions.get(session, 0))
+
+    # --- sessions and models ---
+
+    def _session_began(self, row: ft.SessionBegan) -> None:
+        def opened(result: fx.Result | Denied, _: fx.Waited | None) -> None:
+            if isinstance(result, fx.SessionOpened):
+                self._sessions[row.session], self._recorded[result.session] = result.session, row.session
+
+        self._ask(lambda call: ev.OpenSession(call, row.tenant, 0, 0, "", row.observer, ""), opened)
+
+    def _session_moved(self, row: ft.SessionMoved) -> None:
+        found = self._row(row.session)
+        if found is None:
+            return
+        session = found.session
+        if row.cause == "connection lost":
+            self.tell(ev.ConnectionLost(session))
+        elif row.cause == "goodbye":
+            self._ask(lambda call: ev.Goodbye(call, session, call))
+        elif row.cause == "process died":
+            self.tell(ev.ProcessDied(session, self._deaths.seen()))
+        elif row.cause == "forgotten":
+            self._ask(lambda call: ev.ForgetSession(call, session))
+        elif row.cause == "resumed":
+            self._resume(found)
+
+    def _resume(self, row: SessionRow) -> None:
+        """Let a process take up its session with all that it has. What it had lost shows as released in the trace."""
+        declared = {where: charge.declared for where, charge in row.charges.items() if charge.declared}
+        holds = frozenset(row.extents), dict(row.segments), declared
+        self._ask(lambda call: ev.ResumeSession(call, row.session, row.process))
+        self._ask(lambda call: ev.StateHolds(call, row.session, *holds))
+
+    def _settled(self, row: ft.SessionEnded | ft.LocationSettled) -> None:
+        location = row.location if isinstance(row, ft.LocationSettled) else None
+        self._deaths.settled(self._row(row.session), location)
+
+    def _model_began(self, row: ft.ModelBegan) -> None:
+        self._models[row.name] = row.virtual_capacity, dict(row.limits)
+
+    def _model_asked(self, row: ft.ModelAsked) -> None:
+        virtual, limits = self._models.get(row.name, (None, {}))
+        self._models[row.name] = row.virtual_capacity or virtual, {**limits, **row.limits}
+        model = self.broker.ledger.models.get(row.name)
+        for session in sorted(model.sessions)[:1] if model else ():
+            self._register(session, row.name, None)
+
+    def _model_joined(self, row: ft.ModelJoined) -> None:
+        self._register(self._sessions.get(row.session, 0), row.name, None)
+
+    def _answering(self, row: trace.Answering) -> None:
+        self._register(self._sessions.get(row.session, 0), row.name, row.answers)
+
+    def _register(self, session: int, name: ModelName, answers: bool | None) -> None:
+        virtual, limits = self._models.get(name, (None, {}))
+        known = {where: size for where, size in limits.items() if where in self.broker.books.rules.capacities}
+        if session:
+            numbers = virtual, known, False, answers
+            self._ask(lambda call: ev.RegisterModel(call, session, call, name, *numbers))
+
+    def _model_left(self, row: ft.ModelLeft) -> None:
+        """Let a session leave a model, after it has released what it would have had to release before."""
+        found = self._row(row.session)
+        if found is None:
+            return
+        session = found.session
+        self.release(session, [extent for extent, loan in found.extents.items() if loan.name == row.name])
+        for name, where in [key for key in found.charges if key[0] == row.name]:
+            self._ask(lambda call, name=name, where=where: ev.Declare(call, session, call, name, where, 0))  # type: ignore[misc]
+        self._ask(lambda call: ev.UnregisterModel(call, session, call, row.name))
+
+    # --- requests ---
+
+    def _allocate(self, row: ev.Allocate | trace.Create | ft.Debited | ft.SegmentBegan) -> None:
+        for loan in self._past.loans.get(int(self._index), ()):
+            found = self._row(loan.session)
+            if loan.outcome is not None and loan.is_decided:
+                if not is_uncounted(loan):
+                    self._tally.answered(loan.name, loan.location, loan.outcome.reason, None)
+            elif found is not None:
+                self._borrow(loan, found.session)
+            elif loan.is_segment and not loan.call:
+                self._borrow_for_nobody(loan)
+
+    def _borrow(self, loan: Loan, session: int) -> None:
+        def make(call: int) -> ev.Event:
+            self._loans[call] = loan
+            if not loan.is_segment:
+                shape = loan.name, loan.location, loan.extent_bytes, loan.count
+                return ev.Allocate(call, session, call, *shape, loan.wait_ns, loan.ahead)
+            name = SegmentName(loan.name.tenant, loan.name.model, f"s{call}")
+            return ev.CreateSegment(call, session, call, name, loan.location, loan.size, loan.wait_ns)
+
+        self._ask(make, lambda result, wait: self._decided(loan, session, result, wait), loan.call)
+
+    def _borrow_for_nobody(self, loan: Loan) -> None:
+        """Lend a segment whose writer had left before the part began: another session writes it, and leaves."""
+        writer = -self.broker.ledger.revision - 1
+        self._session_began(ft.SessionBegan(writer, loan.name.tenant, 0, 0, "", False, "", self.now))
+        if (found := self._row(writer)) is not None:
+            self._register(found.session, loan.name, None)
+            self._borrow(loan, found.session)
+            self._ask(lambda call: ev.Goodbye(call, found.session, call))
+
+    def _decided(self, loan: Loan, session: int, result: fx.Result | Denied, wait: fx.Waited | None) -> None:
+        reason = result.reason.value if isinstance(result, Denied) else ""
+        if (self._part.is_journal and not loan.call) or not is_uncounted(loan):
+            self._tally.answered(loan.name, loan.location, reason, wait.waited_ns if wait else None)
+        if reason:
+            self.asked.unfit_bytes += 0 if loan.call or self._part.is_journal else loan.size
+            return
+        self.asked.granted_now += bool(loan.outcome and loan.outcome.reason)
+        if isinstance(result, fx.SegmentView):
+            self._seal(loan, session, result)
+            return
+        life = loan.life
+        if loan.granted_at is None and (after := self._past.typical_life(loan)) is not None:
+            life = [Released(after, 0, (range(loan.count),))]
+        for after, index, positions in life:
+            ids = self.extents[loan]
+            self.do_later(
+                self.now + after,
+                index if loan.granted_at is not None else LAST,
+                (session, [ids[one.start : one.stop] for one in positions]),
+            )
+
+    def _seal(self, loan: Loan, session: int, segment: fx.SegmentView) -> None:
+        """Seal a segment at once, so that it lasts until it is deleted. Sessions that attach it are charged nothing."""
+        number, name = segment.segment, segment.name
+        self._ask(lambda call: ev.SealSegment(call, session, call, number))
+        self._ask(lambda call: ev.DetachSegment(call, session, call, number))
+        after = loan.life[-1].after if loan.life else None
+        if loan.granted_at is None:
+            after = self._past.typical_life(loan)
+        if after is not None:
+            delete = lambda: self._ask(lambda call: ev.DeleteSegment(call, None, call, name, number))  # noqa: E731
+            self.do_later(self.now + after, LAST, delete)
+
+    def release(self, session: int, ids: Iterable[int]) -> None:
+        """Let a session release what it has of these extents."""
+        row = self.broker.ledger.sessions.get(session)
+        held = [extent for extent in ids if extent in row.extents] if row is not None else []
+        for start in range(0, len(held), policy.MAX_RELEASE):
+            some = tuple(held[start : start + policy.MAX_RELEASE])
+            self._ask(lambda call, some=some: ev.Release(call, session, call, some))  # type: ignore[misc]
+
+    def _declare(self, row: ev.Declare) -> None:
+        asked, session = self._past.declared[int(self._index)], self._sessions.get(row.session, 0)
+
+        def answered(result: fx.Result | Denied, wait: fx.Waited | None) -> None:
+            if not is_uncounted(asked):
+                reason = result.reason.value if isinstance(result, Denied) else ""
+                self._tally.answered(asked.name, asked.location, reason, wait.waited_ns if wait else None)
+
+        if session:
+            told = row.name, row.location, row.declared_bytes
+            self._ask(lambda call: ev.Declare(call, session, call, *told), answered, row.call)
+
+    def _declaration_set(self, row: ft.DeclarationSet) -> None:
+        session = self._sessions.get(row.session, 0)
+        if session and int(self._index) in self._past.preset:
+            told = row.name, row.location, row.declared_bytes
+            self._ask(lambda call: ev.Declare(call, session, call, *told))
+
+    def _cancel(self, row: ev.CancelWait) -> None:
+        if row.call in self._calls:
+            self.tell(ev.CancelWait(self._calls[row.call]))
+
+    # --- operators ---
+
+    def _told(self, _: trace.Told) -> None:
+        self.broker.change_rules(self._rules)
+
+    def _quota(self, row: ft.QuotaSet) -> None:
+        quota = self._changes.left_of(row)
+        self._ask(lambda call: ev.SetQuota(call, row.tenant, row.model, row.location, *quota, undo=True))
+
+    def _stopping(self, _: trace.Stopping) -> None:
+        self.broker.books.stopping = True
+        self.tell(ev.Elapsed())
+
+
+_ACTS: Mapping[type, Callable[[World, Any], None]] = {
+    ft.SessionBegan: World._session_began,
+    ft.SessionMoved: World._session_moved,
+    ft.SessionEnded: World._settled,
+    ft.LocationSettled: World._settled,
+    ft.ModelBegan: World._model_began,
+    ft.ModelAsked: World._model_asked,
+    ft.ModelJoined: World._model_joined,
+    ft.ModelLeft: World._model_left,
+    ft.ModelEnded: lambda world, _: world._deaths.audit(),
+    ft.Debited: World._allocate,
+    ft.SegmentBegan: World._allocate,
+    ft.DeclarationSet: World._declaration_set,
+    ft.QuotaSet: World._quota,
+    trace.Told: World._told,
+    trace.Answering: World._answering,
+    trace.Create: World._allocate,
+    trace.Stopping: World._stopping,
+    ev.Allocate: World._allocate,
+    ev.Declare: World._declare,
+    ev.CancelWait: World._cancel,
+    ev.SetDraining: lambda world, row: world.tell(ev.SetDraining(0, row.draining)),
+}
+"""What happens by each kind of row; the others are what followed then."""
+_EFFECTS: Mapping[type, Callable[[World, Any], None]] = {
+    fx.Make: World._make,
+    fx.DrainInputs: World._drain,
+    fx.Recall: lambda world, recall: world._answers.recall(recall, world._recorded[recall.session]),
+    fx.Recalled: lambda world, recalled: world._tally.recalled(recalled),
+    fx.Seal: lambda world, effect: world._events.append(ev.Sealed(effect.segment)),
+    fx.Drop: lambda world, effect: world._events.append(ev.Dropped(effect.segment)),
+}
+"""What the core's effects lead to; the others are for a daemon."""

@@ -1,0 +1,188 @@
+"""Files that are no trace, or a hostile one: one sentence that says what is wrong, and bounded memory and time."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.journals import write as write_journal
+from tests.support.recorded import recorded
+
+import membrokerd.replay.__main__ as replay_process
+from membrokerd.replay import world
+
+ADDRESS_SPACE = 3 << 30
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A good trace of one part."""
+    path = recorded(1, 300, tmp_path_factory.mktemp("trace"))
+    first, *more = path.read_text().splitlines(keepends=True)
+    return [first, *(one for one in more if one.startswith("["))]
+
+
+def replay(path: Path, **asked: Any) -> tuple[int, str]:
+    """Run the process behind the command, with a bound on its memory. Return its status and its sentence."""
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({ADDRESS_SPACE},) * 2)"
+    run = f"{limit}; import runpy; runpy.run_module('membrokerd.replay', run_name='__main__')"
+    request = {"files": [str(path)], "location": "device", "capacity": None, "quotas": [], **asked}
+    done = subprocess.run(
+        [sys.executable, "-c", run], input=json.dumps(request), capture_output=True, text=True, timeout=100, check=False
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.count("\n") <= 1
+    return done.returncode, done.stderr
+
+
+def test_files_that_are_no_trace(tmp_path: Path) -> None:
+    """What an operator may name by mistake."""
+    path = tmp_path / "file"
+    for data, sentence in (
+        (b"", "is empty: nothing was recorded yet"),
+        (b"\0" * 5_000, "is empty"),
+        (b"capacity = '8GiB'\n" * 2, "is not a trace"),
+        (os.urandom(100_000), "is not a trace"),
+        (b'{"membroker trace":1}\n', "is not a trace"),
+        (b"[1,[]]\n[1,[]]\n", "is not a trace"),
+    ):
+        path.write_bytes(data)
+        status, told = replay(path)
+        assert (status, sentence in told) == (1, True), told
+    for place, sentence in (("missing", "No such file"), (".", "it is a directory and must be a regular file")):
+        status, told = replay(tmp_path / place)
+        assert (status, sentence in told) == (1, True), told
+
+
+def test_other_versions_are_named(tmp_path: Path, lines: list[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(lines[0].replace('"membroker trace":1', '"membroker trace":2'))
+    assert replay(path)[1] == (
+        f"membroker: {path} has the format 2, and this version reads 1: "
+        "give a trace that membrokerd has written (record = true), or a journal\n"
+    )
+
+
+def test_a_trace_that_is_cut_is_replayed_up_to_there(tmp_path: Path, lines: list[str]) -> None:
+    """It was copied while the daemon wrote, or the disk was full."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(lines)[:-7])
+    assert replay(path) == (0, "")
+
+
+DAMAGED = (
+    "garbage",
+    "[1",
+    "[1,[2]]",
+    '[-1,["books told",true]]',
+    '[1,["nonsense",1]]',
+    '[1,["credited",1,[[1,-1]],"x"]]',
+    '[1,["asked",1,1,1,["a","b"],"device",true,1,null,false]]',
+    '[1,["cancelled",' + "9" * 5_000 + "]]",
+    "[" * 10_000,
+)
+
+
+@pytest.mark.parametrize("line", DAMAGED)
+def test_a_damaged_line_is_an_error_with_its_number(tmp_path: Path, lines: list[str], line: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join([*lines[:10], line + "\n", *lines[10:]]))
+    status, told = replay(path)
+    assert status == 1
+    assert "(line 11)" in told
+
+
+def _head(lines: list[str], **rules: Any) -> str:
+    head = json.loads(lines[0])
+    head["rules"] |= rules
+    return json.dumps(head, separators=(",", ":")) + "\n"
+
+
+def test_a_hostile_trace_is_bounded(tmp_path: Path, lines: list[str]) -> None:
+    """Small files that would be large in memory, or that would never end."""
+    path = tmp_path / "trace.jsonl"
+    session = '[0,["session",1,"acme",0,0,"",false,"",0,"",""]]\n[0,["model",["acme","m"],null,{}]]\n'
+    session += '[0,["model joined",["acme","m"],1]]\n'
+    many = '[1,["credited",1,[[1,4000000],[4000001,1]],"released"]]\n'
+    big = _head(lines, granularity=1, capacities={"device": (1 << 63) - 1})
+    for text, sentence in (
+        (lines[0] + many * 100, "released extents, which no daemon writes"),
+        (lines[0] + "\n" * 1_100_000, "more than 1,000,000 lines"),
+        (lines[0] + lines[1] + " " * (5 << 20) + "1\n" + lines[2], "a line that is too long"),
+        (lines[0] + "x" * (65 << 20), "longer than"),
+        (big + session, "more than a replay holds"),
+        (_head(lines, granularity=0), "is not a trace"),
+        (_head(lines, segment_extent_bytes=1), "is not a trace"),
+        (_head(lines, max_sessions="many"), "is not a trace"),
+        (_head(lines, capacities={"moon": 5}), "is not a trace"),
+    ):
+        path.write_text(text)
+        status, told = replay(path)
+        assert (status, sentence in told) == (1, True), told
+
+
+def test_a_loan_of_everything_is_bounded_by_the_capacity(tmp_path: Path, lines: list[str]) -> None:
+    """A trace says that 2^22 extents were lent at once, time and again. The core lends what the capacity holds."""
+    rows = [_head(lines, granularity=2 << 20, capacities={"device": 1 << 41}, settle_ns=0)]
+    rows += ['[0,["session",1,"acme",0,0,"",false,"",0,"",""]]\n[0,["model",["acme","m"],null,{}]]\n']
+    rows += ['[0,["model joined",["acme","m"],1]]\n']
+    rows += [f'[0,["lent",1,["acme","m"],"device",2097152,{1 + (number << 22)},4194304]]\n' for number in range(3)]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(rows))
+    assert replay(path) == (0, "")
+
+
+def test_a_recall_that_is_repeated_forever_is_one_sentence(
+    tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session never answers, and the next row is a year later: the core asks again every nanosecond."""
+    rules = {"capacities": {"device": 8 << 20}, "guarantees": [["a", None, "device", 8 << 20]], "limits": []}
+    rows = [_head(lines, granularity=2 << 20, recall_ns=1, **rules)]
+    for session, tenant in ((1, "b"), (2, "a")):
+        rows += [f'[0,["session",{session},"{tenant}",0,0,"",false,"",0,"",""]]\n']
+        rows += [f'[0,["model",["{tenant}","m"],null,{{}}]]\n[0,["model joined",["{tenant}","m"],{session}]]\n']
+    rows += ['[0,["answers recalls",1,["b","m"],true]]\n[0,["books told",true]]\n']
+    rows += ['[1,["asked",5,1,5,["b","m"],"device",2097152,4,null,false]]\n']
+    rows += ['[1,["lent",1,["b","m"],"device",2097152,9,4]]\n[1,["answered",5,"","",0]]\n']
+    rows += ['[2,["asked",6,2,6,["a","m"],"device",2097152,1,1000,false]]\n']
+    rows += ['[2,["recall",1,7,["b","m"],"device",2097152,1]]\n[31536000000000,["books told",true]]\n']
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(rows))
+    monkeypatch.setattr(world, "MAX_DEADLINES", 1_000)
+    asked = {"files": [str(path)], "location": "device", "capacity": None, "quotas": []}
+    told = io.StringIO()
+    with monkeypatch.context() as patch, contextlib.redirect_stderr(told):
+        patch.setattr(sys, "stdin", io.StringIO(json.dumps(asked)))
+        assert replay_process.main() == 1
+    assert "more than 1,000 deadlines" in told.getvalue()
+    assert told.getvalue().count("\n") == 1
+
+
+def test_a_refusal_that_no_daemon_knows_is_one_sentence(tmp_path: Path, lines: list[str]) -> None:
+    """A packet could not be made, and the reason of the answer is not one of the core's."""
+    rows = [_head(lines, granularity=2 << 20, capacities={"device": 1 << 30})]
+    rows += ['[0,["session",1,"acme",0,0,"",false,"",0,"",""]]\n[0,["model",["acme","m"],null,{}]]\n']
+    rows += ['[0,["model joined",["acme","m"],1]]\n[0,["books told",true]]\n']
+    rows += ['[1,["asked",5,1,5,["acme","m"],"device",2097152,1,null,false]]\n']
+    rows += ['[1,["lent",1,["acme","m"],"device",2097152,9,1]]\n[1,["credited",1,[[9,1]],"not made"]]\n']
+    rows += ['[1,["answered",5,"nonsense","",0]]\n']
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(rows))
+    status, told = replay(path)
+    assert (status, "contradicts itself" in told) == (1, True), told
+
+
+def test_a_damaged_journal(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    write_journal(path)
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"membroker journal", b"membroker journey"))
+    status, told = replay(path, capacity=1 << 30)
+    assert (status, "is not a trace" in told) == (1, True), told

@@ -1,0 +1,66 @@
+"""The numbers of a replay: they take the place of those that were configured, and of those that were commanded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from tests.support.sizes import MIB
+
+from membrokerd.core import facts as ft
+from membrokerd.core import policy
+from membrokerd.core.rows import Quota
+from membrokerd.replay.changes import MAX_EXTENTS, Changes, Misfit
+
+RULES = policy.Rules(
+    granularity=2 * MIB,
+    capacities={"device": 64 * MIB},
+    limits={("red", None, "device"): 32 * MIB},
+    guarantees={("red", "m", "device"): 8 * MIB},
+    stock_extents=64,
+    stock_bytes=MIB,
+)
+
+
+def changed(**numbers: int | None) -> Changes:
+    return Changes(quotas={("red", None): numbers})
+
+
+@pytest.mark.parametrize(
+    ("changes", "limits"),
+    [
+        (Changes(), {("red", None, "device"): 32 * MIB}),
+        (changed(limit=16 * MIB), {("red", None, "device"): 16 * MIB}),
+        (changed(limit=None), {}),
+        (changed(weight=2), {("red", None, "device"): 32 * MIB}),
+    ],
+)
+def test_a_number_takes_the_place_of_the_configured_one(changes: Changes, limits: Mapping[policy.Key, int]) -> None:
+    assert changes.rules(RULES).limits == limits
+
+
+def test_the_stock_and_the_bounds_of_processes_are_left_out() -> None:
+    """They have no part in what a replay asks."""
+    rules = Changes().rules(RULES)
+    assert (rules.stock_extents, rules.stock_bytes, rules.max_sessions_per_tenant) == (0, 0, None)
+
+
+def test_a_number_takes_the_place_of_a_commanded_one() -> None:
+    row = ft.QuotaSet("red", None, "device", 4 * MIB, None, 3)
+    assert changed(limit=16 * MIB).left_of(row) == Quota(None, None, 3)
+    assert changed(weight=None).left_of(row) == Quota(4 * MIB, None, None)
+    assert Changes().left_of(row) == Quota(4 * MIB, None, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (Changes(capacity=4 * MIB), "more than the capacity, 4.0 MiB: change one of these numbers"),
+        (changed(guarantee=128 * MIB), "more than the limit of the tenant"),
+        (Changes(location="host"), "lends no host memory: leave out --location host"),
+        (Changes(capacity=2 * MIB * (MAX_EXTENTS + 1)), "give a smaller --capacity"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(changes: Changes, sentence: str) -> None:
+    with pytest.raises(Misfit, match=sentence):
+        changes.rules(RULES)

@@ -1,0 +1,310 @@
+"""A recorded broker, replayed: the same numbers tell what happened, and other numbers tell what would have.
+
+The workers are programs over the library. They borrow, wait, are refused, are recalled and die; the daemon records.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
+from tests.support.sizes import MIB
+from tests.support.systemd_machine import children
+from tests.support.template import run as run_python
+from tests.support.workers import PAGE, worker, workers
+
+import membroker
+
+CONFIG: dict[str, Any] = {
+    "record": True,
+    "tenants": {"red": {"models": {"chat": {"guarantee": "96MiB"}}}, "blue": {}, "green": {}},
+    "recall_seconds": 30.0,
+    "guarantee_wait_seconds": 30.0,
+}
+COUNTED = ("requests", "granted", "refused", "given_up", "waited", "recalls", "late_recalls", "recalled_bytes")
+Models = dict[str, dict[str, dict[str, Any]]]
+
+
+def trace_of(daemon: Daemon) -> Path:
+    return daemon.directory / "kept" / "host" / "trace.jsonl"
+
+
+def replay(*arguments: object) -> Models:
+    """Run the command, and return what happened and what happens, by model."""
+    done = run_python(["-m", "membroker.cli.main", "replay", *map(str, arguments), "--json"])
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return {model["name"].split("/", 1)[1].replace("/models", ""): model for model in json.loads(done.stdout)["models"]}
+
+
+def counted(figures: dict[str, Any]) -> dict[str, Any]:
+    return {name: figures[name] for name in COUNTED}
+
+
+def waiting(daemon: Daemon) -> int:
+    return int(daemon.books().waiting_requests)
+
+
+def operate(*arguments: object) -> None:
+    done = run_python(["-m", "membroker.cli.main", *map(str, arguments)])
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trace of three tenants that trade 256 MiB."""
+    with running(CONFIG) as daemon:
+        _trade(daemon)
+        assert daemon.stop() == 0
+        kept = tmp_path_factory.mktemp("trace") / "trace.jsonl"
+        kept.write_bytes(trace_of(daemon).read_bytes())
+    return kept
+
+
+def _trade(daemon: Daemon) -> None:
+    with workers(3) as (red, blue, green):
+        for tenant, one in (("red", red), ("blue", blue), ("green", green)):
+            one.connect(daemon, tenant)
+        red.do("model = client.register_model('chat', virtual_capacity='1GiB')")
+        green.do("model = client.register_model('batch', limit='192MiB', virtual_capacity='1GiB')")
+        # Green has all that is not guaranteed to red, and lets red have some of it after a while.
+        green.do("pool = model.pool(page_size=PAGE); pool.grow(160 * MIB)")
+        assert green.refused("model.allocate(40 * MIB)").reason == "MODEL_LIMIT"
+        assert green.refused("model.allocate(8 * MIB, wait=0.2)").reason == "CAPACITY"
+        red.do("held = model.allocate(96 * MIB)")
+        assert red.refused("model.allocate(8 * MIB)").reason == "CAPACITY"
+        red.begin("more = model.allocate(8 * MIB, wait=60)")
+        until(lambda: waiting(daemon) == 1)
+        green.do("pool.shrink(160 * MIB)")
+        red.result()
+        red.do("more.close(); held.close()")
+        # Blue has nearly all, also what red is guaranteed, and releases what it is asked for.
+        blue.do("model = client.register_model('cache', virtual_capacity='1GiB'); pool = model.pool(page_size=PAGE)")
+        blue.do("model.on_recall(lambda recall: pool.shrink(recall.remaining))")
+        blue.do("pool.grow(240 * MIB)")
+        red.do("held = model.allocate(64 * MIB)")  # 48 MiB and more are recalled for it
+        red.do("held.close()")
+        # A segment that outlives its writer, and one that does not fit.
+        red.do("segment = model.create_segment('weights', 16 * MIB); segment.seal(); segment.close()")
+        assert red.refused("model.create_segment('more', 200 * MIB)").reason == "CAPACITY"
+        red.do("client.delete_segment('chat/weights')")
+        # A declaration, a quota below what is used, and a death.
+        red.do("model.declare(4 * MIB)")
+        operate("quota", "set", "blue", "--limit", "96MiB", "--endpoint", daemon.admin)
+        until(lambda: sum(one.books[0].used_bytes for one in daemon.models() if "blue" in one.name) <= 96 * MIB)
+        red.do("kept = model.allocate(32 * MIB)")
+        red.kill()
+        until(lambda: not any("red" in one.tenant for one in daemon.sessions()))
+        with worker() as again:  # what the dead worker had is lent once more
+            again.connect(daemon, "red")
+            again.do("model = client.register_model('chat'); held = model.allocate(160 * MIB)")
+
+
+def test_the_same_numbers_tell_what_happened(recorded: Path) -> None:
+    """The proof that a trace has enough: the core decides each request once more as it did."""
+    models = replay(recorded)
+    assert {name: counted(model["replayed"]) for name, model in models.items()} == {
+        name: counted(model["happened"]) for name, model in models.items()
+    }
+    chat, cache, batch = (models[name]["happened"] for name in ("red/chat", "blue/cache", "green/batch"))
+    assert chat["refused"] == {"CAPACITY": 2}, "one of them is a segment"
+    assert chat["waited"] == 2
+    assert batch["refused"] == {"CAPACITY": 1, "MODEL_LIMIT": 1}
+    assert batch["waited"] == 1
+    assert cache["recalls"] >= 2
+    assert cache["recalled_bytes"] >= 48 * MIB
+
+
+def test_a_larger_capacity_refuses_nobody_for_want_of_it(recorded: Path) -> None:
+    models = replay(recorded, "--capacity", "1GiB")
+    assert {name: model["replayed"]["refused"] for name, model in models.items()} == {
+        "red/chat": {},
+        "blue/cache": {},
+        "green/batch": {"MODEL_LIMIT": 1},  # what the program itself asked for
+    }
+    assert not any(model["replayed"]["waited"] for model in models.values())
+    assert models["blue/cache"]["replayed"]["recalls"] == 1, "the quota below what it used"
+
+
+def test_a_smaller_capacity_refuses_more(recorded: Path) -> None:
+    models = replay(recorded, "--capacity", "128MiB")
+    assert models["blue/cache"]["happened"]["granted"] == 1
+    assert models["blue/cache"]["replayed"]["refused"] == {"CAPACITY": 1}
+    assert not models["blue/cache"]["replayed"]["recalls"], "it has nothing"
+
+
+def test_other_limits_and_guarantees(recorded: Path) -> None:
+    """A limit for blue leaves room for all others; without its guarantee red asks for no memory back."""
+    limited = replay(recorded, "--limit", "blue/cache=96MiB")
+    assert limited["blue/cache"]["replayed"]["refused"] == {"MODEL_LIMIT": 1}
+    assert (limited["red/chat"]["replayed"]["waited"], limited["blue/cache"]["replayed"]["recalls"]) == (1, 0)
+    unguarded = replay(recorded, "--guarantee", "red/chat=none", "--weight", "red=0")
+    assert unguarded["red/chat"]["replayed"]["refused"]["CAPACITY"] > 2
+    unlimited = replay(recorded, "--limit", "blue=none", "--capacity", "1GiB")
+    assert unlimited["blue/cache"]["replayed"]["recalls"] == 0, "the command's limit is replaced, too"
+
+
+def test_the_table(recorded: Path) -> None:
+    done = run_python(["-m", "membroker.cli.main", "replay", str(recorded), "--capacity", "128MiB"])
+    assert done.returncode == 0
+    head, *rows = done.stdout.splitlines()
+    assert head.split() == ["model", "requests", "granted", "refused", "waited", "in", "all", "p99", "recalled", "late"]
+    assert [row.split()[0] for row in rows[:2]] == ["blue/cache", "replayed"]
+    assert "1 CAPACITY" in rows[1]
+    assert "recorded:" in done.stdout
+
+
+def test_a_name_that_asked_for_nothing_is_said(recorded: Path) -> None:
+    """A misspelled name changes no figure, and "nothing changes" would be the wrong answer."""
+    command = ["-m", "membroker.cli.main", "replay", str(recorded), "--limit", "red=none", "--weight"]
+    for name in ("red/chta", "chat"):
+        done = run_python([*command, f"{name}=2"])
+        assert done.returncode == 0, done.stderr
+        assert f"{name} asked for no device memory in this recording: check the name (blue/cache, " in done.stderr
+    for name in ("red/chat", "blue"):
+        assert run_python([*command, f"{name}=2"]).stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "sentence"),
+    [
+        (["--limit", "red"], 2, "'red' is not NAME=SIZE, as in acme=8GiB or acme/llama-7b=8GiB"),
+        (["--weight", "red"], 2, "'red' is not NAME=NUMBER, as in acme=2 or acme/llama-7b=2"),
+        (["--limit", "Red=8GiB"], 2, "is not NAME=SIZE"),
+        (["--guarantee", "red/chat=much"], 2, "cannot read 'much' as a size"),
+        (["--weight", "red=1001"], 2, "'1001' is not a whole number from 0 to 1000, or none"),
+        (["--capacity", "64MiB"], 1, "the guarantees of all tenants together would be 96.0 MiB of device memory"),
+        (["--location", "host"], 1, "the recorded broker lends no host memory: leave out --location host"),
+    ],
+)
+def test_numbers_that_cannot_be(recorded: Path, arguments: list[str], status: int, sentence: str) -> None:
+    done = run_python(["-m", "membroker.cli.main", "replay", str(recorded), *arguments])
+    assert done.returncode == status
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_replay_that_is_ended_takes_its_process_along(recorded: Path, number: signal.Signals, status: int) -> None:
+    """Ctrl-C, or a scheduler's timeout, of a long replay: no traceback, and no process goes on alone."""
+    command = [sys.executable, "-m", "membroker.cli.main", "replay", *[str(recorded)] * 400]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        child = until(lambda: children(process.pid))[0]
+        until(lambda: b"membrokerd.replay" in Path(f"/proc/{child}/cmdline").read_bytes())
+        until(lambda: os.readlink(f"/proc/{child}/fd/0") not in links(process.pid))  # it has been told what to do
+        end = os.pidfd_open(child)
+        os.killpg(process.pid, number)
+        out, err = process.communicate(timeout=DEADLINE_SECONDS)
+    assert (process.returncode, out, err) == (status, "", "")
+    assert select.select([end], [], [], DEADLINE_SECONDS)[0], "it has ended, too"
+    os.close(end)
+
+
+def links(pid: int) -> list[str]:
+    found = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found.append(os.readlink(path))
+    return found
+
+
+def test_a_replay_that_is_killed_is_a_sentence(recorded: Path) -> None:
+    """The machine's memory was full, and the kernel chose the process that replays."""
+    command = [sys.executable, "-m", "membroker.cli.main", "replay", *[str(recorded)] * 400]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        os.kill(until(lambda: children(process.pid))[0], signal.SIGKILL)
+        out, err = process.communicate(timeout=DEADLINE_SECONDS)
+    assert (process.returncode, out) == (1, "")
+    assert err == "membroker: the replay was ended by SIGKILL: was the memory full? `dmesg` says so\n"
+
+
+def test_a_restart_begins_another_part() -> None:
+    """A daemon is killed, and the next one goes on with the books and with the trace: all of it is replayed."""
+    with running(CONFIG) as daemon:
+        with membroker.connect(daemon.endpoint("green")) as client:
+            model = client.register_model("batch")
+            held = model.allocate(150 * MIB)
+            until(lambda: '["answered"' in trace_of(daemon).read_text())  # the last rows of a killed daemon may be lost
+            daemon.kill()
+            before = trace_of(daemon).read_text()
+            daemon.start_again()
+            with pytest.raises(membroker.OutOfMemory):
+                model.allocate(128 * MIB)
+            held.close()
+            model.allocate(64 * MIB).close()
+        assert daemon.stop() == 0
+        assert trace_of(daemon).read_text().startswith(before)
+        (model_,) = replay(trace_of(daemon)).values()
+        assert model_["happened"] == {**model_["replayed"], "waited_ms": 0}
+        assert (model_["happened"]["granted"], model_["happened"]["refused"]) == (2, {"CAPACITY": 1})
+        (model_,) = replay(trace_of(daemon), "--capacity", "192MiB").values()  # of which 96 are guaranteed to red
+        assert model_["replayed"]["refused"] == {"CAPACITY": 2}
+
+
+def test_a_journal_shows_which_loans_fit() -> None:
+    """Nothing was recorded. The journal of the day still says which loans a smaller device would have refused."""
+    with running() as daemon:
+        with membroker.connect(daemon.endpoint("red")) as client:
+            model = client.register_model("chat")
+            for size in (16, 64, 16):
+                model.allocate(size * MIB).close()
+        journal = daemon.root / "state" / "journal"
+        (model_,) = replay(journal, "--capacity", "32MiB").values()
+        assert model_["happened"]["granted"] == 3
+        assert model_["replayed"]["refused"] == {"CAPACITY": 1}
+        done = run_python(["-m", "membroker.cli.main", "replay", str(journal)])
+        assert done.returncode == 1
+        assert "is a journal, which does not say the capacity: give one with --capacity" in done.stderr
+
+
+def test_a_full_disk_stops_the_recording_and_nothing_else() -> None:
+    """The disk has room for the journal, and not for the trace. The log says so once, and lending goes on."""
+    with running({"record": True}) as daemon, membroker.connect(daemon.endpoint("red")) as client:
+        model = client.register_model("chat")
+        trace = trace_of(daemon)
+        until(lambda: f"requests and decisions are recorded path={trace}" in daemon.log())
+        until(lambda: '["model joined"' in trace.read_text())
+        with trace.open("ab") as file:  # a blank line says nothing
+            file.write(b" " * (PAGE - trace.stat().st_size - 4_000) + b"\n")
+        pid, (_, hard) = daemon.process.pid, resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (PAGE, hard))  # an extent is a file, too
+        for _ in range(50):
+            model.allocate(PAGE).close()
+        until(lambda: "the trace cannot be written" in daemon.log())
+        for _ in range(50):
+            model.allocate(PAGE).close()
+        assert trace.stat().st_size <= PAGE
+        assert daemon.log().count("the trace cannot be written") == 1
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
+        (model_,) = replay(trace).values()
+        assert model_["happened"]["requests"] > 0
+        assert counted(model_["happened"]) == counted(model_["replayed"])
+
+
+def test_nothing_is_recorded_unless_it_is_asked_for() -> None:
+    with running() as daemon:
+        with membroker.connect(daemon.endpoint("red")) as client:
+            client.register_model("chat").allocate(PAGE).close()
+        assert not trace_of(daemon).exists()
+
+
+def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    """What is in the way is named, and the daemon lends."""
+    blocked = tmp_path / "state"
+    (blocked / "host" / "trace.jsonl").mkdir(parents=True)
+    with running({"record": True, "state_directory": str(blocked)}) as daemon:
+        with membroker.connect(daemon.endpoint("red")) as client:
+            client.register_model("chat").allocate(PAGE).close()
+        assert "the trace cannot be written" in daemon.log()
