@@ -15,13 +15,20 @@ from .device import Plan
 from .edge.handoff.outbox import Traffic
 from .loop import Loop
 from .observe import logs
+from .observe.history import History
 from .observe.metrics import MetricsView
 from .restart.descriptor_store import Store
 from .turns import gather
 
 
 def take_view(
-    loop: Loop, plan: Plan, tenants: Mapping[str, TenantConfig], traffic: Traffic, store: Store, evictions: int
+    loop: Loop,
+    plan: Plan,
+    tenants: Mapping[str, TenantConfig],
+    traffic: Traffic,
+    store: Store,
+    evictions: int,
+    history: History,
 ) -> Generator[None, None, MetricsView]:
     """Return the view, as work for `in_portions`. The sums are as of its last step."""
     broker = loop.broker
@@ -55,4 +62,5 @@ def take_view(
         longest_turn_seconds=loop.turns.longest,
         longest_turn_cpu_seconds=loop.turns.longest_cpu,
         slow_turns=loop.turns.slow,
+        history=history.samples,
     )

@@ -1,6 +1,7 @@
 """The catalog of metrics: the name, kind, help and labels of each, and the label values that always have a series.
 
-It must know no figure: `metrics` fills the gauges and counters, and `durations` the histograms.
+It must know no figure: `metrics` fills the gauges and counters, `durations` the histograms, and `merged` those of the
+parent of several daemons.
 """
 
 from __future__ import annotations
@@ -70,6 +71,12 @@ MODEL_LATE = Spec(
     _MODEL_AT,
 )
 MODEL_EXTENTS = Spec("membroker_model_extents", "gauge", "Extents that the model is charged for.", _MODEL_AT)
+MODEL_DECLARED = Spec(
+    "membroker_model_declared_bytes",
+    "gauge",
+    "Bytes of the charge that the model's workers have declared: memory that they allocate without the broker.",
+    _MODEL_AT,
+)
 MODEL_SEGMENTS = Spec(
     "membroker_model_segment_bytes",
     "gauge",
@@ -147,6 +154,12 @@ SEGMENTS = Spec(
 SEGMENT_ATTACHMENTS = Spec(
     "membroker_segment_attachments", "gauge", "Sessions that have the segment attached.", (*_MODEL, "segment")
 )
+SEGMENT_SAVED = Spec(
+    "membroker_segment_saved_bytes",
+    "gauge",
+    "Bytes that sharing saves: the size of each segment of the model, for each session that maps it but the first.",
+    _MODEL_AT,
+)
 SESSIONS = Spec("membroker_sessions", "gauge", "Sessions of workers by state, without observers.", ("state",))
 OBSERVERS = Spec("membroker_observers", "gauge", "Sessions that only observe and cannot borrow.")
 SESSIONS_LIMIT = Spec("membroker_sessions_limit", "gauge", "Most sessions at a time, observers included.")
@@ -210,8 +223,16 @@ BUILD_INFO = Spec(
 SCRAPE_TIME = Spec(
     "membroker_scrape_time_seconds", "gauge", "Unix time of these figures; scrapes within a second share them."
 )
+DAEMON_UP = Spec("membroker_daemon_up", "gauge", "1 while the GPU's daemon answers, else 0.")
+DAEMON_RESTARTS = Spec(
+    "membroker_daemon_restarts_total",
+    "counter",
+    "How often the GPU's daemon was started again since its parent started.",
+)
 
 ALL: Mapping[str, Spec] = {spec.name: spec for spec in globals().values() if isinstance(spec, Spec)}
+PARENT = (DAEMON_UP, DAEMON_RESTARTS)
+"""Served by `membrokerd --all` itself; a daemon serves all others."""
 
 MODEL_DENIAL_REASONS = (
     Reason.MODEL_LIMIT,

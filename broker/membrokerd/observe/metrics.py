@@ -6,8 +6,6 @@ anything. `catalog` has the names, `durations` the histograms, `metrics_server` 
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,9 +23,8 @@ from ..core.lifecycles import SEGMENT, SESSION
 from ..core.snapshot import LocationView, ModelView, TenantView
 from . import catalog
 from .durations import WAIT_BUCKETS, Durations
-
-KEPT_SECONDS = 1.0
-"""How long the text of a scrape is kept and shared by all scrapers."""
+from .history import Sample
+from .kept import KeptText
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +61,7 @@ class MetricsView:
     longest_turn_seconds: float = 0.0
     longest_turn_cpu_seconds: float = 0.0
     slow_turns: int = 0
+    history: tuple[Sample, ...] = ()
 
 
 class MetricsSource(Protocol):
@@ -81,10 +79,8 @@ class Metrics:
         disable_created_metrics()
         self._source = source
         self._gpu_uuid = gpu_uuid
-        self._rendering = threading.Lock()
-        self._rendered: bytes | None = None
-        self._render_again_at = 0.0
         self.registry = CollectorRegistry()
+        self._kept = KeptText(lambda: generate_latest(self.registry))
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
         durations = Durations(self.registry, gpu_uuid)
@@ -102,21 +98,16 @@ class Metrics:
         self.recalls = {result: recalls(result) for result in get_args(RecallResult)}
 
     def render(self) -> bytes:
-        """Return the text of a scrape, at most KEPT_SECONDS old. Raises `TimeoutError` if there is no view.
+        """Return the text of a scrape, at most a second old. Raises `TimeoutError` if there is no view."""
+        return self._kept.get()
 
-        One thread renders, and the others wait for its text. Rendering keeps the interpreter from the event loop's
-        thread, so the time it takes must not depend on the number of scrapers.
-        """
-        with self._rendering:
-            if time.monotonic() >= self._render_again_at:
-                try:
-                    self._rendered = generate_latest(self.registry)
-                except TimeoutError:
-                    self._rendered = None
-                self._render_again_at = time.monotonic() + KEPT_SECONDS
-            if self._rendered is None:
-                raise TimeoutError
-            return self._rendered
+    def waits_ended(self) -> Mapping[str, int]:
+        """Return how many waits ended so far, by their result."""
+        self.count()
+        found: Counter[str] = Counter()
+        for (result, _), times in self.waits.items():
+            found[result] += times.counted
+        return found
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing: the table keeps names unique, and there may be no view yet."""
@@ -146,7 +137,8 @@ class _Families:
 
     def __init__(self, gpu_uuid: str) -> None:
         self._gpu_uuid = gpu_uuid
-        self._families = {spec.name: _family(spec) for spec in catalog.ALL.values() if spec.kind != "histogram"}
+        mine = (spec for spec in catalog.ALL.values() if spec.kind != "histogram" and spec not in catalog.PARENT)
+        self._families = {spec.name: _family(spec) for spec in mine}
 
     def add(self, spec: catalog.Spec, value: float | None, *labels: str) -> None:
         """Add a series, unless the value is None: then the figure does not exist."""
@@ -237,23 +229,28 @@ def _add_model(families: _Families, model: ModelView) -> None:
         families.add(catalog.MODEL_RECALLABLE, books.recallable, *name, books.location)
         families.add(catalog.MODEL_LATE, books.late, *name, books.location)
         families.add(catalog.MODEL_EXTENTS, books.extents, *name, books.location)
+        families.add(catalog.MODEL_DECLARED, books.declared, *name, books.location)
         families.add(catalog.MODEL_SEGMENTS, books.segments, *name, books.location)
 
 
 def _add_segments(families: _Families, segments: Iterable[SegmentView]) -> None:
-    """Add every state's count for the models that have segments, and each segment's attachments.
+    """Add every state's count for the models that have segments, what sharing saves, and each segment's attachments.
 
     A deleted segment can still exist beside its successor of the same name: a name is one series, their sum.
     """
     states: dict[tuple[str, str], Counter[str]] = {}
     attachments: Counter[tuple[str, str, str]] = Counter()
+    saved: Counter[tuple[str, str, str]] = Counter()
     for segment in segments:
         name = segment.name
         states.setdefault((name.tenant, name.model), Counter())[segment.state] += 1
         attachments[name.tenant, name.model, name.label] += segment.sessions
+        saved[name.tenant, name.model, segment.location] += segment.size * max(0, segment.sessions - 1)
     for model, counts in sorted(states.items()):
         for state in SEGMENT:
             if SEGMENT[state]:
                 families.add(catalog.SEGMENTS, counts[state], *model, state)
+    for model_at, size in sorted(saved.items()):
+        families.add(catalog.SEGMENT_SAVED, size, *model_at)
     for full_name, sessions in sorted(attachments.items()):
         families.add(catalog.SEGMENT_ATTACHMENTS, sessions, *full_name)

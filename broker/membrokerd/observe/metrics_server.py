@@ -1,4 +1,4 @@
-"""/metrics, /healthz and /readyz over HTTP: the standard library's server, with bounds.
+"""/metrics, /healthz, /readyz and the status page over HTTP: the standard library's server, with bounds.
 
 prometheus_client's own server is the same one without bounds: it renders for each request, on a thread for each client.
 
@@ -16,11 +16,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from . import logs
 
+METRICS_PORT = 9710
 MAX_CONNECTIONS = 16
 """Served at a time. Above it the oldest client that has not sent its request is cut; otherwise clients that connect
 and send nothing would shut out the scrapes and the probes."""
@@ -34,6 +36,8 @@ HEAD_BYTES = 8192
 REST_SECONDS = 0.004
 """How long accepting pauses after each connection: 250 a second are enough, and each keeps the interpreter from the
 event loop's thread for about 0.4 ms."""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+"""For browsers: no script, nothing loaded from anywhere, and no frame around the page."""
 PAUSE_SECONDS = 0.1
 """How long accepting pauses when the process has no descriptor left."""
 
@@ -44,12 +48,20 @@ State = Callable[[], tuple[bool, str]]
 class MetricsServer:
     """Listens from construction (`port` 0: a free one) and serves from `start()` to `close()`.
 
-    `render` returns the text of a scrape or raises `TimeoutError`; `states` are asked by path. Raises `OSError` when
-    it cannot listen.
+    `render` returns the text of a scrape or raises `TimeoutError`, and `page` the status page likewise; `states` are
+    asked by path. Raises `OSError` when it cannot listen.
     """
 
-    def __init__(self, address: str, port: int, render: Callable[[], bytes], states: Mapping[str, State]) -> None:
-        self._server = _Server(address, port, render, states)
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        render: Callable[[], bytes],
+        states: Mapping[str, State],
+        page: Callable[[], bytes] | None = None,
+    ) -> None:
+        self._server = _Server(address, port)
+        self._server.render, self._server.states, self._server.page = render, states, page
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="metrics", daemon=True
         )
@@ -74,9 +86,11 @@ class MetricsServer:
 
 class _Server(ThreadingHTTPServer):
     request_queue_size = 512  # with the default backlog of 5, a burst is retried after 1 s, and probes time out
+    render: Callable[[], bytes]
+    states: Mapping[str, State]
+    page: Callable[[], bytes] | None
 
-    def __init__(self, address: str, port: int, render: Callable[[], bytes], states: Mapping[str, State]) -> None:
-        self.render, self.states = render, states
+    def __init__(self, address: str, port: int) -> None:
         self._connections: set[socket.socket] = set()
         self._silent: dict[socket.socket, None] = {}
         """The connections that have not sent their request and were not cut, the oldest first."""
@@ -121,7 +135,7 @@ class _Server(ThreadingHTTPServer):
             return False
         oldest = next(iter(self._silent))
         del self._silent[oldest]
-        _shut(oldest)
+        shut(oldest)
         return True
 
     def heard(self, request: socket.socket) -> None:
@@ -140,7 +154,7 @@ class _Server(ThreadingHTTPServer):
         """Shut down every connection: its thread reads an end of file and closes it."""
         with self._lock:
             for connection in self._connections:
-                _shut(connection)
+                shut(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log a failed request as one event. A client that left or was too slow is not logged."""
@@ -149,7 +163,8 @@ class _Server(ThreadingHTTPServer):
             logs.fault(error)
 
 
-def _shut(connection: socket.socket) -> None:
+def shut(connection: socket.socket) -> None:
+    """End a connection that another thread uses; that thread reads an end of file, and closes it."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:
@@ -179,6 +194,14 @@ class _Head(io.RawIOBase):
         return count
 
 
+def _split(url: str) -> SplitResult:
+    """Return the parts of a URL; all are empty if the text is not a URL, as `http://[`."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return urlsplit("")
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     server_version, sys_version = "membrokerd", ""
@@ -192,32 +215,52 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer a path. The deadline is now that of the answer, which sendall() keeps."""
         self.server.heard(self.connection)
         self.connection.settimeout(DEADLINE_SECONDS)
-        path = urlsplit(self.path).path
-        if path == "/metrics":
-            self._metrics()
+        path = _split(self.path).path
+        if not self._is_for_us():
+            self._answer(403, b"this port is for programs of this machine: ask for 127.0.0.1 or localhost\n")
+        elif path == "/metrics":
+            self._rendered(self.server.render, "text/plain; version=0.0.4; charset=utf-8")
+        elif path == "/" and self.server.page is not None:
+            self._rendered(self.server.page, "text/html; charset=utf-8")
         elif state := self.server.states.get(path):
             well, sentence = state()
             self._answer(200 if well else 503, f"{sentence}\n".encode())
         else:
-            self._answer(404, b"try /metrics, /healthz or /readyz\n")
+            self._answer(404, b"try /, /metrics, /healthz or /readyz\n")
 
-    def _metrics(self) -> None:
+    def _is_for_us(self) -> bool:
+        """Say whether the Host is one that only a program of this machine uses, if the server is on loopback.
+
+        A page from elsewhere in an operator's browser could read all that is served: its name may be made to lead to
+        127.0.0.1 once it has been loaded (DNS rebinding).
+        """
+        if not ip_address(self.server.server_name).is_loopback:
+            return True
+        host = _split(f"//{self.headers.get('Host', 'localhost')}").hostname or ""
+        try:
+            return host == "localhost" or bool(ip_address(host))
+        except ValueError:
+            return False
+
+    def _rendered(self, render: Callable[[], bytes], content_type: str) -> None:
         if not self.server.scrapes.acquire(blocking=False):
             self._answer(503, b"too many scrapes at a time\n")
             return
         with ExitStack() as scrape:
             scrape.callback(self.server.scrapes.release)
             try:
-                text = self.server.render()
+                text = render()
             except TimeoutError:
                 self._answer(503, b"the event loop does not answer\n")
             else:
-                self._answer(200, text, "text/plain; version=0.0.4; charset=utf-8")
+                self._answer(200, text, content_type)
 
     def _answer(self, status: int, body: bytes, content_type: str = "text/plain; charset=utf-8") -> None:
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Security-Policy", POLICY)
+        self.send_header("X-Content-Type-Options", "nosniff")
         self.end_headers()
         self.wfile.write(body)
 

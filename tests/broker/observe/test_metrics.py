@@ -4,96 +4,20 @@ from __future__ import annotations
 
 import re
 import shutil
-import socket
-import struct
 import subprocess
 import threading
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.support.daemons import until
 from tests.support.sizes import MIB
+from tests.support.views import FULL, UUID, Source, books, model, segment
 
-from membroker.vmm.driver import DeviceInfo, MemoryInfo
 from membrokerd.core.denied import Reason
-from membrokerd.core.effects import SegmentView
-from membrokerd.core.events import ModelName, SegmentName
-from membrokerd.core.snapshot import LocationView, ModelLocationView, ModelView, TenantLocationView, TenantView
-from membrokerd.observe import catalog, metrics, metrics_server
-from membrokerd.observe.metrics import Metrics, MetricsView
-from membrokerd.observe.metrics_server import MetricsServer
-
-UUID = "GPU-12345678-0000-0000-0000-000000000000"
-
-
-def model(tenant: str, name: str, used: int, limit: int | None = None, segments: int = 0, **denials: int) -> ModelView:
-    at_device = ModelLocationView(
-        "device", used, used + MIB, 0, 0, segments, used // (2 * MIB), limit, MIB, 1, 6 * MIB, 2, 3 * MIB, 2 * MIB, MIB
-    )
-    at_host = ModelLocationView("host", 0, 0, 0, 0, 0, 0, None, 0, 1, 0, 0, 0, 0, 0)
-    return ModelView(ModelName(tenant, name), 64 << 30, (at_device, at_host), 1, 7, 3, denials)
-
-
-def segment(number: int, tenant: str, model: str, state: str) -> SegmentView:
-    return SegmentView(number, SegmentName(tenant, model, f"s{number}"), state, "device", 2 * MIB, 1, 1, 1, 0)
-
-
-def books(
-    *models: ModelView,
-    releasing: int = 0,
-    unaccounted: int | None = 0,
-    segments: tuple[SegmentView, ...] = (),
-    tenants: tuple[TenantView, ...] = (),
-) -> MetricsView:
-    charged = sum(each.locations[0].used for each in models)
-    capacity = 256 * MIB
-    device = LocationView(
-        "device", capacity, charged - releasing, releasing, 0, capacity - charged, unaccounted, 8 * MIB, MIB, 6 * MIB, 2
-    )
-    return MetricsView(
-        locations=(device, LocationView("host", 0, 0, 0, 0, 0, None, 0, 0, 0, 0)),
-        tenants=tenants,
-        models=models,
-        segments=segments,
-        sessions={"open": 1, "detached": 1},
-        observers=1,
-        max_sessions=16,
-        memory={"device": MemoryInfo(1 << 30, 1 << 29), "host": None},
-        memory_descriptors_open=3,
-        device=DeviceInfo(UUID, "a GPU", "cuda", 2 * MIB),
-        version="0.1.0",
-        taken_at=1.7e9,
-        headroom={"device": 2 << 30},
-        gate_reserve={"device": 256 * MIB},
-    )
-
-
-FULL = books(
-    model("acme", "a", 4 * MIB, limit=8 * MIB, segments=2 * MIB, CAPACITY=1),
-    segments=(segment(1, "acme", "a", "sealed"),),
-    tenants=(TenantView("acme", (TenantLocationView("device", 4 * MIB, 16 * MIB, 2 * MIB, 1, 6 * MIB),), 1, 1),),
-)
-"""Books in which every metric of the books has a series."""
-
-
-class Source:
-    """A daemon whose view a test can change."""
-
-    def __init__(self, view: MetricsView) -> None:
-        self.now = view
-        self.views = 0
-
-    def view(self) -> MetricsView:
-        self.views += 1
-        return self.now
-
+from membrokerd.core.snapshot import TenantLocationView, TenantView
+from membrokerd.observe import catalog, metrics
+from membrokerd.observe.metrics import Metrics
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -109,6 +33,17 @@ def scrape(made: Metrics) -> Series:
 
 def values(series: Series, name: str, **labels: str) -> list[float]:
     return [value for (found, has), value in series.items() if found == name and labels.items() <= dict(has).items()]
+
+
+def test_how_waits_ended_is_known_without_a_view() -> None:
+    """A browser that shows the status page must not cost the event loop more than a scrape does."""
+    source = Source(FULL)
+    made = Metrics(source, UUID)
+    made.waits["granted", True].observe(0.5)
+    made.waits["granted", False].observe(0.5)
+    made.waits["refused", False].observe(0.5)
+    assert made.waits_ended() == {"granted": 2, "refused": 1, "cancelled": 0}
+    assert source.views == 0
 
 
 def test_the_models_sum_is_the_devices_figure_and_one_scrape_takes_one_view() -> None:
@@ -250,7 +185,7 @@ def test_segments_of_one_name_are_one_series() -> None:
 
 
 UNITS = re.compile(
-    r"_(bytes|seconds|total|info|sessions|segments|extents|requests|observers|limit|open|draining|full|fallback|attachments)$"
+    r"_(bytes|seconds|total|info|sessions|segments|extents|requests|observers|limit|open|draining|full|fallback|attachments|up)$"
 )
 RIDDLES = re.compile(r"\b(who|whose|nobody|somebody|anybody|beside|is no)\b", re.IGNORECASE)  # besides tools/prose.py
 
@@ -276,8 +211,10 @@ def test_every_series_names_the_gpu_and_every_name_is_in_the_table() -> None:
     own = {(name, labels) for name, labels in series if not name.startswith("process_")}
     assert all(dict(labels)["gpu_uuid"] == UUID for _, labels in own)
     stems = {name.removesuffix(end) for name, _ in series for end in ("_bucket", "_count", "_sum")}
-    missing = {spec.name for spec in catalog.ALL.values()} - {name for name, _ in series} - stems
+    names = {name for name, _ in series} | stems
+    missing = {spec.name for spec in catalog.ALL.values() if spec not in catalog.PARENT} - names
     assert not missing
+    assert not names & {spec.name for spec in catalog.PARENT}, "those are the parent's"
     assert {"process_open_fds", "process_max_fds", "process_resident_memory_bytes"} <= {name for name, _ in series}
 
 
@@ -333,6 +270,13 @@ def test_what_can_be_recalled_of_a_model_and_what_is_late() -> None:
         assert values(series, name, model="a", location="host") == [0]
 
 
+def test_what_a_model_declares() -> None:
+    """It explains memory that the device has in use, and no extent."""
+    series = scrape(Metrics(Source(books(model("acme", "a", 4 * MIB))), UUID))
+    assert values(series, "membroker_model_declared_bytes", model="a", location="device") == [5]
+    assert values(series, "membroker_model_declared_bytes", model="a", location="host") == [0]
+
+
 def test_histograms_lose_nothing_between_threads() -> None:
     made = Metrics(Source(books()), UUID)
 
@@ -358,220 +302,3 @@ def test_promtool_finds_nothing_to_mend() -> None:
     made.request("AllocateExtents", "handoff").observe(1e-5)
     done = subprocess.run([promtool, "check", "metrics"], input=generate_latest(made.registry), capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
-
-
-# --- HTTP ---
-
-
-class Trouble:
-    """The two probes of a daemon, with the answers that a test sets."""
-
-    def __init__(self) -> None:
-        self.healthy = self.ready = (True, "ok")
-
-
-@pytest.fixture
-def trouble() -> Trouble:
-    return Trouble()
-
-
-@pytest.fixture
-def source() -> Source:
-    return Source(books(model("acme", "a", 4 * MIB)))
-
-
-@pytest.fixture
-def server(source: Source, trouble: Trouble) -> Iterator[MetricsServer]:
-    states = {"/healthz": lambda: trouble.healthy, "/readyz": lambda: trouble.ready}
-    made = MetricsServer("127.0.0.1", 0, Metrics(source, UUID).render, states)
-    made.start()
-    yield made
-    made.close()
-
-
-def get(server: MetricsServer, path: str, accept: str = "*/*") -> tuple[int, str, str]:
-    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", headers={"Accept": accept})
-    try:
-        with urllib.request.urlopen(request, timeout=20) as answer:
-            return answer.status, answer.headers["Content-Type"], answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.headers["Content-Type"], error.read().decode()
-
-
-def test_metrics_are_served_as_text(server: MetricsServer) -> None:
-    """Every version of Prometheus reads this format, whatever it prefers, so only one format is rendered."""
-    for accept in ("*/*", "application/openmetrics-text; version=1.0.0"):
-        status, kind, body = get(server, "/metrics?name[]=x", accept)
-        assert (status, kind) == (200, "text/plain; version=0.0.4; charset=utf-8")
-        assert f'membroker_model_virtual_bytes{{gpu_uuid="{UUID}",model="a",tenant="acme"}}' in body
-
-
-def test_health_and_readiness_say_why_not(server: MetricsServer, trouble: Trouble) -> None:
-    assert get(server, "/healthz")[::2] == (200, "ok\n")
-    trouble.ready = (False, "stopping")
-    assert get(server, "/readyz")[::2] == (503, "stopping\n")
-    trouble.ready = (True, "ok, but")
-    assert get(server, "/readyz")[::2] == (200, "ok, but\n")
-    assert get(server, "/healthz")[0] == 200
-    assert get(server, "/")[0] == get(server, "/metrics/")[0] == 404
-
-
-def test_a_view_that_does_not_come_is_a_503(server: MetricsServer, source: Source) -> None:
-    """A daemon whose event loop hangs reports it; the scrape fails instead of waiting forever."""
-
-    def hang() -> MetricsView:
-        raise TimeoutError
-
-    source.view = hang  # type: ignore[method-assign]
-    assert get(server, "/metrics")[0] == 503
-
-
-def test_slow_clients_are_bounded_and_cut(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients that connect and send single bytes fill the table: they are closed to make room, or at their deadline."""
-    monkeypatch.setattr(metrics_server, "DEADLINE_SECONDS", 1.0)
-    before = threading.active_count()
-    slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(metrics_server.MAX_CONNECTIONS)]
-    for client in slow:
-        client.sendall(b"GET /metr")
-        client.settimeout(20)
-    assert get(server, "/healthz")[0] == 200
-    assert threading.active_count() <= before + metrics_server.MAX_CONNECTIONS
-    for client in slow:
-        assert client.recv(1) == b"", "cut at the deadline, though it never fell silent for long"
-        client.close()
-    assert get(server, "/metrics")[0] == 200
-
-
-def test_all_that_ask_at_once_share_one_scrape(
-    server: MetricsServer, source: Source, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many scrapers as are allowed wait for one snapshot of the books. One more is refused; a probe is not.
-
-    Afterwards the text is cached: many constant scrapers cost as much as one.
-    """
-    monkeypatch.setattr(metrics, "KEPT_SECONDS", 60)
-    asked, go_on, view = threading.Event(), threading.Event(), source.view
-
-    def late() -> MetricsView:
-        asked.set()
-        assert go_on.wait(20)
-        return view()
-
-    monkeypatch.setattr(source, "view", late)
-    clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(metrics_server.MAX_SCRAPES)]
-    for client in clients:
-        client.settimeout(20)
-        client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-    assert asked.wait(20)
-    until(lambda: get(server, "/metrics")[::2] == (503, "too many scrapes at a time\n"))
-    assert get(server, "/healthz")[0] == 200
-    go_on.set()
-    answers = [b"".join(iter(lambda client=client: client.recv(65536), b"")) for client in clients]  # type: ignore[misc]
-    for client in clients:
-        client.close()
-    assert all(answer.startswith(b"HTTP/1.0 200") for answer in answers)
-    assert len({answer.partition(b"\r\n\r\n")[2] for answer in answers}) == 1
-    until(lambda: get(server, "/metrics")[0] == 200)
-    assert source.views == 1
-
-
-def test_scrapers_that_read_nothing_leave_the_probes_alone() -> None:
-    """A local user requests a long answer a hundred times and reads nothing: no liveness probe may fail."""
-    long = b"# a line\n" * 1_000_000  # more than the kernel's buffers take
-    made = MetricsServer("127.0.0.1", 0, lambda: long, {"/healthz": lambda: (True, "ok")})
-    made.start()
-    slow, most = [], 0
-    try:
-        for _ in range(100):
-            slow.append(socket.create_connection(("127.0.0.1", made.port)))
-            slow[-1].sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-            assert get(made, "/healthz")[::2] == (200, "ok\n")
-            most = max(most, len(made._server._connections))
-        assert most >= metrics_server.MAX_SCRAPES, "no answer was waiting to be read: the test shows nothing"
-    finally:
-        for client in slow:
-            client.close()
-        made.close()
-
-
-def test_a_scrape_is_kept_for_its_time_and_no_longer(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure is cached too: while the event loop hangs, waiting for it once a second is enough."""
-    monkeypatch.setattr(metrics, "KEPT_SECONDS", 0.05)
-    made = Metrics(source, UUID)
-    first = made.render()
-    until(lambda: made.render() is not first)
-    assert source.views == 2
-    calls = []
-
-    def hang() -> MetricsView:
-        calls.append(1)
-        raise TimeoutError
-
-    monkeypatch.setattr(metrics, "KEPT_SECONDS", 60)
-    monkeypatch.setattr(source, "view", hang)
-
-    def fails() -> bool:
-        try:
-            made.render()
-        except TimeoutError:
-            return True
-        return False
-
-    until(fails)
-    assert fails()
-    assert len(calls) == 1
-
-
-@pytest.mark.parametrize("said", [b"", b"GET /metr", b"POST /metrics HTTP/1.0\r\n\r\n"])
-def test_who_leaves_without_a_word_is_no_event(
-    server: MetricsServer, said: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A load balancer probes the port and resets the connection: that must not fill the log."""
-    for _ in range(20):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            client.sendall(said)
-    assert get(server, "/healthz")[0] == 200
-    server.close()
-    assert not caplog.records
-
-
-@pytest.mark.parametrize("said", [b"", b"GET /metr"])
-def test_a_hundred_silent_clients_leave_the_probes_alone(server: MetricsServer, said: bytes) -> None:
-    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(100)]
-    for client in silent:
-        client.sendall(said)
-        assert get(server, "/healthz")[::2] == (200, "ok\n")
-    for client in silent:
-        client.close()
-
-
-def test_a_request_has_a_bound(server: MetricsServer) -> None:
-    """A client that sends endless headers is cut off after 8 KiB, and not logged."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
-        client.sendall(b"GET /healthz HTTP/1.0\r\n" + b"X: y\r\n" * 100)
-        with suppress(ConnectionError):
-            for _ in range(1_000):
-                client.sendall(b"X-" + b"y" * 10_000 + b": z\r\n")
-        with suppress(ConnectionError):
-            assert client.recv(12) in (b"", b"HTTP/1.0 431", b"HTTP/1.0 200")
-    assert get(server, "/healthz")[0] == 200
-
-
-def test_close_ends_at_once_beside_a_client_that_says_nothing(source: Source) -> None:
-    """Connected clients do not delay a stop. Closing twice, or before the start, is allowed."""
-    made = MetricsServer("127.0.0.1", 0, Metrics(source, UUID).render, {})
-    made.start()
-    with socket.create_connection(("127.0.0.1", made.port), timeout=20) as silent:
-        silent.sendall(b"GET")
-        began = time.monotonic()
-        made.close()
-        assert time.monotonic() - began < 3
-    made.close()
-    MetricsServer("127.0.0.1", 0, Metrics(source, UUID).render, {}).close()
-
-
-def test_a_taken_port_is_an_error(server: MetricsServer, source: Source) -> None:
-    with pytest.raises(OSError, match="in use"):
-        MetricsServer("127.0.0.1", server.port, Metrics(source, UUID).render, {})

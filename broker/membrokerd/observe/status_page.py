@@ -1,0 +1,248 @@
+"""The status page at `/` of the metrics port: the device's memory in pictures and tables, by tenant and model.
+
+Owns the page. It tells nothing that /metrics does not tell, needs no script and no other file, and escapes every text
+that it did not write. The browser loads it again every few seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from html import escape
+
+from membroker.vmm import format_size
+
+from ..core.snapshot import LocationView, ModelLocationView, ModelView, TenantLocationView
+from .metrics import MetricsView
+from .pictures import COLOURS, DEFINITIONS, FREE, NOT_LENT, OTHERS, UNACCOUNTED, Part, bar, chart, refusals
+
+REFRESH_SECONDS = 5
+MOST_TENANTS, MOST_MODELS, MOST_PARTS = 64, 200, 20
+"""Shown on the page: the tenants, the models, and the models in a tenant's bar that use the most. /metrics has all."""
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1d2126; --paper: #fbfbfa; --faint: #6a7078; --line: #d9dce0;
+  --free: #e3efe4; --rest: #eceef1; --bad: #b3261e; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e8ea; --paper: #17191c; --faint: #9aa1a9; --line: #33383e;
+  --free: #24382a; --rest: #24282d; --bad: #ff8a80; } }
+body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 24px auto;
+  max-width: 960px; padding: 0 16px; }
+h1 { font-size: 20px; margin: 0; } h2 { font-size: 16px; margin: 28px 0 8px; }
+p { margin: 4px 0; color: var(--faint); } .bad { color: var(--bad); font-weight: 600; }
+svg { display: block; width: 100%; } svg.bar { height: 34px; border-radius: 3px; background: var(--free); }
+svg.chart text { font: 12px system-ui, sans-serif; fill: var(--faint); }
+.grid { stroke: var(--line); stroke-width: .5; } .capacity { fill: none; stroke: var(--ink); stroke-dasharray: 4 3; }
+.guarantee { stroke: #0a7d33; stroke-width: 3; } .limit { stroke: #b3261e; stroke-width: 3; }
+.refused { fill: #b3261e; } .waiting { fill: none; stroke: #e08a2c; stroke-width: 1.5; }
+.key { display: flex; flex-wrap: wrap; gap: 4px 16px; padding: 6px 0; margin: 0; list-style: none; font-size: 13px; }
+.key i { display: inline-block; width: 11px; height: 11px; margin-right: 5px; border-radius: 2px; }
+.key svg { display: inline-block; width: 11px; height: 11px; margin-right: 5px; }
+table { border-collapse: collapse; width: 100%; font-size: 13px; }
+th, td { text-align: right; padding: 3px 8px; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th { color: var(--faint); font-weight: 500; } .name { text-align: left; overflow-wrap: anywhere; white-space: normal; }
+.wide { overflow-x: auto; }
+"""
+
+
+def page(view: MetricsView, ended: Mapping[str, int]) -> str:
+    """Return the page as HTML. `ended` says how many waits ended so far, by their result."""
+    device = view.device
+    used = {tenant.tenant: sum(one.used for one in tenant.locations) for tenant in view.tenants}
+    colours = dict(zip(sorted(used), itertools.cycle(COLOURS), strict=False))
+    shown = sorted(used, key=lambda tenant: (-used[tenant], tenant))[:MOST_TENANTS]
+    sessions = sum(view.sessions.values())
+    parts = [
+        f"<h1>membroker: {escape(device.name)}</h1>",
+        f"<p>{escape(device.uuid)}, membrokerd {escape(view.version)}, {_at(view.taken_at)}, "
+        f"{sessions} session{'s' * (sessions != 1)} of at most {view.max_sessions}</p>",
+        *_troubles(view),
+    ]
+    for books in view.locations:
+        if books.capacity:
+            parts += _location(view, books, shown, colours)
+    parts += ["<h2>The last minutes</h2>", chart(view.history, _scale(view, view.locations[0]), colours)]
+    parts += ["<h2>Refusals and waits</h2>", refusals(view.history)]
+    parts += ["<p>Columns: requests refused. Line: bytes that requests waited for.</p>", *_told_of_waits(view, ended)]
+    parts += ["<h2>Models</h2>", _models(view)]
+    parts.append('<p><a href="/metrics">/metrics</a> has all numbers.</p>')
+    return document(f"membroker: {device.name}", DEFINITIONS + "".join(parts))
+
+
+def document(title: str, body: str) -> str:
+    """Return HTML around a page's body, which has only safe text."""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>{body}</body></html>"
+    )
+
+
+def _at(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}Z"
+
+
+def _troubles(view: MetricsView) -> Iterator[str]:
+    """Yield a line for each state in which something is wrong."""
+    shortfall = sum(books.shortfall for books in view.locations)
+    late = sum(books.late for model in view.models for books in model.locations)
+    detached = view.sessions.get("detached", 0)
+    lost = (
+        "1 session has lost its connection." if detached == 1 else f"{detached} sessions have lost their connections."
+    )
+    for is_so, sentence in (
+        (view.draining, "An operator drains this device: nothing more is lent."),
+        (view.journal_full, "The journal cannot be written: nothing more is lent."),
+        (view.driver_fallback, "No usable GPU was found: this broker lends host memory instead."),
+        (shortfall, f"{format_size(shortfall)} of the guarantees cannot be kept now."),
+        (late, f"{format_size(late)} were recalled from workers that do not answer."),
+        (detached, lost),
+    ):
+        if is_so:
+            yield f'<p class="bad">{sentence}</p>'
+
+
+# --- Pictures ---
+
+
+def _scale(view: MetricsView, books: LocationView) -> int:
+    memory = view.memory.get(books.location)
+    return max(books.capacity, memory.total if memory is not None else 0)
+
+
+def _location(
+    view: MetricsView, books: LocationView, shown: Sequence[str], colours: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield the bar of one location, its legend, and a bar for each tenant."""
+    where, scale = books.location, _scale(view, books)
+    used = books.lent + books.releasing
+    unaccounted = max(0, books.unaccounted or 0)
+    free = max(0, min(books.free, scale - used - unaccounted))
+    rest = max(0, scale - used - unaccounted - free)
+    books_of = {one.tenant: found for one in view.tenants for found in one.locations if found.location == where}
+    models: dict[str, list[ModelView]] = {}
+    for model in view.models:
+        models.setdefault(model.name.tenant, []).append(model)
+    parts = [part for one in shown for part in _parts_of(models.get(one, ()), one, where, colours[one])]
+    parts.append(Part("other tenants", used - sum(part.size for part in parts), OTHERS))
+    parts += [Part("unaccounted", unaccounted, UNACCOUNTED), Part("free", free, FREE), Part("not lent", rest, NOT_LENT)]
+    yield f"<h2>{where.capitalize()} memory: {format_size(used)} used of {format_size(books.capacity)}</h2>"
+    yield bar(parts, scale, label=f"{where} memory by tenant and model")
+    yield _key(
+        [
+            *((colours[tenant], f"{tenant} {format_size(books_of[tenant].used)}") for tenant in shown),
+            ("releasing", f"releasing {format_size(books.releasing)}"),
+            (UNACCOUNTED, "unaccounted " + (format_size(unaccounted) if books.unaccounted is not None else "unknown")),
+            (FREE, f"free {format_size(books.free)}"),
+            (NOT_LENT, f"not lent {format_size(rest)}"),
+            ("#0a7d33", "line: guarantee"),
+            ("#b3261e", "line: limit"),
+        ]
+    )
+    for tenant in shown:
+        one = books_of[tenant]
+        if one.used or one.guarantee or one.limit is not None or one.waiting:
+            yield from _tenant(models.get(tenant, ()), tenant, one, scale, colours[tenant])
+    if len(view.tenants) > len(shown):
+        yield f"<p>{len(view.tenants) - len(shown)} tenants that use less are not shown.</p>"
+
+
+def _tenant(
+    models: Sequence[ModelView], tenant: str, one: TenantLocationView, scale: int, colour: str
+) -> Iterator[str]:
+    marks = {"guarantee": one.guarantee} if one.guarantee else {}
+    if one.limit is not None:
+        marks["limit"] = one.limit
+    borrowed = max(0, one.used - one.guarantee)
+    told = [f"{format_size(one.used)} used", *(f"{what} {format_size(size)}" for what, size in marks.items())]
+    told += [f"{format_size(borrowed)} above its guarantee"] * bool(one.guarantee and borrowed)
+    told += [f"waits for {format_size(one.waiting)}"] * bool(one.waiting)
+    yield f"<p><b>{escape(tenant)}</b> {', '.join(told)}</p>"
+    yield bar(_parts_of(models, tenant, one.location, colour), scale, marks, f"{one.location} memory of {tenant}")
+
+
+def _parts_of(models: Sequence[ModelView], tenant: str, where: str, colour: str) -> list[Part]:
+    """Return the parts of a tenant's bar: of each model what is within its guarantee, beyond it, and releasing.
+
+    The models that use the least are one part.
+    """
+    rows = [(books, model.name.model) for model in models for books in model.locations if books.location == where]
+    rows.sort(key=lambda row: (-row[0].used, row[1]))
+    found: list[Part] = []
+    for number, (books, model) in enumerate(rows[:MOST_PARTS]):
+        name, opacity = f"{tenant}/{model}", 1.0 - 0.25 * (number % 3)
+        lent = books.used - books.releasing
+        within = min(lent, books.guarantee)
+        found.append(Part(f"{name}, within its guarantee", within, colour, opacity))
+        found.append(Part(name, lent - within, colour, opacity))
+        found.append(Part(f"{name}, releasing", books.releasing, colour, opacity, releasing=True))
+    rest = sum(books.used for books, _ in rows[MOST_PARTS:])
+    return [*found, Part(f"{tenant}, {len(rows) - MOST_PARTS} other models", rest, colour, 0.4)]
+
+
+def _key(rows: Iterable[tuple[str, str]]) -> str:
+    """Return a legend: a colour and a text in each entry."""
+    hatched = '<svg viewBox="0 0 11 11"><rect width="11" height="11" fill="#888"/><rect width="11" height="11" '
+    hatched += 'fill="url(#releasing)"/></svg>'
+    entries = []
+    for colour, text in rows:
+        sign = hatched if colour == "releasing" else f'<i style="background:{colour}"></i>'
+        entries.append(f"<li>{sign}{escape(text)}</li>")
+    return f'<ul class="key">{"".join(entries)}</ul>'
+
+
+# --- Numbers ---
+
+
+def _told_of_waits(view: MetricsView, ended: Mapping[str, int]) -> Iterator[str]:
+    """Yield what waits now, and how waits and refusals were so far."""
+    now = [
+        f"{one.waiting_requests} for {format_size(one.waiting)} of {one.location} memory"
+        for one in view.locations
+        if one.waiting_requests
+    ]
+    yield f"<p>Requests that wait now: {', '.join(now) or 'none'}.</p>"
+    counted = ", ".join(f"{count} {result}" for result, count in ended.items())
+    yield f"<p>Waits that have ended since this daemon started: {counted}.</p>"
+    reasons: Counter[str] = Counter()
+    for model in view.models:
+        reasons.update(model.denials)
+    told = ", ".join(f"{escape(reason)} {count}" for reason, count in reasons.most_common())
+    yield f"<p>Requests refused, of the models that there are: {told or 'none'}.</p>"
+
+
+def _models(view: MetricsView) -> str:
+    rows = [(model, books) for model in view.models for books in model.locations if _worth_showing(books)]
+    rows.sort(key=lambda row: (-row[1].used, row[0].name))
+    heads = ("used", "guarantee", "borrowed above it", "limit", "releasing", "waiting", "recallable", "late")
+    head = "".join(f"<th>{text}</th>" for text in (*heads, "sessions", "refused"))
+    body = "".join(_row(*row) for row in rows[:MOST_MODELS]) or '<tr><td class="name">no models</td></tr>'
+    more = f"<p>{len(rows) - MOST_MODELS} that use less are not shown.</p>" * (len(rows) > MOST_MODELS)
+    table = f'<table><thead><tr><th class="name">model</th>{head}</tr></thead><tbody>{body}</tbody></table>'
+    return f'<div class="wide">{table}</div>{more}'
+
+
+def _worth_showing(books: ModelLocationView) -> bool:
+    return books.location == "device" or any((books.peak, books.guarantee, books.limit is not None))
+
+
+def _row(model: ModelView, books: ModelLocationView) -> str:
+    borrowed = max(0, books.used - books.releasing - books.guarantee)
+    numbers = [
+        format_size(books.used),
+        _size(books.guarantee),
+        _size(borrowed if books.guarantee else 0),
+        "none" if books.limit is None else format_size(books.limit),
+        *map(_size, (books.releasing, books.waiting, books.recallable, books.late)),
+        str(model.sessions),
+        str(sum(model.denials.values())),
+    ]
+    where = "" if books.location == "device" else f" ({books.location})"
+    name = escape(f"{model.name.tenant}/{model.name.model}{where}")
+    return f'<tr><td class="name">{name}</td>{"".join(f"<td>{number}</td>" for number in numbers)}</tr>'
+
+
+def _size(size: int) -> str:
+    return format_size(size) if size else "-"

@@ -1,0 +1,262 @@
+"""The HTTP server of `/metrics` and the probes: its answers, what it refuses, and how long it waits for a client."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+from tests.support.daemons import until
+from tests.support.sizes import MIB
+from tests.support.views import UUID, Source, books, model
+
+from membrokerd.observe import kept, metrics_server
+from membrokerd.observe.metrics import Metrics, MetricsView
+from membrokerd.observe.metrics_server import MetricsServer
+
+
+class Trouble:
+    """The two probes of a daemon, with the answers that a test sets."""
+
+    def __init__(self) -> None:
+        self.healthy = self.ready = (True, "ok")
+
+
+@pytest.fixture
+def trouble() -> Trouble:
+    return Trouble()
+
+
+@pytest.fixture
+def source() -> Source:
+    return Source(books(model("acme", "a", 4 * MIB)))
+
+
+@pytest.fixture
+def server(source: Source, trouble: Trouble) -> Iterator[MetricsServer]:
+    states = {"/healthz": lambda: trouble.healthy, "/readyz": lambda: trouble.ready}
+    made = MetricsServer("127.0.0.1", 0, Metrics(source, UUID).render, states)
+    made.start()
+    yield made
+    made.close()
+
+
+def get(server: MetricsServer, path: str, accept: str = "*/*") -> tuple[int, str, str]:
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", headers={"Accept": accept})
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, answer.headers["Content-Type"], answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers["Content-Type"], error.read().decode()
+
+
+def test_metrics_are_served_as_text(server: MetricsServer) -> None:
+    """Every version of Prometheus reads this format, whatever it prefers, so only one format is rendered."""
+    for accept in ("*/*", "application/openmetrics-text; version=1.0.0"):
+        status, kind, body = get(server, "/metrics?name[]=x", accept)
+        assert (status, kind) == (200, "text/plain; version=0.0.4; charset=utf-8")
+        assert f'membroker_model_virtual_bytes{{gpu_uuid="{UUID}",model="a",tenant="acme"}}' in body
+
+
+def raw_get(server: MetricsServer, path: str, *headers: str) -> bytes:
+    """Return the status line of an answer to a request that a library would not send."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+        client.sendall("\r\n".join((f"GET {path} HTTP/1.1", *headers, "", "")).encode())
+        return client.makefile("rb").readline().strip()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:9710", "localhost", "LOCALHOST:8080", "[::1]:9710", "10.1.2.3"])
+def test_a_program_of_this_machine_is_answered(server: MetricsServer, host: str) -> None:
+    """Also one behind a forwarded port. HTTP/1.0 needs no Host."""
+    assert raw_get(server, "/metrics", f"Host: {host}") == b"HTTP/1.0 200 OK"
+    assert raw_get(server, "/metrics") == b"HTTP/1.0 200 OK"
+
+
+@pytest.mark.parametrize("host", ["evil.example:9710", "127.0.0.1.evil.example", "", "[", "localhost.evil.example"])
+def test_a_page_from_elsewhere_reads_nothing(server: MetricsServer, host: str) -> None:
+    """Its name was made to lead to 127.0.0.1 once an operator's browser had loaded it (DNS rebinding)."""
+    for path in ("/metrics", "/healthz", "/"):
+        assert raw_get(server, path, f"Host: {host}") == b"HTTP/1.0 403 Forbidden"
+
+
+def test_a_path_that_is_none_is_an_answer_and_no_fault(server: MetricsServer, caplog: pytest.LogCaptureFixture) -> None:
+    """Or else any peer could fill the log with tracebacks."""
+    assert raw_get(server, "http://[", "Host: localhost") == b"HTTP/1.0 404 Not Found"
+    assert caplog.records == []
+
+
+def test_health_and_readiness_say_why_not(server: MetricsServer, trouble: Trouble) -> None:
+    assert get(server, "/healthz")[::2] == (200, "ok\n")
+    trouble.ready = (False, "stopping")
+    assert get(server, "/readyz")[::2] == (503, "stopping\n")
+    trouble.ready = (True, "ok, but")
+    assert get(server, "/readyz")[::2] == (200, "ok, but\n")
+    assert get(server, "/healthz")[0] == 200
+    assert get(server, "/")[0] == get(server, "/metrics/")[0] == 404
+
+
+def test_a_view_that_does_not_come_is_a_503(server: MetricsServer, source: Source) -> None:
+    """A daemon whose event loop hangs reports it; the scrape fails instead of waiting forever."""
+
+    def hang() -> MetricsView:
+        raise TimeoutError
+
+    source.view = hang  # type: ignore[method-assign]
+    assert get(server, "/metrics")[0] == 503
+
+
+def test_slow_clients_are_bounded_and_cut(server: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that connect and send single bytes fill the table: they are closed to make room, or at their deadline."""
+    monkeypatch.setattr(metrics_server, "DEADLINE_SECONDS", 1.0)
+    before = threading.active_count()
+    slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(metrics_server.MAX_CONNECTIONS)]
+    for client in slow:
+        client.sendall(b"GET /metr")
+        client.settimeout(20)
+    assert get(server, "/healthz")[0] == 200
+    assert threading.active_count() <= before + metrics_server.MAX_CONNECTIONS
+    for client in slow:
+        assert client.recv(1) == b"", "cut at the deadline, though it never fell silent for long"
+        client.close()
+    assert get(server, "/metrics")[0] == 200
+
+
+def test_all_that_ask_at_once_share_one_scrape(
+    server: MetricsServer, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many scrapers as are allowed wait for one snapshot of the books. One more is refused; a probe is not.
+
+    Afterwards the text is cached: many constant scrapers cost as much as one.
+    """
+    monkeypatch.setattr(kept, "KEPT_SECONDS", 60)
+    asked, go_on, view = threading.Event(), threading.Event(), source.view
+
+    def late() -> MetricsView:
+        asked.set()
+        assert go_on.wait(20)
+        return view()
+
+    monkeypatch.setattr(source, "view", late)
+    clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(metrics_server.MAX_SCRAPES)]
+    for client in clients:
+        client.settimeout(20)
+        client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+    assert asked.wait(20)
+    until(lambda: get(server, "/metrics")[::2] == (503, "too many scrapes at a time\n"))
+    assert get(server, "/healthz")[0] == 200
+    go_on.set()
+    answers = [b"".join(iter(lambda client=client: client.recv(65536), b"")) for client in clients]  # type: ignore[misc]
+    for client in clients:
+        client.close()
+    assert all(answer.startswith(b"HTTP/1.0 200") for answer in answers)
+    assert len({answer.partition(b"\r\n\r\n")[2] for answer in answers}) == 1
+    until(lambda: get(server, "/metrics")[0] == 200)
+    assert source.views == 1
+
+
+def test_scrapers_that_read_nothing_leave_the_probes_alone() -> None:
+    """A local user requests a long answer a hundred times and reads nothing: no liveness probe may fail."""
+    long = b"# a line\n" * 1_000_000  # more than the kernel's buffers take
+    made = MetricsServer("127.0.0.1", 0, lambda: long, {"/healthz": lambda: (True, "ok")})
+    made.start()
+    slow, most = [], 0
+    try:
+        for _ in range(100):
+            slow.append(socket.create_connection(("127.0.0.1", made.port)))
+            slow[-1].sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert get(made, "/healthz")[::2] == (200, "ok\n")
+            most = max(most, len(made._server._connections))
+        assert most >= metrics_server.MAX_SCRAPES, "no answer was waiting to be read: the test shows nothing"
+    finally:
+        for client in slow:
+            client.close()
+        made.close()
+
+
+def test_a_scrape_is_kept_for_its_time_and_no_longer(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure is cached too: while the event loop hangs, waiting for it once a second is enough."""
+    monkeypatch.setattr(kept, "KEPT_SECONDS", 0.05)
+    made = Metrics(source, UUID)
+    first = made.render()
+    until(lambda: made.render() is not first)
+    assert source.views == 2
+    calls = []
+
+    def hang() -> MetricsView:
+        calls.append(1)
+        raise TimeoutError
+
+    monkeypatch.setattr(kept, "KEPT_SECONDS", 60)
+    monkeypatch.setattr(source, "view", hang)
+
+    def fails() -> bool:
+        try:
+            made.render()
+        except TimeoutError:
+            return True
+        return False
+
+    until(fails)
+    assert fails()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /metr", b"POST /metrics HTTP/1.0\r\n\r\n"])
+def test_who_leaves_without_a_word_is_no_event(
+    server: MetricsServer, said: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A load balancer probes the port and resets the connection: that must not fill the log."""
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.sendall(said)
+    assert get(server, "/healthz")[0] == 200
+    server.close()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /metr"])
+def test_a_hundred_silent_clients_leave_the_probes_alone(server: MetricsServer, said: bytes) -> None:
+    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(100)]
+    for client in silent:
+        client.sendall(said)
+        assert get(server, "/healthz")[::2] == (200, "ok\n")
+    for client in silent:
+        client.close()
+
+
+def test_a_request_has_a_bound(server: MetricsServer) -> None:
+    """A client that sends endless headers is cut off after 8 KiB, and not logged."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+        client.sendall(b"GET /healthz HTTP/1.0\r\n" + b"X: y\r\n" * 100)
+        with suppress(ConnectionError):
+            for _ in range(1_000):
+                client.sendall(b"X-" + b"y" * 10_000 + b": z\r\n")
+        with suppress(ConnectionError):
+            assert client.recv(12) in (b"", b"HTTP/1.0 431", b"HTTP/1.0 200")
+    assert get(server, "/healthz")[0] == 200
+
+
+def test_close_ends_at_once_beside_a_client_that_says_nothing(source: Source) -> None:
+    """Connected clients do not delay a stop. Closing twice, or before the start, is allowed."""
+    made = MetricsServer("127.0.0.1", 0, Metrics(source, UUID).render, {})
+    made.start()
+    with socket.create_connection(("127.0.0.1", made.port), timeout=20) as silent:
+        silent.sendall(b"GET")
+        began = time.monotonic()
+        made.close()
+        assert time.monotonic() - began < 3
+    made.close()
+    MetricsServer("127.0.0.1", 0, Metrics(source, UUID).render, {}).close()
+
+
+def test_a_taken_port_is_an_error(server: MetricsServer, source: Source) -> None:
+    with pytest.raises(OSError, match="in use"):
+        MetricsServer("127.0.0.1", server.port, Metrics(source, UUID).render, {})

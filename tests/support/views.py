@@ -1,0 +1,75 @@
+"""Views of books, made by hand: what `/metrics` and the status page render."""
+
+from __future__ import annotations
+
+from membroker.vmm.driver import DeviceInfo, MemoryInfo
+from membrokerd.core.effects import SegmentView
+from membrokerd.core.events import ModelName, SegmentName
+from membrokerd.core.snapshot import LocationView, ModelLocationView, ModelView, TenantLocationView, TenantView
+from membrokerd.observe.metrics import MetricsView
+
+from .sizes import MIB
+
+UUID = "GPU-12345678-0000-0000-0000-000000000000"
+
+
+def model(tenant: str, name: str, used: int, limit: int | None = None, segments: int = 0, **denials: int) -> ModelView:
+    at_device = ModelLocationView(
+        "device", used, used + MIB, 0, 5, segments, used // (2 * MIB), limit, MIB, 1, 6 * MIB, 2, 3 * MIB, 2 * MIB, MIB
+    )
+    at_host = ModelLocationView("host", 0, 0, 0, 0, 0, 0, None, 0, 1, 0, 0, 0, 0, 0)
+    return ModelView(ModelName(tenant, name), 64 << 30, (at_device, at_host), 1, 7, 3, denials)
+
+
+def segment(number: int, tenant: str, model: str, state: str) -> SegmentView:
+    return SegmentView(number, SegmentName(tenant, model, f"s{number}"), state, "device", 2 * MIB, 1, 1, 1, 0)
+
+
+def books(
+    *models: ModelView,
+    releasing: int = 0,
+    unaccounted: int | None = 0,
+    segments: tuple[SegmentView, ...] = (),
+    tenants: tuple[TenantView, ...] = (),
+) -> MetricsView:
+    charged = sum(each.locations[0].used for each in models)
+    capacity = 256 * MIB
+    device = LocationView(
+        "device", capacity, charged - releasing, releasing, 0, capacity - charged, unaccounted, 8 * MIB, MIB, 6 * MIB, 2
+    )
+    return MetricsView(
+        locations=(device, LocationView("host", 0, 0, 0, 0, 0, None, 0, 0, 0, 0)),
+        tenants=tenants,
+        models=models,
+        segments=segments,
+        sessions={"open": 1, "detached": 1},
+        observers=1,
+        max_sessions=16,
+        memory={"device": MemoryInfo(1 << 30, 1 << 29), "host": None},
+        memory_descriptors_open=3,
+        device=DeviceInfo(UUID, "a GPU", "cuda", 2 * MIB),
+        version="0.1.0",
+        taken_at=1.7e9,
+        headroom={"device": 2 << 30},
+        gate_reserve={"device": 256 * MIB},
+    )
+
+
+FULL = books(
+    model("acme", "a", 4 * MIB, limit=8 * MIB, segments=2 * MIB, CAPACITY=1),
+    segments=(segment(1, "acme", "a", "sealed"),),
+    tenants=(TenantView("acme", (TenantLocationView("device", 4 * MIB, 16 * MIB, 2 * MIB, 1, 6 * MIB),), 1, 1),),
+)
+"""Books in which every metric of the books has a series."""
+
+
+class Source:
+    """A daemon whose view a test can change."""
+
+    def __init__(self, view: MetricsView) -> None:
+        self.now = view
+        self.views = 0
+
+    def view(self) -> MetricsView:
+        self.views += 1
+        return self.now

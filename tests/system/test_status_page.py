@@ -1,0 +1,306 @@
+"""The status page at `/` of the metrics port: fetched, parsed, and drawn by a real browser."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.support.daemons import Daemon, running, until
+from tests.support.sizes import MIB
+from tests.support.views import FULL, books, model
+
+import membroker
+from membroker.vmm.driver import DeviceInfo
+from membrokerd.core.snapshot import TenantLocationView, TenantView
+from membrokerd.observe.history import SAMPLES, Sample
+from membrokerd.observe.status_page import MOST_MODELS, page
+
+DOCS = Path(__file__).parents[2] / "docs"
+VOID = {"meta", "line", "rect", "br"}
+
+
+class Page(HTMLParser):
+    """What is on a page: its tags, attributes, texts, and the titles of shapes by the picture that they are in."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: Counter[str] = Counter()
+        self.attributes: list[tuple[str, str]] = []
+        self.titles: dict[str, list[str]] = {}
+        self.rows: list[list[str]] = []
+        self.text = ""
+        self._picture = ""
+        self.feed(text)
+        self.close()
+        assert self.open == [], "every tag is closed"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag == "svg":
+            self._picture = dict(attrs).get("aria-label") or ""
+        if tag == "tr":
+            self.rows.append([])
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "title":
+            self.titles.setdefault(self._picture, []).append(data)
+        elif "style" not in self.open:
+            self.text += data
+            if self.open and self.open[-1] in ("td", "th"):
+                self.rows[-1].append(data)
+
+
+def fetch(daemon: Daemon) -> tuple[str, dict[str, str]]:
+    """Return the page and its headers."""
+    url = daemon.device().metrics_url.removesuffix("/metrics") + "/"
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return answer.read().decode(), dict(answer.headers)
+
+
+CONFIG = {
+    "capacity": "8GiB",
+    "tenants": {"chat": {"guarantee": "4GiB", "limit": "7GiB"}, "search": {"guarantee": "1GiB"}, "batch": {}},
+}
+
+
+@contextmanager
+def tenants_at_work() -> Iterator[tuple[Daemon, list[threading.Thread]]]:
+    """Three tenants on 8 GiB: two models of chat, one of search, and batch, which has the rest and wants more."""
+    with running(CONFIG) as daemon, ExitStack() as stack:
+        chat, search, batch = (
+            stack.enter_context(membroker.connect(daemon.endpoint(name))) for name in ("chat", "search", "batch")
+        )
+        large, small = chat.register_model("Qwen/Qwen3-8B", limit="5GiB"), chat.register_model("Qwen/Qwen3-1.7B")
+        for one, size in ((large, "1536MiB"), (small, "640MiB"), (search.register_model("bge-m3"), "512MiB")):
+            stack.enter_context(one.allocate(size))
+        night = batch.register_model("night-run")
+        night.on_recall(lambda _: None)
+        stack.enter_context(night.allocate("3GiB"))
+        with pytest.raises(membroker.OutOfMemory):
+            large.allocate("4GiB")
+        waiter = threading.Thread(target=_wait_in_vain, args=(night,))
+        waiter.start()
+        yield daemon, [waiter]
+    waiter.join()
+
+
+def _wait_in_vain(night: membroker.Model) -> None:
+    with suppress(membroker.MembrokerError):  # the client is closed, or the others have left before it
+        night.allocate("4GiB", wait=600).close()
+
+
+def test_the_page_shows_what_metrics_tells() -> None:
+    """An operator opens the port in a browser. Each model, each tenant's marks and each sum is that of the scrape."""
+    with tenants_at_work() as (daemon, _):
+        until(lambda: "4.0 GiB" in Page(fetch(daemon)[0]).text and "1 for 4.0 GiB" in Page(fetch(daemon)[0]).text)
+        text, headers = fetch(daemon)
+        shown = Page(text)
+        device = shown.titles["device memory by tenant and model"]
+        assert "chat/Qwen/Qwen3-8B: 1.5 GiB" in device
+        assert "chat/Qwen/Qwen3-1.7B: 640.0 MiB" in device
+        assert "batch/night-run: 3.0 GiB" in device
+        assert [one.split(":")[0] for one in device if one.startswith(("free", "unacc", "chat/Qwen/Qwen3-8B,"))] == [
+            "free"
+        ]
+        assert shown.titles["device memory of chat"][-2:] == ["guarantee: 4.0 GiB", "limit: 7.0 GiB"]
+        rows = {row[0]: row[1:] for row in shown.rows}
+        scraped = {
+            (sample.labels["tenant"], sample.labels["model"])
+            for family in text_string_to_metric_families(daemon.metrics())
+            for sample in family.samples
+            if sample.name == "membroker_model_used_bytes"
+        }
+        assert set(rows) == {"model"} | {f"{tenant}/{name}" for tenant, name in scraped}
+        assert rows["chat/Qwen/Qwen3-8B"][-1] == "1", "it was refused once"
+        assert "Requests that wait now: 1 for 4.0 GiB of device memory." in shown.text
+        assert "MODEL_LIMIT 1" in shown.text
+        assert headers["Content-Type"] == "text/html; charset=utf-8"
+        assert headers["Content-Security-Policy"].startswith("default-src 'none'; style-src 'unsafe-inline';")
+
+
+def test_it_needs_no_script_and_no_other_file(daemon: Daemon) -> None:
+    shown = Page(fetch(daemon)[0])
+    assert not {"script", "link", "img", "iframe", "object", "form"} & set(shown.tags)
+    assert [value for name, value in shown.attributes if name in ("href", "src")] == ["/metrics"]
+    assert not [name for name, _ in shown.attributes if name.startswith("on")]
+    assert ("http-equiv", "refresh") in shown.attributes
+
+
+def test_the_chart_grows_with_time(daemon: Daemon) -> None:
+    """A sample is taken every two seconds; what a tenant borrowed and returned since stays in the chart."""
+    with membroker.connect(daemon.endpoint("red")) as client, client.register_model("m").allocate("64MiB"):
+        until(lambda: Page(fetch(daemon)[0]).titles.get("bytes by tenant over the last minutes"))
+        until(lambda: "red" in Page(fetch(daemon)[0]).titles["bytes by tenant over the last minutes"])
+    assert "red" in Page(fetch(daemon)[0]).titles["bytes by tenant over the last minutes"]
+
+
+# --- A page of what was never seen ---
+
+HOSTILE = '"><script>alert(1)</script>&lt;'
+
+
+def test_every_name_is_escaped() -> None:
+    """The grammar of names allows none of this. The page does not rely on it."""
+    tenant = TenantView(HOSTILE, (TenantLocationView("device", MIB, 2 * MIB, MIB, 1, MIB),), 1, 1)
+    view = books(model(HOSTILE, HOSTILE, MIB, limit=2 * MIB, **{HOSTILE: 1}), tenants=(tenant,), unaccounted=5)
+    device = DeviceInfo(HOSTILE, HOSTILE, "cuda", 2 * MIB)
+    history = tuple(Sample(float(at), {HOSTILE: MIB}, MIB, 4 * MIB, MIB, 7, MIB, at) for at in range(3))
+    text = page(replace(view, device=device, version=HOSTILE, history=history), {"granted": 1})
+    assert "<script" not in text
+    shown = Page(text)
+    assert HOSTILE in shown.titles["bytes by tenant over the last minutes"]
+    assert f"{HOSTILE}/{HOSTILE}" in [row[0] for row in shown.rows]
+
+
+def test_what_is_wrong_stands_at_the_top() -> None:
+    view = replace(FULL, draining=True, journal_full=True, driver_fallback=True)
+    text = Page(page(view, {})).text
+    for sentence in (
+        "An operator drains this device",
+        "The journal cannot be written",
+        "No usable GPU was found",
+        "1.0 MiB of the guarantees cannot be kept now",
+        "1.0 MiB were recalled from workers that do not answer",
+        "1 session has lost its connection.",
+    ):
+        assert sentence in text
+    assert "drains" not in Page(page(replace(FULL, draining=False), {})).text
+
+
+def test_a_thousand_tenants_make_no_endless_page() -> None:
+    """4,096 models of 1,024 tenants, and the longest history: the page is bounded, and made in a moment."""
+    tenants = tuple(
+        TenantView(f"uid-{number}", (TenantLocationView("device", MIB, None, 0, 1, 0),), 4, 1) for number in range(1024)
+    )
+    models = [model(f"uid-{number % 1024}", f"m{number}", MIB) for number in range(4096)]
+    history = tuple(
+        Sample(at * 2.0, {f"uid-{number}": MIB for number in range(12)}, MIB, 1 << 40, MIB, 0, 0, at)
+        for at in range(SAMPLES)
+    )
+    view = replace(books(*models, tenants=tenants), history=history)
+    began = time.thread_time()
+    text = page(view, {})
+    took = time.thread_time() - began
+    assert len(text) < 1 << 20
+    assert took < 2.0, took
+    shown = Page(text)
+    assert len(shown.rows) == MOST_MODELS + 1
+    assert "3896 that use less are not shown." in shown.text
+    assert "960 tenants that use less are not shown." in shown.text
+
+
+# --- A browser ---
+
+
+@pytest.mark.slow
+def test_a_browser_draws_it(tmp_path: Path) -> None:
+    """Headless Chromium: the pictures have their size, nothing is refused or missing, and no script is needed.
+
+    With MEMBROKER_REWRITE=1 the picture of docs/operating.md is taken again.
+    """
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("chromium is not installed (Debian: apt-get install chromium)")
+    picture = tmp_path / "status-page.png"
+    with tenants_at_work() as (daemon, _):
+        if os.environ.get("MEMBROKER_REWRITE"):
+            _let_it_trade(daemon)
+        until(lambda: "polygon" in fetch(daemon)[0])
+        url = daemon.device().metrics_url.removesuffix("/metrics") + "/"
+        done = subprocess.run(
+            [
+                *(chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+                *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+                *("--enable-logging=stderr", "--hide-scrollbars", f"--user-data-dir={tmp_path / 'profile'}"),
+                *("--window-size=1060,1130", f"--screenshot={picture}", url),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    complaints = [line for line in done.stderr.splitlines() if "CONSOLE" in line or "Content Security" in line]
+    assert complaints == []
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert _colours(picture) >= {(0x3B, 0x76, 0xB5), (0xE0, 0x8A, 0x2C), (0x4A, 0x9A, 0x5B)}, "the tenants' colours"
+    if os.environ.get("MEMBROKER_REWRITE"):
+        shutil.copy(picture, DOCS / "status-page.png")
+
+
+def _let_it_trade(daemon: Daemon) -> None:
+    """Let search grow and shrink for a while, so that the chart has something to show."""
+    with membroker.connect(daemon.endpoint("search")) as client:
+        model, held = client.register_model("rerank"), []
+        for size in (128, 128, 256, -1, 128, -1, -1, 256, -1, -1, 256, -1) * 5:
+            if size > 0:
+                held.append(model.allocate(size * MIB))
+            elif held:
+                held.pop().close()
+            if size == 256:
+                with pytest.raises(membroker.OutOfMemory):
+                    model.allocate("8GiB")
+            time.sleep(1)
+        while held:
+            held.pop().close()
+
+
+def _colours(picture: Path) -> set[tuple[int, int, int]]:
+    """Return the colours of a PNG that has 8 bits for each of its channels."""
+    import struct
+    import zlib
+
+    data, at, packed = picture.read_bytes(), 8, b""
+    width = height = channels = 0
+    while at < len(data):
+        length, kind = struct.unpack_from(">I4s", data, at)
+        body = data[at + 8 : at + 8 + length]
+        if kind == b"IHDR":
+            width, height, depth, colour = struct.unpack_from(">IIBB", body)
+            assert (depth, colour) in ((8, 2), (8, 6))
+            channels = {2: 3, 6: 4}[colour]
+        elif kind == b"IDAT":
+            packed += body
+        at += 12 + length
+    rows, stride = zlib.decompress(packed), width * channels
+    before, found = bytearray(stride), set()
+    for number in range(height):
+        start = number * (stride + 1)
+        row = _unfiltered(rows[start], bytearray(rows[start + 1 : start + 1 + stride]), before, channels)
+        found |= {tuple(row[place : place + 3]) for place in range(0, stride, channels)}
+        before = row
+    return found  # type: ignore[return-value]
+
+
+def _unfiltered(kind: int, row: bytearray, before: bytearray, step: int) -> bytearray:
+    """Undo the filter of a row of a PNG."""
+    for place in range(len(row)):
+        left = row[place - step] if place >= step else 0
+        up, corner = before[place], before[place - step] if place >= step else 0
+        guess = left + up - corner
+        near = min((abs(guess - left), 0, left), (abs(guess - up), 1, up), (abs(guess - corner), 2, corner))[2]
+        row[place] = (row[place] + (0, left, up, (left + up) // 2, near)[kind]) & 255
+    return row
