@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 SWITCH_SECONDS = 0.0005
 GUARANTEE_STEP = 64 << 20
 """Engines take pages of up to this size."""
+MAX_HOST_DEVICES = 64
+PR_SET_PDEATHSIG = 1
 
 _EPILOG = """\
 examples:
@@ -31,22 +33,32 @@ examples:
   membrokerd --driver host --capacity 8GiB     no GPU: the host driver, for trying things out
   membrokerd --config /etc/membroker/membrokerd.toml
   membrokerd --config FILE --device 1          the second GPU's daemon, from the same file
+  membrokerd --config FILE --all               a daemon for each GPU of the machine; one metrics port for all
   membrokerd --config FILE --check-config      report what is wrong with FILE; start nothing
   kill -HUP PID                                read FILE again; the log says what has changed and what needs a restart
 
 Workers find the endpoint through MEMBROKER_ENDPOINT, or at its default place. `membroker doctor` says whether this
-machine can run a broker. `membroker status` shows what a running broker lends."""
+machine can run a broker. `membroker status` shows what a running broker lends. deploy/membrokerd.toml explains every
+key of FILE."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the daemon; returns its exit status.
 
     0 after SIGTERM or SIGINT, 1 when it cannot start, 2 for a wrong command line, 130 after a SIGINT during the start.
+    With `--all` also 0 after every daemon was drained and has ended, and 1 if a daemon had to be killed at the stop.
     """
     open_standard_descriptors()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it reloads the configuration, which is not read yet
     try:
-        return _run(vars(_parser().parse_args(arguments)))
+        parser = _parser()
+        known, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(parser, unknown[0])}")
+        options = vars(known)
+        if options["all"] is not None and options["device"] is not None:
+            parser.error("--all runs a daemon for every device: leave out --device")
+        return _run(options)
     except KeyboardInterrupt:
         return 130
     except ModuleNotFoundError as error:
@@ -67,10 +79,19 @@ def _run(options: dict[str, Any]) -> int:
 
     path: Path | None = options.pop("config")
     only_check: bool = options.pop("check_config")
+    count: int | None = options.pop("all")
+    parent: int | None = options.pop("of_all")
+    if parent is not None:  # the parent serves the metrics of all, and systemd keeps descriptors only for the parent
+        options |= {"metrics.address": "127.0.0.1", "metrics.port": 0, "systemd_descriptors": 0}
+        _end_with(parent)
     try:
         config = load(path, options)
     except ConfigError as error:
         print(error, file=sys.stderr)
+        return 1
+    wrong = "" if count is None else _wrong_for_all(config, count)
+    if wrong:
+        print(f"membrokerd: {wrong}", file=sys.stderr)
         return 1
     if only_check:
         try:
@@ -81,8 +102,58 @@ def _run(options: dict[str, Any]) -> int:
             return 1
         print(f"{path or 'the defaults'}: good")
         return 0
-    logs.configure(config.log)
+    logs.configure(config.log, gpu="" if parent is None else _name(config))
+    if count is not None:
+        return _serve_all(config, count, {"config": path, **options})
     return _serve(config, Reloader(path, lambda: load(path, options)))
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel stop this process when its parent dies, or else the next parent would find the GPU taken.
+
+    It is not done between fork and exec (`preexec_fn`): there it could wait forever for a lock of the dynamic linker
+    that another thread of the parent had, and the parent's event loop with it.
+    """
+    import ctypes
+    import os
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+def _name(config: Config) -> str:
+    """Return what the log calls the device: its UUID."""
+    if isinstance(config.device, int):
+        return f"host-{config.device}" if config.device else "host"
+    return config.device
+
+
+def _wrong_for_all(config: Config, count: int) -> str:
+    """Return why `--all` cannot run with this configuration, or an empty text."""
+    if count and config.driver != "host":
+        return "--all takes a number only with --driver host: all GPUs are found by themselves"
+    if config.descriptor_store == "systemd":
+        return 'descriptor_store = "systemd" keeps descriptors for one daemon only; with --all write "keeper" or "auto"'
+    return ""
+
+
+def _serve_all(config: Config, count: int, options: dict[str, Any]) -> int:
+    import asyncio
+
+    from membroker.vmm import DriverError
+
+    from .all_gpus import AllGpus, command_of, find
+    from .home import HomeError
+    from .observe import logs
+
+    try:
+        driver, found = find(config, count)
+        return asyncio.run(AllGpus(config, found, command_of(options, driver)).run())
+    except (HomeError, DriverError) as error:
+        logs.flush()
+        print(f"membrokerd: {error}", file=sys.stderr)
+        return 1
 
 
 def _troubles(config: Config) -> Iterator[str]:
@@ -188,14 +259,61 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--driver", choices=("auto", "host", "cuda"), help="auto: a usable GPU, else the host driver")
     parser.add_argument("--device", type=_device, metavar="N|UUID", help="which GPU: its number or its UUID")
     parser.add_argument(
-        "--capacity", metavar="SIZE", help='how much may be lent, as in "64GiB"; default: all but the headroom'
+        "--all",
+        type=_count,
+        nargs="?",
+        const=0,
+        metavar="N",
+        help="run a daemon for each GPU and start those again that die; with the host driver, for N devices (1)",
     )
-    parser.add_argument("--headroom", metavar="SIZE", help="how much of the device is never lent")
-    parser.add_argument("--runtime-directory", metavar="DIR", help="where the endpoints' sockets are")
-    parser.add_argument("--metrics-port", type=int, dest="metrics.port", metavar="PORT", help="0: any free port")
-    parser.add_argument("--log-format", choices=("text", "json"), dest="log.format")
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), dest="log.level")
+    # A daemon that --all has started, and the pid of its parent.
+    parser.add_argument("--of-all", type=int, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--capacity",
+        metavar="SIZE",
+        help='how much may be lent, as in "64GiB"; default: all of the GPU but the headroom; with the host driver 1GiB',
+    )
+    parser.add_argument(
+        "--headroom", metavar="SIZE", help="how much of the device is never lent; default: 2GiB of a GPU"
+    )
+    parser.add_argument(
+        "--runtime-directory",
+        metavar="DIR",
+        help="where the endpoints' sockets are; default: $XDG_RUNTIME_DIR/membroker, for root /run/membroker",
+    )
+    parser.add_argument(
+        "--metrics-port",
+        type=int,
+        dest="metrics.port",
+        metavar="PORT",
+        help="of /metrics and the status page; 0: any free port; default: 9710 plus the number of the GPU",
+    )
+    parser.add_argument(
+        "--log-format", choices=("text", "json"), dest="log.format", help="text for people, json for programs"
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        dest="log.level",
+        help="debug: also each loan, release and refusal",
+    )
     return parser
+
+
+def _meant(parser: argparse.ArgumentParser, argument: str) -> str:
+    """Return the end of a sentence: the option that is most like `argument`, if one is."""
+    import difflib
+
+    near = difflib.get_close_matches(argument.partition("=")[0], parser._option_string_actions, n=1)
+    return f", did you mean {near[0]}?" if near else ""
+
+
+def _count(text: str) -> int:
+    from argparse import ArgumentTypeError
+
+    if not (text.isdecimal() and 1 <= int(text) <= MAX_HOST_DEVICES):
+        raise ArgumentTypeError(f"the number of the host driver's devices is 1 to {MAX_HOST_DEVICES}, not {text!r}")
+    return int(text)
 
 
 def _device(text: str) -> int | str:

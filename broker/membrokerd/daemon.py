@@ -45,12 +45,16 @@ from .eviction import Evictions
 from .executor import Executor
 from .home import Home, HomeError, clear_private
 from .lookout import Lookout
-from .loop import Loop, seen
-from .observe import logs
+from .loop import Loop, clock, seen
+from .observe import logs, status_page
+from .observe.decisions import Decisions
+from .observe.history import History
+from .observe.kept import KeptText
 from .observe.metrics import Metrics, MetricsView
-from .observe.metrics_server import MetricsServer
+from .observe.metrics_server import METRICS_PORT, MetricsServer
 from .observe.sd_notify import Heartbeat, notify
 from .observe.suspects import CONTEXT_BYTES
+from .recorder import Recorder
 from .reload import Reloader, compare
 from .restart.descriptor_store import Kept, Store
 from .restart.journal import Binding, Journal, boot_id
@@ -69,7 +73,6 @@ from .turns import Turns, in_portions, spare_collections
 from .view import take_view
 from .writer import Writer
 
-METRICS_PORT = 9710
 VIEW_SECONDS = 2.0
 """How long a scrape waits for the event loop before it fails."""
 STOP_SECONDS = 5.0
@@ -86,6 +89,7 @@ class Daemon:
         self._reloader = reloader
         self._traffic = Traffic()
         self._metrics = Metrics(self, plan.driver.device.uuid)
+        self._decisions, self._history = Decisions(), History()
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT."""
@@ -96,7 +100,8 @@ class Daemon:
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reloader.ask)
             self._reloader.begin(self._reload)
-            notify(f"READY=1\nSTATUS=lending {format_size(self._plan.capacities['device'])}")
+            size, url = format_size(self._plan.capacities["device"]), self._views.metrics_url
+            notify(f"READY=1\nSTATUS=lending {size}\nX_METRICS_URL={url}")  # systemd ignores names with X_
             logs.log("ready", pid=os.getpid(), metrics=self._views.metrics_url or "off")
             spare_collections()
             self._turns.begin()  # do not count the start as a turn
@@ -143,13 +148,13 @@ class Daemon:
             writer,
             self._turns,
         )
-        self._loop.on_audit = self._metrics.count
+        self._loop.on_audit = self._audited
         self._loop.observe_wait = self._observe_wait
         self._loop.observe_recall = self._observe_recall
         self._loop.figures = executor.figures()
-        self._dispatcher = Dispatcher(self._loop, self._metrics.request)
+        self._dispatcher = Dispatcher(self._loop, self._metrics.request, self._decisions)
         headroom = {str(where): size for where, size in plan.headroom.items()}
-        self._views = Views(self._loop, plan.driver.device, headroom, __version__, plan.gate_reserve)
+        self._views = Views(self._loop, plan.driver.device, headroom, __version__, self._decisions, plan.gate_reserve)
         self._drain = Drain(lambda: not any(total.charged for total in broker.ledger.totals.values()), stop)
         stack.callback(self._drain.end)
         executor.start(asyncio.get_running_loop())
@@ -159,6 +164,9 @@ class Daemon:
         self._evictions = Evictions(self._watch)
         stack.callback(self._evictions.close)
         self._take_over(executor, kept)
+        if config.record:
+            recorder = self._loop.recorder = Recorder(broker, self._quotas_path.parent, clock)
+            stack.callback(recorder.close)
         self._heartbeat = Heartbeat(asyncio.get_running_loop())
         self._start_metrics(stack)
         self._loop.start()
@@ -263,7 +271,8 @@ class Daemon:
         port = METRICS_PORT + self._plan.driver.device.index if metrics.port is None else metrics.port
         try:
             states = {"/healthz": self._heartbeat.health, "/readyz": self._readiness}
-            server = MetricsServer(metrics.address, port, self._metrics.render, states)
+            page = KeptText(lambda: status_page.page(self.view(), self._metrics.waits_ended()).encode())
+            server = MetricsServer(metrics.address, port, self._metrics.render, states, page.get)
         except OSError as error:
             other = "port with --metrics-port (0 for a free one)"
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
@@ -324,6 +333,8 @@ class Daemon:
         for name, tenant in tenants.items():
             self._doors.admit(name, tenant.uids)
         self._loop.broker.change_rules(changed_rules(self._loop.broker.books.rules, self._config))
+        if self._loop.recorder is not None:
+            self._loop.recorder.begin("the rules have changed")
         warn_of_guarantees(self._loop.broker.ledger.quotas, self._loop.broker.books.rules, self._config)
         logs.set_level(self._config.log.level)
         if changes.fixed:
@@ -346,8 +357,8 @@ class Daemon:
         answer: concurrent.futures.Future[MetricsView] = concurrent.futures.Future()
 
         def begin() -> None:
-            evicted = self._evictions.count
-            view = take_view(self._loop, self._plan, self._config.tenants, self._traffic, self._store, evicted)
+            tenants, more = self._config.tenants, (self._evictions.count, self._history)
+            view = take_view(self._loop, self._plan, tenants, self._traffic, self._store, *more)
             in_portions(view, answer.set_result)
 
         self._loop.call_threadsafe(begin)
@@ -363,15 +374,21 @@ class Daemon:
             return True, 'ok, but no usable GPU was found (driver = "auto"): this broker lends host memory'
         return True, "ok"
 
+    def _audited(self) -> None:
+        self._metrics.count()
+        self._history.look(self._loop.broker)
+
     def _observe_driver(self, call: str, seconds: float) -> None:
         self._metrics.driver_call(call).observe(seconds)
 
     def _observe_wait(self, waited: fx.Waited) -> None:
         self._metrics.waits[waited.result, waited.guaranteed].observe(waited.waited_ns / 1e9)
+        self._decisions.waited(waited)
         logs.log_wait(waited)
 
     def _observe_recall(self, recalled: fx.Recalled) -> None:
         self._metrics.recalls[recalled.result].observe(recalled.after_ns / 1e9)
+        self._decisions.recalled(recalled)
         logs.log_recall(recalled)
 
 

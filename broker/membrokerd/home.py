@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import stat
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from . import files
 
 MAX_EPOCH = (1 << 24) - 1
 """The last epoch. An id is an epoch and a counter, together 64 bits."""
+OF_ALL = "all"
+"""The place of a device's name in the directory of `membrokerd --all`."""
 _NUMBER_BYTES = 64
 """How much is read of a file that contains one number."""
 
@@ -91,10 +94,10 @@ class Home:
             found, stop = f"process {owner}", f"kill {owner}"
         else:
             found, stop = "its file state/lock, which has its pid, was removed", f"`fuser {self.root}` finds it"
-        return (
-            f"a membrokerd already owns this device ({self.root}): {found}; "
-            f"stop it first ({stop}), or choose another device with --device"
-        )
+        owns, other = "already owns this device", ", or choose another device with --device"
+        if self.root.name == OF_ALL:
+            owns, other = "--all already runs here", ""
+        return f"a membrokerd {owns} ({self.root}): {found}; stop it first ({stop}){other}"
 
     def _write_lock(self) -> None:
         """Write the daemon's pid for people."""
@@ -166,25 +169,31 @@ class Home:
         return (self.state / "epoch").exists()
 
     def write_index(self, index: int) -> None:
-        """Write the device's number for `membroker --device`, since the directory is named after the UUID."""
-        fresh = self.state / "index.new"
+        """Write the device's number for `membroker --device`, since the directory is named after the UUID.
+
+        `<runtime>/<number>` leads there too, so that a manifest can name an endpoint without knowing the UUID. A
+        directory of that name is moved into `state/`: a container that starts before the daemon, after a boot, makes
+        one with the endpoint that it mounts, and the daemon could never start.
+        """
+        fresh, place = self.state / "index.new", self.runtime / str(index)
         try:
             fresh.write_text(f"{index}\n")
             fresh.chmod(0o644)
             fresh.rename(self.root / "index")
+            alias = self.state / "alias.new"
+            alias.unlink(missing_ok=True)
+            alias.symlink_to(self.root.name)
+            if place.is_dir() and not place.is_symlink():
+                place.rename(self.state / f"moved-{secrets.token_hex(4)}")
+            alias.rename(place)
         except OSError as error:
-            raise HomeError(f"cannot write {self.root / 'index'}: {error.strerror}; free some disk space") from error
+            what = error.filename2 or error.filename or place
+            raise HomeError(f"cannot write {what}: {error.strerror}; free some disk space, or fix that") from error
 
     def endpoint(self, *parts: str, mode: int = 0o755) -> Path:
         """Return the directory of an endpoint (`tenants`, NAME or `admin`), and create it if it is missing."""
         directory = self.root.joinpath(*parts)
-        longest = directory / "handoff.sock"
-        for path in (longest, self.private("grpc")):
-            if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-                raise HomeError(
-                    f"the path {path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes that a Unix socket may have; "
-                    "choose a shorter --runtime-directory"
-                )
+        _check_length(directory / "handoff.sock")
         try:
             for count in range(1, len(parts)):
                 self._ensure_directory(self.root.joinpath(*parts[:count]), 0o755)
@@ -218,8 +227,10 @@ class Home:
             directory.chmod(0o755 if mode is None else mode)
 
     def private(self, kind: str) -> Path:
-        """Return a path for a socket that only the daemon's user can reach."""
-        return self.state / f"{kind}-{secrets.token_hex(4)}"
+        """Return a new path for a socket that only the daemon's user can reach. Raises `HomeError` if it is long."""
+        path = self.state / f"{kind}-{secrets.token_hex(4)}"
+        _check_length(path)
+        return path
 
     def publish(self, private: Path, public: Path, ownership: Ownership) -> None:
         """Give a bound socket its owner and mode, and move it to its public path, replacing a dead daemon's socket."""
@@ -271,6 +282,15 @@ class Home:
                     (endpoint / name).unlink(missing_ok=True)
 
 
+def _check_length(path: Path) -> None:
+    """Raise `HomeError` if a socket cannot be at this path."""
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise HomeError(
+            f"the path {path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes that a Unix socket may have; "
+            "choose a shorter --runtime-directory"
+        )
+
+
 def _identity(path: Path | int) -> tuple[int, int] | None:
     """Return the device and inode of a file, by path or descriptor, or None if the file does not exist."""
     try:
@@ -285,9 +305,9 @@ def _is_open(mode: int) -> bool:
     return bool(mode & 0o022) and not mode & stat.S_ISVTX
 
 
-def clear_private(home: Home) -> None:
-    """Remove the sockets that a dead daemon bound and never published."""
-    for kind in ("grpc", "handoff"):
+def clear_private(home: Home, kinds: Iterable[str] = ("grpc", "handoff")) -> None:
+    """Remove the sockets of these kinds that a dead daemon has left in `state/`."""
+    for kind in kinds:
         for path in home.state.glob(f"{kind}-*"):
             try:
                 path.unlink()

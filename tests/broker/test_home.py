@@ -326,3 +326,29 @@ def test_another_users_directory_is_refused(tmp_path: Path) -> None:
     os.chown(theirs, 60_001, 60_001)
     with pytest.raises(HomeError, match="not this user's alone"):
         Home(theirs, "host")
+
+
+def test_the_number_of_the_device_leads_to_its_directory(tmp_path: Path) -> None:
+    """Also after the number has moved to another device; a manifest names endpoints by it."""
+    for device in ("gpu-12345678", "gpu-9abcdef0"):
+        home = Home(tmp_path / "run", device)
+        home.write_index(0)
+        assert (tmp_path / "run" / "0").resolve() == home.root
+
+
+def test_a_directory_at_the_number_of_the_device_is_moved_away(tmp_path: Path) -> None:
+    """The machine boots, and a container starts before the daemon: its runtime makes the endpoint that it mounts."""
+    mounted = tmp_path / "run" / "0" / "tenants" / "acme"
+    mounted.mkdir(parents=True)
+    (mounted / "file").write_text("a tenant's")
+    home = Home(tmp_path / "run", "gpu-12345678")
+    home.write_index(0)
+    assert (tmp_path / "run" / "0").resolve() == home.root
+    assert [path.read_text() for path in home.state.glob("moved-*/tenants/acme/file")] == ["a tenant's"]
+
+
+def test_what_is_in_the_way_of_the_number_is_named(tmp_path: Path) -> None:
+    home = Home(tmp_path / "run", "gpu-12345678")
+    (home.root / "index").mkdir()
+    with pytest.raises(HomeError, match=rf"cannot write {home.root}/index: Is a directory; free some disk space, or"):
+        home.write_index(0)

@@ -36,6 +36,7 @@ OTHER: dict[str, Any] = {
     "systemd_descriptors": 8,
     "keeper_socket": Path("/run/k/s"),
     "state_directory": Path("/var/s"),
+    "record": True,
     "metrics": MetricsConfig(port=1),
     "log": LogConfig(format="json"),
     "tenants": {**BEFORE.tenants, "green": TenantConfig()},

@@ -29,16 +29,16 @@ signal.signal(signal.SIGUSR1, lambda *_: looking.append(True))
 most = int(sys.argv[2])
 if most:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-sys.exit(fdstore.main([sys.argv[1]]))
+sys.exit(fdstore.main([sys.argv[1], *sys.argv[3:]]))
 """
 
 
 class Keeper:
     """A running membroker-fdstore. `descriptors`: its limit."""
 
-    def __init__(self, path: Path, descriptors: int = 0) -> None:
+    def __init__(self, path: Path, descriptors: int = 0, *options: str) -> None:
         self.path = path
-        command = [sys.executable, "-c", _RUN, str(path), str(descriptors)]
+        command = [sys.executable, "-c", _RUN, str(path), str(descriptors), *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.said = self.process.stdout.readline().strip()

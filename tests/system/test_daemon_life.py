@@ -443,6 +443,20 @@ def test_a_check_says_what_the_daemon_would_not_start_with_or_should_not() -> No
         ]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--captial", "8GiB"), "unrecognized arguments: --captial 8GiB, did you mean --capacity?"),
+        (("--metrics-prot=0",), "unrecognized arguments: --metrics-prot=0, did you mean --metrics-port?"),
+        (("start",), "unrecognized arguments: start"),
+    ],
+)
+def test_a_misspelled_option_starts_nothing(arguments: tuple[str, ...], complaint: str) -> None:
+    ran = run_python(["-m", "membrokerd.cli", *arguments])
+    assert ran.returncode == 2
+    assert ran.stderr.splitlines()[-1] == f"membrokerd: error: {complaint}"
+
+
 def test_defaults_of_this_module_are_a_configuration(tmp_path: Path) -> None:
     """What these tests start is what a user could write: the check that the daemon offers agrees."""
     path = tmp_path / "membrokerd.toml"

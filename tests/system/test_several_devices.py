@@ -131,6 +131,9 @@ def test_two_devices_lend_apart(place: Path) -> None:
     """A full device does not fill the other, and each has its own directory, number and metrics."""
     with daemon_of(place, 0) as first, daemon_of(place, 1) as second:
         assert [(daemon.root / "index").read_text() for daemon in (first, second)] == ["0\n", "1\n"]
+        assert [(place / "run" / number).resolve() for number in "01"] == [first.root, second.root]
+        with membroker.connect(place / "run" / "1" / "tenants" / "red") as client:
+            assert client.device_uuid == "host-1"
         with membroker.connect(first.endpoint()) as client:
             client.register_model("m").allocate("256MiB")
             with membroker.connect(second.endpoint()) as other:
@@ -157,7 +160,7 @@ def test_one_command_for_all_devices_and_one_for_each(place: Path) -> None:
             kept = client.register_model("llama").allocate("2MiB")
             status, out, err = command(place, "status")
             assert (status, err) == (0, "")
-            assert re.findall(r"^uuid +(\S+)$", out, re.MULTILINE) == ["host", "host-1"]
+            assert re.findall(r"^device +(\S+)$", out, re.MULTILINE) == ["host", "host-1"]
             status, out, _ = command(place, "status", "--json")
             assert [json.loads(line)["pid"] for line in out.splitlines()] == [first.process.pid, second.process.pid]
             for device, there in (("0", False), ("host", False), ("1", True), ("host-1", True)):
@@ -165,12 +168,12 @@ def test_one_command_for_all_devices_and_one_for_each(place: Path) -> None:
                 assert (status, "llama" in out, err) == (0, there, "")
             status, out, err = command(place, "models")
             assert status == 1
-            assert "has 2 devices: choose an endpoint with" in err
-            assert "`membroker --device …`" in err
+            assert "has 2 devices: name one with" in err
+            assert "or a command's --device N" in err
             status, _, err = command(place, "status", "--device", "2")
             assert status == 1
             assert "no broker of device 2 was found" in err
-            assert "have host (0), host-1 (1)" in err
+            assert "only of host (0), host-1 (1)" in err
             assert command(place, "drain", "--device", "1")[0] == 0
             assert (first.device().draining, second.device().draining) == (False, True)
             kept.close()
@@ -181,7 +184,7 @@ def test_one_command_for_all_devices_and_one_for_each(place: Path) -> None:
             assert "does not answer" in err
         first.kill()
         status, out, err = command(place, "status")
-        assert (status, re.findall(r"^uuid +(\S+)$", out, re.MULTILINE), err) == (0, ["host-1"], "")
+        assert (status, re.findall(r"^device +(\S+)$", out, re.MULTILINE), err) == (0, ["host-1"], "")
         status, _, err = command(place, "status", "--device", "0")
         assert status == 1
         assert "the broker is dead and left its socket behind" in err

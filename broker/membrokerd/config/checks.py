@@ -60,7 +60,8 @@ def _capacity(value: Any) -> int:
     found = _size(value)
     if found % CAPACITY_STEP:
         fitting = max(1, round(found / CAPACITY_STEP)) * CAPACITY_STEP
-        raise ValueError(f"{value!r} is not a multiple of 2MiB; the nearest that fits is {size_text(fitting)}")
+        no_unit = '; a number alone is bytes: write a unit, such as "8GiB"' if str(value).isdecimal() else ""
+        raise ValueError(f"{value!r} is not a multiple of 2MiB; the nearest that fits is {size_text(fitting)}{no_unit}")
     return found
 
 

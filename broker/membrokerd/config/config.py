@@ -140,6 +140,7 @@ class Config(Table):
     systemd_descriptors: Annotated[int, Strict(), Field(ge=0, le=1_000_000)] = 0
     keeper_socket: checks.KeeperSocket | None = None
     state_directory: checks.Directory | None = None
+    record: Annotated[bool, Strict()] = False
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     log: LogConfig = field(default_factory=LogConfig)
     tenants: Mapping[checks.TenantName, TenantConfig] = field(default_factory=dict)

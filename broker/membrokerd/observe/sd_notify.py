@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import time
+from contextlib import suppress
 
 from . import logs
 
@@ -29,14 +30,18 @@ def connect() -> socket.socket | None:
 
 
 def notify(state: str) -> None:
-    """Notify systemd, if it started this process."""
+    """Notify systemd, or the parent of all GPUs' daemons, if it started this process.
+
+    Only READY=1 waits for a peer that does not read, since without it the start fails. The rest is dropped: the event
+    loop must not stop with a peer that is stopped.
+    """
     try:
         connection = connect()
         if connection is not None:
-            with connection:
-                connection.send(state.encode())
+            with connection, suppress(BlockingIOError):
+                connection.send(state.encode(), 0 if "READY=1" in state else socket.MSG_DONTWAIT)
     except OSError as error:  # even without a descriptor left, the daemon must go on
-        logs.warn("cannot notify systemd", error=error.strerror)
+        logs.warn("cannot notify systemd", socket=os.environ["NOTIFY_SOCKET"], error=error.strerror)
 
 
 class Heartbeat:
@@ -49,7 +54,8 @@ class Heartbeat:
         self._io = io
         self._seconds = BEAT_SECONDS
         watchdog = os.environ.get("WATCHDOG_USEC", "")
-        self._watched = watchdog.isdecimal() and os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        self._watched = watchdog.isdecimal() and int(watchdog) > 0
+        self._watched &= os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         if self._watched:
             self._seconds = min(BEAT_SECONDS, int(watchdog) / 2e6)
         self._beat()

@@ -16,9 +16,9 @@ more key. Requests are answered in order, each with its number:
 It serves one daemon: the first request of a newer connection closes the older connection. While the owner is connected
 or has something there that is worth keeping, requests of every other owner are refused and change nothing.
 
-It ends on SIGTERM, when another file is at its socket's path, and when no daemon is connected and nothing is left that
-is worth keeping. A fault of the daemon must not affect it, and it must start fast: it imports only a little of the
-standard library and never touches CUDA.
+It ends on SIGTERM, when another file is at its socket's path, and, without `--stay`, when no daemon is connected and
+nothing is left that is worth keeping. A fault of the daemon must not affect it, and it must start fast: it imports only
+a little of the standard library and never touches CUDA.
 """
 
 from __future__ import annotations
@@ -123,10 +123,11 @@ def receive(connection: socket.socket) -> Packet:
 class Keeper:
     """The descriptors by name, the socket, and the one daemon that is connected."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, stay: bool = False) -> None:
         self._path = path
+        self._stay = stay
         self._most = _raise_descriptor_limit() - RESERVED
-        self._directory = _take_directory(os.path.dirname(path))
+        self._directory = _take_directory(os.path.dirname(path), wait=stay)
         with suppress(FileNotFoundError):
             os.unlink(path)  # left by a dead keeper: a living one would hold the directory's lock
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
@@ -165,7 +166,7 @@ class Keeper:
     def _is_needed(self) -> bool:
         if _identity(self._path) != self._identity:
             return False
-        return self._daemon is not None or self._newcomer is not None or self._keeps_something()
+        return self._stay or self._daemon is not None or self._newcomer is not None or self._keeps_something()
 
     def _keeps_something(self) -> bool:
         return any(map(self._is_worth_keeping, self._kept))
@@ -292,14 +293,17 @@ def _checked(names: Any) -> list[str]:
     return names
 
 
-def _take_directory(directory: str) -> int:
-    """Open and lock the directory until this process ends. It holds one keeper, and only this user can enter it."""
+def _take_directory(directory: str, wait: bool) -> int:
+    """Open and lock the directory until this process ends. It holds one keeper, and only this user can enter it.
+
+    With `wait`, wait until another keeper has ended: the one that a daemon has started itself.
+    """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     status = os.fstat(descriptor)
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise OSError(f"{directory} is not this user's alone: name another directory for it, created if missing")
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError as error:
         raise OSError(f"another keeper uses {directory}") from error
     return descriptor
@@ -333,12 +337,19 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="SOCKET",
         help="path to listen at, in a directory of mode 0700 that is created if missing",
     )
-    path = os.path.abspath(parser.parse_args(arguments).socket)
+    parser.add_argument(
+        "--stay",
+        action="store_true",
+        help="wait for another keeper to end, and go on without a daemon and with nothing to keep: for a container, "
+        "which would be started again and again",
+    )
+    given = parser.parse_args(arguments)
+    path = os.path.abspath(given.socket)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))
     try:
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        keeper = Keeper(path)
+        keeper = Keeper(path, given.stay)
     except OSError as error:
         print(f"membroker-fdstore: cannot listen at {path}: {error}", file=sys.stderr)
         return 1

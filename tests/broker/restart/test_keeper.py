@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS
+from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.keepers import LOOK_SECONDS, Client, Keeper, memfd
 
 from membroker.wire.descriptors import close_all
@@ -383,6 +384,37 @@ def test_it_ends_when_no_daemon_connects(keeper: Keeper) -> None:
     """The daemon that started it died before it connected."""
     keeper.look()
     assert keeper.ended() == (0, "")
+
+
+def test_it_stays_where_it_is_told_to(tmp_path: Path) -> None:
+    """In a container it would be started again, and later each time, until the daemon finds none."""
+    with Keeper(tmp_path / "keeper" / "fdstore.sock", 0, "--stay") as keeper:
+        keeper.look()
+        pidfd = os.pidfd_open(keeper.process.pid)
+        assert not select.select([pidfd], [], [], 20 * LOOK_SECONDS)[0], "it has ended"
+        os.close(pidfd)
+        with Client(keeper.path) as client:
+            assert client.contents() == {}
+        keeper.process.terminate()
+        assert keeper.ended() == (0, "")
+
+
+def test_it_waits_for_another_keeper_where_it_is_told_to_stay(tmp_path: Path) -> None:
+    """A daemon has started its own while the container of this one was started again."""
+    path = tmp_path / "keeper" / "fdstore.sock"
+    with Keeper(path) as keeper:
+        second = subprocess.Popen(
+            [sys.executable, "-m", "membrokerd.restart.keeper", "--stay", str(path)], stdout=subprocess.PIPE, text=True
+        )
+        with second, Client(path) as client:
+            assert client.contents() == {}
+            waits = re.compile(rf"-> FLOCK .* {second.pid} ")
+            until(lambda: waits.search(Path("/proc/locks").read_text()) or second.poll() is not None)
+            keeper.process.terminate()
+            assert second.stdout is not None
+            assert second.stdout.readline() == "listening\n"
+            second.terminate()
+            assert second.wait(DEADLINE_SECONDS) == 0
 
 
 def test_it_imports_little() -> None:

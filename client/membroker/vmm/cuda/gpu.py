@@ -35,7 +35,9 @@ class Gpu:
             self.call("cuInit", 0)
         # The bindings load libcuda at their first call, and raise a RuntimeError without it.
         except RuntimeError as error:
-            hint = "there is no NVIDIA driver here (libcuda.so.1); the host driver does not need it"
+            hint = (
+                "there is no NVIDIA driver here (libcuda.so.1): install it, or take the host driver, which needs none"
+            )
             raise DriverUnavailable("cuInit", "MISSING", 0, hint) from error
         except DriverError as error:
             raise DriverUnavailable(error.call, error.name, error.code, "CUDA does not start here") from error
@@ -48,14 +50,15 @@ class Gpu:
             raise DriverUnavailable(error.call, error.name, error.code, hint) from error
 
     def _find_uuid(self, text: str) -> Any:
-        seen = []
-        for number in range(self.call("cuDeviceGetCount")):
-            ordinal = self.call("cuDeviceGet", number)
-            seen.append(self._uuid_of(ordinal))
-            if text.lower().removeprefix("gpu-").removeprefix("mig-") == seen[-1]:
-                return ordinal
+        seen, wanted = self.visible_uuids(), text.lower().removeprefix("gpu-").removeprefix("mig-")
+        if wanted in seen:
+            return self.call("cuDeviceGet", seen.index(wanted))
         hint = f"there is no GPU {text} among those that this process sees: {', '.join(seen) or 'none'}"
         raise DriverUnavailable("cuDeviceGetUuid", "CUDA_ERROR_INVALID_DEVICE", 101, hint)
+
+    def visible_uuids(self) -> list[str]:
+        """Return the UUIDs of all GPUs that this process sees, in CUDA's order."""
+        return [self._uuid_of(self.call("cuDeviceGet", number)) for number in range(self.call("cuDeviceGetCount"))]
 
     def _uuid_of(self, ordinal: Any) -> str:
         # In CUDA 12, only the second version returns a MIG slice instead of its GPU. CUDA 13 has only that version.

@@ -1,0 +1,461 @@
+"""`membrokerd --all`: one parent, one daemon for each device, and one metrics port for all.
+
+The devices are the host driver's; the processes, signals and sockets are real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, to_toml, until
+from tests.support.fake_cuda import build_fake_cuda, run_beside_fake_cuda
+from tests.support.keepers import end_keeper
+from tests.support.workers import worker
+
+import membroker
+from membrokerd.observe import catalog
+
+CLI = ("-m", "membrokerd.cli")
+UUIDS = ["host", "host-1"]
+
+
+class Parent:
+    """A running `membrokerd --all 2`."""
+
+    def __init__(self, place: Path, program: Sequence[str] = CLI, count: Sequence[str] = ("2",), **config: Any) -> None:
+        self.place = place
+        self.log_path = place / "log"
+        self.notified = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.notified.bind(str(place / "notify"))
+        environment = {**os.environ, "NOTIFY_SOCKET": str(place / "notify")}
+        command = [sys.executable, *program, "--config", str(write_config(place, **config)), "--all", *count]
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    def metrics_url(self) -> str:
+        found = re.search(rf" ready pid={self.process.pid} metrics=(\S+)", self.log())
+        return found.group(1) if found else ""
+
+    def wait_until_ready(self) -> None:
+        until(lambda: self.process.poll() is not None or self.metrics_url())
+        until(lambda: self.process.poll() is not None or self.get("/readyz")[0] == 200)
+        assert self.process.poll() is None, self.log()
+
+    def get(self, path: str) -> tuple[int, str]:
+        url = self.metrics_url().replace("/metrics", path)
+        try:
+            with urllib.request.urlopen(url, timeout=DEADLINE_SECONDS) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def figure(self, name: str, uuid: str) -> float | None:
+        for family in text_string_to_metric_families(self.get("/metrics")[1]):
+            for sample in family.samples:
+                if sample.name == name and sample.labels.get("gpu_uuid") == uuid:
+                    return sample.value
+        return None
+
+    def pids(self) -> list[int]:
+        """Return the last process of each device."""
+        started = dict(re.findall(r"a daemon is started gpu=(\S+) child=(\d+)", self.log()))
+        return [int(started[uuid]) for uuid in UUIDS]
+
+    def endpoint(self, uuid: str) -> Path:
+        return self.place / "run" / uuid / "tenants" / "red"
+
+    def told(self) -> str:
+        """Return what systemd was told since the last call."""
+        lines = []
+        with suppress(BlockingIOError):
+            while True:
+                lines.append(self.notified.recv(4096, socket.MSG_DONTWAIT).decode())
+        return "\n".join(lines)
+
+
+def write_config(place: Path, **changed: object) -> Path:
+    path = place / "membrokerd.toml"
+    config = {"driver": "host", "capacity": "64MiB", "metrics": {"port": 0}, "tenants": {"red": {}}, **changed}
+    places = {"runtime_directory": str(place / "run"), "state_directory": str(place / "kept")}
+    path.write_text(to_toml({**places, **config}))
+    return path
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="mb-"))
+    yield directory
+    for path in directory.glob("run/*/state/fdstore.sock"):
+        end_keeper(path)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def running(place: Path, program: Sequence[str] = CLI, **more: Any) -> Iterator[Parent]:
+    parent = Parent(place, program, **more)
+    try:
+        yield parent
+        if parent.process.poll() is None:
+            parent.process.terminate()
+            assert parent.process.wait(DEADLINE_SECONDS) == 0, parent.log()
+        assert "Traceback" not in parent.log(), parent.log()
+    finally:
+        parent.process.kill()
+        parent.process.wait(DEADLINE_SECONDS)
+        parent.notified.close()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def refused(*words: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, *CLI, *words], capture_output=True, text=True, check=False, timeout=DEADLINE_SECONDS
+    )
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stderr
+
+
+def test_a_killed_daemon_starts_again_and_the_others_go_on(place: Path) -> None:
+    """Workers of both keep what they have and allocate more; the other daemon is the same process as before."""
+    with running(place) as parent, worker() as first, worker() as second:
+        parent.wait_until_ready()
+        for uuid, one in zip(UUIDS, (first, second), strict=True):
+            one.do(f"client = membroker.connect({str(parent.endpoint(uuid))!r}); model = client.register_model('m')")
+            one.do(f"kept = model.allocate('4MiB'); kept.view()[:4] = b'kept'; assert client.device_uuid == {uuid!r}")
+        before = parent.pids()
+        assert parent.figure("membroker_daemon_restarts_total", "host") == 0
+        os.kill(before[0], signal.SIGKILL)
+        until(lambda: parent.pids()[0] != before[0] and parent.get("/readyz")[0] == 200)
+        assert parent.pids()[1] == before[1]
+        for one in (first, second):
+            one.do("more = model.allocate('2MiB'); more.close()")
+            assert one.ask("bytes(kept.view()[:4]).decode()") == "kept"
+            one.do("kept.close(); client.close()")
+        until(lambda: parent.figure("membroker_daemon_restarts_total", "host") == 1)
+        assert parent.figure("membroker_daemon_restarts_total", "host-1") == 0
+        assert "a daemon has died gpu=host status=-9 restart_seconds=0.2" in parent.log()
+
+
+def test_one_port_serves_the_metrics_and_the_status_pages_of_all(place: Path) -> None:
+    """Every family is there once, every series names its GPU, and a daemon that is stopped is missing alone."""
+    with running(place) as parent:
+        parent.wait_until_ready()
+        status, text = parent.get("/metrics")
+        assert status == 200
+        families = list(text_string_to_metric_families(text))
+        assert len({family.name for family in families}) == len(families)
+        for family in families:
+            assert {sample.labels["gpu_uuid"] for sample in family.samples} <= set(UUIDS), family.name
+        served = set(re.findall(r"^# TYPE (membroker_\w+)", text, re.MULTILINE))
+        assert {spec.name for spec in catalog.PARENT} <= served <= set(catalog.ALL), "docs/metrics.md has them all"
+        assert [parent.figure("membroker_daemon_up", uuid) for uuid in UUIDS] == [1, 1]
+        for name in ("process_resident_memory_bytes", "membroker_build_info"):
+            assert all(parent.figure(name, uuid) for uuid in UUIDS), name
+        assert parent.get("/healthz")[0] == 200
+        status, page = parent.get("/")
+        assert (status, page.count("<body>"), page.count("<h1>"), page.count("Device memory")) == (200, 1, 2, 2)
+        stopped = parent.pids()[1]
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            until(lambda: parent.figure("membroker_daemon_up", "host-1") == 0)
+            assert parent.figure("membroker_build_info", "host") == 1
+            assert parent.figure("membroker_build_info", "host-1") is None
+            page = parent.get("/")[1]
+            assert page.count("Device memory") == 1
+            assert "<h1>membroker: host-1</h1><p>This daemon does not answer" in page
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        until(lambda: parent.figure("membroker_daemon_up", "host-1") == 1)
+
+
+def test_systemd_is_told_and_sigterm_ends_all(place: Path) -> None:
+    with running(place) as parent:
+        parent.wait_until_ready()
+        assert re.search(r"^READY=1\nSTATUS=2 of 2 daemons are ready$", parent.told(), re.MULTILINE)
+        pids = parent.pids()
+        parent.process.terminate()
+        assert parent.process.wait(DEADLINE_SECONDS) == 0
+        assert not any(is_running(pid) for pid in pids)
+        assert "STOPPING=1" in parent.told()
+        assert not list(place.glob("run/all/state/notify-*"))
+
+
+def test_a_daemon_starts_again_while_systemd_hangs(place: Path) -> None:
+    """Nobody reads what the parent says. It must not wait for that: it could not start a daemon that has died."""
+    with running(place) as parent:
+        parent.wait_until_ready()
+        before = parent.pids()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as full, suppress(BlockingIOError):
+            full.setblocking(False)
+            while True:
+                full.sendto(b"STATUS=", str(place / "notify"))
+        os.kill(before[1], signal.SIGKILL)
+        until(lambda: parent.pids()[1] != before[1] and parent.get("/readyz")[0] == 200)
+
+
+def test_a_reload_reaches_every_daemon(place: Path) -> None:
+    with running(place) as parent:
+        parent.wait_until_ready()
+        write_config(place, tenants={"red": {}, "blue": {}})
+        parent.process.send_signal(signal.SIGHUP)
+        endpoints = [parent.endpoint(uuid).with_name("blue") for uuid in UUIDS]
+        until(lambda: all((endpoint / "grpc.sock").exists() for endpoint in endpoints))
+        for endpoint in endpoints:
+            with membroker.connect(endpoint) as client:
+                client.register_model("m").allocate("2MiB").close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_terminals_signal_while_the_daemons_start(place: Path, number: signal.Signals) -> None:
+    """The terminal sends it to the whole group. A hangup reloads; Ctrl-C ends all without a traceback."""
+    with running(place) as parent:
+        until(lambda: len(re.findall("a daemon is started", parent.log())) == 2)
+        os.killpg(parent.process.pid, number)
+        if number == signal.SIGHUP:
+            parent.wait_until_ready()
+        else:
+            assert parent.process.wait(DEADLINE_SECONDS) == 0
+        assert "has died" not in parent.log()
+
+
+def test_drained_daemons_stay_away_and_the_last_ends_the_parent(place: Path) -> None:
+    with running(place) as parent:
+        parent.wait_until_ready()
+        for uuid in UUIDS:
+            command = ["-m", "membroker.cli.main", "drain", "--exit", "--endpoint", str(place / "run" / uuid)]
+            subprocess.run([sys.executable, *command], check=True, timeout=DEADLINE_SECONDS)
+            until(lambda uuid=uuid: f"a daemon has ended gpu={uuid} status=0" in parent.log())
+        assert parent.process.wait(DEADLINE_SECONDS) == 0
+        assert "has died" not in parent.log()
+
+
+def test_a_daemon_that_cannot_start_does_not_stop_the_others(place: Path) -> None:
+    """Its device is taken: the parent is ready with the other, says what is missing, and goes on trying."""
+    (place / "other").mkdir()
+    places = {"runtime_directory": str(place / "run"), "state_directory": str(place / "kept")}
+    other = Daemon(place / "other", {**places, "capacity": "64MiB", "tenants": {"red": {}}}, device=1)
+    try:
+        with running(place) as parent:
+            until(lambda: parent.metrics_url() or parent.process.poll() is not None)
+            until(lambda: parent.get("/readyz") == (503, "1 of 2 daemons are ready; not ready: host-1\n"))
+            assert "READY=1" in parent.told()
+            assert f"process {other.process.pid}; stop it first" in parent.log()
+            with membroker.connect(parent.endpoint("host")) as client:
+                client.register_model("m").allocate("2MiB").close()
+            assert other.stop() == 0
+            parent.wait_until_ready()
+    finally:
+        with suppress(ProcessLookupError):
+            other.process.kill()
+        other.process.wait(DEADLINE_SECONDS)
+
+
+def test_no_daemon_can_start(place: Path) -> None:
+    """The only reason is said by each daemon, and the parent ends instead of trying forever."""
+    for uuid in UUIDS:
+        (place / "run" / uuid / "state").mkdir(parents=True)
+        (place / "run" / uuid / "state" / "epoch").write_text("no number\n")
+    with running(place) as parent:
+        assert parent.process.wait(DEADLINE_SECONDS) == 1
+        assert len(re.findall("contains 'no number', which is not a number", parent.log())) == 2
+
+
+def test_the_daemons_end_with_a_parent_that_is_killed(place: Path) -> None:
+    """Otherwise the next parent would find every device taken."""
+    with running(place) as parent:
+        parent.wait_until_ready()
+        pids = parent.pids()
+        parent.process.kill()
+        until(lambda: not any(is_running(pid) for pid in pids))
+    (place / "notify").unlink()
+    with running(place) as parent:
+        parent.wait_until_ready()
+
+
+def test_a_daemon_that_hangs_is_killed_and_starts_again(place: Path) -> None:
+    code = "import sys; from membrokerd import all_gpus, cli; all_gpus.SILENT_SECONDS = 3.0; sys.exit(cli.main())"
+    with running(place, ["-c", code]) as parent:
+        parent.wait_until_ready()
+        before = parent.pids()
+        os.kill(before[1], signal.SIGSTOP)
+        until(lambda: parent.pids()[1] != before[1] and parent.get("/readyz")[0] == 200)
+        assert parent.pids()[0] == before[0]
+        assert "a daemon does not answer, and is killed gpu=host-1" in parent.log()
+
+
+def test_a_machine_that_was_frozen_loses_no_daemon(place: Path) -> None:
+    """`docker pause`, or `systemctl freeze`: all stand still for longer than a daemon may be silent, and go on."""
+    code = "import sys; from membrokerd import all_gpus, cli; all_gpus.SILENT_SECONDS = 3.0; sys.exit(cli.main())"
+    with running(place, ["-c", code]) as parent:
+        parent.wait_until_ready()
+        before = parent.pids()
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in (parent.process.pid, *before):
+                os.kill(pid, number)
+                if number == signal.SIGCONT:
+                    time.sleep(0.5)  # the parent goes on first
+            time.sleep(4)
+        assert parent.get("/readyz")[0] == 200
+        assert parent.pids() == before
+        assert "is killed" not in parent.log()
+
+
+def test_a_parents_place_that_cannot_be_used_is_one_sentence(place: Path) -> None:
+    """There is a directory where a socket of an earlier parent would be."""
+    (place / "run/all/state/notify-1").mkdir(parents=True)
+    status, said = refused("--config", str(write_config(place)), "--all", "2")
+    assert (status, said.count("\n")) == (1, 1)
+    assert re.search(r"cannot remove .*/notify-1: Is a directory; move it away", said)
+
+
+def test_a_wrong_configuration_is_one_sentence(place: Path) -> None:
+    path = write_config(place, capacity="much")
+    status, said = refused("--config", str(path), "--all", "2")
+    assert status == 1
+    assert re.fullmatch(r".*: capacity: .*\n", said)
+    path = write_config(place, descriptor_store="systemd")
+    for more in ((), ("--check-config",)):
+        status, said = refused("--config", str(path), "--all", "2", *more)
+        assert (status, said.count("\n")) == (1, 1)
+        assert "descriptor_store" in said
+    assert not (place / "run").exists(), "nothing was started"
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_one_sentence(place: Path) -> None:
+    path = write_config(place)
+    status, said = refused("--config", str(path), "--all", "2", "--runtime-directory", str(place / ("long" * 25)))
+    assert (status, said.count("\n")) == (1, 1)
+    assert "bytes that a Unix socket may have" in said
+
+
+@pytest.mark.parametrize("words", [("--all", "--device", "1"), ("--all", "0"), ("--all", "x"), ("--all", "65")])
+def test_a_wrong_command_line_is_refused(words: tuple[str, ...]) -> None:
+    status, said = refused("--driver", "host", *words)
+    assert status == 2
+    assert "--all" in said
+
+
+def test_a_number_is_for_the_host_driver_alone(place: Path) -> None:
+    """With a GPU in the machine, `auto` would lend that, and the number would mean nothing."""
+    status, said = refused("--config", str(write_config(place, driver="auto")), "--all", "2")
+    assert (status, said.count("\n")) == (1, 1)
+    assert "--all takes a number only with --driver host" in said
+
+
+def test_two_parents_are_refused(place: Path) -> None:
+    with running(place) as parent:
+        parent.wait_until_ready()
+        status, said = refused("--config", str(place / "membrokerd.toml"), "--all", "2")
+        assert status == 1
+        assert f"process {parent.process.pid}; stop it first (kill {parent.process.pid})\n" in said, "no other --device"
+        assert parent.get("/readyz")[0] == 200
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="this machine has a GPU")
+def test_a_machine_without_a_gpu_is_one_sentence() -> None:
+    status, said = refused("--driver", "cuda", "--all")
+    assert (status, said.count("\n")) == (1, 1)
+    assert "there is no NVIDIA driver here" in said
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="this machine has a GPU")
+def test_a_broker_that_found_no_gpu_says_so(place: Path) -> None:
+    """`driver = "auto"`, and the host's NVIDIA driver is not loaded. MembrokerDriverFallback must fire."""
+    with running(place, count=(), driver="auto") as parent:
+        parent.wait_until_ready()
+        assert parent.figure("membroker_driver_fallback", "host") == 1
+        assert parent.log().count("no GPU is usable, so the host driver lends ordinary memory") == 1
+
+
+def test_a_file_whose_name_begins_with_a_dash(place: Path) -> None:
+    """The parent was given `--config=-broker.toml`; so is each daemon."""
+    shutil.copy(write_config(place), place / "-broker.toml")
+    code = f"import os, sys; os.chdir({str(place)!r}); from membrokerd import cli; sys.exit(cli.main())"
+    with running(place, ["-c", code], count=("2", "--config=-broker.toml")) as parent:
+        parent.wait_until_ready()
+
+
+def test_every_gpu_of_the_machine_is_found(tmp_path: Path) -> None:
+    """Beside a stand-in of CUDA with three GPUs: the UUIDs are NVML's, which `--device` takes."""
+    libraries = build_fake_cuda(tmp_path)
+    if libraries is None:
+        pytest.skip("there is no C compiler for the stand-in of CUDA")
+    code = """
+        import json
+        from membroker.vmm import open_driver
+        from membrokerd.all_gpus import find
+        from membrokerd.config.config import Config
+        driver, found = find(Config(driver="auto"), 0)
+        for one in found:
+            opened = open_driver("cuda", one.device)
+            assert opened.device.uuid == one.uuid
+            opened.close()
+        print(json.dumps([driver, [one.uuid for one in found]]))
+    """
+    driver, uuids = json.loads(run_beside_fake_cuda(libraries, code, FAKE_CUDA_DEVICES="3"))
+    assert driver == "cuda"
+    assert len(set(uuids)) == 3
+    assert all(uuid.startswith("GPU-") for uuid in uuids)
+
+
+def test_a_gpu_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path) -> None:
+    """The first GPU of three is an old one for the display, and NVML has lost the last one (XID 79)."""
+    libraries = build_fake_cuda(tmp_path)
+    if libraries is None:
+        pytest.skip("there is no C compiler for the stand-in of CUDA")
+    code = """
+        import json
+        from membroker.vmm import DriverError
+        from membroker.vmm.cuda import nvml
+        from membrokerd.all_gpus import find
+        from membrokerd.config.config import Config
+        name = nvml.NvmlDevice._index
+        def index(self):
+            if self.uuid.endswith("2"):
+                raise DriverError("nvmlDeviceGetIndex", "NVML_ERROR_GPU_IS_LOST", 15, "GPU is lost")
+            return name(self)
+        nvml.NvmlDevice._index = index
+        driver, found = find(Config(driver="auto"), 0)
+        print(json.dumps([driver, [one.uuid[-2:] for one in found]]))
+    """
+    said = run_beside_fake_cuda(libraries, code, FAKE_CUDA_DEVICES="3", FAKE_CUDA_LACKS="102@0")
+    assert json.loads(said.splitlines()[-1]) == ["cuda", ["31", "32"]]
+
+
+def test_daemons_live_on_where_the_parents_files_are_removed(place: Path) -> None:
+    """Somebody tidies up the runtime directory. A daemon whose word does not arrive is not a daemon that hangs."""
+    code = "import sys; from membrokerd import all_gpus, cli; all_gpus.SILENT_SECONDS = 5.0; sys.exit(cli.main())"
+    with running(place, ["-c", code]) as parent:
+        parent.wait_until_ready()
+        before = parent.pids()
+        shutil.rmtree(place / "run" / "all")
+        until(lambda: len(list(place.glob("run/all/state/notify-*"))) == 2)
+        os.kill(before[1], signal.SIGSTOP)  # it is killed after the time in which both would have been
+        until(lambda: parent.pids()[1] != before[1] and parent.get("/readyz")[0] == 200)
+        assert parent.pids()[0] == before[0]
