@@ -77,6 +77,8 @@ if TYPE_CHECKING:
         SegmentStatus,
         SessionBooks,
         SessionStatus,
+        SleepRequest,
+        SleepStatus,
         Stopping,
         Undrained,
     )
@@ -137,6 +139,8 @@ __all__ = [
     "SessionLost",
     "SessionStatus",
     "SharedMemoryPool",
+    "SleepRequest",
+    "SleepStatus",
     "SparseArray",
     "StillMapped",
     "Stopping",

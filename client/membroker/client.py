@@ -26,12 +26,15 @@ from .session import messages
 from .session.endpoint import find_endpoint
 from .session.handshake import pauses
 from .session.session import Session
-from .types import DeviceStatus, ModelStatus, Notice, SegmentStatus, SessionStatus
+from .types import Decision, DeviceStatus, ModelStatus, Notice, SegmentStatus, SessionStatus
 from .v1 import broker_pb2 as pb
 from .vmm.driver import Driver, Location
 from .wire.names import MAX_PAGE_ROWS
 
 logger = logging.getLogger("membroker")
+
+MODEL_VARIABLE = "MEMBROKER_MODEL"
+LIMIT_VARIABLE = "MEMBROKER_LIMIT"
 
 
 def connect(
@@ -148,6 +151,11 @@ class Client(Closing):
         return self._session.welcome.driver
 
     @property
+    def broker_version(self) -> str:
+        """The version of the daemon that this session began with, or empty if it is too old to say."""
+        return self._session.welcome.version
+
+    @property
     def granularity(self) -> int:
         """The size of every extent is a multiple of this many bytes."""
         return self._session.welcome.granularity_bytes
@@ -165,7 +173,7 @@ class Client(Closing):
 
     def register_model(
         self,
-        name: str,
+        name: str | None = None,
         *,
         virtual_capacity: int | str | None = None,
         limit: int | str | None = None,
@@ -174,6 +182,9 @@ class Client(Closing):
     ) -> Model:
         """Register the model `name` of this tenant, or join it. This charges nothing.
 
+        Without a name it is MEMBROKER_MODEL, as `membroker run --model` sets it. MEMBROKER_LIMIT is the limit of that
+        model if none is given.
+
         `virtual_capacity` is how many bytes of addresses its pools reserve by default, `limit` and `host_limit`
         the most that it may be charged at the device and at the host: bytes, or text such as `"8GiB"`. A limit
         can lower what the broker's configuration allows, never raise it. A number left out is the registered one.
@@ -181,7 +192,16 @@ class Client(Closing):
         Raises `ModelConflict` if it is registered with other numbers, `ModelAlreadyExists` if `exclusive` and it is
         registered, `InvalidRequest`, `TooMany`, `AccessDenied` (an observer), and `BrokerUnavailable`.
         """
-        asked = {Location.DEVICE: ("limit", limit), Location.HOST: ("host_limit", host_limit)}
+        chosen = os.environ.get(MODEL_VARIABLE)
+        name = chosen if name is None else name
+        if not name:
+            raise InvalidRequest(
+                f"register_model() needs a name, or {MODEL_VARIABLE}=… as `membroker run --model` sets it"
+            )
+        what = "limit"
+        if limit is None and name == chosen and (default := os.environ.get(LIMIT_VARIABLE)):
+            what, limit = LIMIT_VARIABLE, default
+        asked = {Location.DEVICE: (what, limit), Location.HOST: ("host_limit", host_limit)}
         request = pb.RegisterModelRequest(
             model_id=arguments.name_of("model", name),
             limits=[
@@ -252,6 +272,16 @@ class Client(Closing):
         """Return this tenant's sessions, in the order they began."""
         pages = self._pages("ListSessions", pb.ListSessionsRequest)
         return [session for page in pages for session in messages.sessions(page.sessions)]
+
+    def decisions(self, name: str) -> list[Decision]:
+        """Return why the last requests of a model were refused or waited, and its memory was recalled; newest first.
+
+        `name` is a model's, or that of a request, as `MembrokerError.request` has it. The broker keeps the last 8 of a
+        model in memory. Raises `ModelNotFound`, `InvalidRequest`, and `BrokerUnavailable`.
+        """
+        if not arguments.name_of("model", name).startswith(("tenants/", "sessions/")):
+            name = f"{self.tenant}/models/{name}"
+        return messages.decisions(self._call("ListDecisions", pb.ListDecisionsRequest(name=name)).decisions)
 
     def on_notice(self, callback: Callable[[Notice], object]) -> None:
         """Call `callback` with each `Draining`, `Undrained`, `Stopping`, `Disconnected`, `Resumed` and `Forgotten`.

@@ -22,8 +22,11 @@ class MembrokerError(Exception):
     """Base of everything that membroker raises by itself.
 
     `reason` is the broker's ErrorReason without its prefix (`MODEL_LIMIT`), or empty for an error of the library.
-    `metadata` has the numbers behind the sentence, as text.
+    `metadata` has the numbers behind the sentence, as text. `request` is the refused request, which `membroker explain`
+    takes; it is empty for other errors.
     """
+
+    request = ""
 
     def __init__(self, message: str, reason: str = "", metadata: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -119,7 +122,7 @@ class OutOfVirtualMemory(MembrokerError, MemoryError):
         super().__init__(
             message
             or f"no {requested} bytes of free addresses lie side by side, aligned as asked: "
-            f"the largest free run has {available}"
+            f"the largest free run has {available}. Deallocate, compact, or reserve more (virtual_capacity)"
         )
         self.requested_bytes, self.available_bytes = requested, available
 

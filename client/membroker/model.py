@@ -26,7 +26,7 @@ from .session import messages
 from .session.owner import SessionOwner
 from .session.recalls import OpenRecall, borrows_in_a_callback
 from .session.session import Session
-from .types import Available, ModelStatus
+from .types import Available, ModelStatus, SleepRequest, SleepStatus
 from .v1 import broker_pb2 as pb
 from .v1 import resources_pb2
 from .vmm.driver import Driver, Location
@@ -223,6 +223,22 @@ class Model:
         self._session.check_open()
         name, recalls = self.resource_name, self._recalls
         uninterrupted(lambda: recalls.answer_for(name, self._shown, callback), self._session.interrupted)
+
+    def on_sleep(self, callback: Callable[[SleepRequest], SleepStatus] | None) -> None:
+        """Call `callback` when an operator asks this model to sleep or to wake (`membroker sleep`). None: no more.
+
+        It returns at once how far the program is, and the program does the work in another thread: the operator's
+        command asks again, a few times a second, as long as it waits. `membroker.kv.Sleeper` is such a callback. A
+        session has one for a model; another call replaces it. It runs in a thread of the library. An exception is
+        logged, and told to the operator. A session without a callback answers that it cannot sleep.
+
+        Raises `InvalidRequest` for an object that is not callable, `ModelNotFound` if this session has left the model,
+        and `ClosedError`.
+        """
+        if callback is not None and not callable(callback):
+            raise InvalidRequest(f"on_sleep takes a function of one request, or None, not {callback!r}")
+        self._session.check_open()
+        self._recalls.sleep_for(self.resource_name, callback)
 
     @property
     def pending_recall(self) -> Recall | None:

@@ -140,7 +140,7 @@ class ModelBooks:
     the tenant and the device apply. `guarantee_bytes` can be borrowed at any time. `extents` is a count. `weight` is in
     force among the tenant's models. `waiting_requests` requests of the model wait for `waiting_bytes`.
     `recallable_bytes` of `used_bytes` can be recalled. `recalled_bytes` are asked for and not released yet,
-    `late_bytes` not in time.
+    `late_bytes` not in time. `share_bytes` is what the division by weight gives the model; None while nobody waits.
     """
 
     location: str
@@ -158,6 +158,7 @@ class ModelBooks:
     recallable_bytes: int = 0
     recalled_bytes: int = 0
     late_bytes: int = 0
+    share_bytes: int | None = None
 
 
 @renamed("virtual_capacity")
@@ -175,6 +176,36 @@ class ModelStatus:
     allocations_total: int
     releases_total: int
     denials_total: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Why a request was refused or waited, or why memory was recalled. `kind` says which of these.
+
+    It is `refused`, `waited`, `waiting` (now) or `recalled`. `why` is the broker's sentence, empty for a request that
+    had room and waited for its turn. `result` is the reason of a refusal, `granted` or `cancelled` of a wait, and
+    `returned`, `kept` or `late` of a recall. `request` is what `MembrokerError.request` has, empty for a recall.
+    `wanted_by` is the model that needed recalled memory, or empty if a limit was lowered.
+    """
+
+    kind: str
+    time: datetime
+    model: str
+    location: str
+    session: str
+    request_id: int
+    size_bytes: int
+    returned_bytes: int
+    after_ms: int
+    result: str
+    why: str
+    guaranteed: bool
+    wanted_by: str
+
+    @property
+    def request(self) -> str:
+        """The name of the request."""
+        return f"{self.session}/requests/{self.request_id}" if self.request_id else ""
 
 
 @renamed("now", "limit")
@@ -248,6 +279,34 @@ class SegmentStatus:
     sessions: int
     writer: str
     create_time: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class SleepRequest:
+    """An operator asks an engine to sleep, or to `wake`. With `keep_weights` only its cache is released.
+
+    `deadline` is how long the operator waits, on the clock of `time.monotonic`. An engine that has requests until then
+    does not begin to sleep.
+    """
+
+    wake: bool
+    keep_weights: bool
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class SleepStatus:
+    """How far an engine is on its way to sleep, or from it.
+
+    `state` is `awake`, `busy` (it sleeps when its requests have ended), `falling_asleep`, `asleep`, `waking` or
+    `unsupported`. `cache_bytes` are what it has released of its KV cache for this sleep, and `weight_bytes` what it has
+    moved to the host. `detail` is a sentence for the operator, or empty.
+    """
+
+    state: str
+    cache_bytes: int = 0
+    weight_bytes: int = 0
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ PUBLIC_NAMES = [
     "limit",
     "name",
     "on_recall",
+    "on_sleep",
     "pending_recall",
     "pool",
     "resource_name",

@@ -56,8 +56,8 @@ def test_the_command_takes_and_shows_the_name(daemon: Daemon, tmp_path: Path) ->
     file = tmp_path / "model.safetensors"
     write_file(file, {"embed": ("F32", (512, 1024))})
     membroker(daemon, "segments", "load", str(file), f"{NAME}/weights")
-    assert f" {NAME} " in membroker(daemon, "models")
-    assert f" {NAME} " in membroker(daemon, "segments")
+    assert f"\nred/{NAME} " in membroker(daemon, "models")
+    assert f"\nred/{NAME}/weights " in membroker(daemon, "segments")
     assert membroker(daemon, "segments", "show", f"{NAME}/weights").startswith(f"red/{NAME}/weights: ")
     assert json.loads(membroker(daemon, "segments", "show", f"red/{NAME}/weights", "--json"))["name"] == (
         f"{FULL}/segments/weights"
@@ -66,7 +66,7 @@ def test_the_command_takes_and_shows_the_name(daemon: Daemon, tmp_path: Path) ->
         one.connect(daemon)
         one.do(f"weights = client.attach('{NAME}/weights')")
         assert one.ask("weights.resource_name") == f"{FULL}/segments/weights"
-        assert f"{NAME}/weights" in membroker(daemon, "sessions")
+        assert f'"{FULL}/segments/weights"' in membroker(daemon, "sessions", "--json")
     told = membroker(daemon, "quota", "set", f"red/{NAME}", "--limit", "64MiB", endpoint=daemon.admin)
     assert told.startswith(f"red/{NAME} at the device: limit 64.0 MiB")
     assert f"red/{NAME}/weights is deleted" in membroker(

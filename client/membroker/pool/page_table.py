@@ -83,7 +83,7 @@ class PageTable:
         left = capacity - top * self.page_size
         if length > left:
             why = f"{left} of the pool's virtual capacity of {capacity} bytes lie behind its highest allocated page"
-            raise OutOfVirtualMemory(length, left, f"cannot grow by {length} bytes: {why}")
+            raise OutOfVirtualMemory(length, left, f"cannot grow by {length}: {why}; reserve more (virtual_capacity)")
         return range(top, top - -length // self.page_size)
 
     def below(self, length: int) -> range:

@@ -23,6 +23,7 @@ from ..errors import BrokerUnavailable, ClosedError, MembrokerError, ProtocolErr
 from ..memory.lender import Placement
 from ..v1 import broker_pb2
 from ..v1 import handoff_pb2 as pb
+from ..v1.resources_pb2 import SleepStatus
 from ..wire import frames as handoff
 from ..wire.descriptors import close_each
 from ..wire.names import MAX_IDS_PER_FRAME
@@ -40,9 +41,9 @@ _LATE = ("goodbye", "declare", "detach_segment", "release")
 class Connection:
     """A connected handoff socket, after the Welcome, or after a resume.
 
-    What each call brings is entered in `inventory`. `revision` is the Welcome's. `request_ids` are the session's, 1 was
-    the Hello's; `models` are those that the broker listed at the resume. Frames of the kinds `by_grpc` are sent through
-    `grpc`. `on_lost` is called when the connection is lost, by any thread.
+    What each call brings is entered in `inventory`. `revision` and `session` are the Welcome's. `request_ids` are the
+    session's, 1 was the Hello's; `models` are those that the broker listed at the resume. Frames of the kinds `by_grpc`
+    are sent through `grpc`. `on_lost` is called when the connection is lost, by any thread.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Connection:
         inventory: Inventory,
         *,
         revision: int = 0,
+        session: str = "",
         request_ids: Iterator[int] | None = None,
         models: Collection[str] = (),
         grpc: GrpcCalls | None = None,
@@ -60,6 +62,7 @@ class Connection:
     ) -> None:
         self.models = frozenset(models)
         self.revision = revision
+        self._session = session
         self._inventory = inventory
         self._request_ids = request_ids or itertools.count(2)
         self._grpc = grpc
@@ -109,6 +112,8 @@ class Connection:
                 while self._wait(call):
                     self._take(call)
                 if isinstance(call.outcome, MembrokerError):
+                    if call.outcome.reason and self._session:
+                        call.outcome.request = f"{self._session}/requests/{call.request_id}"
                     raise call.outcome
                 self._note(call)
             except Exception:
@@ -159,6 +164,14 @@ class Connection:
         """Answer a recall, behind the releases. Does nothing if the connection has ended: the broker asks again."""
         frame = pb.Frame()
         frame.recall_answer.recall_id = recall_id
+        with suppress(BrokerUnavailable, ClosedError):
+            self._shared.send(frame)
+
+    def answer_sleep(self, sleep_id: int, status: SleepStatus) -> None:
+        """Answer an operator's question. Does nothing if the connection has ended: the operator asks again."""
+        frame = pb.Frame()
+        frame.sleep_answer.sleep_id = sleep_id
+        frame.sleep_answer.status.CopyFrom(status)
         with suppress(BrokerUnavailable, ClosedError):
             self._shared.send(frame)
 

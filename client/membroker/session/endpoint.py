@@ -25,7 +25,10 @@ from ..wire.names import MAX_SOCKET_PATH_BYTES
 VARIABLE = "MEMBROKER_ENDPOINT"
 SYSTEM = Path("/run/membroker")
 
-_START = "start one with `membrokerd`"
+SHOWN = 8
+"""How many tenants or devices a message lists."""
+
+_START = "start one with `membrokerd` (under systemd: `systemctl start membrokerd`)"
 _DEVICE = re.compile(r"[0-9]{1,4}|(?=[0-9]*[A-Za-z-])[A-Za-z0-9-]{4,64}")
 
 
@@ -58,7 +61,9 @@ def default_device(env: Mapping[str, str] = os.environ) -> Path:
     Directories that dead brokers left count only if no broker is alive: then the error is about that broker.
     """
     looked = runtime_directories(env)
-    device = _only_device(looked, _may_live) or _only_device(looked, lambda _: True)
+    device = _only_device(looked, _may_live) or _only_device(
+        looked, lambda _: True, why=f"no broker is alive: {_START}. "
+    )
     if device is not None:
         return device
     raise BrokerAbsent(
@@ -94,8 +99,8 @@ def find_device(name: str, env: Mapping[str, str] = os.environ) -> Path:
         raise InvalidRequest(f"{len(found)} devices are called {name}: name one with --endpoint, of {listed}")
     there = ", ".join(f"{device.name} ({_index_of(device)})" for device in devices)
     raise BrokerAbsent(
-        f"no broker of device {name} was found under {' or '.join(map(str, looked))}, which "
-        + (f"have {there}" if there else "have none")
+        f"no broker of device {name} was found under {' or '.join(map(str, looked))}"
+        + (f", only of {there}" if there else "")
         + f": start one with `membrokerd --device {name}`"
     )
 
@@ -123,15 +128,18 @@ def _index_of(device: Path) -> str:
     return text if text.isdecimal() else "?"
 
 
-def _only_device(looked: Iterable[Path], counts: Callable[[Path], bool]) -> Path | None:
-    """Return the device for which `counts` is true, of the first runtime directory that has one; raises for several."""
+def _only_device(looked: Iterable[Path], counts: Callable[[Path], bool], why: str = "") -> Path | None:
+    """Return the device for which `counts` is true, of the first runtime directory that has one; raises for several.
+
+    `why` is what the message says first.
+    """
     for runtime in looked:
         devices = list(filter(counts, _devices_in(runtime)))
         if len(devices) > 1:
             listed = ", ".join(str(device / "tenants" / "default") for device in devices)
             raise InvalidRequest(
-                f"{runtime} has {len(devices)} devices: choose an endpoint with connect(endpoint=…) or {VARIABLE}=…, "
-                f"or with `membroker --device …`, of {listed}"
+                f"{why}{runtime} has {len(devices)} devices: name one with connect(endpoint=…), {VARIABLE}=… or a "
+                f"command's --device N, of {listed}"
             )
         if devices:
             return devices[0]
@@ -146,11 +154,16 @@ def runtime_directories(env: Mapping[str, str] = os.environ) -> list[Path]:
 
 def _devices_in(runtime: Path) -> list[Path]:
     try:
-        return sorted(entry for entry in runtime.iterdir() if (entry / "tenants").is_dir())
+        return sorted(entry for entry in runtime.iterdir() if _is_device(entry))
     except FileNotFoundError:
         return []
     except OSError as error:
         raise diagnose(runtime, error) from error
+
+
+def _is_device(entry: Path) -> bool:
+    """Say whether this is a device's directory, and not the link from its number to it."""
+    return (entry / "tenants").is_dir() and not entry.is_symlink()
 
 
 def _may_live(device: Path) -> bool:
@@ -258,16 +271,64 @@ def _refused(path: Path) -> BrokerUnavailable:
 
 def _absent(path: Path) -> str:
     missing = _first(path, lambda part: not part.exists()) or path
-    if missing == path and path.parent.name == "admin" and path.parent.with_name("tenants").is_dir():
+    if path.name == "handoff.sock" and missing == path and _is_admin(path.parent):
         return (
             f"{path.parent} is the operator's endpoint, where nothing is borrowed: name a tenant's, as in "
             f"{path.parent.with_name('tenants')}/NAME"
         )
+    if missing == path.parent and missing.parent.name == "tenants" and (there := _names_in(missing.parent)):
+        one = missing.with_name(_nearest(missing.name, there))
+        return (
+            f"{missing.parent.parent} has no tenant {missing.name!r}, but has {_some(there)}: name one's endpoint, as "
+            f"in --endpoint {one} or {VARIABLE}={one}"
+        )
+    if missing == path:
+        devices = _device_names_in(path.parent)
+        tenants = _names_in(path.parent) if path.parent.name == "tenants" else []
+        for what, inside in (("devices", devices), ("tenants", tenants)):
+            if inside:
+                return (
+                    f"{path.parent} is no endpoint, but has the {what} {_some(inside)}: name one's directory, as in "
+                    f"{path.with_name(inside[0])}"
+                )
     if missing.is_symlink():
         return f"{missing} is a symbolic link to nothing: {_name_endpoint(path)}"
     if missing == path:
-        return f"{path.parent} has no {path.name}: no broker has this endpoint open. Is membrokerd running? {_START}"
-    return f"{missing} does not exist. Is membrokerd running, with this tenant? {_START}, or {_name_endpoint(path)}"
+        return (
+            f"{path.parent} has no {path.name}: no broker has this endpoint open. Is membrokerd running? "
+            f"If not, {_START}"
+        )
+    return (
+        f"{missing} does not exist. Is membrokerd running, with this tenant? If not, {_START}; or "
+        f"{_name_endpoint(path)}"
+    )
+
+
+def _is_admin(directory: Path) -> bool:
+    return directory.name == "admin" and directory.with_name("tenants").is_dir()
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    """Return the name that is most like `name`, else the first."""
+    import difflib  # only to explain a mistake
+
+    return (difflib.get_close_matches(name, known, n=1) or known)[0]
+
+
+def _names_in(directory: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in directory.iterdir())
+    except OSError:
+        return []
+
+
+def _device_names_in(directory: Path) -> list[str]:
+    found = [directory / name for name in _names_in(directory)]
+    return [entry.name for entry in found if is_device(entry) and not entry.is_symlink()]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + f" and {len(names) - SHOWN} more" * (len(names) > SHOWN)
 
 
 def _denied(path: Path) -> str:
@@ -279,15 +340,23 @@ def _denied(path: Path) -> str:
     mine = ", ".join(_group(gid) for gid in sorted({os.getegid(), *os.getgroups()}))
     return (
         f"permission denied: {closed} belongs to {owner}, group {group}, mode {stat.S_IMODE(found.st_mode):04o}, and "
-        f"this process runs as {_user(os.geteuid())}, groups {mine}. {_admission(found)}"
+        f"this process runs as {_user(os.geteuid())}, groups {mine}. {_admission(path, found)}"
     )
 
 
-def _admission(found: os.stat_result) -> str:
-    if found.st_mode & (stat.S_IXGRP if stat.S_ISDIR(found.st_mode) else stat.S_IWGRP):
-        name = _group(found.st_gid).split()[0]
-        return f"Join the group with `usermod -aG {name} {_user(os.geteuid()).split()[0]}` and log in again"
-    return f"Enter through your own tenant's endpoint ({VARIABLE}=…), or ask its owner to admit you"
+def _admission(path: Path, found: os.stat_result) -> str:
+    if path.name == "grpc.sock" and _is_admin(path.parent):
+        owner = f"{_user(found.st_uid)}, or as root" if found.st_uid else "root"
+        return f"Only the operator enters there: run the command as {owner}"
+    admits_group = found.st_mode & (stat.S_IXGRP if stat.S_ISDIR(found.st_mode) else stat.S_IWGRP)
+    if admits_group and found.st_gid != 0:  # who joins the group root can do more than this
+        with suppress(KeyError):  # one of the two has no name, as in a container
+            names = f"{grp.getgrgid(found.st_gid).gr_name} {pwd.getpwuid(os.geteuid()).pw_name}"
+            return f"Join the group with `usermod -aG {names}` and log in again"
+    return (
+        f"Enter through your own tenant's endpoint ({VARIABLE}=…), or let the operator admit you: the tenant's "
+        "`owner`, `group`, `mode` and `uids` in the daemon's configuration"
+    )
 
 
 def _first(path: Path, wrong: Callable[[Path], bool]) -> Path | None:
@@ -300,7 +369,10 @@ def _is_no_directory(part: Path) -> bool:
 
 
 def _name_endpoint(path: Path) -> str:
-    return f"name the endpoint's directory, which has {path.name} in it, with connect(endpoint=…) or {VARIABLE}=…"
+    return (
+        f"name the endpoint's directory, which has {path.name} in it, with connect(endpoint=…), {VARIABLE}=… or a "
+        "command's --endpoint"
+    )
 
 
 def _user(uid: int) -> str:

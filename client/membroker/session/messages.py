@@ -15,6 +15,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from ..types import (
     Available,
+    Decision,
     DeviceStatus,
     Draining,
     LocationBooks,
@@ -24,6 +25,8 @@ from ..types import (
     SegmentStatus,
     SessionBooks,
     SessionStatus,
+    SleepRequest,
+    SleepStatus,
     Stopping,
     Undrained,
 )
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _T = TypeVar("_T", bound="DataclassInstance")
+MAX_DETAIL = 400
+"""The most characters of the sentence in a `SleepStatus`."""
 
 
 def location_to_wire(location: Location) -> pb.Location.ValueType:
@@ -115,6 +120,11 @@ def sessions(messages: Iterable[pb.Session]) -> list[SessionStatus]:
     return [session(message) for message in messages]
 
 
+def decisions(messages: Iterable[pb.Decision]) -> list[Decision]:
+    """Return why requests were refused or waited, and memory was recalled."""
+    return [value(Decision, each) for each in messages]
+
+
 def session(message: pb.Session) -> SessionStatus:
     """Return a session and its books."""
     return value(SessionStatus, message, books=by_location(SessionBooks, message.books))
@@ -129,3 +139,24 @@ def notice(message: handoff_pb2.Notice) -> Notice | None:
     if kind == "undrained":
         return Undrained()
     return Stopping() if kind == "stopping" else None
+
+
+def sleep_request(message: handoff_pb2.Sleep, now: float) -> SleepRequest:
+    """Return what an operator asks; `now` is the time of `time.monotonic`."""
+    within = message.within.seconds + message.within.nanos / 1e9
+    return SleepRequest(message.wake, message.keep_weights, now + max(0.0, within))
+
+
+def sleep_status(message: pb.SleepStatus) -> SleepStatus:
+    """Return how far an engine is."""
+    return value(SleepStatus, message)
+
+
+def sleep_status_to_wire(status: SleepStatus) -> pb.SleepStatus:
+    """Return the message. Raises `ValueError` for an unknown state."""
+    return pb.SleepStatus(
+        state=pb.SleepStatus.State.Value(status.state.upper()),
+        cache_bytes=status.cache_bytes,
+        weight_bytes=status.weight_bytes,
+        detail=status.detail[:MAX_DETAIL],
+    )

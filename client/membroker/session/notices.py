@@ -18,6 +18,7 @@ from ..errors import DescriptorLimit
 from ..interrupts import STOPPING_SECONDS
 from ..types import Draining, Notice, Undrained
 from ..v1 import handoff_pb2 as pb
+from ..v1.resources_pb2 import SleepStatus
 from . import messages
 from .background import Background
 from .connection import Connection
@@ -27,6 +28,7 @@ logger = logging.getLogger("membroker")
 
 RECALLS_REVISION = 2
 """The first revision of a broker that recalls memory."""
+UNSUPPORTED = SleepStatus(state=SleepStatus.UNSUPPORTED, detail="this program has no engine that can sleep")
 MOST_RECALLS = 1024
 """How many recalls may wait for a callback. The broker has one open at a time for a model and location."""
 
@@ -36,6 +38,10 @@ class RecallListener(Protocol):
 
     def heard(self, message: pb.Recall, connection: Connection) -> None:
         """Take a recall. The lock is held."""
+        ...
+
+    def heard_sleep(self, message: pb.Sleep, connection: Connection) -> None:
+        """Take an operator's question. The lock is held."""
         ...
 
     def lost(self) -> None:
@@ -96,6 +102,8 @@ class Notices:
             logger.info("the broker stops; what is mapped stays valid")
         elif kind == "recall":
             self._hear_recall(message.recall)
+        elif kind == "sleep":
+            self._hear_sleep(message.sleep)
         notice = messages.notice(message)
         if notice is not None:
             with self._lock:
@@ -112,6 +120,16 @@ class Notices:
                 recalls.heard(message, connection)
             else:  # nobody is left who could release anything
                 self.later(partial(connection.answer_recall, message.recall_id))
+
+    def _hear_sleep(self, message: pb.Sleep) -> None:
+        with self._lock:
+            recalls, connection = self.recalls(), self._connected()
+            if connection is None:
+                return
+            if recalls is not None:
+                recalls.heard_sleep(message, connection)
+            else:
+                self.later(partial(connection.answer_sleep, message.sleep_id, UNSUPPORTED))
 
     def start_callbacks(self) -> None:
         """Start the thread that runs callbacks of recalls, if it does not run. The lock is held."""

@@ -15,11 +15,16 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from ..arguments import parts_of
 from ..errors import InvalidRequest, ModelNotFound
 from ..memory.lender import Tracked
+from ..types import SleepRequest, SleepStatus
 from ..v1 import broker_pb2, resources_pb2
 from ..v1 import handoff_pb2 as pb
+from ..v1.resources_pb2 import SleepStatus as SleepStatusMessage
+from . import messages
 from .connection import Connection
+from .notices import UNSUPPORTED
 from .rpc import CONTROL_SECONDS
 
 if TYPE_CHECKING:
@@ -86,6 +91,7 @@ class Recalls:
         self._open: dict[int, OpenRecall] = {}
         self._answered: dict[tuple[str, int], tuple[int, Connection]] = {}
         """The last recall of each model and location that was answered: the broker may have repeated it before that."""
+        self._sleeping: dict[str, Callable[[SleepRequest], SleepStatus]] = {}
         line.notices.recalls = weakref.ref(self)
 
     # What the program does
@@ -119,9 +125,22 @@ class Recalls:
         inventory = self._line.inventory
         if not inventory.models[name]:
             raise ModelNotFound(f"{name} was left by this session: register_model() it first")
-        request = broker_pb2.RegisterModelRequest(model_id=name.rpartition("/")[2], answers_recalls=answers)
+        request = broker_pb2.RegisterModelRequest(model_id=parts_of(name)[1], answers_recalls=answers)
         note = partial(inventory.answers, name, answers=answers)
         self._line.call(pb.Frame(register_model=request), timeout=CONTROL_SECONDS, note=note)
+
+    def sleep_for(self, name: str, callback: Callable[[SleepRequest], SleepStatus] | None) -> None:
+        """Run `callback` for each question of an operator about a model's sleep from now on, or answer for it no more.
+
+        Raises `ModelNotFound` for a model that the session has left, and `ClosedError`.
+        """
+        if callback is None:
+            self._sleeping.pop(name, None)
+            return
+        if not self._line.inventory.models[name]:
+            raise ModelNotFound(f"{name} was left by this session: register_model() it first")
+        self._line.start_callbacks()
+        self._sleeping[name] = callback
 
     def callback_of(self, name: str) -> Callable[[Any], object] | None:
         """Return the callback for a model."""
@@ -146,12 +165,14 @@ class Recalls:
     def forget(self, name: str) -> None:
         """Drop the callback and the recalls of a model that the session has left."""
         self._answering.pop(name, None)
+        self._sleeping.pop(name, None)
         for one in self._of(name):
             self._open.pop(one.recall_id, None)
 
     def end(self) -> None:
         """Call nothing any more: the client is closed, or belongs to the parent of this process."""
         self._answering.clear()
+        self._sleeping.clear()
         self._open.clear()
 
     def _of(self, name: str) -> list[OpenRecall]:
@@ -175,6 +196,30 @@ class Recalls:
         self._open[one.recall_id] = one
         if not self._line.notices.call_back(partial(_handle, weakref.ref(self), one.recall_id)):
             self._open.pop(one.recall_id)  # the broker will repeat it
+
+    def heard_sleep(self, message: pb.Sleep, connection: Connection) -> None:
+        """Answer an operator's question: with the callback's answer, or that this program cannot sleep."""
+        if message.model not in self._sleeping:
+            self._line.notices.later(partial(connection.answer_sleep, message.sleep_id, UNSUPPORTED))
+            return
+        request = messages.sleep_request(message, time.monotonic())
+        self._line.notices.call_back(
+            partial(_answer_sleep, weakref.ref(self), message.model, message.sleep_id, request, connection)
+        )
+
+    def answer_sleep(self, name: str, sleep_id: int, request: SleepRequest, connection: Connection) -> None:
+        """Call the callback and answer. Runs in the thread for callbacks."""
+        callback = self._sleeping.get(name)
+        status = UNSUPPORTED
+        if callback is not None:
+            try:
+                status = messages.sleep_status_to_wire(callback(request))
+            except BaseException as error:  # sys.exit() too: the thread must go on, and the operator gets an answer
+                logger.exception("a callback for sleep has failed at %r", request)
+                status = SleepStatusMessage(
+                    state=SleepStatusMessage.UNSUPPORTED, detail=f"its program failed: {error!r}"[: messages.MAX_DETAIL]
+                )
+        connection.answer_sleep(sleep_id, status)
 
     def lost(self) -> None:
         """Drop the open recalls: the connection is lost. The broker asks again after the resume, if it still needs."""
@@ -216,6 +261,14 @@ def _handle(reference: weakref.ref[Recalls], recall_id: int) -> None:
     recalls = reference()
     if recalls is not None:
         recalls.handle(recall_id)
+
+
+def _answer_sleep(
+    reference: weakref.ref[Recalls], name: str, sleep_id: int, request: SleepRequest, connection: Connection
+) -> None:
+    recalls = reference()
+    if recalls is not None:
+        recalls.answer_sleep(name, sleep_id, request, connection)
 
 
 def borrows_in_a_callback() -> InvalidRequest:

@@ -109,6 +109,7 @@ class ReconnectingConnection:
         connection = Connection(
             *(handoff, str(self._path), self.inventory),
             revision=revision,
+            session=self.welcome.session,
             request_ids=self._request_ids,
             models=models,
             grpc=self._grpc,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from ..errors import BrokerUnavailable, ClosedError, MembrokerError, ProtocolError
-from ..interrupts import Condition
+from ..interrupts import Condition, uninterrupted
 from ..v1 import handoff_pb2 as pb
 from ..wire import frames as handoff
 from ..wire.descriptors import close_each
@@ -155,14 +155,20 @@ class SharedSocket:
             raise kind(why)
 
     def interrupt(self) -> None:
-        """End the connection, because an interrupt left a call half done: the resume agrees on what is held."""
+        """End the connection, because an interrupt left a call half done: the resume agrees on what is held.
+
+        A second interrupt must not stop this half way: calls would wait for a resume that no thread makes.
+        """
+        uninterrupted(self._interrupt)
+
+    def _interrupt(self) -> None:
         self.break_off(
             BrokerUnavailable,
             f"an interrupt ended the connection to the broker at {self.name} in the middle of a call: what is mapped "
             "stays valid, and the session goes on",
             interrupted=True,
         )
-        if self.interrupted:
+        if self.lost:
             self._on_lost()
 
     def break_off(self, kind: type[MembrokerError], why: str, *, interrupted: bool = False) -> None:

@@ -256,8 +256,12 @@ class TestGrow:
             pool.grow(PAGE + 1)
         assert state(pool, lender) == before
         pool.grow(PAGE)
-        with pytest.raises(OutOfVirtualMemory):
+        with pytest.raises(OutOfVirtualMemory, match=r"cannot grow by 1: .*; reserve more \(virtual_capacity\)"):
             pool.grow(1)
+        with pytest.raises(
+            OutOfVirtualMemory, match=r"largest free run has 0\. .* or reserve more \(virtual_capacity\)"
+        ):
+            pool.allocate_anywhere(PAGE)
 
     def test_many_threads_grow_at_once(self, pool: VirtualMemoryPool) -> None:
         """Sixteen decoding threads append to one pool: each gets its own range, and together they have no hole."""

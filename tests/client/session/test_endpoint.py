@@ -80,6 +80,7 @@ class TestChoice:
         assert "gpu-1234abcd/tenants/default" in message
         assert "gpu-99999999/tenants/default" in message
         assert "MEMBROKER_ENDPOINT" in message
+        assert message.startswith("no broker is alive: start one with `membrokerd` (under systemd: `systemctl start")
 
     def test_what_a_dead_broker_left_hides_no_living_one(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A twin was tried out and killed, in the user's own directory and in root's; the card's broker runs."""
@@ -98,7 +99,7 @@ class TestChoice:
             (place / "system" / "host" / "tenants" / "red").mkdir()
             with (
                 listening(place / "system" / "host" / "tenants" / "red" / "handoff.sock"),
-                pytest.raises(InvalidRequest, match="has 2 devices"),
+                pytest.raises(InvalidRequest, match=f"^{place / 'system'} has 2 devices"),
             ):
                 endpoint.find_endpoint(None, env)
         assert "the broker is dead" in why(endpoint.find_endpoint(None, env)), (
@@ -150,7 +151,7 @@ class TestDevices:
             endpoint.find_device(name, env)
         said = str(caught.value)
         assert f"no broker of device {name} was found" in said
-        assert "have gpu-1234abcd (0), gpu-99999999 (1), host (?), host-7 (?)" in said
+        assert ", only of gpu-1234abcd (0), gpu-99999999 (1), host (?), host-7 (?)" in said
         assert f"`membrokerd --device {name}`" in said
 
     @pytest.mark.parametrize("name", ["", "../..", "-1", "0x1", "a" * 65, "gpu 1", "12345"])
@@ -198,6 +199,36 @@ class TestDiagnosis:
 
     def test_no_socket(self, place: Path) -> None:
         assert f"{place} has no handoff.sock" in why(place)
+
+    def test_a_device_with_named_tenants(self, place: Path) -> None:
+        """A program that names no tenant, on a machine whose configuration does."""
+        for name in ("red", "blue"):
+            (place / "0" / "tenants" / name).mkdir(parents=True)
+        message = why(place / "0" / "tenants" / "default")
+        tenants = place / "0" / "tenants"
+        assert f"{place / '0'} has no tenant 'default', but has blue, red: name one's endpoint" in message
+        assert f"as in --endpoint {tenants / 'blue'} or MEMBROKER_ENDPOINT={tenants / 'blue'}" in message
+        assert f"MEMBROKER_ENDPOINT={tenants / 'red'}" in why(tenants / "rde"), "a slip of the keys"
+        message = why(tenants)
+        assert f"{tenants} is no endpoint, but has the tenants blue, red: name one's directory" in message
+        (tenants / "blue").rmdir()
+        (tenants / "red").rmdir()
+        assert "Is membrokerd running, with this tenant?" in why(tenants / "default")
+
+    def test_a_runtime_directory(self, place: Path) -> None:
+        (place / "gpu-1" / "tenants").mkdir(parents=True)
+        message = why(place)
+        assert f"{place} is no endpoint, but has the devices gpu-1: name one's directory" in message
+        assert f"as in {place / 'gpu-1'}" in message
+
+    def test_the_operators_endpoint_of_a_daemon_that_was_stopped(self, place: Path) -> None:
+        """`membroker tenants` while nothing runs: the operator is sent to the daemon, not to a tenant's endpoint."""
+        for name in ("admin", "tenants"):
+            (place / "0" / name).mkdir(parents=True)
+        gone = FileNotFoundError(errno.ENOENT, "No such file or directory")
+        admin = place / "0" / "admin"
+        assert "Is membrokerd running? If not, start one" in str(endpoint.diagnose(admin / "grpc.sock", gone))
+        assert "where nothing is borrowed" in str(endpoint.diagnose(admin / "handoff.sock", gone))
 
     def test_dangling_link(self, place: Path) -> None:
         (place / "link").symlink_to(place / "gone")
@@ -331,13 +362,47 @@ class TestDenied:
         """Mode 0660, and the user is not in its group: he learns which group, and how to join it."""
         with listening(place / "handoff.sock"):
             os.chmod(place / "handoff.sock", 0o060 if os.geteuid() else 0o660)
+            os.chown(place / "handoff.sock", -1, group := os.getegid() or 1)
             message = self.denied(place)
         assert f"permission denied: {place / 'handoff.sock'} belongs to" in message
         assert f"uid {os.geteuid()}" in message
-        assert f"gid {os.getegid()}" in message
+        assert f"gid {group}" in message
         assert "mode 0" in message
         assert "this process runs as" in message
         assert "usermod -aG" in message
+
+    def test_a_group_without_a_name(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A container that knows the host's group by its number only: no command with a wrong name is advised."""
+
+        def no_name(_gid: int) -> None:
+            raise KeyError
+
+        (place / "handoff.sock").touch(mode=0o660)
+        os.chmod(place / "handoff.sock", 0o660)
+        os.chown(place / "handoff.sock", -1, os.getegid() or 1)
+        monkeypatch.setattr("grp.getgrgid", no_name)
+        message = str(endpoint.diagnose(place / "handoff.sock", PermissionError(errno.EACCES, "Permission denied")))
+        assert "usermod" not in message
+        assert "let the operator admit you" in message
+
+    def test_an_operators_command_of_another_user(self, place: Path) -> None:
+        """`membroker quota set` by a user of the machine: another tenant's endpoint would not help."""
+        for name in ("admin", "tenants"):
+            (place / "0" / name).mkdir(parents=True)
+        (socket_of := place / "0" / "admin" / "grpc.sock").touch()
+        message = str(endpoint.diagnose(socket_of, PermissionError(errno.EACCES, "Permission denied")))
+        assert "Only the operator enters there: run the command as " in message
+        assert message.endswith("root")
+        assert "own tenant" not in message
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a socket of the group root")
+    def test_nobody_is_told_to_join_the_group_root(self, place: Path) -> None:
+        """A daemon that root started makes such sockets. Who is in that group can do more than borrow."""
+        with listening(place / "handoff.sock"):
+            os.chmod(place / "handoff.sock", 0o660)
+            message = self.denied(place)
+        assert "usermod" not in message
+        assert "let the operator admit you: the tenant's `owner`, `group`, `mode` and `uids`" in message
 
     def test_a_directory_of_others(self, place: Path) -> None:
         (place / "tenant").mkdir()

@@ -273,6 +273,23 @@ def test_a_program_that_is_stopped_is_asked_when_it_goes_on(daemon: Daemon, pair
     until(lambda: recalled(daemon) == (0, 0))
 
 
+def test_a_model_with_a_name_as_on_hugging_face_is_asked(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
+    """Its name has a slash. The session answers for this model, and for no other of a part of its name."""
+    red, blue = pair
+    blue.do(
+        "model = client.register_model('Qwen/Qwen3-8B', virtual_capacity='1GiB'); pool = model.pool(page_size=PAGE)"
+    )
+    filled(blue)
+    red.do("held = model.allocate(64 * MIB)")
+    assert blue.ask("answered.wait(30)")
+    assert {model.name for model in daemon.models()} == {
+        *(f"tenants/{tenant}/models/m" for tenant in ("red", "blue")),
+        "tenants/blue/models/Qwen/Qwen3-8B",
+    }
+    blue.do("model.on_recall(None)")
+    assert blue.ask("len(client.models())") == 2
+
+
 def test_two_models_of_a_session(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
     """Each callback is told of its own model, and the one without a callback is asked for nothing."""
     red, blue = pair

@@ -20,6 +20,7 @@ from . import table as _table
 
 _EVENT = struct.Struct("iIII")
 _READ_BYTES = 1 << 16
+_FREED = _libc.IN_DELETE_SELF | _libc.IN_IGNORED
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +120,13 @@ class ExtentWatch:
         overflowed, data = False, _read(watches)
         while data:
             for number, mask, _, _ in _EVENT.iter_unpack(data):  # only a watched directory's events have names
-                overflowed |= bool(mask & _libc.IN_Q_OVERFLOW)
                 # A freed extent causes both events. The kernel lists the watch until the second, so a recount may run
                 # between them.
-                if mask & (_libc.IN_DELETE_SELF | _libc.IN_IGNORED):
-                    self._forget(number)
+                if mask & _FREED:
+                    if number in self._entries:
+                        self._forget(number)
+                elif mask & _libc.IN_Q_OVERFLOW:
+                    overflowed = True
             data = _read(watches) if len(data) == _READ_BYTES else b""  # less than that was all
         if overflowed:
             self._recount(watches)
@@ -135,7 +138,7 @@ class ExtentWatch:
             self._forget(number)
 
     def _forget(self, number: int) -> None:
-        size, location = self._entries.pop(number, (0, Location.HOST))
+        size, location = self._entries.pop(number)
         self.counted[location] -= size
 
 
