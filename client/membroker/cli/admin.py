@@ -20,7 +20,7 @@ from ..errors import AccessDenied, BrokerUnavailable, InvalidRequest
 from ..session import messages
 from ..session.endpoint import VARIABLE, check_path, default_device, diagnose, find_endpoint, is_device, not_answering
 from ..session.rpc import GrpcCalls
-from ..types import DeviceStatus, ModelStatus, SegmentStatus, SessionStatus
+from ..types import Decision, DeviceStatus, ModelStatus, SegmentStatus, SessionStatus, SleepStatus
 from ..v1 import admin_pb2, broker_pb2
 from ..v1.admin_pb2_grpc import AdminServiceStub
 from ..vmm.driver import Location
@@ -92,6 +92,19 @@ class ProcessStatus:
     models: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class SessionSleep:
+    """What one session answers to `membroker sleep` or `wake`. `status` is None if it did not answer in time.
+
+    A `detached` session has no connection, and was not asked.
+    """
+
+    session: str
+    pid: int
+    status: SleepStatus | None
+    detached: bool
+
+
 class Admin:
     """AdminService at one device's admin endpoint. Raises the library's errors."""
 
@@ -99,6 +112,16 @@ class Admin:
         _knock(path)
         self._path = path
         self._calls = GrpcCalls(path, service=AdminServiceStub)
+
+    @property
+    def endpoint(self) -> str:
+        """Where the device's tenants are entered: the directory of the only one, else as a pattern."""
+        tenants = self._path.parent.with_name("tenants")
+        try:
+            names = [entry.name for entry in tenants.iterdir()]
+        except OSError:
+            names = []
+        return str(tenants / (names[0] if len(names) == 1 else "NAME"))
 
     def device(self) -> DeviceStatus:
         """Return the device and its books."""
@@ -154,6 +177,11 @@ class Admin:
         processes = self._call("ListProcesses", admin_pb2.ListProcessesRequest()).processes
         return [messages.value(ProcessStatus, process) for process in processes]
 
+    def decisions(self, name: str) -> list[Decision]:
+        """Return why the last requests of `tenants/…/models/…` were refused or waited, and its memory was recalled."""
+        answer = self._call("ListDecisions", broker_pb2.ListDecisionsRequest(name=name))
+        return messages.decisions(answer.decisions)
+
     def forget(self, name: str) -> SessionStatus:
         """End a detached session, `sessions/…`, and return its last state."""
         return next(iter(messages.sessions([self._call("ForgetSession", admin_pb2.ForgetSessionRequest(name=name))])))
@@ -161,6 +189,17 @@ class Admin:
     def evict(self, name: str) -> SessionStatus:
         """End the process of a session, `sessions/…`, and return the session's last state."""
         return next(iter(messages.sessions([self._call("EvictSession", admin_pb2.EvictSessionRequest(name=name))])))
+
+    def sleep_model(self, name: str, *, wake: bool, keep_weights: bool, within: float) -> list[SessionSleep]:
+        """Ask the engines of a model to sleep or to wake, and return how far each is. Ask again until all are there."""
+        request = admin_pb2.SleepModelRequest(name=name, wake=wake, keep_weights=keep_weights)
+        request.within.FromMilliseconds(round(within * 1000))
+        return [
+            messages.value(
+                SessionSleep, one, status=messages.sleep_status(one.status) if one.HasField("status") else None
+            )
+            for one in self._call("SleepModel", request).sessions
+        ]
 
     def drain(self, deadline: datetime | None, *, exits: bool) -> DeviceStatus:
         """Stop lending; with `exits` the daemon exits once nothing is charged, or at the deadline."""

@@ -6,8 +6,10 @@ A command gets its parsed options and returns its exit status. It prints by `tab
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+import difflib
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, TypeAlias
 
 from ..vmm.sizes import parse_size
 from ..wire import names
@@ -17,17 +19,63 @@ from .admin import open_books
 Command = Callable[[argparse.Namespace], int]
 
 ENDPOINTS = """
+
 A tenant's endpoint shows that tenant's own books. The admin endpoint, which only the operator can enter, shows the
 books of all tenants. The endpoint is --endpoint DIR or that of --device, else MEMBROKER_ENDPOINT, else that of the only
 broker on this machine; `membroker status` shows all brokers."""
 
 
+OPERATOR = """
+
+It uses the admin endpoint, which only the daemon's user and root can enter."""
+
+
 class Parser(argparse.ArgumentParser):
-    """A parser whose help keeps its lines, and that takes no shortened options."""
+    """A parser whose help keeps its lines, that takes no shortened options, and that says what was meant."""
 
     def __init__(self, **settings: object) -> None:
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**settings, allow_abbrev=False)  # type: ignore[arg-type]
+        self.set_defaults(parser=self)
+
+    def error(self, message: str) -> NoReturn:
+        """End with what is wrong; where no command was given, say where they are listed."""
+        if message.startswith("the following arguments are required") and self._subparsers is not None:
+            message = f"{message}: `{self.prog} --help` lists all"
+        super().error(message)
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """End with what is wrong about arguments that no parser knows; this one is the chosen command's."""
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant(unknown[0])}")
+
+    def refuse_early_option(self, arguments: Sequence[str]) -> None:
+        """End if the first argument is an option of a command, which comes after it."""
+        first = arguments[0] if arguments else ""
+        if first.startswith("-") and first not in self._option_string_actions:
+            if first.partition("=")[0] not in self._options_of_commands() and self._meant(first):
+                self.refuse([first])
+            self.error(f"options come after the command, as in `{self.prog} COMMAND {first} …`")
+
+    def _options_of_commands(self) -> set[str]:
+        groups = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        return {option for group in groups for one in group.choices.values() for option in one._option_string_actions}
+
+    def _meant(self, option: str) -> str:
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        return did_you_mean(option.partition("=")[0], known)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Say which command was meant, instead of listing all."""
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            instead = did_you_mean(value, action.choices) or f": `{self.prog} --help` lists all"
+            raise argparse.ArgumentError(None, f"there is no command `{self.prog} {value}`{instead}")
+        super()._check_value(action, value)
+
+
+def did_you_mean(text: str, known: Iterable[str]) -> str:
+    """Return the end of a sentence: the name that is most like `text`, if one is."""
+    near = difflib.get_close_matches(text, known, n=1)
+    return f", did you mean {near[0]}?" if near else ""
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
@@ -51,8 +99,9 @@ def add(
     *,
     admin: bool = False,
     inherits: bool = False,
+    lists: bool = True,
 ) -> Parser:
-    """Add a command that talks to a broker: it takes --endpoint or --device, and --json.
+    """Add a command that talks to a broker: it takes --endpoint or --device, and --json if it `lists` something.
 
     `admin`: it takes --admin too. `inherits`: it follows a command with the same options, whose values it keeps.
     """
@@ -63,7 +112,8 @@ def add(
     where.add_argument(
         "--device", metavar="INDEX|UUID", default=left_out, help="this device's broker; `nvidia-smi -L` lists devices"
     )
-    parser.add_argument("--json", action="store_true", default=left_out or False, help="JSON, sizes in bytes")
+    if lists:
+        parser.add_argument("--json", action="store_true", default=left_out or False, help="JSON, sizes in bytes")
     if admin:
         parser.add_argument("--admin", action="store_true", help="the books of all tenants, at the admin endpoint")
     parser.set_defaults(command=run)
@@ -81,9 +131,20 @@ def listing(read: Callable[[Any], list[Any]], table: Callable[[Iterable[Any]], t
     return run
 
 
+def leave_at_signals(*others: signal.Signals) -> None:
+    """Let SIGTERM, SIGHUP and others end this process by SystemExit, so that what it has begun is put back."""
+    for number in (signal.SIGTERM, signal.SIGHUP, *others):
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):  # and not ignored, as by `nohup`
+            signal.signal(number, _leave)
+
+
+def _leave(number: int, _frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
 def add_location(parser: Parser) -> None:
     """Add --location."""
-    parser.add_argument("--location", choices=("device", "host"), default="device")
+    parser.add_argument("--location", choices=("device", "host"), default="device", help="which memory (device)")
 
 
 def add_session(parser: Parser) -> None:
@@ -98,7 +159,9 @@ def session(text: str) -> str:
     """Return the resource name of a session."""
     name = f"sessions/{text.removeprefix('sessions/')}"
     if names.parse_session(name) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a session, as in sessions/1c0000000001")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a session, as in sessions/1c0000000001: `membroker sessions --admin` lists them"
+        )
     return name
 
 

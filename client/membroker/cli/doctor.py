@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..errors import AccessDenied, BrokerUnavailable, MembrokerError
-from ..session.endpoint import VARIABLE
+from ..errors import AccessDenied, BrokerAbsent, BrokerUnavailable, MembrokerError
+from ..session.endpoint import VARIABLE, default_device
 from ..vmm import open_driver
 from ..vmm.driver import DriverError, DriverUnavailable, Location
 from ..vmm.sizes import MIB, format_size
@@ -47,6 +47,12 @@ BROKER_PACKAGES = {
 Status = Literal["ok", "warn", "fail"]
 
 
+_NOT_THERE = "if the daemon should run: `systemctl status membrokerd`, and its log, `journalctl -u membrokerd`"
+_NOT_ADMITTED = (
+    "the tenant's `owner`, `group`, `mode` and `uids` in the daemon's configuration say which users may enter"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """One check. `advice` is empty when `status` is ok."""
@@ -70,9 +76,13 @@ def run_doctor(endpoint: str | None, *, as_json: bool) -> int:
 
 
 def examine(endpoint: str | None, env: Mapping[str, str] = os.environ) -> list[Check]:
-    """Run every check on this machine, as this user."""
+    """Run every check on this machine, as this user.
+
+    With a named endpoint the daemon runs elsewhere, so what only a daemon needs cannot fail.
+    """
     if sys.platform != "linux":
         return [Check("system", "fail", sys.platform, "membroker needs Linux: memfd, pidfd and SCM_RIGHTS")]
+    is_named = bool(endpoint or env.get(VARIABLE))
     looks: tuple[tuple[str, Callable[[], Check]], ...] = (
         ("python", lambda: check_python(sys.version_info[:3])),
         ("peers", check_peers),
@@ -86,12 +96,19 @@ def examine(endpoint: str | None, env: Mapping[str, str] = os.environ) -> list[C
         ("sealed memory", check_memfd),
         ("host driver", check_host_driver),
         ("gpu", check_gpu),
-        ("packages", check_packages),
-        ("runtime directory", lambda: check_runtime_directory(env, os.geteuid())),
+        ("packages", lambda: _of_daemon(check_packages(), is_named)),
+        ("runtime directory", lambda: _of_daemon(check_runtime_directory(env, os.geteuid()), is_named)),
         ("broker", lambda: check_broker(endpoint, env)),
         ("guarantees", lambda: check_guarantees(endpoint, env)),
     )
     return [_look(name, look) for name, look in looks]
+
+
+def _of_daemon(check: Check, is_named: bool) -> Check:
+    """Return the check of something that only a daemon needs; with a named endpoint none is started here."""
+    if is_named and check.status != "ok":
+        return Check(check.name, "ok", f"{check.found}; only a daemon needs it, and an endpoint is named")
+    return check
 
 
 def _look(name: str, look: Callable[[], Check]) -> Check:
@@ -268,19 +285,30 @@ def check_runtime_directory(env: Mapping[str, str], uid: int) -> Check:
 
 def check_broker(endpoint: str | None, env: Mapping[str, str]) -> Check:
     """Check whether a broker runs and lets this user in. It fails only for a broker that was named."""
+    is_named = bool(endpoint or env.get(VARIABLE))
+    if not is_named and not _has_device(env):
+        return Check("broker", "ok", "no broker runs here yet; start one with `membrokerd`")
     try:
         with open_books(endpoint, False, env) as books:
             device = books.device()
     except (BrokerUnavailable, AccessDenied) as error:
-        if endpoint or env.get(VARIABLE):
-            return Check(
-                "broker", "fail", str(error), "see the sentence above; `membrokerd --help` says how to start a broker"
-            )
-        return Check("broker", "ok", "this user can enter none yet; start one with `membrokerd`")
+        advice = _NOT_ADMITTED if isinstance(error, AccessDenied) else _NOT_THERE
+        return Check("broker", "fail" if is_named else "warn", str(error), advice)
     except MembrokerError as error:
         return Check("broker", "warn", str(error), "name the endpoint with --endpoint DIR")
     capacity = ", ".join(f"{format_size(books.capacity_bytes)} ({where})" for where, books in device.locations.items())
     return Check("broker", "ok", f"membrokerd {device.version} on {device.uuid} lends {capacity}")
+
+
+def _has_device(env: Mapping[str, str]) -> bool:
+    """Say whether a broker runs or ran on this machine, whatever its state is."""
+    try:
+        default_device(env)
+    except BrokerAbsent:
+        return False
+    except MembrokerError:  # several, or a directory that this user cannot read
+        pass
+    return True
 
 
 def check_guarantees(endpoint: str | None, env: Mapping[str, str]) -> Check:
@@ -313,7 +341,7 @@ def check_guarantees(endpoint: str | None, env: Mapping[str, str]) -> Check:
             step = format_size(GUARANTEE_STEP)
             advice = f"make it a multiple of {step}: a pool with pages of that size cannot use the rest"
             return Check("guarantees", "warn", found, advice)
-    return Check("guarantees", "ok", f"{len(quotas)} set, all of them can be kept" if quotas else "none is set")
+    return Check("guarantees", "ok", f"{len(quotas)} set, all of them can be kept" if quotas else "no guarantee is set")
 
 
 def _sysctl(name: str) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -19,10 +18,20 @@ from ..errors import MembrokerError
 from ..session.endpoint import VARIABLE, find_device, living_devices
 from ..vmm.driver import DriverError
 from ..wire import names
-from . import commands, operate, segments, tables
-from .admin import open_books
+from . import commands, explain, launch, operate, replay, segments, sleeping, tables, top
+from .admin import Admin, open_books
 from .commands import Command, Commands, Parser, add, add_bare, listing
 from .doctor import missing_packages, run_doctor
+from .sleeping import find_model
+
+_MODELS = """
+`used` is what the model is charged. `recallable` is the part of it that the broker can ask back; `late` is what it
+asked back and did not get in time. `refused` counts refused requests since the model or the daemon began: `membroker
+explain MODEL` says why.
+
+With MODEL the command shows all figures of that one: also its addresses (virtual), its segments, what it declared, what
+its dead workers still hold (releasing), its peak, extents, weight and sessions, and its share, which is what the
+division by weight gives it while requests wait."""
 
 _PROCESSES = """
 For each process that uses the device: what the driver sees it use, what its sessions are charged, and the size of the
@@ -34,6 +43,8 @@ broker runs as root. When `unaccounted` rises, the daemon's log names the proces
 context."""
 
 _QUOTA = """
+A number takes effect at once, and is kept on disk over restarts; `none` removes it.
+
 A limit is the most that a model, or all models of a tenant together, may borrow. A guarantee is memory that they can
 have at any time: while they do not use it, it is lent only to programs that answer recalls. A guarantee of 0 takes the
 place of a configured one. Guarantees must fit: a model's within its limit, those of a tenant's models within the
@@ -65,7 +76,7 @@ the process live on, and a child that shares its memory keeps it. An orchestrato
 it away, end it there. If the daemon stops before the 10 s are over, a process that is still alive is left alone.
 
 Refused (status 1) if the daemon cannot signal the process: it belongs to another user and the daemon has no CAP_KILL,
-or it is in another pid namespace, as in most Kubernetes pods. Then end it where it runs; deploy/README.md says what to
+or it is in another pid namespace, as in most Kubernetes pods. Then end it where it runs; docs/systemd.md says what to
 add to the daemon instead."""
 
 _DRAIN = """
@@ -83,7 +94,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - it is standard output
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # names may have characters that the terminal cannot show
-        options = _parser().parse_args(arguments)
+        parser, words = _parser(), sys.argv[1:] if arguments is None else arguments
+        parser.refuse_early_option(words)
+        options, unknown = parser.parse_known_args(words)
+        if unknown:
+            options.parser.refuse(unknown)
         if getattr(options, "device", None) is not None:
             options.endpoint = str(find_device(options.device))
         command: Command = options.command
@@ -124,7 +139,8 @@ def _status(options: argparse.Namespace) -> int:
 def _show_status(endpoint: str | None, options: argparse.Namespace) -> int:
     with open_books(endpoint, options.admin) as books:
         device = books.device()
-    shown = (tables.device_table(device), tables.locations_table(device.locations.values()))
+        entered = str(books.endpoint)
+    shown = (tables.device_table(device, entered), tables.locations_table(device.locations.values()))
     return tables.answer(options.json, device, *shown)
 
 
@@ -132,9 +148,14 @@ def _models(options: argparse.Namespace) -> int:
     with open_books(options.endpoint, options.admin) as books:
         while True:
             models = books.models()
+            table = tables.models_table(models)
+            if options.name is not None:
+                name = find_model([one.name for one in models], options.name, admin=isinstance(books, Admin))
+                models = [one for one in models if one.name == name]
+                table = tables.model_table(models[0])
             if options.watch is not None and not options.json and sys.stdout.isatty():
                 sys.stdout.write("\x1b[H\x1b[J")
-            tables.answer(options.json, models, tables.models_table(models))
+            tables.answer(options.json, models, table)
             if options.watch is None:
                 return 0
             time.sleep(options.watch)
@@ -154,15 +175,8 @@ def _demo(options: argparse.Namespace) -> int:
     # Imported late: the demo starts a daemon, and imports all that this takes.
     from .demo.scenes import main as demo
 
-    # The processes that it starts are in sessions of their own, and would outlive it.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _exit)
+    commands.leave_at_signals()  # the processes that it starts are in sessions of their own, and would outlive it
     return demo()
-
-
-def _exit(number: int, _frame: object) -> None:
-    raise SystemExit(128 + number)
 
 
 # --- The command line ---
@@ -171,33 +185,45 @@ def _exit(number: int, _frame: object) -> None:
 def _parser() -> Parser:
     parser = Parser(
         prog="membroker",
-        description="Ask a GPU memory broker what it lends and to which models; change a limit.",
+        description="Ask a GPU memory broker what it lends; start programs with it; change limits.",
         epilog="examples:\n  membroker demo\n  membroker doctor\n  membroker status\n  membroker models --watch 1\n"
+        "  membroker top\n  membroker explain llama-7b\n"
+        "  membroker run --model llama-7b --limit 8GiB -- python serve.py\n"
         "  membroker segments load model.safetensors llama-7b/weights\n"
         "  membroker quota set acme/llama-7b --limit 8GiB\n"
         f"{commands.ENDPOINTS}\n\n`membroker COMMAND --help` has more. The daemon is another command, `membrokerd`.",
     )
     parser.add_argument("--version", action="version", version=f"membroker {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_first(subparsers)
+    launch.add_command(subparsers)
     _add_books(subparsers)
     segments.add_commands(subparsers)
-    _add_operators(subparsers)
+    top.add_command(subparsers)
+    explain.add_command(subparsers)
+    _add_quota(subparsers)
+    sleeping.add_commands(subparsers)
+    _add_ends(subparsers)
+    replay.add_command(subparsers)
+    return parser
+
+
+def _add_first(subparsers: Commands) -> None:
+    add_bare(
+        subparsers,
+        "demo",
+        "the main job in a few seconds: no GPU, no root, no daemon",
+        "demo",
+        "\nIt starts a daemon and workers of its own, and touches no others.",
+    ).set_defaults(command=_demo)
     add(
         subparsers,
         "doctor",
         _doctor,
-        "check whether this machine can run a broker, and say what to do if not",
+        "check whether this machine can run a broker",
         "doctor\ndoctor --json\ndoctor --endpoint /run/membroker/gpu-12345678/tenants/acme    can this user enter it?",
-        "\nThe exit status is 0 unless a check fails.",
+        "\nWhat fails is followed by what to do. The exit status is 0 unless a check fails.",
     )
-    add_bare(
-        subparsers,
-        "demo",
-        "two tenants trade a GPU's memory, and outlive its broker, in a minute, without a GPU",
-        "demo",
-        "\nIt starts a daemon and workers of its own, and touches no others.",
-    ).set_defaults(command=_demo)
-    return parser
 
 
 def _add_books(subparsers: Commands) -> None:
@@ -205,18 +231,24 @@ def _add_books(subparsers: Commands) -> None:
         subparsers,
         "status",
         _status,
-        "the device, its books, and its memory in use; of every broker on this machine",
+        "the device and its memory, of every broker of this machine",
         "status\nstatus --device 1\nstatus --json | jq '{uuid, draining}'",
         admin=True,
     )
-    add(
+    models = add(
         subparsers,
         "models",
         _models,
-        "how much each model is charged and waits for, its quota, and what of its memory can be recalled or is late",
-        "models\nmodels --admin --watch 1\nmodels --json | jq '.[].books.device'",
+        "what each model uses, may use and waits for",
+        "models\nmodels --admin --watch 1\nmodels llama-7b                           all that is known of one model\n"
+        "models --json | jq '.[].books.device'",
+        _MODELS,
         admin=True,
-    ).add_argument("--watch", metavar="SECONDS", type=commands.seconds, help="show it again and again, until Ctrl-C")
+    )
+    models.add_argument("name", metavar="MODEL", nargs="?", help="MODEL or TENANT/MODEL: all figures of this one")
+    models.add_argument(
+        "--watch", metavar="SECONDS", type=commands.seconds, help="show it again and again, until Ctrl-C"
+    )
     add(
         subparsers,
         "sessions",
@@ -225,64 +257,63 @@ def _add_books(subparsers: Commands) -> None:
         "sessions\nsessions --admin --json | jq '.[] | select(.state == \"detached\")'",
         admin=True,
     )
-
-
-def _add_operators(subparsers: Commands) -> None:
     add(
         subparsers,
         "tenants",
         listing(lambda books: books.tenants(), tables.tenants_table),
-        "how much each tenant is charged and waits for, and its quota; at the admin endpoint",
+        "what each tenant uses, may use and waits for",
         "tenants\ntenants --json | jq '.[] | {name, used: .books.device.used_bytes}'",
+        commands.OPERATOR,
     ).set_defaults(admin=True)
     add(
         subparsers,
         "processes",
         listing(lambda books: books.processes(), tables.processes_table),
-        "the processes that use more of the device than they are charged; at the admin endpoint",
+        "which processes use the device, beyond their charge too",
         "processes\nprocesses --json | jq '.[] | select(.excess_bytes > 1e9)'",
-        _PROCESSES,
+        _PROCESSES + commands.OPERATOR,
     ).set_defaults(admin=True)
-    _add_quota(subparsers)
+
+
+def _add_ends(subparsers: Commands) -> None:
     forget = add(
         subparsers,
         "forget",
         operate.forget,
-        "end a detached session whose process will not come back; at the admin endpoint",
+        "end a detached session whose process will not come back",
         "forget sessions/1c0000000001      a session that `membroker sessions --admin` shows as detached",
-        _FORGET,
+        _FORGET + commands.OPERATOR,
     )
     commands.add_session(forget)
     evict = add(
         subparsers,
         "evict",
         operate.evict,
-        "end the process of a session, and so free its memory; at the admin endpoint",
+        "end the process of a session, and so free its memory",
         "evict sessions/1c0000000001           show the process and its sessions, and ask\n"
         "evict sessions/1c0000000001 --yes     do not ask, as in a script",
-        _EVICT,
+        _EVICT + commands.OPERATOR,
     )
     commands.add_session(evict)
     evict.add_argument("--yes", action="store_true", help="do not ask")
-    evict.set_defaults(parser=evict)
     drain = add(
         subparsers,
         "drain",
         operate.drain,
-        "stop lending and tell the workers; at the admin endpoint",
+        "stop lending, and tell the workers",
         "drain                          until `membroker undrain`, or a restart of the daemon\n"
         "drain --deadline 60 --exit     exit once nothing is charged, or after a minute",
-        _DRAIN,
+        _DRAIN + commands.OPERATOR,
     )
     drain.add_argument(
         "--deadline", metavar="SECONDS", type=commands.seconds, help="when all should be released; the workers are told"
     )
     drain.add_argument("--exit", action="store_true", help="exit when nothing is charged, or at the deadline")
-    add(subparsers, "undrain", operate.undrain, "lend again, at the admin endpoint", "undrain")
+    add(subparsers, "undrain", operate.undrain, "lend again", "undrain", commands.OPERATOR)
 
 
 def _add_quota(subparsers: Commands) -> None:
-    summary = "show and set limits, guarantees and weights by command, at the admin endpoint"
+    summary = "show and set limits, guarantees and weights"
     quota = add_bare(subparsers, "quota", summary, "quota list --all\nquota set acme --limit 32GiB --guarantee 8GiB")
     actions = quota.add_subparsers(metavar="ACTION", required=True)
     add(
@@ -291,30 +322,30 @@ def _add_quota(subparsers: Commands) -> None:
         operate.quota_list,
         "the limits, guarantees and weights that were set by command",
         "quota list\nquota list --all",
+        commands.OPERATOR,
     ).add_argument("--all", action="store_true", help="those in the configuration, too, with the numbers in force")
     change = add(
         actions,
         "set",
         operate.quota_set,
-        "set a limit, a guarantee or a weight from now on; it is kept on disk until it is removed",
+        "set a limit, a guarantee or a weight, until it is removed",
         "quota set acme --limit 32GiB                a tenant\n"
-        "quota set acme/llama-7b --guarantee 8GiB    one of its models: 8 GiB are kept for it\n"
+        "quota set acme/llama-7b --guarantee 8GiB    one of its models can have 8 GiB at any time\n"
         "quota set acme --weight 2                   twice the part of a tenant with weight 1\n"
         "quota set acme --limit none                 use the configured limit again",
-        _QUOTA,
+        _QUOTA + commands.OPERATOR,
     )
     change.add_argument("name", metavar="NAME", type=_name, help="TENANT or TENANT/MODEL")
     change.add_argument(
         "--limit", metavar="SIZE|none", type=commands.limit, help='the most it may borrow, as in "8GiB"'
     )
     change.add_argument(
-        "--guarantee", metavar="SIZE|none", type=commands.limit, help="what nobody else may borrow, used or not"
+        "--guarantee", metavar="SIZE|none", type=commands.limit, help="memory that it can have at any time"
     )
     change.add_argument(
         "--weight", metavar="N|none", type=commands.weight, help="its part of the rest while requests wait, 0 to 1000"
     )
     commands.add_location(change)
-    change.set_defaults(parser=change)
 
 
 def _name(text: str) -> str:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 
-from ..arguments import location_of
-from ..errors import BrokerUnavailable
+from ..arguments import location_of, parts_of
+from ..errors import BrokerUnavailable, NotFound
 from ..types import DeviceStatus, SegmentStatus, SessionStatus
 from ..vmm.sizes import format_size
 from . import tables
 from .admin import Admin, Quota, open_admin, open_device
+from .commands import did_you_mean
 
 
 def quota_list(options: argparse.Namespace) -> int:
@@ -32,8 +33,13 @@ def quota_set(options: argparse.Namespace) -> int:
     if not numbers:
         options.parser.error("one of the arguments --limit --guarantee --weight is required")
     with open_admin(options.endpoint) as admin:
-        quota = admin.set_quota(options.name, location_of(options.location), numbers)
-        notes = [] if options.json else list(_notes_on(quota, numbers, admin))
+        known = _known(admin)  # a tenant that has a quota is known
+        try:
+            quota = admin.set_quota(options.name, location_of(options.location), numbers)
+        except NotFound as error:
+            near = did_you_mean(parts_of(options.name)[0], [parts_of(name)[0] for name in known])
+            raise NotFound(f"{error}{near}", error.reason) from error
+        notes = [] if options.json else list(_notes_on(quota, numbers, known, admin))
     line = (
         f"{tables.short_name(quota.name)} at the {quota.location}: limit {_in_words(quota.limit_bytes)}, "
         f"guarantee {_in_words(quota.guarantee_bytes)}, "
@@ -46,7 +52,7 @@ def _in_words(size: int | None) -> str:
     return "as configured" if size is None else format_size(size)
 
 
-def _notes_on(quota: Quota, numbers: Mapping[str, int | None], admin: Admin) -> Iterator[str]:
+def _notes_on(quota: Quota, numbers: Mapping[str, int | None], known: Collection[str], admin: Admin) -> Iterator[str]:
     """Yield what may surprise an operator about the numbers that are now in force."""
     limit, guarantee, weight = (numbers.get(field) for field in ("limit_bytes", "guarantee_bytes", "weight"))
     if limit is not None:
@@ -60,7 +66,7 @@ def _notes_on(quota: Quota, numbers: Mapping[str, int | None], admin: Admin) -> 
             f"{format_size(quota.shortfall_bytes)} of all guarantees cannot be kept yet: others have borrowed that "
             "memory. They get nothing more until they have released it (`membroker tenants`)"
         )
-    if (limit or guarantee or weight is not None) and quota.name not in _known(admin):
+    if (limit or guarantee or weight is not None) and quota.name not in known:
         what = "model" if "/models/" in quota.name else "tenant"
         yield f"there is no {what} of that name now: the quota waits for its first session (`membroker models --admin`)"
         if guarantee:
@@ -68,9 +74,8 @@ def _notes_on(quota: Quota, numbers: Mapping[str, int | None], admin: Admin) -> 
 
 
 def _known(admin: Admin) -> set[str]:
-    """Return the names of the models, and of the tenants that have one or have a session."""
-    models = {model.name for model in admin.models()}
-    return models | {name.partition("/models/")[0] for name in models} | {one.tenant for one in admin.sessions()}
+    """Return the names of the models, and of the tenants that are configured, have a session or are charged."""
+    return {model.name for model in admin.models()} | {tenant.name for tenant in admin.tenants()}
 
 
 def forget(options: argparse.Namespace) -> int:

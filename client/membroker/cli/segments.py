@@ -47,10 +47,10 @@ class Deleted:
 
 def _load(options: argparse.Namespace) -> int:
     if is_admin(options.endpoint, options.admin):
-        options.complain("a segment is loaded at its tenant's endpoint, not at the admin endpoint")
+        options.parser.error("a segment is loaded at its tenant's endpoint, not at the admin endpoint")
     name: SegmentName = options.name
     if bool(options.model) == bool(name.model):
-        options.complain("name the segment and its model once: as MODEL/SEGMENT, or as SEGMENT with --model MODEL")
+        options.parser.error("name the segment and its model once: as MODEL/SEGMENT, or as SEGMENT with --model MODEL")
     if options.model:
         name = SegmentName("", options.model, name.segment)
     wanted = loading.Wanted(name, options.location, options.virtual_capacity, options.limit)
@@ -73,7 +73,7 @@ def _load(options: argparse.Namespace) -> int:
 
 def _show(options: argparse.Namespace) -> int:
     if is_admin(options.endpoint, options.admin):
-        options.complain("the contents of a segment are read at its tenant's endpoint, not at the admin endpoint")
+        options.parser.error("the contents of a segment are read at its tenant's endpoint, not at the admin endpoint")
     found = contents(options.endpoint, options.name)
     return tables.answer(
         options.json,
@@ -88,7 +88,7 @@ def _show(options: argparse.Namespace) -> int:
 def _delete(options: argparse.Namespace) -> int:
     admin = is_admin(options.endpoint, options.admin)
     if admin and not options.name.tenant:
-        options.complain("at the admin endpoint a segment is TENANT/MODEL/SEGMENT")
+        options.parser.error("at the admin endpoint a segment is TENANT/MODEL/SEGMENT")
     deleted = delete(options.endpoint, options.name, admin=admin)
     sessions = _count(deleted.sessions, "session")
     lines = [f"{tables.short_name(deleted.name)} is deleted: it can no longer be attached"]
@@ -110,9 +110,10 @@ def add_commands(subparsers: Commands) -> None:
         subparsers,
         "segments",
         listing(lambda books: books.segments(), tables.segments_table),
-        "memory that has a name: list it, load a file into it, show its tensors, delete it",
+        "memory that has a name: list, load, show and delete it",
         "segments\nsegments --admin\nsegments load model.safetensors llama-7b/weights\n"
         "segments show llama-7b/weights\nsegments delete llama-7b/weights",
+        "\nWithout an ACTION it lists all segments.",
         admin=True,
     )
     actions = group.add_subparsers(metavar="[ACTION]")
@@ -146,7 +147,6 @@ def add_commands(subparsers: Commands) -> None:
     own = "MODEL/SEGMENT, or SEGMENT with --model"
     for parser, named in ((load, own), (show, anywhere), (delete, anywhere)):
         parser.add_argument("name", metavar="NAME", type=_segment, help=named)
-        parser.set_defaults(complain=parser.error)
     load.add_argument("--model", metavar="MODEL", help="the model that is charged; or write it before the name")
     commands.add_location(load)
     for option, what in (("limit", "limit"), ("virtual-capacity", "virtual capacity")):

@@ -24,7 +24,7 @@ from ..deprecated import old_spellings
 from ..safetensors import TensorInfo
 from ..types import DeviceStatus, LocationBooks, ModelBooks, ModelStatus, SegmentStatus, SessionStatus
 from ..vmm.sizes import format_size
-from .admin import ProcessStatus, Quota, TenantStatus
+from .admin import ProcessStatus, Quota, TenantBooks, TenantStatus
 
 NONE = "-"
 COLUMNS = 10_000
@@ -52,44 +52,78 @@ def _table(rows: Iterable[tuple[Any, ...]], columns: Columns, empty: str = "") -
 def models_table(models: Iterable[ModelStatus]) -> Table:
     """Return a row for each model and location, except for locations that it never used and has no limit for."""
     columns: Columns = {
-        "tenant": lambda model, _: parts_of(model.name)[0],
-        "model": lambda model, _: parts_of(model.name)[1],
-        "where": lambda _, books: books.location,
-        ">virtual": lambda model, _: format_size(model.virtual_capacity_bytes),
+        "model": lambda model, books: short_name(model.name) + _elsewhere(books.location),
         ">used": lambda _, books: format_size(books.used_bytes),
-        ">in segments": lambda _, books: format_size(books.segment_bytes),
-        ">peak": lambda _, books: format_size(books.peak_bytes),
-        ">guarantee": lambda _, books: _size(books.guarantee_bytes or None),
+        ">guarantee": lambda _, books: _nonzero(books.guarantee_bytes),
         ">limit": lambda _, books: _size(books.limit_bytes),
-        ">weight": lambda _, books: str(books.weight),
-        ">waiting": lambda _, books: _waiting(books),
-        ">recallable": lambda _, books: _recallable(books),
-        ">extents": lambda _, books: str(books.extents),
-        ">sessions": lambda model, _: str(model.sessions),
-        ">refusals": lambda model, _: str(sum(model.denials_total.values())),
+        ">waiting": lambda _, books: _nonzero(books.waiting_bytes),
+        ">recallable": lambda _, books: _nonzero(books.recallable_bytes),
+        ">late": lambda _, books: _nonzero(books.late_bytes),
+        ">refused": lambda model, _: str(sum(model.denials_total.values())),
     }
-    rows = [(model, books) for model in models for books in model.books.values() if _worth_showing(books)]
+    rows = [(model, books) for model in models for books in _worth_showing(model)]
     return _table(rows, columns, "no models are registered")
 
 
-def _worth_showing(books: ModelBooks) -> bool:
-    numbers = books.peak_bytes, books.guarantee_bytes, books.limit_bytes is not None
-    return books.location == "device" or any(numbers)
+def model_table(model: ModelStatus) -> Table:
+    """Return all that is known of one model, with a column for each location."""
+    books = _worth_showing(model)
+    refused = ", ".join(f"{count} {reason}" for reason, count in sorted(model.denials_total.items()))
+    return _by_location(
+        short_name(model.name),
+        books,
+        {
+            "used": lambda one: format_size(one.used_bytes),
+            "  in segments": lambda one: format_size(one.segment_bytes),
+            "  declared": lambda one: format_size(one.declared_bytes),
+            "  releasing": lambda one: format_size(one.releasing_bytes),
+            "  recallable": lambda one: format_size(one.recallable_bytes),
+            "  recalled": lambda one: _nonzero(one.recalled_bytes),
+            "  late": lambda one: _nonzero(one.late_bytes),
+            "peak": lambda one: format_size(one.peak_bytes),
+            "extents": lambda one: str(one.extents),
+            "guarantee": lambda one: _nonzero(one.guarantee_bytes),
+            "limit": lambda one: _size(one.limit_bytes),
+            "weight": lambda one: str(one.weight),
+            "share": lambda one: _size(one.share_bytes),
+            "waiting": _waiting,
+        },
+        [
+            ["virtual", format_size(model.virtual_capacity_bytes)],
+            ["sessions", str(model.sessions)],
+            ["refused", refused or NONE],
+        ],
+    )
+
+
+def _worth_showing(model: ModelStatus) -> list[ModelBooks]:
+    """Return the books of a model without locations that it never used, and has no guarantee and no limit for."""
+    return [
+        books
+        for books in model.books.values()
+        if books.location == "device" or books.peak_bytes or books.guarantee_bytes or books.limit_bytes is not None
+    ]
+
+
+def _by_location(title: str, books: Sequence[Any], rows: Columns, more: Sequence[Sequence[str]] = ()) -> Table:
+    """Return a table with a row for each figure and a column for each location; `more` rows have one value."""
+    figures = [[name, *map(cell, books)] for name, cell in rows.items()]
+    others = [[*row, *[""] * (len(books) - 1)] for row in more]
+    return Table((title, *(f">{one.location}" for one in books)), [*figures, *others])
 
 
 def sessions_table(sessions: Iterable[SessionStatus]) -> Table:
     """Return a row for each session."""
+    now = datetime.now(UTC)
     columns: Columns = {
         "session": lambda session: session.name.removeprefix("sessions/"),
         "tenant": lambda session: session.tenant.removeprefix("tenants/"),
-        "state": lambda session: session.state + (" (observer)" if session.observer else ""),
+        "state": lambda session: "observer" if session.observer and session.state == "open" else session.state,
         ">pid": lambda session: str(session.pid or NONE),
-        ">uid": lambda session: str(session.uid),
+        ">age": lambda session: _age(session.create_time, now),
         ">used": lambda session: format_size(sum(books.used_bytes for books in session.books.values())),
-        ">extents": lambda session: str(sum(books.extents for books in session.books.values())),
-        "since": lambda session: _time(session.create_time),
-        "models": lambda session: " ".join(parts_of(name)[1] for name in session.models) or NONE,
-        "segments": lambda session: " ".join(short_name(name).partition("/")[2] for name in session.segments) or NONE,
+        "models": lambda session: _first_of([parts_of(name)[1] for name in session.models]),
+        ">segments": lambda session: str(len(session.segments) or NONE),
         "client": lambda session: session.client,
     }
     return _table(zip(sessions, strict=True), columns, "no sessions are open")
@@ -97,16 +131,13 @@ def sessions_table(sessions: Iterable[SessionStatus]) -> Table:
 
 def segments_table(segments: Iterable[SegmentStatus]) -> Table:
     """Return a row for each segment."""
+    now = datetime.now(UTC)
     columns: Columns = {
-        "tenant": lambda segment: parts_of(segment.name)[0],
-        "model": lambda segment: parts_of(segment.name)[1],
-        "segment": lambda segment: parts_of(segment.name)[2],
-        "where": lambda segment: segment.location,
+        "segment": lambda segment: short_name(segment.name) + _elsewhere(segment.location),
         "state": lambda segment: segment.state,
         ">size": lambda segment: format_size(segment.size_bytes),
-        ">extents": lambda segment: str(segment.extents),
         ">sessions": lambda segment: str(segment.sessions),
-        "since": lambda segment: _time(segment.create_time),
+        ">age": lambda segment: _age(segment.create_time, now),
     }
     return _table(zip(segments, strict=True), columns, "there are no segments")
 
@@ -128,39 +159,38 @@ def metadata_table(metadata: Mapping[str, str]) -> Table:
     return Table(("metadata", ""), sorted(metadata.items()))
 
 
-def device_table(device: DeviceStatus) -> Table:
-    """Return the properties of the device, one in each row."""
+def device_table(device: DeviceStatus, endpoint: str) -> Table:
+    """Return the properties of the device, one in each row. `endpoint` is where it is entered."""
     sessions = str(device.sessions) + (f", {device.detached_sessions} detached" if device.detached_sessions else "")
     return Table(
-        ("device", ""),
+        ("device", device.uuid),
         [
-            ["uuid", device.uuid],
             ["product", device.product],
             ["driver", device.driver],
             ["granularity", format_size(device.granularity_bytes)],
             ["membrokerd", f"{device.version}, pid {device.pid}, since {_time(device.start_time)}"],
-            ["sessions", sessions],
-            *([["lending", "no: it is drained"]] if device.draining else []),
+            ["endpoint", endpoint],
             ["metrics", device.metrics_url or "off"],
+            ["sessions", sessions],
+            *([["lending", "no: it is drained, until `membroker undrain`"]] if device.draining else []),
         ],
     )
 
 
 def locations_table(locations: Iterable[LocationBooks]) -> Table:
-    """Return the books of each location, and the device's own figures."""
-    columns: Columns = {
-        "where": lambda books: books.location,
-        ">capacity": lambda books: format_size(books.capacity_bytes),
-        ">lent": lambda books: format_size(books.lent_bytes),
-        ">releasing": lambda books: format_size(books.releasing_bytes),
-        ">free": lambda books: format_size(books.free_bytes),
-        ">reserved": _reserved,
-        ">waiting": _waiting,
-        ">unaccounted": lambda books: _size(books.unaccounted_bytes),
-        ">headroom": lambda books: format_size(books.headroom_bytes),
-        ">used of total": _used_of_total,
+    """Return the books and the device's own figures, with a column for each location of which anything is lent."""
+    rows: Columns = {
+        "capacity": lambda books: format_size(books.capacity_bytes),
+        "  lent": lambda books: format_size(books.lent_bytes),
+        "  releasing": lambda books: format_size(books.releasing_bytes),
+        "  free": lambda books: format_size(books.free_bytes),
+        "reserved": _reserved,
+        "waiting": _waiting,
+        "headroom": lambda books: format_size(books.headroom_bytes),
+        "in use": _used_of_total,
+        "  unaccounted": lambda books: _size(books.unaccounted_bytes),
     }
-    return _table(zip(locations, strict=True), columns)
+    return _by_location("memory", [one for one in locations if one.location == "device" or one.capacity_bytes], rows)
 
 
 def _reserved(books: LocationBooks) -> str:
@@ -179,36 +209,32 @@ def _waiting(books: LocationBooks | ModelBooks) -> str:
     return f"{format_size(books.waiting_bytes)} ({count} request{'s' * (count != 1)})" if count else NONE
 
 
-def _recallable(books: ModelBooks) -> str:
-    if not (books.recallable_bytes or books.recalled_bytes or books.late_bytes):
-        return NONE
-    notes = [(books.recalled_bytes, "asked for"), (books.late_bytes, "late")]
-    told = ", ".join(f"{format_size(size)} {what}" for size, what in notes if size)
-    return format_size(books.recallable_bytes) + (f" ({told})" if told else "")
-
-
 def tenants_table(tenants: Iterable[TenantStatus]) -> Table:
     """Return a row for each tenant and location."""
     columns: Columns = {
-        "tenant": lambda tenant, _: short_name(tenant.name),
-        "where": lambda _, books: books.location,
+        "tenant": lambda tenant, books: short_name(tenant.name) + _elsewhere(books.location),
         ">used": lambda _, books: format_size(books.used_bytes),
-        ">guarantee": lambda _, books: _size(books.guarantee_bytes or None),
+        ">guarantee": lambda _, books: _nonzero(books.guarantee_bytes),
         ">limit": lambda _, books: _size(books.limit_bytes),
         ">weight": lambda _, books: str(books.weight),
-        ">waiting": lambda _, books: _size(books.waiting_bytes or None),
+        ">waiting": lambda _, books: _nonzero(books.waiting_bytes),
         ">models": lambda tenant, _: str(tenant.models),
         ">sessions": lambda tenant, _: str(tenant.sessions),
     }
-    rows = [(tenant, books) for tenant in tenants for books in tenant.books.values()]
+    rows = [(tenant, books) for tenant in tenants for books in tenant.books.values() if _concerns(books)]
     return _table(rows, columns, "no tenant is configured, and no user has a session")
+
+
+def _concerns(books: TenantBooks) -> bool:
+    """Say whether a tenant uses a location, waits for memory there, or has a number of its own for it."""
+    used = books.used_bytes or books.waiting_bytes or books.guarantee_bytes or books.limit_bytes is not None
+    return books.location == "device" or bool(used)
 
 
 def quotas_table(quotas: Iterable[Quota]) -> Table:
     """Return a row for each quota that was set."""
     columns: Columns = {
-        "name": lambda quota: short_name(quota.name),
-        "where": lambda quota: quota.location,
+        "name": lambda quota: short_name(quota.name) + _elsewhere(quota.location),
         ">guarantee": lambda quota: _size(quota.guarantee_bytes),
         ">limit": lambda quota: _size(quota.limit_bytes),
         ">weight": lambda quota: NONE if quota.weight is None else str(quota.weight),
@@ -226,8 +252,7 @@ def processes_table(processes: Iterable[ProcessStatus]) -> Table:
         ">charged": lambda process: format_size(process.charged_bytes),
         ">in segments": lambda process: format_size(process.segment_bytes),
         ">excess": lambda process: format_size(process.excess_bytes),
-        "models": lambda process: " ".join(map(short_name, process.models)) or NONE,
-        "sessions": lambda process: " ".join(name.removeprefix("sessions/") for name in process.sessions) or NONE,
+        "models": lambda process: _first_of(list(map(short_name, process.models))),
     }
     return _table(zip(processes, strict=True), columns, "the driver sees no process")
 
@@ -237,12 +262,35 @@ def short_name(name: str) -> str:
     return "/".join(parts_of(name))
 
 
+def _elsewhere(location: str) -> str:
+    return "" if location == "device" else f" ({location})"
+
+
+def _first_of(names: Sequence[str]) -> str:
+    """Return the first name, and how many others there are: a row must not become as long as it likes."""
+    return names[0] + f" +{len(names) - 1}" * (len(names) > 1) if names else NONE
+
+
+def _nonzero(size: int) -> str:
+    return _size(size or None)
+
+
 def _size(value: int | None) -> str:
     return NONE if value is None else format_size(value)
 
 
 def _time(value: datetime) -> str:
     return value.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+
+
+def _age(begin: datetime, now: datetime) -> str:
+    """Return how long something exists, in one unit: `59s`, `59m`, `47h`, `12d`."""
+    seconds = max(0, int((now - begin).total_seconds()))
+    if seconds < 60:
+        return f"{seconds}s"
+    if seconds < 3_600:
+        return f"{seconds // 60}m"
+    return f"{seconds // 3_600}h" if seconds < 48 * 3_600 else f"{seconds // 86_400}d"
 
 
 # --- Printing ---

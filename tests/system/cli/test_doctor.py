@@ -136,6 +136,20 @@ def test_a_running_broker_is_found(daemon: Daemon, capsys: pytest.CaptureFixture
     assert found == {"name": "broker", "status": "ok", "found": check.found, "advice": ""}
 
 
+def test_a_broker_that_is_dead_is_told_from_no_broker(daemon: Daemon) -> None:
+    """The operator was paged, and this is the first command: it says what the other commands say."""
+    with tempfile.TemporaryDirectory(prefix="mb-") as directory:
+        env = {"XDG_RUNTIME_DIR": directory}
+        assert doctor.check_broker(None, env).found == "no broker runs here yet; start one with `membrokerd`"
+        Path(directory, "membroker").symlink_to(daemon.root.parent)
+        assert doctor.check_broker(None, env).status == "ok"
+        daemon.kill()
+        check = doctor.check_broker(None, env)
+    assert check.status == "warn"
+    assert "the broker is dead and left its socket behind" in check.found
+    assert "journalctl -u membrokerd" in check.advice
+
+
 def test_an_endpoint_that_was_named_and_cannot_be_entered_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -140,4 +140,7 @@ def test_another_process_is_not_listed_and_not_ended(daemon: Daemon, victim: Vic
 def test_what_the_broker_refuses(daemon: Daemon) -> None:
     status, out, err = run(daemon, "sessions/1", "--yes")
     assert (status, out) == (1, "")
-    assert err == "membroker: sessions/1 cannot be evicted: it is not known, or has ended\n"
+    assert err == (
+        "membroker: sessions/1 cannot be evicted: it is not known, or has ended "
+        "(`membroker sessions --admin` lists all)\n"
+    )

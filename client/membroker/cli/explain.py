@@ -1,0 +1,218 @@
+"""The command `membroker explain`: why requests were refused or waited, and why memory was recalled, in sentences.
+
+Owns the sentences. What happened is in the broker's record of decisions; how things are now is in the books.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+from ..errors import InvalidRequest, ModelNotFound
+from ..types import Decision, ModelStatus
+from ..vmm.sizes import format_size
+from ..wire import names
+from . import commands, tables
+from .admin import Admin, open_books
+from .commands import Commands
+from .sleeping import find_model, unknown_model
+
+_NOTES = """
+REQUEST is `MembrokerError.request` of the exception, as in sessions/1c0000000001/requests/17. MODEL is a model's name,
+or TENANT/MODEL. The broker keeps the last 8 decisions of each model; they end with the daemon."""
+_REQUEST = re.compile(r"sessions/[0-9a-f]{1,16}/requests/[0-9]{1,20}")
+_ADVICE = {
+    "MODEL_LIMIT": "If an operator has set the limit, `membroker quota set {model} --limit SIZE` changes it. If the "
+    "program has set it (`register_model`, `membroker run --limit`), change it there.",
+    "TENANT_LIMIT": "An operator raises it: `membroker quota set {tenant} --limit SIZE`.",
+    "CAPACITY": "With `wait=` a request gets memory as others release it. With a guarantee or a weight "
+    "(`membroker quota set`) others have to release it. `membroker models --admin` shows which models have the "
+    "memory.",
+    "DEVICE_FULL": "`membroker processes` names the processes that use more than they are charged.",
+    "DRIVER_FAILED": "The daemon's log has what the driver said.",
+    "DESCRIPTORS_EXHAUSTED": "Raise the daemon's limit of open files (LimitNOFILE in its unit).",
+    "TOO_MANY_REQUESTS": "Ask for fewer at a time, or for more bytes in each request.",
+}
+_TOO_LARGE = (
+    "It is more than this broker lends in all, so no wait helps: ask for less, or raise `capacity` in the daemon's "
+    "configuration."
+)
+_WAITED = (
+    "It waited, and nobody released enough. `membroker models --admin` shows which models have the memory, what of "
+    "it is recallable, and which are late. With a guarantee or a weight (`membroker quota set`) others have to release "
+    "it."
+)
+
+
+def add_command(subparsers: Commands) -> None:
+    """Add `explain`."""
+    parser = commands.add(
+        subparsers,
+        "explain",
+        run,
+        "why requests were refused or waited, or memory was recalled",
+        "explain llama-7b\nexplain acme/llama-7b --admin\nexplain sessions/1c0000000001/requests/17",
+        _NOTES,
+        admin=True,
+    )
+    parser.add_argument("name", metavar="REQUEST|MODEL", help="a request, or a model")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show the decisions, and how the model stands now."""
+    with open_books(options.endpoint, options.admin) as books:
+        models = {model.name: model for model in books.models()}
+        admin = isinstance(books, Admin)
+        name = _resource_name(options.name, models, admin=admin)
+        try:
+            decisions = books.decisions(name)
+        except ModelNotFound as error:
+            raise unknown_model(options.name, models, admin=admin) from error
+        capacities = {location: one.capacity_bytes for location, one in books.device().locations.items()}
+    if not decisions and name.startswith("sessions/"):
+        raise InvalidRequest(
+            f"nothing is known of {name}: it was granted without a wait, or is older than the last 8 decisions of its "
+            "model, or it is another tenant's, or an argument of it was wrong, as its exception says"
+        )
+    wanted = name if not name.startswith("sessions/") else decisions[0].model
+    found = [model for known, model in models.items() if known == wanted or known.endswith(f"/models/{wanted}")]
+    lines = list(_story(decisions, capacities))
+    if not decisions:
+        lines = ["the broker remembers no refusal, no wait and no recall of it"]
+        lines += [line for model in found for line in _counted(model)]
+    lines += [line for model in found for line in _now(model)]
+    return tables.answer(options.json, {"decisions": decisions, "models": found}, *lines)
+
+
+def _resource_name(text: str, known: Collection[str], *, admin: bool) -> str:
+    """Return what the broker calls it: a request, a model, or at a tenant's endpoint a model's own name.
+
+    The broker remembers models that have ended, and they are not among those that are `known`.
+    """
+    if _REQUEST.fullmatch(text) or names.parse_model(text):
+        return text
+    tenant, _, model = text.partition("/")
+    own = f"tenants/{tenant}/models/{model}"
+    if not admin and own in known:
+        return text if any(name.partition("/models/")[2] == text for name in known) else own
+    ended = admin and names.valid_tenant(tenant) and names.valid_model(model)
+    if not ended and not names.valid_model(text):
+        what = "TENANT/MODEL" if admin else "a model"
+        raise InvalidRequest(f"{text!r} is neither {what} nor a request: {names.NAMES}")
+    if not admin:
+        return text
+    try:
+        return find_model(known, text)
+    except ModelNotFound:
+        if ended:
+            return own
+        raise
+
+
+def _story(decisions: Iterable[Decision], capacities: Mapping[str, int]) -> Iterator[str]:
+    """Yield the sentences about all decisions. Those that are alike are told once, and so is advice."""
+    advised: set[str] = set()
+    for _, alike in itertools.groupby(decisions, _kind):
+        newest, *older = alike
+        yield from _told(newest)
+        if older:
+            yield f"    and {len(older)} more like it since {_at(older[-1])}"
+        if newest.kind == "refused" and (advice := _advice(newest, capacities)) not in advised:
+            advised.add(advice)
+            yield f"    {advice}"
+
+
+def _kind(one: Decision) -> tuple[object, ...]:
+    """Return what two decisions have in common that are alike. No recall is like another."""
+    return (one.kind, one.result, one.location, one.size_bytes, one.time if one.kind == "recalled" else None)
+
+
+def _advice(one: Decision, capacities: Mapping[str, int]) -> str:
+    if one.result == "CAPACITY" and one.size_bytes > capacities.get(one.location, 0):
+        return _TOO_LARGE
+    if one.result == "CAPACITY" and one.after_ms:
+        return _WAITED
+    model = tables.short_name(one.model)
+    advice = _ADVICE.get(one.result, "docs/troubleshooting.md says what this reason means.")
+    return advice.format(model=model, tenant=model.partition("/")[0])
+
+
+def _at(one: Decision) -> str:
+    return f"{one.time:%Y-%m-%d %H:%M:%S}Z"
+
+
+def _told(one: Decision) -> Iterator[str]:
+    """Yield the sentences about one decision."""
+    size, at = format_size(one.size_bytes), _at(one)
+    where = "" if one.location == "device" else f" of {one.location} memory"
+    after = f"{one.after_ms / 1000:.1f} s"
+    if one.kind == "refused":
+        yield f"{at}  refused ({one.result}): {size}{where}, {one.request}"
+        yield f"    {_sentence(one.why)}"
+    elif one.kind in ("waited", "waiting"):
+        outcome = {"granted": "and got it", "cancelled": "and was given up by its program"}.get(one.result, "")
+        verb = f"waited {after} {outcome}" if one.kind == "waited" else f"has waited {after} until now"
+        yield f"{at}  {verb}: {size}{where}, {one.request}"
+        why = _sentence(one.why) if one.why else "There was room when it came, and requests of others came first."
+        yield f"    {why}" + " It was within its guarantee, so it goes before others." * one.guaranteed
+    else:
+        yield f"{at}  recalled: {one.session} was asked to release {size}{where}"
+        yield f"    {_cause(one)} {_answer(one, size, after)}"
+
+
+def _cause(one: Decision) -> str:
+    if not one.wanted_by:
+        return "The model, or its tenant, had more than its limit, because a limit was lowered."
+    whose = "a model of another tenant" if "/-/" in one.wanted_by else tables.short_name(one.wanted_by)
+    return (
+        f"A request of {whose} found no room. It is within its guarantee or share, and this model had more than its "
+        "share."
+    )
+
+
+def _answer(one: Decision, size: str, after: str) -> str:
+    returned = format_size(one.returned_bytes)
+    if one.result == "late":
+        return (
+            f"The program has not answered after {after}, and had released {returned}. Until it answers, it borrows "
+            "nothing beyond the model's guarantee. `membroker sessions --admin` shows its process, which is stopped or "
+            f"hangs: let it run again, or end it (`membroker evict {one.session}`)."
+        )
+    if one.result == "kept":
+        return f"The program released {returned} of it in {after}, and answered that it keeps the rest."
+    return f"The program released all {size} in {after}."
+
+
+def _counted(model: ModelStatus) -> Iterator[str]:
+    """Yield what the broker has counted and does not remember, such as a `register_model` with another limit."""
+    counts = [f"{count} {reason}" for reason, count in sorted(model.denials_total.items()) if count]
+    if counts:
+        yield (
+            f"refused since the model or the daemon began: {', '.join(counts)} (docs/troubleshooting.md says what a "
+            "reason means)"
+        )
+
+
+def _now(model: ModelStatus) -> Iterator[str]:
+    """Yield how a model stands now."""
+    for books in model.books.values():
+        if not (books.location == "device" or books.peak_bytes or books.waiting_requests):
+            continue
+        limit = "no limit" if books.limit_bytes is None else f"a limit of {format_size(books.limit_bytes)}"
+        parts = [f"uses {format_size(books.used_bytes)} of {books.location} memory"]
+        guarantee = f"a guarantee of {format_size(books.guarantee_bytes)}" if books.guarantee_bytes else "no guarantee"
+        parts += [f"has {limit} and {guarantee} of its own"]
+        if books.waiting_requests:
+            requests = f"{books.waiting_requests} request{'s' * (books.waiting_requests != 1)}"
+            parts.append(f"waits for {format_size(books.waiting_bytes)} in {requests}")
+        if books.recalled_bytes:
+            parts.append(f"is asked to release {format_size(books.recalled_bytes)}")
+        if books.late_bytes:
+            parts.append(f"is late with {format_size(books.late_bytes)} of that")
+        yield f"now: {tables.short_name(model.name)} {', '.join(parts)}"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}" + "." * (not text.endswith("."))

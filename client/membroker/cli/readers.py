@@ -1,0 +1,182 @@
+"""What `membroker top` shows: the books of all brokers of this machine, read again and again.
+
+Owns a thread for each device, so that a broker that stops, dies or comes back holds up neither the keys nor the other
+devices.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from ..arguments import parts_of
+from ..errors import MembrokerError
+from ..session.endpoint import VARIABLE, is_device, living_devices
+from ..types import DeviceStatus, ModelStatus
+from ..vmm.driver import DriverError
+from .admin import Admin, TenantStatus, open_books
+
+
+class Row(NamedTuple):
+    """A model or a tenant at one location of one device; sizes in bytes."""
+
+    device: str
+    name: str
+    location: str
+    used: int
+    guarantee: int
+    limit: int | None
+    share: int | None
+    waiting: int
+    recalled: int
+    late: int
+    rate: float
+    refused: int
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """What one device's broker said last. `trouble`: why it says nothing now."""
+
+    name: str
+    device: DeviceStatus | None = None
+    tenants: Mapping[str, TenantStatus] = field(default_factory=dict)
+    models: Sequence[ModelStatus] = ()
+    rates: Mapping[str, float] = field(default_factory=dict)
+    trouble: str = ""
+
+
+class Readers:
+    """A thread for each device, which keeps the device's last snapshot. Devices that appear later get one, too."""
+
+    def __init__(self, endpoint: str | None, interval: float, *, admin: bool) -> None:
+        self._endpoint = endpoint or os.environ.get(VARIABLE) or None
+        self._interval = interval
+        self._admin = admin
+        self._known: dict[str, Snapshot] = {}
+        self._read_once = threading.Semaphore(0)
+
+    def first(self) -> None:
+        """Start to read, and wait a moment for the first answers. Raises what is wrong where there is no broker."""
+        if self._endpoint or not living_devices():
+            with open_books(self._endpoint, self._admin):  # raises, with what to do
+                pass
+        self._look()
+        for _ in list(self._known):
+            self._read_once.acquire(timeout=2.0)
+
+    def snapshots(self) -> list[Snapshot]:
+        """Return the last snapshot of each device, by name."""
+        self._look()
+        return [self._known[name] for name in sorted(self._known)]
+
+    def _look(self) -> None:
+        places = [self._endpoint] if self._endpoint else []
+        with suppress(MembrokerError, OSError):
+            places = places or list(map(str, living_devices()))
+        for place in places:
+            if place not in self._known:
+                self._known[place] = Snapshot(_device_name(place))
+                threading.Thread(target=self._read, args=(place,), daemon=True).start()
+
+    def _read(self, place: str) -> None:
+        while True:
+            try:
+                self._read_until_it_fails(place)
+            except (MembrokerError, DriverError, OSError) as error:
+                name = self._known[place].name
+                self._known[place] = Snapshot(name, trouble=str(error))
+            self._read_once.release()
+            time.sleep(self._interval)
+
+    def _read_until_it_fails(self, place: str) -> None:
+        before: dict[str, int] = {}
+        at = 0.0
+        with open_books(place, self._admin or _is_operator(place)) as books:
+            while True:
+                device, models, now = books.device(), books.models(), time.monotonic()
+                moved = {model.name: model.allocations_total + model.releases_total for model in models}
+                rates = {name: max(0, count - before.get(name, count)) / (now - at) for name, count in moved.items()}
+                tenants = books.tenants() if isinstance(books, Admin) else []
+                by_name = {parts_of(one.name)[0]: one for one in tenants}
+                self._known[place] = Snapshot(_device_name(place), device, by_name, models, rates)
+                before, at = moved, now
+                self._read_once.release()
+                time.sleep(self._interval)
+
+
+def _is_operator(place: str) -> bool:
+    """Say whether a device was named, not a tenant's endpoint, and this user can enter its admin endpoint."""
+    return is_device(Path(place)) and os.access(Path(place, "admin", "grpc.sock"), os.W_OK)
+
+
+def _device_name(place: str) -> str:
+    """Return the name of a device's directory, also for an endpoint in it."""
+    path = Path(place)
+    for part in (path, *path.parents):
+        if (part / "tenants").is_dir():
+            return part.name
+    return path.name
+
+
+def rows_of(snapshots: Sequence[Snapshot], *, by_tenant: bool) -> Iterator[Row]:
+    """Yield the rows of all devices: of each model, or of each tenant."""
+    for snapshot in snapshots:
+        rows = list(_models_of(snapshot))
+        yield from _tenants_of(snapshot, rows) if by_tenant else rows
+
+
+def _tenants_of(snapshot: Snapshot, models: Sequence[Row]) -> Iterator[Row]:
+    """Yield a row for each tenant and location: the sums of its models, and the tenant's own quota if it is known."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in models:
+        found.setdefault((row.name.partition("/")[0], row.location), []).append(row)
+    for name, tenant in snapshot.tenants.items():
+        for location, quota in tenant.books.items():
+            if quota.guarantee_bytes or quota.limit_bytes is not None:
+                found.setdefault((name, location), [])
+    for (name, location), rows in found.items():
+        books = snapshot.tenants[name].books.get(location) if name in snapshot.tenants else None
+        shares = [row.share for row in rows if row.share is not None]
+        yield Row(
+            snapshot.name,
+            name,
+            location,
+            sum(row.used for row in rows),
+            books.guarantee_bytes if books else sum(row.guarantee for row in rows),
+            books.limit_bytes if books else None,
+            sum(shares) if shares else None,
+            sum(row.waiting for row in rows),
+            sum(row.recalled for row in rows),
+            sum(row.late for row in rows),
+            sum(row.rate for row in rows),
+            sum(row.refused for row in rows),
+        )
+
+
+def _models_of(snapshot: Snapshot) -> Iterator[Row]:
+    for model in snapshot.models:
+        tenant, name = parts_of(model.name)[:2]
+        for books in model.books.values():
+            if books.location != "device" and not (books.peak_bytes or books.guarantee_bytes):
+                continue
+            yield Row(
+                snapshot.name,
+                f"{tenant}/{name}",
+                books.location,
+                books.used_bytes,
+                books.guarantee_bytes,
+                books.limit_bytes,
+                books.share_bytes,
+                books.waiting_bytes,
+                books.recalled_bytes,
+                books.late_bytes,
+                snapshot.rates.get(model.name, 0.0) if books.location == "device" else 0.0,
+                sum(model.denials_total.values()) if books.location == "device" else 0,
+            )

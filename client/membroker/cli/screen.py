@@ -1,0 +1,236 @@
+"""The screen of `membroker top`: its lines, columns and keys, over `curses`.
+
+Owns the terminal while it runs. `curses` leaves it as it was, at an exception too. It must never talk to a broker.
+"""
+
+from __future__ import annotations
+
+import curses
+import operator
+import os
+import signal
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ..vmm.sizes import format_size
+from . import tables
+from .readers import Row, Snapshot, rows_of
+
+_KEYS = (
+    *("u used", "g guarantee", "s share", "w waiting", "r rate", "d refused", "n name", "R reverse"),
+    *("t tenants", "/ filter", "h help", "q quit"),
+)
+_POLL_MS = 100
+_LONGEST_FILTER = 96
+
+
+def show(snapshots: Callable[[], list[Snapshot]]) -> int:
+    """Show what `snapshots` returns until a key or a signal ends it; return the exit status."""
+    for variable in ("COLUMNS", "LINES"):  # curses would believe them, also after a change of size
+        os.environ.pop(variable, None)
+    try:
+        curses.setupterm()
+        if not curses.tigetstr("cup"):
+            raise curses.error("it cannot move its cursor")
+        curses.set_escdelay(25)  # ncurses would wait a second for what may follow Escape
+        curses.wrapper(lambda screen: Screen(screen, snapshots).loop())
+    except curses.error as error:
+        print(
+            f"membroker: this terminal cannot show it ({error}): set TERM, or use `membroker models`", file=sys.stderr
+        )
+        return 1
+    return 0
+
+
+_ORDERS: Mapping[str, Callable[[Row], Any]] = {
+    "u": lambda row: -row.used,
+    "g": lambda row: -row.guarantee,
+    "s": lambda row: -(row.share or 0),
+    "w": lambda row: -row.waiting,
+    "r": lambda row: -row.rate,
+    "d": lambda row: -row.refused,
+    "n": lambda row: "",
+}
+_ORDER_NAMES = {"u": "used", "g": "guarantee", "s": "share", "w": "waiting", "r": "rate", "d": "refused", "n": "name"}
+_HEADS = ("used", "guarantee", "limit", "share", "waiting", "recalled", "late", "rate", "refused")
+_WIDTH = 10
+
+
+class Screen:
+    """The screen of one terminal, its order, its filter, and where it is scrolled to."""
+
+    def __init__(self, screen: curses.window, snapshots: Callable[[], list[Snapshot]]) -> None:
+        self._screen = screen
+        self._snapshots = snapshots
+        self._order, self._reverse, self._by_tenant, self._help = "u", False, False, False
+        self._filter = ""
+        self._typing: str | None = None
+        self._top = 0
+
+    def loop(self) -> None:
+        """Draw and take keys until one ends it."""
+        with suppress(curses.error):
+            curses.curs_set(0)
+        with suppress(curses.error):
+            curses.use_default_colors()
+        self._screen.timeout(_POLL_MS)
+        drawn: list[Snapshot] = []
+        pressed = True
+        while True:
+            found = self._snapshots()
+            if pressed or len(found) != len(drawn) or any(map(operator.is_not, found, drawn)):
+                self._draw(found)
+                drawn = found
+            try:
+                key = self._screen.get_wch()
+            except curses.error as error:  # no key in this time
+                if not sys.stdin.isatty():  # the terminal is gone: every look for a key would fail at once
+                    raise SystemExit(128 + signal.SIGHUP) from error
+                pressed = False
+                continue
+            pressed = True
+            if key == curses.KEY_RESIZE:
+                curses.update_lines_cols()
+                self._screen.clear()  # draw everything again
+            elif self._typing is not None:
+                self._type(key)
+            elif not self._press(key):
+                return
+
+    def _press(self, key: int | str) -> bool:
+        """Do what a key says; False to end."""
+        if key == "q":
+            return False
+        if isinstance(key, str) and key in _ORDERS:
+            self._order, self._reverse = key, False
+        elif key == "R":
+            self._reverse = not self._reverse
+        elif key == "t":
+            self._by_tenant = not self._by_tenant
+        elif key == "h":
+            self._help = not self._help
+        elif key == "/":
+            self._typing = ""
+        elif key in (curses.KEY_DOWN, "j", curses.KEY_NPAGE):
+            self._top += 1 if key != curses.KEY_NPAGE else 10
+        elif key in (curses.KEY_UP, "k", curses.KEY_PPAGE):
+            self._top = max(0, self._top - (1 if key != curses.KEY_PPAGE else 10))
+        return True
+
+    def _type(self, key: int | str) -> None:
+        """Take a key of the filter's text."""
+        assert self._typing is not None
+        if key in ("\n", "\r", curses.KEY_ENTER):
+            self._filter, self._typing, self._top = self._typing, None, 0
+        elif key == "\x1b":
+            self._typing = None
+        elif key in (curses.KEY_BACKSPACE, "\x7f", "\b"):
+            self._typing = self._typing[:-1]
+        elif isinstance(key, str) and key.isprintable() and len(self._typing) < _LONGEST_FILTER:
+            self._typing += key
+
+    def _draw(self, snapshots: Sequence[Snapshot]) -> None:
+        height, width = self._screen.getmaxyx()
+        lines = [(line, attribute) for line, attribute in self._lines(snapshots, width)]
+        head = len(lines)
+        rows = self._rows(snapshots)
+        self._top = max(0, min(self._top, len(rows) - max(1, height - head)))
+        lines += [(self._line(row, width, len(snapshots) > 1), curses.A_NORMAL) for row in rows[self._top :][:height]]
+        if not rows:
+            lines.append(("no models" + (f" that match {self._filter!r}" if self._filter else ""), curses.A_DIM))
+        self._screen.erase()
+        for number, (line, attribute) in enumerate(lines[:height]):
+            with suppress(curses.error):  # the last cell of the last line, and a terminal that shrinks meanwhile
+                self._screen.addnstr(number, 0, tables.printable(line), max(0, width - 1), attribute)
+        self._screen.refresh()
+
+    def _rows(self, snapshots: Sequence[Snapshot]) -> list[Row]:
+        rows = [
+            row for row in rows_of(snapshots, by_tenant=self._by_tenant) if self._filter.lower() in row.name.lower()
+        ]
+        rows.sort(key=lambda row: (_ORDERS[self._order](row), row.name, row.device), reverse=self._reverse)
+        return rows
+
+    def _lines(self, snapshots: Sequence[Snapshot], width: int) -> Iterator[tuple[str, int]]:
+        """Yield the lines above the rows: the devices, the keys, the heads of the columns."""
+        for snapshot in snapshots:
+            yield from _device_lines(snapshot, width)
+        if self._typing is not None:
+            yield f"names that contain: {self._typing}_", curses.A_BOLD
+        elif self._help:
+            for line in _filled(_KEYS, "  ", width):
+                yield line, curses.A_DIM
+        else:
+            told = f"by {_ORDER_NAMES[self._order]}{', reversed' * self._reverse}"
+            told += f", filter {self._filter!r}" if self._filter else ""
+            yield f"{told}   (h help, q quit)", curses.A_DIM
+        heads = "".join(f"{head:>{_WIDTH}}" for head in _shown(_HEADS, width, len(snapshots) > 1))
+        what = "tenant" if self._by_tenant else "model"
+        yield f"{what:<{_name_width(width)}}{heads}{'  device' * (len(snapshots) > 1)}", curses.A_REVERSE
+
+    def _line(self, row: Row, width: int, with_device: bool) -> str:
+        sizes = (row.used, row.guarantee or None, row.limit, row.share, row.waiting or None)
+        cells = [_size(size) for size in (*sizes, row.recalled or None, row.late or None)]
+        cells += [f"{row.rate:.0f}/s" if row.rate else "-", str(row.refused)]
+        room = _name_width(width)
+        name = row.name if row.location == "device" else f"{row.name} ({row.location})"
+        name = name if len(name) < room else f"{name[: room - 2]}…"
+        numbers = "".join(f"{cell:>{_WIDTH}}" for cell in _shown(cells, width, with_device))
+        return f"{name:<{room}}{numbers}" + (f"  {row.device}" if with_device else "")
+
+
+def _device_lines(snapshot: Snapshot, width: int) -> Iterator[tuple[str, int]]:
+    if snapshot.device is None:
+        told = f"{snapshot.name}: {snapshot.trouble or 'waiting for its broker'}"
+        for line in textwrap.wrap(told, max(20, width - 1), subsequent_indent="  "):
+            yield line, curses.A_BOLD
+        return
+    for books in snapshot.device.locations.values():
+        if not books.capacity_bytes:
+            continue
+        lent = f"lent {format_size(books.lent_bytes)} of {format_size(books.capacity_bytes)}"
+        parts = [f"{snapshot.name} {books.location}: {lent}"]
+        parts += [f"free {format_size(books.free_bytes)}"]
+        for what, size in (
+            ("releasing", books.releasing_bytes),
+            ("unaccounted", books.unaccounted_bytes),
+            ("waiting", books.waiting_bytes),
+            ("guarantees short by", books.guarantee_shortfall_bytes),
+        ):
+            if size:
+                parts.append(f"{what} {format_size(size)}")
+        sessions = snapshot.device.sessions
+        parts.append(f"{sessions} session{'s' * (sessions != 1)}")
+        parts += ["DRAINED"] * snapshot.device.draining
+        for line in _filled(parts, ", ", width):
+            yield line, curses.A_BOLD
+
+
+def _filled(parts: Iterable[str], separator: str, width: int) -> Iterator[str]:
+    """Yield the parts in as few lines as they fit in, without dividing one."""
+    line = ""
+    for part in parts:
+        longer = f"{line}{separator}{part}" if line else part
+        if line and len(longer + separator.rstrip()) >= width:
+            yield line + separator.rstrip()
+            line = f"  {part}"
+        else:
+            line = longer
+    yield line
+
+
+def _name_width(width: int) -> int:
+    return max(12, min(34, width // 3))
+
+
+def _shown(cells: Sequence[str], width: int, with_device: bool) -> Sequence[str]:
+    """Return as many of the columns as fit."""
+    room = width - 1 - _name_width(width) - 15 * with_device
+    return cells[: max(1, room // _WIDTH)]
+
+
+def _size(size: int | None) -> str:
+    return tables.NONE if size is None else format_size(size).replace(" ", "")

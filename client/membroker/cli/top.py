@@ -1,0 +1,60 @@
+"""The command `membroker top`: all brokers of this machine live on a terminal, by model or by tenant.
+
+`readers` reads their books, and `screen` shows them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from . import commands
+from .commands import Commands
+from .readers import Readers
+
+_NOTES = """
+Each line is a model; with t each line is a tenant. `share` is what the division by weight gives a model while requests
+wait. `recalled` is what its programs are asked to release, and `late` the part for which no answer came in time.
+`rate` is how many extents were borrowed and released in a second, `refused` how many requests were refused since the
+model or the daemon began. A device whose broker does not answer is shown as such, and its numbers are back when a
+broker is.
+
+keys:
+  u g s w r d n    sort by used, guarantee, share, waiting, rate, refused, name
+  R                reverse the order
+  t                tenants or models
+  /                show only names that contain a text: type it, Enter; an empty one shows all
+  up down          scroll
+  h                show or hide the keys
+  q                quit (or Ctrl-C)
+
+It needs a terminal. In a script use `membroker models --json`."""
+
+
+def add_command(subparsers: Commands) -> None:
+    """Add `top`."""
+    parser = commands.add(
+        subparsers,
+        "top",
+        run,
+        "tenants and models of all devices, live on a terminal",
+        "top\ntop --interval 0.5\ntop --device 1",
+        _NOTES,
+        admin=True,
+        lists=False,
+    )
+    parser.add_argument(
+        "--interval", metavar="SECONDS", type=commands.seconds, default=1.0, help="how often the books are read"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show the books until a key or a signal ends it."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        options.parser.error("there is no terminal: use `membroker models`, with --json for a program")
+    readers = Readers(options.endpoint, options.interval, admin=options.admin)
+    readers.first()
+    commands.leave_at_signals()  # the terminal is put back at an exit, and not at a kill
+    from .screen import show  # not every Python has curses
+
+    return show(readers.snapshots)

@@ -1,0 +1,258 @@
+"""`membroker explain`: why a request was refused or waited, and why memory was recalled, against a real daemon."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.daemons import Daemon, running, until
+from tests.support.raw import Session, reason
+from tests.support.sizes import MIB
+from tests.support.template import run as run_python
+
+import membroker
+from membroker.cli.admin import Admin
+from membroker.errors import InvalidRequest, ModelNotFound
+from membroker.v1 import admin_pb2
+from membroker.v1 import handoff_pb2 as pb
+from membrokerd.core.denied import Reason, deny
+from membrokerd.core.events import ModelName
+from membrokerd.observe.decisions import KEPT_OF_A_MODEL, MODELS_OF_A_TENANT, TENANTS, Decisions
+
+COMMAND = ("-m", "membroker.cli.main", "explain")
+
+
+def explain(endpoint: Path, *arguments: str) -> str:
+    done = run_python([*COMMAND, *arguments, "--endpoint", str(endpoint)])
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+@pytest.fixture
+def red(daemon: Daemon) -> Iterator[membroker.Client]:
+    with membroker.connect(daemon.endpoint("red")) as client:
+        yield client
+
+
+@pytest.fixture
+def blue(daemon: Daemon) -> Iterator[membroker.Client]:
+    with membroker.connect(daemon.endpoint("blue")) as client:
+        yield client
+
+
+@pytest.mark.parametrize("transport", ["handoff", "grpc"])
+def test_a_refused_request_is_explained_by_its_name(daemon: Daemon, transport: str) -> None:
+    """A worker logs its exception. The operator pastes the request, and reads the numbers of that moment."""
+    with membroker.connect(daemon.endpoint("red"), transport=transport) as client:
+        model = client.register_model("Qwen/Qwen3-8B", limit="8MiB")
+        with pytest.raises(membroker.OutOfMemory) as caught:
+            model.allocate("10MiB")
+        error = caught.value
+        assert error.request.startswith(f"{client.session}/requests/")
+        for name, endpoint in (
+            (error.request, daemon.endpoint("red")),
+            (error.request, daemon.admin),
+            ("Qwen/Qwen3-8B", daemon.endpoint("red")),
+            ("red/Qwen/Qwen3-8B", daemon.admin),
+        ):
+            out = explain(endpoint, name)
+            assert f"refused (MODEL_LIMIT): 10.0 MiB, {error.request}" in out
+            assert str(error)[1:] in out, "the sentence that the program got"
+            assert "`membroker quota set red/Qwen/Qwen3-8B --limit SIZE`" in out
+            assert "now: red/Qwen/Qwen3-8B uses 0 B of device memory, has a limit of 8.0 MiB" in out
+        (told,) = json.loads(explain(daemon.admin, "red/Qwen/Qwen3-8B", "--json"))["decisions"]
+        assert (told["kind"], told["result"], told["size_bytes"]) == ("refused", "MODEL_LIMIT", 10 * MIB)
+
+
+def test_a_program_that_asks_again_and_again_is_told_of_once(daemon: Daemon, red: membroker.Client) -> None:
+    """An operator reads one story and not eight: the newest refusal, how many were like it, and what to do."""
+    model = red.register_model("chat", limit="8MiB")
+    sizes = ["10MiB"] * 2 + ["12MiB"] + ["10MiB"] * 3
+    for size in sizes:
+        with pytest.raises(membroker.OutOfMemory):
+            model.allocate(size)
+    lines = explain(daemon.endpoint("red"), "chat").splitlines()
+    told = [line.partition("refused ")[2].partition(", sessions")[0] for line in lines if "Z  refused" in line]
+    assert told == [f"(MODEL_LIMIT): {size}.0 MiB" for size in (10, 12, 10)]
+    assert [line.split()[1] for line in lines if " more like it since " in line] == ["2", "1"]
+    assert sum("`membroker quota set red/chat --limit SIZE`" in line for line in lines) == 1
+    assert len(json.loads(explain(daemon.endpoint("red"), "chat", "--json"))["decisions"]) == len(sizes)
+
+
+def test_no_wait_is_advised_for_more_than_the_broker_has(daemon: Daemon, red: membroker.Client) -> None:
+    """Of 256 MiB, 250 may come when others release; 300 never will."""
+    model = red.register_model("chat")
+    with model.allocate("32MiB"):
+        for size, advice in (
+            ("250MiB", "With `wait=` a request gets memory"),
+            ("300MiB", "no wait helps: ask for less"),
+        ):
+            with pytest.raises(membroker.OutOfMemory) as caught:
+                model.allocate(size)
+            told = explain(daemon.endpoint("red"), caught.value.request)
+            assert advice in told
+            assert ("`wait=`" in told) == (size == "250MiB")
+
+
+def test_a_refusal_that_is_only_counted_is_told_by_its_count(daemon: Daemon, red: membroker.Client) -> None:
+    """`membroker models` shows one refusal and sends the operator here: a worker registered another limit."""
+    model = red.register_model("chat", limit="8MiB")
+    with pytest.raises(membroker.ModelConflict):
+        red.register_model("chat", limit="16MiB")
+    with pytest.raises(InvalidRequest) as caught:
+        model.allocate("2MiB", location="host")
+    lines = explain(daemon.endpoint("red"), "chat").splitlines()
+    counts = "1 LOCATION_UNAVAILABLE, 1 MODEL_CONFLICT"
+    assert lines[1].startswith(f"refused since the model or the daemon began: {counts} (docs/troubleshooting.md")
+    done = run_python([*COMMAND, caught.value.request, "--endpoint", str(daemon.endpoint("red"))])
+    assert "or an argument of it was wrong, as its exception says" in done.stderr
+
+
+def test_a_wait_is_explained_while_it_lasts_and_after(
+    daemon: Daemon, red: membroker.Client, blue: membroker.Client
+) -> None:
+    """Blue waits for what red has. What the request would have been told without the wait is why it waited."""
+    held = red.register_model("big").allocate("250MiB")
+    model = blue.register_model("small")
+    waiter = threading.Thread(target=lambda: model.allocate("16MiB", wait=60).close())
+    waiter.start()
+    (now,) = until(lambda: blue.decisions("small") if waiter.is_alive() else [])
+    assert (now.kind, now.size_bytes, now.guaranteed) == ("waiting", 16 * MIB, False)
+    assert "lends 256.0 MiB of device memory in all and 250.0 MiB is out" in now.why
+    out = explain(daemon.endpoint("blue"), now.request)
+    assert "until now: 16.0 MiB" in out
+    assert "now: blue/small uses 0 B of device memory, has no limit and no guarantee of its own" in out
+    assert "waits for 16.0 MiB in 1 request" in out
+    held.close()
+    waiter.join()
+    (after,) = blue.decisions("small")
+    assert (after.kind, after.result, after.request) == ("waited", "granted", now.request)
+    out = explain(daemon.endpoint("blue"), "small")
+    assert "s and got it: 16.0 MiB" in out
+    assert "The broker lends 256.0 MiB of device memory in all and 250.0 MiB is out" in out
+
+
+GUARANTEED = {"tenants": {"red": {"guarantee": "128MiB"}, "blue": {}}}
+
+
+def test_a_recall_is_explained_by_what_wanted_the_memory() -> None:
+    """Blue had borrowed what is guaranteed to red. Blue is not told which model of red's wanted it back."""
+    with (
+        running(GUARANTEED) as daemon,
+        membroker.connect(daemon.endpoint("red")) as red,
+        membroker.connect(daemon.endpoint("blue")) as blue,
+    ):
+        batch = blue.register_model("batch")
+        buffers = [batch.allocate("32MiB") for _ in range(3)]
+
+        def give(_: Any) -> None:
+            while buffers:
+                buffers.pop().close()
+
+        batch.on_recall(give)
+        buffers += [batch.allocate("32MiB") for _ in range(5)]
+        red.register_model("chat").allocate("64MiB").close()
+        (told,) = until(lambda: [one for one in blue.decisions("batch") if one.kind == "recalled"])
+        assert (told.result, told.wanted_by) == ("returned", "tenants/-/models/-")
+        out = explain(daemon.endpoint("blue"), "batch")
+        assert "A request of a model of another tenant found no room." in out
+        assert "chat" not in out
+        assert f"{blue.session} was asked to release" in out
+        assert "A request of red/chat found no room." in explain(daemon.admin, "blue/batch")
+
+
+def test_a_lowered_limit_is_why_memory_was_recalled(daemon: Daemon, red: membroker.Client) -> None:
+    chat = red.register_model("chat")
+    buffers = [chat.allocate("16MiB") for _ in range(4)]
+    chat.on_recall(lambda _: [buffers.pop().close() for _ in range(2)])
+    with closing(Admin(daemon.admin / "grpc.sock")) as admin, daemon.admin_stub() as stub:
+        stub.SetQuota(admin_pb2.SetQuotaRequest(name="tenants/red/models/chat", limit_bytes=32 * MIB))
+        (told,) = until(lambda: admin.decisions("tenants/red/models/chat"))
+        assert (told.kind, told.size_bytes, told.returned_bytes, told.wanted_by) == ("recalled", 32 * MIB, 32 * MIB, "")
+        assert "because a limit was lowered" in explain(daemon.endpoint("red"), "chat")
+    while buffers:
+        buffers.pop().close()
+
+
+def test_a_tenant_neither_sees_nor_writes_anothers_record(
+    daemon: Daemon, red: membroker.Client, blue: membroker.Client
+) -> None:
+    """Blue looks at what is red's, and asks for memory of red's model. Its own refusal may be of any size."""
+    model = red.register_model("chat", limit="2MiB")
+    with pytest.raises(membroker.OutOfMemory) as caught:
+        model.allocate("4MiB")
+    with pytest.raises(ModelNotFound):
+        blue.decisions(model.resource_name)
+    assert blue.decisions(caught.value.request) == []
+    with daemon.admin_stub() as stub, Session(daemon.endpoint("blue")) as session:
+        own = session.register("own")
+        stub.Drain(admin_pb2.DrainRequest())
+        for number, name, why in ((7, model.resource_name, "MODEL_NOT_FOUND"), (8, own, "DRAINING")):
+            request = pb.Frame(request_id=number)
+            request.allocate.model, request.allocate.extent_bytes, request.allocate.count = name, 1 << 62, 1 << 62
+            session.send(request)
+            assert reason(session.answer(number)[0]) == why
+        stub.Undrain(admin_pb2.UndrainRequest())
+    assert [one.request for one in red.decisions("chat")] == [caught.value.request]
+    (told,) = blue.decisions("own")
+    assert (told.result, told.size_bytes) == ("DRAINING", (1 << 63) - 1)
+
+
+def test_an_operator_names_a_model_as_in_other_commands(daemon: Daemon, red: membroker.Client) -> None:
+    """A device with configured tenants and no --admin: the command enters the admin endpoint by itself."""
+    red.register_model("chat", limit="2MiB")
+    device = daemon.admin.parent
+    for name in ("red/chat", "chat"):
+        assert "now: red/chat uses 0 B" in explain(device, name)
+        assert "now: red/chat uses 0 B" in explain(device, name, "--admin")
+    for name in ("red/chta", "chta"):
+        done = run_python([*COMMAND, name, "--endpoint", str(device)])
+        assert done.returncode == 1
+        meant = name.replace("chta", "chat")
+        wanted = f"there is no model '{name}' now, did you mean {meant}? `membroker models --admin` shows"
+        assert wanted in done.stderr, done.stderr
+
+
+def test_what_is_unknown_is_a_sentence(daemon: Daemon, red: membroker.Client) -> None:
+    red.register_model("quiet")
+    for name in ("quiet", "red/quiet"):  # as `membroker models` shows it
+        out = explain(daemon.endpoint("red"), name)
+        assert out.startswith("the broker remembers no refusal, no wait and no recall of it")
+        assert out.endswith("now: red/quiet uses 0 B of device memory, has no limit and no guarantee of its own\n")
+    for name, complaint in (
+        ("no-such-model", "no model"),
+        ("sessions/1/requests/1", "nothing is known of sessions/1/requests/1"),
+        ("../x", "is neither a model nor a request"),
+    ):
+        done = run_python([*COMMAND, name, "--endpoint", str(daemon.endpoint("red"))])
+        assert (done.returncode, done.stdout) == (1, "")
+        (line,) = done.stderr.splitlines()
+        assert complaint in line
+
+
+def test_the_record_is_bounded_and_a_tenant_fills_only_its_own(daemon: Daemon, red: membroker.Client) -> None:
+    """A worker that is refused all the time pushes out its own oldest refusals, and nobody else's."""
+    noisy = red.register_model("noisy", limit="2MiB")
+    for _ in range(KEPT_OF_A_MODEL + 3):
+        with pytest.raises(membroker.OutOfMemory) as caught:
+            noisy.allocate("4MiB")
+    kept = red.decisions("noisy")
+    assert len(kept) == KEPT_OF_A_MODEL
+    assert kept[0].request == caught.value.request, "the newest first"
+
+    record, denied = Decisions(), deny(Reason.MODEL_LIMIT)
+    record.refused(1, 1, ModelName("quiet", "m"), "device", 1, denied)
+    for number, _ in itertools.product(range(3 * MODELS_OF_A_TENANT), range(3 * KEPT_OF_A_MODEL)):
+        record.refused(2, number, ModelName("noisy", f"m{number}"), "device", 1, denied)
+    assert len(record.of_model(ModelName("quiet", "m"))) == 1
+    kept_of_all = [len(record.of_model(ModelName("noisy", f"m{number}"))) for number in range(3 * MODELS_OF_A_TENANT)]
+    assert kept_of_all == [0] * 2 * MODELS_OF_A_TENANT + [KEPT_OF_A_MODEL] * MODELS_OF_A_TENANT
+    for number in range(2 * TENANTS):
+        record.refused(3, 1, ModelName(f"t{number}", "m"), "device", 1, denied)
+    assert sum(bool(record.of_model(ModelName(f"t{number}", "m"))) for number in range(2 * TENANTS)) == TENANTS

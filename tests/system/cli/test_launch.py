@@ -1,0 +1,154 @@
+"""`membroker run`: a program starts with its endpoint, its model and its limit, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.daemons import DEADLINE_SECONDS, Daemon
+from tests.support.sizes import MIB
+
+import membroker
+from membroker.cli import main as cli
+from membroker.errors import InvalidRequest
+
+pytestmark = pytest.mark.shared_daemon
+
+SHOW = (
+    "import json, os, sys\n"
+    "json.dump([sys.argv[1:], {k: v for k, v in os.environ.items() if 'MEMBROKER_' in k}], sys.stdout)"
+)
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in an interpreter of its own, since it becomes another program."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("MEMBROKER_")}
+    command = [sys.executable, "-m", "membroker.cli.main", "run", *arguments]
+    return subprocess.run(
+        command, env={**clean, **variables}, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
+    )
+
+
+def shown(done: subprocess.CompletedProcess[str]) -> Any:
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
+
+
+def test_a_program_gets_its_endpoint_model_and_limit(daemon: Daemon) -> None:
+    """The endpoint is absolute, since the program may change its directory; its options are its own."""
+    at = os.path.relpath(daemon.endpoint("red"))
+    done = run("--endpoint", at, "--model", "chat", "--limit", "8MiB", "--", sys.executable, "-c", SHOW, "--json", "--")
+    arguments, environment = shown(done)
+    assert arguments == ["--json", "--"]
+    endpoint = environment.pop("MEMBROKER_ENDPOINT")
+    assert os.path.isabs(endpoint)
+    assert os.path.samefile(endpoint, daemon.endpoint("red"))
+    assert environment == {"MEMBROKER_MODEL": "chat", "MEMBROKER_LIMIT": str(8 * MIB)}
+    around = {"MEMBROKER_ENDPOINT": str(daemon.endpoint("blue")), "MEMBROKER_MODEL": "x", "MEMBROKER_LIMIT": "1MiB"}
+    _, environment = shown(run("--", sys.executable, "-c", SHOW, **around))
+    assert environment == {"MEMBROKER_ENDPOINT": str(daemon.endpoint("blue"))}, "another program's model is not meant"
+
+
+def test_the_program_borrows_under_the_name_and_the_limit(daemon: Daemon) -> None:
+    code = (
+        "import membroker\n"
+        "with membroker.connect() as client:\n"
+        "    model = client.register_model()\n"
+        "    print(client.tenant, model.name, model.limit)\n"
+        "    try: model.allocate('10MiB')\n"
+        "    except membroker.OutOfMemory as error: print(error.reason)\n"
+    )
+    at = ("--endpoint", str(daemon.endpoint("red")))
+    done = run(*at, "--model", "Qwen/Qwen3-8B", "--limit", "8MiB", "--", sys.executable, "-c", code)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [f"tenants/red Qwen/Qwen3-8B {8 * MIB}", "MODEL_LIMIT"]
+
+
+def test_the_limit_is_of_that_model_and_a_programs_own_goes_first(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMBROKER_MODEL", "chat")
+    monkeypatch.setenv("MEMBROKER_LIMIT", "8MiB")
+    with membroker.connect(daemon.endpoint("red")) as client:
+        assert client.register_model("draft").limit is None
+        assert client.register_model("chat", limit="4MiB").limit == 4 * MIB
+        monkeypatch.setenv("MEMBROKER_LIMIT", "much")
+        with pytest.raises(InvalidRequest, match="MEMBROKER_LIMIT: cannot read 'much' as a size"):
+            client.register_model()
+        monkeypatch.delenv("MEMBROKER_MODEL")
+        with pytest.raises(InvalidRequest, match="membroker run --model"):
+            client.register_model()
+
+
+def test_without_a_broker_nothing_is_started(tmp_path: Path) -> None:
+    """One sentence at once, with what to do: not an error of the program, minutes later."""
+    done = run("--endpoint", str(tmp_path / "tenants/red"), "--", "touch", str(tmp_path / "started"))
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("membroker: ")
+    assert "start one with `membrokerd`" in line
+    assert not (tmp_path / "started").exists()
+
+
+def test_it_becomes_the_program(daemon: Daemon) -> None:
+    """The program has no descriptor of the command's, default signals, and its exit status is the command's."""
+    code = (
+        "import os, signal\n"
+        "own = os.open('/', os.O_RDONLY)\n"
+        "print(sorted(int(one) for one in os.listdir('/proc/self/fd') if int(one) < own), flush=True)\n"
+        "print(open('/proc/self/status').read().split('SigIgn:')[1].split()[0], flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    # Python itself ignores SIGPIPE (13) and SIGXFSZ (25), so a program of another language tells.
+    done = run("--endpoint", str(daemon.endpoint("red")), "--", "grep", "SigIgn", "/proc/self/status")
+    ignored = int(done.stdout.split()[1], 16)
+    assert not ignored & (1 << signal.SIGPIPE - 1 | 1 << signal.SIGXFSZ - 1)
+    done = run("--endpoint", str(daemon.endpoint("red")), "--", sys.executable, "-c", code)
+    assert done.returncode == -signal.SIGTERM
+    assert done.stdout.splitlines()[0] == "[0, 1, 2]"
+
+
+@pytest.mark.parametrize(("program", "status"), [("no-such-program", 127), ("/etc/passwd", 126), ("/etc", 126)])
+def test_a_program_that_cannot_start_is_a_sentence(daemon: Daemon, program: str, status: int) -> None:
+    done = run("--endpoint", str(daemon.endpoint("red")), "--", program)
+    assert done.returncode == status
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"membroker: cannot start '{program}': ")
+
+
+def test_a_script_of_an_environment_that_was_moved_is_told_from_a_missing_one(daemon: Daemon, tmp_path: Path) -> None:
+    """The kernel says "No such file or directory" of the interpreter, and a reader would look at the script."""
+    script = tmp_path / "vllm"
+    script.write_text("#!/no/such/venv/bin/python\n")
+    script.chmod(0o755)
+    for name in (str(script), "vllm"):
+        at = ("--endpoint", str(daemon.endpoint("red")))
+        done = run(*at, "--", name, PATH=f"{tmp_path}:{os.environ['PATH']}")
+        assert done.returncode == 126
+        complaint = "the interpreter that its first line names does not exist"
+        assert done.stderr == f"membroker: cannot start {name!r}: {complaint}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("run",), "COMMAND"),
+        (("run", "--"), "COMMAND"),
+        (("run", "--limit", "8MiB", "--", "true"), "give --model, too"),
+        (("run", "--model", "../x", "--", "true"), "is not the name of a model"),
+        (("run", "--model", "m", "--limit", "much", "--", "true"), "cannot read 'much' as a size"),
+    ],
+)
+def test_a_wrong_command_line_is_status_2(
+    arguments: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert complaint in capsys.readouterr().err

@@ -1,0 +1,101 @@
+"""The example engine, put to sleep by an operator: the same tokens, and the books as promised."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.support.daemons import Daemon, running, until
+from tests.support.sleeping import books, command, done, refused
+
+pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[3]
+WEIGHTS = 14 << 20
+
+
+class Engine:
+    """The process, and the tokens that it is to say each time."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self._expected = self.hear()
+
+    def hear(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline().strip()
+        assert line, "the engine has ended"
+        return line
+
+    def say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        print(line, file=self._process.stdin, flush=True)
+
+    def serves(self) -> None:
+        self.say("serve")
+        assert self.hear() == self._expected
+
+
+@contextmanager
+def an_engine(daemon: Daemon, *options: str) -> Iterator[Engine]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.sleeping_engine", *options],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint()), "OMP_NUM_THREADS": "1"},
+    )
+    with process:
+        try:
+            yield Engine(process)
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(30)
+
+
+def test_the_same_tokens_and_no_byte_in_between() -> None:
+    """By a request, by command, over a killed daemon, with weights kept, and while it has requests."""
+    with running({"capacity": "128MiB", "host_capacity": "64MiB"}) as daemon:
+        with an_engine(daemon) as engine:
+            engine.serves()
+            assert books(daemon, "chat").device > WEIGHTS
+            assert "weights 14.0 MiB)" in done(command(daemon, "sleep", "chat"))
+            assert books(daemon, "chat") == (0, WEIGHTS)
+            engine.serves()
+            assert books(daemon, "chat").host == 0
+            done(command(daemon, "sleep", "chat"))
+            done(command(daemon, "wake", "chat"))
+            assert books(daemon, "chat").device > WEIGHTS
+            engine.serves()
+            assert "weights kept: as asked" in done(command(daemon, "sleep", "chat", "--keep-weights"))
+            assert books(daemon, "chat") == (WEIGHTS, 0)
+            done(command(daemon, "sleep", "chat"))
+            daemon.kill()
+            daemon.start_again()
+            assert books(daemon, "chat") == (0, WEIGHTS)
+            engine.serves()
+            engine.say("hold")
+            assert engine.hear() == "begun"
+            assert "is busy" in refused(command(daemon, "sleep", "chat", "--timeout", "0.5"))
+            engine.serves()
+        until(lambda: not daemon.sessions() and daemon.books().lent_bytes == 0)
+
+
+def test_weights_stay_where_the_broker_lends_no_host_memory() -> None:
+    """The KV cache goes, and the answer says why the weights do not."""
+    with running({"capacity": "128MiB"}) as daemon, an_engine(daemon) as engine:
+        said = done(command(daemon, "sleep", "chat"))
+        assert "weights 0 B)" in said
+        assert "weights kept: " in said
+        assert "host" in said
+        assert books(daemon, "chat") == (WEIGHTS, 0)
+        engine.serves()

@@ -1,0 +1,255 @@
+"""`membroker top` on a real terminal, beside real daemons: what it shows, its keys, and what it survives."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, hold_still, running, until
+from tests.support.template import run as run_python
+from tests.support.terminal import Terminal
+
+import membroker
+from membroker.cli.admin import Admin
+
+COMMAND = ("-m", "membroker.cli.main", "top", "--interval", "0.1")
+CONFIG = {"capacity": "1GiB", "tenants": {"red": {"guarantee": "256MiB"}, "blue": {}}}
+
+
+@contextmanager
+def top(*arguments: str, columns: int = 150, lines: int = 24, **variables: str) -> Iterator[Terminal]:
+    clean = {
+        key: value for key, value in os.environ.items() if key not in ("MEMBROKER_ENDPOINT", "XDG_RUNTIME_DIR", "TERM")
+    }
+    terminal = Terminal([*COMMAND, *arguments], {**clean, **variables}, columns, lines)
+    try:
+        yield terminal
+    except BaseException:
+        print(terminal.text())  # what a person would see
+        raise
+    finally:
+        terminal.close()
+
+
+def names(terminal: Terminal) -> list[str]:
+    """Return the first column below the heads."""
+    lines = terminal.lines()
+    heads = next((number for number, line in enumerate(lines) if line.startswith(("model ", "tenant "))), len(lines))
+    return [line.split()[0] for line in lines[heads + 1 :] if line]
+
+
+def row(terminal: Terminal, name: str) -> list[str]:
+    return next((line.split() for line in terminal.lines() if line.startswith(name + " ")), [])
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with running(CONFIG) as one:
+        yield one
+
+
+@pytest.fixture
+def red(daemon: Daemon) -> Iterator[membroker.Client]:
+    with membroker.connect(daemon.endpoint("red")) as client:
+        yield client
+
+
+@pytest.fixture
+def blue(daemon: Daemon) -> Iterator[membroker.Client]:
+    with membroker.connect(daemon.endpoint("blue")) as client:
+        yield client
+
+
+def test_an_operator_sees_all_tenants_live_and_sorts_and_filters(
+    daemon: Daemon, red: membroker.Client, blue: membroker.Client
+) -> None:
+    """Memory is borrowed, waited for and refused while the operator looks, sorts, and looks at tenants."""
+    chat, code = red.register_model("chat", limit="512MiB"), red.register_model("code")
+    night = blue.register_model("night")
+    with chat.allocate("128MiB"), night.allocate("512MiB"), top("--endpoint", str(daemon.root)) as terminal:
+        until(lambda: names(terminal) == ["blue/night", "red/chat", "red/code"])
+        assert "lent 640.0 MiB of 1.0 GiB, free 384.0 MiB, 2 sessions" in terminal.lines()[0]
+        assert row(terminal, "red/chat")[1:4] == ["128.0MiB", "-", "512.0MiB"]
+        with code.allocate("64MiB"):
+            until(lambda: row(terminal, "red/code")[1:2] == ["64.0MiB"])
+        with suppress(membroker.OutOfMemory):
+            chat.allocate("1GiB")
+        until(lambda: row(terminal, "red/chat")[-1:] == ["1"])
+        terminal.press("d")
+        until(lambda: names(terminal)[0] == "red/chat")
+        terminal.press("n")
+        until(lambda: names(terminal) == ["blue/night", "red/chat", "red/code"])
+        terminal.press("R")
+        until(lambda: names(terminal) == ["red/code", "red/chat", "blue/night"])
+        terminal.press("/CO")
+        until(lambda: "names that contain: CO_" in terminal.text())
+        assert len(names(terminal)) == 3, "not before Enter"
+        terminal.press("\r")
+        until(lambda: names(terminal) == ["red/code"])
+        terminal.press("/\r")
+        until(lambda: len(names(terminal)) == 3)
+        terminal.press("t")
+        until(lambda: names(terminal) == ["red", "blue"])
+        assert row(terminal, "red")[1:3] == ["128.0MiB", "256.0MiB"], "the tenant's own guarantee"
+        terminal.press("u")
+        until(lambda: names(terminal) == ["blue", "red"])
+        terminal.press("h")
+        until(lambda: "R reverse" in terminal.text())
+        terminal.press("q")
+        assert terminal.wait(DEADLINE_SECONDS) == 0
+        assert terminal.attributes() == terminal.before, "the terminal is as it was"
+
+
+def test_a_narrow_terminal_cuts_neither_the_keys_nor_the_device(daemon: Daemon, red: membroker.Client) -> None:
+    """80 columns are what most terminals begin with: the help must have its last keys, and DRAINED must be seen."""
+    with red.register_model("chat").allocate("64MiB"), closing(Admin(daemon.admin / "grpc.sock")) as admin:
+        admin.drain(None, exits=False)
+        with top("--endpoint", str(daemon.root), columns=80) as terminal:
+            until(lambda: names(terminal) == ["red/chat"])
+            assert terminal.lines()[0].endswith(", 1 session, DRAINED")
+            terminal.press("h")
+            until(lambda: all(key in terminal.text() for key in ("R reverse", "t tenants", "/ filter", "q quit")))
+            terminal.resize(40, 12)
+            until(lambda: all(len(line) < 40 for line in terminal.lines()) and names(terminal) == ["red/chat"])
+            assert " ".join(terminal.text().split()).partition(" u used")[0].endswith(", 1 session, DRAINED")
+
+
+def test_a_wait_shows_its_bytes_and_the_shares(daemon: Daemon, red: membroker.Client, blue: membroker.Client) -> None:
+    night, batch = red.register_model("night"), blue.register_model("batch")
+    with night.allocate("640MiB"), top("--endpoint", str(daemon.root)) as terminal:
+        until(lambda: len(names(terminal)) == 2)
+        assert row(terminal, "red/night")[4] == "-", "nobody waits, so nobody has a share"
+        waiter = threading.Thread(target=_wait_in_vain, args=(batch,))
+        waiter.start()
+        until(lambda: row(terminal, "blue/batch")[5:6] == ["512.0MiB"])
+        assert row(terminal, "blue/batch")[4] != "-"
+        assert "waiting 512.0 MiB" in terminal.lines()[0]
+        blue.close()
+        waiter.join()
+
+
+def _wait_in_vain(model: membroker.Model) -> None:
+    with suppress(membroker.MembrokerError):
+        model.allocate("512MiB", wait=600).close()
+
+
+@pytest.mark.parametrize("size", [(60, 10), (20, 3), (1, 1), (220, 60)])
+def test_it_survives_a_resize(daemon: Daemon, red: membroker.Client, size: tuple[int, int]) -> None:
+    """A person pulls at the window, down to one cell, and back."""
+    claims = {"COLUMNS": "40", "LINES": "5"}  # as a shell exports them that was smaller
+    with red.register_model("chat").allocate("64MiB"), top("--endpoint", str(daemon.root), **claims) as terminal:
+        until(lambda: names(terminal) == ["red/chat"])
+        assert row(terminal, "red/chat")[-1] == "0", "all columns"
+        terminal.resize(*size)
+        terminal.press("n")
+        until(lambda: any(terminal.lines()) or size == (1, 1))
+        assert terminal.process.poll() is None
+        terminal.resize(150, 24)
+        until(lambda: names(terminal) == ["red/chat"])
+        terminal.press("q")
+        assert terminal.wait(DEADLINE_SECONDS) == 0
+
+
+@pytest.mark.parametrize(("end", "status"), [("\x03", 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_an_end_leaves_the_terminal_as_it_was(daemon: Daemon, end: str | signal.Signals, status: int) -> None:
+    with top("--endpoint", str(daemon.root)) as terminal:
+        until(lambda: "no models" in terminal.text())
+        assert terminal.attributes() != terminal.before
+        if isinstance(end, str):
+            terminal.press(end)
+        else:
+            terminal.process.send_signal(end)
+        assert terminal.wait(DEADLINE_SECONDS) == status
+        assert terminal.attributes() == terminal.before
+        assert b"Traceback" not in terminal.output
+        assert terminal.output.rindex(b"\x1b[?1049l") > terminal.output.rindex(b"\x1b[?1049h")
+
+
+def test_a_terminal_that_goes_away_without_a_signal_ends_it(daemon: Daemon) -> None:
+    """Below setsid, or in a container, no SIGHUP comes. It must not look for keys forever, as fast as it can."""
+    master, slave = pty.openpty()
+    command = [sys.executable, *COMMAND, "--endpoint", str(daemon.root)]
+    with subprocess.Popen(
+        command, stdin=slave, stdout=slave, stderr=slave, env={**os.environ, "TERM": "screen"}, start_new_session=True
+    ) as process:
+        os.close(slave)
+        try:
+            assert b"device:" in _read_until(master, b"device:")
+            os.close(master)
+            assert process.wait(DEADLINE_SECONDS) != 0
+        finally:
+            process.kill()
+
+
+def _read_until(descriptor: int, text: bytes) -> bytes:
+    found = b""
+    while text not in found:
+        found += os.read(descriptor, 1 << 16)
+    return found
+
+
+def test_a_daemon_that_stops_dies_and_comes_back(daemon: Daemon, red: membroker.Client) -> None:
+    """The keys work all the while: a stopped broker must not hold them up."""
+    with red.register_model("chat").allocate("64MiB"), top("--endpoint", str(daemon.root)) as terminal:
+        until(lambda: names(terminal) == ["red/chat"])
+        with hold_still(daemon):
+            terminal.press("h")
+            until(lambda: "R reverse" in terminal.text())
+        daemon.kill()
+        until(lambda: "is dead and left its socket behind; start one with" in " ".join(terminal.text().split()))
+        until(lambda: names(terminal) == ["no"])  # the rest of that screen: no numbers of a broker that is gone
+        daemon.start_again()
+        until(lambda: row(terminal, "red/chat")[1:2] == ["64.0MiB"])
+        terminal.press("q")
+        assert terminal.wait(DEADLINE_SECONDS) == 0
+
+
+def test_all_devices_of_a_machine() -> None:
+    """Two brokers; the second one comes while the screen is up."""
+    with (
+        tempfile.TemporaryDirectory(prefix="mb-") as directory,
+        running({**CONFIG, "runtime_directory": f"{directory}/membroker"}) as first,
+        membroker.connect(first.endpoint("red")) as one,
+    ):
+        one.register_model("chat")
+        with top(XDG_RUNTIME_DIR=directory) as terminal:
+            until(lambda: names(terminal) == ["red/chat"])
+            second = Daemon(Path(directory), {**CONFIG, "runtime_directory": f"{directory}/membroker"}, device=1)
+            try:
+                with membroker.connect(second.endpoint("blue")) as other:
+                    other.register_model("draw")
+                    until(lambda: sorted(names(terminal)) == ["blue/draw", "red/chat"])
+                    assert row(terminal, "blue/draw")[-1] == "host-1"
+                    assert [line.split(" device:")[0] for line in terminal.lines()[:2]] == ["host", "host-1"]
+            finally:
+                second.stop()
+
+
+def test_a_tenant_sees_its_own(daemon: Daemon, red: membroker.Client, blue: membroker.Client) -> None:
+    red.register_model("chat"), blue.register_model("night")
+    with top("--endpoint", str(daemon.endpoint("red"))) as terminal:
+        until(lambda: names(terminal) == ["red/chat"])
+
+
+def test_without_a_terminal_or_a_broker_it_is_a_sentence(daemon: Daemon, tmp_path: Path) -> None:
+    done = run_python([*COMMAND, "--endpoint", str(daemon.root)])
+    assert done.returncode == 2
+    assert "there is no terminal: use `membroker models`" in done.stderr
+    with top("--endpoint", str(tmp_path / "tenants" / "red")) as terminal:
+        assert terminal.wait(DEADLINE_SECONDS) == 1
+        assert "start one with `membrokerd`" in terminal.output.decode()
+    with top("--endpoint", str(daemon.root), TERM="no-such-terminal") as terminal:
+        assert terminal.wait(DEADLINE_SECONDS) == 1
+        assert "this terminal cannot show it" in terminal.output.decode()
+    with top("--endpoint", str(daemon.root), TERM="dumb") as terminal:
+        assert terminal.wait(DEADLINE_SECONDS) == 1
+        assert "this terminal cannot show it (it cannot move its cursor)" in terminal.output.decode()
