@@ -14,12 +14,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 
 import torch
 
 import membroker
 from membroker.adapters.torch import device_of
-from membroker.kv import ElasticCache, Layout
+from membroker.kv import ElasticCache, Layout, Sleeper
 from membroker.kv.capture import Capture, strided
 
 LAYERS, HEADS, DIM, VOCABULARY = 2, 4, 64, 128
@@ -38,6 +39,10 @@ class Model:
 
         self.embed, self.places = weights(VOCABULARY, width), weights(4096, width)
         self.layers = [(weights(width, 3 * width), weights(width, width)) for _ in range(LAYERS)]
+
+    def weights(self) -> list[torch.Tensor]:
+        """Return all weights."""
+        return [self.embed, self.places, *(one for layer in self.layers for one in layer)]
 
     def next_token(self, tokens: Sequence[int], start: int, blocks: Sequence[int], cache: torch.Tensor) -> int:
         """Compute the tokens from position `start` on, keep their keys and values, and return the next one."""
@@ -100,6 +105,10 @@ class Engine:
         """Return 0: no prefix is cached here."""
         return 0.0
 
+    def cost(self, blocks: Sequence[int]) -> float:
+        """Return how many requests use blocks: these begin again if the blocks go."""
+        return len({self.users[block] for block in blocks if block in self.users})
+
     def hold(self, blocks: Sequence[int]) -> None:
         """Take blocks out of the free list."""
         held = set(blocks)
@@ -155,9 +164,15 @@ class Engine:
                     self.end(request)
 
 
-def serve(engine: Engine, elastic: ElasticCache | None = None) -> list[list[int]]:
-    """Serve some requests, and return their tokens."""
+def serve(engine: Engine, elastic: ElasticCache | None = None, sleeper: Sleeper | None = None) -> list[list[int]]:
+    """Serve some requests, and return their tokens. An engine that sleeps wakes first."""
     requests = [Request([(7 * n + at) % VOCABULARY for at in range(200 + 20 * n)], 12) for n in range(8)]
+    with sleeper.awake() if sleeper is not None else nullcontext():
+        return run(engine, requests, elastic)
+
+
+def run(engine: Engine, requests: Sequence[Request], elastic: ElasticCache | None = None) -> list[list[int]]:
+    """Serve these requests, and return their tokens."""
     engine.waiting.extend(requests)
     while engine.waiting or engine.running:
         if elastic is not None:
@@ -208,4 +223,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except membroker.MembrokerError as error:  # no broker, no memory left, or a drained device
+        raise SystemExit(f"not to the end: {error}") from None

@@ -82,6 +82,9 @@ class ToyEngine:
     def warmth(self, blocks: Sequence[int]) -> float:
         return max((self.contents[block][1] for block in blocks if block in self.contents), default=0.0)
 
+    def cost(self, blocks: Sequence[int]) -> float:
+        return len(blocks) - len(self.unused(blocks))
+
     def hold(self, blocks: Sequence[int]) -> None:
         for block in blocks:
             self.free.remove(block)

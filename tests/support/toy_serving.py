@@ -25,6 +25,7 @@ class Recall:
 
     def __init__(self, lender: Recalled, size: int, seconds: float = 30.0) -> None:
         self.size, self.deadline = size, time.monotonic() + seconds
+        self.model = lender
         self._lender, self._before = lender, lender.released_bytes
         self.answers = 0
         self.answered_at = 0.0

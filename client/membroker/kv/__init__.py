@@ -6,6 +6,7 @@ This module only lists the public names. `membroker.kv.capture` needs PyTorch, a
 from .cache import ElasticCache
 from .engine import Engine, Fence
 from .layout import Layout, Strided
+from .sleeper import Sleeper
 from .state import CacheStats
 
-__all__ = ["CacheStats", "ElasticCache", "Engine", "Fence", "Layout", "Strided"]
+__all__ = ["CacheStats", "ElasticCache", "Engine", "Fence", "Layout", "Sleeper", "Strided"]

@@ -75,6 +75,8 @@ class Balloon:
         self._next = layout.groups
         """A sweep goes on below this group."""
         self._last_drained = -1
+        self._torn: set[int] = set()
+        """Retiring groups of which a part may have no memory any more."""
         self._always = frozenset(always)
         self.first = sorted({group for block in always for group in layout.touched(block)})
         """The groups of `always`."""
@@ -141,8 +143,8 @@ class Balloon:
         """Return the group to borrow next, and whether it is needed now; None if nothing is to be borrowed.
 
         `want` is how many blocks the engine wants in all. What it lacks is needed, and the floor is; what is ahead is
-        not. The lowest group comes first, so that what is mapped stays
-        packed, and only its last block straddles into a page without memory.
+        not. The lowest group comes first, so that what is mapped stays packed, and only its last block straddles into a
+        page without memory.
         """
         group = self._states.find(HELD)
         if group < 0 or (self.ceiling is not None and self.charged_bytes + self._bytes[group] > self.ceiling):
@@ -180,6 +182,7 @@ class Balloon:
         size: int,
         unused: Callable[[Sequence[int]], Collection[int]],
         warmth: Callable[[Sequence[int]], float],
+        cost: Callable[[Sequence[int]], float] = len,
         *,
         most: int = MAX_BLOCKS,
     ) -> list[int]:
@@ -187,15 +190,16 @@ class Balloon:
 
         `size` is what others want back in bytes, what is going already included. Until so many bytes go, all groups are
         looked at: free ones go first, the highest first; then the coldest cached ones; then busy ones, those with the
-        fewest used blocks first, whatever the engine wants.
+        least cost first, and of these the ones with the fewest used blocks, whatever the engine wants.
 
         Otherwise groups go that the engine does not want: free ones, sparse ones, and the coldest cached ones beyond
         `keep`. One call looks at about `most` blocks, and the next one goes on from there: see `is_sweeping`.
 
         `unused(blocks)` returns those of the engine's blocks that no request uses, `warmth(blocks)` when their
-        cached contents were last of use (a larger number is later), or 0 without any.
+        cached contents were used last (a larger number is later), or 0 without any. `cost(blocks)` is what preemption
+        costs the engine until none of these is used.
         """
-        ask = _Ask(unused, warmth)
+        ask = _Ask(unused, warmth, cost)
         return self._choose_asked(size, ask) if size > self.going_bytes else self._choose_spare(want, ask, most)
 
     @property
@@ -206,13 +210,18 @@ class Balloon:
     def _choose_asked(self, size: int, ask: _Ask) -> list[int]:
         chosen = []
         looks = [self._look(group, ask) for group in self.groups_in(MAPPED) if group not in self.first]
-        for look in sorted(looks, key=lambda look: (look.used, look.warmth, -look.group)):
+        costs = {look.group: self._cost(look, ask) for look in looks}
+        for look in sorted(looks, key=lambda look: (costs[look.group], look.used, look.warmth, -look.group)):
             if self.going_bytes >= size:
                 break
             if self.staying_bytes - self._bytes[look.group] >= self.floor:
                 self._move(look.group, "chosen")
                 chosen.append(look.group)
         return chosen
+
+    def _cost(self, look: _Look, ask: _Ask) -> float:
+        members = self.layout.members(look.group)
+        return ask.cost([block for block in members if self._out[block]]) if look.used else 0
 
     def _choose_spare(self, want: int, ask: _Ask, most: int) -> list[int]:
         left, chosen = self.available - want - self.ahead, list[int]()
@@ -294,6 +303,21 @@ class Balloon:
             self._out[block] = 0
             self._count -= 1
 
+    def staying_blocks(self) -> list[int]:
+        """Return the engine's blocks whose memory stays, without those of `always`."""
+        members = {block for group in self.groups_in(MAPPED) for block in self.layout.members(group)}
+        return sorted(one for one in members if self._out[one] and not self._missing[one] and one not in self._always)
+
+    def stowed(self, blocks: Iterable[int]) -> None:
+        """Note that the engine has given up blocks whose memory stays: the next `take` returns them."""
+        for block in blocks:
+            assert self._out[block], f"the engine does not have block {block}"
+            assert block not in self._always, f"the engine keeps block {block}"
+            assert not self._missing[block], f"memory of block {block} goes"
+            self._out[block] = 0
+            self._count -= 1
+            self._ready.add(block)
+
     def retire(self, groups: Iterable[int]) -> list[int]:
         """Return those draining groups of which the engine has no block any more. They wait for a fence from now on."""
         ended = [group for group in groups if not any(map(self._out.__getitem__, self.layout.members(group)))]
@@ -304,7 +328,7 @@ class Balloon:
     def revive(self, want: int) -> list[int]:
         """Stop releasing what the engine wants again, the lowest groups first; return them. Nothing is borrowed."""
         revived = []
-        for group in sorted(self.groups_in(DRAINING) + self.groups_in(RETIRING)):
+        for group in sorted({*self.groups_in(DRAINING), *self.groups_in(RETIRING)} - self._torn):
             if self.available >= want:
                 break
             self._move(group, "wanted")
@@ -318,10 +342,12 @@ class Balloon:
     def unmapped(self, group: int) -> None:
         """Note that it has no memory any more."""
         self._move(group, "unmapped")
+        self._torn.discard(group)
 
     def failed(self, group: int) -> None:
-        """Note that it could not be unmapped: it still has memory."""
+        """Note that it could not be unmapped, or only a part of it: it is tried again, and cannot be revived."""
         self._move(group, "failed")
+        self._torn.add(group)
 
     def check(self) -> None:
         """Assert what always holds. For tests: it looks at every block."""
@@ -359,6 +385,7 @@ class _Ask(NamedTuple):
 
     unused: Callable[[Sequence[int]], Collection[int]]
     warmth: Callable[[Sequence[int]], float]
+    cost: Callable[[Sequence[int]], float]
 
 
 class _Look(NamedTuple):

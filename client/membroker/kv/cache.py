@@ -1,8 +1,7 @@
 """`ElasticCache`: the memory of an engine's KV cache, borrowed and released while the engine serves.
 
-Owns the pages of a pool, and two threads. One asks the broker and maps, one question at a time. The other releases what
-has passed its fence, answers recalls, and shrinks the cache of an engine that rests. They are two because a question
-may wait in the broker's queue for a second, and a recall is to be answered in one.
+Owns the pages of a pool, and two threads. One borrows (`Borrower`). The other releases what has passed its fence,
+answers recalls, and shrinks the cache of an engine that rests (`Releaser`).
 
 The engine's scheduler thread calls `grow` and `turn`. These must never wait for the broker or the driver: what they
 share with the threads is in `CacheState`.
@@ -12,29 +11,27 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 from ..arguments import bytes_of, seconds_of, whole_number
 from ..closing import Closing
-from ..errors import ClosedError, InvalidRequest, MembrokerError, OutOfMemory
-from ..interrupts import device_failures
+from ..errors import ClosedError, InvalidRequest, MembrokerError
 from ..model import Recall
 from ..pool.pool import VirtualMemoryPool
 from ..session.recalls import DEFERRED
 from .balloon import DRAINING, MAPPED, RETIRING, Balloon
-from .engine import Engine, Fence
+from .borrower import Borrower
+from .engine import Engine
 from .layout import Layout
-from .state import LOOK_SECONDS, CacheState, CacheStats
+from .ranks import Ranks
+from .releaser import Releaser, mapped
+from .state import CacheState, CacheStats
 
 logger = logging.getLogger("membroker")
 
-ASK_SECONDS: Final = 1.0
-"""How long one question waits in the broker's queue. Then the cache looks again what it needs, and asks again."""
-FIRST_PAUSE, LAST_PAUSE = 0.02, 1.0
-"""How many seconds nothing is asked after a refusal that did not wait, doubled with each such refusal in a row."""
 CLOSE_SECONDS: Final = 5.0
 """How long `close` waits for each thread. One that still asks a broker which is away ends later."""
 
@@ -42,10 +39,13 @@ CLOSE_SECONDS: Final = 5.0
 class ElasticCache(Closing):
     """The pages of `layout` in `pool`, as many as an engine needs. A context manager.
 
+    With `Ranks` in place of a pool, it is the pages of every rank of an engine, and all sizes are those of one rank.
+
     Sizes are in bytes, or text. `floor` is what is never released; `ahead` is kept mapped beyond what the engine needs,
-    while the broker has memory that nobody waits for; `keep` is the most that cached prefixes may occupy in pages that
-    no request uses; `ceiling` is the most that is borrowed (None: the model's limit alone). The blocks in `always` have
-    memory from here on, and the engine has them from the beginning: a null block, or blocks for padding.
+    while no other model waits for memory; `keep` is the most that cached prefixes may occupy in pages that no request
+    uses; `ceiling` is the most that is borrowed (None: the model's limit alone). The blocks in `always` have memory
+    from here on, and the engine has them from the beginning: a null block, or blocks for padding. `wait` is that of
+    `VirtualMemoryPool.allocate`, for these blocks. The floor is borrowed by the cache's thread.
 
     While this is open, it answers the recalls of the pool's model, in place of any callback that was set before. A
     callback that is set later can pass them on, to `answer`: one that has more to release, or two caches of one model.
@@ -56,7 +56,7 @@ class ElasticCache(Closing):
 
     def __init__(
         self,
-        pool: VirtualMemoryPool,
+        pool: VirtualMemoryPool | Ranks,
         layout: Layout,
         *,
         floor: int | str = 0,
@@ -64,15 +64,17 @@ class ElasticCache(Closing):
         keep: int | str = "2GiB",
         ceiling: int | str | None = None,
         always: Collection[int] = (0,),
+        wait: float | None = None,
     ) -> None:
         if (layout.base, layout.page_size) != (pool.base_address, pool.page_size):
             raise InvalidRequest(
                 f"{layout!r} is not one of this pool: make it with the pool's base_address and page_size"
             )
-        if pool._backing.spare_pages or pool._ahead is not None:
+        if isinstance(pool, VirtualMemoryPool) and (pool._backing.spare_pages or pool._ahead is not None):
             raise InvalidRequest("the pool of an elastic cache has no spare pages and borrows nothing ahead by itself")
         self._pool = pool
-        self._layout = layout
+        self.layout = layout
+        """The blocks, and the pages that they lie in."""
         self._balloon = Balloon(
             layout,
             floor=bytes_of("the floor", floor),
@@ -83,21 +85,20 @@ class ElasticCache(Closing):
         )
         self._state = CacheState(self._balloon, len(always))
         self._engine: Engine | None = None
-        self._resting: Fence | None = None
         self._closed = False
-        # Held while the other thread calls the engine for one that rests: `wake` waits for it.
-        self._turns = threading.Lock()
-        # Held while a fence is looked at and pages are unmapped: `capturing` takes it.
-        self._driver = threading.Lock()
-        self._ask, self._keep, self._room = threading.Event(), threading.Event(), threading.Event()
-        first = [one for group in self._balloon.first for one in layout.ranges(group)]
-        pool.allocate_ranges(first)
+        self._first_gone = False
+        """Whether the groups that always have memory have none, because the engine sleeps."""
+        first = self._first_ranges()
+        pool.allocate_ranges(first, wait=wait)
         for group in self._balloon.first:
             self._balloon.asked(group)
             self._balloon.mapped(group)
-        self._model: Any = pool._lender if hasattr(pool._lender, "on_recall") else None
+        lender: Any = pool if isinstance(pool, Ranks) else pool._lender
+        self._model: Any = lender if hasattr(lender, "on_recall") else None
         self._callback = self.answer
-        if self._model is not None:
+        self._borrower = Borrower(pool, layout, self._state, self._borrowed)
+        self._releaser = Releaser(pool, layout, self._state, self._borrower)
+        if self._model is not None:  # from here on recalls may come
             try:
                 self._model.on_recall(self._callback)
             except BaseException:
@@ -105,7 +106,7 @@ class ElasticCache(Closing):
                 raise
         self._threads = [
             threading.Thread(target=loop, name=f"membroker-kv-{name}", daemon=True)
-            for name, loop in (("ask", self._ask_loop), ("release", self._release_loop))
+            for name, loop in (("ask", self._borrower.run), ("release", self._releaser.run))
         ]
         for thread in self._threads:
             thread.start()
@@ -121,8 +122,9 @@ class ElasticCache(Closing):
         self._check_open()
         if self._engine is not None:
             raise InvalidRequest("this cache has an engine already")
-        engine.hold([block for block in range(self._layout.blocks) if not self._balloon.is_out(block)])
+        engine.hold([block for block in range(self.layout.blocks) if not self._balloon.is_out(block)])
         self._engine = engine
+        self._releaser.attach(engine)
         self.turn()
 
     def grow(self) -> int:
@@ -147,38 +149,31 @@ class ElasticCache(Closing):
         engine = self._serving()
         if retired := self._state.hold(engine):
             self._state.retire(retired, engine.fence())
-            self._keep.set()
+            self._releaser.look()
 
     def rest(self) -> None:
         """Say that the engine has no request, and calls nothing before `wake`. Then the cache shrinks by itself."""
         engine = self._serving()
         self.turn()
-        fence = engine.fence()
-        with self._turns:
-            self._resting = fence
-        self._state.rest()
-        self._keep.set()
+        self._releaser.rest(engine.fence())
 
     @property
     def is_resting(self) -> bool:
         """Whether the cache makes the engine's turns by itself: from `rest` to `wake`, `grow` or `turn`."""
-        return self._resting is not None
+        return self._releaser.is_resting
 
     def wake(self) -> None:
         """End a rest, before the engine uses its free list. `grow` and `turn` do so too."""
-        if self._resting is not None:
-            with self._turns:
-                self._resting = None
+        self._releaser.wake()
 
     def want(self, blocks: int) -> None:
         """Tell how many blocks the engine wants in all. What is missing is borrowed by another thread.
 
         `grow` does this. It is for a program that has no `Engine`, and for `prepare`.
         """
-        blocks = min(whole_number("a number of blocks", blocks), self._layout.blocks)
+        blocks = min(whole_number("a number of blocks", blocks), self.layout.blocks)
         self._check_open()
-        if self._state.want(blocks):
-            self._ask.set()
+        self._borrower.want(blocks)
 
     def take(self) -> list[int]:
         """Return the blocks that have become usable since the last time. The engine has them from now on."""
@@ -195,15 +190,58 @@ class ElasticCache(Closing):
     def shrink(self, size: int | str) -> None:
         """Release so many bytes soon, as for a recall: free pages first, and busy ones by preemption.
 
-        Nothing is borrowed until that is done, or until nothing more can be released. It is for an engine that is told
-        to sleep; what the engine does not need goes without it.
+        Nothing is borrowed until that is done, or until nothing more can be released. What the engine does not need
+        goes without it.
         """
         length = bytes_of("what is to be released", size)
-        self._check_open()
-        if self._engine is None:
-            raise InvalidRequest("this cache has no engine: attach one")
+        self._check_attached()
         self._state.owe(length)
-        self._keep.set()
+        self._releaser.look()
+
+    # Sleep. `Sleeper` calls these.
+
+    def suspend(self) -> None:
+        """Begin to release all but the floor, and give the engine no block before `resume`. The engine rests.
+
+        It returns at once. The engine may get requests meanwhile: they find no free block, and wait.
+        """
+        self._check_attached()
+        self._state.suspend()
+        self._releaser.look()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether a suspended cache has released all that it can, and the engine has no free block."""
+        return self._state.is_empty
+
+    def release_always(self) -> None:
+        """Release the groups of the blocks in `always` as well, if there is no floor. The cache is empty.
+
+        Waits until the engine's last step is over on every device. The engine computes nothing before `resume`. Raises
+        what `VirtualMemoryPool.deallocate` raises.
+        """
+        self._releaser.wait_for_rest()
+        if not self._balloon.floor:
+            self._first_gone = True  # also if the driver fails half way
+            self._pool.deallocate_ranges(mapped(self._pool, self._first_ranges()))
+
+    def resume(self, wait: float | None = None) -> None:
+        """Map what `release_always` has released, and let the engine have blocks again.
+
+        `wait` is that of `VirtualMemoryPool.allocate`. Raises what that raises; the cache is still suspended then.
+        """
+        self._check_open()
+        if self._first_gone:
+            pool, first = self._pool, self._first_ranges()
+            has = [] if isinstance(pool, Ranks) else mapped(pool, first)
+            pool.allocate_ranges([one for one in first if one not in has], wait=wait)
+            self._first_gone = False
+        self._state.resume()
+        self._borrower.retry()
+        self._releaser.look()
+
+    def _first_ranges(self) -> list[tuple[int, int]]:
+        return [one for group in self._balloon.first for one in self.layout.ranges(group)]
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -213,7 +251,7 @@ class ElasticCache(Closing):
         doing, and no page is released before its end. Use it beside `Client.defer_recalls`, which does the same for
         the other threads of the library.
         """
-        with self._driver:
+        with self._releaser.capturing():
             yield
 
     # These wait.
@@ -244,148 +282,62 @@ class ElasticCache(Closing):
         if self._closed:
             return
         self._closed = True
-        for event in (self._ask, self._keep, self._room):
-            event.set()
-        model = self._model
-        if model is not None and model._recalls.callback_of(model.resource_name) == self._callback:
+        self._borrower.close()
+        self._releaser.close()
+        if self._is_asked:
             try:
-                model.on_recall(None)
+                self._model.on_recall(None)
             except MembrokerError as error:
                 logger.info("the broker was not told that recalls are not answered any more: %s", error)
         for thread in self._threads:
             thread.join(CLOSE_SECONDS)
         groups = [group for state in (MAPPED, DRAINING, RETIRING) for group in self._balloon.groups_in(state)]
         if not self._pool.closed:
-            self._pool.deallocate_ranges([one for group in groups for one in self._layout.ranges(group)])
+            self._pool.deallocate_ranges(mapped(self._pool, (r for group in groups for r in self.layout.ranges(group))))
 
     def stats(self) -> CacheStats:
         """Return the present figures. Raises `ClosedError`."""
         self._check_open()
-        return self._state.stats()
+        found = self._state.stats()
+        if self._first_gone:
+            gone = sum(map(self.layout.bytes_of, self._balloon.first))
+            found = replace(found, charged_bytes=found.charged_bytes - gone)
+        return found
 
     def __repr__(self) -> str:
-        return f"<membroker.kv.ElasticCache of {self._layout!r}{', closed' * self._closed}>"
+        return f"<membroker.kv.ElasticCache of {self.layout!r}{', closed' * self._closed}>"
 
     def answer(self, recall: Recall) -> object:
         """Answer a recall of the pool's memory: the callback for `Model.on_recall`, and for one that passes it on."""
         if recall.location != "device" or self._closed:
             return None
         self._state.recalled(recall)
-        self._keep.set()
+        self._releaser.look()
         return DEFERRED
+
+    @property
+    def _is_asked(self) -> bool:
+        """Whether recalls come to this cache, and not to a callback that was set later."""
+        model = self._model
+        if model is None or isinstance(model, Ranks):
+            return model is not None
+        return bool(model._recalls.callback_of(model.resource_name) == self._callback)
 
     def _check_open(self) -> None:
         if self._closed or self._pool.closed:
             raise ClosedError("this cache, or its pool, is closed")
 
-    def _serving(self) -> Engine:
+    def _check_attached(self) -> Engine:
         self._check_open()
         if self._engine is None:
             raise InvalidRequest("this cache has no engine: attach one")
-        self.wake()
         return self._engine
 
-    # The thread that asks
+    def _serving(self) -> Engine:
+        engine = self._check_attached()
+        self.wake()
+        return engine
 
-    def _ask_loop(self) -> None:
-        pause = 0.0
-        while not (self._closed or self._pool.closed):
-            question = self._state.question()
-            if question is None:
-                self._ask.wait(LOOK_SECONDS)
-                self._ask.clear()
-                continue
-            group, is_needed = question
-            error = self._borrow(group, is_needed=is_needed)
-            if isinstance(error, ClosedError):
-                return
-            if error is None:
-                pause = 0.0
-            elif not is_needed:
-                self._state.pause_ahead(LAST_PAUSE)
-            elif not (isinstance(error, OutOfMemory) and error.waited_seconds):
-                pause = min(LAST_PAUSE, max(FIRST_PAUSE, 2 * pause))
-                self._room.clear()
-                self._room.wait(pause)
-
-    def _borrow(self, group: int, *, is_needed: bool) -> BaseException | None:
-        """Borrow and map a group; return the error if it was refused."""
-        ranges = self._layout.ranges(group)
-        refusal: BaseException | None = None
-        try:
-            if is_needed:
-                self._pool.allocate_ranges(ranges, wait=ASK_SECONDS)
-            else:
-                self._pool.allocate_ranges(ranges, ahead=True)
-        except OutOfMemory as error:
-            refusal = error.with_traceback(None)
-        except MembrokerError as error:
-            logger.info("no memory can be borrowed for the cache at the moment: %s", error)
-            refusal = error.with_traceback(None)
-        except Exception as error:
-            logger.exception("borrowing for the cache has failed")
-            refusal = error
-        self._state.answered(group, is_granted=refusal is None)
-        return refusal
-
-    # The thread that releases
-
-    def _release_loop(self) -> None:
-        again = 0.0
-        while not (self._closed or self._pool.closed):
-            self._keep.wait(self._state.patience(again, at_rest=self._resting is not None))
-            self._keep.clear()
-            try:
-                if time.monotonic() >= again:
-                    self._turn_at_rest()
-                    self._release_passed()
-            except ClosedError:
-                return
-            except Exception:
-                logger.exception("the cache could not release memory: it tries again in a second")
-                again = time.monotonic() + LOOK_SECONDS
-            self._settle()
-
-    def _turn_at_rest(self) -> None:
-        """Do what `turn` does for an engine that rests."""
-        with self._turns:
-            engine, fence = self._engine, self._resting
-            if engine is None or fence is None:
-                return
-            self.want(engine.need())
-            if retired := self._state.hold(engine):
-                self._state.retire(retired, fence)
-
-    def _release_passed(self) -> None:
-        """Unmap and release the groups whose fence has passed."""
-        for group, fence in self._state.retiring():
-            if not self._driver.acquire(blocking=False):
-                return  # a graph is being captured
-            try:
-                if fence.query() and self._state.leave(group, fence):
-                    self._unmap(group, fence)
-            finally:
-                self._driver.release()
-
-    def _unmap(self, group: int, fence: Fence) -> None:
-        try:
-            with device_failures():
-                self._pool.deallocate_ranges(self._layout.ranges(group), after=fence)
-        except BaseException:
-            self._state.stayed(group)
-            raise
-        self._state.left(group)
-        self._room.set()
-        self._ask.set()
-
-    def _settle(self) -> None:
-        """Answer the open recall, if it is time."""
-        recall = self._state.settled(has_engine=self._engine is not None)
-        if recall is None:
-            return
-        try:
-            recall.done()
-        except Exception:
-            logger.exception("a recall could not be answered")
-        self._room.set()
-        self._ask.set()
+    def _borrowed(self) -> None:
+        if self._state.is_suspended:
+            self._releaser.look()  # it is to go at once

@@ -1,6 +1,6 @@
 """The contract between an engine and its elastic cache: the verbs that an engine implements, and the fence it records.
 
-Owns the protocols, and holds no state. docs/kv.md explains them for authors of engines.
+Owns the protocols and the simplest fence, and holds no state. docs/kv.md explains them for authors of engines.
 """
 
 from __future__ import annotations
@@ -21,13 +21,25 @@ class Fence(Protocol):
         ...
 
 
+class Over:
+    """The fence of work that is over when a call returns, as on a CPU."""
+
+    def query(self) -> bool:
+        """Return True."""
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+
 class Engine(Protocol):
     """What an engine does with the blocks of its cache, by number.
 
-    The engine has a free list of blocks and counts who uses each block. The cache calls these verbs in the engine's
-    scheduler thread, inside `ElasticCache.grow` and `turn`, and in a thread of its own between `ElasticCache.rest` and
-    `wake`: never two at a time. They work on lists and return at once. A verb may not wait, call the cache or a broker,
-    or take a lock that the engine holds while it calls the cache. An exception ends the call that it came from.
+    The engine has a free list of blocks, and counts the requests that use each block. The cache calls these verbs in
+    the engine's scheduler thread, inside `ElasticCache.grow` and `turn`, and in a thread of its own between
+    `ElasticCache.rest` and `wake`: never two at a time. They work on lists and return at once. A verb may not wait,
+    call the cache or a broker, or take a lock that the engine holds while it calls the cache. An exception ends the
+    call that it came from.
     """
 
     def need(self) -> int:
@@ -44,6 +56,14 @@ class Engine(Protocol):
 
     def warmth(self, blocks: Sequence[int]) -> float:
         """Return when cached contents of these unused blocks were last of use: larger is later. 0 without any."""
+        ...
+
+    def cost(self, blocks: Sequence[int]) -> float:
+        """Return how many requests end up preempted if these blocks, some of which are used, are to become unused.
+
+        A recall takes the pages with the least cost first. An engine that preempts its youngest requests until the
+        blocks are unused counts all of these. An estimate will do, such as the number of blocks that are used.
+        """
         ...
 
     def hold(self, blocks: Sequence[int]) -> None:

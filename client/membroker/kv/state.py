@@ -1,6 +1,6 @@
 """`CacheState`: what an engine's scheduler thread and the two threads of its cache share, under one lock.
 
-Owns the balloon, the fences, the open recall, and what is wanted. The lock is held for operations on lists alone: no
+Owns the balloon, the fences, the open recalls, and what is wanted. The lock is held for operations on lists alone: no
 method may call a broker, a driver or a pool, because the scheduler thread would wait for it.
 """
 
@@ -31,6 +31,11 @@ LOOKS_AT_REST: Final = 3
 
 class Recall(Protocol):
     """A recall of the broker, as `membroker.Recall`."""
+
+    @property
+    def model(self) -> object:
+        """What memory is recalled from. A model has one open recall at a time."""
+        ...
 
     @property
     def remaining(self) -> int:
@@ -76,11 +81,15 @@ class CacheState:
         self._looks_left = 0
         """How many looks an engine at rest still has to make."""
         self._fences: dict[int, Fence] = {}
-        self._recall: Recall | None = None
-        self._tried: Recall | None = None
-        """The recall for which groups were chosen last."""
+        self._recalls: dict[object, Recall] = {}
+        """The open ones, by model: each rank of an engine has a model of its own."""
+        self._tried: Collection[Recall] = ()
+        """The recalls for which groups were chosen last."""
         self._owed = 0
         """Bytes that `shrink` asked for and that are not released yet."""
+        self._suspended = False
+        self._left_bytes = -1
+        """What has memory when all that can go has gone, while suspended; -1 before that is known."""
         self._ahead_at = 0.0
         """When something may be asked ahead of need, after a refusal."""
         self._grants = self._refusals = 0
@@ -95,7 +104,7 @@ class CacheState:
         with self._lock:
             self._want = blocks
             self._peaks[0] = max(self._peaks[0], blocks)
-            if not self._asked_back():
+            if not (self._suspended or self._asked_back()):
                 for group in self._balloon.revive(blocks):
                     self._fences.pop(group, None)
             return self._next_question() is not None
@@ -103,7 +112,7 @@ class CacheState:
     def take(self) -> list[int]:
         """Return the blocks that have become usable."""
         with self._lock:
-            return self._balloon.take()
+            return [] if self._suspended else self._balloon.take()
 
     def question(self) -> tuple[int, bool] | None:
         """Return the group to borrow now, and whether it is needed, or None. The caller tells the answer."""
@@ -114,7 +123,7 @@ class CacheState:
             return found
 
     def _next_question(self) -> tuple[int, bool] | None:
-        found = None if self._asked_back() else self._balloon.next_to_map(self._want)
+        found = None if self._suspended or self._asked_back() else self._balloon.next_to_map(self._want)
         return found if found is not None and (found[1] or time.monotonic() >= self._ahead_at) else None
 
     def answered(self, group: int, *, is_granted: bool) -> None:
@@ -140,21 +149,23 @@ class CacheState:
     def wait_for_ready(self, seconds: float) -> bool:
         """Wait until `take` would return any blocks; return whether it would."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._balloon.has_ready, seconds)
+            return self._changed.wait_for(lambda: self._balloon.has_ready and not self._suspended, seconds)
 
     @property
     def is_growing(self) -> bool:
         """Whether memory that is needed is there to be taken, is being borrowed, or will be asked for next."""
         with self._lock:
             is_asked = self._balloon.is_asking or self._next_question() is not None
-            return self._balloon.has_ready or (is_asked and self._balloon.available < self._want)
+            has_ready = self._balloon.has_ready and not self._suspended
+            return has_ready or (is_asked and self._balloon.available < self._want)
 
     # Shrinking
 
     def _asked_back(self) -> int:
         """Return the bytes that must go, what is going already included. The caller holds the lock."""
-        recall = self._recall
-        return max(self._owed, recall.remaining if recall is not None else 0)
+        if self._suspended:
+            return self._balloon.charged_bytes
+        return max([self._owed, *(recall.remaining for recall in self._recalls.values())])
 
     def hold(self, engine: Engine) -> list[int]:
         """Choose what goes, and let the engine hold its unused blocks; return the groups that now need a fence."""
@@ -165,15 +176,18 @@ class CacheState:
             self._hold_unused(engine, draining)
             is_due = now >= self._look_at
             if is_due or balloon.is_sweeping or size > balloon.going_bytes:
-                chosen = balloon.choose(max(self._peaks), size, engine.unused, engine.warmth, most=BLOCKS_PER_TURN)
+                verbs = engine.unused, engine.warmth, engine.cost
+                chosen = balloon.choose(max(self._peaks), size, *verbs, most=BLOCKS_PER_TURN)
                 self._hold_unused(engine, chosen)
                 draining += chosen
             if size:
                 if (busy := balloon.draining_blocks(draining)) and engine.preempt(busy):
                     self._hold_unused(engine, draining)
-                self._tried = self._recall
+                self._tried = list(self._recalls.values())
                 if not balloon.going_bytes:
                     self._owed = 0  # there is no more
+            if self._suspended:
+                self._stow(engine)
             if is_due:
                 self._look_at = now + LINGER_SECONDS
                 self._peaks = [self._want, self._peaks[0]]
@@ -189,6 +203,15 @@ class CacheState:
         if blocks and (unused := engine.unused(blocks)):
             engine.hold(list(unused))
             self._balloon.held(unused)
+
+    def _stow(self, engine: Engine) -> None:
+        """Let the engine hold what stays, too, and note how much that is. The caller holds the lock."""
+        balloon = self._balloon
+        if (blocks := balloon.staying_blocks()) and (unused := engine.unused(blocks)):
+            engine.hold(list(unused))
+            balloon.stowed(unused)
+            blocks = balloon.staying_blocks()
+        self._left_bytes = -1 if blocks else balloon.staying_bytes
 
     def retire(self, groups: Collection[int], fence: Fence) -> None:
         """Release groups once the fence has passed."""
@@ -209,7 +232,7 @@ class CacheState:
             return True
 
     def stayed(self, group: int) -> None:
-        """Note that it could not be unmapped."""
+        """Note that it could not be unmapped, or only a part of it."""
         with self._lock:
             self._balloon.failed(group)
 
@@ -225,6 +248,30 @@ class CacheState:
         with self._lock:
             self._looks_left = LOOKS_AT_REST
 
+    # Sleep
+
+    def suspend(self) -> None:
+        """Release all but the floor, whatever the engine wants, and give it no block before `resume`."""
+        with self._lock:
+            self._suspended, self._left_bytes = True, -1
+
+    def resume(self) -> None:
+        """End that."""
+        with self._lock:
+            self._suspended = False
+            self._changed.notify_all()
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether `suspend` was called last."""
+        return self._suspended
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all is released that can go, and the engine has no block but those that it always has."""
+        with self._lock:
+            return self._suspended and self._balloon.charged_bytes == self._left_bytes
+
     # What others want back
 
     def owe(self, size: int) -> None:
@@ -235,23 +282,20 @@ class CacheState:
     def recalled(self, recall: Recall) -> None:
         """Release what a recall asks for."""
         with self._lock:
-            self._recall, self._tried = recall, None
+            self._recalls[recall.model] = recall
 
     def settled(self, *, has_engine: bool) -> Recall | None:
-        """Return the open recall and forget it, if it is to be answered now, or None.
+        """Return an open recall that is to be answered now and forget it, or return None.
 
         That is so if all of it is released, nothing more can be, or its time is nearly over.
         """
         with self._lock:
-            recall = self._recall
-            if recall is None:
-                return None
-            is_over = recall.deadline - ANSWER_SECONDS <= time.monotonic()
-            has_no_more = not has_engine or (self._tried is recall and not self._balloon.going_bytes)
-            if not (is_over or has_no_more or not recall.remaining):
-                return None
-            self._recall = None
-            return recall
+            for recall in self._recalls.values():
+                is_over = recall.deadline - ANSWER_SECONDS <= time.monotonic()
+                has_no_more = not has_engine or (recall in self._tried and not self._balloon.going_bytes)
+                if is_over or has_no_more or not recall.remaining:
+                    return self._recalls.pop(recall.model)
+            return None
 
     # Figures
 
@@ -269,8 +313,7 @@ class CacheState:
                 ends.append(again)
             elif at_rest and (self._looks_left or self._balloon.is_draining):
                 ends.append(max(now + LINGER_SECONDS, again))
-            if self._recall is not None:
-                ends.append(self._recall.deadline - ANSWER_SECONDS)
+            ends += [recall.deadline - ANSWER_SECONDS for recall in self._recalls.values()]
         return max(0.0, min(ends) - now)
 
     def stats(self) -> CacheStats:

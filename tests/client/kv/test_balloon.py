@@ -110,6 +110,21 @@ def test_what_the_engine_wants_stays_but_for_a_recall() -> None:
     assert balloon.choose(8, 9 * PAGE, all_unused, cold) == [3, 2], "and the floor stays"
 
 
+def test_a_recall_takes_the_busy_groups_that_cost_least() -> None:
+    """Not those with the fewest used blocks, if these are of a request that the engine would preempt last."""
+    balloon = Balloon(block_major(MIB, 10))
+    with_memory(balloon, 5)
+    used = {2: 9.0, 4: 2.0, 5: 2.0, 6: 5.0, 7: 5.0, 8: 2.0}
+
+    def unused(blocks: Sequence[int]) -> list[int]:
+        return [block for block in blocks if block not in used]
+
+    def cost(blocks: Sequence[int]) -> float:
+        return max((used[block] for block in blocks if block in used), default=0.0)
+
+    assert balloon.choose(10, 3 * PAGE, unused, cold, cost) == [4, 2, 3]
+
+
 def test_a_sweep_looks_at_few_groups_at_a_time() -> None:
     """A scheduler has no time for thousands of blocks in a step: each call goes on where the last one ended."""
     balloon = Balloon(block_major(MIB, 20))

@@ -17,8 +17,9 @@ from tests.support.sizes import KIB, MIB
 from tests.support.toy_engine import Fence, Request, ToyEngine
 from tests.support.toy_serving import BLOCKS, Recall, Recalled, an_engine, serving, step, steps
 
-from membroker.errors import ClosedError, InvalidRequest, OutOfMemory
+from membroker.errors import ClosedError, DeviceFailure, InvalidRequest, OutOfMemory
 from membroker.kv import ElasticCache, Layout, Strided
+from membroker.kv import cache as cache_module
 from membroker.kv.state import LINGER_SECONDS
 from membroker.pool.pool import VirtualMemoryPool
 from membroker.vmm.driver import DriverError
@@ -268,6 +269,106 @@ def test_the_driver_fails_to_unmap(lender: Recalled, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(lender.driver, "unmap", flaky)
         steps(cache, engine, lambda: lender.lent_bytes == PAGE)
         assert failures == [0]
+
+
+def test_what_has_lost_a_part_of_its_memory_is_not_used_again(
+    lender: Recalled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver has unmapped two of four layers when it fails. A request comes: it gets all of them, or another page.
+
+    The rest is released when the driver can do it.
+    """
+    unmap, unmapped = lender.driver.unmap, list[int]()
+
+    def flaky(address: int, size: int) -> None:
+        if len(unmapped) == 2:
+            raise DriverError("munmap", "ENOMEM", 12, "vm.max_map_count")
+        unmap(address, size)
+        unmapped.append(address)
+
+    engine = an_engine()
+    with serving(lender, engine, block=64 * KIB, layers=4, keep=0) as cache:
+        engine.add(Request(40))
+        steps(cache, engine, lambda: engine.finished)
+        monkeypatch.setattr(lender.driver, "unmap", flaky)
+        steps(cache, engine, lambda: lender.lent_bytes == 6 * PAGE)
+        engine.add(Request(40))
+        for _ in range(10):
+            step(cache, engine)
+        monkeypatch.setattr(lender.driver, "unmap", unmap)
+        steps(cache, engine, lambda: engine.finished == 2)
+        steps(cache, engine, lambda: lender.lent_bytes == 4 * PAGE)
+
+
+def test_it_says_that_no_memory_can_be_borrowed(lender: Recalled, caplog: pytest.LogCaptureFixture) -> None:
+    """The engine stands still meanwhile. What comes again each second is said once, until memory has come."""
+    failures: list[Exception] = [DeviceFailure("no map area is left"), TypeError("a bug")]
+    asked: list[Exception] = []
+
+    def fail() -> None:
+        asked.append(failures[0])
+        raise failures[0]
+
+    engine = an_engine()
+    with serving(lender, engine) as cache:
+        lender.before_borrow = fail
+        engine.add(Request(10))
+        steps(cache, engine, lambda: len(asked) > 3)
+        del failures[0]
+        steps(cache, engine, lambda: isinstance(asked[-1], TypeError))
+        lender.before_borrow = lambda: None
+        steps(cache, engine, lambda: engine.finished)
+        lender.before_borrow = fail
+        engine.add(Request(40))
+        steps(cache, engine, lambda: len(caplog.records) == 3)
+    said = [(one.levelname, one.getMessage().partition("moment: ")[2], bool(one.exc_info)) for one in caplog.records]
+    bug = "WARNING", "a bug", True
+    assert said == [("WARNING", "no map area is left", False), bug, bug]
+
+
+def test_it_says_that_its_thread_has_ended(lender: Recalled, caplog: pytest.LogCaptureFixture) -> None:
+    """The pool is open, and what lends is not. At an ordinary end nothing is said."""
+
+    def closed() -> None:
+        raise ClosedError("this client is closed")
+
+    engine = an_engine()
+    with serving(lender, engine) as cache:
+        lender.before_borrow = closed
+        engine.add(Request(10))
+        steps(cache, engine, lambda: caplog.records)
+        until(lambda: not cache._threads[0].is_alive())
+    assert "its engine can stand still: this client is closed" in caplog.text
+    caplog.clear()
+    lender.before_borrow = lambda: None
+    with serving(lender, another := an_engine()) as cache:
+        another.add(Request(10))
+        steps(cache, another, lambda: another.finished)
+        lender.before_borrow = closed
+        cache._pool.close()
+        cache.close()
+    assert not caplog.records
+
+
+def test_what_comes_after_the_end_is_released(lender: Recalled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker answers a question when the cache has been closed. The pool stays open, and has nothing."""
+    monkeypatch.setattr(cache_module, "CLOSE_SECONDS", 0.01)
+    answer, asked = threading.Event(), threading.Event()
+
+    def silent() -> None:
+        asked.set()
+        assert answer.wait(30)
+
+    engine = an_engine()
+    with serving(lender, engine) as cache:
+        lender.before_borrow = silent
+        engine.add(Request(10))
+        steps(cache, engine, asked.is_set)
+        cache.close()
+        assert lender.lent_bytes == 0
+        answer.set()
+        until(lambda: not cache._threads[0].is_alive())
+        assert lender.lent_bytes == 0
 
 
 def test_what_is_refused(lender: Recalled) -> None:

@@ -1,4 +1,4 @@
-"""Recalls of an elastic cache's memory: what goes first, who steps meanwhile, and when the answer is sent."""
+"""Recalls of an elastic cache's memory: what goes first, which thread steps meanwhile, and when the answer is sent."""
 
 from __future__ import annotations
 
@@ -45,6 +45,20 @@ def test_requests_are_preempted_and_finish_later(lender: Recalled) -> None:
         for request in engine.running + engine.waiting:
             request.decode_left = 2
         steps(cache, engine, lambda: engine.finished == 4)
+
+
+def test_a_recall_may_come_at_once(lender: Recalled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the moment in which the broker hears that this model answers recalls."""
+    on_recall, recalls = lender.on_recall, list[Recall]()
+
+    def at_once(callback: object) -> None:
+        on_recall(callback)
+        if callback is not None:
+            recalls.append(lender.recall(PAGE))
+
+    monkeypatch.setattr(lender, "on_recall", at_once)
+    with serving(lender, an_engine()):
+        until(lambda: recalls[0].answers)
 
 
 def test_without_preemption_it_is_answered_in_time(lender: Recalled) -> None:

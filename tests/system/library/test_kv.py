@@ -119,7 +119,7 @@ def test_two_engines_trade_memory(daemon: Daemon, seed: int) -> None:
             for server, other in ((red, blue), (blue, red)):
                 before = server.engine.finished
                 for _ in range(4):
-                    server.add(Request(30, decode_left=40))
+                    server.add(Request(30, decode_left=200))
                 until(lambda server=server: lent(server) > 160 * MIB)
                 until(lambda server=server, before=before: server.engine.finished == before + 4)
                 until(lambda server=server: lent(server) == PAGE)

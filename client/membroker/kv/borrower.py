@@ -1,0 +1,110 @@
+"""`Borrower`: the thread of an elastic cache that asks the broker for what the engine needs, and maps it.
+
+Owns the question that is under way: there is one at a time, and it may wait in the broker's queue. What is wanted, and
+what was granted, is in `CacheState`. It must not release anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from ..errors import ClosedError, MembrokerError, OutOfMemory
+from ..pool.pool import VirtualMemoryPool
+from .layout import Layout
+from .ranks import Ranks
+from .state import LOOK_SECONDS, CacheState
+
+logger = logging.getLogger("membroker")
+
+ASK_SECONDS: Final = 1.0
+"""How long one question waits in the broker's queue. Then the cache looks again what it needs, and asks again."""
+FIRST_PAUSE, LAST_PAUSE = 0.02, 1.0
+"""How many seconds nothing is asked after a refusal that did not wait, doubled with each such refusal in a row."""
+
+
+class Borrower:
+    """Borrows groups of `layout` in `pool`, as `state` wants them. `granted` is called after each grant."""
+
+    def __init__(
+        self,
+        pool: VirtualMemoryPool | Ranks,
+        layout: Layout,
+        state: CacheState,
+        granted: Callable[[], object],
+    ) -> None:
+        self._pool = pool
+        self._layout = layout
+        self._state = state
+        self._granted = granted
+        self._closed = False
+        self._told: type[Exception] | None = None
+        """The kind of failure that was said last: one that comes again each second is said once."""
+        self._wanted, self._room = threading.Event(), threading.Event()
+
+    def want(self, blocks: int) -> None:
+        """Note how many blocks are wanted, and ask for what is missing."""
+        if self._state.want(blocks):
+            self._wanted.set()
+
+    def retry(self) -> None:
+        """Ask at once for what is missing: what was refused may be granted now."""
+        self._room.set()
+        self._wanted.set()
+
+    def close(self) -> None:
+        """End `run`, after the question that is under way."""
+        self._closed = True
+        self.retry()
+
+    def run(self) -> None:
+        """Ask until this is closed, or the pool is."""
+        pause = 0.0
+        while not (self._closed or self._pool.closed):
+            question = self._state.question()
+            if question is None:
+                self._wanted.wait(LOOK_SECONDS)
+                self._wanted.clear()
+                continue
+            group, is_needed = question
+            error = self._borrow(group, is_needed=is_needed)
+            if isinstance(error, ClosedError):
+                if not (self._closed or self._pool.closed):
+                    logger.error("the cache borrows no memory any more, so its engine can stand still: %s", error)
+                return
+            if error is None:
+                pause = 0.0
+            elif not is_needed:
+                self._state.pause_ahead(LAST_PAUSE)
+            elif not (isinstance(error, OutOfMemory) and error.waited_seconds):
+                pause = min(LAST_PAUSE, max(FIRST_PAUSE, 2 * pause))
+                self._room.clear()
+                self._room.wait(pause)
+
+    def _borrow(self, group: int, *, is_needed: bool) -> BaseException | None:
+        """Borrow and map a group; return the error if it was refused."""
+        ranges = self._layout.ranges(group)
+        refusal: BaseException | None = None
+        try:
+            if is_needed:
+                self._pool.allocate_ranges(ranges, wait=ASK_SECONDS)
+            else:
+                self._pool.allocate_ranges(ranges, ahead=True)
+            if self._closed:  # `ElasticCache.close` may have ended before this answer
+                self._pool.deallocate_ranges(ranges)
+                raise ClosedError("this cache is closed")
+            self._told = None
+        except (OutOfMemory, ClosedError) as error:
+            refusal = error.with_traceback(None)
+        except Exception as error:
+            if type(error) is not self._told:
+                is_bug = not isinstance(error, MembrokerError)
+                logger.warning("no memory can be borrowed for the cache at the moment: %s", error, exc_info=is_bug)
+            self._told = type(error)
+            refusal = error.with_traceback(None)
+        self._state.answered(group, is_granted=refusal is None)
+        if refusal is None:
+            self._granted()
+        return refusal

@@ -1,0 +1,135 @@
+"""What a user sets of the cache of a serving engine, and what the start of every such engine checks and says.
+
+Owns the names of the settings that all engines share, and the sentences about too little memory. It knows no engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+from ..arguments import bytes_of, name_of
+from ..client import MODEL_VARIABLE, Client
+from ..errors import InvalidRequest
+from ..model import Model
+from ..pool.pool import VirtualMemoryPool
+from ..vmm.sizes import format_size
+from .cache import ElasticCache
+from .layout import Layout
+from .ranks import Ranks
+
+START_SECONDS: Final = 300.0
+"""How long the start of an engine waits for the memory that it needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What all engines can be told. Sizes are in bytes, or text such as "8GiB".
+
+    `model` is the name under which the broker knows this engine; without it, that is MEMBROKER_MODEL, or else the name
+    under which the engine serves the model. `limit` is the most that it may borrow, as for `Client.register_model`.
+    `floor`, `ahead`, `keep` and `ceiling` are as for `membroker.kv.ElasticCache`; without `ahead` one group of pages is
+    kept mapped ahead. `page_size` replaces the layout's own.
+    """
+
+    model: str | None = None
+    limit: int | str | None = None
+    floor: int | str = 0
+    ahead: int | str | None = None
+    keep: int | str = "2GiB"
+    ceiling: int | str | None = None
+    page_size: int | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.model is not None:
+            name_of("model", self.model)
+        for name in ("limit", "floor", "ahead", "keep", "ceiling", "page_size"):
+            value = getattr(self, name)
+            if value is not None:
+                bytes_of(name, value)
+
+    def name(self, served: object) -> str:
+        """Return the broker's name for an engine that serves a model as `served`."""
+        return str(self.model or os.environ.get(MODEL_VARIABLE) or served)
+
+    def elastic(self, pool: VirtualMemoryPool | Ranks, layout: Layout) -> ElasticCache:
+        """Return a cache within these bounds. Waits up to `START_SECONDS` for the blocks that always have memory."""
+        return ElasticCache(
+            pool,
+            layout,
+            floor=self.floor,
+            ahead=layout.bytes_of(0) if self.ahead is None else self.ahead,
+            keep=self.keep,
+            ceiling=self.ceiling,
+            wait=START_SECONDS,
+        )
+
+    def check_fits(
+        self,
+        size: int,
+        tokens: int,
+        client: Client,
+        model: Model,
+        flag: str,
+        log: logging.Logger,
+        *,
+        besides: int = 0,
+    ) -> None:
+        """Raise `InvalidRequest` if the longest request, of `tokens` and `size` bytes, can never have its memory.
+
+        An engine would let it wait forever. `flag` is what makes its requests shorter. A floor above the limit is
+        refused, too: the engine would never release anything. `besides` is what this engine is charged for in the
+        model's name beside its cache, such as weights.
+        """
+        name, available = model.name, model.available()
+        most = client.capacities["device"]
+        limit = (most if available.limit_bytes is None else min(most, available.limit_bytes)) - besides
+        if self.ceiling is not None:
+            limit = min(limit, bytes_of("ceiling", self.ceiling))
+        may_borrow = f"{name!r} may borrow {max(0, limit)}" + f" beside {besides} for other memory" * bool(besides)
+        if size > limit:
+            raise InvalidRequest(
+                f"a request of {tokens} tokens needs {size} bytes of KV cache, and {may_borrow}: lower {flag}, or "
+                "raise the limit"
+            )
+        if (floor := bytes_of("floor", self.floor)) > limit:
+            raise InvalidRequest(f"a floor of {floor} bytes can never be reached: {may_borrow}")
+        if size > (guaranteed := max(0, available.guarantee_bytes - besides)):
+            log.warning(
+                "membroker: a request of %d tokens needs %d MiB, and model %r is guaranteed %d MiB%s: while others "
+                "need the memory, long requests wait",
+                tokens,
+                size >> 20,
+                name,
+                guaranteed >> 20,
+                f" beside {besides >> 20} MiB for other memory" * bool(besides),
+            )
+
+
+def say_wait(needed: int, model: Model, log: logging.Logger) -> None:
+    """Say that the start waits for `needed` bytes, if the broker cannot lend them now."""
+    if needed > (free := model.available().now_bytes):
+        log.warning(
+            "membroker: waits up to %.0f s for the broker to lend %s, which the start needs: %s are free for model %r. "
+            "`membroker status` says what has the rest",
+            START_SECONDS,
+            format_size(needed),
+            format_size(free),
+            model.name,
+        )
+
+
+def bytes_of_first(layout: Layout, blocks: int) -> int:
+    """Return the bytes of the groups that the first `blocks` blocks touch."""
+    return sum(layout.bytes_of(group) for group in range(max(layout.touched(blocks - 1)) + 1))
+
+
+def check_names(source: str, given: Mapping[str, Any], kind: Any) -> None:
+    """Raise `InvalidRequest` about the first name in `source` that is no field of the dataclass `kind`."""
+    known = [one.name for one in fields(kind)]
+    unknown = sorted(str(name) for name in given if name not in known)
+    if unknown:
+        raise InvalidRequest(f"{source} has {unknown[0]!r}, and membroker knows: {', '.join(known)}")

@@ -1,0 +1,157 @@
+"""`Rank`: one process of an engine with tensor parallelism. The process that schedules decides what memory it has.
+
+Owns the threads that do what `Ranks` asks, and passes on what the rank's broker asks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import AuthenticationError, current_process
+from multiprocessing.connection import Connection, Listener
+from typing import Any, Final
+
+from ..errors import ClosedError
+from ..model import Recall
+from ..pool.pool import VirtualMemoryPool
+from ..session.recalls import DEFERRED
+from ..types import SleepRequest, SleepStatus
+from .engine import Over
+from .lines import Line, answer
+
+CONNECTIONS: Final = 3
+"""Of a rank: one for questions, which may wait in a broker's queue, one for what is never to wait for those, and one
+for the rank's own questions, in the other direction."""
+NO_ENGINE: Final = "its engine does not serve yet, or has ended"
+_AGAIN_SECONDS: Final = 0.005
+"""How often a rank asks whether the engine is awake."""
+
+
+class Rank:
+    """Lets the process that schedules decide what memory `pool` has: its `Ranks` has the `address` of this.
+
+    `passed` returns the last step whose work on this rank's device is over. `weights` and `also` are those of
+    `Sleeper`, for this rank. Threads serve one `Ranks`, until it is closed or this process ends. Nothing else may
+    allocate in the pool, or answer the recalls of its model or an operator.
+    """
+
+    def __init__(
+        self,
+        pool: VirtualMemoryPool,
+        passed: Callable[[], int],
+        *,
+        weights: VirtualMemoryPool | None = None,
+        also: Callable[[], object] | None = None,
+    ) -> None:
+        self._pool, self._weights, self._also = pool, weights, also
+        self._model: Any = pool._lender
+        self._calls: Mapping[str, Callable[..., object]] = {
+            "allocate": self._allocate,
+            "release": self._release,
+            "passed": passed,
+            "on_recall": self._on_recall,
+            "answer": self._answered,
+            "name": lambda: self._model.resource_name,
+            "on_sleep": self._on_sleep,
+            "also": self._release_more,
+            "weights": lambda: None if weights is None else weights.stats(),
+            "offload": lambda: None if weights is None else weights.offload(),
+            "restore": self._restore,
+        }
+        self._recall: tuple[int, Recall | None] = (0, None)
+        """The last one, and its number. They change together: another thread reads them."""
+        self._scheduler: Line | None = None
+        listener = Listener(family="AF_UNIX", backlog=CONNECTIONS, authkey=bytes(current_process().authkey))
+        self.address = str(listener.address)
+        threading.Thread(target=self._accept, args=(listener,), name="membroker-kv-rank", daemon=True).start()
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Wake the engine, wait for that, and let it not sleep during the block, as `Sleeper.awake` does.
+
+        Raises `ClosedError`.
+        """
+        if self._scheduler is None:
+            yield
+            return
+        is_awake = self._scheduler("use", 1)
+        try:
+            while not is_awake:
+                time.sleep(_AGAIN_SECONDS)
+                is_awake = self._scheduler("use", 0)
+            yield
+        finally:
+            self._scheduler("use", -1)
+
+    def _accept(self, listener: Listener) -> None:
+        with listener:
+            asking, telling, hearing = (_accept_one(listener) for _ in range(CONNECTIONS))
+        self._scheduler = Line(hearing)
+        threading.Thread(target=self._serve, args=(asking,), name="membroker-kv-rank-ask", daemon=True).start()
+        self._serve(telling)
+        self._scheduler.close()
+
+    def _serve(self, connection: Connection) -> None:
+        with connection:
+            while answer(connection, self._calls):
+                pass
+
+    # What the scheduler asks
+
+    def _allocate(self, ranges: Sequence[tuple[int, int]], seconds: float | None, ahead: bool) -> None:
+        missing = [one for one in ranges if not self._pool.is_mapped(*one)]
+        self._pool.allocate_ranges(missing, wait=seconds, ahead=ahead)
+
+    def _release(self, ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """Release, and return the number of the last recall and what remains of it."""
+        present = [one for one in ranges if self._pool.is_mapped(*one)]
+        self._pool.deallocate_ranges(present, after=Over())  # the process that schedules has asked the fence
+        number, recall = self._recall
+        return number, 0 if recall is None else recall.remaining
+
+    def _on_recall(self, is_wanted: bool) -> None:
+        self._model.on_recall(self._forward if is_wanted else None)
+
+    def _answered(self, number: int) -> None:
+        last, recall = self._recall
+        if number == last and recall is not None:
+            recall.done()
+
+    def _on_sleep(self, is_wanted: bool) -> None:
+        self._model.on_sleep(self._pass_on if is_wanted else None)
+
+    def _restore(self, seconds: float | None, keep_pinned: bool) -> None:
+        if self._weights is not None:
+            self._weights.restore(wait=seconds, keep_pinned=keep_pinned)
+
+    def _release_more(self) -> None:
+        if self._also is not None:
+            self._also()
+
+    # What the broker asks
+
+    def _forward(self, recall: Recall) -> object:
+        if recall.location != "device" or self._scheduler is None:
+            return None
+        number = self._recall[0] + 1
+        self._recall = number, recall
+        with suppress(ClosedError):
+            if self._scheduler("recall", number, recall.remaining, recall.deadline):
+                return DEFERRED
+        return None
+
+    def _pass_on(self, request: SleepRequest) -> SleepStatus:
+        with suppress(ClosedError):
+            if self._scheduler is not None:
+                status: SleepStatus = self._scheduler("sleep", request)
+                return status
+        return SleepStatus("unsupported", detail=NO_ENGINE)
+
+
+def _accept_one(listener: Listener) -> Connection:
+    """Return the next connection of a process that has the engine's key. Others are refused."""
+    while True:
+        with suppress(AuthenticationError, EOFError, ConnectionError):
+            return listener.accept()

@@ -1,0 +1,249 @@
+"""`Ranks`: the pools of several processes as one, for an engine whose cache lies in all of them (tensor parallelism).
+
+Owns the connections between the process that schedules and its ranks, on one machine. The scheduler's `ElasticCache`
+borrows from a `Ranks` as from a pool of its own: what it allocates has memory in every rank, or in none. Its `Sleeper`
+puts all ranks to sleep, whichever rank's broker an operator has asked. Each rank may have another GPU and another
+broker. The processes of one engine trust each other: they know each other by the key that `multiprocessing` passes to
+child processes, and by a directory of the user's own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from multiprocessing import current_process
+from multiprocessing.connection import Client, Connection, wait
+from typing import Any, Final
+
+from ..arguments import Progress, deadline_of
+from ..closing import Closing
+from ..errors import ClosedError, MembrokerError
+from ..session.recalls import DEFERRED
+from ..types import MemoryStats, SleepRequest, SleepStatus
+from .engine import Fence
+from .lines import Line, answer
+from .rank import CONNECTIONS, NO_ENGINE
+
+_LOOK_SECONDS: Final = 0.2
+"""How often the thread that hears the ranks looks whether it should end."""
+_AGAIN_SECONDS: Final = 0.005
+"""How often the ranks are asked which steps are over."""
+_UNDO_SECONDS: Final = 1.0
+"""How long a rank waits for memory that it has just released, because another rank could not."""
+
+
+class Ranks(Closing):
+    """The pools of the `Rank`s with these addresses, all with pages of `page_size` bytes.
+
+    It has the methods of a pool that an `ElasticCache` calls, and those of a model that a `Sleeper` calls. Offsets
+    count from the beginning of each pool, and the base address is 0. Every call raises `ClosedError` when a rank has
+    ended.
+    """
+
+    base_address: Final = 0
+
+    def __init__(self, addresses: Sequence[str], page_size: int) -> None:
+        self.page_size = page_size
+        self.callback: Callable[[Any], object] | None = None
+        """What is called with each recall."""
+        self.sleep_callback: Callable[[SleepRequest], SleepStatus] | None = None
+        """What is called with each question of an operator."""
+        self.closed = False
+        self._keep_awake: Callable[[int], bool] | None = None
+        self._users = 0
+        """How many blocks of `Rank.awake` run in all ranks."""
+        self._using = threading.Lock()
+        self._asked_at = 0.0
+        self._passed = -1
+        with ExitStack() as undo:
+            self._ranks = [undo.enter_context(_Link(address)) for address in addresses]
+            self.resource_name: str = self._ranks[0].tell("name")
+            self.weights = RankWeights(self._ranks) if self._ranks[0].tell("weights") else None
+            """The weights of all ranks, if these are in pools of theirs."""
+            self._undo = undo.pop_all()
+        self._hearing = threading.Thread(target=self._hear, name="membroker-kv-recalls", daemon=True)
+        self._hearing.start()
+
+    def allocate_ranges(
+        self, ranges: Sequence[tuple[int, int]], *, wait: float | None = None, ahead: bool = False
+    ) -> None:
+        """Back the ranges in every rank, or in none, as `VirtualMemoryPool.allocate_ranges` does in one.
+
+        The ranks are asked in their order. So of two engines that want the same last pages of several brokers, one gets
+        them all. Raises what the first rank that is refused raises.
+        """
+        until = deadline_of(wait)
+        with ExitStack() as undo:
+            for rank in self._ranks:
+                left = None if until is None else max(0.0, until - time.monotonic())
+                rank.ask("allocate", ranges, left, ahead)
+                undo.callback(rank.release, ranges)
+            undo.pop_all()
+
+    def deallocate_ranges(self, ranges: Sequence[tuple[int, int]], *, after: Fence | None = None) -> None:
+        """Release the ranges in every rank. No rank waits for its device: the engine has passed `after`, or ends."""
+        if after is not None:
+            after.synchronize()
+        for rank in self._ranks:
+            rank.release(ranges)
+
+    def passed(self) -> int:
+        """Return the last step that is over in every rank, as of a few milliseconds ago."""
+        now = time.monotonic()
+        if now >= self._asked_at + _AGAIN_SECONDS:
+            self._asked_at = now
+            self._passed = min(rank.tell("passed") for rank in self._ranks)
+        return self._passed
+
+    def on_recall(self, callback: Callable[[Any], object] | None) -> None:
+        """Call `callback` with each recall of device memory by any rank's broker, as `Model.on_recall` does."""
+        self.callback = callback
+        for rank in self._ranks:
+            rank.tell("on_recall", callback is not None)
+
+    def on_sleep(self, callback: Callable[[SleepRequest], SleepStatus] | None) -> None:
+        """Call `callback` with each question to any rank about its sleep, as `Model.on_sleep` does."""
+        self.sleep_callback = callback
+        for rank in self._ranks:
+            rank.tell("on_sleep", callback is not None)
+
+    def on_use(self, callback: Callable[[int], bool]) -> None:
+        """Call `callback`, `Sleeper.keep_awake`, for each block of `Rank.awake`, and now for all that run."""
+        with self._using:
+            self._keep_awake = callback
+            callback(self._users)
+
+    def also(self) -> None:
+        """Call in every rank what it was given as `also`."""
+        _ask_all(self._ranks, "also")
+
+    def close(self) -> None:
+        """End the connections, also while a thread waits for a rank. The ranks keep what is allocated."""
+        self.closed = True
+        self._hearing.join()
+        for rank in self._ranks:
+            rank.ask.hang_up()
+            rank.tell.hang_up()
+        self._undo.close()
+
+    # What the ranks ask
+
+    def _hear(self) -> None:
+        asked: dict[Connection, dict[str, Callable[..., object]]] = {
+            rank.heard: {"recall": partial(self._recalled, rank), "sleep": self._slept, "use": self._used}
+            for rank in self._ranks
+        }
+        while asked and not self.closed:
+            for one in wait(list(asked), _LOOK_SECONDS):
+                assert isinstance(one, Connection)
+                if not answer(one, asked[one]):
+                    del asked[one]
+
+    def _recalled(self, rank: _Link, number: int, remaining: int, deadline: float) -> bool:
+        rank.recall = RankRecall(rank, number, remaining, deadline)
+        return self.callback is not None and self.callback(rank.recall) is DEFERRED
+
+    def _slept(self, request: SleepRequest) -> SleepStatus:
+        callback = self.sleep_callback
+        return SleepStatus("unsupported", detail=NO_ENGINE) if callback is None else callback(request)
+
+    def _used(self, more: int) -> bool:
+        with self._using:
+            is_awake = self._keep_awake is None or self._keep_awake(more)
+            self._users += more
+            return is_awake
+
+
+class RankWeights:
+    """The weights of all ranks, with the methods of a pool that a `Sleeper` calls."""
+
+    def __init__(self, ranks: Sequence[_Link]) -> None:
+        self._ranks = ranks
+
+    def offload(self, *, progress: Progress) -> None:
+        """Copy the weights of every rank to its host, or of none, as `VirtualMemoryPool.offload` does.
+
+        `progress` can stop it before it has begun.
+        """
+        progress(0, 0)
+        try:
+            _ask_all(self._ranks, "offload")
+        except MembrokerError:
+            with suppress(MembrokerError):  # others have it already: then it comes back when the engine wakes
+                self.restore(wait=_UNDO_SECONDS, keep_pinned=False)
+            raise
+
+    def restore(self, *, wait: float | None, keep_pinned: bool) -> None:
+        """Copy back what is on the host, in all ranks at the same time, as `VirtualMemoryPool.restore` does.
+
+        Raises what the first rank raises that is refused. The others keep what they have, and the next call goes on.
+        """
+        _ask_all(self._ranks, "restore", wait, keep_pinned)
+
+    def stats(self) -> MemoryStats:
+        """Return the figures of the rank that has the most on the host."""
+        found: list[MemoryStats] = [rank.tell("weights") for rank in self._ranks]
+        return max(found, key=lambda one: one.offloaded_bytes)
+
+
+class RankRecall:
+    """A recall by the broker of one rank, as `membroker.Recall` in that rank."""
+
+    location: Final = "device"
+
+    def __init__(self, model: _Link, number: int, remaining: int, deadline: float) -> None:
+        self.model = model
+        self.remaining = remaining
+        self.deadline = deadline
+        """By `time.monotonic`, which is one clock for all processes of a machine."""
+        self.number = number
+
+    def done(self) -> None:
+        """Answer it."""
+        with suppress(ClosedError):  # the rank has ended, and its memory with it
+            self.model.tell("answer", self.number)
+
+
+class _Link(Closing):
+    """The scheduler's side of the connections to one rank."""
+
+    def __init__(self, address: str) -> None:
+        with ExitStack() as undo:
+            try:
+                asking, telling, self.heard = (
+                    undo.enter_context(Client(address, "AF_UNIX", bytes(current_process().authkey)))
+                    for _ in range(CONNECTIONS)
+                )
+            except (EOFError, OSError) as error:
+                raise ClosedError(f"a rank of this engine has ended, or another `Ranks` has it: {error!r}") from error
+            undo.pop_all()
+        self.ask, self.tell = Line(asking), Line(telling)
+        self.recall: RankRecall | None = None
+
+    def release(self, ranges: Sequence[tuple[int, int]]) -> None:
+        number, remaining = self.tell("release", ranges)
+        recall = self.recall
+        if recall is not None and recall.number == number:  # else another one has come since
+            recall.remaining = remaining
+
+    def close(self) -> None:
+        self.ask.close()
+        self.tell.close()
+        self.heard.close()
+
+
+def _ask_all(ranks: Sequence[_Link], name: str, *arguments: object) -> None:
+    """Ask all ranks at the same time, and wait until all have answered. Raises the first error."""
+    errors: list[MembrokerError] = []
+    for rank in ranks:
+        rank.ask.begin(name, *arguments)
+    for rank in ranks:
+        try:
+            rank.ask.end()
+        except MembrokerError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]

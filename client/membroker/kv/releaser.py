@@ -1,0 +1,150 @@
+"""`Releaser`: the thread of an elastic cache that releases memory, and answers the broker's recalls.
+
+Owns the fences that are looked at, and the turns of an engine that rests. What is to go is in `CacheState`. It must not
+borrow anything: a question may wait in the broker's queue for a second, and a recall is to be answered in one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from ..errors import ClosedError
+from ..pool.pool import VirtualMemoryPool
+from .borrower import Borrower
+from .engine import Engine, Fence
+from .layout import Layout
+from .ranks import Ranks
+from .state import FENCE_SECONDS, LOOK_SECONDS, CacheState
+
+logger = logging.getLogger("membroker")
+
+
+def mapped(pool: VirtualMemoryPool | Ranks, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the ranges that have memory: a driver that has failed may have unmapped some of a group before.
+
+    Of `Ranks` these are all ranges. Each rank skips those that it lacks, and does not allocate those that it has.
+    """
+    return [one for one in ranges if isinstance(pool, Ranks) or pool.is_mapped(*one)]
+
+
+class Releaser:
+    """Releases groups of `layout` in `pool`, as `state` lets them go. `borrower` is told: it may borrow them again."""
+
+    def __init__(self, pool: VirtualMemoryPool | Ranks, layout: Layout, state: CacheState, borrower: Borrower) -> None:
+        self._pool = pool
+        self._layout = layout
+        self._state = state
+        self._borrower = borrower
+        self._closed = False
+        self._engine: Engine | None = None
+        self._rested: Fence | None = None
+        """The fence of the last rest."""
+        self.is_resting = False
+        """Whether this thread makes the engine's turns."""
+        # Held while this thread calls the engine for one that rests: `wake` waits for it.
+        self._turns = threading.Lock()
+        # Held while a fence is looked at and pages are unmapped: `capturing` takes it.
+        self._driver = threading.Lock()
+        self._wanted = threading.Event()
+
+    def attach(self, engine: Engine) -> None:
+        """Serve `engine`."""
+        self._engine = engine
+
+    def look(self) -> None:
+        """Look at what is to go."""
+        self._wanted.set()
+
+    def rest(self, fence: Fence) -> None:
+        """Make the engine's turns from now on. Its steps are over when `fence` has passed."""
+        with self._turns:
+            self._rested, self.is_resting = fence, True
+        self._state.rest()
+        self._wanted.set()
+
+    def wake(self) -> None:
+        """Make no turn any more."""
+        if self.is_resting:
+            with self._turns:
+                self.is_resting = False
+
+    def wait_for_rest(self) -> None:
+        """Wait until the steps before the last rest are over. Raises `ClosedError` if the cache ends before."""
+        while self._rested is not None:
+            if self._closed:
+                raise ClosedError("this cache is closed")
+            with self._driver:
+                if self._rested.query():
+                    return
+            time.sleep(FENCE_SECONDS)
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Keep away from the device during a block."""
+        with self._driver:
+            yield
+
+    def close(self) -> None:
+        """End `run`."""
+        self._closed = True
+        self._wanted.set()
+
+    def run(self) -> None:
+        """Release until this is closed, or the pool is."""
+        again = 0.0
+        while not (self._closed or self._pool.closed):
+            self._wanted.wait(self._state.patience(again, at_rest=self.is_resting))
+            self._wanted.clear()
+            try:
+                if time.monotonic() >= again:
+                    self._turn_at_rest()
+                    self._release_passed()
+            except ClosedError:
+                return
+            except Exception:
+                logger.exception("the cache could not release memory: it tries again in a second")
+                again = time.monotonic() + LOOK_SECONDS
+            self._settle()
+
+    def _turn_at_rest(self) -> None:
+        """Do what `ElasticCache.turn` does, for an engine that rests."""
+        with self._turns:
+            engine, fence = self._engine, self._rested
+            if engine is None or fence is None or not self.is_resting:
+                return
+            self._borrower.want(min(engine.need(), self._layout.blocks))
+            if retired := self._state.hold(engine):
+                self._state.retire(retired, fence)
+
+    def _release_passed(self) -> None:
+        """Unmap and release the groups whose fence has passed."""
+        for group, fence in self._state.retiring():
+            if not self._driver.acquire(blocking=False):
+                return  # a graph is being captured
+            try:
+                if fence.query() and self._state.leave(group, fence):
+                    self._unmap(group, fence)
+            finally:
+                self._driver.release()
+
+    def _unmap(self, group: int, fence: Fence) -> None:
+        try:
+            self._pool.deallocate_ranges(mapped(self._pool, self._layout.ranges(group)), after=fence)
+        except BaseException:
+            self._state.stayed(group)
+            raise
+        self._state.left(group)
+        self._borrower.retry()
+
+    def _settle(self) -> None:
+        """Answer the open recalls for which it is time."""
+        while (recall := self._state.settled(has_engine=self._engine is not None)) is not None:
+            try:
+                recall.done()
+            except Exception:
+                logger.exception("a recall could not be answered")
+            self._borrower.retry()

@@ -1,0 +1,79 @@
+"""Weights on a pool's addresses, so that their memory can be released while an engine sleeps. It needs PyTorch.
+
+Owns the move of tensors that exist to memory of a pool. Their addresses stay from then on: `offload` and `restore`
+change only what is behind them.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from typing import Final
+
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..adapters.torch import address_tensor
+from ..adapters.torch.package import torch
+from ..errors import InvalidRequest
+from ..model import Model
+from ..pool.pool import VirtualMemoryPool
+from ..vmm.sizes import GIB, MIB, round_up
+
+_ALIGNMENT: Final = 512
+_FREE_EVERY: Final = GIB
+"""After so many moved bytes torch releases the memory that they had, so that the move needs little besides."""
+LARGE_PAGE, SMALL_PAGE = 64 * MIB, 2 * MIB
+
+
+def move_to_pool(tensors: Iterable[torch.Tensor], model: Model, *, wait: float | None = None) -> VirtualMemoryPool:
+    """Move the memory of these tensors, such as a module's parameters, to a new pool of `model`; return the pool.
+
+    They stay the same objects, with the same shape, strides and contents. Tensors that share memory go on sharing it.
+    The pool is as large as they are together. Nothing may use them while the pool is offloaded, and the pool must
+    outlive them. `wait` is that of `VirtualMemoryPool.allocate`, and what that raises is raised. Raises
+    `InvalidRequest`, with the tensors moved, if anything else refers to the memory that they had: it would be a second
+    copy. Move weights before CUDA graphs are captured over them.
+    """
+    groups: dict[int, list[torch.Tensor]] = {}
+    for one in {id(one): one for one in tensors}.values():
+        if one.layout == torch.strided and not one.is_meta and one.untyped_storage().nbytes():
+            groups.setdefault(one.untyped_storage().data_ptr(), []).append(one)
+    sizes = [round_up(group[0].untyped_storage().nbytes(), _ALIGNMENT) for group in groups.values()]
+    page = LARGE_PAGE if sum(sizes) >= GIB else SMALL_PAGE
+    pool = VirtualMemoryPool(model, max(page, round_up(sum(sizes), page)), page)
+    try:
+        pool.allocate(0, max(1, sum(sizes)), wait=wait)
+        before, offset, moved = [], 0, 0
+        for group, size in zip(groups.values(), sizes, strict=True):
+            before.append(_move(group, pool, offset))
+            offset, moved = offset + size, moved + size
+            if moved >= _FREE_EVERY:
+                moved = 0
+                _free(group[0])
+        if groups:
+            _free(next(iter(groups.values()))[0])
+        if not all(one.expired() for one in before):
+            gc.collect()
+        if left := sum(not one.expired() for one in before):
+            raise InvalidRequest(f"{left} of {len(before)} weights are referred to twice, and would be in memory twice")
+    except BaseException:
+        pool.close()
+        raise
+    return pool
+
+
+def _move(group: list[torch.Tensor], pool: VirtualMemoryPool, offset: int) -> StorageWeakRef:
+    """Put the tensors of one storage at `offset` of the pool; return a reference to the storage that they had."""
+    old = group[0].untyped_storage()
+    place = address_tensor(pool, torch.uint8, (old.nbytes(),), offset)
+    with torch.no_grad():
+        place.copy_(torch.empty(0, dtype=torch.uint8, device=old.device).set_(old))
+        for one in group:
+            fresh = torch.empty(0, dtype=one.dtype, device=old.device)
+            one.data = fresh.set_(place.untyped_storage(), one.storage_offset(), one.shape, one.stride())
+    return StorageWeakRef(old)
+
+
+def _free(moved: torch.Tensor) -> None:
+    if moved.is_cuda:
+        torch.cuda.empty_cache()

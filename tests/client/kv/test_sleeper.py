@@ -1,0 +1,355 @@
+"""An engine that sleeps, over the host driver: real pages and threads, a toy engine, and an operator's word.
+
+A block or a weight that is used without memory ends the test process, as a GPU would end the context.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+from tests.support.daemons import until
+from tests.support.fake_lender import PAGE
+from tests.support.sizes import KIB
+from tests.support.toy_engine import Fence, Request, ToyEngine
+from tests.support.toy_serving import Recalled, an_engine, serving, step, steps
+
+from membroker import SleepRequest, SleepStatus
+from membroker.errors import BrokerUnavailable, ClosedError, MembrokerError, OutOfMemory
+from membroker.kv import ElasticCache, Layout, Sleeper, Strided, sleeper
+from membroker.kv.balloon import Balloon
+from membroker.kv.state import CacheState
+from membroker.pool.pool import VirtualMemoryPool
+from membroker.vmm.driver import DriverError
+
+WEIGHTS = 3 * PAGE
+
+
+class Slept(Recalled):
+    """A lender that an operator can ask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sleep: object = None
+
+    def on_sleep(self, callback: object) -> None:
+        self.sleep = callback
+
+
+@pytest.fixture
+def lender() -> Iterator[Slept]:
+    lender = Slept()
+    yield lender
+    until(lambda: not [one for one in threading.enumerate() if one.name.startswith(("membroker-kv", "membroker-sl"))])
+    lender.settle()
+    assert (lender.lent, lender.used_bytes, lender.callback, lender.sleep) == ({}, 0, None, None)
+    lender.driver.close()
+    lender.device.close()
+
+
+class Scene:
+    """A cache, its engine, and weights in a pool of their own, whose first bytes are told."""
+
+    def __init__(self, lender: Slept, engine: ToyEngine, cache: ElasticCache, sleeper: Sleeper) -> None:
+        self.lender, self.engine, self.cache, self.sleeper = lender, engine, cache, sleeper
+
+    def ask(self, *, wake: bool = False, keep: bool = False, within: float = 30.0) -> SleepStatus:
+        return self.sleeper.answer(SleepRequest(wake, keep, time.monotonic() + within))
+
+    def until_asleep(self, *, keep: bool = False) -> SleepStatus:
+        until(lambda: self.ask(keep=keep).state == "asleep")
+        return self.ask(keep=keep)
+
+    def serve(self, blocks: int = 10) -> None:
+        """Serve one request, as an engine does: it wakes, and waits without a free block until it may compute."""
+        before = self.engine.finished
+        self.cache.wake()
+        self.sleeper.wake()
+        self.engine.add(Request(blocks))
+        steps(self.cache, self.engine, lambda: self.engine.finished > before)
+        assert self.sleeper.state == "awake", "it computed in its sleep"
+        self.cache.rest()
+
+
+@contextmanager
+def scene(lender: Slept, *, caches: bool = False, **bounds: object) -> Iterator[Scene]:
+    engine = an_engine(caches=caches)
+    with VirtualMemoryPool(lender, WEIGHTS, PAGE) as weights, serving(lender, engine, **bounds) as cache:
+        weights.allocate(0, WEIGHTS)
+        weights.view(0, 5)[:] = b"hello"
+        also: list[int] = []
+        with Sleeper(cache, weights, also=lambda: also.append(lender.lent_bytes)) as sleeper:
+            yield Scene(lender, engine, cache, sleeper)
+            assert all(size >= WEIGHTS for size in also), "it was called after the weights had gone"
+            if sleeper.state == "awake":
+                assert bytes(weights.view(0, 5)) == b"hello"
+
+
+def test_all_memory_goes_and_comes_with_the_next_request(lender: Slept) -> None:
+    """The cache with its first page and its prefixes, and the weights: nothing is lent while it sleeps."""
+    with scene(lender, caches=True) as one:
+        one.serve()
+        cached = lender.lent_bytes - WEIGHTS
+        assert cached > PAGE
+        assert one.until_asleep() == SleepStatus("asleep", cached, WEIGHTS)
+        assert lender.lent_bytes == 0
+        assert one.cache.stats().charged_bytes == 0
+        assert len(one.engine.free) == 0
+        one.serve()
+        assert lender.lent_bytes >= WEIGHTS + PAGE
+        one.until_asleep()
+        until(lambda: one.ask(wake=True).state == "awake")
+        assert lender.lent_bytes == WEIGHTS + PAGE
+        one.serve()
+
+
+def test_weights_can_be_kept(lender: Slept) -> None:
+    """As asked, until another word releases them as well."""
+    with scene(lender) as one:
+        one.cache.rest()
+        assert one.until_asleep(keep=True) == SleepStatus("asleep", PAGE, 0, "weights kept: as asked")
+        assert lender.lent_bytes == WEIGHTS
+        assert one.until_asleep() == SleepStatus("asleep", PAGE, WEIGHTS)
+        assert lender.lent_bytes == 0
+
+
+def test_a_floor_stays_and_is_said(lender: Slept) -> None:
+    """Its blocks are held all the same: no step can run without weights."""
+    with scene(lender, floor=3 * PAGE) as one:
+        one.cache.rest()
+        until(lambda: lender.lent_bytes == WEIGHTS + 3 * PAGE)
+        asleep = one.until_asleep()
+        assert (asleep.cache_bytes, asleep.detail) == (0, "KV cache of 6.0 MiB kept: its floor")
+        assert lender.lent_bytes == 3 * PAGE
+        assert len(one.engine.free) == 0
+        one.serve()
+
+
+def test_nothing_is_asked_for_while_it_sleeps() -> None:
+    """Also if nothing is left that could go: an engine without a block that always has memory."""
+    state = CacheState(Balloon(Layout(0, PAGE, 8, [Strided(0, PAGE, PAGE)]), always=()), 0)
+    state.suspend()
+    assert not state.want(4)
+    assert state.question() is None
+    state.resume()
+    assert state.question() == (0, True)
+
+
+def test_a_busy_engine_does_not_sleep(lender: Slept) -> None:
+    """It says so, serves on, and sleeps when it rests; not after the operator has left."""
+    with scene(lender) as one:
+        assert one.ask().state == "busy", "it does not rest"
+        one.engine.growth = 0.3
+        one.engine.add(Request(10))
+        for _ in range(20):
+            step(one.cache, one.engine)
+        assert one.ask(within=0.0).detail == "its engine has requests"
+        steps(one.cache, one.engine, lambda: one.engine.finished)
+        one.cache.rest()
+        one.ask(within=0.0)
+        until(lambda: one.sleeper._request is None)
+        assert one.sleeper.state == "awake"
+        one.until_asleep()
+
+
+def test_a_request_that_comes_before_the_decision_is_seen(lender: Slept) -> None:
+    """The engine was at rest when the thread looked, and is not any more when it decides."""
+    with scene(lender) as one:
+        one.cache.rest()
+        request = SleepRequest(False, False, time.monotonic() + 30)
+        one.cache.wake()
+        with one.sleeper._changed:
+            assert not one.sleeper._begin(request)
+        assert one.sleeper.state == "awake"
+        one.serve()
+        one.until_asleep()
+
+
+def test_a_request_ends_a_sleep_that_has_only_begun(lender: Slept) -> None:
+    """The cache waits for a fence. The request gets its blocks back at once, and nothing is borrowed for it."""
+    with scene(lender) as one:
+        one.engine.make_fence = lambda: Fence(passed=False)
+        one.serve()
+        assert one.ask().state == "busy"
+        until(lambda: one.sleeper.state == "falling_asleep" and one.cache.stats().going_bytes)
+        borrowed = lender.lent_bytes
+        one.cache.wake()
+        one.sleeper.wake()
+        assert one.sleeper.state == "awake", "the scheduler would wait"
+        one.engine.add(Request(10))
+        steps(one.cache, one.engine, lambda: one.engine.finished == 2)
+        assert lender.lent_bytes == borrowed
+        for fence in one.engine.fences:
+            fence.passed = True
+        one.engine.make_fence = Fence
+
+
+def test_a_request_waits_while_the_weights_go(lender: Slept) -> None:
+    """It comes in the middle of the copy, which stops. It computes when all weights are back."""
+    stop, stopped = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        stopped.set()
+        assert stop.wait(30)
+
+    with scene(lender) as one:
+        one.cache.rest()
+        lender.driver.before_synchronize = slow
+        one.ask()
+        assert stopped.wait(30)
+        one.cache.wake()
+        one.sleeper.wake()
+        one.engine.add(Request(1))
+        for _ in range(100):
+            step(one.cache, one.engine)
+        assert one.engine.finished == 0
+        lender.driver.before_synchronize = lambda: None
+        stop.set()
+        steps(one.cache, one.engine, lambda: one.engine.finished)
+        assert one.sleeper.state == "awake"
+
+
+def test_it_wakes_when_there_is_memory(lender: Slept) -> None:
+    """While the broker refuses, it says what it waits for. The scheduler's thread goes on."""
+    with scene(lender) as one:
+        one.cache.rest()
+        one.until_asleep()
+        lender.capacity = PAGE
+        assert one.ask(wake=True).state in ("asleep", "waking")
+        until(lambda: "waits for memory: " in one.ask(wake=True).detail)
+        step(one.cache, one.engine)
+        one.cache.rest()
+        lender.capacity = 1 << 40
+        until(lambda: one.ask(wake=True).state == "awake")
+        one.serve()
+
+
+def test_it_holds_nothing_that_it_cannot_use_for_long(lender: Slept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker lends the weights, and not the first page of the cache. Another engine may wait for these."""
+    monkeypatch.setattr(sleeper, "GIVE_WAY_SECONDS", 3.0)
+    with scene(lender) as one:
+        one.cache.rest()
+        one.until_asleep()
+        lender.capacity = WEIGHTS
+        one.ask(wake=True)
+        until(lambda: lender.lent_bytes == WEIGHTS)
+        until(lambda: lender.lent_bytes == 0)
+        until(lambda: one.ask(wake=True).weight_bytes == WEIGHTS)
+        until(lambda: lender.lent_bytes == WEIGHTS)
+        lender.capacity = 1 << 40
+        until(lambda: one.ask(wake=True).state == "awake")
+        one.serve()
+
+
+@pytest.mark.parametrize("error", [OutOfMemory("the host"), BrokerUnavailable("it is away")])
+def test_it_holds_them_if_they_cannot_go_to_the_host(
+    lender: Slept, error: MembrokerError, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It goes on asking for the rest, and the operator reads what it waits for."""
+    monkeypatch.setattr(sleeper, "GIVE_WAY_SECONDS", 0.5)
+    tried: list[bool] = []
+
+    def refuse(size: int, location: object) -> None:
+        tried.append(True)
+        raise error
+
+    with scene(lender) as one:
+        one.cache.rest()
+        one.until_asleep()
+        monkeypatch.setattr(lender, "charge", refuse)
+        lender.capacity = WEIGHTS
+        one.ask(wake=True)
+        until(lambda: lender.lent_bytes == WEIGHTS)
+        until(lambda: len(tried) > 1)
+        assert one.ask(wake=True).state == "waking"
+        assert lender.lent_bytes == WEIGHTS
+        lender.capacity = 1 << 40
+        until(lambda: one.ask(wake=True).state == "awake")
+        one.serve()
+    assert "could not fall asleep" not in caplog.text
+
+
+def test_weights_stay_if_the_host_has_no_room(lender: Slept) -> None:
+    """The cache goes all the same, and the operator reads why."""
+    with scene(lender) as one:
+        one.cache.rest()
+        lender.host_capacity = PAGE
+        asleep = one.until_asleep()
+        assert asleep == SleepStatus("asleep", PAGE, 0, "weights kept: the lender's host")
+        assert lender.lent_bytes == WEIGHTS
+        one.serve()
+
+
+def test_it_says_that_it_can_wake_no_more(lender: Slept, caplog: pytest.LogCaptureFixture) -> None:
+    """The pool of the weights was closed in its sleep. What waits for them ends, and an operator reads why."""
+    with scene(lender) as one:
+        one.cache.rest()
+        one.until_asleep()
+        one.sleeper._weights.close()
+        with pytest.raises(ClosedError), one.sleeper.awake():
+            pass
+        answer = one.ask(wake=True)
+        assert (answer.state, "can neither sleep nor wake any more: " in answer.detail) == ("unsupported", True)
+    assert "can neither sleep nor wake any more: " in caplog.text
+    caplog.clear()
+    with scene(lender) as one:
+        one.cache.rest()
+        one.until_asleep()
+    assert not caplog.records
+
+
+def test_the_driver_fails_while_it_falls_asleep(lender: Slept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has unmapped two of the four pages that always have memory. The engine wakes with all four."""
+    engine, unmap, unmapped = an_engine(), lender.driver.unmap, list[int]()
+
+    def flaky(address: int, size: int) -> None:
+        if len(unmapped) == 2:
+            raise DriverError("munmap", "ENOMEM", 12, "vm.max_map_count")
+        unmap(address, size)
+        unmapped.append(address)
+
+    with serving(lender, engine, block=64 * KIB, layers=4) as cache, Sleeper(cache) as sleeper:
+        one = Scene(lender, engine, cache, sleeper)
+        one.cache.rest()
+        monkeypatch.setattr(lender.driver, "unmap", flaky)
+        until(lambda: one.ask().detail == "it failed, and its log says why")
+        assert lender.lent_bytes == 2 * PAGE
+        one.serve()
+        assert lender.lent_bytes == 4 * PAGE
+        monkeypatch.setattr(lender.driver, "unmap", unmap)
+        one.until_asleep()
+        assert lender.lent_bytes == 0
+
+
+def test_a_cache_alone_can_sleep(lender: Slept) -> None:
+    """The weights are elsewhere, and the operator reads where."""
+    engine = an_engine()
+    with serving(lender, engine) as cache, Sleeper(cache, kept="they are elsewhere") as sleeper:
+        one = Scene(lender, engine, cache, sleeper)
+        one.serve()
+        assert one.until_asleep().detail == "weights kept: they are elsewhere"
+        assert lender.lent_bytes == 0
+        one.serve()
+
+
+def test_what_uses_weights_wakes_it_and_keeps_it_awake(lender: Slept) -> None:
+    """`awake` in any thread. And it ends with the sleeper."""
+    with scene(lender) as one:
+        one.cache.rest()
+        one.until_asleep()
+        with one.sleeper.awake():
+            assert one.sleeper.state == "awake"
+            assert one.ask().state == "busy"
+            assert not one.sleeper._has_work(), "it would fall asleep"
+        one.until_asleep()
+        lender.capacity = PAGE
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(lambda: one.sleeper.awake().__enter__())
+            until(lambda: one.sleeper.state == "waking")
+            one.sleeper.close()
+            with pytest.raises(ClosedError):
+                waiting.result(30)

@@ -1,0 +1,513 @@
+"""An elastic cache in two ranks: two processes, each with a pool and a broker of its own, as under vLLM's TP 2.
+
+This process schedules. Each block that a request touches is written and read in both ranks: one without memory would
+end the rank.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.daemons import Daemon, hold_still, running, until
+from tests.support.sizes import MIB
+from tests.support.sleeping import Books, books, command, done, refused
+from tests.support.toy_engine import Request, ToyEngine
+from tests.support.toy_serving import BLOCKS, an_engine, step, steps
+from tests.support.workers import PAGE, workers
+
+import membroker
+from membroker.errors import ClosedError
+from membroker.kv import ElasticCache, Layout, Sleeper, Strided, sleeper
+from membroker.kv.ranks import Ranks
+
+pytestmark = pytest.mark.slow
+
+KEY = b"of one engine"
+RANK = f"""
+import ctypes, multiprocessing, threading
+from membroker.kv.rank import Rank
+multiprocessing.current_process().authkey = {KEY!r}
+pool = client.register_model("m", virtual_capacity={BLOCKS * MIB}).pool(page_size=PAGE)
+weights = client.register_model("w", virtual_capacity=3 * PAGE).pool(page_size=PAGE)
+marks, passed, emptied = {{}}, [1 << 40], []
+def look(block, mark):
+    for address in (pool.base_address + block * MIB, pool.base_address + (block + 1) * MIB - 4):
+        word = ctypes.c_uint32.from_address(address)
+        assert marks.get(block) != mark or word.value == mark, f"block {{block}} lost its bytes"
+        word.value = mark
+    marks[block] = mark
+def empty():
+    emptied.append(weights.physical_usage_bytes)
+    return threading.Lock()  # it is not used, and cannot be sent
+rank = Rank(pool, lambda: passed[0], weights=weights, also=empty)
+"""
+HALF_FREE = {"tenants": {"red": {}, "blue": {"guarantee": 48 * MIB}}, "capacity": 64 * MIB, "recall_seconds": 60.0}
+
+
+class Engine:
+    """Two daemons with a rank at each, and the toy engine that is served by the ranks' memory."""
+
+    def __init__(self, stack: ExitStack, first: dict[str, Any], second: dict[str, Any], toy: ToyEngine) -> None:
+        self.daemons = [stack.enter_context(running(config)) for config in (first, second)]
+        self.workers = stack.enter_context(workers(2))
+        for worker, daemon in zip(self.workers, self.daemons, strict=True):
+            worker.connect(daemon, outage=0.0)
+            worker.do(RANK)
+        self.ranks = stack.enter_context(Ranks([worker.ask("rank.address") for worker in self.workers], PAGE))
+        self.cache = ElasticCache(self.ranks, Layout(0, PAGE, BLOCKS, [Strided(0, MIB, MIB)]), keep="1GiB")
+        self.toy = toy
+        toy.look = self._look
+        self.cache.attach(toy)
+
+    def _look(self, block: int) -> None:
+        for worker in self.workers:
+            worker.do(f"look({block}, {self.toy.used[block].mark})")
+
+    def until(self, state: Callable[[], object]) -> None:
+        """Step until it is so."""
+        steps(self.cache, self.toy, state)
+
+    def used(self) -> list[int]:
+        """Return the bytes that the cache has borrowed from each broker."""
+        return [books(daemon, "m").device for daemon in self.daemons]
+
+
+Start = Callable[..., Engine]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start an engine, over daemons with these configurations."""
+    before = multiprocessing.current_process().authkey
+    multiprocessing.current_process().authkey = KEY
+    with ExitStack() as stack:
+
+        def begin(first: dict[str, Any], second: dict[str, Any], **toy: bool) -> Engine:
+            return Engine(stack, first, second, an_engine(**toy))
+
+        yield begin
+    multiprocessing.current_process().authkey = before
+
+
+def test_the_ranks_grow_and_shrink_together(start: Start) -> None:
+    engine = start({}, {})
+    assert engine.used() == [PAGE, PAGE]
+    engine.toy.add(Request(20))
+    engine.until(lambda: engine.toy.finished)
+    assert engine.cache.stats().grants >= 9
+    engine.until(lambda: engine.used() == [PAGE, PAGE])
+    engine.cache.close()
+    until(lambda: engine.used() == [0, 0])
+
+
+def test_a_group_has_memory_in_both_ranks_or_is_not_used(start: Start) -> None:
+    """The second broker has three pages left. So the engine has no more of the first one's, besides the one that is
+    borrowed while the second is asked. When there is room, it gets all that it wants.
+    """
+    engine = start({}, {})
+    with membroker.connect(engine.daemons[1].endpoint("blue")) as blue:
+        with blue.register_model("other").allocate(256 * MIB - 4 * PAGE):
+            engine.toy.add(Request(7))
+            engine.toy.add(Request(20))
+            engine.until(lambda: engine.toy.finished == 1)
+            refused = engine.cache.stats().refusals
+            engine.until(lambda: engine.cache.stats().refusals > refused + 1)
+            assert engine.cache.stats().blocks <= 8, "a block is used that has no memory in the second rank"
+            assert engine.used()[0] <= 5 * PAGE
+            assert engine.toy.finished == 1
+        engine.until(lambda: engine.toy.finished == 2)
+    engine.until(lambda: engine.used() == [PAGE, PAGE])
+    engine.cache.close()
+
+
+def test_a_broker_that_is_away_is_not_waited_for(start: Start) -> None:
+    """Requests that fit are served meanwhile, and the others when it is back."""
+    engine = start({}, {})
+    with hold_still(engine.daemons[1]):
+        engine.toy.add(Request(1))
+        engine.toy.add(Request(30))
+        for _ in range(100):
+            step(engine.cache, engine.toy)
+        assert (engine.toy.finished, len(engine.toy.waiting)) == (1, 1)
+    engine.until(lambda: engine.toy.finished == 2)
+    engine.daemons[0].kill()
+    engine.toy.add(Request(31))
+    refused = engine.cache.stats().refusals
+    engine.until(lambda: engine.cache.stats().refusals > refused)
+    engine.daemons[0].start_again()
+    engine.until(lambda: engine.toy.finished == 3)
+    engine.cache.close()
+
+
+def owners(engine: Engine, stack: ExitStack, daemons: list[Daemon]) -> list[Any]:
+    """Return a model of another tenant at each of these brokers."""
+    clients = [stack.enter_context(membroker.connect(one.endpoint("blue"))) for one in daemons]
+    return [client.register_model("owner") for client in clients]
+
+
+def test_a_recall_by_one_broker_takes_the_group_from_both(start: Start) -> None:
+    """Of an idle engine, which makes no step: cached prefixes go. The first broker has room enough, and gets it too."""
+    engine = start({}, HALF_FREE, caches=True)
+    engine.toy.add(Request(60, prefix=1))
+    engine.until(lambda: engine.toy.finished)
+    assert min(engine.used()) >= 60 * MIB
+    engine.cache.rest()
+    with ExitStack() as stack:
+        (owner,) = owners(engine, stack, engine.daemons[1:])
+        stack.enter_context(owner.allocate(48 * MIB, wait=20.0))
+        until(lambda: max(engine.used()[0], engine.used()[1] - 48 * MIB) <= 16 * MIB)
+    engine.toy.add(Request(60))
+    engine.until(lambda: engine.toy.finished == 2)
+    engine.cache.close()
+
+
+def test_two_brokers_recall_at_a_time(start: Start) -> None:
+    """Each gets its answer as soon as its own memory is back, of a busy engine too."""
+    engine = start(HALF_FREE, HALF_FREE)
+    for _ in range(3):
+        engine.toy.add(Request(20, decode_left=1 << 40))
+    engine.until(lambda: len(engine.toy.running) == 3)
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        sizes = 48 * MIB, 24 * MIB
+        models = owners(engine, stack, engine.daemons)
+        waiting = []
+        for model, rank, size in zip(models, engine.ranks._ranks, sizes, strict=True):
+            waiting.append(pool.submit(partial(model.allocate, size, wait=20.0)))
+            until(lambda rank=rank: rank.recall)
+        engine.until(lambda: all(one.done() for one in waiting))
+        for one in waiting:
+            stack.enter_context(one.result())
+        assert engine.toy.preempted
+        assert engine.toy.running or engine.toy.waiting
+    for request in engine.toy.running + engine.toy.waiting:
+        request.decode_left = 1
+    engine.until(lambda: engine.toy.finished == 3)
+    engine.cache.close()
+
+
+def test_a_recall_that_cannot_be_met_is_answered(start: Start) -> None:
+    """No request can be preempted. A session that does not answer is lent nothing above its guarantee any more."""
+    engine = start({}, {**HALF_FREE, "recall_seconds": 1.0}, preempts=False)
+    engine.toy.add(Request(40, decode_left=1 << 40))
+    engine.until(lambda: engine.toy.running)
+    with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        (owner,) = owners(engine, stack, engine.daemons[1:])
+        refused = pool.submit(partial(owner.allocate, 48 * MIB, wait=3.0))
+        engine.until(refused.done)
+        with pytest.raises(membroker.OutOfMemory):
+            refused.result()
+    assert engine.used()[1] >= 40 * MIB
+    engine.toy.add(Request(15))
+    engine.until(lambda: engine.toy.finished)
+    engine.toy.running[0].decode_left = 1
+    engine.until(lambda: engine.toy.finished == 2)
+    engine.cache.close()
+
+
+RECALLED = """
+import time
+class Recall:
+    location, deadline = "device", time.monotonic() + 60
+    def __init__(self, left): self.left = left
+    @property
+    def remaining(self): return max(0, pool.physical_usage_bytes - self.left)
+    def done(self): answered.append(self.remaining)
+def late(ranges):
+    found = release(ranges)
+    rank._calls["release"] = release
+    rank._forward(Recall(PAGE))
+    return found
+answered, release = [], rank._calls["release"]
+rank._forward(Recall(1 << 40))
+"""
+
+
+def test_a_recall_that_comes_while_a_release_is_answered_keeps_its_own_size(start: Start) -> None:
+    """The answer has what remains of the recall before, which is nothing. All of the new one is released."""
+    engine = start({}, {}, caches=True)
+    engine.toy.add(Request(20, prefix=1))
+    engine.until(lambda: engine.toy.finished)
+    rank = engine.workers[1]
+    rank.do(RECALLED)
+    engine.until(lambda: rank.ask("answered") == [0])
+    rank.do("rank._calls['release'] = late")
+    engine.cache.shrink(PAGE)
+    engine.until(lambda: len(rank.ask("answered")) == 2)
+    assert rank.ask("answered") == [0, 0]
+    engine.cache.close()
+
+
+def test_nothing_goes_before_the_last_rank_has_passed_the_fence(start: Start) -> None:
+    engine = start({}, {})
+    engine.toy.make_fence = lambda: Passed(engine.ranks)  # type: ignore[assignment,return-value]
+    engine.workers[1].do("passed[0] = 0")
+    engine.toy.add(Request(20))
+    engine.until(lambda: engine.toy.finished)
+    engine.until(lambda: engine.cache.stats().going_bytes and engine.toy.fences[0].looks > 10)
+    assert min(engine.used()) >= 20 * MIB
+    engine.workers[1].do("passed[0] = 1")
+    engine.until(lambda: engine.used() == [PAGE, PAGE])
+    engine.cache.close()
+
+
+def test_a_rank_that_fails_to_unmap_keeps_no_block_in_use(start: Start) -> None:
+    """The first rank has released a group already. The next request gets memory in both ranks all the same."""
+    engine = start({}, {})
+    engine.toy.add(Request(20))
+    engine.until(lambda: engine.toy.finished)
+    engine.workers[1].do(
+        "def fail(ranges, after): raise membroker.errors.DeviceFailure('munmap')\n"
+        "real, pool.deallocate_ranges = pool.deallocate_ranges, fail"
+    )
+    engine.until(lambda: engine.used()[0] < engine.used()[1])
+    engine.toy.add(Request(20))
+    for _ in range(10):
+        step(engine.cache, engine.toy)
+    engine.workers[1].do("pool.deallocate_ranges = real")
+    engine.until(lambda: engine.toy.finished == 2)
+    engine.until(lambda: engine.used() == [PAGE, PAGE])
+    engine.cache.close()
+
+
+class Passed:
+    """A fence behind step 1."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.looks = 0
+
+    def query(self) -> bool:
+        self.looks += 1
+        return self._ranks.passed() >= 1
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_a_rank_that_dies_is_no_surprise_to_the_scheduler(start: Start) -> None:
+    """Its thread goes on until the engine ends it: only the threads of the cache have ended."""
+    engine = start({}, {})
+    engine.workers[1].kill()
+    until(lambda: engine.used()[1] == 0)
+    engine.toy.add(Request(20))
+    until(lambda: step(engine.cache, engine.toy) or not engine.cache._threads[0].is_alive())
+    assert (engine.toy.finished, engine.cache.stats().blocks) == (0, 2)
+    with pytest.raises(ClosedError, match="a rank of this engine has ended"):
+        engine.cache.close()
+    engine.workers[0].kill()
+    until(lambda: engine.used() == [0, 0])
+
+
+def test_nothing_waits_for_a_rank_after_the_close(start: Start) -> None:
+    """The second broker is away, and a question waits for it. The cache's threads end, and no connection is left."""
+    engine = start({}, {})
+    with hold_still(engine.daemons[1]):
+        engine.toy.add(Request(30))
+        steps(engine.cache, engine.toy, lambda: engine.ranks._ranks[1].ask._lock.locked())
+        engine.ranks.close()
+        until(lambda: not any(thread.is_alive() for thread in engine.cache._threads))
+        assert all(line._connection.closed for rank in engine.ranks._ranks for line in (rank.ask, rank.tell))
+        for worker in engine.workers:
+            until(lambda worker=worker: worker.ask("rank._scheduler._connection.closed"))
+
+
+def test_a_rank_has_one_scheduler(start: Start) -> None:
+    engine = start({}, {})
+    with pytest.raises(ClosedError, match="a rank of this engine has ended, or another `Ranks` has it"):
+        Ranks([engine.workers[0].ask("rank.address")], PAGE)
+    engine.cache.close()
+
+
+def test_a_stranger_is_refused(start: Start) -> None:
+    """A process without the engine's key cannot speak to a rank, and the rank stays as it is."""
+    engine = start({}, {})
+    address = engine.workers[0].ask("Rank(pool, lambda: 0).address")
+    multiprocessing.current_process().authkey = b"another"
+    with pytest.raises(multiprocessing.AuthenticationError):
+        Ranks([address], PAGE)
+    multiprocessing.current_process().authkey = KEY
+    with Ranks([address], PAGE) as ranks:
+        assert ranks.passed() == 0
+    assert engine.used() == [PAGE, PAGE]
+    engine.cache.close()
+
+
+# Sleep
+
+
+class Slept:
+    """An engine with weights in each rank, at rest, with the sleeper that its scheduler has."""
+
+    def __init__(self, stack: ExitStack, engine: Engine) -> None:
+        self.engine = engine
+        for worker in engine.workers:
+            worker.do(f"weights.allocate(0, {WEIGHTS})")
+            worker.do("weights.view(0, 5)[:] = b'hello'")
+        engine.cache.rest()
+        self.sleeper = stack.enter_context(Sleeper(engine.cache, engine.ranks.weights, also=engine.ranks.also))
+
+    def sleep(self, at: int) -> None:
+        """Let an operator put it to sleep at one of the brokers: all memory of all ranks is released."""
+        assert "(KV cache 2.0 MiB, weights 6.0 MiB)" in done(command(self.engine.daemons[at], "sleep", "m"))
+        assert self.books() == [(Books(0, 0), Books(0, WEIGHTS))] * 2
+
+    def books(self) -> list[tuple[Books, Books]]:
+        """Return what the cache and the weights have of each broker."""
+        return [(books(daemon, "m"), books(daemon, "w")) for daemon in self.engine.daemons]
+
+    def request(self, blocks: int) -> None:
+        """Have a request come in."""
+        self.engine.cache.wake()
+        self.sleeper.wake()
+        self.engine.toy.add(Request(blocks))
+
+    def serve(self, blocks: int = 7) -> None:
+        """Serve a request, with all weights."""
+        before = self.engine.toy.finished
+        self.request(blocks)
+        self.engine.until(lambda: self.engine.toy.finished > before)
+        self.check_weights()
+        self.engine.cache.rest()
+        until(lambda: self.engine.used() == [PAGE, PAGE])
+
+    def check_weights(self) -> None:
+        """Look at the weights of each rank. This ends a rank that has none."""
+        assert [worker.ask("bytes(weights.view(0, 5)).decode()") for worker in self.engine.workers] == ["hello"] * 2
+
+
+WEIGHTS = 3 * PAGE
+HOST = {"host_capacity": 64 * MIB}
+
+
+@pytest.fixture
+def slept(start: Start) -> Iterator[Callable[..., Slept]]:
+    """Start an engine that can sleep, over daemons with these configurations."""
+    with ExitStack() as stack:
+        engines: list[Engine] = []
+
+        def begin(first: dict[str, Any], second: dict[str, Any]) -> Slept:
+            engines.append(start(first, second))
+            return Slept(stack, engines[0])
+
+        yield begin
+        stack.close()
+        for engine in engines:
+            engine.cache.close()
+
+
+def test_all_ranks_sleep_and_wake_whichever_broker_is_asked(slept: Callable[..., Slept]) -> None:
+    """And the next request wakes all of them."""
+    one = slept(HOST, HOST)
+    one.serve()
+    for at in (0, 1):
+        one.sleep(at)
+        one.serve()
+        one.sleep(at)
+        done(command(one.engine.daemons[1 - at], "wake", "m"))
+        one.check_weights()
+        assert one.engine.used() == [PAGE, PAGE]
+    assert [worker.ask("emptied") for worker in one.engine.workers] == [[WEIGHTS] * 4] * 2
+
+
+def test_the_weights_of_all_ranks_stay_if_one_host_has_no_room(slept: Callable[..., Slept]) -> None:
+    """The caches go all the same, and the operator reads why at each broker."""
+    one = slept(HOST, {"host_capacity": PAGE})
+    for daemon in one.engine.daemons:
+        said = done(command(daemon, "sleep", "m"))
+        assert "(KV cache 2.0 MiB, weights 0 B)" in said
+        assert "weights kept: " in said
+        assert one.books() == [(Books(0, 0), Books(WEIGHTS, 0))] * 2
+    one.serve()
+
+
+def test_no_rank_computes_before_the_last_one_has_its_memory(
+    slept: Callable[..., Slept], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another tenant has taken it meanwhile. The operator reads so at the other broker, too.
+
+    In the end the other rank releases what it cannot use.
+    """
+    monkeypatch.setattr(sleeper, "GIVE_WAY_SECONDS", 5.0)
+    config = {"tenants": {"red": {}, "blue": {}}, "capacity": 64 * MIB, **HOST}
+    one = slept(config, config)
+    one.sleep(0)
+    with ExitStack() as stack:
+        (owner,) = owners(one.engine, stack, one.engine.daemons[1:])
+        stack.enter_context(owner.allocate(60 * MIB))
+        one.request(7)
+        until(lambda: one.books()[0][1] == Books(WEIGHTS, 0))
+        for daemon in one.engine.daemons:
+            assert "waits for memory: " in refused(command(daemon, "wake", "m", "--timeout", "1.5"))
+        for _ in range(100):
+            step(one.engine.cache, one.engine.toy)
+        assert not one.engine.toy.finished
+        until(lambda: one.books()[0][1] == Books(0, WEIGHTS))
+    one.engine.until(lambda: one.engine.toy.finished)
+    one.serve()
+    one.sleep(1)
+
+
+def test_a_rank_that_uses_weights_wakes_all_and_keeps_them_awake(slept: Callable[..., Slept], tmp_path: Path) -> None:
+    """What an engine calls in its ranks besides steps."""
+    one = slept(HOST, HOST)
+    one.sleep(0)
+    user, end = one.engine.workers[1], tmp_path / "end"
+    user.do("from pathlib import Path; from tests.support.daemons import until")
+    user.begin(
+        f"with rank.awake():\n    answer = bytes(weights.view(0, 5)).decode()\n    until(Path({str(end)!r}).exists)"
+    )
+    until(lambda: one.sleeper.state == "awake")
+    assert one.books() == [(Books(PAGE, 0), Books(WEIGHTS, 0))] * 2
+    assert "is busy" in refused(command(one.engine.daemons[0], "sleep", "m", "--timeout", "0.5"))
+    end.touch()
+    assert user.result() == "hello"
+    one.sleep(1)
+
+
+def test_a_rank_that_uses_weights_before_there_is_a_sleeper_is_counted(start: Start) -> None:
+    """Its end does not make up for the next user, which the engine would then not see."""
+    with ExitStack() as stack:
+        engine = start(HOST, HOST)
+        user = engine.workers[1]
+        user.do("before, later = rank.awake(), rank.awake()\nbefore.__enter__()")
+        one = Slept(stack, engine)
+        user.do("before.__exit__(None, None, None)\nlater.__enter__()")
+        assert "is busy" in refused(command(engine.daemons[0], "sleep", "m", "--timeout", "0.5"))
+        user.do("later.__exit__(None, None, None)")
+        one.sleep(0)
+        one.serve()
+        engine.cache.close()
+
+
+def test_no_rank_sleeps_before_the_last_one_has_passed_the_last_step(slept: Callable[..., Slept]) -> None:
+    """Nothing has memory but the first page, which has no fence of its own."""
+    one = slept(HOST, HOST)
+    one.engine.toy.make_fence = lambda: Passed(one.engine.ranks)  # type: ignore[assignment,return-value]
+    one.engine.workers[1].do("passed[0] = 0")
+    one.engine.cache.rest()
+    sleeping = command(one.engine.daemons[0], "sleep", "m")
+    until(lambda: one.sleeper.state == "falling_asleep" and one.engine.toy.fences[-1].looks > 10)
+    assert one.books() == [(Books(PAGE, 0), Books(WEIGHTS, 0))] * 2
+    one.engine.workers[1].do("passed[0] = 1")
+    done(sleeping)
+    assert one.books() == [(Books(0, 0), Books(0, WEIGHTS))] * 2
+
+
+def test_a_rank_that_dies_in_its_sleep_ends_the_engine(start: Start) -> None:
+    """Its sleeper does not wait for it. The other rank answers an operator until the engine has ended, too."""
+    with ExitStack() as stack:
+        engine = start(HOST, HOST)
+        one = Slept(stack, engine)
+        one.sleep(0)
+        engine.workers[1].kill()
+        with pytest.raises(ClosedError), one.sleeper.awake():
+            pass
+        engine.ranks.close()
+        assert "its engine does not serve yet, or has ended" in refused(command(engine.daemons[0], "sleep", "m"))
