@@ -73,7 +73,7 @@ def sharing(model: Path, daemon: Daemon, environment: dict[str, str], name: str,
 
 def segments(daemon: Daemon) -> list[tuple[str, int]]:
     with membroker.connect(daemon.endpoint(), observer=True) as client:
-        return [(one.state, one.sessions) for one in client.segments() if "/weights-" in one.name]
+        return [(one.state, one.sessions) for one in client.segments() if "/segments/weights-" in one.name]
 
 
 def how(engine: Engine) -> list[str]:
@@ -135,7 +135,7 @@ def test_a_publisher_that_is_killed_halfway_is_replaced_by_an_engine_that_waits(
 def _is_writer(daemon: Daemon, engine: Engine) -> bool:
     """Return whether a segment is written by a process of the engine's group."""
     with membroker.connect(daemon.endpoint(), observer=True) as client:
-        writers = {one.writer for one in client.segments() if "/weights-" in one.name}
+        writers = {one.writer for one in client.segments() if "/segments/weights-" in one.name}
     pids = [one.pid for one in daemon.sessions() if one.name in writers]
     return bool(pids) and os.getpgid(pids[0]) == engine.process.pid
 

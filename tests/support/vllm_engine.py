@@ -21,6 +21,7 @@ import pytest
 from membroker.closing import Closing
 from membroker.vmm import DriverUnavailable
 from tests.support.daemons import Daemon, running
+from tests.support.engine_batches import ROUNDING
 from tests.support.sizes import MIB
 
 START_SECONDS = 240.0
@@ -78,20 +79,20 @@ class Build:
     """The bytes that are mapped together: of layer-major, a page of 2 MiB for each layer."""
     on_gpu: bool
 
-    def running(self, config: Mapping[str, Any] | None = None) -> AbstractContextManager[Daemon]:
-        """Run a daemon of the device."""
-        return _on_gpu(config or {}) if self.on_gpu else running(config)
+    def running(self, config: Mapping[str, Any] | None = None, device: int = 0) -> AbstractContextManager[Daemon]:
+        """Run a daemon of the device, or of the GPU with that number."""
+        return _on_gpu(config or {}, device) if self.on_gpu else running(config)
 
 
 @contextmanager
-def _on_gpu(config: Mapping[str, Any]) -> Iterator[Daemon]:
+def _on_gpu(config: Mapping[str, Any], device: int) -> Iterator[Daemon]:
     from membroker.vmm.cuda.driver import CudaDriver
     from tests.support.gpu import on_gpu
 
     try:
-        gpu = CudaDriver()
+        gpu = CudaDriver(device)
     except DriverUnavailable as error:
-        pytest.skip(f"no NVIDIA GPU to test on: {error}")
+        pytest.skip(f"no NVIDIA GPU {device} to test on: {error}")
     with on_gpu(gpu, config, back=False) as daemon:  # a test's own context stays
         yield daemon
     gpu.close()
@@ -120,7 +121,7 @@ BUILDS: Mapping[str, Build] = {
             "enforce_eager": True,
             "block_size": 32,
             "max_num_seqs": 16,
-            "kv_cache_memory_bytes": 512 << 20,
+            "kv_cache_memory_bytes": 516 << 20,  # each layer's half is a whole number of pages
             # On a GPU this is the default, "uni". The CPU build makes "mp" of that.
             "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
         },
@@ -154,12 +155,11 @@ def write_model(directory: Path, config: Mapping[str, Any] = CONFIG, **changed: 
     return directory
 
 
-def write_plugins(directory: Path, **more: str) -> Path:
-    """Write what an installation of membroker tells vLLM, its entry points, and `more` of the same group.
+def write_plugins(directory: Path, group: str = "vllm.general_plugins", **more: str) -> Path:
+    """Write what an installation of membroker tells an engine, its entry points, and `more` of the same group.
 
-    vLLM finds them when the directory is on its path.
+    The engine finds them when the directory is on its path.
     """
-    group = "vllm.general_plugins"
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     info = directory / "membroker-0.dist-info"
     info.mkdir(parents=True)
@@ -209,18 +209,19 @@ class Engine(Closing):
             keywords["kv_transfer_config"] = {
                 "kv_connector": "Membroker",
                 "kv_connector_module_path": "membroker.kv.vllm",
-                "kv_role": "kv_both",
+                "kv_role": "kv_producer",
                 "kv_connector_extra_config": settings or {},
             }
             if beside:
                 empty = {"kv_connector": "Empty", "kv_connector_module_path": "tests.support.vllm_empty"}
                 keywords["kv_transfer_config"] = {
                     "kv_connector": "MultiConnector",
-                    "kv_role": "kv_both",
+                    "kv_role": "kv_producer",
                     "kv_connector_extra_config": {
-                        "connectors": [keywords["kv_transfer_config"], {**empty, "kv_role": "kv_both"}]
+                        "connectors": [keywords["kv_transfer_config"], {**empty, "kv_role": "kv_producer"}]
                     },
                 }
+        self.rounding = ROUNDING[build.options["dtype"]]
         self._log = (model / f"log-{time.monotonic_ns()}").open("w+")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.vllm_serve", json.dumps({**keywords, **options})],
@@ -246,9 +247,11 @@ class Engine(Closing):
         """Return the answer to what was asked."""
         out = self.process.stdout
         assert out is not None
-        assert select.select([out], [], [], seconds)[0], f"vLLM did not answer in {seconds} seconds:\n{self.log()}"
+        assert select.select([out], [], [], seconds)[0], (
+            f"the engine did not answer in {seconds} seconds:\n{self.log()}"
+        )
         line = out.readline()
-        assert line, f"vLLM ended:\n{self.log()}"
+        assert line, f"the engine ended:\n{self.log()}"
         return json.loads(line)
 
     @property
@@ -266,6 +269,12 @@ class Engine(Closing):
         assert self.process.stdin is not None
         print(json.dumps({"prompts": prompts, "answers": answers}), file=self.process.stdin, flush=True)
         return self.answer()
+
+    def call(self, name: str, **keywords: Any) -> None:
+        """Call a method of each of its workers."""
+        assert self.process.stdin is not None
+        print(json.dumps({"call": name, "keywords": keywords}), file=self.process.stdin, flush=True)
+        self.answer()
 
     def log(self) -> str:
         """Return what it has logged."""

@@ -3,8 +3,8 @@
 The first argument is the keywords of `vllm.LLM` as JSON. A request is `{"prompts": [[token, ...], ...], "tokens": n}`,
 and its answer the generated tokens, greedily and always n of each. With `"answers"` instead of `"tokens"` it is, for
 each prompt and the answer that is given, by how much some token of the answer was less likely than the likeliest one
-at its place, as the largest difference of logarithms. The engine itself runs in a process of its own, as under
-`vllm serve`.
+at its place, as the largest difference of logarithms. `{"call": name, "keywords": {...}}` calls a method of each
+worker, and its answer is null. The engine itself runs in a process of its own, as under `vllm serve`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ def main() -> None:
     print("null", file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        print(json.dumps(_gaps(llm, asked) if "answers" in asked else _tokens(llm, asked)), file=answers, flush=True)
+        print(json.dumps(_answer(llm, asked)), file=answers, flush=True)
+
+
+def _answer(llm: Any, asked: dict[str, Any]) -> Any:
+    if "call" in asked:
+        llm.collective_rpc(asked["call"], kwargs=asked["keywords"])
+        return None
+    return _gaps(llm, asked) if "answers" in asked else _tokens(llm, asked)
 
 
 def _tokens(llm: Any, asked: dict[str, Any]) -> list[list[int]]:

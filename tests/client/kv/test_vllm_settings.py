@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,15 @@ import pytest
 
 import membroker.kv.vllm
 from membroker import InvalidRequest
-from membroker.kv.vllm.settings import UNI, Settings, check_cache, check_supported, settings_of
+from membroker.kv.vllm.settings import (
+    UNI,
+    Settings,
+    check_cache,
+    check_supported,
+    endpoint_of,
+    settings_in,
+    settings_of,
+)
 
 
 def test_settings_have_the_names_of_the_library() -> None:
@@ -25,7 +35,13 @@ def test_settings_have_the_names_of_the_library() -> None:
         ({"model": 7}, "the name of a model is text"),
         ({"floor": "8 gigs"}, "floor: "),
         ({"limit": -1}, "limit"),
+        ({"weights": "lent"}, "weights is own or borrowed, not 'lent'"),
+        ({"declare": "much"}, "declare: "),
+        ({"keep_pinned": 1}, "keep_pinned is true or false, not 1"),
+        ({"keep_pinned": True}, "keep_pinned is for borrowed weights"),
         ({"layout": "blocks"}, "layout is block-major or layer-major, not 'blocks'"),
+        ({"endpoint": 7}, "endpoint is a directory, or a list with one for each rank, not 7"),
+        ({"endpoint": ["/run/a", ""]}, "endpoint is a directory, or a list"),
     ],
 )
 def test_wrong_settings_are_named(extra: dict[str, Any], said: str) -> None:
@@ -33,11 +49,67 @@ def test_wrong_settings_are_named(extra: dict[str, Any], said: str) -> None:
         settings_of(extra)
 
 
+def test_the_settings_of_one_connector_of_several_are_found() -> None:
+    """The worker reads them before there is a connector."""
+    own = {"kv_connector": "Membroker", "kv_connector_extra_config": {"weights": "borrowed", "declare": "auto"}}
+    expected = Settings(weights="borrowed", declare="auto")
+    several = {"connectors": [{"kv_connector": "Empty", "kv_connector_extra_config": {"other": 1}}, own]}
+    assert settings_in(SimpleNamespace(**own)) == expected
+    assert settings_in(SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config=several)) == expected
+    assert settings_in(None) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("bounds", "besides", "said"),
+    [
+        ({}, 4, None),
+        ({}, 5, "needs 8 bytes of KV cache, and 'chat' may borrow 7 beside 5 for other memory: lower --max-model-len"),
+        ({"ceiling": 8}, 4, None),
+        ({"ceiling": 7}, 0, "needs 8 bytes of KV cache, and 'chat' may borrow 7: lower --max-model-len"),
+        ({"floor": 12}, 0, None),
+        ({"floor": 13}, 0, "a floor of 13 bytes can never be reached: 'chat' may borrow 12"),
+        ({"floor": 11}, 2, "a floor of 11 bytes can never be reached: 'chat' may borrow 10 beside 2"),
+    ],
+)
+def test_bounds_that_the_limits_rule_out(
+    bounds: dict[str, Any], besides: int, said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The broker has 16 bytes, and lends 12 of them to this model. The longest request needs 8.
+
+    These are guaranteed, if the model's weights do not use some of them.
+    """
+    model: Any = SimpleNamespace(
+        name="chat", available=lambda: SimpleNamespace(limit_bytes=12, guarantee_bytes=8, now_bytes=0)
+    )
+    client: Any = SimpleNamespace(capacities={"device": 16})
+    with nullcontext() if said is None else pytest.raises(InvalidRequest, match=said):
+        settings_of(bounds).check_fits(8, 32, client, model, "--max-model-len", logging.getLogger(), besides=besides)
+    assert ("long requests wait" in caplog.text) == (said is None and besides > 0)
+
+
+def test_each_rank_has_an_endpoint() -> None:
+    """Of a list each takes its own, and otherwise all take the same one."""
+    listed = settings_of({"endpoint": ["/run/a", "/run/b"]}).endpoint
+    ranks = [SimpleNamespace(rank=rank, world_size=2) for rank in range(2)]
+    assert [endpoint_of(listed, rank) for rank in ranks] == ["/run/a", "/run/b"]
+    assert {endpoint_of("/run/a", rank) for rank in ranks} == {"/run/a"}
+    assert endpoint_of(None, ranks[0]) is None
+    with pytest.raises(InvalidRequest, match="endpoint lists 2 directories, and this engine has 1 ranks"):
+        endpoint_of(listed, SimpleNamespace(rank=0, world_size=1))
+
+
 def a_config(**other: Any) -> Any:
     """A `VllmConfig` that is served, with some values replaced: `parallel_config__world_size=2`."""
     config: Any = {
-        "parallel_config": {"world_size": 1, "data_parallel_size": 1, "distributed_executor_backend": "uni"},
-        "kv_transfer_config": {"is_kv_consumer": True, "is_kv_producer": True},
+        "parallel_config": {
+            "world_size": 1,
+            "tensor_parallel_size": 1,
+            "data_parallel_size": 1,
+            "decode_context_parallel_size": 1,
+            "nnodes": 1,
+            "distributed_executor_backend": "uni",
+        },
+        "kv_transfer_config": {"kv_connector": "Membroker", "is_kv_consumer": False, "is_kv_producer": True},
         "model_config": {
             "use_mla": False,
             "is_encoder_decoder": False,
@@ -60,11 +132,14 @@ def a_config(**other: Any) -> Any:
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"parallel_config__world_size": 2}, "one GPU per engine"),
-        ({"parallel_config__data_parallel_size": 2}, "one GPU per engine"),
-        ({"parallel_config__distributed_executor_backend": "mp"}, "--distributed-executor-backend uni"),
-        ({"kv_transfer_config": None}, '"kv_role": "kv_both"'),
-        ({"kv_transfer_config__is_kv_consumer": False}, '"kv_role": "kv_both"'),
+        ({"parallel_config__world_size": 2}, "tensor parallelism only: set the sizes of pipeline, data and context"),
+        ({"parallel_config__data_parallel_size": 2}, "tensor parallelism only"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "tensor parallelism only"),
+        ({"parallel_config__nnodes": 2}, "--nnodes"),
+        ({"parallel_config__distributed_executor_backend": "ray"}, "--distributed-executor-backend mp, or uni"),
+        ({"kv_transfer_config": None}, '"kv_role": "kv_producer"'),
+        ({"kv_transfer_config__is_kv_producer": False}, '"kv_role": "kv_producer"'),
+        ({"kv_transfer_config__is_kv_consumer": True}, "preempts many requests at once"),
         ({"model_config__use_mla": True}, "MLA"),
         ({"model_config__is_encoder_decoder": True}, "encoder-decoder"),
         ({"speculative_config": object()}, "speculative"),
@@ -77,6 +152,13 @@ def a_config(**other: Any) -> Any:
 def test_an_engine_that_cannot_be_served_is_refused_in_a_sentence(other: dict[str, Any], said: str) -> None:
     check_supported(a_config())
     check_supported(a_config(parallel_config__distributed_executor_backend=UNI))
+    check_supported(
+        a_config(
+            parallel_config__world_size=2,
+            parallel_config__tensor_parallel_size=2,
+            parallel_config__distributed_executor_backend="mp",
+        )
+    )
     with pytest.raises(InvalidRequest, match=f"membroker.kv.vllm .*{said}"):
         check_supported(a_config(**other))
 

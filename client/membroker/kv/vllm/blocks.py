@@ -40,6 +40,11 @@ class Blocks:
         self._more = 0
         """What requests need beyond the blocks that they have."""
         self._last_used = [0.0] * pool.num_gpu_blocks
+        self._running: dict[str, int] = {}
+        """When each request was admitted that has blocks, as a number."""
+        self._admitted = [0] * pool.num_gpu_blocks
+        """Of a block that is used, when the first request was admitted that uses it."""
+        self._admissions = 0
 
     # What the connector tells
 
@@ -52,6 +57,7 @@ class Blocks:
     def finish(self, request: Any, blocks: Sequence[int]) -> None:
         """Note that a request has ended. Its blocks are still referenced."""
         self._requests.pop(request.request_id, None)
+        self._running.pop(request.request_id, None)
         now = time.monotonic()
         for block in blocks:
             self._last_used[block] = now
@@ -70,10 +76,37 @@ class Blocks:
                 more += self._blocks_of(request.num_tokens + 1)
         self._more = more
 
+    def note(self, step: Any) -> None:
+        """Note which requests a step has admitted, and the blocks that it has given to them and to others."""
+        for name in step.preempted_req_ids or ():
+            self._running.pop(name, None)
+        for new in step.scheduled_new_reqs:
+            self._admit(new.req_id, new.block_ids[0])
+        others = step.scheduled_cached_reqs
+        for name, blocks in zip(others.req_ids, others.new_block_ids, strict=True):
+            if name in others.resumed_req_ids:
+                self._admit(name, blocks[0])
+            elif blocks is not None:
+                for block in blocks[0]:
+                    self._admitted[block] = self._running.get(name, 0)
+
+    def _admit(self, name: str, blocks: Sequence[int]) -> None:
+        self._admissions += 1
+        self._running[name] = self._admissions
+        table = self._pool.blocks
+        for block in blocks:
+            if table[block].ref_cnt == 1:  # else it is a prefix that another request uses too
+                self._admitted[block] = self._admissions
+
     @property
     def has_requests(self) -> bool:
         """Return whether there is a request, running or waiting."""
         return bool(self._requests)
+
+    @property
+    def is_starved(self) -> bool:
+        """Return whether requests wait, and none runs."""
+        return bool(self._requests) and not self._running
 
     @property
     def is_empty(self) -> bool:
@@ -93,7 +126,7 @@ class Blocks:
         return self._used() + self._more
 
     def unused(self, blocks: Sequence[int]) -> Collection[int]:
-        """Return the blocks without a reference. A step in flight has one, because the connector's role consumes."""
+        """Return the blocks without a reference. A step in flight may still use them: the fence is behind it."""
         table = self._pool.blocks
         return [block for block in blocks if table[block].ref_cnt == 0 and not table[block].is_null]
 
@@ -102,6 +135,12 @@ class Blocks:
         table = self._pool.blocks
         times = (self._last_used[block] or _NEVER for block in blocks if table[block].block_hash is not None)
         return max(times, default=0.0)
+
+    def cost(self, blocks: Sequence[int]) -> float:
+        """Return how many requests vLLM preempts until no request uses these blocks: the youngest go first."""
+        table = self._pool.blocks
+        first = min((self._admitted[block] for block in blocks if table[block].ref_cnt), default=self._admissions + 1)
+        return sum(number >= first for number in self._running.values())
 
     def hold(self, blocks: Sequence[int]) -> None:
         """Forget what is cached there, and take a reference, which takes a block out of the free list."""

@@ -1,33 +1,55 @@
 """The KV connector `Membroker`: vLLM's scheduler tells it of requests and steps, and its worker of tensors.
 
-Owns the calls of vLLM, and decides when the cache takes its turn. It transfers nothing. No hook waits for the broker
-or for the device; they run in the scheduler's thread.
+Owns the calls of vLLM, and decides when the cache takes its turn. It transfers nothing. No hook waits for the broker,
+for the device or for a rank, once the engine has started; they run in the scheduler's thread.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
 )
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
+from ...errors import InvalidRequest, MembrokerError
+from ...pool.pool import VirtualMemoryPool
 from ..cache import ElasticCache
+from ..layout import Layout
+from ..ranks import Ranks, RankWeights
+from ..sleeper import Sleeper
 from . import memory, seams
 from .blocks import Blocks
-from .settings import BLOCK_MAJOR, check_cache, check_supported, settings_of
+from .settings import BLOCK_MAJOR, check_cache, check_supported, has_ranks, is_block_major, settings_of
+from .sleep import why_kept
+from .steps import Scheduled
+
+STARVED_SECONDS = 0.005
+"""How long a step waits for blocks if no request runs. vLLM looks at new requests and aborts only between steps."""
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """The number of a step, which tells the worker's side which fences are settled when the step is launched."""
+    """The number of a step, and of the last one with a fence: they tell the worker's side when to record an event."""
 
     number: int
+    fenced: int
+
+
+@dataclass
+class RankMetadata(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """Where the scheduler's process finds a rank, and the arguments of the rank's `Layout`."""
+
+    address: str
+    layout: tuple[Any, ...]
 
 
 class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
@@ -38,9 +60,18 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
         seams.check()
         check_supported(vllm_config)
         check_cache(kv_cache_config)
-        settings = settings_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        is_worker = role is KVConnectorRole.WORKER
-        self._memory = memory.begin(settings, vllm_config, kv_cache_config) if is_worker else memory.current()
+        self._settings = settings_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._has_ranks = has_ranks(vllm_config)
+        self._memory: Any = None
+        """In the scheduler's process only if that has the worker too."""
+        if role is KVConnectorRole.WORKER:
+            self._memory = memory.begin(self._settings, vllm_config, kv_cache_config)
+        elif not self._has_ranks:
+            self._memory = memory.current()
+        self._pool: Any = None
+        self._ranks: Ranks | None = None
+        self._steps: Scheduled
+        self._sleeper: Sleeper
         self._cache: ElasticCache | None = None
         self._blocks: Blocks | None = None
         self._rests = False
@@ -50,10 +81,22 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
     @property
     def prefer_cross_layer_blocks(self) -> bool:
         """Ask for block-major. The V1 runner listens where the attention backend allows it, and V2 does not."""
-        return self._memory.settings.layout == BLOCK_MAJOR
+        return self._settings.layout == BLOCK_MAJOR
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Ask a vLLM with layouts for block-major. It takes another one where the attention backend has no such."""
+        if not seams.has_layouts():
+            return None
+        settings = settings_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        return "BLNHC" if settings.layout == BLOCK_MAJOR else "LBNHC"
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Note the tensors of a cache that is layer-major."""
+        """Note the tensors of a cache that is layer-major, and the views of one with a layout."""
+        if seams.has_layouts():
+            for tensor in kv_caches.values():
+                self._memory.register(tensor, 0, uniform=is_block_major(self._kv_cache_config))
+            return
         layers = get_layers_from_vllm_config(self._vllm_config, AttentionLayerBase, list(kv_caches))
         for name, tensor in kv_caches.items():
             self._memory.register(tensor, self._block_dimension(layers[name].get_attn_backend()), uniform=False)
@@ -78,14 +121,66 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Settle the fences of the step, which is launched now. No request waits for a transfer."""
         if self.has_connector_metadata():
-            self._memory.end_step(self._get_connector_metadata().number)
+            step = self._get_connector_metadata()
+            self._memory.launched.end(step.number, step.fenced)
         return None, None
+
+    def get_handshake_metadata(self) -> RankMetadata | None:
+        """Tell the scheduler's process where this rank is. vLLM asks when the worker has warmed up."""
+        return RankMetadata(*self._memory.serve()) if self._has_ranks else None
 
     # The scheduler's side
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Take the blocks without memory out of the engine's free list, before its first request."""
-        self._cache, self._blocks = self._memory.attach(gpu_block_pool)
+        """Take the blocks without memory out of the engine's free list, unless the ranks are to be heard before."""
+        self._pool = gpu_block_pool
+        if not self._has_ranks:
+            mine = self._memory
+            self._serve(mine.take_cache(), mine.launched.passed, mine.weights.pool, mine.empty_torch)
+            mine.sleeper = self._sleeper
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """Make a cache over the pools of all ranks, before the first request. Waits for the null block's memory."""
+        if not self._has_ranks:
+            return
+        ranks = [metadata[rank] for rank in sorted(metadata)]
+        if not all(isinstance(rank, RankMetadata) for rank in ranks):
+            raise InvalidRequest("another connector takes vLLM's only handshake: put Membroker first in MultiConnector")
+        if len({rank.layout for rank in ranks}) != 1:
+            raise InvalidRequest("the ranks of this engine have KV caches that differ: membroker cannot serve it")
+        layout = Layout(*ranks[0].layout)
+        self._ranks = Ranks([rank.address for rank in ranks], layout.page_size)
+        cache = self._settings.elastic(self._ranks, layout)
+        self._serve(cache, self._ranks.passed, self._ranks.weights, self._ranks.also)
+
+    def _serve(
+        self,
+        cache: ElasticCache,
+        passed: Callable[[], int],
+        weights: VirtualMemoryPool | RankWeights | None,
+        also: Callable[[], object],
+    ) -> None:
+        """Hold the blocks that have no memory, and answer an operator that wants this engine to sleep."""
+        config, pool = self._vllm_config, self._pool
+        if pool.num_gpu_blocks != cache.layout.blocks:
+            raise InvalidRequest(
+                f"vLLM's scheduler has {pool.num_gpu_blocks} blocks, and its worker {cache.layout.blocks}"
+            )
+        self._steps = Scheduled(passed)
+        self._cache, self._blocks = (
+            cache,
+            Blocks(
+                pool,
+                block_tokens=config.cache_config.block_size,
+                most_tokens=config.model_config.max_model_len,
+                most_requests=config.scheduler_config.max_num_seqs,
+                new_fence=self._steps.fence,
+            ),
+        )
+        cache.attach(self._blocks)
+        self._sleeper = Sleeper(
+            cache, weights, kept=why_kept(config), keep_pinned=self._settings.keep_pinned, also=also
+        )
 
     def on_new_request(self, request: Any) -> None:
         """Note a request, and ask for its memory before it is scheduled."""
@@ -93,6 +188,7 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
         blocks.add(request)
         self._rests = False
         cache.grow()
+        self._sleeper.wake()
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Publish the blocks that have got memory. Nothing is held here: a prefix that was found is not referenced yet.
@@ -111,17 +207,21 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """End the scheduling of a step: the cache takes its turn, or rests if there is no request."""
         cache, blocks = self._sides()
-        number = self._memory.begin_step()
+        self._steps.begin()
         if self._rests:
             cache.wake()
         blocks.relax()
         blocks.count(scheduler_output.num_scheduled_tokens)
+        blocks.note(scheduler_output)
         self._rests = blocks.is_empty
         if self._rests:
             cache.rest()
         else:
+            # While requests wait and none runs, vLLM steps without a pause, in every rank: the broker would starve.
+            if blocks.is_starved:
+                cache.wait(STARVED_SECONDS)
             cache.turn()
-        return StepMetadata(number)
+        return StepMetadata(self._steps.number, self._steps.fenced)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request. vLLM frees its blocks."""
@@ -137,7 +237,14 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Release all memory."""
-        self._memory.close()
+        if self._memory is not None:
+            self._memory.close()
+        if self._ranks is not None:
+            with suppress(MembrokerError):  # vLLM ends the ranks first, and their memory goes with them
+                if self._cache is not None:
+                    self._sleeper.close()
+                    self._cache.close()
+            self._ranks.close()
 
     def _sides(self) -> tuple[ElasticCache, Blocks]:
         assert self._cache is not None

@@ -1,14 +1,17 @@
-"""The memory of one vLLM engine's KV cache: its pool, its `ElasticCache`, and the fences of its steps.
+"""The memory of one rank's KV cache: its pool, the events of its steps, and its `ElasticCache` for the start.
 
-Owns what vLLM's worker and scheduler share. Both run in one thread of one process as long as an engine has one GPU, so
-a variable of this module connects them. Only the worker's side, at the start of the engine, waits for the broker.
+Owns what vLLM's worker class and the worker's side of the connector share, by a variable of this module. With the
+executor "uni" the scheduler is in the same process and takes over the cache. Otherwise the scheduler has a cache over
+the pools of all ranks, and the one that was used for the start ends. All of this happens at the start of the engine,
+and may wait for the broker.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 from ...adapters.torch import device_of
@@ -18,17 +21,24 @@ from ...client import Client, connect
 from ...errors import InvalidRequest, MembrokerError
 from ...model import Model
 from ...pool.pool import VirtualMemoryPool
-from ...vmm.sizes import round_up
+from ...vmm.sizes import format_size, round_up
+from ..bounds import START_SECONDS, bytes_of_first, say_wait
 from ..cache import ElasticCache
 from ..capture import Capture, strided
+from ..engine import Over
 from ..layout import Layout, Strided
-from .blocks import Blocks
-from .settings import BLOCK_MAJOR, LAYER_MAJOR, PAGES, Settings
+from ..rank import Rank
+from ..sleeper import Sleeper
+from .seams import has_layouts
+from .settings import AUTO, BLOCK_MAJOR, LAYER_MAJOR, PAGES, Settings, endpoint_of
+from .sleep import Weights
+from .steps import Launched, recorded
 
 logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
 
-START_SECONDS = 300.0
-"""How long the start of an engine waits for the memory that its warm-up needs."""
+CONTEXT_BYTES = 600 << 20
+"""What a CUDA context and the kernels take, which PyTorch does not count: 518 MiB on an H200."""
+_NO_WORKER = "the KV cache is vLLM's own: give vLLM --worker-cls membroker.kv.vllm.Worker"
 
 _current: Memory | None = None
 
@@ -39,34 +49,37 @@ class Memory:
     def __init__(self, settings: Settings, config: Any, cache_config: Any) -> None:
         self.settings = settings
         self._config, self._cache_config = config, cache_config
-        self._name = str(settings.model or config.model_config.served_model_name)
+        self._name = settings.name(config.model_config.served_model_name)
         self._tensors: list[Strided] = []
         self._is_uniform = False
         self._client: Client | None = None
         self._model: Model | None = None
         self._pool: VirtualMemoryPool | None = None
         self._cache: ElasticCache | None = None
-        self._steps = _Steps()
-
-    # The worker's side
+        self.sleeper: Sleeper | None = None
+        """The engine's, if its scheduler is in this process."""
+        self._rank: Rank | None = None
+        self.weights: Weights | None = None
+        self.launched = Launched()
 
     def capture(self, device: Any, *, block_major: bool) -> Capture:
         """Connect to the broker, reserve addresses, and return the mode that makes the KV tensors of them.
 
         `block_major` says which layout vLLM will choose, for the size of the pages. Any layout is served with any.
         """
-        self._client = connect()
+        self._client = connect(endpoint_of(self.settings.endpoint, self._config.parallel_config))
         self._model = self._client.register_model(self._name, limit=self.settings.limit)
-        lent = device_of(self._model.driver.device)
+        lent = self._tensor_device = device_of(self._model.driver.device)
         if lent.type != device.type or device.index not in (None, lent.index):
             raise InvalidRequest(f"this engine computes on {device}, and the broker lends memory of {lent}")
         layout = BLOCK_MAJOR if block_major else LAYER_MAJOR
         page = bytes_of("page_size", self.settings.page_size or PAGES[layout])
         sizes = [tensor.size for tensor in self._cache_config.kv_cache_tensors]
+        if has_layouts():
+            sizes = sizes[:1]  # of the one buffer
         wanted = {*sizes, sum(sizes)}
         self._pool = VirtualMemoryPool(self._model, sum(round_up(size, page) for size in sizes), page)
-        steps, is_cuda = self._steps, device.type == "cuda"
-        steps.record = _recorded if is_cuda else _Over
+        self.launched.record = recorded if device.type == "cuda" else Over
         return Capture(
             self._pool, wanted=lambda shape, dtype: dtype is torch.int8 and len(shape) == 1 and shape[0] in wanted
         )
@@ -97,19 +110,20 @@ class Memory:
             )
         tokens = self._config.cache_config.block_size
         layout = Layout(pool.base_address, pool.page_size, self._cache_config.num_blocks, self._tensors, tokens)
-        self._check_fits(layout, model)
-        self._cache = ElasticCache(
-            pool,
-            layout,
-            floor=settings.floor,
-            ahead=layout.bytes_of(0) if settings.ahead is None else settings.ahead,
-            keep=settings.keep,
-            ceiling=settings.ceiling,
+        assert self._client is not None
+        longest = self._config.model_config.max_model_len
+        size = bytes_of_first(layout, 1 + min(layout.blocks - 1, -(-longest // tokens)))
+        settings.check_fits(
+            size, longest, self._client, model, "--max-model-len", logger, besides=self._charged_besides
         )
-        if not self._cache.prepare(min(layout.blocks, 1 + warm_up_blocks), START_SECONDS):
+        first = min(layout.blocks, 1 + warm_up_blocks)
+        needed = bytes_of_first(layout, first)
+        say_wait(needed, model, logger)
+        self._cache = settings.elastic(pool, layout)
+        if not self._cache.prepare(first, START_SECONDS):
             raise InvalidRequest(
-                f"the broker did not lend the {warm_up_blocks * layout.block_bytes} bytes that vLLM's warm-up needs "
-                f"within {START_SECONDS:.0f} seconds: free some, or lower --max-num-batched-tokens and --max-num-seqs"
+                f"the broker did not lend the {format_size(needed)} that vLLM's warm-up needs within "
+                f"{START_SECONDS:.0f} seconds: free some, or lower --max-num-batched-tokens and --max-num-seqs"
             )
         logger.info(
             "membroker: the KV cache of model %r is %s, in %d groups of %d MiB: %d blocks of %d tokens, %.1f GiB of "
@@ -131,33 +145,56 @@ class Memory:
         with self._opened.capturing(), self._client.defer_recalls():
             yield
 
-    def end_step(self, number: int) -> None:
-        """Note that the worker has launched all work of a step."""
-        self._steps.end(number)
+    def declare(self) -> None:
+        """Let the broker charge the model for what vLLM has allocated without it, if the user asked for that.
 
-    # The scheduler's side
+        Raises `OutOfMemory` if the books have no room for it.
+        """
+        size = self.settings.declare
+        if size is None:
+            return
+        if size == AUTO:
+            device = self._tensor_device
+            size = torch.cuda.memory_reserved(device) + CONTEXT_BYTES if device.type == "cuda" else 0
+        assert self._model is not None
+        self._model.declare(size)
+        logger.info("membroker: %s of memory that is vLLM's own are declared", format_size(bytes_of("declare", size)))
 
-    def attach(self, pool: Any) -> tuple[ElasticCache, Blocks]:
-        """Hold the blocks of vLLM's pool that have no memory; return the cache, and the pool as its engine."""
+    # The scheduler takes over
+
+    def take_cache(self) -> ElasticCache:
+        """Return the cache, for the scheduler in this process."""
         if self._cache is None:
-            raise InvalidRequest("the KV cache is vLLM's own: give vLLM --worker-cls membroker.kv.vllm.Worker")
-        blocks = Blocks(
-            pool,
-            block_tokens=self._config.cache_config.block_size,
-            most_tokens=self._config.model_config.max_model_len,
-            most_requests=self._config.scheduler_config.max_num_seqs,
-            new_fence=self._steps.fence,
-        )
-        if pool.num_gpu_blocks != self._cache_config.num_blocks:
-            raise InvalidRequest(
-                f"vLLM's scheduler has {pool.num_gpu_blocks} blocks, and its worker {self._cache_config.num_blocks}"
-            )
-        self._cache.attach(blocks)
-        return self._cache, blocks
+            raise InvalidRequest(_NO_WORKER)
+        self.launched.end(0, 0)
+        return self._cache
 
-    def begin_step(self) -> int:
-        """Return the number of the step that is being scheduled."""
-        return self._steps.begin()
+    def serve(self) -> tuple[str, tuple[Any, ...]]:
+        """Let the scheduler in another process decide what has memory. What the warm-up needed is released.
+
+        Returns the address for its `Ranks`, and the arguments of its `Layout`, in which the pool begins at 0.
+        """
+        if self._cache is None or self._pool is None:
+            raise InvalidRequest(_NO_WORKER)
+        self._cache.close()
+        self.launched.end(0, 0)
+        pool, tokens = self._pool, self._config.cache_config.block_size
+        tensors = tuple(replace(one, address=one.address - pool.base_address) for one in self._tensors)
+        arguments = (0, pool.page_size, self._cache_config.num_blocks, tensors, tokens)
+        assert self.weights is not None
+        self._rank = Rank(pool, self.launched.passed, weights=self.weights.pool, also=self.empty_torch)
+        return self._rank.address, arguments
+
+    def empty_torch(self) -> None:
+        """Release what PyTorch keeps for its next use."""
+        if self._tensor_device.type == "cuda":
+            with torch.cuda.device(self._tensor_device):
+                torch.cuda.empty_cache()
+
+    def awake(self) -> AbstractContextManager[None]:
+        """Wait until the engine is awake, and keep it so during a block."""
+        keeper = self.sleeper or self._rank
+        return nullcontext() if keeper is None else keeper.awake()
 
     # The end
 
@@ -166,41 +203,22 @@ class Memory:
         global _current
         if _current is self:
             _current = None
-        with suppress(MembrokerError):  # the memory goes with this process
-            if self._cache is not None:
-                self._cache.close()
-            if self._client is not None:
-                self._client.close()
+        for one in (self.sleeper, self._cache, self._client, self.weights):
+            with suppress(MembrokerError):  # the memory goes with this process
+                if one is not None:
+                    one.close()
+
+    @property
+    def _charged_besides(self) -> int:
+        """The bytes of borrowed weights and of what is declared. What is declared as "auto" is not known yet."""
+        size, weights = self.settings.declare, self.weights
+        declared = 0 if size is None or size == AUTO else bytes_of("declare", size)
+        return declared + (0 if weights is None or weights.pool is None else weights.pool.physical_usage_bytes)
 
     @property
     def _opened(self) -> ElasticCache:
         assert self._cache is not None
         return self._cache
-
-    def _check_fits(self, layout: Layout, model: Model) -> None:
-        """Raise `InvalidRequest` if the longest request can never have its blocks: vLLM would let it wait forever."""
-        longest = self._config.model_config.max_model_len
-        blocks = min(layout.blocks - 1, -(-longest // layout.block_tokens))
-        size = sum(layout.bytes_of(group) for group in range(max(layout.touched(blocks)) + 1))
-        available = model.available()
-        ceiling = None if self.settings.ceiling is None else bytes_of("ceiling", self.settings.ceiling)
-        assert self._client is not None
-        limits = (self._client.capacities.get("device"), available.limit_bytes, ceiling)
-        limit = min((one for one in limits if one is not None), default=size)
-        if size > limit:
-            raise InvalidRequest(
-                f"a request of {longest} tokens needs {size} bytes of KV cache, and {self._name!r} may borrow "
-                f"{limit}: lower --max-model-len, or raise the limit"
-            )
-        if size > available.guarantee_bytes:
-            logger.warning(
-                "membroker: a request of %d tokens needs %d MiB, and model %r is guaranteed %d MiB: while others "
-                "need the memory, long requests wait",
-                longest,
-                size >> 20,
-                self._name,
-                available.guarantee_bytes >> 20,
-            )
 
 
 def begin(settings: Settings, config: Any, cache_config: Any) -> Memory:
@@ -210,73 +228,16 @@ def begin(settings: Settings, config: Any, cache_config: Any) -> Memory:
     return _current
 
 
+def awake() -> AbstractContextManager[None]:
+    """Wait until this process's engine is awake, and keep it so during a block. At its start it does nothing."""
+    return nullcontext() if _current is None else _current.awake()
+
+
 def current() -> Memory:
-    """Return the memory of the engine that starts in this process, for its other side."""
+    """Return the memory of the engine that starts in this process, for another part of it."""
     if _current is None:
         raise InvalidRequest(
             "vLLM's worker and its connector do not meet in this process: give both --worker-cls "
-            'membroker.kv.vllm.Worker and --kv-transfer-config with "kv_connector": "Membroker", and one GPU per engine'
+            'membroker.kv.vllm.Worker and --kv-transfer-config with "kv_connector": "Membroker"'
         )
     return _current
-
-
-class _Steps:
-    """Counts steps where they are scheduled and where they are launched, and settles fences between the two."""
-
-    def __init__(self) -> None:
-        self.record: Any = _Over
-        """Returns an event behind all work that was launched."""
-        self._begun = self._ended = 0
-        self._open: list[_Fence] = []
-
-    def begin(self) -> int:
-        self._begun += 1
-        return self._begun
-
-    def fence(self) -> _Fence:
-        fence = _Fence(self._begun)
-        if self._ended >= fence.number:
-            fence.event = self.record()
-        else:
-            self._open.append(fence)
-        return fence
-
-    def end(self, number: int) -> None:
-        self._ended = number
-        if self._open and self._open[0].number <= number:
-            event = self.record()
-            for fence in self._open:
-                if fence.number <= number:
-                    fence.event = event
-            self._open = [fence for fence in self._open if fence.number > number]
-
-
-class _Fence:
-    """The end of a step's work on the device, which may not have been launched yet."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.event: Any = None
-
-    def query(self) -> bool:
-        event = self.event
-        return event is not None and bool(event.query())
-
-    def synchronize(self) -> None:
-        self.event.synchronize()
-
-
-class _Over:
-    """The event of work that is over when it is launched, as on a CPU."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-
-def _recorded() -> Any:
-    event = torch.cuda.Event()
-    event.record()
-    return event

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
 from typing import Final
 
 from .. import seams
@@ -19,6 +21,7 @@ TESTED: Final = "0.24."
 _CONNECTOR: Final = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
 _POOL: Final = "vllm.v1.core.block_pool:BlockPool"
 _WORKER: Final = "vllm.v1.worker.gpu_worker:Worker"
+_OUTPUT: Final = "vllm.v1.core.sched.output"
 _LOADING: Final = "vllm.model_executor.model_loader"
 _LOADER: Final = f"{_LOADING}:BaseModelLoader"
 METHODS: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
@@ -31,12 +34,13 @@ METHODS: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     (_CONNECTOR, "request_finished", ("request", "block_ids")),
     (_CONNECTOR, "has_pending_push_work", ()),
     (_CONNECTOR, "register_kv_caches", ("kv_caches",)),
-    (_CONNECTOR, "register_cross_layers_kv_cache", ("kv_cache", "attn_backend")),
     (_CONNECTOR, "start_load_kv", ("forward_context",)),
     (_CONNECTOR, "wait_for_layer_load", ("layer_name",)),
     (_CONNECTOR, "save_kv_layer", ("layer_name", "kv_layer", "attn_metadata")),
     (_CONNECTOR, "wait_for_save", ()),
     (_CONNECTOR, "get_finished", ("finished_req_ids",)),
+    (_CONNECTOR, "get_handshake_metadata", ()),
+    (_CONNECTOR, "set_xfer_handshake_metadata", ("metadata",)),
     (_CONNECTOR, "shutdown", ()),
     (_POOL, "touch", ("blocks",)),
     (_POOL, "free_blocks", ("ordered_blocks",)),
@@ -46,14 +50,10 @@ METHODS: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     (_WORKER, "_maybe_get_memory_pool_context", ("tag",)),
     (_WORKER, "initialize_from_config", ("kv_cache_config",)),
     (_WORKER, "compile_or_warm_up_model", ()),
+    (_WORKER, "load_model", ("load_dummy_weights",)),
+    (_WORKER, "get_model", ()),
+    (_WORKER, "apply_model", ("fn",)),
     (_WORKER, "shutdown", ()),
-    (
-        "vllm.v1.attention.backend:AttentionBackend",
-        "get_kv_cache_block_dim",
-        ("block_size", "num_kv_heads", "head_size"),
-    ),
-    ("vllm.v1.attention.backend:AttentionBackend", "get_kv_cache_stride_order", ("include_num_layers_dimension",)),
-    ("vllm.model_executor.layers.attention_layer_base:AttentionLayerBase", "get_attn_backend", ()),
     (_LOADER, "load_model", ("vllm_config", "model_config", "prefix")),
     (_LOADER, "load_weights", ("model", "model_config")),
     (_LOADER, "download_model", ("model_config",)),
@@ -62,12 +62,29 @@ METHODS: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     (f"{_LOADING}.utils", "initialize_model", ("vllm_config", "prefix", "model_class", "model_config")),
     (f"{_LOADING}.utils", "process_weights_after_loading", ("model", "model_config", "target_device")),
 )
-PROPERTIES: Final = ((_CONNECTOR, "prefer_cross_layer_blocks"),)
+_BACKEND: Final = "vllm.v1.attention.backend:AttentionBackend"
+TENSOR_METHODS: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
+    (_CONNECTOR, "register_cross_layers_kv_cache", ("kv_cache", "attn_backend")),
+    (_BACKEND, "get_kv_cache_block_dim", ("block_size", "num_kv_heads", "head_size")),
+    (_BACKEND, "get_kv_cache_stride_order", ("include_num_layers_dimension",)),
+    ("vllm.model_executor.layers.attention_layer_base:AttentionLayerBase", "get_attn_backend", ()),
+)
+"""What tells where a block lies, in a vLLM that has a tensor for each layer."""
+TENSOR_PROPERTIES: Final = ((_CONNECTOR, "prefer_cross_layer_blocks"),)
+LAYOUT_METHODS: Final = ((_CONNECTOR, "get_required_kvcache_layout", ("vllm_config",)),)
+"""The same in one that has a buffer for all layers, with a layout: each layer's view has its blocks first."""
+LAYOUT_ATTRIBUTES: Final = (
+    ("vllm.v1.kv_cache_interface:KVCacheConfig", ("kv_cache_layout",)),
+    ("vllm.v1.kv_cache_interface:KVCacheTensor", ("size", "layers", "host_resident")),
+)
 ATTRIBUTES: Final = (
     ("vllm.v1.core.block_pool:BlockPool", ("num_gpu_blocks", "blocks", "null_block", "free_block_queue")),
     ("vllm.v1.core.kv_cache_utils:KVCacheBlock", ("block_id", "ref_cnt", "block_hash", "is_null")),
     ("vllm.v1.request:Request", ("request_id", "status", "num_tokens", "num_computed_tokens", "num_prompt_tokens")),
-    ("vllm.v1.core.sched.output:SchedulerOutput", ("num_scheduled_tokens",)),
+    (f"{_OUTPUT}:SchedulerOutput", ("num_scheduled_tokens", "scheduled_new_reqs", "scheduled_cached_reqs")),
+    (f"{_OUTPUT}:SchedulerOutput", ("preempted_req_ids",)),
+    (f"{_OUTPUT}:NewRequestData", ("req_id", "block_ids")),
+    (f"{_OUTPUT}:CachedRequestData", ("req_ids", "resumed_req_ids", "new_block_ids")),
     ("vllm.v1.kv_cache_interface:KVCacheConfig", ("num_blocks", "kv_cache_tensors", "kv_cache_groups")),
     ("vllm.v1.kv_cache_interface:FullAttentionSpec", ("block_size", "num_kv_heads", "head_size")),
     ("vllm.config:VllmConfig", ("offload_config", "lora_config", "weight_transfer_config")),
@@ -77,7 +94,15 @@ ATTRIBUTES: Final = (
 
 def differences() -> Iterator[str]:
     """Yield what the installed vLLM lacks, one by one."""
-    return seams.differences(METHODS, ATTRIBUTES, PROPERTIES)
+    if has_layouts():
+        return seams.differences((*METHODS, *LAYOUT_METHODS), (*ATTRIBUTES, *LAYOUT_ATTRIBUTES))
+    return seams.differences((*METHODS, *TENSOR_METHODS), ATTRIBUTES, TENSOR_PROPERTIES)
+
+
+@cache
+def has_layouts() -> bool:
+    """Return whether vLLM has one buffer for the KV cache of all layers, as 0.32 and 0.33 do."""
+    return find_spec("vllm.v1.kv_cache_layout") is not None
 
 
 def check() -> None:

@@ -6,49 +6,56 @@ engine. It imports no vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ...arguments import bytes_of, name_of, seconds_of
 from ...errors import InvalidRequest
 from ...wire.names import MAX_WAIT_SECONDS, NAMES, valid_model
+from ..bounds import Bounds, check_names
 
 BLOCK_MAJOR, LAYER_MAJOR = "block-major", "layer-major"
 PAGES: Final[Mapping[str, str]] = {BLOCK_MAJOR: "64MiB", LAYER_MAJOR: "2MiB"}
 """The page size of each layout."""
+AUTO: Final = "auto"
+OWN, BORROWED = "own", "borrowed"
+"""Whose memory the weights are in: vLLM's own, or the broker's."""
 UNI: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """What "uni" stands for. vLLM's CPU build takes it by this name only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """The values of `kv_connector_extra_config`. Sizes are in bytes, or text such as "8GiB".
+class Settings(Bounds):
+    """The values of `kv_connector_extra_config`: those of `Bounds`, and more.
 
-    `model` is the name under which the broker knows this engine; without it, that is the name under which vLLM serves
-    the model. `limit` is the most that it may borrow, as for `Client.register_model`. `floor`, `ahead`, `keep` and
-    `ceiling` are as for `membroker.kv.ElasticCache`; without `ahead` one group of pages is kept mapped ahead. `layout`
-    is what the engine is asked for, and `page_size` replaces that layout's own.
+    `layout` is what the engine is asked for. `endpoint` is the directory of the broker's endpoint, or a list with one
+    for each rank; without it MEMBROKER_ENDPOINT is.
+
+    With `weights` "borrowed" these are in a pool of the broker's memory: in the books, and released while the engine
+    sleeps. `keep_pinned` is that of `membroker.kv.Sleeper`. `declare` is what the engine uses besides, and is charged
+    for (`Model.declare`): a size, or "auto" for what PyTorch has reserved when the engine has warmed up, and a context.
     """
 
-    model: str | None = None
-    limit: int | str | None = None
-    floor: int | str = 0
-    ahead: int | str | None = None
-    keep: int | str = "2GiB"
-    ceiling: int | str | None = None
     layout: str = BLOCK_MAJOR
-    page_size: int | str | None = None
+    endpoint: str | Sequence[str] | None = None
+    weights: str = OWN
+    keep_pinned: bool = False
+    declare: int | str | None = None
 
     def __post_init__(self) -> None:
-        if self.model is not None:
-            name_of("model", self.model)
-        for name in ("limit", "floor", "ahead", "keep", "ceiling", "page_size"):
-            value = getattr(self, name)
-            if value is not None:
-                bytes_of(name, value)
+        _check_endpoint(self.endpoint)
+        Bounds.__post_init__(self)
+        if self.declare not in (None, AUTO):
+            bytes_of("declare", self.declare)
         if self.layout not in PAGES:
             raise InvalidRequest(f"layout is {' or '.join(PAGES)}, not {self.layout!r}")
+        if self.weights not in (OWN, BORROWED):
+            raise InvalidRequest(f"weights is {OWN} or {BORROWED}, not {self.weights!r}")
+        if not isinstance(self.keep_pinned, bool):
+            raise InvalidRequest(f"keep_pinned is true or false, not {self.keep_pinned!r}")
+        if self.keep_pinned and self.weights != BORROWED:
+            raise InvalidRequest('keep_pinned is for borrowed weights: give "weights": "borrowed", or leave it out')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +65,7 @@ class WeightSettings:
     The first engine loads with vLLM's own `load_format`, which gets `extra_config` as its extra configuration. `model`
     is the name in the broker's books to which the weights are charged; without it, that is the name of what vLLM
     loads. `wait` is how many seconds an engine waits until another one has loaded, and until the broker can lend the
-    memory. With `keep` the weights stay when the last engine leaves.
+    memory. With `keep` the weights stay when the last engine leaves. `endpoint` is that of `Settings`.
     """
 
     load_format: str = "auto"
@@ -66,8 +73,10 @@ class WeightSettings:
     model: str | None = None
     wait: float = 600.0
     keep: bool = False
+    endpoint: str | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
+        _check_endpoint(self.endpoint)
         if self.model is not None and not valid_model(name_of("model", self.model)):
             raise InvalidRequest(f"{self.model!r} is no name of a model: {NAMES}")
         if not isinstance(self.load_format, str) or self.load_format == "membroker":
@@ -82,23 +91,49 @@ class WeightSettings:
 
 def settings_of(extra: Mapping[str, Any]) -> Settings:
     """Return the settings in `kv_connector_extra_config`. Raises `InvalidRequest` about the first that is wrong."""
-    _check_names("kv_connector_extra_config", extra, Settings)
+    check_names("kv_connector_extra_config", extra, Settings)
     return Settings(**extra)
+
+
+def settings_in(transfer: Any) -> Settings:
+    """Return the settings in `--kv-transfer-config`, where the connector may be one of a MultiConnector's."""
+    if transfer is None:
+        return Settings()
+    extra = transfer.kv_connector_extra_config
+    if transfer.kv_connector == "MultiConnector":
+        several = [one for one in extra.get("connectors", ()) if one.get("kv_connector") == "Membroker"]
+        extra = several[0].get("kv_connector_extra_config", {}) if several else {}
+    return settings_of(extra)
 
 
 def weight_settings_of(extra: Any) -> WeightSettings:
     """Return the settings in `--model-loader-extra-config`. Raises `InvalidRequest` about the first that is wrong."""
     if not isinstance(extra, Mapping):
         raise InvalidRequest(f"--model-loader-extra-config is an object, not {extra!r}")
-    _check_names("--model-loader-extra-config", extra, WeightSettings)
+    check_names("--model-loader-extra-config", extra, WeightSettings)
     return WeightSettings(**extra)
 
 
-def _check_names(source: str, extra: Mapping[str, Any], kind: Any) -> None:
-    known = [one.name for one in fields(kind)]
-    unknown = sorted(str(name) for name in extra if name not in known)
-    if unknown:
-        raise InvalidRequest(f"{source} has {unknown[0]!r}, and membroker knows: {', '.join(known)}")
+def endpoint_of(endpoint: str | Sequence[str] | None, parallel: Any) -> str | None:
+    """Return the endpoint that this rank of an engine takes, None for the usual one. `parallel` is vLLM's config."""
+    if endpoint is None or isinstance(endpoint, str):
+        return endpoint
+    if len(endpoint) != parallel.world_size:
+        raise InvalidRequest(
+            f"endpoint lists {len(endpoint)} directories, and this engine has {parallel.world_size} ranks"
+        )
+    return endpoint[int(parallel.rank)]
+
+
+def _check_endpoint(endpoint: Any) -> None:
+    listed = [endpoint] if endpoint is None or isinstance(endpoint, str) else endpoint
+    if not isinstance(listed, list | tuple) or not all(one is None or (isinstance(one, str) and one) for one in listed):
+        raise InvalidRequest(f"endpoint is a directory, or a list with one for each rank, not {endpoint!r}")
+
+
+def has_ranks(config: Any) -> bool:
+    """Return whether the workers of a `VllmConfig` are in other processes than the scheduler."""
+    return bool(config.parallel_config.distributed_executor_backend == "mp")
 
 
 def check_supported(config: Any) -> None:
@@ -106,14 +141,20 @@ def check_supported(config: Any) -> None:
     parallel = config.parallel_config
     transfer = config.kv_transfer_config
     refusals = {
-        "runs one GPU per engine: set the sizes of tensor, pipeline, data and context parallelism to 1": (
-            parallel.world_size != 1 or parallel.data_parallel_size != 1
+        "supports tensor parallelism only: set the sizes of pipeline, data and context parallelism to 1": (
+            parallel.world_size != parallel.tensor_parallel_size
+            or parallel.data_parallel_size != 1
+            or parallel.decode_context_parallel_size != 1
         ),
-        "needs worker and scheduler in one process: give --distributed-executor-backend uni": (
-            parallel.distributed_executor_backend not in ("uni", UNI)
+        "needs all ranks on one machine: leave --nnodes out": parallel.nnodes != 1,
+        "needs vLLM's own processes: give --distributed-executor-backend mp, or uni for one GPU": (
+            parallel.distributed_executor_backend not in ("uni", UNI, "mp")
         ),
-        'needs "kv_role": "kv_both" in --kv-transfer-config, so that blocks stay until the steps that use them end': (
-            transfer is None or not (transfer.is_kv_consumer and transfer.is_kv_producer)
+        'needs "kv_role": "kv_producer" in --kv-transfer-config. With "kv_both", vLLM preempts many requests at once '
+        "when it is short of memory": (
+            transfer is None
+            or not transfer.is_kv_producer
+            or (transfer.is_kv_consumer and transfer.kv_connector != "MultiConnector")
         ),
         "does not serve models with MLA yet": config.model_config.use_mla,
         "does not serve encoder-decoder models": config.model_config.is_encoder_decoder,
@@ -158,6 +199,11 @@ def _refuse(begin: str, refusals: Mapping[str, bool]) -> None:
             raise InvalidRequest(f"{begin} {sentence}")
 
 
+def is_block_major(config: Any) -> bool:
+    """Return whether a config of vLLM with a layout has the bytes of all layers of a block side by side."""
+    return str(config.kv_cache_layout).startswith("B")
+
+
 def check_cache(config: Any) -> None:
     """Raise `InvalidRequest` for a `KVCacheConfig` that is not one group of layers with plain full attention."""
     groups = config.kv_cache_groups
@@ -167,7 +213,10 @@ def check_cache(config: Any) -> None:
         or type(specs[0]).__name__ != "FullAttentionSpec"
         or specs[0].sliding_window is not None
         or specs[0].attention_chunk_size is not None
-        or any(tensor.block_stride for tensor in config.kv_cache_tensors)
+        or any(
+            tensor.host_resident if hasattr(config, "kv_cache_layout") else tensor.block_stride
+            for tensor in config.kv_cache_tensors
+        )
     ):
         names = sorted({type(spec).__name__ for spec in specs})
         raise InvalidRequest(

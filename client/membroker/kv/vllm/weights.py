@@ -35,7 +35,7 @@ from ...segment import Segment
 from ...vmm.sizes import format_size
 from . import seams
 from .identity import book_name, digest_of
-from .settings import check_shareable, weight_settings_of
+from .settings import check_shareable, endpoint_of, weight_settings_of
 
 logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
 
@@ -44,6 +44,8 @@ _HOLLOW_BYTES = 64 << 10
 _AGAIN_SECONDS = 0.2
 _OUTAGE_SECONDS = 5.0
 """How long the start, and the end, of an engine waits for a broker that is away."""
+_building = threading.Lock()
+"""Held while a model is built: torch's hooks are the process's, and none may come or go while another thread builds."""
 
 
 class Loader(BaseModelLoader):  # type: ignore[misc]
@@ -77,9 +79,10 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
         """
         check_shareable(vllm_config)
         begun, settings = time.monotonic(), self._settings
+        endpoint = endpoint_of(settings.endpoint, vllm_config.parallel_config)
         target = torch.device(self.load_config.device or vllm_config.device_config.device)
         with ExitStack() as undo, ExitStack() as claim:
-            client = undo.enter_context(connect(outage=_OUTAGE_SECONDS))
+            client = undo.enter_context(connect(endpoint, outage=_OUTAGE_SECONDS))
             book, digest = (
                 settings.model or book_name(model_config),
                 digest_of(vllm_config, model_config, settings, prefix),
@@ -88,7 +91,7 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
             segment = shared.find(claim)
             with set_default_torch_dtype(model_config.dtype):
                 hollow = _Hollow()
-                with target, nullcontext() if segment is None else hollow:
+                with _building, target, nullcontext() if segment is None else hollow:
                     model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
                 if segment is None:
                     segment = shared.publish(_stored(model), lambda: self._load(model, model_config))

@@ -1,0 +1,88 @@
+"""Weights that are borrowed from the broker, so that they are in the books and can be released while the engine sleeps.
+
+Owns their pool and its session. The session is one of its own that answers no recalls: weights cannot be recalled, so
+the broker must not lend this engine what others are guaranteed for them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from ...adapters.torch import device_of
+from ...client import Client, connect
+from ...errors import InvalidRequest
+from ...pool.pool import VirtualMemoryPool
+from ..weights import move_to_pool
+from .settings import BORROWED, endpoint_of, settings_in
+
+logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
+
+LEND_SECONDS = 300.0
+"""How long the start of an engine waits for the memory of its weights."""
+SHARED = "other engines may use the same ones (--load-format membroker)"
+OWN = 'they are vLLM\'s own memory (give "weights": "borrowed" to release them, too)'
+
+
+def why_kept(config: Any) -> str:
+    """Return in half a sentence why a sleeping engine keeps weights that are not borrowed."""
+    return SHARED if _is_shared(config) else OWN
+
+
+def _is_shared(config: Any) -> bool:
+    return str(config.load_config.load_format) == "membroker"
+
+
+class Weights:
+    """The weights of one engine, or of one rank. Their memory is in `pool`, or vLLM's own: then that is None."""
+
+    def __init__(self, config: Any) -> None:
+        self.pool: VirtualMemoryPool | None = None
+        self._config = config
+        self._settings = settings_in(config.kv_transfer_config)
+        self._client: Client | None = None
+        if self._settings.weights == BORROWED:
+            self._check()
+
+    def _check(self) -> None:
+        """Raise `InvalidRequest` for weights that are not to be moved, or were never tried."""
+        config = self._config
+        for what, applies in {
+            "are in the books already with --load-format membroker": _is_shared(config),
+            "were not tried with quantized models: kernels may know their addresses": (
+                config.model_config.quantization is not None
+            ),
+            "were not tried with LoRA": config.lora_config is not None,
+        }.items():
+            if applies:
+                raise InvalidRequest(f'borrowed weights {what}: leave "weights" out')
+
+    def move(self, module: Any) -> None:
+        """Move a module's parameters to a pool, if the user asked for that. It waits for the broker."""
+        if self._settings.weights != BORROWED:
+            return
+        begun = time.monotonic()
+        name = self._settings.name(self._config.model_config.served_model_name)
+        with ExitStack() as undo:
+            client = undo.enter_context(connect(endpoint_of(self._settings.endpoint, self._config.parallel_config)))
+            model = client.register_model(name, limit=self._settings.limit)
+            device = device_of(model.driver.device)
+            wanted = [one for one in module.parameters() if one.device == device]
+            if not wanted:
+                raise InvalidRequest(f"this engine has no weights on {device}, whose memory the broker lends")
+            self.pool = move_to_pool(wanted, model, wait=LEND_SECONDS)
+            undo.pop_all()
+        self._client = client
+        logger.info(
+            "membroker: %d bytes of weights of model %r are borrowed, moved in %.2f s",
+            self.pool.physical_usage_bytes,
+            name,
+            time.monotonic() - begun,
+        )
+
+    def close(self) -> None:
+        """End the session. The memory goes with the parameters."""
+        if self._client is not None:
+            self._client.close()

@@ -1,0 +1,79 @@
+"""The steps of one vLLM engine: numbered where they are scheduled, and followed where they are launched.
+
+Owns the fences. The two sides may be in two processes: what goes from the scheduler to each rank is two numbers in the
+connector's metadata of a step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ...adapters.torch.package import torch
+from ..engine import Over
+
+
+class Scheduled:
+    """The scheduler's side. `passed` returns the last step whose work is over."""
+
+    def __init__(self, passed: Callable[[], int]) -> None:
+        self.number = 0
+        """The step that is being scheduled."""
+        self.fenced = 0
+        """The last step with a fence behind it."""
+        self._passed = passed
+
+    def begin(self) -> None:
+        """Schedule another step."""
+        self.number += 1
+
+    def fence(self) -> StepFence:
+        """Return a fence behind the step that is being scheduled."""
+        self.fenced = self.number
+        return StepFence(self.number, self._passed)
+
+
+class StepFence:
+    """The end of a step's work on every device, which may not have been launched yet."""
+
+    def __init__(self, number: int, passed: Callable[[], int]) -> None:
+        self._number, self._passed = number, passed
+
+    def query(self) -> bool:
+        """Return whether it has passed."""
+        return self._number <= self._passed()
+
+    def synchronize(self) -> None:
+        """It is called only after `query` has returned True."""
+
+
+class Launched:
+    """A worker's side. `record` returns an event behind all work that was launched."""
+
+    def __init__(self) -> None:
+        self.record: Callable[[], Any] = Over
+        self._events: deque[tuple[int, Any]] = deque()
+        self._recorded = self._passed = -1
+
+    def end(self, number: int, fenced: int) -> None:
+        """Note that all work of a step was launched. `fenced` is the last step that had a fence when it was scheduled.
+
+        An event is recorded only if there is a fence since the last one.
+        """
+        if fenced > self._recorded:
+            self._events.append((number, self.record()))
+            self._recorded = number
+
+    def passed(self) -> int:
+        """Return the last step with a fence that is over. One thread may call it."""
+        while self._events and self._events[0][1].query():
+            self._passed = self._events.popleft()[0]
+        return self._passed
+
+
+def recorded() -> Any:
+    """Return an event behind what was launched on the current stream."""
+    event = torch.cuda.Event()
+    event.record()
+    return event

@@ -1,0 +1,108 @@
+"""vLLM's own scheduler, two steps in flight as on a GPU, without a model: what it preempts is what is measured.
+
+vLLM's CPU build cannot schedule asynchronously, so that a whole engine shows nothing of this on a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from membroker import Model, VirtualMemoryPool
+from membroker.kv import ElasticCache, Layout
+from membroker.kv.engine import Over
+from membroker.kv.layout import Strided
+from membroker.kv.vllm import memory
+from membroker.kv.vllm.steps import Launched
+from tests.support.sizes import MIB
+from tests.support.vllm_engine import CONFIG
+
+BLOCK_TOKENS, BLOCK, PAGE = 16, 64 << 10, 2 * MIB
+PAGES = 160
+IN_FLIGHT = 2
+"""How many steps are scheduled before the first of them has ended."""
+
+
+class Scheduling:
+    """A scheduler with `blocks` blocks; over a `model`, with an elastic cache in place of that.
+
+    `tokens` were scheduled, `preemptions` counts requests that lost their blocks.
+    """
+
+    def __init__(
+        self, directory: Path, monkeypatch: pytest.MonkeyPatch, *, blocks: int = 0, model: Model | None = None
+    ):
+        (directory / "config.json").write_text(json.dumps(CONFIG))
+        over: dict[str, Any] = {}
+        self._launched = Launched()
+        self._launched.record = Over
+        if model is not None:
+            blocks = PAGES * PAGE // BLOCK
+            pool = VirtualMemoryPool(model, PAGES * PAGE, PAGE)
+            layout = Layout(pool.base_address, PAGE, blocks, [Strided(pool.base_address, BLOCK, BLOCK)], BLOCK_TOKENS)
+            self.cache = ElasticCache(pool, layout)
+            kept = SimpleNamespace(pool=None)  # vLLM's own weights
+            started = SimpleNamespace(take_cache=lambda: self.cache, launched=self._launched, weights=kept)
+            started.empty_torch = lambda: None
+            monkeypatch.setattr(memory, "_current", started)
+            over["kv_transfer_config"] = {
+                "kv_connector": "Membroker",
+                "kv_connector_module_path": "membroker.kv.vllm",
+                "kv_role": "kv_producer",
+            }
+        config = EngineArgs(
+            model=str(directory),
+            skip_tokenizer_init=True,
+            max_model_len=2048,
+            max_num_seqs=256,
+            max_num_batched_tokens=8192,
+            block_size=BLOCK_TOKENS,
+            enable_prefix_caching=False,
+            kv_cache_memory_bytes=1 << 30,
+            dtype="float32",
+            **over,
+        ).create_engine_config()
+        config.parallel_config.distributed_executor_backend = "uni"
+        config.scheduler_config.async_scheduling = True  # the CPU build has turned it off
+        config.cache_config.num_gpu_blocks = blocks
+        spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=8, head_size=128, dtype=torch.float32)
+        tensors, groups = [KVCacheTensor(size=BLOCK * blocks, shared_by=["layer"])], [KVCacheGroupSpec(["layer"], spec)]
+        cache_config = KVCacheConfig(blocks, tensors, groups)
+        self._scheduler = AsyncScheduler(config, cache_config, StructuredOutputManager(config), block_size=BLOCK_TOKENS)
+        self.preemptions = self.tokens = 0
+
+    def serve(self, requests: int, prompt: int, answer: int) -> None:
+        """Schedule steps until so many requests have their answers."""
+        scheduler = self._scheduler
+        for number in range(requests):
+            options = SamplingParams(max_tokens=answer, ignore_eos=True, detokenize=False)
+            scheduler.add_request(Request(str(number), [1] * prompt, options, None))
+        steps = deque[tuple[Any, list[list[int]]]]()
+        while scheduler.has_unfinished_requests() or steps:
+            step = scheduler.schedule()
+            self.preemptions += len(step.preempted_req_ids or ())
+            self.tokens += step.total_num_scheduled_tokens
+            if step.kv_connector_metadata is not None:
+                self._launched.end(step.kv_connector_metadata.number, step.kv_connector_metadata.fenced)
+            names = step.num_scheduled_tokens
+            steps.append((step, [[] if scheduler.requests[name].is_prefill_chunk else [7] for name in names]))
+            while len(steps) >= IN_FLIGHT or (steps and not step.total_num_scheduled_tokens):
+                self._end(*steps.popleft())
+
+    def _end(self, step: Any, tokens: list[list[int]]) -> None:
+        names = list(step.num_scheduled_tokens)
+        places = {name: place for place, name in enumerate(names)}
+        self._scheduler.update_from_output(step, ModelRunnerOutput(names, places, tokens))
