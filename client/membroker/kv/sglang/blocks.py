@@ -1,0 +1,237 @@
+"""SGLang's allocator, prefix cache and requests as a `membroker.kv.Engine`.
+
+Owns an estimate of what the requests need, and which requests are to be retracted. A block is a page of SGLang. All of
+this runs in the scheduler's thread, and waits for the GPU only to learn which pages a part of the prefix cache has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import numpy
+import torch
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
+
+from ..engine import Fence
+from .allocator import Allocator
+
+
+class Blocks:
+    """The pages and requests of one SGLang scheduler. `new_fence` returns a fence behind all work that was launched."""
+
+    def __init__(self, scheduler: Any, allocator: Allocator, new_fence: Callable[[], Fence]) -> None:
+        self._scheduler, self._allocator, self._new_fence = scheduler, allocator, new_fence
+        self._tree = scheduler.tree_cache
+        self._page = int(allocator.page_size)
+        self._running: Any = scheduler.running_batch
+        self._last: Any = None
+        self._owners: list[Any] = []
+        self._owner_of: Any = None
+        """For each page the number of the node in `_owners` that has it, or -1. None before a look."""
+        self._pages: dict[Any, tuple[Any, Any]] = {}
+        """For each node of the prefix cache its value, and the pages in it: a node that was split has another value."""
+        self._unwanted: frozenset[int] = frozenset()
+        """Pages whose users are to be retracted."""
+        self.has_grown = False
+        """Whether pages were released since this was last set to False."""
+
+    def begin(self, running: Any, last: Any) -> None:
+        """Begin a turn of the scheduler, with its running batch and the batch that it launched last."""
+        self._running, self._last = running, last
+        self._owner_of = None
+        self._unwanted = frozenset()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request runs or waits."""
+        scheduler = self._scheduler
+        return not (scheduler.waiting_queue or scheduler.chunked_req) and next(self._under_way(), None) is None
+
+    # The verbs of `membroker.kv.Engine`
+
+    def need(self) -> int:
+        """Return the pages in use, and those that requests need besides.
+
+        Before SGLang admits a request it wants room for the whole answer, up to 4,096 tokens, and for a part of what
+        the running ones may still generate. So this counts the same while requests wait.
+        """
+        scheduler, page = self._scheduler, self._page
+        waiting = scheduler.waiting_queue[: max(0, scheduler.max_running_requests - len(self._running.reqs))]
+        ratio = scheduler.new_token_ratio_tracker.current if waiting else 0.0
+        tokens = 0.0
+        for req in self._under_way():
+            left = max(0, req.sampling_params.max_new_tokens - len(req.output_ids))
+            share = 1.0 if req.sampling_params.ignore_eos else ratio
+            tokens += min(left, max(page, min(left, CLIP_MAX_NEW_TOKENS) * share if waiting else 0.0))
+        chunked = scheduler.chunked_req
+        if chunked is not None:
+            tokens += self._rest_of(chunked) + min(chunked.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
+        for req in waiting:
+            if tokens > self._allocator.size:
+                break  # it is the whole cache, and thousands can wait
+            done = len(req.output_ids)
+            left = max(0, req.sampling_params.max_new_tokens - done)
+            tokens += len(req.origin_input_ids) + done + min(left, CLIP_MAX_NEW_TOKENS) + 2 * page
+        return self._used() + -(-int(tokens) // page)
+
+    def unused(self, blocks: Sequence[int]) -> Collection[int]:
+        """Return the pages that are free or cached, but for those that a prompt needs which is computed in parts.
+
+        SGLang ends with an error if the next part of such a prompt has no room.
+        """
+        asked = numpy.asarray(blocks, int)
+        reserve = self._reserve()
+        is_unused = self._allocator.is_free(asked) & ~numpy.isin(asked, self._allocator.lowest_free(reserve))
+        if reserve <= self._allocator.free_count:
+            is_unused |= self._owners_of(asked) >= 0
+        found: list[int] = asked[is_unused].tolist()
+        return found
+
+    def warmth(self, blocks: Sequence[int]) -> float:
+        """Return when one of these cached pages was last matched by a request."""
+        numbers = self._owners_of(numpy.asarray(blocks, int))
+        return max((self._owners[at].last_access_time for at in numpy.unique(numbers[numbers >= 0])), default=0.0)
+
+    def cost(self, blocks: Sequence[int]) -> float:
+        """Return how many of these pages are used: which requests that are is only in the GPU's memory."""
+        return len(blocks) - len(self.unused(blocks))
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Evict what is cached there, with what continues it, and take the pages out of the free list."""
+        numbers = self._owners_of(numpy.asarray(blocks, int))
+        for at in numpy.unique(numbers[numbers >= 0]):
+            self._evict(self._owners[at])
+        self._allocator.hold(blocks)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Put pages into the free list."""
+        self._allocator.release(blocks)
+        self.has_grown = True
+
+    def fence(self) -> Fence:
+        """Return a fence behind all work that was launched. The scheduler launches what it has scheduled at once."""
+        return self._new_fence()
+
+    def preempt(self, blocks: Sequence[int]) -> bool:
+        """Let the scheduler retract the requests that use these pages, when it next decodes."""
+        if not blocks or self._running.is_empty():
+            return False
+        self._unwanted = frozenset(blocks)
+        self._running.batch_is_full = True  # so that it decodes, and admits nothing before
+        return True
+
+    # What the hooks ask
+
+    @property
+    def is_preempting(self) -> bool:
+        """Whether requests are to be retracted."""
+        return bool(self._unwanted)
+
+    def retract(self, batch: Any, server_args: Any) -> tuple[list[Any], float, list[Any]]:
+        """Retract requests, as `ScheduleBatch.retract_decode`: return them, a ratio, and those that are aborted.
+
+        Those that use unwanted pages go first. SGLang's own aborts the last request if it has no room. Here it is
+        retracted too: the memory will come.
+        """
+        order = batch._get_decode_retraction_order(batch.reqs, server_args, allow_policy_sort=True)
+        users = self._users(batch)
+        order = [at for at in order if at not in users] + [at for at in order if at in users]
+        retracted: list[Any] = []
+        while order and (len(retracted) < len(users) or not batch.check_decode_mem(selected_indices=order)):
+            at = order.pop()
+            retracted.append(batch.reqs[at])
+            batch.release_req(at, len(order), server_args)
+        self._unwanted = frozenset()
+        batch.filter_batch(keep_indices=order)
+        return retracted, NewTokenRatioTracker.estimate_new_token_ratio_after_retract(batch.reqs), []
+
+    def _users(self, batch: Any) -> set[int]:
+        """Return the numbers of the requests in a batch that use unwanted pages."""
+        if not self._unwanted:
+            return set()
+        table = self._scheduler.req_to_token_pool.req_to_token
+        rows = torch.tensor([req.req_pool_idx for req in batch.reqs], device=table.device)
+        longest = max(req.kv.kv_allocated_len for req in batch.reqs)
+        pages = (table[rows, : longest : self._page] // self._page).cpu().numpy()
+        is_unwanted = numpy.zeros(self._allocator.pages, bool)
+        is_unwanted[list(self._unwanted)] = True
+        return {
+            at
+            for at, req in enumerate(batch.reqs)
+            if is_unwanted[pages[at, : -(-req.kv.kv_allocated_len // self._page)]].any()
+        }
+
+    def _under_way(self) -> Iterator[Any]:
+        """Yield the requests that generate."""
+        last, chunked = self._last, self._scheduler.chunked_req
+        yield from (req for req in self._running.reqs if not req.finished())
+        if last is not None and last is not self._running and last.forward_mode.is_extend():
+            yield from (req for req in last.reqs if req is not chunked and not req.finished())
+
+    def _used(self) -> int:
+        """Return how many pages requests use, page 0 included."""
+        pages, cached = self._allocator, int(self._tree.evictable_size()) // self._page
+        return pages.pages - pages.held_count - pages.free_count - cached
+
+    def _rest_of(self, req: Any) -> int:
+        """Return how many tokens of its prompt have no page yet."""
+        has = 0 if req.kv is None else req.kv.kv_allocated_len
+        return max(0, len(req.origin_input_ids) + len(req.output_ids) - has)
+
+    def _reserve(self) -> int:
+        """Return the pages that the prompt needs which is computed in parts."""
+        chunked = self._scheduler.chunked_req
+        return 0 if chunked is None else self._rest_of(chunked) // self._page + 2
+
+    # The prefix cache
+
+    def _owners_of(self, pages: Any) -> Any:
+        """Return for each page the number of the unlocked node that has it, or -1."""
+        if self._owner_of is None:
+            self._look()
+        return self._owner_of[pages]
+
+    def _look(self) -> None:
+        """Note which pages are cached and not in use."""
+        nodes = [] if self._tree.disable else list(_below(self._tree.root_node))
+        before, self._pages = self._pages, {}
+        unknown = []
+        for node in nodes:
+            known = before.get(node)
+            if known is not None and known[0] is node.value:
+                self._pages[node] = known
+            else:
+                unknown.append(node)
+        if unknown:
+            firsts = torch.cat([node.value[:: self._page] for node in unknown])
+            numbers = (firsts // self._page).cpu().numpy()
+            ends = numpy.cumsum([-(-len(node.value) // self._page) for node in unknown])[:-1]
+            for node, pages in zip(unknown, numpy.split(numbers, ends), strict=True):
+                self._pages[node] = node.value, pages
+        self._owners = [node for node in nodes if not node.lock_ref]
+        self._owner_of = numpy.full(self._allocator.pages, -1)
+        for at, node in enumerate(self._owners):
+            self._owner_of[self._pages[node][1]] = at
+
+    def _evict(self, node: Any) -> None:
+        """Free the pages of an unlocked node, and of all nodes that continue it. They are unlocked too."""
+        if node not in self._pages:
+            return  # with a node above it
+        gone = [node, *_below(node)]
+        for one in reversed(gone):
+            pages = self._pages.pop(one)[1]
+            self._owner_of[pages] = -1
+            self._allocator.free_pages_of(pages)
+            self._tree._delete_leaf(one)
+            self._tree._record_remove_event(one)
+
+
+def _below(root: Any) -> Iterator[Any]:
+    """Yield the nodes below one, each before those below it."""
+    stack = list(root.children.values())
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(node.children.values())

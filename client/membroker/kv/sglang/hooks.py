@@ -1,0 +1,136 @@
+"""The hooks in SGLang, by SGLang's own `HookRegistry`: where its cache is made, where it schedules, where it counts.
+
+Owns the table of them. They are registered in each process of SGLang and used in its scheduler's, which has one engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from ...errors import InvalidRequest
+from . import seams
+from .memory import Memory
+from .settings import check_supported, settings_of
+
+_MEM_CACHE: Final = "sglang.srt.mem_cache"
+_CONFIGURATOR: Final = f"{_MEM_CACHE}.kv_cache_configurator.KVCacheConfigurator"
+_SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
+_BATCH: Final = "sglang.srt.managers.schedule_batch.ScheduleBatch"
+_COMPONENTS: Final = "sglang.srt.managers.scheduler_components"
+
+_text = ""
+_current: Memory | None = None
+
+
+def register(text: str) -> None:
+    """Register the hooks. `text` is the settings; what is wrong in them is raised when an engine makes its cache."""
+    global _text
+    _text = text
+    for target, (kind, hook) in HOOKS.items():
+        HookRegistry.register(target, hook, kind)
+
+
+def current() -> Memory:
+    """Return the memory of this process's engine."""
+    if _current is None:
+        raise InvalidRequest("SGLang's scheduler runs without the KV cache that membroker made for it")
+    return _current
+
+
+# Where the cache is made
+
+
+def _configure(original: Callable[..., Any], config: Any, **options: Any) -> Any:
+    """Around `KVCacheConfigurator.configure`: the start, and the place of all refusals."""
+    global _current
+    settings = settings_of(_text)
+    seams.check()
+    if missing := [target for target in HOOKS if target not in HookRegistry._patched]:
+        raise InvalidRequest(f"SGLang did not apply membroker's hook on {missing[0]}: its log has the reason")
+    check_supported(config)
+    _current = Memory(settings, config)
+    return original(config, **options)
+
+
+def _available_bytes(original: Callable[..., int], config: Any, pre_model_load_memory: Any) -> int:
+    """Around `_profile_available_bytes`: the cache is as large as `capacity`, whatever the GPU has free."""
+    capacity = current().capacity
+    return original(config, pre_model_load_memory) if capacity is None else capacity
+
+
+def _create_buffers(original: Callable[[Any], None], kvcache: Any) -> None:
+    """Around `_create_buffers` of the pools: the KV tensors are addresses."""
+    if type(kvcache).__name__ not in ("MHATokenToKVPool", "PageMajorMHATokenToKVPool"):
+        raise InvalidRequest(f"membroker.kv.sglang does not serve a KV cache of class {type(kvcache).__name__}")
+    current().create_buffers(kvcache, original)
+
+
+def _allocator(plain: Any, config: Any, **options: Any) -> Any:
+    """After `_build_token_to_kv_pool_allocator`: another one takes the place of SGLang's own."""
+    return current().allocator(plain)
+
+
+def _capture_graphs(original: Callable[[Any], None], scheduler: Any) -> None:
+    """Around `Scheduler.init_all_cuda_graphs`."""
+    with current().capturing():
+        original(scheduler)
+
+
+# Where the scheduler works
+
+
+def _run(scheduler: Any) -> None:
+    """Before `Scheduler.run_event_loop`: everything is there, and no request is."""
+    current().attach(scheduler)
+
+
+def _turn(scheduler: Any, running_batch: Any, last_batch: Any) -> None:
+    """Before `Scheduler.get_next_batch_to_run`: all that was scheduled before is launched."""
+    current().turn(running_batch, last_batch)
+
+
+def _has_memory(original: Callable[..., bool], batch: Any, selected_indices: Any = None) -> bool:
+    """Around `ScheduleBatch.check_decode_mem`: without memory SGLang retracts, and so it does for a recall."""
+    if selected_indices is None and current().blocks.is_preempting:
+        return False
+    return original(batch, selected_indices)
+
+
+def _retract(batch: Any, server_args: Any) -> Any:
+    """In place of `ScheduleBatch.retract_decode`."""
+    return current().blocks.retract(batch, server_args)
+
+
+# Where SGLang counts
+
+
+def _check_pool(checker: Any, ps: Any, uncached: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Before `SchedulerInvariantChecker._check_full_pool`: tokens without memory are neither free nor lost."""
+    return (checker, ps, uncached + current().held_tokens), {}
+
+
+def _token_info(stats: Any, observer: Any) -> None:
+    """After `SchedulerPoolStatsObserver._get_token_info`: the usage is that of what has memory."""
+    held = current().held_tokens
+    stats.full_num_used -= held
+    stats.full_token_usage = stats.full_num_used / max(1, observer.max_total_num_tokens - held)
+
+
+HOOKS: Final = {
+    f"{_CONFIGURATOR}.configure": (HookType.AROUND, _configure),
+    f"{_CONFIGURATOR}._profile_available_bytes": (HookType.AROUND, _available_bytes),
+    f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator": (HookType.AFTER, _allocator),
+    f"{_MEM_CACHE}.memory_pool.MHATokenToKVPool._create_buffers": (HookType.AROUND, _create_buffers),
+    f"{_MEM_CACHE}.memory_pool.PageMajorMHATokenToKVPool._create_buffers": (HookType.AROUND, _create_buffers),
+    f"{_SCHEDULER}.init_all_cuda_graphs": (HookType.AROUND, _capture_graphs),
+    f"{_SCHEDULER}.run_event_loop": (HookType.BEFORE, _run),
+    f"{_SCHEDULER}.get_next_batch_to_run": (HookType.BEFORE, _turn),
+    f"{_BATCH}.check_decode_mem": (HookType.AROUND, _has_memory),
+    f"{_BATCH}.retract_decode": (HookType.REPLACE, _retract),
+    f"{_COMPONENTS}.invariant_checker.SchedulerInvariantChecker._check_full_pool": (HookType.BEFORE, _check_pool),
+    f"{_COMPONENTS}.pool_stats_observer.SchedulerPoolStatsObserver._get_token_info": (HookType.AFTER, _token_info),
+}
+"""What each target is given: the registry's table, and the list that `_configure` looks through."""

@@ -1,0 +1,182 @@
+"""The memory of one SGLang engine's KV cache: its pool, its `ElasticCache`, and the fences of its work.
+
+Owns what the hooks share, in the process of SGLang's scheduler. Only the start of an engine waits for the broker.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ...adapters.torch import device_of
+from ...arguments import bytes_of
+from ...client import Client, connect
+from ...errors import InvalidRequest
+from ...model import Model
+from ...pool.pool import VirtualMemoryPool
+from ...vmm.sizes import round_up
+from ..bounds import bytes_of_first, say_wait
+from ..cache import ElasticCache
+from ..capture import Capture, strided
+from ..engine import Over
+from ..layout import Layout, Strided
+from .allocator import Allocator
+from .blocks import Blocks
+from .settings import PAGES, Settings
+
+logger = logging.getLogger("membroker")
+
+IDLE_SECONDS = 0.001
+"""How long a turn of an idle scheduler lets the thread that unmaps have the interpreter."""
+
+
+class Memory:
+    """The KV cache of a `KVCacheConfigurator`. It connects to the broker, and borrows nothing before `open`."""
+
+    def __init__(self, settings: Settings, config: Any) -> None:
+        self.settings = settings
+        self._config = config
+        self._name = settings.name(config.server_args.served_model_name)
+        self._is_block_major = bool(config.server_args.enable_page_major_kv_layout)
+        self._client: Client = connect()
+        self._model: Model = self._client.register_model(self._name, limit=settings.limit)
+        lent, device = device_of(self._model.driver.device), torch.device(config.device)
+        index = config.gpu_id if device.type == "cuda" else None
+        if lent.type != device.type or lent.index != index:
+            raise InvalidRequest(f"this engine computes on {device} {index}, and the broker lends memory of {lent}")
+        self._layout: Layout | None = None
+        self._cache: ElasticCache | None = None
+        self._allocator: Allocator | None = None
+        self._blocks: Blocks | None = None
+
+    # At the start
+
+    @property
+    def capacity(self) -> int | None:
+        """How many bytes of addresses the cache has, or None for what SGLang finds free."""
+        capacity = self.settings.capacity
+        return None if capacity is None else bytes_of("capacity", capacity)
+
+    def create_buffers(self, kvcache: Any, original: Callable[[Any], None]) -> None:
+        """Let SGLang make the KV tensors of `kvcache` as addresses of a pool, and map its page 0."""
+        page = bytes_of("page_size", self.settings.page_size or PAGES[self._is_block_major])
+        shapes = kvcache._kv_buffer_shapes()
+        item = kvcache.store_dtype.itemsize
+        sizes = [torch.Size(shape).numel() * item for shape in shapes] * kvcache.layer_num
+        pool = VirtualMemoryPool(self._model, sum(round_up(size, page) for size in sizes), page)
+        wanted = {(sum(sizes),)} if self._is_block_major else {tuple(shape) for shape in shapes}
+        with Capture(pool, wanted=lambda shape, _: shape in wanted):
+            original(kvcache)
+        blocks = kvcache.size // kvcache.page_size + 1
+        parts = [part for one in (*kvcache.k_buffer, *kvcache.v_buffer) for part in _parts(one, blocks)]
+        if not all(pool.base_address <= one.address < pool.base_address + pool.capacity for one in parts):
+            raise InvalidRequest(
+                f"a KV tensor is smaller than a page of {page} bytes: give a larger capacity, or a smaller page_size"
+            )
+        self._open(pool, Layout(pool.base_address, page, blocks, parts, kvcache.page_size))
+
+    def _open(self, pool: VirtualMemoryPool, layout: Layout) -> None:
+        longest = self._config.model_config.context_len
+        blocks = 1 + min(layout.blocks - 1, -(-longest // layout.block_tokens) + 2)
+        size = bytes_of_first(layout, blocks)
+        self.settings.check_fits(size, longest, self._client, self._model, "--context-length", logger)
+        say_wait(layout.bytes_of(0), self._model, logger)
+        self._layout, self._cache = layout, self.settings.elastic(pool, layout)
+        logger.info(
+            "membroker: the KV cache of model %r is %s, in %d groups of %d MiB: %d pages of %d tokens, %.1f GiB of "
+            "addresses",
+            self._name,
+            "block-major" if self._is_block_major else "layer-major",
+            layout.groups,
+            layout.bytes_of(0) >> 20,
+            layout.blocks,
+            layout.block_tokens,
+            pool.capacity / (1 << 30),
+        )
+
+    def allocator(self, plain: Any) -> Allocator:
+        """Return the allocator in place of SGLang's own."""
+        if self._layout is None:
+            raise InvalidRequest("SGLang has made a KV cache that membroker.kv.sglang does not serve")
+        self._allocator = Allocator(plain)
+        assert self._allocator.pages == self._layout.blocks
+        return self._allocator
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Keep the library's threads away from the device while SGLang captures its graphs."""
+        with self._opened.capturing(), self._client.defer_recalls():
+            yield
+
+    def attach(self, scheduler: Any) -> None:
+        """Begin to serve: the scheduler has no request yet."""
+        tree, allocator = scheduler.tree_cache, self._allocator
+        if allocator is None or scheduler.token_to_kv_pool_allocator is not allocator:
+            raise InvalidRequest("SGLang has an allocator that membroker.kv.sglang does not serve")
+        if type(tree).__name__ not in ("RadixCache", "ChunkCache"):
+            raise InvalidRequest(f"membroker.kv.sglang does not support the prefix cache {type(tree).__name__}")
+        is_cuda = torch.device(scheduler.device).type == "cuda"
+        self._blocks = Blocks(scheduler, allocator, (lambda: _Fence(scheduler.forward_stream)) if is_cuda else Over)
+        self._opened.attach(self._blocks)
+
+    # In the scheduler's loop
+
+    def turn(self, running: Any, last: Any) -> None:
+        """Take a turn, before the scheduler composes its next batch."""
+        blocks = self.blocks
+        was_preempting = blocks.is_preempting
+        blocks.begin(running, last)
+        self._opened.turn()
+        if blocks.has_grown or was_preempting:
+            blocks.has_grown = False
+            running.batch_is_full = blocks.is_preempting  # if not, SGLang looks at waiting requests again
+        if blocks.is_idle and self._opened.stats().going_bytes:
+            # An idle scheduler spins. Each page that the other thread unmaps would then wait 5 ms for the interpreter.
+            time.sleep(IDLE_SECONDS)
+
+    @property
+    def blocks(self) -> Blocks:
+        """The scheduler's pages and requests."""
+        assert self._blocks is not None
+        return self._blocks
+
+    @property
+    def held_tokens(self) -> int:
+        """How many tokens of SGLang's cache have no memory now."""
+        assert self._allocator is not None
+        held: int = self._allocator.held_count * self._allocator.page_size
+        return held
+
+    @property
+    def _opened(self) -> ElasticCache:
+        assert self._cache is not None
+        return self._cache
+
+
+def _parts(tensor: Any, blocks: int) -> list[Strided]:
+    """Return where the pages of a KV tensor are: it has a row for each token, or for each page."""
+    rows = tensor.shape[0]
+    if rows == blocks:
+        return strided(tensor, 0)
+    return strided(tensor.view(blocks, rows // blocks, *tensor.shape[1:]), 0)
+
+
+class _Fence:
+    """The end of what was launched on the stream of the model, and on the current one."""
+
+    def __init__(self, forward_stream: Any) -> None:
+        self._events = [torch.cuda.Event(), torch.cuda.Event()]
+        self._events[0].record(forward_stream)
+        self._events[1].record()
+
+    def query(self) -> bool:
+        return all(event.query() for event in self._events)
+
+    def synchronize(self) -> None:
+        for event in self._events:
+            event.synchronize()

@@ -1,0 +1,105 @@
+"""What `MEMBROKER_SGLANG` may say, and the engines that are refused at the start. It needs no SGLang."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from membroker import InvalidRequest
+from membroker.kv.sglang import plugin
+from membroker.kv.sglang.settings import VARIABLE, Settings, check_supported, settings_of
+
+
+def test_settings_have_the_names_of_the_library() -> None:
+    assert settings_of("{}") == Settings()
+    found = settings_of('{"model": "chat", "capacity": "60GiB", "limit": "8GiB", "floor": 1024, "keep": 0}')
+    assert found == Settings(model="chat", capacity="60GiB", limit="8GiB", floor=1024, keep=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "MEMBROKER_SGLANG is not JSON"),
+        ('"chat"', 'is an object such as {"model": "chat"}'),
+        ('{"limits": "8GiB"}', "has 'limits', and membroker knows: model, limit, floor, ahead"),
+        ('{"model": 7}', "the name of a model is text"),
+        ('{"floor": "8 gigs"}', "floor: "),
+        ('{"capacity": -1}', "capacity"),
+    ],
+)
+def test_wrong_settings_are_named(text: str, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        settings_of(text)
+
+
+def a_config(**other: Any) -> Any:
+    """A `KVCacheConfigurator` that is served, with some values replaced."""
+    config: dict[str, Any] = {
+        "use_mla_backend": False,
+        "is_hybrid_swa": False,
+        "mambaish_config": None,
+        "sliding_window_size": None,
+        "is_draft_worker": False,
+        "post_capture_kv_active": False,
+    }
+    args: dict[str, Any] = {
+        **dict.fromkeys(("tp_size", "pp_size", "dp_size", "dcp_size", "attn_cp_size", "ep_size"), 1),
+        **dict.fromkeys(("speculative_algorithm", "radix_cache_backend", "dllm_algorithm")),
+        **dict.fromkeys(("enable_hierarchical_cache", "enable_hisparse", "enable_lmcache", "enable_flexkv"), False),
+        **dict.fromkeys(("enable_streaming_session", "enable_session_radix_cache", "enable_memory_saver"), False),
+        **dict.fromkeys(("enable_pdmux", "enable_unified_memory"), False),
+        "disaggregation_mode": "null",
+        "kv_cache_dtype": "auto",
+        "kv_canary": "none",
+        "page_size": 64,
+    }
+    for name, value in other.items():
+        (config if name in config else args)[name] = value
+    return SimpleNamespace(**config, server_args=SimpleNamespace(**args))
+
+
+def test_a_dense_model_on_one_gpu_is_served() -> None:
+    check_supported(a_config())
+    check_supported(a_config(page_size=16))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tp_size": 2}, "runs one GPU per engine"),
+        ({"dp_size": 2}, "runs one GPU per engine"),
+        ({"use_mla_backend": True}, "does not serve models with MLA"),
+        ({"is_hybrid_swa": True}, "hybrid and sliding-window models"),
+        ({"sliding_window_size": 4096}, "hybrid and sliding-window models"),
+        ({"mambaish_config": object()}, "hybrid and sliding-window models"),
+        ({"speculative_algorithm": "EAGLE"}, "leave --speculative-algorithm out"),
+        ({"enable_hierarchical_cache": True}, "hierarchical cache"),
+        ({"disaggregation_mode": "prefill"}, "leave --disaggregation-mode out"),
+        ({"radix_cache_backend": "mine"}, "another prefix cache"),
+        ({"enable_memory_saver": True}, "leave --enable-memory-saver out"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "leave --kv-cache-dtype at auto"),
+        ({"kv_canary": "log"}, "KV canary"),
+        ({"post_capture_kv_active": True}, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"),
+        ({"page_size": 1}, "needs --page-size of at least 16"),
+    ],
+)
+def test_other_engines_are_refused_by_a_sentence(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^membroker.kv.sglang .*{said}"):
+        check_supported(a_config(**change))
+
+
+def test_the_plugin_does_nothing_without_its_variable(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is installed wherever the library is, and SGLang would start without it if it raised."""
+    monkeypatch.setitem(__import__("sys").modules, "membroker.kv.sglang.hooks", None)  # cannot be imported
+    monkeypatch.delenv(VARIABLE, raising=False)
+    plugin.register()
+    assert not caplog.records
+    monkeypatch.setenv(VARIABLE, "{}")
+    with caplog.at_level(logging.ERROR):
+        plugin.register()
+    assert "this SGLang cannot be extended" in caplog.text

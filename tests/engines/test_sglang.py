@@ -1,0 +1,217 @@
+"""Real SGLang over a real broker: the tokens are those of plain SGLang. On a CPU and the host driver, or on a GPU.
+
+A page that is used without memory ends the scheduler's process, or its context on the GPU.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.daemons import Daemon, hold_still, until
+from tests.support.engine_batches import Batch, batch_of, batches_of, compare
+from tests.support.sglang_engine import BUILDS, Build, Engine
+from tests.support.vllm_engine import START_SECONDS, write_model
+
+import membroker
+
+if find_spec("sglang") is None:
+    pytest.skip("SGLang is not installed", allow_module_level=True)
+import torch
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A build with its model, and what plain SGLang answers to each batch."""
+
+    build: Build
+    model: Path
+    batches: dict[str, Batch]
+    expected: dict[str, Any]
+    plain: Engine
+    seconds: dict[str, float]
+    """How long plain SGLang took for each batch."""
+    state: Callable[[str, str], None]
+
+    def engine(self, *args: Any, **options: Any) -> Engine:
+        return Engine(self.build, self.model, *args, **options)
+
+    def check(self, engine: Engine, name: str) -> float:
+        """Let an engine answer a batch, and compare the tokens; return how many seconds it took."""
+        began = time.monotonic()
+        answer = engine.generate(*self.batches[name])
+        seconds = time.monotonic() - began
+        self.compare(answer, name)
+        return seconds
+
+    def compare(self, answer: Any, name: str) -> None:
+        """Compare answers with plain SGLang's. It composes other batches of them, and kernels round by that."""
+        compare(name, answer, self.expected[name], self.plain, self.batches[name][0], self.state)
+
+    @property
+    def unit(self) -> int:
+        return self.build.unit
+
+    @property
+    def group(self) -> int:
+        return self.build.group
+
+    @property
+    def burst(self) -> int:
+        """Bytes of KV cache that the burst fills."""
+        return 16 * 548 * self.build.times * self.build.token_bytes
+
+
+@pytest.fixture(
+    scope="module", params=["cpu", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("gpu-layers", "gpu-pages"))]
+)
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    build = BUILDS[request.param]
+    if build.on_gpu != torch.cuda.is_available():
+        pytest.skip("this is for another device")
+    batches, model = batches_of(build.times), write_model(tmp_path_factory.mktemp("model"), build.config)
+    if build.on_gpu:
+        batches["long"] = batch_of(5, 32, 100, 1600)
+    with ExitStack() as stack:
+        # Plain SGLang sleeps when it has nothing to do, because on a CPU it would take the time of the others.
+        plain = stack.enter_context(Engine(build, model, disable_radix_cache=True, sleep_on_idle=True)).ready()
+        expected, seconds = dict[str, Any](), dict[str, float]()
+        for name, batch in batches.items():
+            began = time.monotonic()
+            expected[name] = plain.generate(*batch)
+            seconds[name] = time.monotonic() - began
+        assert len({tuple(one) for one in expected["burst"]}) > len(expected["burst"]) / 2, "the answers are all alike"
+        yield Story(build, model, batches, expected, plain, seconds, print)
+
+
+@pytest.fixture
+def story(whole: Story, state: Callable[[str, str], None]) -> Story:
+    return replace(whole, state=state)
+
+
+def used(daemon: Daemon, model: str) -> int:
+    """Bytes that a model has borrowed."""
+    return sum(one.books[0].used_bytes for one in daemon.models() if one.name.endswith(f"/{model}"))
+
+
+def peak(daemon: Daemon, model: str) -> int:
+    """The most bytes that a model has borrowed: a burst fills its cache for a moment only."""
+    return max(one.books[0].peak_bytes for one in daemon.models() if one.name.endswith(f"/{model}"))
+
+
+def test_the_tokens_are_the_same_while_memory_comes_and_goes(story: Story) -> None:
+    """A small request, a burst, shared prefixes, and rest: the memory goes, and comes again.
+
+    Then the broker is stopped, and later killed in a burst. Each costs growth, and nothing else.
+    """
+    unit, group = story.unit, story.group
+    with story.build.running({"capacity": 512 * unit}) as daemon:
+        with story.engine(daemon.endpoint(), {"model": "chat", "keep": 16 * unit}) as engine:
+            engine.ready()
+            assert story.build.layout in engine.log()
+            at_rest = 2 * group + 16 * unit  # the first group, and one ahead
+            story.check(engine, "one")
+            until(lambda: used(daemon, "chat") <= at_rest)
+            first = story.check(engine, "burst")
+            assert peak(daemon, "chat") >= story.burst
+            ended = time.monotonic()
+            until(lambda: used(daemon, "chat") <= at_rest)
+            story.state("released after the burst in", f"{time.monotonic() - ended:.2f} s")
+            for name in ("shared", "few", "shared", "one"):
+                story.check(engine, name)
+            again = story.check(engine, "burst")
+            story.state("the burst: plain, first, again", f"{story.seconds['burst']:.2f}, {first:.2f}, {again:.2f} s")
+            until(lambda: used(daemon, "chat") <= at_rest)
+            with hold_still(daemon):
+                story.check(engine, "one")
+            engine.ask(*story.batches["long"])
+            until(lambda: used(daemon, "chat") > at_rest)
+            daemon.kill()
+            daemon.start_again()
+            story.compare(engine.answer(), "long")
+            until(lambda: used(daemon, "chat") <= at_rest)
+            story.check(engine, "burst")
+        until(lambda: used(daemon, "chat") == 0)
+
+
+def in_use(engine: Engine, after: int) -> int:
+    """The tokens in pages of requests when an engine last logged a step, after so many characters of its log."""
+    found = re.findall(r"Decode batch.*#token: (\d+)", engine.log()[after:])
+    return int(found[-1]) if found else 0
+
+
+@pytest.mark.parametrize("caches", [False, True], ids=["no prefix cache", "prefix cache"])
+def test_a_tight_limit_queues_requests(caches: bool, story: Story) -> None:
+    """A burst of 100 units with a limit of 40 waits inside SGLang, and finishes with the same tokens."""
+    unit = story.unit
+    with (
+        story.build.running({"capacity": 512 * unit}) as daemon,
+        story.engine(
+            daemon.endpoint(),
+            {"model": "small", "limit": 40 * unit},
+            disable_radix_cache=not caches,
+            context_length=2048,
+        ) as engine,
+    ):
+        engine.ready()
+        for name in ("burst", "shared", "one"):
+            story.check(engine, name)
+        assert 40 * unit - story.group < peak(daemon, "small") <= 40 * unit
+
+
+def test_a_recall_takes_memory_from_an_idle_engine_and_from_a_busy_one(story: Story) -> None:
+    """Another tenant wants what it is guaranteed. It gets it from cached prefixes, and from a burst by retraction.
+
+    Before, while it has all of the memory, the engine waits at its start.
+    """
+    unit = story.unit
+    tenants = {"red": {}, "blue": {"guarantee": 96 * unit}}
+    with (
+        story.build.running({"capacity": 144 * unit, "tenants": tenants, "recall_seconds": 30.0}) as daemon,
+        story.engine(daemon.endpoint("red"), {"model": "chat", "keep": 1024 * unit}) as engine,
+        membroker.connect(daemon.endpoint("blue")) as blue,
+    ):
+        owner = blue.register_model("owner")
+        with owner.allocate(144 * unit):
+            until(lambda: "membroker: waits up to 300 s" in engine.log(), START_SECONDS)
+        engine.ready()
+        story.check(engine, "burst")
+        assert used(daemon, "chat") > 96 * unit
+        began = time.monotonic()
+        with owner.allocate(96 * unit, wait=60.0):
+            story.state("recalled from an idle engine in", f"{time.monotonic() - began:.2f} s")
+            assert used(daemon, "chat") <= 48 * unit
+            story.check(engine, "few")
+        before = len(engine.log())
+        engine.ask(*story.batches["long"])
+        until(lambda: in_use(engine, before) * story.build.token_bytes > 64 * unit, 60.0)
+        began = time.monotonic()
+        with owner.allocate(96 * unit, wait=60.0):
+            story.state("recalled from a busy engine in", f"{time.monotonic() - began:.2f} s")
+            assert used(daemon, "chat") <= 48 * unit
+            assert engine.is_busy, "the memory came when the requests had ended"
+            assert "Retract requests" in engine.log()[before:]
+            story.compare(engine.answer(), "long")
+        story.check(engine, "burst")
+
+
+def test_an_engine_that_is_not_served_says_why(story: Story) -> None:
+    """SGLang logs what a plugin raises, and would serve without it."""
+    with story.build.running({"capacity": 64 * story.unit}) as daemon:
+        for settings, options, said in (
+            ({"limits": "1GiB"}, {}, "MEMBROKER_SGLANG has 'limits', and membroker knows: model, limit"),
+            ({}, {"page_size": 8}, "membroker.kv.sglang needs --page-size of at least 16 tokens"),
+        ):
+            with story.engine(daemon.endpoint(), settings, **options) as engine:
+                with pytest.raises(AssertionError, match="the engine ended"):
+                    engine.ready()
+                assert f"InvalidRequest: {said}" in engine.log()

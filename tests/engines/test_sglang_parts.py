@@ -1,0 +1,351 @@
+"""The parts of the SGLang integration with SGLang's own classes: its allocator, its prefix cache, its signatures."""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+if find_spec("sglang") is None:
+    pytest.skip("SGLang is not installed", allow_module_level=True)
+import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+from membroker import InvalidRequest
+from membroker.kv.sglang import hooks, seams
+from membroker.kv.sglang.allocator import Allocator
+from membroker.kv.sglang.blocks import Blocks
+from membroker.kv.sglang.memory import Memory
+
+PAGE, PAGES = 4, 16
+
+
+@pytest.fixture
+def allocator() -> Allocator:
+    plain = PagedTokenToKVPoolAllocator((PAGES - 1) * PAGE, PAGE, torch.float32, "cpu", None, False)
+    return Allocator(plain)
+
+
+@pytest.fixture
+def tree(allocator: Allocator) -> RadixCache:
+    return RadixCache.create_simulated(mock_allocator=allocator, page_size=PAGE)
+
+
+@pytest.fixture
+def scheduler(tree: RadixCache) -> Any:
+    running = SimpleNamespace(reqs=[], is_empty=lambda: not running.reqs, batch_is_full=False)
+    return SimpleNamespace(
+        tree_cache=tree,
+        running_batch=running,
+        chunked_req=None,
+        waiting_queue=[],
+        max_running_requests=4,
+        new_token_ratio_tracker=SimpleNamespace(current=0.5),
+    )
+
+
+@pytest.fixture
+def blocks(scheduler: Any, allocator: Allocator) -> Blocks:
+    return Blocks(scheduler, allocator, lambda: SimpleNamespace())  # type: ignore[arg-type, return-value]
+
+
+def a_request(
+    prompt: int, answer: int = 0, most: int = 8, allocated: int | None = None, ignore_eos: bool = False
+) -> Any:
+    return SimpleNamespace(
+        origin_input_ids=[1] * prompt,
+        output_ids=[1] * answer,
+        sampling_params=SimpleNamespace(max_new_tokens=most, ignore_eos=ignore_eos),
+        kv=None if allocated is None else SimpleNamespace(kv_allocated_len=allocated),
+        finished=lambda: False,
+    )
+
+
+def key(*tokens: int) -> RadixKey:
+    return RadixKey(array("q", tokens))
+
+
+def cache(tree: RadixCache, allocator: Allocator, *tokens: int) -> list[int]:
+    """Cache a prompt, and return its pages."""
+    slots = allocator.alloc(len(tokens))
+    tree.insert(InsertParams(key=key(*tokens), value=slots))
+    return [int(slot) // PAGE for slot in slots[::PAGE]]
+
+
+def pages_of(slots: Any) -> list[int]:
+    return sorted({int(slot) // PAGE for slot in slots})
+
+
+class TestAllocator:
+    def test_it_has_no_page_before_it_is_given_one(self, allocator: Allocator) -> None:
+        assert (allocator.available_size(), allocator.alloc(PAGE)) == (0, None)
+        allocator.release([3, 5, 4])
+        assert allocator.available_size() == 3 * PAGE
+        assert pages_of(allocator.alloc(2 * PAGE)) == [3, 4]
+        assert allocator.alloc(2 * PAGE) is None
+        assert allocator.available_size() == PAGE
+
+    def test_the_lowest_pages_are_used_first(self, allocator: Allocator) -> None:
+        """So that what is used is packed, and high pages become free together."""
+        allocator.release(range(1, PAGES))
+        first, second = allocator.alloc(2 * PAGE), allocator.alloc(2 * PAGE)
+        allocator.free(first)
+        assert pages_of(allocator.alloc(3 * PAGE)) == [1, 2, 5]
+        assert pages_of(second) == [3, 4]
+
+    def test_frees_of_a_group_come_together(self, allocator: Allocator) -> None:
+        allocator.release([1, 2])
+        slots = allocator.alloc(2 * PAGE)
+        allocator.free_group_begin()
+        allocator.free(slots[:PAGE])
+        allocator.free(slots[PAGE:])
+        assert allocator.available_size() == 0
+        allocator.free_group_end()
+        assert allocator.available_size() == 2 * PAGE
+
+    def test_a_flush_frees_nothing_that_has_no_memory(self, allocator: Allocator) -> None:
+        allocator.release([1, 2, 3])
+        allocator.alloc(PAGE)
+        allocator.hold([3])
+        allocator.clear()
+        assert pages_of(allocator.alloc(2 * PAGE)) == [1, 2]
+
+    def test_a_page_in_use_is_never_held(self, allocator: Allocator) -> None:
+        allocator.release([1, 2])
+        allocator.alloc(PAGE)
+        with pytest.raises(AssertionError, match="in use"):
+            allocator.hold([1])
+        allocator.hold([2])
+        with pytest.raises(AssertionError, match="only a held page"):
+            allocator.release([1])
+        with pytest.raises(AssertionError, match="without memory"):
+            allocator.free(torch.arange(2 * PAGE, 3 * PAGE))
+
+
+def test_an_idle_scheduler_lets_the_thread_that_unmaps_have_the_interpreter(blocks: Blocks, scheduler: Any) -> None:
+    """SGLang's idle loop spins, so each of 200 calls that give up the interpreter would wait 5 ms to have it again."""
+    going = [200]
+    memory: Any = Memory.__new__(Memory)
+    memory._blocks = blocks
+    memory._cache = SimpleNamespace(turn=lambda: None, stats=lambda: SimpleNamespace(going_bytes=going[0]))
+
+    def unmap() -> None:
+        while going[0]:
+            going[0] -= 1
+            time.sleep(0)
+
+    thread, turns = threading.Thread(target=unmap), 0
+    thread.start()
+    while going[0]:
+        memory.turn(scheduler.running_batch, None)
+        turns += 1
+    thread.join()
+    assert turns < 1000
+
+
+class TestPrefixes:
+    def test_a_cached_page_is_unused_until_a_request_locks_it(
+        self, tree: RadixCache, allocator: Allocator, blocks: Blocks
+    ) -> None:
+        allocator.release(range(1, 9))
+        pages = cache(tree, allocator, *range(2 * PAGE))
+        assert list(blocks.unused(range(1, 9))) == list(range(1, 9))
+        assert blocks.warmth(pages) > 0 == blocks.warmth([3])
+        found = tree.match_prefix(MatchPrefixParams(key=key(*range(2 * PAGE))))
+        tree.inc_lock_ref(found.last_device_node)
+        blocks.begin(blocks._running, None)
+        assert list(blocks.unused(range(1, 9))) == list(range(3, 9))
+        assert blocks.warmth(pages) == 0
+
+    def test_what_is_held_is_forgotten_with_what_continues_it(
+        self, tree: RadixCache, allocator: Allocator, blocks: Blocks
+    ) -> None:
+        """A request would read it without memory. Pages that were not asked for are free then."""
+        allocator.release(range(1, 9))
+        trunk = cache(tree, allocator, *range(2 * PAGE))
+        allocator.free_pages_of([])
+        value = tree.match_prefix(MatchPrefixParams(key=key(*range(2 * PAGE)))).device_indices
+        for branch in (100, 200):
+            more = allocator.alloc(PAGE)
+            tree.insert(InsertParams(key=key(*range(2 * PAGE), *[branch] * PAGE), value=torch.cat([value, more])))
+        other = cache(tree, allocator, *[300] * PAGE)
+        assert tree.evictable_size() == 5 * PAGE
+        blocks.hold(trunk[:1])
+        assert tree.evictable_size() == PAGE
+        assert len(tree.match_prefix(MatchPrefixParams(key=key(*range(2 * PAGE)))).device_indices) == 0
+        assert len(tree.match_prefix(MatchPrefixParams(key=key(*[300] * PAGE))).device_indices) == PAGE
+        assert allocator.available_size() == (8 - 1 - 1) * PAGE
+        assert not allocator.is_free([trunk[0], other[0]]).any()
+
+    def test_a_part_that_was_split_is_known(self, tree: RadixCache, allocator: Allocator, blocks: Blocks) -> None:
+        allocator.release(range(1, 9))
+        pages = cache(tree, allocator, *range(3 * PAGE))
+        assert set(pages) <= set(blocks.unused(range(1, 9)))
+        found = tree.match_prefix(MatchPrefixParams(key=key(*range(PAGE))))
+        tree.inc_lock_ref(found.last_device_node)
+        blocks.begin(blocks._running, None)
+        assert set(blocks.unused(pages)) == set(pages[1:])
+        blocks.hold(pages[2:])
+        assert tree.evictable_size() == 0
+
+    def test_what_sglang_evicts_is_forgotten(self, tree: RadixCache, allocator: Allocator, blocks: Blocks) -> None:
+        allocator.release(range(1, 4))
+        pages = cache(tree, allocator, *range(PAGE))
+        blocks.warmth(pages)
+        tree.evict(EvictParams(num_tokens=PAGE))
+        blocks.begin(blocks._running, None)
+        assert blocks.warmth(pages) == 0
+        blocks.hold(pages)
+
+
+class TestNeed:
+    def test_it_is_what_runs_and_a_page_ahead(self, scheduler: Any, allocator: Allocator, blocks: Blocks) -> None:
+        assert blocks.need() == 1, "page 0"
+        allocator.release(range(1, 9))
+        allocator.alloc(3 * PAGE)
+        scheduler.running_batch.reqs.append(a_request(10, most=100, allocated=12))
+        assert blocks.need() == 1 + 3 + 1
+        scheduler.running_batch.reqs.append(a_request(10, answer=7, most=8, allocated=17))
+        assert blocks.need() == 1 + 3 + 2, "a token is left of the answer"
+
+    def test_requests_that_wait_are_admitted_with_it(
+        self, scheduler: Any, tree: RadixCache, allocator: Allocator, blocks: Blocks
+    ) -> None:
+        """SGLang's own rule: prompt, answer and a page must fit beside what the running ones may generate."""
+        from sglang.srt.managers.schedule_policy import PrefillAdder
+
+        allocator.release(range(1, 3))
+        allocator.alloc(2 * PAGE)
+        running = a_request(7, answer=1, most=17, allocated=8)
+        scheduler.running_batch.reqs.append(running)
+        waiting = a_request(9, most=10)
+        scheduler.waiting_queue.append(waiting)
+        need = blocks.need()
+        allocator.release(range(3, need))
+        offset = (17 - 1) * 0.5
+        total = 9 + 10 + PAGE
+        assert total < allocator.available_size() - offset
+        assert allocator.available_size() - offset - 3 * PAGE <= total, "and not with much less"
+        assert PrefillAdder._get_running_request_total_token_offset(
+            SimpleNamespace(new_token_ratio=0.5), running
+        ) == pytest.approx(offset)
+
+    def test_no_more_requests_count_than_can_run(self, scheduler: Any, blocks: Blocks) -> None:
+        scheduler.waiting_queue.extend(a_request(8) for _ in range(4))
+        four = blocks.need()
+        scheduler.waiting_queue.extend(a_request(8) for _ in range(4))
+        assert blocks.need() == four
+
+    def test_the_rest_of_a_prompt_is_kept_from_a_recall(
+        self, scheduler: Any, tree: RadixCache, allocator: Allocator, blocks: Blocks
+    ) -> None:
+        """SGLang computes long prompts in parts, and ends with an error if the next part has no room."""
+        allocator.release(range(1, 9))
+        pages = cache(tree, allocator, *range(PAGE))
+        allocator.alloc(PAGE)
+        scheduler.chunked_req = a_request(3 * PAGE, allocated=PAGE)
+        assert list(blocks.unused(range(1, 9))) == [*pages, 7, 8], "2 pages of the prompt and 2 more are kept"
+        allocator.alloc(3 * PAGE)
+        assert list(blocks.unused(range(1, 9))) == [], "what is cached may have to give way"
+        assert blocks.need() >= 1 + 4 + 2
+
+
+class TestRetraction:
+    @pytest.fixture
+    def batch(self, scheduler: Any, allocator: Allocator) -> Any:
+        """Four requests with a page each: 1, 2, 3, 4."""
+        allocator.release(range(1, 5))
+        table = torch.zeros(6, 4 * PAGE, dtype=torch.int32)
+        reqs = []
+        for number in range(4):
+            req = a_request(2, answer=number, allocated=PAGE)
+            req.req_pool_idx = number + 1
+            table[number + 1, :PAGE] = allocator.alloc(PAGE)
+            reqs.append(req)
+        scheduler.req_to_token_pool = SimpleNamespace(req_to_token=table)
+        batch = SimpleNamespace(reqs=reqs, lacks=0, kept=None)
+
+        def release_req(at: int, _left: int, _args: Any) -> None:
+            allocator.free(table[reqs[at].req_pool_idx, :PAGE])
+
+        def filter_batch(keep_indices: list[int]) -> None:
+            batch.kept, batch.reqs = keep_indices, [reqs[at] for at in keep_indices]
+
+        batch.release_req, batch.filter_batch = release_req, filter_batch
+        batch.check_decode_mem = lambda selected_indices: allocator.available_size() >= batch.lacks * PAGE
+        batch._get_decode_retraction_order = lambda reqs, args, allow_policy_sort: list(range(len(reqs)))
+        scheduler.running_batch.reqs.extend(reqs)
+        return batch
+
+    def test_as_many_go_as_others_need(self, batch: Any, blocks: Blocks) -> None:
+        batch.lacks = 2
+        retracted, ratio, aborted = blocks.retract(batch, None)
+        assert ([one.req_pool_idx for one in retracted], batch.kept, aborted) == ([4, 3], [0, 1], [])
+        assert 0 < ratio <= 1
+
+    def test_the_last_one_waits_and_is_not_aborted(self, batch: Any, blocks: Blocks) -> None:
+        batch.lacks = 9
+        retracted, _, aborted = blocks.retract(batch, None)
+        assert (len(retracted), batch.reqs, aborted) == (4, [], [])
+
+    def test_a_recall_takes_the_users_of_its_pages(self, batch: Any, scheduler: Any, blocks: Blocks) -> None:
+        assert not blocks.preempt([])
+        assert blocks.preempt([1, 3])
+        assert (blocks.is_preempting, scheduler.running_batch.batch_is_full) == (True, True)
+        retracted, _, _ = blocks.retract(batch, None)
+        assert sorted(one.req_pool_idx for one in retracted) == [1, 3]
+        assert (batch.kept, blocks.is_preempting) == ([1, 3], False)
+
+
+def test_a_recall_makes_sglang_retract_although_it_has_memory(
+    monkeypatch: pytest.MonkeyPatch, scheduler: Any, blocks: Blocks
+) -> None:
+    """Its own steps retract then, and at their place in its loop. What is left is asked for as ever."""
+    monkeypatch.setattr(hooks, "_current", SimpleNamespace(blocks=blocks))
+    scheduler.running_batch.reqs.append(a_request(8, allocated=8))
+    asked: list[Any] = []
+
+    def has_memory(batch: Any, selected: Any) -> bool:
+        asked.append(selected)
+        return True
+
+    assert hooks._has_memory(has_memory, scheduler.running_batch)
+    blocks.preempt([1])
+    assert not hooks._has_memory(has_memory, scheduler.running_batch)
+    assert hooks._has_memory(has_memory, scheduler.running_batch, selected_indices=[0])
+    assert asked == [None, [0]]
+    blocks.begin(scheduler.running_batch, None)
+    assert hooks._has_memory(has_memory, scheduler.running_batch), "the recall was answered otherwise"
+
+
+def test_the_installed_sglang_has_what_is_relied_on() -> None:
+    assert list(seams.differences()) == []
+
+
+def test_a_missing_method_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(RadixCache, "_delete_leaf")
+    with pytest.raises(InvalidRequest, match=r"written for SGLang 0\.5\.16, and SGLang .* has no _delete_leaf"):
+        seams.check()
+
+
+def test_an_engine_without_one_of_the_hooks_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang logs a hook that it cannot apply, and goes on without it."""
+    monkeypatch.setattr(hooks, "_text", "{}")
+    monkeypatch.setattr(HookRegistry, "_patched", set(list(hooks.HOOKS)[1:]))
+    with pytest.raises(InvalidRequest, match=r"did not apply membroker's hook on .*configure"):
+        hooks._configure(lambda config: None, SimpleNamespace())
+
+
+def test_all_hooks_find_their_targets() -> None:
+    import pkgutil
+
+    for target in hooks.HOOKS:
+        assert callable(pkgutil.resolve_name(target))
