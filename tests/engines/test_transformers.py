@@ -14,6 +14,7 @@ import pytest
 from tests.docs.test_docs import program, run_page
 from tests.support.daemons import Daemon, hold_still, running, until
 from tests.support.sizes import MIB
+from tests.support.sleeping import command, done, refused
 
 import membroker
 from membroker import InvalidRequest
@@ -247,6 +248,38 @@ def test_a_manager_is_stopped_and_started_again(roomy: Daemon, model: Any, expec
         until(lambda: used(roomy, "again") <= AT_REST)
     assert not hasattr(model, "_cached_continuous_batching_manager")
     assert not [one for one in threading.enumerate() if one.name.startswith("membroker-kv")]
+
+
+def test_an_operator_puts_an_idle_manager_to_sleep(model: Any, expected: Expected) -> None:
+    """It releases all of its cache, prefixes and padding included. A request wakes it, also of the next session, and
+    waits inside transformers while there is no memory for it.
+    """
+    with running({"capacity": "128MiB"}) as daemon, serving(daemon.endpoint(), model, "chat", keep="1GiB") as manager:
+
+        def sleep() -> None:
+            assert "weights kept: they are torch's own memory" in done(command(daemon, "sleep", "chat"))
+            assert used(daemon, "chat") == 0
+
+        assert answer(manager, "burst") == expected["burst"]
+        sleep()
+        assert answer(manager, "few") == expected["few"]
+        sleep()
+        done(command(daemon, "wake", "chat"))
+        assert used(daemon, "chat") > 0
+        prompts, tokens = BATCHES["few"]
+        long = manager.add_request(prompts[0], max_new_tokens=1000)
+        until(lambda: manager.batch_processor.scheduler.active_requests)
+        assert "its engine has requests" in refused(command(daemon, "sleep", "chat", "--timeout", "0.5"))
+        manager.cancel_request(long)
+        sleep()
+        manager.stop(keep_for_next_session=True)
+        manager.start()
+        with membroker.connect(daemon.endpoint("blue")) as blue, blue.register_model("other").allocate("128MiB"):
+            asked = manager.add_requests(prompts, max_new_tokens=tokens)
+            until(lambda: manager.batch_processor.scheduler.waiting_requests)
+            assert "waits for memory: " in refused(command(daemon, "wake", "chat", "--timeout", "1.5"))
+        assert collect(manager, asked) == expected["few"]
+        sleep()
 
 
 def test_requests_that_branch_and_requests_that_are_cancelled(roomy: Daemon, model: Any, expected: Expected) -> None:

@@ -23,7 +23,9 @@ from ...pool.pool import VirtualMemoryPool
 from ...session.messages import location_name
 from ..cache import ElasticCache
 from ..capture import Capture
+from ..engine import Over
 from ..layout import Layout
+from ..sleeper import Sleeper
 from . import seams
 from .requests import Requests, Store
 from .scheduler import elastic
@@ -47,7 +49,8 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
     pages is kept mapped ahead.
 
     The cache is made by `start`, and its memory is released by `stop`. With `keep_for_next_session=True` it rests: it
-    shrinks and answers recalls until the next `start`. The pool stays open.
+    shrinks and answers recalls until the next `start`. The pool stays open. Until `stop` an operator can put the pool's
+    model to sleep: the manager then releases the cache until the next request.
 
     Raises `InvalidRequest` for a transformers whose classes differ from those that this was written for, a model that
     is not on the pool's device or runs by tensor parallelism, and a `safety_margin`; `start` and `warmup` also for a
@@ -80,6 +83,8 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
         self._pool = pool
         self._bounds = {"floor": floor, "ahead": ahead, "keep": keep, "ceiling": ceiling}
         self._cache: ElasticCache | None = None
+        self._sleeper: Sleeper | None = None
+        """None too if no operator can ask: the pool's memory is not a broker's."""
         self._most_tokens = 0
         self._ends = False
         super().__init__(model, generation, config, workload_hints)
@@ -205,9 +210,12 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
         processor.scheduler.cache_of_blocks, processor.scheduler.requests = cache, requests
         try:
             cache.attach(requests)
+            if isinstance(pool._lender, Model):
+                self._sleeper = Sleeper(cache, kept="they are torch's own memory")
         except BaseException:
             cache.close()
             raise
+        processor.scheduler.sleeper = self._sleeper
         self._cache = cache
 
     def _tokens_that_fit(self, layout: Layout, store: Store) -> int:
@@ -270,9 +278,12 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     def _close(self) -> None:
         """Release all memory. Idempotent. Nothing is computed any more."""
-        cache, self._cache, self.batch_processor = self._cache, None, None
+        cache, sleeper, self._cache, self._sleeper = self._cache, self._sleeper, None, None
+        self.batch_processor = None
         self._most_tokens = 0
         self.warmed_up = False
+        if sleeper is not None:
+            sleeper.close()
         if cache is not None:
             cache.close()
 
@@ -280,14 +291,3 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
 def _prompt_of(request_id: str) -> str:
     """Return the id of the request whose prompt this one answers: `num_return_sequences` makes some more of each."""
     return request_id.partition("__child#")[0]
-
-
-class Over:
-    """The fence of work that is over when a call returns, as on a CPU."""
-
-    def query(self) -> bool:
-        """Return whether the work is over."""
-        return True
-
-    def synchronize(self) -> None:
-        """Wait for nothing."""

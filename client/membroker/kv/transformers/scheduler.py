@@ -1,7 +1,7 @@
 """A scheduler of transformers that lets its cache take a turn at each step, and waits for memory that is on its way.
 
 Owns the decision what to do when requests find no block: wait, or let transformers preempt. transformers by itself
-preempts at once, and ends with an error if there is nobody to preempt.
+preempts at once, and ends with an error if there is no request to preempt.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from ..cache import ElasticCache
+from ..sleeper import Sleeper
 from .requests import Requests
 
 WAIT_SECONDS: Final = 0.02
@@ -20,6 +21,8 @@ class Elastic:
 
     cache_of_blocks: ElasticCache
     requests: Requests
+    sleeper: Sleeper | None
+    """While it wakes no block is free, so nothing is scheduled."""
     starved_requests: list[Any]
     wake_up: Any
     """The event for which transformers waits if it has scheduled nothing."""
@@ -29,6 +32,8 @@ class Elastic:
     def schedule_batch(self: Any, token_budget: int, cache_budget: int) -> Any:
         """Schedule a step, with the blocks that have memory now."""
         self.cache_of_blocks.turn()
+        if self.sleeper is not None:
+            self.sleeper.wake()
         if not self.cache_of_blocks.is_growing:
             self.requests.make_room()
         found = super().schedule_batch(token_budget, cache_budget)  # type: ignore[misc]
@@ -37,7 +42,7 @@ class Elastic:
             self._refusals = None
             return found
         if self._is_memory_coming():
-            self.starved_requests = []  # nobody is preempted
+            self.starved_requests = []  # no request is preempted
         elif not is_stuck or self.requests.can_make_room():
             return found
         if not is_stuck:
