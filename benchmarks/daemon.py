@@ -53,19 +53,23 @@ class Daemon:
             )
             try:
                 self._wait(ready)
+                self._connect(runtime)
             except BaseException:
                 self.kill()
                 raise
-        (self._root,) = (path.parent for path in runtime.glob("*/tenants"))
-        self._channel = grpc.insecure_channel(f"unix:{self._root}/admin/grpc.sock")
-        self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
-        self._metrics_url: str = self.device().metrics_url
 
     def _wait(self, ready: socket.socket) -> None:
         end = time.monotonic() + START_SECONDS
         while not select.select([ready], [], [], 0.05)[0]:
             if self.process.poll() is not None or time.monotonic() > end:
                 raise DaemonFailed(f"membrokerd did not start:\n{self.log_tail()}")
+
+    def _connect(self, runtime: Path) -> None:
+        # The device's number is a link to its directory.
+        (self._root,) = (one for one in runtime.iterdir() if (one / "tenants").is_dir() and not one.is_symlink())
+        self._channel = grpc.insecure_channel(f"unix:{self._root}/admin/grpc.sock")
+        self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
+        self._metrics_url: str = self.device().metrics_url
 
     def endpoint(self, tenant: str = TENANT) -> Path:
         """Return the directory through which a tenant enters."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 
 from membrokerd import cli
-from membrokerd.observe import metrics
+from membrokerd.observe import kept
 
 if __name__ == "__main__":
-    metrics.KEPT_SECONDS = 0.0
+    kept.KEPT_SECONDS = 0.0
     sys.exit(cli.main())

@@ -125,7 +125,7 @@ def keywords(arm: Arm, setup: Setup, model: int, directory: Path) -> dict[str, A
         found["kv_transfer_config"] = {
             "kv_connector": "Membroker",
             "kv_connector_module_path": "membroker.kv.vllm",
-            "kv_role": "kv_both",
+            "kv_role": "kv_producer",
             "kv_connector_extra_config": dict(setup.settings),
         }
     if arm.sleeps:

@@ -47,13 +47,15 @@ class EngineFailed(Exception):
 
 
 class Engine:
-    """The client of one model, and through it the engine."""
+    """The client of one model, and through it the engine. `module` is the program of the client."""
+
+    module = "benchmarks.serving.client"
 
     def __init__(self, setup: dict[str, Any], environment: dict[str, str], log: Path) -> None:
         self._log = log
         with log.open("w") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.serving.client"],
+                [sys.executable, "-m", self.module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

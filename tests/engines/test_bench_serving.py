@@ -66,3 +66,24 @@ def test_three_engines_over_a_broker_answer_as_one_alone(tmp_path: Path) -> None
     assert all(0 < one["idle_bytes"] <= 16 * MIB for one in runs[2]["models"]), "memory was not released"
     for arm in ("alone", "membroker"):
         assert f"\n{arm} " in done.stdout
+
+
+def test_sleep_is_timed_over_a_broker(tmp_path: Path) -> None:
+    """One round with the weights kept: what is released comes back, with the same tokens."""
+    file = tmp_path / "sleep.json"
+    path = os.pathsep.join([str(ROOT / "client"), str(ROOT / "broker"), str(ROOT)])
+    command = ["--device", "host", "--ways", "vllm", "kept", "--rounds", "1", "--json", str(file)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.serving.sleep", *command],
+        env={**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "vllm is left out" in done.stderr
+    row = json.loads(file.read_text())["rows"]["kept"]
+    assert min(row["released_bytes"]) >= 20 * MIB
+    assert 0 < max(row["left_bytes"]) < 20 * MIB, "the weights were to stay, and nothing else"
+    assert len(row["wake_seconds"]) == len(row["request_seconds"]) == 1
