@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from tests.support.honest_worker import spare_descriptors
 from tests.support.sizes import MIB
 from tests.support.template import PythonProcess
 from tests.support.workers import PAGE, Worker, worker, workers
+from tests.system import test_all_gpus as all_gpus
 
 from membroker.v1 import admin_pb2
 
@@ -81,6 +83,11 @@ class Prometheus:
         self.fired |= now
         return now
 
+    def summaries(self) -> set[str]:
+        """Return the summaries of the alerts that fire now."""
+        told = self.ask("alerts") or {"alerts": []}
+        return {alert["annotations"]["summary"] for alert in told["alerts"] if alert["state"] == "firing"}
+
     def until_fired(self, *alerts: str) -> None:
         """Wait until each has fired at some time."""
         assert set(alerts) <= ALERTS
@@ -94,10 +101,9 @@ class Prometheus:
 
 
 @contextmanager
-def prometheus(directory: Path, daemon: Daemon) -> Iterator[Prometheus]:
-    """Run a Prometheus that scrapes the daemon."""
-    target = daemon.device().metrics_url.removeprefix("http://").removesuffix("/metrics")
-    made = Prometheus(directory, target)
+def prometheus(directory: Path, metrics_url: str) -> Iterator[Prometheus]:
+    """Run a Prometheus that scrapes a daemon."""
+    made = Prometheus(directory, metrics_url.removeprefix("http://").removesuffix("/metrics"))
     try:
         yield made
     finally:
@@ -151,16 +157,25 @@ def borrow(one: Worker, daemon: Daemon, tenant: str, size: int) -> None:
 def test_every_alert_fires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stderr: int) -> None:
     """Limit reached, stranger, forked child, lost connection, full disk, no descriptors, unread log, dead daemon.
 
-    And guarantees that cannot be kept, and a worker that does not answer a recall.
+    And guarantees that cannot be kept, a worker that does not answer a recall, a drain, and restarts.
     """
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed (Debian: apt-get install prometheus)")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with running(CONFIG) as daemon, prometheus(tmp_path, daemon) as watch, workers(3) as (parent, lost, asker):
+    # A restarted daemon must be found where it was.
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = {**CONFIG, "metrics": {"port": port}}
+    with (
+        running(config) as daemon,
+        prometheus(tmp_path, daemon.device().metrics_url) as watch,
+        workers(3) as (parent, lost, asker),
+    ):
         until(lambda: watch.scraped() >= 5)
         watch.until_fired("MembrokerDriverFallback")
         assert watch.firing() == {"MembrokerDriverFallback"}, "nothing else is wrong"
 
+        _stand_near_a_limit_while_drained(daemon, watch)
         _guarantee_what_is_lent(daemon, watch)
         _recall_from_one_that_is_stopped(daemon, watch)
         _make_a_child_keep_memory(daemon, watch, parent)
@@ -181,7 +196,50 @@ def test_every_alert_fires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stde
             _fill_the_disk(daemon, watch, full)
         daemon.kill()
         watch.until_fired("MembrokerDown")
+        _restart_again_and_again(daemon, watch)
         assert watch.fired == ALERTS
+
+
+@pytest.mark.slow
+def test_a_gpu_without_its_daemon_among_others(tmp_path: Path) -> None:
+    """`membrokerd --all`, as in Kubernetes: one daemon fails at each start, and the port answers all the same."""
+    if shutil.which("prometheus") is None:
+        pytest.skip("prometheus is not installed (Debian: apt-get install prometheus)")
+    with tempfile.TemporaryDirectory(prefix="mb-") as directory:
+        state = Path(directory, "run", "host-1", "state")
+        state.mkdir(parents=True)
+        (state / "epoch").write_text("no number\n")
+        with all_gpus.running(Path(directory)) as parent:
+            until(parent.metrics_url)
+            with prometheus(tmp_path, parent.metrics_url()) as watch:
+                until(lambda: any(one.endswith(" for host-1.") for one in watch.summaries()), SECONDS)
+                assert watch.firing() >= {"MembrokerDown"}
+                assert not any(one.endswith(" for host.") for one in watch.summaries())
+
+
+def _stand_near_a_limit_while_drained(daemon: Daemon, watch: Prometheus) -> None:
+    with worker() as one, daemon.admin_stub() as admin:
+        borrow(one, daemon, "red", 124 * MIB)
+        admin.Drain(admin_pb2.DrainRequest())
+        watch.until_fired("MembrokerTenantNearLimit", "MembrokerDrained")
+        admin.Undrain(admin_pb2.UndrainRequest())
+        one.do("pool.close(); client.close()")
+
+
+def _restart_again_and_again(daemon: Daemon, watch: Prometheus) -> None:
+    """It crashes three times within a quarter of an hour; each start is scraped."""
+
+    def started() -> str:
+        found = watch.ask("query?query=process_start_time_seconds")
+        return str(found["result"][0]["value"][1]) if found and found["result"] else ""
+
+    for number in range(4):
+        before = started()
+        if number:
+            daemon.kill()
+        daemon.start_again()
+        until(lambda before=before: started() not in ("", before))
+    watch.until_fired("MembrokerRestarts")
 
 
 def _guarantee_what_is_lent(daemon: Daemon, watch: Prometheus) -> None:

@@ -102,10 +102,9 @@ def test_the_first_lines_say_who_may_borrow_everything(path: str) -> None:
     assert load(TOML, {}, env={}, uid=0).uid_tenants, "it is still so"
 
 
-@pytest.mark.parametrize("path", ["membrokerd.toml", "kubernetes/membrokerd.toml"])
-def test_a_gpu_node_lends_no_ordinary_memory(path: str) -> None:
+def test_a_gpu_node_lends_no_ordinary_memory() -> None:
     """`auto` would start on a node whose driver is not loaded, and be ready."""
-    assert load(DEPLOY / path, {}, env={}, uid=0).driver == "cuda"
+    assert load(TOML, {}, env={}, uid=0).driver == "cuda"
 
 
 def test_the_file_says_what_a_reload_changes() -> None:
@@ -117,16 +116,41 @@ def test_the_file_says_what_a_reload_changes() -> None:
 # --- systemd ---
 
 
-def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     analyze = tool("systemd-analyze", "Debian: apt-get install systemd")
-    unit = tmp_path / "membrokerd.service"
-    text = (DEPLOY / "systemd" / "membrokerd.service").read_text()
-    # It looks whether the commands exist: ours is here, not where the unit expects an installation.
-    unit.write_text(text.replace("/opt/membroker/bin/membrokerd", f"{sys.executable} -m membrokerd.cli"))
+    for path in (DEPLOY / "systemd").iterdir():
+        # It looks whether the commands exist: ours is here, not where the unit expects an installation.
+        text = path.read_text().replace("/opt/membroker/bin/membrokerd", f"{sys.executable} -m membrokerd.cli")
+        (tmp_path / path.name.replace("@.", "@0.")).write_text(text)
+    units = sorted(tmp_path.iterdir())
+    names = {"membrokerd.service", "membrokerd@0.service", "membrokerd-gpus.service", "membrokerd.target"}
+    assert {unit.name for unit in units} == names
     # It has words about other units of this machine too; a mistake in ours has our path before it. One key is of
     # systemd 254, and an older one says that it leaves it out.
-    said = [line for line in check(analyze, "verify", "--man=no", unit).splitlines() if str(unit) in line]
+    said = [line for line in check(analyze, "verify", "--man=no", *units).splitlines() if str(tmp_path) in line]
     assert [line for line in said if "'FileDescriptorStorePreserve'" not in line] == []
+
+
+def test_the_unit_of_one_gpu_of_several_is_the_other_one_with_its_number() -> None:
+    """A setting that one of them gets, the other one gets, too."""
+    one, each = (
+        (DEPLOY / "systemd" / name).read_text().partition("[Unit]\n")[2].splitlines()
+        for name in ("membrokerd.service", "membrokerd@.service")
+    )
+    exec_start = "ExecStart=/opt/membroker/bin/membrokerd --config /etc/membroker/membrokerd.toml"
+    assert [line for line in one if line not in each] == [
+        "Description=membroker, lends the memory of a GPU",
+        exec_start,
+        "WantedBy=multi-user.target",
+    ]
+    assert [line for line in each if line not in one] == [
+        "Description=membroker, lends the memory of GPU %i",
+        "PartOf=membrokerd.target",
+        "# A GPU has one daemon.",
+        "Conflicts=membrokerd.service",
+        exec_start.replace("membrokerd --config", "membrokerd --device %i --config"),
+        "WantedBy=membrokerd.target",
+    ]
 
 
 def test_the_unit_has_what_a_broker_needs_and_not_what_breaks_one() -> None:
@@ -143,52 +167,15 @@ def test_the_unit_has_what_a_broker_needs_and_not_what_breaks_one() -> None:
     assert breaking.isdisjoint(settings)
 
 
-# --- Kubernetes ---
+# --- Kubernetes; test_chart.py has the rest ---
 
 
 def test_kustomize_builds_what_the_documents_say() -> None:
     kubectl = tool("kubectl", "the Kubernetes client")
     built = check(kubectl, "kustomize", DEPLOY / "kubernetes")
     kinds = sorted(re.findall(r"^kind: (\w+)$", built, re.MULTILINE))
-    assert kinds == ["ConfigMap", "DaemonSet", "Namespace", "Pod"]
+    assert kinds == ["ConfigMap", "DaemonSet", "DaemonSet", "Namespace", "ServiceAccount"]
     assert set(re.findall(r"^  namespace: (\S+)$", built, re.MULTILINE)) == {"membroker"}
-    (name,) = set(re.findall(r"^  name: (membrokerd-\w+)$", built, re.MULTILINE))
-    assert re.search(rf"configMap:\n\s+name: {name}$", built, re.MULTILINE), "the pods mount the generated name"
-
-
-def test_the_daemonset_needs_no_privilege_of_the_host() -> None:
-    (daemonset,) = load_yaml((DEPLOY / "kubernetes" / "daemonset.yaml").read_text())
-    assert daemonset["spec"]["updateStrategy"] == {"type": "OnDelete"}
-    pod = daemonset["spec"]["template"]["spec"]
-    assert {"hostPID", "hostIPC", "hostNetwork"}.isdisjoint(pod)
-    container, keeper = pod["containers"]
-    assert keeper["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    configured = load(DEPLOY / "kubernetes" / "membrokerd.toml", {}).keeper_socket
-    assert configured is not None
-    assert keeper["command"][1] == configured.as_posix().replace("{index}", "0")
-    assert not container["securityContext"].get("privileged")
-    for probe, path in (("livenessProbe", "/healthz"), ("readinessProbe", "/readyz"), ("startupProbe", "/readyz")):
-        assert container[probe]["httpGet"] == {"path": path, "port": "metrics"}
-    assert {volume["name"] for volume in pod["volumes"]} == {mount["name"] for mount in container["volumeMounts"]}
-
-
-def test_the_tenant_mounts_its_own_endpoint_read_only() -> None:
-    (pod,) = load_yaml((DEPLOY / "kubernetes" / "example-tenant.yaml").read_text())
-    (volume,) = pod["spec"]["volumes"]
-    assert re.fullmatch(r"/run/membroker/gpu-[0-9a-f]{8}/tenants/acme", volume["hostPath"]["path"])
-    (container,) = pod["spec"]["containers"]
-    (mount,) = container["volumeMounts"]
-    assert mount["readOnly"] is True
-    assert {"name": "MEMBROKER_ENDPOINT", "value": mount["mountPath"]} in container["env"]
-
-
-def test_the_cluster_configuration_fits_the_manifests() -> None:
-    found = load(DEPLOY / "kubernetes" / "membrokerd.toml", {}, env={}, uid=0)
-    daemonset = (DEPLOY / "kubernetes" / "daemonset.yaml").read_text()
-    assert f"containerPort: {found.metrics.port}" in daemonset
-    assert f"path: {found.runtime_directory}\n" in daemonset
-    tenant = (DEPLOY / "kubernetes" / "example-tenant.yaml").read_text()
-    assert f"supplementalGroups: [{found.tenants['acme'].group}]" in tenant
 
 
 # --- Docker ---
@@ -198,7 +185,7 @@ def test_the_image_copies_what_the_wheel_is_made_of() -> None:
     """The paths exist, the ignore file lets them through, and nothing is installed editable."""
     text = (DEPLOY / "Dockerfile").read_text()
     ignore = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
-    copied = [path for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for path in line.split()]
+    copied = [path for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE) for path in line.split()]
     assert copied
     for path in copied:
         assert (DEPLOY.parent / path).exists(), path

@@ -29,7 +29,7 @@ SUITE = os.environ.get("MEMBROKER_TEST_SUITE", "trixie")
 """Which Debian. trixie has systemd 257; an older one has what its systemd can be shown to do."""
 MIRROR = os.environ.get("MEMBROKER_TEST_MIRROR")
 """Where from; debootstrap knows a place itself."""
-PACKAGES = "systemd,systemd-sysv,dbus,python3"
+PACKAGES = "systemd,systemd-sysv,dbus,python3,python3-venv"
 TOOLS: Mapping[str, str] = {
     "systemd-nspawn": "systemd-container",
     "debootstrap": "debootstrap",
@@ -45,11 +45,11 @@ MAKE_SECONDS = 900.0
 def machine_or_skip() -> Path:
     """Return the file system of a Debian without membroker; skip with what to do where none can be made."""
     if os.geteuid() != 0:
-        _give_up("only root can boot a systemd: run `make test-system` as root")
+        give_up("only root can boot a systemd: run `make test-system` as root")
     packages = {package for tool, package in TOOLS.items() if shutil.which(tool) is None}
     if packages:
-        _give_up(f"a real systemd takes tools that are missing: apt-get install {' '.join(sorted(packages))}")
-    requirements = _requirements()
+        give_up(f"a real systemd takes tools that are missing: apt-get install {' '.join(sorted(packages))}")
+    requirements = requirements_of("broker")
     recipe = hashlib.sha256("\n".join([SUITE, PACKAGES, *requirements]).encode()).hexdigest()[:8]
     cached = Path(os.environ.get("XDG_CACHE_HOME", "/var/cache")) / "membroker-tests" / f"{SUITE}-{recipe}"
     if not cached.is_dir():
@@ -62,34 +62,39 @@ def machine_or_skip() -> Path:
     return cached
 
 
-def _give_up(why: str) -> NoReturn:
+def give_up(why: str) -> NoReturn:
+    """Skip the test, or fail it where it must run."""
     if os.environ.get("MEMBROKER_REQUIRE_SYSTEMD"):
         pytest.fail(f"this must run here: {why}")
     pytest.skip(why)
 
 
-def _requirements() -> list[str]:
-    """Return what a daemon's installation depends on."""
+def requirements_of(*extras: str) -> list[str]:
+    """Return what an installation of membroker with these extras depends on."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [*project["dependencies"], *project["optional-dependencies"]["broker"]]
+    return [*project["dependencies"], *(one for extra in extras for one in project["optional-dependencies"][extra])]
 
 
 def _make(root: Path, requirements: Sequence[str]) -> None:
     """Make a Debian, and in it the virtual environment that the unit expects, without membroker."""
-    _try(
+    run_or_give_up(
         "a Debian must be fetched (MEMBROKER_TEST_MIRROR says where from)",
         ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, str(root), *filter(None, [MIRROR])],
     )
     shutil.rmtree(root / "var/cache/apt")
     inside = ["chroot", str(root)]
-    _try("its Python must make an environment", [*inside, "python3", "-m", "venv", "--without-pip", f"/{PREFIX}"])
+    run_or_give_up(
+        "its Python must make an environment", [*inside, "python3", "-m", "venv", "--without-pip", f"/{PREFIX}"]
+    )
     packages = _site_packages(root)
     # Wheels for that Python, by this one's pip: it knows where this machine gets its packages from.
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
     target = ["--target", str(packages), "--python-version", packages.parent.name.removeprefix("python")]
-    _try("pip must find wheels for it", [*pip, *target, "--only-binary=:all:", *requirements])
+    run_or_give_up("pip must find wheels for it", [*pip, *target, "--only-binary=:all:", *requirements])
     # Beside the sources, where the daemon may not write.
-    _try("its Python must compile them", [*inside, f"/{PREFIX}/bin/python", "-m", "compileall", "-q", f"/{PREFIX}/lib"])
+    run_or_give_up(
+        "its Python must compile them", [*inside, f"/{PREFIX}/bin/python", "-m", "compileall", "-q", f"/{PREFIX}/lib"]
+    )
 
 
 def _site_packages(root: Path) -> Path:
@@ -97,17 +102,17 @@ def _site_packages(root: Path) -> Path:
     return packages
 
 
-def _try(what: str, command: Sequence[str]) -> None:
+def run_or_give_up(what: str, command: Sequence[str]) -> None:
     """Run a command that needs the network, or else give up with what it takes."""
     try:
         done = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=MAKE_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        _give_up(f"{what}: nothing came for {MAKE_SECONDS:.0f} s")
+        give_up(f"{what}: nothing came for {MAKE_SECONDS:.0f} s")
     if done.returncode != 0:
         last = (done.stdout.strip().splitlines() or ["it said nothing"])[-1]
-        _give_up(f"{what}: {last}")
+        give_up(f"{what}: {last}")
 
 
 def install(root: Path, tree: Path) -> None:
@@ -228,7 +233,7 @@ def booted(debian: Path) -> Iterator[Machine]:
             init = until(lambda: _init_of(process) or process.poll() is not None)
             if process.poll() is not None:
                 last = (place / "console").read_text(errors="replace").strip().splitlines()[-1:]
-                _give_up(f"systemd-nspawn cannot boot here: {' '.join(last)}")
+                give_up(f"systemd-nspawn cannot boot here: {' '.join(last)}")
             machine = Machine(init)
             until(lambda: _is_up(machine))
             machine.run(f"/{PREFIX}/bin/python", "-m", "compileall", "-q", f"/{PREFIX}/lib", f"/{TESTS}")

@@ -1,0 +1,193 @@
+"""The dashboard, the rules and the runbooks: each query gives data in a real Prometheus, with a real daemon."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import threading
+import time
+import urllib.parse
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.deploy.test_alerts import RULES, Prometheus, prometheus
+from tests.deploy.test_deploy import check, tool
+from tests.support.daemons import running
+from tests.support.sizes import MIB
+
+import membroker
+from membrokerd.observe import catalog
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+BOARD = json.loads((DEPLOY / "grafana" / "membroker.json").read_text())
+RUNBOOKS = (DEPLOY.parent / "docs" / "alerts.md").read_text()
+SECONDS = 60.0
+
+
+def queries() -> list[tuple[str, str]]:
+    """Return each panel's queries as they are asked of Prometheus: with all GPUs, and a short interval."""
+    found = [(panel["title"], target["expr"]) for panel in BOARD["panels"] for target in panel["targets"]]
+    return [(title, expr.replace("$gpu_uuid", ".*").replace("$__rate_interval", "10s")) for title, expr in found]
+
+
+def test_the_dashboard_has_the_eight_panels_and_refers_to_what_exists() -> None:
+    assert [panel["title"] for panel in BOARD["panels"]] == [
+        "The GPU's memory",
+        "Tenants, their guarantees and limits",
+        "Models",
+        "Refusals by reason",
+        "Waits and recalls",
+        "Latency of requests",
+        "Sessions and descriptors, of their bounds",
+        "Bytes saved by sharing",
+    ]
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in BOARD["panels"]]
+    assert len(set(places)) == len(places), "no panel lies over another"
+    text = " ".join(expr for _, expr in queries())
+    named = {re.sub(r"_(bucket|count|sum)$", "", name) for name in re.findall(r"\bmembroker_\w+", text)}
+    assert named <= set(catalog.ALL)
+    variables = {variable["name"] for variable in BOARD["templating"]["list"]}
+    assert set(re.findall(r"\$\{?(?!__)(\w+)", json.dumps(BOARD))) == variables == {"datasource", "gpu_uuid"}
+
+
+def test_each_alert_has_a_runbook() -> None:
+    """A person who is paged finds a section for the alert, and every section is about an alert that exists."""
+    alerts = dict(re.findall(r"- alert: (\w+)\n(?:(?!- alert:).*\n)*? +runbook: (\S+)", RULES.read_text()))
+    assert set(alerts) == set(re.findall(r"- alert: (\w+)", RULES.read_text()))
+    assert all(runbook == f"docs/alerts.md#{name.lower()}" for name, runbook in alerts.items())
+    assert set(re.findall(r"^## (Membroker\w+)$", RUNBOOKS, re.MULTILINE)) == set(alerts)
+
+
+CONFIG = {
+    "capacity": "256MiB",
+    "tenants": {"red": {"limit": "192MiB", "guarantee": "32MiB"}, "blue": {}},
+}
+
+
+def ask(watch: Prometheus, expr: str) -> Any:
+    """Return the result of a query; None while there is no answer."""
+    found = watch.ask(f"query?query={urllib.parse.quote(expr)}")
+    return found["result"] if found else None
+
+
+@pytest.mark.slow
+def test_each_query_of_the_dashboard_has_data(tmp_path: Path) -> None:
+    """Two tenants at work: one is refused, one waits, one was recalled, and a segment is shared. No panel is empty."""
+    if shutil.which("prometheus") is None:
+        pytest.skip("prometheus is not installed (Debian: apt-get install prometheus)")
+    with running(CONFIG) as daemon, prometheus(tmp_path, daemon.device().metrics_url) as watch, ExitStack() as stack:
+        red, blue, reader = (
+            stack.enter_context(membroker.connect(daemon.endpoint(name))) for name in ("red", "blue", "red")
+        )
+        model, other = red.register_model("chat"), blue.register_model("night")
+        with model.create_segment("weights", "8MiB") as segment:
+            segment.seal()
+        for client in (red, reader):
+            stack.enter_context(client.attach("chat/weights"))
+        stack.enter_context(model.allocate("64MiB"))
+        stack.enter_context(other.allocate("64MiB"))
+        over = threading.Event()
+        waiter = threading.Thread(target=_work, args=(other, model, over))
+        waiter.start()
+        try:
+            end, empty = time.monotonic() + SECONDS, queries()
+            while empty and time.monotonic() < end:
+                empty = [one for one in empty if not _has_data(ask(watch, one[1]))]
+                over.wait(0.2)
+            assert empty == []
+            saved = ask(watch, "membroker_segment_saved_bytes")
+            assert [float(one["value"][1]) for one in saved] == [8 * MIB], "two sessions, one copy"
+        finally:
+            over.set()
+            waiter.join()
+        red.delete_segment("chat/weights")
+
+
+def _has_data(result: Any) -> bool:
+    """Say whether a query gave series, none of them without a value."""
+    return bool(result) and any(one["value"][1] != "NaN" for one in result)
+
+
+def _work(night: membroker.Model, chat: membroker.Model, over: threading.Event) -> None:
+    """Be refused, and wait, again and again."""
+    while not over.wait(0.1):
+        with suppress(membroker.OutOfMemory):
+            chat.allocate("200MiB")
+        with suppress(membroker.OutOfMemory):
+            night.allocate("200MiB", wait=0.5)
+
+
+def test_no_alert_fires_in_a_quiet_hour(tmp_path: Path) -> None:
+    """An hour of the series of a real daemon, with two tenants that hold memory and ask for nothing."""
+    promtool = tool("promtool", "Debian: apt-get install prometheus")
+    with running(CONFIG) as daemon, ExitStack() as stack:
+        for tenant in ("red", "blue"):
+            client = stack.enter_context(membroker.connect(daemon.endpoint(tenant)))
+            stack.enter_context(client.register_model("m").allocate("64MiB"))
+        text = daemon.metrics()
+    series = [{"series": 'up{job="membroker",instance="i"}', "values": "1x60"}]
+    for family in text_string_to_metric_families(text):
+        for one in family.samples:
+            labels = {**one.labels, "job": "membroker", "instance": "i"}
+            named = ",".join(f"{name}={json.dumps(value)}" for name, value in labels.items())
+            series.append({"series": f"{one.name}{{{named}}}", "values": f"{one.value:.17g}x60"})
+    alerts = re.findall(r"- alert: (\w+)", RULES.read_text())
+    quiet = [{"eval_time": at, "alertname": name, "exp_alerts": []} for name in alerts for at in ("5m", "30m", "60m")]
+    document = {
+        "rule_files": [str(RULES)],
+        "evaluation_interval": "1m",
+        "tests": [{"interval": "1m", "input_series": series, "alert_rule_test": quiet}],
+    }
+    test = tmp_path / "quiet.yml"
+    test.write_text(json.dumps(document))  # JSON is YAML
+    check(promtool, "test", "rules", test)
+    document["tests"][0]["input_series"][0]["values"] = "1x30 0x30"  # type: ignore[index]
+    test.write_text(json.dumps(document))
+    with pytest.raises(AssertionError, match="MembrokerDown"):
+        check(promtool, "test", "rules", test)
+
+
+RULE_TESTS = """
+rule_files: [RULES]
+evaluation_interval: 1m
+tests:
+  - interval: 1m
+    input_series:
+      # Kubernetes: two containers have the GPU, so dcgm-exporter has two series for it.
+      - {series: 'DCGM_FI_DEV_FB_USED{UUID="GPU-1",gpu="0",modelName="H200",Hostname="n1",pod="a"}', values: '1024x10'}
+      - {series: 'DCGM_FI_DEV_FB_USED{UUID="GPU-1",gpu="0",modelName="H200",Hostname="n1",pod="b"}', values: '1024x10'}
+      - {series: 'DCGM_FI_DEV_GPU_UTIL{UUID="GPU-1",gpu="0",Hostname="n1",pod="a"}', values: '50x10'}
+      - {series: 'membroker_model_used_bytes{gpu_uuid="GPU-1",tenant="a",model="m",location="device"}', values: '7x10'}
+      - {series: 'membroker_tenant_used_bytes{gpu_uuid="GPU-1",tenant="a",location="device"}', values: '7x10'}
+      - {series: 'membroker_tenant_limit_bytes{gpu_uuid="GPU-1",tenant="a",location="device"}', values: '14x10'}
+    promql_expr_test:
+      - expr: membroker:model_used_bytes:by_gpu
+        eval_time: 5m
+        exp_samples:
+          - {labels: 'membroker:model_used_bytes:by_gpu{gpu_uuid="GPU-1",gpu="0",modelName="H200",Hostname="n1",
+              tenant="a",model="m",location="device"}', value: 7}
+      - expr: gpu_uuid:dcgm_memory_used_bytes
+        eval_time: 5m
+        exp_samples: [{labels: 'gpu_uuid:dcgm_memory_used_bytes{gpu_uuid="GPU-1"}', value: 1073741824}]
+      - expr: gpu_uuid:dcgm_utilization:ratio
+        eval_time: 5m
+        exp_samples: [{labels: 'gpu_uuid:dcgm_utilization:ratio{gpu_uuid="GPU-1"}', value: 0.5}]
+      - expr: membroker:tenant_limit_used:ratio
+        eval_time: 5m
+        exp_samples:
+          - {labels: 'membroker:tenant_limit_used:ratio{gpu_uuid="GPU-1",tenant="a",location="device"}', value: 0.5}
+"""
+
+
+def test_the_rules_join_with_dcgm_exporter(tmp_path: Path) -> None:
+    promtool = tool("promtool", "Debian: apt-get install prometheus")
+    rules = DEPLOY / "prometheus" / "rules.yml"
+    test = tmp_path / "test.yml"
+    test.write_text(RULE_TESTS.replace("RULES", str(rules)))
+    check(promtool, "test", "rules", test)
+    names = set(re.findall(r"\bmembroker_\w+", rules.read_text()))
+    assert {re.sub(r"_bucket$", "", name) for name in names} <= set(catalog.ALL)
