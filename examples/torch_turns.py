@@ -79,7 +79,7 @@ def main() -> None:
         try:
             ends[number - 1].send(order)
             print(ends[number - 1].recv(), flush=True)
-        except (EOFError, BrokenPipeError):
+        except (EOFError, OSError):
             sys.exit(1)  # the worker has printed why it ended
 
     for number, order in ((1, "grow"), (1, "grow"), (1, "serve"), (2, "grow")):

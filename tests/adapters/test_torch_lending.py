@@ -1,6 +1,6 @@
 """What torch's C++ calls for memory, over the host driver and a real daemon.
 
-The MemPool itself exists on a GPU only: tests/gpu/test_torch_on_gpu.py.
+The MemPool itself exists on a GPU only: tests/gpu/pytorch/test_mempool.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`TorchMemory` over the host driver, and a model of torch's pools that fails where torch's C++ asserts.
 
 The rules of the model are those of torch 2.11 and 2.13 (c10/cuda/CUDACachingAllocator.cpp). The real thing is in
-tests/gpu/test_torch_on_gpu.py.
+tests/gpu/pytorch/test_mempool.py.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def by_command(directory: Path, text: str, **environment: str) -> Iterator[dict[
     try:
         until(lambda: " ready " in log.read_text() or process.poll() is not None)
         assert process.poll() is None, log.read_text()
-        (admin,) = directory.glob("*/admin")
+        (admin,) = directory.glob("gpu-*/admin")
         yield json.loads(run(COMMAND, "status", "--admin", "--endpoint", str(admin), "--json").stdout)
         process.terminate()
         assert process.wait(DEADLINE_SECONDS) == 0, log.read_text()
@@ -160,7 +160,7 @@ def test_status_and_metrics_name_the_gpu(gpu: CudaDriver) -> None:
         for door in (daemon.endpoint(), daemon.admin):
             admin = ("--admin",) if door == daemon.admin else ()
             shown = run(COMMAND, "status", "--endpoint", str(door), *admin).stdout
-            assert re.search(rf"^uuid +{device.uuid}$", shown, re.MULTILINE)
+            assert re.search(rf"^device +{device.uuid}$", shown, re.MULTILINE)
             assert re.search(rf"^product +{re.escape(device.name)}$", shown, re.MULTILINE)
             assert re.search(r"^granularity +2\.0 MiB$", shown, re.MULTILINE)
         scraped = daemon.metrics()

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import Daemon, until
+from tests.support.engine_batches import compare
 from tests.support.gpu import at_rest, on_gpu, used
+from tests.support.sizes import GIB
 from tests.support.vllm_engine import BUILDS, Engine, write_model, write_plugins
 
 import membroker
@@ -54,31 +56,34 @@ def test_engines_compute_with_one_copy_of_the_weights(
     model = write_model(tmp_path / "qwen", **SHAPE)
     path = os.pathsep.join([str(write_plugins(tmp_path / "plugins")), os.environ.get("PYTHONPATH", "")])
     build, environment = BUILDS[runner], {"PYTHONPATH": path}
-    with Engine(build, model, environment=environment, **OPTIONS) as plain:
-        expected = plain.ready().generate(*PROMPTS)
-        state(f"{runner}: plain vLLM reads the weights", seconds(plain, "Loading weights took") + " s")
 
     def sharing(daemon: Daemon, name: str) -> Any:
         options = {**OPTIONS, "load_format": "membroker"}
         return Engine(build, model, daemon.endpoint(), {"model": name}, environment=environment, **options)
 
-    with on_gpu(gpu) as daemon:
-        figures = [at_rest(lambda: used(gpu))]
-        with sharing(daemon, "one") as one:
-            assert one.ready().generate(*PROMPTS) == expected
-            figures.append(at_rest(lambda: used(gpu)))
-            with sharing(daemon, "two") as two:
-                assert two.ready().generate(*PROMPTS) == expected
+    answers = []
+    with Engine(build, model, environment=environment, **OPTIONS) as plain:
+        expected = plain.ready().generate(*PROMPTS)
+        state(f"{runner}: plain vLLM reads the weights", seconds(plain, "Loading weights took") + " s")
+        with on_gpu(gpu, {"capacity": 16 * GIB}) as daemon:
+            figures = [at_rest(lambda: used(gpu))]
+            with sharing(daemon, "one") as one:
+                answers.append(one.ready().generate(*PROMPTS))
                 figures.append(at_rest(lambda: used(gpu)))
-                with membroker.connect(daemon.endpoint(), observer=True) as client:
-                    (there,) = client.segments()
-                    assert client.model("qwen").books["device"].used_bytes == there.size_bytes
-                    assert (there.state, there.sessions) == ("sealed", 2)
-                first, second = figures[1] - figures[0], figures[2] - figures[1]
-                published, attached = seconds(one, "published the weights"), seconds(two, "attached the weights")
-                state(f"{runner}: published, attached", f"{published} s, {attached} s")
-                state(f"{runner}: first, second engine", f"{first >> 20} MiB, {second >> 20} MiB")
-                assert second < first - there.size_bytes * 3 // 4
-                one.kill()
-                assert two.generate(*PROMPTS) == expected
-        until(lambda: sum(one.books[0].used_bytes for one in daemon.models()) == 0, 60.0)
+                with sharing(daemon, "two") as two:
+                    answers.append(two.ready().generate(*PROMPTS))
+                    figures.append(at_rest(lambda: used(gpu)))
+                    with membroker.connect(daemon.endpoint(), observer=True) as client:
+                        (there,) = client.segments()
+                        assert client.model("qwen").books["device"].used_bytes == there.size_bytes
+                        assert (there.state, there.sessions) == ("sealed", 2)
+                    first, second = figures[1] - figures[0], figures[2] - figures[1]
+                    published, attached = seconds(one, "published the weights"), seconds(two, "attached the weights")
+                    state(f"{runner}: published, attached", f"{published} s, {attached} s")
+                    state(f"{runner}: first, second engine", f"{first >> 20} MiB, {second >> 20} MiB")
+                    assert second < first - there.size_bytes * 3 // 4
+                    one.kill()
+                    answers.append(two.generate(*PROMPTS))
+            until(lambda: sum(one.books[0].used_bytes for one in daemon.models()) == 0, 60.0)
+        for answer in answers:
+            compare(runner, answer, expected, plain, PROMPTS[0])

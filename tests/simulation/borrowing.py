@@ -77,7 +77,7 @@ class Borrowing:
                 while any(not isinstance(job, Look | fx.Seal | Dropping) for job in world.jobs):
                     world.execute_next()
                 while world.told:
-                    world.hear()
+                    world.driver.hear()
                 if worker.session not in world.workers or not worker.process.alive:
                     return
                 world.send(ev.Allocate(*world.ask(worker), name, where, size, world.random.choice((1, 1, 2, 5))))

@@ -83,7 +83,7 @@ class DaemonDeaths:
         """Let this and that happen, and most times the daemon's death within it."""
         world = self.world
         for _ in range(world.random.choice((2, 5, 9))):
-            deed = world.random.choice((world.choose(), world.execute_and_hear))
+            deed = world.random.choice((world.choose(), world.driver.execute_and_hear))
             if not self.dead and deed != self.strike:
                 deed()
 
@@ -168,7 +168,9 @@ class DaemonDeaths:
             self.cut_off(worker)
         for _ in range(world.random.choice((0, 1, 3))):
             world.pass_time(world.random.choice((0, 3, 60, 400, 2000)) * MILLISECOND)
-            world.random.choice((world.die_one, world.play_the_stranger, world.come_clean, world.borrowing.release))()
+            world.random.choice(
+                (world.endings.die_one, world.play_the_stranger, world.come_clean, world.borrowing.release)
+            )()
         if world.random.random() < 0.3:
             self.lose_descriptors()
 

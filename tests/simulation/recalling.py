@@ -90,11 +90,11 @@ class Recalling:
         if worker is None:
             self._answer_nothing()
         elif chance < 0.02:
-            world.lose(worker)
+            world.endings.lose(worker)
         elif chance < 0.03:
-            world.say_goodbye(worker)
+            world.endings.say_goodbye(worker)
         elif chance < 0.04:
-            world.die(worker.process, world.now)
+            world.endings.die(worker.process, world.now)
         else:
             self.answer(worker, worker.recalls.pop(self._due(worker)[0])[0])
 
@@ -108,7 +108,7 @@ class Recalling:
         world = self.world
         silent = world.pick(lambda one: one.manner == "silent" and one.recalls and one.connected)
         if silent and world.random.random() < 0.05:
-            world.lose(silent)
+            world.endings.lose(silent)
             return
         worker = world.pick(lambda one: one.manner == "broken" and one.process.alive and one.connected)
         others = [number for one in world.workers.values() if one is not worker for number in one.recalls]
@@ -196,9 +196,9 @@ class Recalling:
         """Do all that was asked of the driver, and hear of it."""
         while self.world.jobs or self.world.told:
             if self.world.jobs:
-                self.world.carry_out(self.world.jobs[0])
+                self.world.driver.carry_out(self.world.jobs[0])
             if self.world.told:
-                self.world.hear()
+                self.world.driver.hear()
 
     def _settle(self, worker: Worker) -> None:
         """Read everything, release what is unmapped, and answer."""

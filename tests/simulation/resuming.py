@@ -103,7 +103,7 @@ class Resuming:
     def greet(self, worker: Worker) -> None:
         """Say Hello with the session's token. What was still queued on the old connection is told before the Holds."""
         world = self.world
-        was_connected, unsent = worker.connected, world.hang_up(worker) if worker.connected else []
+        was_connected, unsent = worker.connected, world.endings.hang_up(worker) if worker.connected else []
         self.close_socket(worker)
         event = ev.ResumeSession(world.call(worker.session), worker.session, worker.process.name)
         answers = [

@@ -126,8 +126,8 @@ class Sharing:
             asked = ev.SegmentName(name.tenant, name.model, label)
             world.send(ev.CreateSegment(*world.ask(worker), asked, where, size, world.borrowing.wait_ns()))
             if chance < 0.08 and worker.makes and worker.process.alive:
-                world.slow_down()  # so that its death is told before its packets are made
-                world.die(worker.process, world.now)
+                world.driver.slow_down()  # so that its death is told before its packets are made
+                world.endings.die(worker.process, world.now)
 
     def seal(self) -> None:
         """A writer is done: mostly with all that it was sent, now and then it asks for what it may not."""
@@ -149,9 +149,9 @@ class Sharing:
         if chance < 0.6 or not writer.connected or world.state(writer) != "open":
             self.leave(writer, segment)
         elif chance < 0.85:
-            world.say_goodbye(writer)
+            world.endings.say_goodbye(writer)
         else:
-            world.die(writer.process, world.now)
+            world.endings.die(writer.process, world.now)
 
     def written(self, worker: Worker) -> list[int]:
         """Return what a worker writes and has not sealed, once it was told that its create is done."""

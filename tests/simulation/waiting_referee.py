@@ -91,9 +91,10 @@ class WaitingReferee:
         if self.came and self.came.event.call not in after and self._is_granted(step):
             granted.append(self.came)
         if granted:
-            final = isinstance(event, ev.InputsDrained) and granted[-1].event.call == event.call
+            last = _last_of(granted, step)
+            final = isinstance(event, ev.InputsDrained) and last.event.call == event.call
             others = [one for one in after.values() if one.deadline is not None and not one.met_full_device]
-            self._judge_order(granted[-1], others, final=final)
+            self._judge_order(last, others, final=final)
 
     def _is_granted(self, step: Step) -> bool:
         """Say whether the request that came was granted; its answer may come later."""
@@ -347,3 +348,17 @@ class WaitingReferee:
             f"waits: {ends}; {self.compared:,} grants beside others that would have fitted, {self.turns:,} times not "
             f"in turn, {self.entitled:,} times for a recall"
         )
+
+
+def _last_of(granted: Sequence[Any], step: Step) -> Any:
+    """Return the request of the step's last debit: requests are granted in another order than they came.
+
+    If one session got several for a model, the youngest is taken.
+    """
+    for fact in reversed(step.facts):
+        if isinstance(fact, ft.Debited | ft.SegmentBegan):
+            session = fact.session if isinstance(fact, ft.Debited) else fact.writer
+            for one in reversed(granted):
+                if (one.event.session, one.name, one.event.location) == (session, fact.name, fact.location):
+                    return one
+    return granted[-1]

@@ -24,8 +24,10 @@ from typing import Any
 
 from tests.simulation.borrowing import Borrowing
 from tests.simulation.daemon_deaths import DaemonDeaths
+from tests.simulation.driver_thread import RESERVE, DriverThread
+from tests.simulation.endings import Endings
 from tests.simulation.operators import Operator
-from tests.simulation.processes import Closing, Found, Job, Look, Packet, Process, Worker
+from tests.simulation.processes import Closing, Found, Job, Look, Process, Worker
 from tests.simulation.recalling import Recalling, is_deaf
 from tests.simulation.referee import Referee
 from tests.simulation.resuming import Resuming
@@ -59,7 +61,6 @@ RULES = policy.Rules(
     max_segment_extents=250,
 )
 STOCKED_RULES = dataclasses.replace(RULES, stock_extents=12, stock_bytes=40 * MIB)
-RESERVE = 60 * MIB
 """What the device gate leaves free."""
 DEVICE_TOTAL = CAPACITIES["device"] + 300 * MIB
 NOTICE = 400 * MILLISECOND
@@ -108,6 +109,8 @@ class World:
         self.borrowing = Borrowing(self)
         self.recalling = Recalling(self)
         self.operator = Operator(self)
+        self.endings = Endings(self)
+        self.driver = DriverThread(self)
         self.daemons = DaemonDeaths(self)
         self.jobs: list[Job] = []
         self.sends: deque[fx.Make | fx.Send] = deque()
@@ -134,7 +137,7 @@ class World:
         self.answers: Counter[str] = Counter()
         self.steps: Counter[str] = Counter()
         self.deeds: dict[Callable[[], None], float] = {
-            self.audit: 5,
+            self.driver.audit: 5,
             self.open: 4,
             self.flush: 6,
             self.acknowledge: 20,
@@ -143,15 +146,15 @@ class World:
             self.borrowing.allocate: 20,
             self.borrowing.release: 14,
             self.borrowing.declare: 4,
-            self.lose_one: 0.8,
-            self.goodbye: 1.0,
-            self.die_one: 1.6,
-            self.notice_one: 2,
+            self.endings.lose_one: 0.8,
+            self.endings.goodbye: 1.0,
+            self.endings.die_one: 1.6,
+            self.endings.notice_one: 2,
             self.come_clean: 0.5,
             self.operator.set_quota: 1,
             self.operator.reload: 0.2,
             self.play_the_stranger: 0.6,
-            self.slow_down: 0.1,
+            self.driver.slow_down: 0.1,
             self.sharing.create: 6,
             self.sharing.seal: 8,
             self.sharing.attach: 10,
@@ -196,9 +199,9 @@ class World:
         self.salt = self.random.getrandbits(30)
         self.pass_time(self.random.choice((0, 0, 1, 10, 50)) * MILLISECOND)
         if self.jobs and self.random.random() < 0.5:
-            self.execute()
+            self.driver.execute()
         if self.told and self.random.random() < 0.6:
-            self.hear()
+            self.driver.hear()
         self.choose()()
 
     def choose(self) -> Callable[[], None]:
@@ -215,13 +218,13 @@ class World:
             return
         self.resuming.end_orders()
         for at, worker in [one for one in self.unnoticed if one[0] + NOTICE <= self.now]:
-            self.notice(at, worker)
+            self.endings.notice(at, worker)
         if self.now - self.audited_at >= SECOND:
-            self.audit()
+            self.driver.audit()
             while any(isinstance(job, Look) for job in self.jobs):
-                self.carry_out(next(job for job in self.jobs if isinstance(job, Look)))
+                self.driver.carry_out(next(job for job in self.jobs if isinstance(job, Look)))
             while self.told:
-                self.hear()
+                self.driver.hear()
         deadline = self.broker.deadline
         if deadline is not None and deadline <= self.now and self.random.random() < 0.8:
             self.elapse()
@@ -234,20 +237,20 @@ class World:
         """Everybody goes, in one way or another; the driver finishes, and the device shows it all gone."""
         for worker in list(self.workers.values()):
             if worker.connected and self.state(worker) == "open" and worker.number % 2:
-                self.say_goodbye(worker)
+                self.endings.say_goodbye(worker)
         self.broker.books.stopping = True
         self.elapse()
         for process in self.processes:
             if process.alive:
-                self.die(process, child_until=0)
+                self.endings.die(process, child_until=0)
         self.sharing.delete_all()
         self.stranger = {"device": 0, "host": 0}
         for _ in range(3):
             self.pass_time(600 * SECOND)
             while self.jobs:
-                self.carry_out(self.jobs[0])
+                self.driver.carry_out(self.jobs[0])
             while self.told:
-                self.hear()
+                self.driver.hear()
         self.referee.at_the_end()
 
     # --- the broker ---
@@ -271,13 +274,13 @@ class World:
         self.referee.judge(event, step, before)
         for effect in step.effects:
             if isinstance(effect, fx.Disconnect) and effect.session in self.workers:
-                self.lose(self.workers[effect.session])
+                self.endings.lose(self.workers[effect.session])
         for effect in step.effects:
             if isinstance(effect, fx.Answer) and effect.call in self.declaring:
                 self.declaration_answered(self.declaring.pop(effect.call), effect.result)
         while self.sends:
             send = self.sends.popleft()
-            self.hear_of_packet(send, self.sharing.copy(send) if isinstance(send, fx.Send) else None)
+            self.driver.hear_of_packet(send, self.sharing.copy(send) if isinstance(send, fx.Send) else None)
         return step
 
     def declaration_answered(self, event: ev.Declare, result: fx.Result | Denied) -> None:
@@ -293,7 +296,7 @@ class World:
                 self.answers[result.reason if isinstance(result, Denied) else type(result).__name__] += 1
             case fx.Make(session=session):
                 if effect.stocked:
-                    self.take_stock(effect)
+                    self.driver.take_stock(effect)
                     self.sends.append(effect)
                 else:
                     self.jobs.append(effect)
@@ -308,7 +311,7 @@ class World:
             case fx.Stock():
                 self.jobs.append(effect)
             case fx.DropStock(where, size, count):
-                self.jobs.append(Closing(self.out_of_stock(where, size, count)))
+                self.jobs.append(Closing(self.driver.out_of_stock(where, size, count)))
             case fx.Recall():
                 self.recalling.ask(effect)
             case fx.Send(session=session):
@@ -374,174 +377,16 @@ class World:
                 self.used[found[0]] -= found[1]
                 self.referee.fell(found[0], found[1], why, block)
 
+    def device_free(self) -> int:
+        """Return what is free on the device, in bytes."""
+        return DEVICE_TOTAL - self.used["device"] - self.stranger["device"]
+
     def seen(self) -> ev.Seen:
         """Return what the device shows now. Now and then it cannot say; of the host a card never can."""
         if self.random.random() < 0.01:
             return {"device": None, "host": None}
         host = self.used["host"] + self.stranger["host"] if self.host_shows else None
         return {"device": self.used["device"] + self.stranger["device"], "host": host}
-
-    # --- the stock ---
-
-    def out_of_stock(self, where: ev.Location, size: int, count: int) -> tuple[int, ...]:
-        """Take blocks out of what is kept ready, the oldest first."""
-        kept = self.stock.get((where, size), [])
-        assert len(kept) >= count, f"{count} of {size} bytes are to go out of a stock of {len(kept)}"
-        blocks = tuple(kept[:count])
-        del kept[:count]
-        assert all(self.exists[block] == (where, size) for block in blocks), "the stock is of another size"
-        return blocks
-
-    def take_stock(self, make: fx.Make) -> None:
-        """A packet is of blocks that were never lent: from now on they are its extents."""
-        assert not make.segment, "a segment is made of stock"
-        for extent, block in zip(
-            make.ids, self.out_of_stock(make.location, make.extent_bytes, len(make.ids)), strict=True
-        ):
-            assert extent not in self.exists, "an extent exists that was not made"
-            self.exists[extent] = self.exists.pop(block)
-
-    def stock_up(self, stock: fx.Stock) -> str | None:
-        """Make an extent for the stock, or return why it cannot be made. It is the broker's when that is told."""
-        failure = "DRIVER_FAILED" if self.random.random() < 0.15 else None
-        failure = failure or self.refuse_to_make(stock.location, stock.extent_bytes)
-        if failure is None:
-            self.put(self.new_block(), stock.location, stock.extent_bytes)
-        return failure
-
-    # --- the driver's thread, and what is told of its work ---
-
-    def execute(self) -> None:
-        """The driver takes some job: whose, and which of all that are asked, is not the core's to know."""
-        if self.now >= self.slow_until or self.random.random() < 0.1:
-            job = self.random.choice(self.jobs)
-            if not isinstance(job, fx.Seal) or self.random.random() < 0.3:
-                self.carry_out(job)
-
-    def carry_out(self, job: Job) -> None:
-        if isinstance(job, Dropping):  # what was asked before about a segment is done before
-            job = next((one for one in self.jobs if one == fx.Seal(job.segment)), job)
-        if isinstance(job, fx.Make | fx.Stock):  # what was let go of before is gone before
-            before = self.jobs[: self.jobs.index(job)]
-            job = next((one for one in before if isinstance(one, Closing)), job)
-        self.jobs.remove(job)
-        failure = None
-        block = 0
-        match job:
-            case Closing(blocks):
-                self.drop(blocks, "stock")
-                return
-            case fx.Stock():
-                failure = self.stock_up(job)
-                block = self.blocks
-            case Look():
-                self.told.append(Found(job, self.now, seen=self.seen()))
-                return
-            case fx.Make():
-                failure = self.make(job)
-            case fx.Send():
-                failure = self.sharing.copy(job)
-            case fx.Seal():
-                failure = "DRIVER_FAILED" if self.random.random() < 0.3 else None
-            case Dropping(_, blocks):
-                self.drop(blocks, "segment")
-        self.told.append(Found(job, self.now, failure=failure, block=block))
-
-    def make(self, make: fx.Make) -> str | None:
-        """Make a packet, or return why it cannot be made."""
-        where, size = make.location, make.extent_bytes * len(make.ids)
-        failure = self.refuse_to_make(where, size)
-        if failure is not None:
-            return failure
-        if make.segment:
-            self.put(make.ids.start, where, size)
-        else:
-            for extent in make.ids:
-                self.put(extent, where, make.extent_bytes)
-        return None
-
-    def refuse_to_make(self, where: ev.Location, size: int) -> str | None:
-        """Return why the driver does not make so much, or None: the gate, or now and then a failure."""
-        free = DEVICE_TOTAL - self.used["device"] - self.stranger["device"] if where == "device" else None
-        if not policy.gate(free, size, RESERVE):
-            return "DEVICE_FULL"
-        if self.random.random() < 0.04:
-            return self.random.choice(("DRIVER_FAILED", "DESCRIPTORS_EXHAUSTED", "INTERNAL"))
-        return None
-
-    def execute_and_hear(self) -> None:
-        """The driver works on what it was asked for, and the event loop hears of it."""
-        for _ in range(4):
-            if self.jobs:
-                self.execute()
-            if self.told:
-                self.hear()
-
-    def hear(self) -> None:
-        """The event loop takes what stands first in its queue."""
-        found = self.told.popleft()
-        if isinstance(found, ev.NotDelivered):
-            self.send(found)
-            return
-        if isinstance(found, ev.InputsDrained):
-            self.inputs_drained(found)
-            return
-        match found.job:
-            case fx.Make() | fx.Send():
-                self.hear_of_packet(found.job, found.failure)
-            case fx.Seal(segment):
-                done = ev.NotSealed(segment, found.failure, {}) if found.failure else ev.Sealed(segment)
-                self.send(done)
-            case fx.Stock(where, size):
-                if found.failure is None:
-                    self.stock.setdefault((where, size), []).append(found.block)
-                self.send(ev.Stocked(where, size, made=found.failure is None))
-            case Dropping(segment):
-                self.sharing.dropping.discard(segment)
-                self.send(ev.Dropped(segment))
-            case Look(dead=worker) if worker is not None:
-                assert found.seen is not None
-                self.send(ev.ProcessDied(worker.session, found.seen))
-                self.resuming.say_last(worker)
-                self.lose(worker)
-            case Look():
-                assert found.seen is not None
-                self.auditing = False
-                self.audited_at = self.now
-                self.send(ev.Audit(found.seen))
-                if not self.daemons.dead:
-                    self.referee.audited(found.at, found.seen)
-
-    def hear_of_packet(self, make: fx.Make | fx.Send, failure: str | None) -> None:
-        """Queue a packet on its session's connection, if it could be made and there still is one."""
-        worker = self.workers[make.session]
-        worker.makes.remove(make)
-        packet = (make.session, make.request_id, make.part)
-        if failure is None:
-            failure = "DELIVERY_FAILED" if not worker.connected else None
-            if failure is None and isinstance(make, fx.Make) and make.segment:
-                failure = self.sharing.keep(make)
-            if failure is not None:
-                self.drop(blocks_of(make), "word")
-        if failure is not None:
-            self.send(ev.NotMade(*packet, failure, {}))
-            if isinstance(make, fx.Make) and make.segment and self.random.random() < 0.3:
-                self.leave_model(worker)
-            return
-        queued = any(one.place == "queue" for one in worker.sent) or self.random.random() < 0.2
-        worker.packets += 1
-        worker.sent.append(Packet(make, "queue" if queued else "socket", worker.packets))
-        if self.random.random() < 0.01:
-            self.lose(worker)
-        self.send(ev.Made(*packet))
-
-    def audit(self) -> None:
-        if not self.auditing:
-            self.auditing = True
-            self.jobs.append(Look(None))
-
-    def slow_down(self) -> None:
-        self.slow_until = self.now + 800 * MILLISECOND
 
     # --- what processes and the kernel do, one thing at a time ---
 
@@ -614,7 +459,7 @@ class World:
 
     def execute_next(self) -> None:
         """The driver takes the job that was asked for first, of those that are not for later."""
-        self.carry_out(next(job for job in self.jobs if not isinstance(job, Look | fx.Seal | Dropping)))
+        self.driver.carry_out(next(job for job in self.jobs if not isinstance(job, Look | fx.Seal | Dropping)))
 
     def rest(self) -> None:
         """Nobody asks for anything for a while."""
@@ -687,112 +532,9 @@ class World:
         self.send(event)
         self.put_aside.pop(event.call, None)  # once admitted, an Allocate is a call in flight
 
-    def lose_one(self) -> None:
-        busy = self.random.random() < 0.8
-        worker = self.pick(lambda one: one.resuming or (one.connected and (one.sent or not busy)))
-        if worker:
-            self.lose(worker)
-
-    def lose(self, worker: Worker) -> None:
-        """A connection breaks. What is queued is closed and will be told; what the socket held is read, or gone."""
-        if worker.connected or worker.resuming:
-            self.told += self.hang_up(worker)
-            self.send(ev.ConnectionLost(worker.session))
-
-    def hang_up(self, worker: Worker) -> list[ev.NotDelivered]:
-        """A connection has ended; return what was still queued on it."""
-        worker.connected, worker.resuming = False, ""
-        unsent, unread = [], []
-        for packet in worker.sent:
-            make = packet.make
-            if packet.place == "queue":
-                self.drop(blocks_of(make), "word")
-                unsent.append(ev.NotDelivered(make.session, make.request_id, make.part))
-            elif packet.place == "socket" and worker.process.alive and self.random.random() < 0.5:
-                self.take_in(worker, make)
-                continue
-            elif packet.place == "socket":
-                self.drop(blocks_of(make), "word")
-            if packet.place != "read" or self.random.random() < 0.3:
-                unread.append(make.request_id)
-        worker.sent.clear()
-        self.resuming.cut(worker, unread)
-        return unsent
-
-    def goodbye(self) -> None:
-        worker = self.pick(lambda one: one.connected and one.process.alive and self.state(one) == "open")
-        if worker:
-            self.say_goodbye(worker)
-
-    def say_goodbye(self, worker: Worker) -> None:
-        """Mostly with everything unmapped before; in the middle of a call or not."""
-        if not worker.liar:
-            self.drop(worker.held | set(worker.own.values()), "word")
-            self.drop(self.sharing.take_mapped(worker), "word")
-            worker.held.clear()
-            worker.own.clear()
-        answers = [
-            effect for effect in self.send(ev.Goodbye(*self.ask(worker))).effects if isinstance(effect, fx.Answer)
-        ]
-        said = any(isinstance(answer.result, fx.Done) for answer in answers)
-        if said and self.random.random() < 0.8:
-            self.lose(worker)
-
-    def die_one(self) -> None:
-        """A process is killed: its memory goes a little later, or much later when a forked child keeps it."""
-        busy = self.random.random() < 0.3
-        worker = self.pick(lambda one: one.process.alive and (one.makes or not busy))
-        if worker:
-            if busy:
-                self.slow_down()  # so that its death is told before its packets are made
-            self.die(worker.process, self.now + self.random.choice((0, 0, 0, 800, 8000)) * MILLISECOND)
-
-    def die(self, process: Process, child_until: int) -> None:
-        """Kill a process. A forked child lives until `child_until`, and keeps what was mapped."""
-        process.alive = False
-        self.processes = [one for one in self.processes if one is not process]
-        exited = self.now + self.random.choice((0, 3, 60, 300)) * MILLISECOND
-        mapped, own, shared = set(process.kept), set(), process.shared
-        for worker in [one for one in self.workers.values() if one.process is process]:
-            mapped |= worker.held
-            own |= set(worker.own.values())
-            worker.held = set()
-            shared += self.sharing.haunt(worker)
-            self.unnoticed.append((self.now, worker))
-            if self.random.random() < 0.5:
-                self.lose(worker)
-            for packet in worker.sent:
-                if packet.make.segment and not worker.connected:  # a dead daemon's: nobody else has its other end
-                    self.sharing.haunted.add(packet.make.segment)
-                    shared += blocks_of(packet.make)
-                elif packet.make.segment and packet.place == "socket":  # the child has the socket, too
-                    self.sharing.haunted.add(packet.make.segment)
-                    self.sharing.share(blocks_of(packet.make))
-                    shared += blocks_of(packet.make)
-                elif packet.place != "queue" and not packet.make.segment:
-                    mapped |= set(packet.make.ids)
-            if not worker.connected:
-                worker.sent.clear()
-        process.shared = []
-        self.doomed.append((max(exited, child_until), mapped))
-        self.doomed.append((max(exited, child_until), shared))
-        self.doomed.append((exited, own))
-
-    def notice_one(self) -> None:
-        if self.unnoticed:
-            self.notice(*max(self.unnoticed, key=lambda one: hash((one[1].number, self.salt))))
-
-    def notice(self, at: int, worker: Worker) -> None:
-        """The broker hears of a death: it asks the device, and closes the connection."""
-        self.unnoticed.remove((at, worker))
-        self.jobs.append(Look(worker))
-        if not (worker.resuming and self.random.random() < 0.5):  # or else its connection's end is told later
-            self.lose(worker)
-
     def squeeze(self) -> None:
         """The stranger takes nearly all that the device has left: the books have room, and the gate has none."""
-        left = DEVICE_TOTAL - RESERVE - self.used["device"] - self.stranger["device"]
-        self.stranger["device"] += max(0, left - self.random.choice((0, 2, 20)) * MIB)
+        self.stranger["device"] += max(0, self.device_free() - RESERVE - self.random.choice((0, 2, 20)) * MIB)
 
     def play_the_stranger(self) -> None:
         where = self.where()

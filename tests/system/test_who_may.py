@@ -272,7 +272,7 @@ class Oneself:
 def test_every_call_has_a_row() -> None:
     """A call that is added to a service, or a frame, needs a row. Ack and Goodbye name nothing but their connection.
 
-    An answer to a recall of another session is in test_recall_input.py.
+    An answer to a recall of another session is in test_recall_input.py, and one to its operator in test_sleep.py.
     """
     for service, admin in ((bpb.DESCRIPTOR.services_by_name["BrokerService"], False), (ADMIN_SERVICE, True)):
         rows = [row for row in ROWS.values() if row.number.startswith("A") == admin]
@@ -281,7 +281,7 @@ def test_every_call_has_a_row() -> None:
             assert called, f"no row is about {service.name}.{method.name}"
             assert method.name not in KINDS or admin or any(row.transports == BOTH for row in called)
     kinds = {kind.name for kind in pb.Frame.DESCRIPTOR.oneofs_by_name["kind"].fields if kind.number < 20}
-    assert kinds == {"hello", "holds", "ack", "goodbye", "recall_answer", *KINDS.values()}
+    assert kinds == {"hello", "holds", "ack", "goodbye", "recall_answer", "sleep_answer", *KINDS.values()}
 
 
 @pytest.mark.parametrize("tenant", ["red", "blue"])

@@ -1,32 +1,14 @@
-"""Who may do what: the table that docs/trust.md shows, and for each of its rows the deed itself.
-
-S is a session of the tenant red that holds memory and segments; every deed is about it. Who does the deed is a
-process of its own (`play`), with a user, a mount namespace and an endpoint of its own where that matters, so that what
-refuses it is what would refuse a stranger: the kernel, or the broker's answer.
-"""
+"""The rows of the permission table that are calls: what the broker answers to each actor."""
 
 from __future__ import annotations
 
 import ctypes
-import encodings.ascii
-import encodings.idna
-import errno
-import fcntl
 import functools
 import http.client
-import json
 import mmap
 import os
-import re
-import signal
-import socket
-import sys
-import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -38,154 +20,14 @@ from tests.support import raw
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
-from membroker.wire import frames as handoff
 
-PAGE = 2 << 20
-MARK = b"S was here"
-LATER = (encodings.ascii, encodings.idna, ctypes, signal)  # what another user may not be able to read any more
-grpc.insecure_channel("unix:/nonexistent").close()  # the same: grpc 1.85 imports parts of itself on the first use
-
-WHO: Mapping[str, str] = {
-    "itself": "S itself",
-    "same": "same tenant",
-    "other": "another tenant",
-    "admin": "admin",
-    "user": "another user",
-    "ro": "container, ro",
-    "rw": "container, rw",
-}
-KINDS: Mapping[str, str] = {
-    "RegisterModel": "register_model",
-    "UnregisterModel": "unregister_model",
-    "AllocateExtents": "allocate",
-    "ReleaseExtents": "release",
-    "DeclareMemory": "declare",
-    "CreateSegment": "create_segment",
-    "SealSegment": "seal_segment",
-    "AttachSegment": "attach_segment",
-    "DetachSegment": "detach_segment",
-    "DeleteSegment": "delete_segment",
-}
-"""The frame of each call that both transports have."""
-BOTH, GRPC, HANDOFF = ("grpc", "handoff"), ("grpc",), ("handoff",)
-
-
-class Party:
-    """Who does a deed. `door` is the endpoint that it enters by, `theirs` S's, both as it sees them."""
-
-    def __init__(self, door: Path, theirs: Path) -> None:
-        self.door, self.theirs = door, theirs
-        self.is_admin = door.name == "admin"
-        self.transport = "grpc"
-        self.session: raw.Session | None = None
-
-    def begin(self) -> str:
-        """Open a session if the door lets one in, and return its token."""
-        if not self.is_admin:
-            with suppress(OSError):
-                self.session = raw.Session(self.door)
-        return self.session.token if self.session else ""
-
-    def end(self) -> str:
-        """Say Goodbye."""
-        if self.session:
-            self.session.close()
-            self.session = None
-        return ""
-
-    def ask(self, target: Any, method: str, request: Any, token: str | None = None) -> Any:
-        """Put a request. A caller without a session sends it from outside, with S's token, which it should not have."""
-        if self.transport == "handoff":
-            session = self.session or raw.Session(self.door)
-            return session.call(**{KINDS[method]: request})
-        if "request_id" in request.DESCRIPTOR.fields_by_name:
-            request.request_id = next(raw._ids)
-        if token is None and not self.is_admin:
-            token = self.session.token if self.session else target.token
-        return raw.grpc_call(self.door, token, method, request)
-
-
-Deed = Callable[[Party, Any], Any]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One operation, its outcome for each of WHO, and what enforces it."""
-
-    number: str
-    what: str
-    cells: Mapping[str, str]
-    enforced: str
-    deed: Deed
-    transports: tuple[str, ...]
-    kernel: bool
-    before: Deed | None
-
-    def transports_of(self, who: str) -> tuple[str, ...]:
-        """The admin endpoint has no handoff socket."""
-        return GRPC if who == "admin" and self.transports == BOTH else self.transports
-
-
-ROWS: dict[str, Row] = {}
-GROUPS: Mapping[str, str] = {
-    "SM": "Sessions and models",
-    "B": "Memory",
-    "G": "Segments",
-    "L": "Looking",
-    "A": "The operator's",
-    "TD": "Tokens and descriptors",
-    "F": "Files and processes",
-}
-"""What each group of rows is about, by the letters that their numbers begin with."""
-
-
-def row(
-    number: str,
-    what: str,
-    outcomes: str,
-    enforced: str,
-    *,
-    transports: tuple[str, ...] = GRPC,
-    kernel: bool = False,
-    before: Deed | None = None,
-) -> Callable[[Deed], Deed]:
-    """Put a deed into the table.
-
-    `outcomes` are in the order of WHO: "yes", a refusal, or "-" where there is nothing to ask. `kernel` says that the
-    kernel is asked, about a process: then tenants' processes have users of their own. `before` is done first, and may
-    change the books.
-    """
-    cells = dict(zip(WHO, outcomes.split(), strict=True))
-
-    def put(deed: Deed) -> Deed:
-        assert number not in ROWS
-        ROWS[number] = Row(number, what, cells, enforced, deed, transports, kernel, before)
-        return deed
-
-    return put
-
+from .table import BOTH, MARK, PAGE, Party, outcome, row
 
 _OWN = "broker: ids are looked up among what the session itself holds"
 _JOINED = "broker: models are looked up among those that the session itself registered or joined"
 _TENANT = "broker: names begin with the tenant, and the endpoint is the tenant"
 _DOOR = "kernel: the sockets' owner and mode"
 _SERVED = "broker: AdminService is served at `admin/` alone"
-_DIRECTORY = "kernel: the directories are the daemon's user's, 0755; a read-only mount"
-
-
-# --- Deeds: sessions and models ---
-
-
-def greet(endpoint: Path) -> Any:
-    """Open a session and leave it; return the refusal, if it is one."""
-    with raw.Connection(endpoint) as connection:
-        with suppress(BrokenPipeError):
-            connection.send(raw.hello())
-        frame = connection.receive().frame
-        if frame.HasField("welcome"):
-            connection.send(pb.Frame(request_id=2, goodbye=pb.Goodbye()))
-            connection.last_words()
-        return frame.reply.error if frame.HasField("reply") else frame
 
 
 @row(
@@ -223,7 +65,7 @@ def leave(me: Party, target: Any) -> Any:
     return me.ask(target, "UnregisterModel", bpb.UnregisterModelRequest(name=target.idle))
 
 
-# --- Deeds: memory and segments ---
+# --- memory and segments ---
 
 
 @row(
@@ -353,7 +195,7 @@ def delete_draft(me: Party, target: Any) -> Any:
     return me.ask(target, "DeleteSegment", bpb.DeleteSegmentRequest(name=target.draft))
 
 
-# --- Deeds: looking ---
+# --- looking ---
 
 
 @row(
@@ -453,7 +295,17 @@ def get_model(me: Party, target: Any) -> Any:
     return me.ask(target, "GetModel", bpb.GetModelRequest(name=target.model))
 
 
-# --- Deeds: the operator's ---
+@row(
+    "L9",
+    "see why requests for S's model were refused (ListDecisions)",
+    "yes yes MODEL_NOT_FOUND UNIMPLEMENTED EACCES yes yes",
+    _TENANT,
+)
+def list_decisions(me: Party, target: Any) -> Any:
+    return me.ask(target, "ListDecisions", bpb.ListDecisionsRequest(name=target.model))
+
+
+# --- the operator's ---
 
 
 @row(
@@ -469,6 +321,7 @@ def read_all(me: Party, target: Any) -> Any:
         "ListModels": bpb.ListModelsRequest(page_size=1000),
         "ListSessions": bpb.ListSessionsRequest(page_size=1000),
         "ListSegments": bpb.ListSegmentsRequest(page_size=1000),
+        "ListDecisions": bpb.ListDecisionsRequest(name=target.model),
         "ListTenants": apb.ListTenantsRequest(),
         "ListQuotas": apb.ListQuotasRequest(),
         "ListProcesses": apb.ListProcessesRequest(),
@@ -532,6 +385,16 @@ def evict_ended(me: Party, target: Any) -> Any:
 
 
 @row(
+    "A8",
+    "AdminService, SleepModel",
+    "UNIMPLEMENTED UNIMPLEMENTED UNIMPLEMENTED yes EACCES UNIMPLEMENTED UNIMPLEMENTED",
+    _SERVED,
+)
+def sleep_model(me: Party, target: Any) -> Any:
+    return raw.admin_call(me.door, "SleepModel", apb.SleepModelRequest(name=target.model))
+
+
+@row(
     "A4",
     "open `admin/grpc.sock`",
     "- EACCES EACCES yes EACCES ENOENT ENOENT",
@@ -542,7 +405,7 @@ def open_admin(me: Party, target: Any) -> Any:
     return raw.admin_call(Path(target.admin), "GetDevice", bpb.GetDeviceRequest())
 
 
-# --- Deeds: secrets ---
+# --- secrets ---
 
 
 @row(
@@ -652,221 +515,3 @@ def write_sealed(me: Party, target: Any) -> Any:
     tries: list[Callable[[], Any]] = [lambda: mmap.mmap(descriptor, PAGE), lambda: os.pwrite(descriptor, b"mine", 0)]
     (one,) = {outcome(each)[0] for each in [*tries, punch, anew]}
     return one
-
-
-# --- Deeds: files and processes ---
-
-
-@row(
-    "S1",
-    "open a session at S's endpoint",
-    "- yes EACCES yes EACCES yes yes",
-    _DOOR,
-    transports=HANDOFF,
-    kernel=True,
-)
-def enter(me: Party, target: Any) -> Any:
-    return greet(me.theirs)
-
-
-@row(
-    "S2",
-    "open one where the mode admits all and `uids` names the tenant's user alone",
-    "- yes ENDPOINT_FORBIDDEN ENDPOINT_FORBIDDEN ENDPOINT_FORBIDDEN ENOENT ENOENT",
-    "broker: `uids` against SO_PEERCRED; a mount",
-    transports=HANDOFF,
-    kernel=True,
-)
-def enter_listed(me: Party, target: Any) -> Any:
-    return greet(Path(target.listed))
-
-
-@row(
-    "F1",
-    "replace the endpoint's sockets",
-    "- EACCES EACCES yes EACCES EROFS yes",
-    _DIRECTORY,
-    kernel=True,
-)
-def replace_sockets(me: Party, target: Any) -> Any:
-    """Put something else where the broker's sockets are: who can could pose as the broker. Then put them back."""
-    tries = [functools.partial(_move_away, me.theirs / name) for name in ("handoff.sock", "grpc.sock")]
-    (one,) = {outcome(each)[0] for each in tries}
-    return one
-
-
-def _move_away(path: Path) -> None:
-    path.rename(path.with_suffix(".away"))
-    path.with_suffix(".away").rename(path)
-
-
-@row(
-    "F2",
-    "replace the endpoint's directory, or those above it",
-    "- EACCES EACCES yes EACCES ENOENT ENOENT",
-    "kernel: as F1; only the endpoint is mounted",
-    kernel=True,
-)
-def replace_directory(me: Party, target: Any) -> Any:
-    """The same one floor higher: the endpoint, the tenants, the device."""
-    endpoint = Path(target.endpoint)
-    paths = (endpoint, endpoint.parent, endpoint.parent.parent)
-    (one,) = {outcome(functools.partial(_move_away, path))[0] for path in paths}
-    return one
-
-
-@row(
-    "F3",
-    "change the sockets' mode, to let others in",
-    "- yes EPERM yes EPERM EROFS yes",
-    "kernel: the sockets' owner; a read-only mount",
-    kernel=True,
-)
-def change_mode(me: Party, target: Any) -> Any:
-    for name in ("handoff.sock", "grpc.sock"):
-        path = me.theirs / name
-        path.chmod(path.stat().st_mode & 0o777)
-    return "yes"
-
-
-@row(
-    "F4",
-    "make the mount of the endpoint writable",
-    "- - - - - EPERM -",
-    "kernel: a container has no CAP_SYS_ADMIN, unless it is privileged",
-    kernel=True,
-)
-def remount(me: Party, target: Any) -> Any:
-    """MS_REMOUNT | MS_BIND, without MS_RDONLY."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(None, bytes(me.theirs), None, 32 | 4096, None):
-        raise OSError(ctypes.get_errno(), "mount")
-    return "yes"
-
-
-@row(
-    "F5",
-    "read `state/`, or take its lock",
-    "- EACCES EACCES yes EACCES ENOENT ENOENT",
-    "kernel: `state/` is the daemon's user's, 0700; a mount",
-    kernel=True,
-)
-def read_state(me: Party, target: Any) -> Any:
-    state = Path(target.state)
-    tries: list[Callable[[], Any]] = [
-        lambda: os.listdir(state),
-        (state / "epoch").read_bytes,
-        lambda: _lock(state / "lock"),
-    ]
-    (one,) = {outcome(each)[0] for each in tries}
-    return one
-
-
-def _lock(path: Path) -> None:
-    """Open the daemon's lock, which the daemon has: who could take it could keep the next daemon out."""
-    with path.open("r+") as lock, suppress(BlockingIOError):
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-@row(
-    "F6",
-    "signal the daemon",
-    "- EPERM EPERM yes EPERM ESRCH ESRCH",
-    "kernel: the user; the PID namespace",
-    kernel=True,
-)
-def signal_daemon(me: Party, target: Any) -> Any:
-    os.kill(target.pid, 0)
-    return "yes"
-
-
-@row(
-    "F7",
-    "read the daemon's descriptors, its environment, or its log by its stderr",
-    "- EACCES EACCES yes EACCES ENOENT ENOENT",
-    "kernel: the user; the PID namespace",
-    kernel=True,
-)
-def reach_into_daemon(me: Party, target: Any) -> Any:
-    """Among its descriptors are those of every segment; its stderr is its log."""
-    process = Path("/proc", str(target.pid))
-    tries: list[Callable[[], Any]] = [
-        lambda: os.listdir(process / "fd"),
-        (process / "environ").read_bytes,
-        lambda: (process / "fd" / "2").open("rb").close(),
-    ]
-    (one,) = {outcome(each)[0] for each in tries}
-    return one
-
-
-def needs_root(row: Row, who: str) -> bool:
-    """Other users and other namespaces are root's to make."""
-    return who in ("user", "ro", "rw") or (row.kernel and who in ("same", "other"))
-
-
-# --- What came of it ---
-
-
-def outcome(deed: Callable[[], Any]) -> tuple[str, str]:
-    """Do it; return what came of it in one word, and all that was said, where a secret may not be."""
-    try:
-        answer = deed()
-    except OSError as error:
-        return errno.errorcode[error.errno or 0], str(error)
-    except grpc.RpcError as error:
-        return _of_transport(error), str(error)
-    if isinstance(answer, Status):
-        return raw.reason(answer), str(answer)
-    return (answer, "") if isinstance(answer, str) else ("yes", str(answer))
-
-
-def _of_transport(error: Any) -> str:
-    """Return which error the kernel gave gRPC, if it did."""
-    match = re.search(r"error: ([A-Z][a-z ]+)$", error.details() or "")
-    numbers = [number for number in errno.errorcode if match and os.strerror(number) == match[1]]
-    return errno.errorcode[numbers[0]] if numbers else str(error.code().name)
-
-
-# --- A process that does as it is told ---
-
-
-def play(channel: int, uid: int, door: str, theirs: str) -> None:
-    """Become a user, then do what comes on the channel, packet by packet, until it ends."""
-    if uid:
-        os.setgroups([])
-        os.setgid(uid)
-        os.setuid(uid)
-    party = Party(Path(door), Path(theirs))
-    with socket.socket(fileno=channel) as control:
-        while True:
-            data, descriptors, _, _ = socket.recv_fds(control, 65_536, 2)
-            if not data:
-                return
-            try:
-                answer = {"answer": _do(party, json.loads(data), descriptors)}
-            except Exception:  # noqa: BLE001 - the test that asked shall see it
-                answer = {"failed": traceback.format_exc()}
-            handoff.close_all(descriptors)
-            control.send(json.dumps(answer).encode()[:65_536])
-
-
-def _do(party: Party, order: dict[str, Any], descriptors: list[int]) -> Any:
-    party.transport = order.get("transport", "grpc")
-    if order["do"] in ("begin", "end"):
-        return getattr(party, order["do"])()
-    target = SimpleNamespace(**order["target"])
-    if descriptors:
-        target.extent_descriptor, target.sealed_descriptor = descriptors
-    return perform(party, order["do"], order["row"], target)
-
-
-def perform(party: Party, which: str, number: str, target: Any) -> tuple[str, str]:
-    """Do a row's deed, or what comes before it (by gRPC: registering has no frame)."""
-    deed = getattr(ROWS[number], which)
-    if which == "before":
-        party.transport = "grpc"
-    return outcome(lambda: deed(party, target))
-
-
-if __name__ == "__main__":
-    play(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
