@@ -11,9 +11,12 @@ import importlib.util
 import os
 import re
 import subprocess
+import sys
+import tempfile
 import tomllib
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
@@ -22,6 +25,7 @@ from tests.support.template import run as run_python
 DOCS = Path(__file__).parents[2] / "docs"
 MODEL = re.compile(r'register_model\("([^"]+)"')
 TOML = re.compile(r"^```toml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHELL = re.compile(r"^```sh run\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^```python run\b([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -94,12 +98,47 @@ def test_every_block_of_readme_runs() -> None:
     assert text.count("```python") == len(BLOCK.findall(text)) == 2
 
 
-def test_readme_requires_what_pyproject_does() -> None:
-    """The table at the top has the versions that pip requires."""
-    text = (DOCS.parent / "README.md").read_text()
+def test_the_commands_of_readme_run_in_order(tmp_path: Path) -> None:
+    """A newcomer has cloned the repository and has two shells. No command fails, and nothing is left at the end."""
+    first, second = SHELL.findall((DOCS.parent / "README.md").read_text())
+    *before, daemon = first.splitlines()
+    assert daemon.split()[0] == "membrokerd"
+    with tempfile.TemporaryDirectory(prefix="mb-") as runtime:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("MEMBROKER_")}
+        environment |= {"PATH": path, "XDG_RUNTIME_DIR": runtime}
+        # Root's directories are the machine's own, and port 9710 may be another daemon's.
+        config = tmp_path / "membrokerd.toml"
+        config.write_text(f'runtime_directory = "{runtime}/membroker"\nstate_directory = "{tmp_path}"\n')
+        own = f"{daemon.split()[0]} --config {config} --metrics-port 0"
+
+        def shell(commands: str, **more: Any) -> subprocess.Popen[str]:
+            return subprocess.Popen(["bash", "-euc", commands], env=environment, text=True, **more)
+
+        assert shell("\n".join(before)).wait(DEADLINE_SECONDS) == 0
+        with shell(f"exec {own}", stderr=subprocess.PIPE) as broker:
+            assert broker.stderr is not None
+            try:
+                assert any(" ready " in line for line in broker.stderr)
+                until_it_borrows = "until membroker models | grep -q 256.0; do sleep 0.1; done"
+                commands = second.replace("membroker status ", f"{until_it_borrows}\nmembroker status ", 1)
+                with shell(commands, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as reader:
+                    said, _ = reader.communicate(timeout=2 * DEADLINE_SECONDS)
+                assert reader.returncode == 0, said
+                assert "limit 384.0 MiB, guarantee 256.0 MiB, weight 2, used 256.0 MiB" in said
+                assert "the daemon exits when nothing is charged any more" in said
+                assert broker.wait(DEADLINE_SECONDS) == 0
+            finally:
+                broker.kill()
+
+
+def test_the_requirements_are_those_of_pyproject() -> None:
+    """The page's tables have the versions that pip requires, and README the Python."""
+    text = (DOCS / "requirements.md").read_text()
     project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    assert f"Python {project['requires-python'].removeprefix('>=')}" in text
+    for page in (text, (DOCS.parent / "README.md").read_text()):
+        assert f"Python {project['requires-python'].removeprefix('>=')}" in page
     for requirement in (*project["dependencies"], *extras["broker"], *extras["cuda"]):
         name, _, version = requirement.partition(">=")
         row = next(line for line in text.splitlines() if line.startswith("|") and name in line)

@@ -15,7 +15,7 @@ from membroker.v1 import admin_pb2
 pytestmark = pytest.mark.shared_daemon
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NEEDS = {"growable_numpy.py": "numpy", "sparse_numpy.py": "numpy"}
+NEEDS = {"growable_numpy.py": "numpy", "sparse_numpy.py": "numpy", "kv_engine.py": "torch"}
 
 
 def refused(name: str, *arguments: str, endpoint: Path | str = "/nowhere") -> tuple[int, str]:
@@ -61,6 +61,13 @@ def test_a_broker_that_is_drained(daemon: Daemon, name: str) -> None:
         stub.Undrain(admin_pb2.UndrainRequest())
     assert status == 1
     assert "an operator drains this device" in said
+
+
+def test_no_daemon_was_started() -> None:
+    """The first try of a reader of the engine, before any other page."""
+    status, said = refused("kv_engine.py")
+    assert status == 1
+    assert said.startswith("not to the end: /nowhere does not exist. Is membrokerd running")
 
 
 def test_nobody_is_there(tmp_path: Path) -> None:
