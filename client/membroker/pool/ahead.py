@@ -10,6 +10,8 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final, Protocol
 
 from ..errors import ClosedError, MembrokerError
@@ -51,6 +53,9 @@ class Ahead:
         self._pause = 0.0
         self._resume_at = 0.0
         self._wake = threading.Event()
+        self._answered = threading.Event()
+        """Set unless the broker is being asked for pages."""
+        self._answered.set()
         self._thread: threading.Thread | None = None
 
     def start(self, pool: Stocked) -> None:
@@ -81,6 +86,19 @@ class Ahead:
             lately = [*self._history.values(), self._taken if self._slice > oldest else 0]
             self._target = min(self._most, max(1, *lately))
         return self._target
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Note that pages are borrowed ahead during the block."""
+        self._answered.clear()
+        try:
+            yield
+        finally:
+            self._answered.set()
+
+    def wait(self) -> None:
+        """Wait until pages that are being borrowed ahead are there, or refused. The broker answers that at once."""
+        self._answered.wait(LOOK_SECONDS)
 
     @property
     def is_paused(self) -> bool:

@@ -89,41 +89,40 @@ class Backing:
         page. `until` and `ahead` are the source's.
         """
         if self._table.spare and not spare and (pages := self._take_spare(choose, within[0])):
-            if self._ahead is not None:
-                self._ahead.took(len(pages), self._table.spare)
             return [pages]
         size = self._page_size
-        with Operation(self.holding) as operation:
-            runs = self._claims.claim(operation, choose, self._table.check_unused)
-            with self._lock:
-                missing, before = [], []
-                for pages in runs:
-                    missing += self._table.unbacked(pages)
-                    before.append((pages, self._table.picture(pages)))
-            operation.undo.append(lambda: self._restore(before))
-            if missing:
-                offsets: Sequence[int] = range(missing[0].start * size, missing[0].stop * size, size)
-                if len(missing) > 1:
-                    offsets = Offsets(missing, size)
-                placing = Placing(self.holding, offsets)
-                operation.undo.append(placing.take_back)
-                try:
-                    if ahead:
-                        self._source.borrow(size, len(offsets), self._location, placing, until, ahead=True)
-                    else:
-                        self._source.borrow(size, len(offsets), self._location, placing, until)
-                except OutOfMemory as error:
-                    add_asked(error, asked, "pages", size)
-                    raise
-            with self._lock:
-                self.holding.check_open()
-                for pages, offset in zip(runs, within, strict=True):
-                    self._table.set(pages, SPARE if spare else USED)
-                    if not spare:
-                        self._table.begins[pages.start] = offset
-                if spare:
-                    self._table.fresh.update(*missing)
-                operation.undo.clear()
+        try:
+            with Operation(self.holding) as operation:
+                runs = self._claims.claim(operation, choose, self._table.check_unused)
+                with self._lock:
+                    missing, before = [], []
+                    for pages in runs:
+                        missing += self._table.unbacked(pages)
+                        before.append((pages, self._table.picture(pages)))
+                operation.undo.append(lambda: self._restore(before))
+                if missing:
+                    offsets: Sequence[int] = range(missing[0].start * size, missing[0].stop * size, size)
+                    if len(missing) > 1:
+                        offsets = Offsets(missing, size)
+                    placing = Placing(self.holding, offsets)
+                    operation.undo.append(placing.take_back)
+                    self._source.borrow(size, len(offsets), self._location, placing, until, ahead=ahead)
+                with self._lock:
+                    self.holding.check_open()
+                    for pages, offset in zip(runs, within, strict=True):
+                        self._table.set(pages, SPARE if spare else USED)
+                        if not spare:
+                            self._table.begins[pages.start] = offset
+                    if spare:
+                        self._table.fresh.update(*missing)
+                    operation.undo.clear()
+        except OutOfMemory as error:
+            if self._ahead is not None and not spare:
+                self._ahead.wait()  # what was asked ahead counts against the guarantee, and may be the rest of it
+                if found := self._take_spare(choose, within[0]):
+                    return [found]
+            add_asked(error, asked, "pages", size)
+            raise
         if self._ahead is not None and not spare:
             self._ahead.took(sum(map(len, runs)), self._table.spare)
         return runs
@@ -182,7 +181,12 @@ class Backing:
         """Allocate pages if they are one run and all of them are spare, and return them; otherwise return None."""
         with self._lock:
             pages, *others = choose(self._table)
-            return pages if not others and self._table.take_spare(pages, within) else None
+            if others or not self._table.take_spare(pages, within):
+                return None
+            left = self._table.spare
+        if self._ahead is not None:
+            self._ahead.took(len(pages), left)
+        return pages
 
     def trim(self, pages: range | None = None) -> int:
         """Release every spare page of `pages`, or of the pool, that no other call has claimed; return their number."""
@@ -211,7 +215,8 @@ class Backing:
             return False
         try:
             size = len(few) * self._page_size
-            self.back(lambda table: [table.next_free(len(few))], size, None, spare=True, ahead=True)
+            with ahead.asking():
+                self.back(lambda table: [table.next_free(len(few))], size, None, spare=True, ahead=True)
         except (OutOfMemory, AlreadyMapped):
             ahead.refused()
             return False

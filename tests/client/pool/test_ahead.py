@@ -96,6 +96,33 @@ def test_a_refusal_is_felt_by_nobody(lender: Lender) -> None:
         assert asked.count(False) == 1
 
 
+def test_a_call_that_is_refused_takes_what_is_on_its_way(lender: Lender) -> None:
+    """It counts against the same guarantee, and here it was the rest of it."""
+    lender.capacity = PAGE
+    borrow, lent, refused = lender.borrow, threading.Event(), threading.Event()
+
+    def slow(*args: object, ahead: bool = False, **options: object) -> None:
+        if ahead:
+            borrow(*args, **options)  # type: ignore[arg-type]
+            lent.set()
+            assert refused.wait(30)
+            return
+        assert lent.wait(30)
+        try:
+            borrow(*args, **options)  # type: ignore[arg-type]
+        except OutOfMemory:
+            refused.set()
+            raise
+
+    lender.borrow = slow  # type: ignore[method-assign,assignment]
+    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=1) as pool:
+        pool.allocate_anywhere(PAGE)
+        assert refused.is_set()
+        lender.capacity = 0
+        with pytest.raises(OutOfMemory):
+            pool.allocate_anywhere(PAGE)
+
+
 def test_pages_that_are_asked_for_are_not_borrowed_again_at_once(lender: Lender) -> None:
     """Others need the memory."""
     with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=4) as pool:
