@@ -147,7 +147,7 @@ def test_an_honest_worker_while_the_broker_has_no_descriptor_left(daemon: Daemon
     """It is told why, keeps its connection and what it has, gives that back, and is lent more when there is room."""
     at_start = descriptors_at_start(daemon)
     with honest(daemon, transport) as one:
-        held = daemon.descriptors()
+        held = min(daemon.descriptors() for _ in range(20))  # without those of the moment, as of an accept
         one.do("buffer = model.allocate(PAGE)")
         until(lambda: daemon.descriptors() <= held)  # it closes the extent's own after the worker has it
         spare_descriptors(daemon.process.pid, 0)

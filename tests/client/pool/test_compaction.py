@@ -502,10 +502,10 @@ def agree(pool: VirtualMemoryPool, lender: Lender, model: dict[int, tuple[bytes,
     assert {page: (text(pool, page, 10), row.access) for page, row in rows.items()} == model
     stats = pool.stats()
     assert stats.mapped_pages == len(model) + stats.spare_pages
-    assert stats.physical_usage == lender.lent_bytes
+    assert stats.physical_usage_bytes == lender.lent_bytes
     taken = [-1, *sorted(model), 64]
     free = [after - before - 1 for before, after in pairwise(taken)]
-    assert stats.largest_free_run == max(free) * PAGE
+    assert stats.largest_free_run_bytes == max(free) * PAGE
     assert stats.fragmentation_ratio == pytest.approx(1 - max(free) / sum(free) if sum(free) else 0.0)
 
 

@@ -307,15 +307,15 @@ class TestPin:
 def test_free_addresses(pool: VirtualMemoryPool) -> None:
     """How much one more allocation can have, and how torn the addresses are."""
     stats = pool.stats()
-    assert (stats.largest_free_run, stats.fragmentation_ratio) == (64 * PAGE, 0.0)
+    assert (stats.largest_free_run_bytes, stats.fragmentation_ratio) == (64 * PAGE, 0.0)
     pool.allocate(16 * PAGE, 16 * PAGE)
     stats = pool.stats()
-    assert stats.largest_free_run == 32 * PAGE
+    assert stats.largest_free_run_bytes == 32 * PAGE
     assert stats.fragmentation_ratio == pytest.approx(1 - 32 / 48)
     pool.allocate(32 * PAGE, 32 * PAGE)
     pool.allocate(0, 16 * PAGE)
     stats = pool.stats()
-    assert (stats.largest_free_run, stats.fragmentation_ratio) == (0, 0.0)
+    assert (stats.largest_free_run_bytes, stats.fragmentation_ratio) == (0, 0.0)
 
 
 def test_what_a_large_range_allows() -> None:
