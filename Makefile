@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick check picture format proto proto-check sim fuzz mutants bench bench-gpu bench-serving test-system test-gpu test-engines clean
+.PHONY: help demo test quick check picture manual metrics manifests site format proto proto-check sim fuzz mutants bench bench-gpu bench-serving test-system test-gpu test-engines release clean
 
 help:  ## what can be made here
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $(STAMP)
 
-demo: $(STAMP)  ## the main job in a minute: sharing, trade, refusal, death (no GPU, no root)
+demo: $(STAMP)  ## the main job in a few seconds: sharing, trade, a burst, refusal, death (no GPU, no root)
 	$(BIN)/membroker demo
 
 # The tests start thousands of interpreters: without bytecode files each would compile membroker again.
@@ -33,8 +33,8 @@ test: $(STAMP)  ## every test that needs neither root nor a GPU, in parallel: ma
 WHO_MAY := tests/system/test_who_may.py
 PAGES := tests/docs/test_docs.py
 QUICK := tests/broker tests/deploy/test_deploy.py tests/tools tests/client/test_errors.py tests/client/test_import.py \
-  tests/docs/test_links.py tests/docs/test_migrating.py tests/docs/test_prose.py '$(PAGES)::test_the_blocks_of_a_page_run[README]' \
-  $(PAGES)::test_every_block_of_readme_runs $(PAGES)::test_readme_requires_what_pyproject_does \
+  tests/docs/test_links.py tests/docs/test_migrating.py tests/docs/test_prose.py tests/docs/test_site.py '$(PAGES)::test_the_blocks_of_a_page_run[README]' \
+  $(PAGES)::test_every_block_of_readme_runs $(PAGES)::test_the_requirements_are_those_of_pyproject \
   tests/client/pool/test_pool.py tests/client/pool/test_spare_pages.py tests/client/session/test_calls.py \
   tests/client/session/test_calls_by_grpc.py tests/client/vmm/test_ranges.py tests/system/test_main_job.py \
   tests/system/cli/test_cli.py tests/system/library/test_golden_frames.py \
@@ -54,11 +54,11 @@ mutants: $(STAMP)  ## do the tests notice small changes of the source: make muta
 bench: $(STAMP)  ## what the broker costs here, beside bare echoes: make bench OPTIONS='--json FILE'
 	$(BIN)/python -m benchmarks.load $(OPTIONS)
 
-test-system: $(STAMP)  ## the tests that need root
+test-system: $(STAMP)  ## as root: the tests that need other users, mount namespaces or a real systemd
 	$(BIN)/python -m pytest -m root
 
 # tests/gpu, and the stories elsewhere that run on each kind of device (the fixture `device`).
-GPU_TESTS := tests/gpu tests/engines/test_vllm.py tests/benchmarks/test_bench_pressure.py tests/client/vmm/test_ranges.py tests/system/test_main_job.py
+GPU_TESTS := tests/gpu tests/engines/test_vllm.py tests/engines/test_vllm_tp.py tests/engines/test_vllm_sleep.py tests/engines/test_sglang.py tests/benchmarks/test_bench_pressure.py tests/client/vmm/test_ranges.py tests/system/test_main_job.py
 # On the machine with the GPU, with its own interpreter and packages: nothing is installed, and pytest-timeout may be
 # missing. A test that hangs says where it stands after four minutes.
 test-gpu:  ## the tests that need a real NVIDIA GPU, with this machine's own python3 (two GPUs: also NCCL, and a daemon for each)
@@ -70,11 +70,20 @@ ENGINES ?= .venv-engines
 $(ENGINES)/.installed: tests/engines/requirements.txt
 	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement $<
+	$(MAKE) --no-print-directory $(ENGINES)/$(NEWEST_VLLM) || echo "left out: $(NEWEST_VLLM), whose signatures are compared"
 	@touch $@
+
+# The newest vLLM that imports beside the environment's torch: its signatures are compared, and nothing of it is run.
+NEWEST_VLLM := vllm-0.33.0
+$(ENGINES)/vllm-%:
+	rm -rf $(ENGINES)/vllm-*
+	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $@.part vllm==$*
+	find $@.part -name '*.so' -delete
+	mv $@.part $@
 
 test-engines:  ## real vLLM (its CPU build, 6 GiB of packages) and transformers over the host driver; left out where it cannot be installed
 	@if $(MAKE) --no-print-directory $(ENGINES)/.installed; then \
-	  PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker" $(ENGINES)/bin/python -m pytest -p no:cacheprovider tests/engines; \
+	  PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker" $(ENGINES)/bin/python -m pytest -o cache_dir=.pytest_cache/engines tests/engines $(OPTIONS); \
 	else echo "left out: vLLM's CPU build cannot be installed here"; fi
 
 # As test-gpu: on the machine with the GPU, nothing is installed.
@@ -84,7 +93,7 @@ bench-gpu:  ## what the broker costs on a GPU: make bench-gpu OPTIONS='--json FI
 bench-serving:  ## vLLM engines that share one GPU, beside static parts: make bench-serving OPTIONS='--json FILE --plot FILE'
 	PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker:$(CURDIR):$$PYTHONPATH" $(PYTHON) -m benchmarks.serving $(OPTIONS)
 
-check: $(STAMP) proto-check  ## format, lint, types, import contracts, stale stubs and picture, spelling, prose
+check: $(STAMP) proto-check  ## format, lint, types, import contracts, stale stubs and pages, spelling, prose, the site
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -92,9 +101,25 @@ check: $(STAMP) proto-check  ## format, lint, types, import contracts, stale stu
 	$(BIN)/codespell
 	$(BIN)/python -m tools.prose
 	$(BIN)/python -m tools.picture --check
+	$(BIN)/python -m tools.manual --check
+	$(BIN)/python -m tools.metrics_page --check
+	@$(MAKE) --no-print-directory site
 
 picture: $(STAMP)  ## draw the packages and their imports in ARCHITECTURE.md
 	$(BIN)/python -m tools.picture
+
+manual: $(STAMP)  ## write completions, manual pages and docs/cli.md from the parsers
+	$(BIN)/python -m tools.manual
+
+metrics: $(STAMP)  ## write docs/metrics.md from the catalog of metrics
+	$(BIN)/python -m tools.metrics_page
+
+manifests: $(STAMP)  ## render the Helm chart into deploy/kubernetes
+	$(BIN)/python -m tools.manifests
+
+site: $(STAMP)  ## build the documentation site in .site/html; a broken link or anchor fails
+	$(BIN)/python -m tools.site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # and not --quiet: what is not logged is not counted
 
 format: $(STAMP)  ## write the format that `check` wants
 	$(BIN)/ruff format .
@@ -123,5 +148,8 @@ proto-check: .venv-proto/.installed  ## fail when the committed stubs are stale
 	$(call GENERATE,.venv-proto/out)
 	diff -r -x '__pycache__' -x '__init__.py' .venv-proto/out/membroker/v1 client/membroker/v1
 
+release: $(STAMP)  ## wheel, sdist and container image in dist/, each tried with the demo: make release BASE=IMAGE REHEARSAL=1
+	$(BIN)/python -m tools.release $(if $(BASE),--base '$(BASE)') $(if $(REHEARSAL),--rehearsal) -- $(BUILD_OPTIONS)
+
 clean:  ## remove what make made
-	rm -rf .venv .venv-proto .venv-engines .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .site .venv .venv-proto .venv-engines .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from benchmarks.serving import __main__ as serving
-from benchmarks.serving import arms, plot, report, summary
+from benchmarks.serving import arms, plot, report, sleep, summary
 from benchmarks.serving.figures import ModelFigures, Run, Sample, compare, of_model, quantile
 from benchmarks.serving.run import filled
 from benchmarks.serving.shapes import token_bytes
@@ -244,6 +244,29 @@ def test_what_cannot_run_says_why() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_an_engine_that_does_not_start_is_not_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the measurement of sleep, which says so and fails."""
+    children: list[Any] = []
+
+    class Child(sleep._Child):
+        module = "benchmarks.serving.nothing"
+
+        def __init__(self, *args: Any) -> None:
+            children.append(self)
+            super().__init__(*args)
+
+    monkeypatch.setattr(sleep, "_Child", Child)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert sleep.main(["--device", "host", "--ways", "kept", "--rounds", "1"]) == 1
+    assert "kept FAILED: no answer; the end of its log:" in capsys.readouterr().err
+    assert [child._process.returncode for child in children] == [1]
+    with pytest.raises(SystemExit):
+        sleep.main(["--rounds", "0"])
+    assert "--rounds is at least 1" in capsys.readouterr().err
+
+
 def test_without_vllm_one_sentence_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         serving.main(["--device", "host"])

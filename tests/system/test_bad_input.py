@@ -262,6 +262,7 @@ def test_tokens(scene: Scene, unmoved: Callable[[], None]) -> None:
             "DetachSegment": bpb.DetachSegmentRequest(generation=1),
             "DeleteSegment": bpb.DeleteSegmentRequest(name=f"{name}/segments/weights"),
             "ListSegments": bpb.ListSegmentsRequest(),
+            "ListDecisions": bpb.ListDecisionsRequest(name=name),
         }
         assert requests.keys() == {method.name for method in bpb.DESCRIPTOR.services_by_name["BrokerService"].methods}
         before = scene.revision

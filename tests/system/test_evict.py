@@ -173,7 +173,7 @@ def test_a_daemon_that_stops_meanwhile_leaves_the_process_alone(daemon: Daemon, 
 
 
 def test_a_session_that_is_not_known(daemon: Daemon) -> None:
-    assert why_not(daemon, "sessions/1") == "it is not known, or has ended"
+    assert why_not(daemon, "sessions/1") == "it is not known, or has ended (`membroker sessions --admin` lists all)"
 
 
 def test_a_process_that_is_dead_already(daemon: Daemon) -> None:

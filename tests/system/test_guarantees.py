@@ -118,6 +118,7 @@ def test_numbers_that_do_not_fit_are_refused(admin: Admin) -> None:
     """Each refusal has the numbers, and nothing is changed by it."""
     for name, sizes, said in (
         ("red/models/chat", {"guarantee_bytes": 130 * MIB}, "the guarantee of tenants/red/models/chat would be 130"),
+        ("red/models/chat", {"guarantee_bytes": 100 * MIB}, "lower a guarantee, or raise the guarantee of the tenant"),
         ("red/models/chat", {"limit_bytes": 32 * MIB}, r"more than its limit, 32\.0 MiB"),
         ("red", {"guarantee_bytes": 32 * MIB}, "the guarantees of the models of tenants/red together would be 64"),
         ("blue", {"guarantee_bytes": 162 * MIB}, r"would be 258\.0 MiB of device memory, more than the capacity"),

@@ -232,8 +232,8 @@ def test_a_silent_borrower_is_late_until_it_answers(stack: ExitStack, capsys: py
         assert numbers(daemon)["model_late_bytes", "blue"] == 4 * UNIT
         assert cli.main(["models", "--admin", "--endpoint", str(daemon.admin)]) == 0
         rows = [re.split(r"\s{2,}", row) for row in capsys.readouterr().out.splitlines()]
-        shown = {row[0]: row[rows[0].index("recallable")] for row in rows[1:]}
-        assert shown == {"blue": "0 B (64.0 MiB late)", "red": "-", "green": "-"}
+        shown = {row[0]: tuple(row[rows[0].index(name)] for name in ("recallable", "late")) for row in rows[1:]}
+        assert shown == {"blue/m": ("-", "64.0 MiB"), "red/m": ("-", "-"), "green/m": ("-", "-")}
 
         doctors = doctor.check_guarantees(str(daemon.admin), {})
         assert (doctors.status, doctors.found) == ("warn", "blue/m owes 64.0 MiB that the broker has recalled")

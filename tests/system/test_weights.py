@@ -242,14 +242,14 @@ def test_the_command_sets_and_shows_weights_and_waits(
         "blue/chat at the device: limit as configured, guarantee as configured, weight 2, used 0 B"
     ]
     assert "the quota waits for its first session" in say("quota", "set", "blue/batch", "--weight", "0")[1]
-    table = [line.split() for line in say("quota", "list", "--all")]
-    assert table[0] == ["name", "where", "guarantee", "limit", "weight", "used"]
-    assert [(row[0], row[1], row[4]) for row in table[1:]] == [
-        ("blue/batch", "device", "0"),
-        ("blue/chat", "device", "2"),
-        ("red", "device", "2"),
-        ("red", "host", "3"),
-        ("red/chat", "device", "4"),
+    table = [re.split(r"\s{2,}", line) for line in say("quota", "list", "--all")]
+    assert table[0] == ["name", "guarantee", "limit", "weight", "used"]
+    assert [(row[0], row[3]) for row in table[1:]] == [
+        ("blue/batch", "0"),
+        ("blue/chat", "2"),
+        ("red", "2"),
+        ("red (host)", "3"),
+        ("red/chat", "4"),
     ]
     say("quota", "set", "blue/batch", "--weight", "none")
     assert [(one["name"], one["weight"]) for one in json.loads(say("quota", "list", "--json")[0])] == [
@@ -260,10 +260,18 @@ def test_the_command_sets_and_shows_weights_and_waits(
     until(lambda: waiting(admin) == (32 * MIB, 1))
     assert any("32.0 MiB (1 request)" in line for line in say("status"))
     blue = say("tenants")[1].split()
-    assert blue == ["blue", "device", "0", "B", "-", "-", "1", "32.0", "MiB", "1", "1"]
+    assert blue == ["blue", "0", "B", "-", "-", "1", "32.0", "MiB", "1", "1"]
     (header, *models) = (re.split(r"\s{2,}", line) for line in say("models"))
-    shown = {(row[0], row[9], row[10]) for row in models}
-    assert header[9:11] == ["weight", "waiting"]
-    assert shown == {("red", "4", "-"), ("blue", "2", "32.0 MiB (1 request)"), ("green", "1", "-")}
+    waits = header.index("waiting")
+    assert {(row[0], row[waits]) for row in models} == {
+        ("red/chat", "-"),
+        ("blue/chat", "32.0 MiB"),
+        ("green/chat", "-"),
+    }
+    for name, weight, waits_for in (("red/chat", "4", "-"), ("blue/chat", "2", "32.0 MiB (1 request)")):
+        figures = [re.split(r"\s{2,}", line.strip()) for line in say("models", name)]
+        assert [["weight", weight], ["waiting", waits_for]] == [
+            row for row in figures if row[0] in ("weight", "waiting")
+        ]
     tenants.release("green", held)
     assert len(tenants.answer("blue", asked)) == 1
