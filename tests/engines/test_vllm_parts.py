@@ -8,10 +8,10 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +31,6 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
-from vllm.v1.request import RequestStatus
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from membroker.kv import Layout
@@ -49,8 +48,28 @@ SERVED = SimpleNamespace(model_config=SimpleNamespace(served_model_name="m"))
 """The part of a `VllmConfig` that names the model."""
 
 
-def a_request(name: str, tokens: int, status: Any = RequestStatus.WAITING, computed: int = 0) -> Any:
-    return SimpleNamespace(request_id=name, num_tokens=tokens, status=status, num_computed_tokens=computed)
+def a_request(name: str, tokens: int) -> Any:
+    return SimpleNamespace(request_id=name, num_tokens=tokens, num_computed_tokens=0)
+
+
+def a_step(
+    new: Mapping[str, Sequence[int]],
+    more: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    *,
+    tokens: Mapping[str, int] = MappingProxyType({}),
+    resumed: Collection[str] = (),
+    preempted: Collection[str] = (),
+) -> Any:
+    """What vLLM's scheduler tells of a step: the blocks of `new` requests, and those that others get besides."""
+    others = SimpleNamespace(
+        req_ids=list(more), new_block_ids=[(one,) for one in more.values()], resumed_req_ids=resumed
+    )
+    return SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=name, block_ids=(one,)) for name, one in new.items()],
+        scheduled_cached_reqs=others,
+        num_scheduled_tokens=tokens,
+        preempted_req_ids=preempted,
+    )
 
 
 @pytest.fixture
@@ -91,13 +110,12 @@ class TestBlocks:
 
     def test_the_need_is_what_waits_what_runs_and_one_block_ahead(self, pool: BlockPool, blocks: Blocks) -> None:
         assert blocks.need() == 1
-        blocks.add(running := a_request("a", 40))
+        blocks.add(a_request("a", 40))
         blocks.add(a_request("b", 1000))
         blocks.add(a_request("c", 40))
         assert blocks.need() == 1 + 3 + 8, "b has at most the model's length, and a third request cannot run yet"
         pool.get_new_blocks(2)
-        running.status = RequestStatus.RUNNING
-        blocks.count({"a": 32})
+        blocks.note(a_step({"a": [1, 2]}, tokens={"a": 32}))
         assert blocks.need() == 3 + 2 + 8, "the rest of its prompt, and a block"
 
     def test_a_squeeze_leaves_nothing_free_for_one_step(self, pool: BlockPool, blocks: Blocks) -> None:
@@ -118,42 +136,24 @@ class TestBlocks:
     def test_the_cost_of_blocks_is_the_requests_from_their_first_user_on(self, pool: BlockPool, blocks: Blocks) -> None:
         """vLLM preempts the youngest request first, until the blocks are free."""
 
-        def step(
-            new: dict[str, list[int]], more: dict[str, list[int]], *, resumed: set[str], preempted: set[str]
-        ) -> Any:
-            others = SimpleNamespace(
-                req_ids=list(more), new_block_ids=[(one,) for one in more.values()], resumed_req_ids=resumed
-            )
-            admitted = [SimpleNamespace(req_id=name, block_ids=(one,)) for name, one in new.items()]
-            return SimpleNamespace(
-                scheduled_new_reqs=admitted, scheduled_cached_reqs=others, preempted_req_ids=preempted
-            )
-
         taken = pool.get_new_blocks(7)
         assert [one.block_id for one in taken] == [1, 2, 3, 4, 5, 6, 7]
         pool.touch([taken[0]])  # a prefix of two requests
-        blocks.note(step({"a": [1, 2]}, {}, resumed=set(), preempted=set()))
-        blocks.note(step({"b": [1, 3], "c": [4]}, {"a": [5]}, resumed=set(), preempted=set()))
+        blocks.note(a_step({"a": [1, 2]}))
+        blocks.note(a_step({"b": [1, 3], "c": [4]}, {"a": [5]}))
         assert [blocks.cost(one) for one in ([4], [3], [3, 4], [2], [1], [5], [9])] == [1, 2, 2, 3, 3, 3, 0]
-        blocks.note(step({}, {"c": [6]}, resumed=set(), preempted={"b"}))
-        blocks.note(step({}, {"b": [3, 7]}, resumed={"b"}, preempted=set()))
+        blocks.note(a_step({}, {"c": [6]}, preempted={"b"}))
+        blocks.note(a_step({}, {"b": [3, 7]}, resumed={"b"}))
         assert [blocks.cost(one) for one in ([7], [6], [5])] == [1, 2, 3]
 
     def test_it_is_starved_while_requests_wait_and_none_runs(self, pool: BlockPool, blocks: Blocks) -> None:
-        def step(*admitted: str, preempted: Any = ()) -> Any:
-            return SimpleNamespace(
-                scheduled_new_reqs=[SimpleNamespace(req_id=name, block_ids=([1],)) for name in admitted],
-                scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set()),
-                preempted_req_ids=preempted,
-            )
-
         assert not blocks.is_starved
         blocks.add(request := a_request("a", 16))
         assert blocks.is_starved
         pool.get_new_blocks(1)
-        blocks.note(step("a"))
+        blocks.note(a_step({"a": [1]}))
         assert not blocks.is_starved
-        blocks.note(step(preempted={"a"}))
+        blocks.note(a_step({}, preempted={"a"}))
         assert blocks.is_starved
         blocks.finish(request, [])
         assert not blocks.is_starved

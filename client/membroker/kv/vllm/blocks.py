@@ -62,22 +62,8 @@ class Blocks:
         for block in blocks:
             self._last_used[block] = now
 
-    def count(self, scheduled: Mapping[str, int]) -> None:
-        """Count again what requests need, after a step was scheduled with so many tokens of each request."""
-        more = 0
-        for number, (name, request) in enumerate(self._requests.items()):
-            if number >= self._most_requests:
-                break  # the others cannot run yet
-            if request.status.name == "RUNNING":
-                done = request.num_computed_tokens + scheduled.get(name, 0)
-                ahead = max(request.num_tokens, done) + self._block_tokens
-                more += max(0, self._blocks_of(ahead) - self._blocks_of(done))
-            else:
-                more += self._blocks_of(request.num_tokens + 1)
-        self._more = more
-
     def note(self, step: Any) -> None:
-        """Note which requests a step has admitted, and the blocks that it has given to them and to others."""
+        """Note which requests a step has admitted, the blocks that it has given to them and to others, and the need."""
         for name in step.preempted_req_ids or ():
             self._running.pop(name, None)
         for new in step.scheduled_new_reqs:
@@ -89,6 +75,24 @@ class Blocks:
             elif blocks is not None:
                 for block in blocks[0]:
                     self._admitted[block] = self._running.get(name, 0)
+        self._count(step.num_scheduled_tokens)
+
+    def _count(self, scheduled: Mapping[str, int]) -> None:
+        """Count what requests need beyond their blocks. Written for speed, as each step runs it: 128 take 30 us."""
+        more, size, most, left = 0, self._block_tokens, self._most_tokens, self._most_requests
+        for name, request in self._requests.items():
+            if not left:
+                break  # the others cannot run yet
+            left -= 1
+            tokens, done = request.num_tokens, 0
+            if name in self._running:
+                done = request.num_computed_tokens + scheduled.get(name, 0)
+                tokens = max(tokens, done) + size
+            else:
+                tokens += 1
+            # Rounded up to blocks, both, without a call for each request.
+            more += (min(tokens, most) + size - 1) // size - (min(done, most) + size - 1) // size
+        self._more = more
 
     def _admit(self, name: str, blocks: Sequence[int]) -> None:
         self._admissions += 1

@@ -211,7 +211,6 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
         if self._rests:
             cache.wake()
         blocks.relax()
-        blocks.count(scheduler_output.num_scheduled_tokens)
         blocks.note(scheduler_output)
         self._rests = blocks.is_empty
         if self._rests:
