@@ -111,7 +111,12 @@ class Balloon:
     @property
     def going_bytes(self) -> int:
         """Bytes with memory that are draining, retiring or being unmapped."""
-        return self._charged[DRAINING] + self._charged[RETIRING] + self._charged[LEAVING]
+        return self._charged[DRAINING] + self.retiring_bytes
+
+    @property
+    def retiring_bytes(self) -> int:
+        """Bytes with memory that no request uses, and that are being released."""
+        return self._charged[RETIRING] + self._charged[LEAVING]
 
     @property
     def charged_bytes(self) -> int:
@@ -190,17 +195,21 @@ class Balloon:
 
         `size` is what others want back in bytes, what is going already included. Until so many bytes go, all groups are
         looked at: free ones go first, the highest first; then the coldest cached ones; then busy ones, those with the
-        least cost first, and of these the ones with the fewest used blocks, whatever the engine wants.
+        least cost first, and of these the ones with the fewest used blocks, whatever the engine wants. While busy ones
+        drain, those go instead that have become free.
 
-        Otherwise groups go that the engine does not want: free ones, sparse ones, and the coldest cached ones beyond
-        `keep`. One call looks at about `most` blocks, and the next one goes on from there: see `is_sweeping`.
+        With a `size` of 0 groups go that the engine does not want: free ones, sparse ones, and the coldest cached ones
+        beyond `keep`. A call looks at about `most` blocks for that, or for what has become free, and the next one goes on
+        from there: see `is_sweeping`.
 
         `unused(blocks)` returns those of the engine's blocks that no request uses, `warmth(blocks)` when their
         cached contents were used last (a larger number is later), or 0 without any. `cost(blocks)` is what preemption
         costs the engine until none of these is used.
         """
         ask = _Ask(unused, warmth, cost)
-        return self._choose_asked(size, ask) if size > self.going_bytes else self._choose_spare(want, ask, most)
+        if size > self.going_bytes:
+            return self._choose_asked(size, ask)
+        return self._choose_free(size, ask, most) if size else self._choose_spare(want, ask, most)
 
     @property
     def is_sweeping(self) -> bool:
@@ -208,16 +217,26 @@ class Balloon:
         return self._next < self.layout.groups
 
     def _choose_asked(self, size: int, ask: _Ask) -> list[int]:
-        chosen = []
         looks = [self._look(group, ask) for group in self.groups_in(MAPPED) if group not in self.first]
         costs = {look.group: self._cost(look, ask) for look in looks}
+        chosen = list[int]()
         for look in sorted(looks, key=lambda look: (costs[look.group], look.used, look.warmth, -look.group)):
             if self.going_bytes >= size:
                 break
-            if self.staying_bytes - self._bytes[look.group] >= self.floor:
-                self._move(look.group, "chosen")
-                chosen.append(look.group)
+            self._drain(look.group, chosen)
         return chosen
+
+    def _choose_free(self, size: int, ask: _Ask, most: int) -> list[int]:
+        chosen = list[int]()
+        for group in self._next_groups(most) if size > self.retiring_bytes else ():
+            if not self._look(group, ask).used:
+                self._drain(group, chosen)
+        return chosen
+
+    def _drain(self, group: int, chosen: list[int]) -> None:
+        if self.staying_bytes - self._bytes[group] >= self.floor:
+            self._move(group, "chosen")
+            chosen.append(group)
 
     def _cost(self, look: _Look, ask: _Ask) -> float:
         members = self.layout.members(look.group)
@@ -231,10 +250,9 @@ class Balloon:
 
         def spare(look: _Look) -> None:
             nonlocal left
-            if look.loss <= left and self.staying_bytes - self._bytes[look.group] >= self.floor:
+            if look.loss <= left:
                 left -= look.loss
-                self._move(look.group, "chosen")
-                chosen.append(look.group)
+                self._drain(look.group, chosen)
 
         for group in self._next_groups(most):
             look = self._look(group, ask)
@@ -334,6 +352,11 @@ class Balloon:
             self._move(group, "wanted")
             revived.append(group)
         return revived
+
+    def reconsider(self) -> None:
+        """Stop draining: none of these groups is to go any more, unless it is chosen again."""
+        for group in self.groups_in(DRAINING):
+            self._move(group, "wanted")
 
     def leaving(self, group: int) -> None:
         """Note that a retiring group has passed its fence, and is being unmapped: it cannot be revived now."""

@@ -85,6 +85,8 @@ class CacheState:
         """The open ones, by model: each rank of an engine has a model of its own."""
         self._tried: Collection[Recall] = ()
         """The recalls for which groups were chosen last."""
+        self._is_asked_anew = False
+        """Whether others want more back than when groups were chosen last."""
         self._owed = 0
         """Bytes that `shrink` asked for and that are not released yet."""
         self._suspended = False
@@ -172,10 +174,13 @@ class CacheState:
         now = time.monotonic()
         with self._lock:
             balloon, size = self._balloon, self._asked_back()
+            if self._is_asked_anew or 0 < size <= balloon.retiring_bytes:
+                balloon.reconsider()  # others may go sooner than what drains for want of use, or have gone
+                self._is_asked_anew = False
             draining = balloon.groups_in(DRAINING) if size else balloon.next_draining(BLOCKS_PER_TURN)
             self._hold_unused(engine, draining)
             is_due = now >= self._look_at
-            if is_due or balloon.is_sweeping or size > balloon.going_bytes:
+            if is_due or balloon.is_sweeping or size:
                 verbs = engine.unused, engine.warmth, engine.cost
                 chosen = balloon.choose(max(self._peaks), size, *verbs, most=BLOCKS_PER_TURN)
                 self._hold_unused(engine, chosen)
@@ -277,12 +282,13 @@ class CacheState:
     def owe(self, size: int) -> None:
         """Release so many bytes, whatever the engine wants."""
         with self._lock:
-            self._owed = size
+            self._owed, self._is_asked_anew = size, True
 
     def recalled(self, recall: Recall) -> None:
         """Release what a recall asks for."""
         with self._lock:
             self._recalls[recall.model] = recall
+            self._is_asked_anew = True
 
     def settled(self, *, has_engine: bool) -> Recall | None:
         """Return an open recall that is to be answered now and forget it, or return None.

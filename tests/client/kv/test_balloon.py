@@ -125,6 +125,29 @@ def test_a_recall_takes_the_busy_groups_that_cost_least() -> None:
     assert balloon.choose(10, 3 * PAGE, unused, cold, cost) == [4, 2, 3]
 
 
+def test_what_has_become_free_goes_instead_of_what_drains() -> None:
+    """While busy groups drain, each call looks at a few others. When enough goes, none has to drain any more."""
+    balloon = Balloon(block_major(MIB, 10))
+    with_memory(balloon, 5)
+    used = {2, 4, 6, 8}
+
+    def unused(blocks: Sequence[int]) -> list[int]:
+        return [block for block in blocks if block not in used]
+
+    def choose() -> list[int]:
+        return balloon.choose(10, PAGE, unused, cold, most=2)
+
+    assert choose() == [4], "all are busy"
+    used.discard(4)
+    assert [choose(), choose()] == [[], [2]], "one group a call, the highest first"
+    balloon.held([4, 5])
+    assert balloon.retire([2, 4]) == [2]
+    assert (choose(), balloon.retiring_bytes, balloon.going_bytes) == ([], PAGE, 2 * PAGE)
+    balloon.reconsider()
+    assert (balloon.state(4), balloon.going_bytes) == (MAPPED, PAGE)
+    balloon.check()
+
+
 def test_a_sweep_looks_at_few_groups_at_a_time() -> None:
     """A scheduler has no time for thousands of blocks in a step: each call goes on where the last one ended."""
     balloon = Balloon(block_major(MIB, 20))

@@ -1,0 +1,54 @@
+"""What a cache's threads share: which groups go for whom."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from tests.client.kv.test_balloon import all_unused, block_major, cold, with_memory
+from tests.support.fake_lender import PAGE
+from tests.support.sizes import MIB
+
+from membroker.kv.balloon import DRAINING, MAPPED, RETIRING, Balloon
+from membroker.kv.state import CacheState
+
+
+@dataclass
+class Recall:
+    """An open recall."""
+
+    model: object
+    remaining: int
+    deadline: float
+
+    def done(self) -> None:
+        """Say nothing."""
+
+
+def an_engine(used: set[int]) -> Any:
+    """An engine whose requests use these blocks, and that preempts none: it notes that it was asked to."""
+    asked = list[Any]()
+    return SimpleNamespace(
+        unused=lambda blocks: [one for one in blocks if one not in used],
+        warmth=cold,
+        cost=len,
+        hold=all_unused,
+        preempt=asked.append,
+        asked=asked,
+    )
+
+
+def test_a_recall_takes_free_groups_and_not_those_that_drain_already() -> None:
+    """A sparse group waits for its last request. A recall of as many bytes needs neither that nor a preemption."""
+    balloon = Balloon(block_major(MIB, 10))
+    with_memory(balloon, 5)
+    state, engine = CacheState(balloon, 1), an_engine({8})
+    state.want(8)
+    assert state.hold(engine) == []
+    assert balloon.groups_in(DRAINING) == [4], "half of it is used, and 8 blocks are wanted"
+    state.recalled(Recall("m", PAGE, time.monotonic() + 1.0))
+    assert state.hold(engine) == [3]
+    assert (balloon.state(3), balloon.state(4)) == (RETIRING, MAPPED)
+    assert not engine.asked
