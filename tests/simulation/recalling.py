@@ -80,8 +80,10 @@ class Recalling:
         worker = world.workers.get(recall.session)
         if worker is None or not worker.connected or not worker.process.alive:
             return
-        due = world.now + DELAYS.get(worker.manner, 0)
-        worker.recalls[recall.recall] = recall, min(due, worker.recalls.get(recall.recall, (recall, due))[1])
+        known, due = worker.recalls.get(recall.recall, (recall, world.now + DELAYS.get(worker.manner, 0)))
+        if recall.size > known.size and world.random.random() < 0.3:
+            recall = known  # its answer is on the way, or the notice has found a full socket
+        worker.recalls[recall.recall] = recall, due
 
     def answer_one(self) -> None:
         """A worker answers a recall; or it dies, leaves or loses its connection instead."""
@@ -120,15 +122,18 @@ class Recalling:
         world, chance = self.world, self.world.random.random()
         if worker.sent and worker.sent[0].place != "queue":
             world.read_packets(worker, chance=1)
+        heard = recall.size
+        if worker.manner == "broken":
+            heard = world.random.choice((0, 1, heard // 2, heard, 2 * heard, 1 << 62))
         if worker.manner == "broken" and chance < 0.3:
-            world.send(ev.AnswerRecall(worker.session, recall.recall))
+            world.send(ev.AnswerRecall(worker.session, recall.recall, heard))
         part = {"partial": 2, "keeping": 0, "broken": world.random.choice((0, 1))}.get(worker.manner, 1)
         self.give_back(worker, recall, recall.size // part if part else 0)
         if chance > 0.95:
             return
-        world.send(ev.AnswerRecall(worker.session, recall.recall))
+        world.send(ev.AnswerRecall(worker.session, recall.recall, heard))
         if worker.manner == "broken" and chance > 0.6:
-            world.send(ev.AnswerRecall(worker.session, recall.recall))
+            world.send(ev.AnswerRecall(worker.session, recall.recall, heard))
 
     def give_back(self, worker: Worker, recall: fx.Recall, size: int) -> None:
         """Release at least `size` bytes of what a recall asks for, if the worker has so much."""
@@ -213,4 +218,4 @@ class Recalling:
         for number in list(worker.recalls):
             recall, _ = worker.recalls.pop(number)
             self.give_back(worker, recall, recall.size)
-            self.world.send(ev.AnswerRecall(worker.session, number))
+            self.world.send(ev.AnswerRecall(worker.session, number, recall.size))

@@ -31,9 +31,10 @@ HOLD_NS = 500_000_000
 
 @dataclass(slots=True)
 class Asked:
-    """A recall that has no answer yet."""
+    """A recall that has no answer yet. The first notice asked for `first` of its `size` bytes."""
 
     number: int
+    first: int
     size: int
     left: int
     since: int
@@ -63,6 +64,10 @@ class RecallsReferee:
         """The ends of recalls that this step must tell."""
         self._again: dict[int, Asked] = {}
         """By number: the recalls that this step must repeat."""
+        self._new: list[tuple[Place, int]] = []
+        """What this step asks for more than before."""
+        self._taken_back = False
+        """Whether a raise was not heard before an answer."""
 
     @property
     def _world(self) -> Any:
@@ -131,7 +136,8 @@ class RecallsReferee:
 
     def follow(self, event: ev.Event, step: Step) -> None:
         """Take into the books what the step says. Other referees look at these books."""
-        self._kept_ended = False
+        self._kept_ended = self._taken_back = False
+        self._new = []
         self._told.clear()
         self._again.clear()
         refused = any(isinstance(one.result, Denied) for one in _answers(step, getattr(event, "call", -1)))
@@ -143,7 +149,7 @@ class RecallsReferee:
             case ev.Elapsed():
                 self._elapsed()
             case ev.AnswerRecall():
-                self._answered(event.session, [event.recall])
+                self._answered(event.session, [event.recall], event.size)
             case ev.RegisterModel() if event.answers is not None:
                 if not refused:
                     self._set_answers(event.session, event.name, event.answers)
@@ -196,9 +202,15 @@ class RecallsReferee:
             if not asked.left and not asked.late:
                 self._end(place, "returned")
 
-    def _answered(self, session: int, numbers: Iterable[int]) -> None:
+    def _answered(self, session: int, numbers: Iterable[int], heard: int) -> None:
+        """An answer is for what the session had heard of, and at least for what the first notice asked for."""
         for place, one in list(self.asked.items()):
             if place[0] == session and one.number in numbers:
+                released, known = one.size - one.left, min(one.size, max(one.first, heard))
+                if known < one.size:
+                    self.ends["taken back"] += 1
+                    self._taken_back = True
+                    one.size, one.left = known, max(0, known - released)
                 if one.left:
                     before = self.kept.get(place, (0, 0))[0]
                     more = max(before, one.left) if one.left == one.size else one.left
@@ -210,7 +222,8 @@ class RecallsReferee:
         if answers:
             sessions.add(session)
         else:
-            self._answered(session, [one.number for place, one in self.asked.items() if place[:2] == (session, name)])
+            mine = [one for place, one in self.asked.items() if place[:2] == (session, name)]
+            self._answered(session, [one.number for one in mine], 1 << 63)
             sessions.discard(session)
 
     def _end(self, place: Place, result: str) -> None:
@@ -249,6 +262,19 @@ class RecallsReferee:
     def _follow_question(self, effect: fx.Recall) -> None:
         place = (effect.session, effect.name, effect.location)
         one, rules = self.asked.get(place), self._world.broker.books.rules
+        now = self._world.now
+        if one is not None and one.number == effect.recall and effect.size > one.size:
+            more = effect.size - one.size
+            assert not one.late, "a late recall is raised"
+            assert one.since <= now <= (one.since + one.deadline) / 2, (
+                "it is raised with less than half of its time left"
+            )
+            assert effect.within_ns == one.deadline - now, "a raise moves the deadline"
+            assert one.left + more <= self.bytes_of(place), f"{effect} asks for what cannot be recalled"
+            one.size, one.left = one.size + more, one.left + more
+            self._new.append((place, more))
+            self.ends["raised"] += 1
+            return
         assert effect.within_ns == rules.recall_ns
         if one is not None and one.number == effect.recall:
             assert self._again.pop(one.number, None) is one, "it is repeated too early"
@@ -258,8 +284,9 @@ class RecallsReferee:
         assert one is None, "a session is asked twice at once"
         assert effect.recall > self._last_number, "a number is used twice"
         assert 0 < effect.size <= self.bytes_of(place), f"{effect} asks for what cannot be recalled"
-        self._last_number, now = effect.recall, self._world.now
-        self.asked[place] = Asked(effect.recall, effect.size, effect.size, now, now + rules.recall_ns)
+        self._last_number = effect.recall
+        self.asked[place] = Asked(effect.recall, effect.size, effect.size, effect.size, now, now + rules.recall_ns)
+        self._new.append((place, effect.size))
         self.ends["asked"] += 1
 
     # --- what the core has made of it ---
@@ -277,15 +304,10 @@ class RecallsReferee:
             assert broker.deadline is not None
             assert broker.deadline <= min(ends), "the core is not told the time when it is late"
         self._judge_firm()
-        questions = [one for one in step.effects if isinstance(one, fx.Recall) and self._began_now(one)]
         for where in broker.books.rules.capacities:
-            self._judge_questions(event, step, where, [one for one in questions if one.location == where])
+            self._judge_questions(event, step, where, [one for one in self._new if one[0][2] == where])
         self._judge_limits(step)
-        self._judge_holds({one.location for one in questions})
-
-    def _began_now(self, effect: fx.Recall) -> bool:
-        asked = self.asked[effect.session, effect.name, effect.location]
-        return asked.since == self._world.now and not asked.late
+        self._judge_holds({place[2] for place, _ in self._new})
 
     def _judge_firm(self) -> None:
         broker, guarantees = self._world.broker, self._referee.guarantees
@@ -299,7 +321,7 @@ class RecallsReferee:
             more = guarantees.needed(where, {}) - (total.capacity - total.releasing)
             assert broker.books.admission.shortfall(where) == max(0, more), "the guarantees lack something else"
 
-    def _judge_questions(self, event: ev.Event, step: Step, where: ev.Location, asks: list[fx.Recall]) -> None:
+    def _judge_questions(self, event: ev.Event, step: Step, where: ev.Location, asks: list[tuple[Place, int]]) -> None:
         """No model is asked for its guarantee, nor for its share, but for what is above a limit."""
         if not asks:
             return
@@ -310,11 +332,11 @@ class RecallsReferee:
         gone = [one for call, one in self._referee.waiting.before.items() if call in answered]
         without, beside = divide(self._referee, where), divide(self._referee, where, gone)
         above = guarantees.above_limits(where)
-        for name in {one.name for one in asks}:
+        for name in {place[1] for place, _ in asks}:
             lent, asked = guarantees.lent(name, where), self.coming_of(name, where)
             if asked <= above.get(name, 0):
                 continue
-            new = sum(one.size for one in asks if one.name == name)
+            new = sum(more for place, more in asks if place[1] == name)
             guarantee = min(guarantees.guarantee(name, where), lent)
             assert lent - new >= guarantee, f"{name} is asked for its guarantee"
             share = min(without[name], beside.get(name, 0))
@@ -372,7 +394,7 @@ class RecallsReferee:
         broker, guarantees = self._world.broker, self._referee.guarantees
         changed = any(isinstance(fact, ft.QuotaSet) for fact in step.facts) or self._rules is not broker.books.rules
         self._rules = broker.books.rules
-        if not (changed or self._kept_ended):
+        if not (changed or self._kept_ended or self._taken_back):
             return
         for where in broker.books.rules.capacities:
             rest = {name: guarantees.lent(name, where) - self.coming_of(name, where) for name in broker.ledger.models}
@@ -385,9 +407,14 @@ class RecallsReferee:
                 assert limit is None or whole <= limit, f"{name.tenant} is above its limit, and {name} is not asked"
 
     def able(self, name: ev.ModelName, where: ev.Location) -> list[int]:
-        """Return the sessions of a model that have no question to answer, and bytes that can be recalled."""
-        idle = [one for one in self.answering.get(name, ()) if (one, name, where) not in self.asked]
-        return [one for one in idle if self.bytes_of((one, name, where))]
+        """Return the sessions of a model that can be asked for more: half of the time for the last question is left."""
+        now, able = self._world.now, []
+        for session in self.answering.get(name, ()):
+            place = session, name, where
+            asked = self.asked.get(place)
+            if asked is None or (not asked.late and now <= (asked.since + asked.deadline) / 2):
+                able += [session] * (self.bytes_of(place) > (asked.left if asked else 0))
+        return able
 
     # --- others ---
 

@@ -190,7 +190,7 @@ def _command(event: ev.Event, opened: Mapping[int, int], names: Mapping[int, str
         case ev.ConnectionLost():
             return f"lost {name}"
         case ev.AnswerRecall():
-            return f"answer {name} {_ids([event.recall])}"
+            return f"answer {name} {_ids([event.recall])} heard={event.size}B"
         case ev.ResumeSession():
             return f"resume {name} process={event.process}"
         case ev.StateHolds():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -122,8 +123,8 @@ def _only_the_last_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def _open_recalls_are_amended(monkeypatch: pytest.MonkeyPatch) -> None:
     ask = Recalls.ask
 
-    def amend(self: Any, name: Any, location: Any, size: int, now: int) -> int:
-        more = size - int(ask(self, name, location, size, now))
+    def amend(self: Any, name: Any, location: Any, size: int, now: int, wanted_by: Any = None) -> int:
+        more = size - int(ask(self, name, location, size, now, wanted_by))
         for one in self._state.borrowers(name, location):
             recall = self._state.recalls.get(one)
             if recall is not None and recall.since < now and not recall.late and more > 0:
@@ -132,6 +133,58 @@ def _open_recalls_are_amended(monkeypatch: pytest.MonkeyPatch) -> None:
         return size - more
 
     monkeypatch.setattr(Recalls, "ask", amend)
+
+
+def _never_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    more_of = Recallable.more_of
+    monkeypatch.setattr(
+        Recallable, "more_of", lambda self, one, now: 0 if one in self.recalls else more_of(self, one, now)
+    )
+
+
+def _raised_as_if_nothing_were_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    more_of = Recallable.more_of
+    monkeypatch.setattr(
+        Recallable, "more_of", lambda self, one, now: self.bytes_of(one) if more_of(self, one, now) else 0
+    )
+
+
+def _raised_in_the_second_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    def always(self: Any, one: Any, now: int) -> int:
+        recall = self.recalls.get(one)
+        return max(0, int(self.bytes_of(one)) - (recall.left if recall else 0))
+
+    monkeypatch.setattr(Recallable, "more_of", always)
+
+
+def _a_raise_moves_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    say = Recalls._say
+
+    def later(self: Any, one: Any, recall: Any, size: int, within: int) -> None:
+        if size > recall.first:
+            recall.deadline += self._books.rules.recall_ns - within
+            within = self._books.rules.recall_ns
+        say(self, one, recall, size, within)
+
+    monkeypatch.setattr(Recalls, "_say", later)
+
+
+def _answers_are_for_all_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = Recalls.answer
+    monkeypatch.setattr(
+        Recalls, "answer", lambda self, event, now: answer(self, dataclasses.replace(event, size=1 << 62), now)
+    )
+
+
+def _an_answer_may_be_for_less_than_the_first_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = Recalls.answer
+
+    def believe(self: Any, event: Any, now: int) -> None:
+        for recall in self._state.recalls.values():
+            recall.first = 0
+        answer(self, event, now)
+
+    monkeypatch.setattr(Recalls, "answer", believe)
 
 
 def _any_release_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +203,7 @@ def _any_session_may_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     def believe(self: Any, event: Any, now: int) -> None:
         for one, recall in self._state.recalls.items():
             if recall.number == event.recall:
-                answer(self, type(event)(one.session, event.recall), now)
+                answer(self, dataclasses.replace(event, session=one.session), now)
                 return
 
     monkeypatch.setattr(Recalls, "answer", believe)
@@ -177,7 +230,9 @@ def _not_woken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     say = Recalls._say
-    monkeypatch.setattr(Recalls, "_say", lambda self, one, recall: None if recall.late else say(self, one, recall))
+    monkeypatch.setattr(
+        Recalls, "_say", lambda self, one, recall, *rest: None if recall.late else say(self, one, recall, *rest)
+    )
 
 
 def _lost_and_still_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,6 +346,12 @@ FAULTS: tuple[Fault, ...] = (
     _more_is_kept_than_there_is,
     _only_the_last_is_kept,
     _open_recalls_are_amended,
+    _never_raised,
+    _raised_as_if_nothing_were_asked,
+    _raised_in_the_second_half,
+    _a_raise_moves_the_deadline,
+    _answers_are_for_all_raises,
+    _an_answer_may_be_for_less_than_the_first_notice,
     _any_release_counts,
     _any_session_may_answer,
     _never_late,

@@ -179,9 +179,9 @@ class Session(Connection):
             if notice.HasField("recall"):
                 return notice.recall
 
-    def answer_recall(self, number: int) -> None:
-        """Say that no more is released for this recall."""
-        self.send(pb.Frame(request_id=next(_ids), recall_answer=pb.RecallAnswer(recall_id=number)))
+    def answer_recall(self, number: int, size: int = 0) -> None:
+        """Say that no more is released for this recall, as far as it was of `size` bytes. 0: the first notice's."""
+        self.send(pb.Frame(request_id=next(_ids), recall_answer=pb.RecallAnswer(recall_id=number, bytes=size)))
 
     def resume(self, ids: Sequence[int] = (), answering: Sequence[str] = ()) -> Any:
         """Connect again, state these extents and models, and return the answer."""

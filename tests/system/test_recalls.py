@@ -132,6 +132,46 @@ def test_a_guaranteed_request_is_granted_after_one_recall(stack: ExitStack, stat
         assert (blue.books(daemon).recalled_bytes, blue.books(daemon).late_bytes) == (0, 0)
 
 
+def test_an_open_recall_is_raised(stack: ExitStack) -> None:
+    """Red asks for a unit, and for two more before blue has answered. One answer later it has all three."""
+    with lending() as daemon, stack:
+        blue, red = Borrower(stack, daemon, "blue", ALL), Borrower(stack, daemon, "red", answers=False)
+        more = Borrower(stack, daemon, "red", answers=False)
+        red.ask(1)
+        first = blue.recalled()
+        more.ask(2)
+        raised = blue.recalled()
+        assert (first.bytes, raised.recall_id, raised.bytes) == (UNIT, first.recall_id, 3 * UNIT)
+        assert raised.within.ToNanoseconds() < first.within.ToNanoseconds(), "the deadline stays"
+        assert blue.books(daemon).recalled_bytes == 3 * UNIT
+        blue.release(3)
+        blue.session.answer_recall(first.recall_id, 3 * UNIT)
+        assert (red.get(), more.get()) == (1, 2)
+        assert ended(daemon) == {"returned": 1, "kept": 0, "late": 0}
+        assert not is_readable(blue.session.notices)
+
+
+def test_a_client_that_knows_no_raise(stack: ExitStack) -> None:
+    """It skips the second notice, and answers the first one. It keeps nothing, and is asked again for the rest."""
+    with lending() as daemon, stack:
+        blue, red = Borrower(stack, daemon, "blue", ALL), Borrower(stack, daemon, "red", answers=False)
+        more = Borrower(stack, daemon, "red", answers=False)
+        red.ask(1)
+        first = blue.recalled()
+        more.ask(2)
+        assert blue.recalled().recall_id == first.recall_id
+        blue.release(1)
+        blue.session.answer_recall(first.recall_id)
+        assert red.get() == 1
+        rest = blue.recalled()
+        assert rest.recall_id != first.recall_id
+        assert rest.bytes == 2 * UNIT
+        assert blue.books(daemon).recallable_bytes == (ALL - 1) * UNIT
+        blue.release(2)
+        assert more.get() == 2
+        assert ended(daemon) == {"returned": 2, "kept": 0, "late": 0}
+
+
 def test_one_that_keeps_everything_is_left_in_peace(stack: ExitStack, state: State) -> None:
     """A liar answers at once and releases nothing. It is asked for the rest, a few times, and not again for 2 s."""
     with lending() as daemon, stack:

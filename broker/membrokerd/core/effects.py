@@ -150,7 +150,8 @@ class Waited(Effect):
 class Recall(Effect):
     """Ask a session for `size` bytes of a model at a location, to be answered within `within_ns` from now on.
 
-    Emitted again with the same `recall` while a late session has not answered.
+    Emitted again with the same `recall` when it is raised: `size` is all that was asked for since the first one. And
+    emitted again while a late session has not answered: `size` is what is left then.
     """
 
     session: int

@@ -391,10 +391,14 @@ class CancelWait(Event):
 
 @value
 class AnswerRecall(Event):
-    """A session has released what it can of a recall, and keeps the rest. A number that is not open says nothing."""
+    """A session has released what it can of a recall, and keeps the rest. A number that is not open says nothing.
+
+    `size` is the largest that the session had heard; less than what the first notice asked for: it has heard no raise.
+    """
 
     session: int
     recall: int
+    size: int = 0
 
 
 @value

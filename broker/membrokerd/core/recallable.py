@@ -27,11 +27,13 @@ class Borrower(NamedTuple):
 class Recall:
     """A question that a borrower has not answered. `left` of its `size` bytes are not released.
 
-    `wanted_by` is the model whose request lacks the bytes; None: a limit was lowered. `deadline` is for the answer.
-    Once it has passed, the recall is late, and `deadline` is when to ask again.
+    The first notice asked for `first` bytes; raises have added the others. `wanted_by` is the model whose request
+    lacked the first bytes; None: a limit was lowered. `deadline` is for the answer, and a raise does not move it. Once
+    it has passed, the recall is late, and `deadline` is when to ask again.
     """
 
     number: int
+    first: int
     size: int
     left: int
     since: int
@@ -124,12 +126,21 @@ class Recallable:
             return 0
         return max(0, self._extents_of(one) - self.kept.get(one, (0, 0))[0])
 
-    def able(self, location: Location) -> list[ModelName]:
-        """Return the models of which a session can be asked for something: it has answered its last recall."""
+    def more_of(self, one: Borrower, now: int) -> int:
+        """Return the bytes that a borrower can be asked for now, beside what it is asked for already.
+
+        A recall is raised in the first half of its time only: so the other half is left for what a raise adds.
+        """
+        recall = self.recalls.get(one)
+        if recall is None:
+            return self.bytes_of(one)
+        is_early = now - recall.since <= recall.deadline - now
+        return max(0, self.bytes_of(one) - recall.left) if is_early else 0
+
+    def able(self, location: Location, now: int) -> list[ModelName]:
+        """Return the models of which a session can be asked for something now."""
         return [
-            name
-            for name in self._answering
-            if any(one not in self.recalls and self.bytes_of(one) for one in self.borrowers(name, location))
+            name for name in self._answering if any(self.more_of(one, now) for one in self.borrowers(name, location))
         ]
 
     def of_model(self, name: ModelName, location: Location) -> int:

@@ -37,24 +37,30 @@ class Recalls:
     ) -> int:
         """Ask the sessions of a model for `size` bytes, those with the most first. Return how many are asked for.
 
-        A session that has not answered its last recall is not asked for more.
+        A session has one recall at a time: one that has an open recall is asked by raising that.
         """
         state, left = self._state, size
-        borrowers = [one for one in state.borrowers(name, location) if one not in state.recalls]
-        for one in sorted(borrowers, key=lambda one: (-state.bytes_of(one), one.session)):
-            part = min(left, state.bytes_of(one))
+        for more, one in sorted((-state.more_of(one, now), one) for one in state.borrowers(name, location)):
+            part = min(left, -more)
             if part <= 0:
                 break
-            deadline = now + self._books.rules.recall_ns
-            state.recalls[one] = recall = Recall(self._books.take_ids(1)[0], part, part, now, deadline, wanted_by)
-            self._say(one, recall)
+            recall = state.recalls.get(one)
+            if recall is None:
+                number, deadline = self._books.take_ids(1)[0], now + self._books.rules.recall_ns
+                state.recalls[one] = recall = Recall(number, part, part, part, now, deadline, wanted_by)
+            else:
+                recall.size += part
+                recall.left += part
+            self._say(one, recall, recall.size, recall.deadline - now)
             self._set_deadline()
             left -= part
         return size - left
 
-    def _say(self, one: Borrower, recall: Recall) -> None:
-        within = self._books.rules.recall_ns
-        self._books.emit(fx.Recall(one.session, recall.number, one.name, one.location, recall.left, within))
+    def _say(self, one: Borrower, recall: Recall, size: int, within: int) -> None:
+        self._books.emit(fx.Recall(one.session, recall.number, one.name, one.location, size, within))
+
+    def _say_again(self, one: Borrower, recall: Recall) -> None:
+        self._say(one, recall, recall.left, self._books.rules.recall_ns)
 
     def _set_deadline(self) -> None:
         state = self._state
@@ -78,13 +84,20 @@ class Recalls:
         self._set_deadline()
 
     def answer(self, event: ev.AnswerRecall, now: int) -> None:
-        """End a recall: what was not released of it is kept. A number that is not open is of an older recall."""
+        """End a recall: what was not released of it is kept. A number that is not open is of an older recall.
+
+        A raise that the session had not heard when it answered is taken back: it has not said that it keeps that.
+        """
         for one, recall in self._state.recalls.items():
             if (one.session, recall.number) == (event.session, event.recall):
                 break
         else:
             return
         del self._state.recalls[one]
+        if (unheard := recall.size - max(recall.first, event.size)) > 0:
+            recall.size -= unheard
+            recall.left = max(0, recall.left - unheard)
+            self._books.limits_changed = True  # some of it may have been for a limit
         if recall.left:
             before, _ = self._state.kept.get(one, (0, 0))
             # Nothing came back: twice as much each time, so that one that keeps all is not asked for every extent.
@@ -109,7 +122,7 @@ class Recalls:
                 if not recall.late:
                     self._report(one, recall, "late", now)
                 recall.late, recall.deadline = True, now + self._books.rules.recall_ns
-                self._say(one, recall)
+                self._say_again(one, recall)
         self._set_deadline()
 
     def _report(self, one: Borrower, recall: Recall, result: fx.RecallResult, now: int) -> None:
@@ -123,7 +136,7 @@ class Recalls:
         if not answers:
             for one, recall in list(self._state.recalls.items()):
                 if one[:2] == (session, name):
-                    self.answer(ev.AnswerRecall(session, recall.number), now)
+                    self.answer(ev.AnswerRecall(session, recall.number, recall.size), now)
         self._state.set_answers(session, name, answers)
 
     def detached(self, session: int) -> None:
@@ -139,4 +152,4 @@ class Recalls:
             self._state.set_answers(session, name, name in answering)
         for one, recall in self._state.recalls.items():
             if one.session == session:
-                self._say(one, recall)
+                self._say_again(one, recall)

@@ -250,20 +250,22 @@ class Schedule:
     def _recall(self, location: ev.Location, waiting: Sequence[Waiter], waiters: Sequence[Waiter], now: int) -> None:
         """Ask the models that have more than their share for what these requests lack."""
         shares = self._shares(location, waiters)
-        if self._short(location, waiting, shares) <= 0 or not self._excess(location, shares):
+        if self._short(location, waiting, shares) <= 0 or not self._excess(location, shares, now):
             return
         for name in {one.name for one in waiting}:
             self._hold(name, location, sum(one.size for one in waiting if one.name == name), now)
         self.divide_again()
         shares = self._shares(location, waiters)
         short = self._short(location, waiting, shares)
-        for more, name in self._excess(location, shares):
+        for more, name in self._excess(location, shares, now):
             if short > 0:
                 short -= self._recalls.ask(name, location, min(more, short), now, waiting[0].name)
 
-    def _excess(self, location: ev.Location, shares: Mapping[ev.ModelName, int]) -> list[tuple[int, ev.ModelName]]:
+    def _excess(
+        self, location: ev.Location, shares: Mapping[ev.ModelName, int], now: int
+    ) -> list[tuple[int, ev.ModelName]]:
         """Return what models have above their shares, the most first: those that can be asked for some of it now."""
-        able = self._books.recallable.able(location)
+        able = self._books.recallable.able(location, now)
         excess = [(self._not_asked(name, location) - shares.get(name, 0), name) for name in able]
         return sorted([one for one in excess if one[0] > 0], key=lambda one: (-one[0], one[1]))
 
@@ -313,7 +315,7 @@ class Schedule:
         """
         location = one.event.location
         short = one.size - self._books.recallable.coming(location)
-        for more, name in self._excess(location, self.divide(location, waiters, less=one.size)):
+        for more, name in self._excess(location, self.divide(location, waiters, less=one.size), now):
             if short > 0:
                 short -= self._recalls.ask(name, location, min(more, short), now, one.name)
 

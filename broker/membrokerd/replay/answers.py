@@ -6,6 +6,8 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Protocol
 
 from ..core import effects as fx
@@ -37,13 +39,22 @@ class Programs(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class _Asked:
+    """A recall that a program works on. It looks at the `size` when it releases: `heard` is what it saw last."""
+
+    size: int
+    heard: int
+    given: int = 0
+
+
 class Answers:
     """The answers of all sessions."""
 
     def __init__(self, programs: Programs, past: Past) -> None:
         self._programs = programs
         self._past = past
-        self._asked: set[tuple[int, int]] = set()
+        self._asked: dict[tuple[int, int], _Asked] = {}
         self._answered: Counter[Where] = Counter()
 
     def recall(self, recall: fx.Recall, recorded: int) -> None:
@@ -51,9 +62,11 @@ class Answers:
 
         Its first as its first there, and so on; one more as its last, or else as another session of its model.
         """
-        if (recall.session, recall.recall) in self._asked:  # it is asked again, because it is late
+        asked = self._asked.get((recall.session, recall.recall))
+        if asked is not None:  # it is raised; or late, and repeated with what is left
+            asked.size = max(asked.size, recall.size)
             return
-        self._asked.add((recall.session, recall.recall))
+        self._asked[recall.session, recall.recall] = _Asked(recall.size, recall.size)
         where = recorded, recall.name, recall.location
         number, known = self._answered[where], self._past.answers.get(where, [])
         self._answered[where] += 1
@@ -61,8 +74,8 @@ class Answers:
         if answer is None:
             answer = next((found[-1] for key, found in self._past.answers.items() if key[1:] == where[1:]), None)
         if answer is None:  # nothing like it was recorded: it releases all that is asked, at once
-            self._programs.do_later(self._programs.now, LAST, lambda: self._give_back(recall, recall.size, ()))
-            self._say(recall, 0)
+            self._give_later(recall, Fraction(1), (), 0, LAST)
+            self._say(recall, 0, has_heard=True)
         else:
             self._answer(recall, answer)
 
@@ -70,25 +83,41 @@ class Answers:
         total = after = 0
         for row, together in itertools.groupby(answer.released, lambda one: one[0].row):
             own: list[int] = []
-            size = 0
-            for released, loan in together:
+            size = of = 0
+            for released, loan, asked in together:
+                of = asked
                 ids, after = self._programs.extents.get(loan, range(0)), released.after
                 for positions in released.positions:
                     own += ids[positions.start : positions.stop]
                     size += len(positions) * loan.extent_bytes
             total += size
-            self._give_later(recall, -(-size * recall.size // max(1, answer.size)), tuple(own), after, row)
+            self._give_later(recall, Fraction(total, max(1, of)), tuple(own), after, row)
         if answer.after is not None:
-            self._say(recall, answer.after)
+            self._say(recall, answer.after, has_heard=answer.has_heard)
         elif total >= answer.size:  # its last byte ended it
-            self._say(recall, after)
+            self._say(recall, after, has_heard=False)
 
-    def _give_later(self, recall: fx.Recall, size: int, own: tuple[int, ...], after: int, row: int) -> None:
-        self._programs.do_later(self._programs.now + after, row, lambda: self._give_back(recall, size, own))
+    def _give_later(self, recall: fx.Recall, part: Fraction, own: tuple[int, ...], after: int, row: float) -> None:
+        """Release, in some time, what is then missing of a part of all that is asked for."""
 
-    def _say(self, recall: fx.Recall, after: int) -> None:
-        told = ev.AnswerRecall(recall.session, recall.recall)
-        self._programs.do_later(self._programs.now + after, LAST, lambda: self._programs.tell(told))
+        def give() -> None:
+            asked = self._asked.get((recall.session, recall.recall))
+            if asked is not None:
+                asked.heard = asked.size
+                size = math.ceil(part * asked.size) - asked.given
+                asked.given += size
+                self._give_back(recall, size, own)
+
+        self._programs.do_later(self._programs.now + after, row, give)
+
+    def _say(self, recall: fx.Recall, after: int, *, has_heard: bool) -> None:
+        def say() -> None:
+            asked = self._asked.pop((recall.session, recall.recall), None)
+            if asked is not None:
+                size = asked.size if has_heard else asked.heard
+                self._programs.tell(ev.AnswerRecall(recall.session, recall.recall, size))
+
+        self._programs.do_later(self._programs.now + after, LAST, say)
 
     def _give_back(self, recall: fx.Recall, size: int, own: tuple[int, ...]) -> None:
         """Let a session release `size` bytes: the extents that it did release, if it has them, then its newest ones."""

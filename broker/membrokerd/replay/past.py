@@ -89,12 +89,16 @@ class Declared:
 
 @dataclass(slots=True)
 class Answered:
-    """How a session answered a recall of `size` bytes: what it released, and `after` which time that was all."""
+    """How a session answered a recall of `size` bytes: what it released, and `after` which time that was all.
+
+    Beside each release is how much was asked for by then. `has_heard`: it knew of all raises when it answered.
+    """
 
     size: int
     at: int
-    released: list[tuple[Released, Loan]] = field(default_factory=list)
+    released: list[tuple[Released, Loan, int]] = field(default_factory=list)
     after: int | None = None
+    has_heard: bool = False
 
 
 Where = tuple[int, ModelName, Location]
@@ -249,7 +253,7 @@ class Past:
         if answer is None:
             loan.life.append(released)
         else:
-            answer.released.append((released._replace(after=at - answer.at), loan))
+            answer.released.append((released._replace(after=at - answer.at), loan, answer.size))
 
     def _not_made(self, loan: Loan, position: int, index: int, at: int) -> None:
         """Note that a packet failed. The rest of the call is credited in the same step, and is not another failure."""
@@ -275,7 +279,10 @@ class Past:
 
     def _recall(self, row: fx.Recall, _: int, at: int) -> None:
         where = row.session, row.name, row.location
-        if (row.session, row.recall) not in self._numbers:  # else it is asked once more: it is late
+        known = self._numbers.get((row.session, row.recall))
+        if known is not None:  # it is raised; or late, and repeated with what is left
+            known[1].size = max(known[1].size, row.size)
+        else:
             answer = Answered(row.size, at)
             self.answers[where].append(answer)
             self._open[where] = answer
@@ -285,6 +292,7 @@ class Past:
         where, answer = self._numbers.get((row.session, row.recall), (None, None))
         if where is not None and answer is not None:
             answer.after = at - answer.at
+            answer.has_heard = row.size >= answer.size
             if self._open.get(where) is answer:
                 del self._open[where]
 

@@ -631,7 +631,9 @@ global___Undrained = Undrained
 @typing.final
 class Recall(google.protobuf.message.Message):
     """The broker asks a session that answers recalls of a model to release some of its extents. Each release of the session
-    for this model and location counts. An unanswered recall is repeated, with the same id: skip one that is known.
+    for this model and location counts. A recall with a known id and more bytes raises that one: `bytes` is all that was
+    asked for since the first one, and the time for the answer stays. A late recall is repeated with the same id, and the
+    bytes that are left: skip a known id without more bytes.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -676,13 +678,19 @@ class RecallAnswer(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     RECALL_ID_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
     recall_id: builtins.int
+    bytes: builtins.int
+    """The most `bytes` that the session has heard for this id. What the broker has added since is not kept: it asks again.
+    Less than the first notice had, as from clients that know no raise: the session has heard no raise.
+    """
     def __init__(
         self,
         *,
         recall_id: builtins.int = ...,
+        bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["recall_id", b"recall_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "recall_id", b"recall_id"]) -> None: ...
 
 global___RecallAnswer = RecallAnswer
 

@@ -213,9 +213,9 @@ class Script:
         call = self.call(f"{request} of {name}")
         return ev.UnregisterModel(call, self.session(name), int(request), self.model(name, model))
 
-    def do_answer(self, name: str, recall: str) -> ev.Event:
-        """A session answers a recall: what it has not released, it keeps."""
-        return ev.AnswerRecall(self.session(name), parse_id(recall))
+    def do_answer(self, name: str, recall: str, heard: str = "0") -> ev.Event:
+        """A session answers a recall: what it has not released, it keeps. heard= is the most it was asked for (MiB)."""
+        return ev.AnswerRecall(self.session(name), parse_id(recall), mib(heard))
 
     def do_allocate(
         self,
@@ -397,6 +397,8 @@ class Script:
             return f"{self.calls[effect.call]} waited {effect.waited_ns / SECOND:g}s and was {effect.result}"
         if isinstance(effect, fx.Recall):
             asked = f"{size_text(effect.size)} of {effect.name.tenant}/{effect.name.model} at {effect.location}"
+            if effect.within_ns != self.rules.recall_ns:
+                asked += f", within {effect.within_ns / SECOND:g}s"
             return f"recall {ids_text([effect.recall])} from {self.names[effect.session]}: {asked}"
         if isinstance(effect, fx.Recalled):
             end = f"{size_text(effect.returned)} of {size_text(effect.size)}, after {effect.after_ns / SECOND:g}s"

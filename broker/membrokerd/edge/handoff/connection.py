@@ -174,7 +174,8 @@ class Connection:
         if kind == "goodbye":
             self._goodbye(frame.request_id, session)
         elif kind == "recall_answer":
-            self._loop.tell(ev.AnswerRecall(session, frame.recall_answer.recall_id))
+            answer = frame.recall_answer
+            self._loop.tell(ev.AnswerRecall(session, answer.recall_id, max(0, answer.bytes)))
         elif kind == "sleep_answer":
             self._loop.sleeping.answered(session, frame.sleep_answer)
         else:
