@@ -7,7 +7,7 @@ memory: it passes the descriptors to a `Placement`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, Literal
 
@@ -211,8 +211,9 @@ class Model:
         a model, whatever the location; another call replaces it. It runs in a thread of the library, one recall at a
         time, and may deallocate, shrink, offload, trim or close, but not borrow (`InvalidRequest`). When it returns,
         the broker is told that the rest is kept. If it returns `membroker.DEFERRED`, the program says so later, by
-        `Recall.done`. An exception is logged, and the rest is kept. Spare pages that no work on the device can use are
-        released before, and the callback is called only if they are not enough.
+        `Recall.done`. If the broker asks for more before that, it is called again with the same recall. An exception is
+        logged, and the rest is kept. Spare pages that no work on the device can use are released before, and the
+        callback is called only if they are not enough.
 
         After a lost connection the broker asks again, if it still needs the memory. A broker of an older version never
         asks. Leaving the model ends this. Raises `InvalidRequest` for an object that is not callable, `ModelNotFound`
@@ -251,7 +252,7 @@ class Model:
         return pending
 
     def _shown(self, recall: OpenRecall) -> Recall:
-        return Recall(self, recall.location, recall.size, recall.deadline, recall)
+        return Recall(self, recall.location, recall.deadline, recall)
 
     def __repr__(self) -> str:
         return f"<membroker.Model {self.resource_name}>"
@@ -263,14 +264,19 @@ class Recall:
 
     `location` is `"device"` or `"host"`. It need not be all: what is not released is kept, and is not asked for again
     within two seconds. `deadline` is when the answer is due, on the clock of `time.monotonic`. A session that answers
-    later borrows nothing above the model's guarantee until it has answered.
+    later borrows nothing above the model's guarantee until it has answered. The broker can ask for more before the
+    answer: `size` and `remaining` grow then, and the deadline stays.
     """
 
     model: Model
     location: str
-    size: int
     deadline: float
-    _open: OpenRecall = field(repr=False)
+    _open: OpenRecall
+
+    @property
+    def size(self) -> int:
+        """The bytes that the broker has asked for until now."""
+        return self._open.size
 
     @property
     def remaining(self) -> int:
@@ -283,9 +289,14 @@ class Recall:
     def done(self) -> None:
         """Answer: what is not released until now is kept. May be called by any thread, and again.
 
+        It is no answer to what the broker has added since it last called the callback. The broker asks for that again.
+
         Does nothing if the connection to the broker was lost since the recall: the broker asks again.
         """
         self._open.done()
+
+    def __repr__(self) -> str:
+        return f"<membroker.Recall of {self.size} bytes of {self.model.resource_name} at {self.location}>"
 
 
 class _ModelSource(SessionOwner):

@@ -285,10 +285,11 @@ class CacheState:
             self._owed, self._is_asked_anew = size, True
 
     def recalled(self, recall: Recall) -> None:
-        """Release what a recall asks for."""
+        """Release what a recall asks for, or asks for now: it may be open, and raised."""
         with self._lock:
+            self._is_asked_anew |= self._recalls.get(recall.model) is not recall
             self._recalls[recall.model] = recall
-            self._is_asked_anew = True
+            self._tried = [one for one in self._tried if one is not recall]
 
     def settled(self, *, has_engine: bool) -> Recall | None:
         """Return an open recall that is to be answered now and forget it, or return None.

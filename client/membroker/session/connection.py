@@ -160,10 +160,14 @@ class Connection:
         else:
             self.call(frame, timeout=answer_within)
 
-    def answer_recall(self, recall_id: int) -> None:
-        """Answer a recall, behind the releases. Does nothing if the connection has ended: the broker asks again."""
+    def answer_recall(self, recall_id: int, size: int) -> None:
+        """Answer a recall, behind the releases, as far as it was of `size` bytes.
+
+        Does nothing if the connection has ended: the broker asks again.
+        """
         frame = pb.Frame()
         frame.recall_answer.recall_id = recall_id
+        frame.recall_answer.bytes = size
         with suppress(BrokerUnavailable, ClosedError):
             self._shared.send(frame)
 

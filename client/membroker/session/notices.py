@@ -119,7 +119,7 @@ class Notices:
             if recalls is not None:
                 recalls.heard(message, connection)
             else:  # nobody is left who could release anything
-                self.later(partial(connection.answer_recall, message.recall_id))
+                self.later(partial(connection.answer_recall, message.recall_id, message.bytes))
 
     def _hear_sleep(self, message: pb.Sleep) -> None:
         with self._lock:

@@ -47,13 +47,17 @@ DEFERRED: Final = _Deferred()
 
 
 class OpenRecall:
-    """One recall that has no answer yet. `shown` is what the program gets for it, once spare pages have gone."""
+    """One recall that has no answer yet. `shown` is what the program gets for it, once spare pages have gone.
+
+    The broker can raise `size`. `told` is the size for which the program was called last: the answer is for that.
+    """
 
     def __init__(self, recalls: Recalls, message: pb.Recall, connection: Connection) -> None:
         self.recall_id = message.recall_id
         self.place = (message.model, message.location)
         self.location = _LOCATIONS[message.location]
         self.size = message.bytes
+        self.told = 0
         self.deadline = time.monotonic() + max(0.0, message.within.seconds + message.within.nanos / 1e9)
         self.connection = connection
         self.shown: Any = None
@@ -158,7 +162,7 @@ class Recalls:
     def answer(self, one: OpenRecall) -> None:
         """Send the answer behind all releases until now. A recall that is no longer open is ignored."""
         if self._open.get(one.recall_id) is one:
-            one.connection.answer_recall(one.recall_id)
+            one.connection.answer_recall(one.recall_id, one.told)
             self._answered[one.place] = one.recall_id, one.connection
             self._open.pop(one.recall_id, None)
 
@@ -181,13 +185,17 @@ class Recalls:
     # What the broker does
 
     def heard(self, message: pb.Recall, connection: Connection) -> None:
-        """Enter a recall, unless the broker repeats one that is open or was answered on this connection."""
+        """Enter a recall, or raise an open one. Skip what is repeated, or was answered on this connection."""
         place = message.model, message.location
-        if message.recall_id in self._open or self._answered.get(place) == (message.recall_id, connection):
+        known = self._open.get(message.recall_id)
+        if known is not None:
+            self._heard_again(known, place, message.bytes)
+            return
+        if self._answered.get(place) == (message.recall_id, connection):
             return
         answering = self._answering.get(message.model)
         if answering is None or message.location not in _LOCATIONS or message.bytes <= 0:
-            self._line.notices.call_back(partial(connection.answer_recall, message.recall_id))
+            self._line.notices.call_back(partial(connection.answer_recall, message.recall_id, message.bytes))
             return
         for other in self._of(message.model):
             if other.place == place:  # the broker has ended it
@@ -196,6 +204,18 @@ class Recalls:
         self._open[one.recall_id] = one
         if not self._line.notices.call_back(partial(_handle, weakref.ref(self), one.recall_id)):
             self._open.pop(one.recall_id)  # the broker will repeat it
+
+    def _heard_again(self, one: OpenRecall, place: tuple[str, int], size: int) -> None:
+        if place != one.place:
+            logger.warning(
+                "the broker sent recall %d of %s again, for other memory, of %s: it is ignored",
+                one.recall_id,
+                one.place[0],
+                place[0],
+            )
+        elif size > one.size:  # else it is late, and `size` is what the broker lacks
+            one.size = size
+            self._line.notices.call_back(partial(_handle, weakref.ref(self), one.recall_id))
 
     def heard_sleep(self, message: pb.Sleep, connection: Connection) -> None:
         """Answer an operator's question: with the callback's answer, or that this program cannot sleep."""
@@ -228,12 +248,13 @@ class Recalls:
     def handle(self, recall_id: int) -> None:
         """Release what nobody uses, call the callback for the rest, and answer. Runs in the thread for callbacks."""
         one = self._open.get(recall_id)
-        if one is None:
+        if one is None or one.told == one.size:
             return
+        one.told = one.size
         self._give_spare(one)
         answering = self._answering.get(one.place[0])
         if one.remaining and answering is not None:
-            one.shown = answering.show(one)
+            one.shown = one.shown or answering.show(one)
             try:
                 if answering.callback(one.shown) is DEFERRED:
                     return

@@ -10,6 +10,8 @@ from tests.support.toy_engine import Request
 from tests.support.toy_serving import BLOCKS, Recall, Recalled, an_engine, serving, step, steps
 
 from membroker.kv import ElasticCache, Layout, Strided
+from membroker.kv.balloon import Balloon
+from membroker.kv.state import CacheState
 from membroker.pool.pool import VirtualMemoryPool
 
 
@@ -114,6 +116,34 @@ def test_nothing_is_borrowed_meanwhile(lender: Recalled) -> None:
         engine.running[0].decode_left = 1
         steps(cache, engine, lambda: engine.finished == 2)
         assert recall.answers == 1
+
+
+def test_a_recall_that_is_raised(lender: Recalled) -> None:
+    """The broker wants more before the first pages have gone. One answer, when all of it is released."""
+    engine = an_engine()
+    with serving(lender, engine, block=MIB) as cache:
+        for _ in range(4):
+            engine.add(Request(6, decode_left=10_000))
+        steps(cache, engine, lambda: len(engine.running) == 4)
+        recall = lender.recall(2 * PAGE)
+        recall.size += 6 * PAGE
+        assert lender.callback is not None
+        lender.callback(recall)
+        steps(cache, engine, lambda: recall.answers)
+        assert (recall.answers, recall.remaining) == (1, 0)
+
+
+def test_what_is_added_is_looked_for(lender: Recalled) -> None:
+    """All that could go has gone, and the answer is due. A raise comes before it: there may be more by now."""
+    state = CacheState(Balloon(Layout(0, PAGE, 8, [Strided(0, PAGE, PAGE)]), always=()), 0)
+    recall = Recall(lender, PAGE)
+    state.recalled(recall)
+    state.hold(an_engine())
+    recall.size += PAGE
+    state.recalled(recall)
+    assert state.settled(has_engine=True) is None
+    state.hold(an_engine())
+    assert state.settled(has_engine=True) is recall
 
 
 def test_host_memory_is_not_the_caches(lender: Recalled) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.support.daemons import Daemon, running, until
 from tests.support.sizes import MIB
-from tests.support.workers import Refused, Worker, workers
+from tests.support.workers import Refused, Worker, worker, workers
 
 CAPACITY = 256 * MIB
 CONFIG = {"tenants": {"red": {"guarantee": "128MiB"}, "blue": {}}, "recall_seconds": 1.0}
@@ -155,6 +155,32 @@ def test_a_scheduler_polls(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
     with pytest.raises(Refused, match=r"does not fit, 64\.0 MiB does"):
         red.result()
     red.do("held = model.allocate(64 * MIB, wait=0)")
+
+
+def test_an_engine_is_asked_for_more_before_it_has_answered(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
+    """Red needs more while blue's scheduler is in a step. Blue is told, and one answer is enough for both requests."""
+    red, blue = pair
+    blue.do("""
+asked = []
+def wake(recall):
+    asked.append((recall, recall.remaining))
+    return membroker.DEFERRED
+""")
+    filled(blue, "wake")
+    with worker() as other:
+        other.connect(daemon, "red")
+        other.do(PREPARE)
+        red.begin("held = model.allocate(32 * MIB, wait=60)")
+        blue.do("waited_for(lambda: len(asked) == 1)")
+        other.begin("held = model.allocate(64 * MIB, wait=60)")
+        blue.do("waited_for(lambda: len(asked) == 2)")
+        assert blue.ask("asked[0][0] is asked[1][0] is model.pending_recall")
+        assert blue.ask("[size for _, size in asked]") == [32 * MIB, 96 * MIB]
+        blue.do("recall, _ = asked[1]; release(recall); recall.done()")
+        red.result()
+        other.result()
+        until(lambda: recalled(daemon) == (0, 0))
+        assert blue.ask("len(asked)") == 2
 
 
 def test_recalls_wait_for_the_end_of_a_block(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
