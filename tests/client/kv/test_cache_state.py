@@ -1,4 +1,4 @@
-"""What a cache's threads share: which groups go for whom."""
+"""What the threads of a cache share: which groups go first when others want memory back."""
 
 from __future__ import annotations
 
