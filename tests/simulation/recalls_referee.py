@@ -59,6 +59,7 @@ class RecallsReferee:
         self._sizes: list[tuple[Place, int]] = []
         """Of the extents that a Release names."""
         self.holds: dict[Any, Any] = {}
+        self._asked_for: set[ev.ModelName | None] = set()
         """As they were before the step."""
         self._told: Counter[tuple[object, ...]] = Counter()
         """The ends of recalls that this step must tell."""
@@ -128,6 +129,7 @@ class RecallsReferee:
         """Take down what a step may change."""
         broker = self._world.broker
         self.holds = dict(broker.schedule._holds)
+        self._asked_for = {one.wanted_by for one in broker.books.recallable.recalls.values() if not one.late}
         self._sizes = []
         if isinstance(event, ev.Release) and self.asked and event.session in broker.ledger.sessions:
             extents = broker.ledger.sessions[event.session].extents
@@ -381,8 +383,12 @@ class RecallsReferee:
             if hold == self.holds.get(key):
                 continue
             name, where = key
-            assert where in asked_at, "a hold begins without a recall"
             assert hold.until == now + HOLD_NS
+            before = self.holds.get(key)
+            if before is not None and before[:2] == hold[:2] and before.until <= now:
+                assert name in self._asked_for, "a hold goes on without a recall"
+                continue
+            assert where in asked_at, "a hold begins without a recall"
             wanted = [one.size for one in self._referee.waiting.all_of_step if one.name == name]
             most = self._referee.guarantees.lent(name, where) + max(
                 broker.books.rules.capacities[where] // 8, sum(wanted)

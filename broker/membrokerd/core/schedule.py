@@ -22,8 +22,8 @@ from .shares import Shares
 
 Debit = ev.Allocate | ev.Declare | ev.CreateSegment
 HOLD_NS = 500_000_000
-"""How long a model's hold lasts. Longer holds cost use of the GPU; without them a growing model recalls page by page,
-and a simulation showed eight times the waits."""
+"""How long a model's hold lasts, and how much longer each time while a recall for the model is open. Longer holds cost
+use of the GPU; without them a growing model recalls page by page, and a simulation showed eight times the waits."""
 _LEAST_STEP, _MOST_STEP = 64, 8
 """A hold grows in steps of 1/64 of the capacity, doubled with each recall, to at most 1/8."""
 
@@ -85,10 +85,15 @@ class Schedule:
         return min((hold.until for hold in self._holds.values()), default=None)
 
     def elapsed(self, now: int) -> None:
-        """End the holds that are over."""
-        for key in [key for key, hold in self._holds.items() if hold.until <= now]:
-            del self._holds[key]
-            self.divide_again()
+        """End the holds that are over. While a recall for its model is open, a hold goes on: what comes is for that."""
+        asking = {recall.wanted_by for recall in self._books.recallable.recalls.values() if not recall.late}
+        for key, hold in list(self._holds.items()):
+            if hold.until <= now:
+                if key[0] in asking:
+                    self._holds[key] = hold._replace(until=now + HOLD_NS)
+                else:
+                    del self._holds[key]
+                    self.divide_again()
 
     @property
     def has_holds(self) -> bool:
