@@ -223,8 +223,10 @@ class Engine(Closing):
                 }
         self.rounding = ROUNDING[build.options["dtype"]]
         self._log = (model / f"log-{time.monotonic_ns()}").open("w+")
+        # Ranks on a CPU look for work without a pause, and on two cores they would starve the broker and the commands.
+        polite = [] if build.on_gpu else ["nice", "-n", "10"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.vllm_serve", json.dumps({**keywords, **options})],
+            [*polite, sys.executable, "-m", "tests.support.vllm_serve", json.dumps({**keywords, **options})],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
