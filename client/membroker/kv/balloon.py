@@ -1,7 +1,7 @@
-"""`Balloon`: which groups of a KV cache have memory, which blocks the engine has, and which groups come and go next.
+"""`Balloon`: which groups of a KV cache get memory next, and which ones go.
 
-Owns the state of each group and of each block. It decides, and does nothing: it must never call a broker, a driver or
-an engine, nor take a lock or look at a clock. Its caller asks the engine what is in use, and passes the answer in.
+Owns the choice, and how far its sweeps have come. It decides, and does nothing: it must never call a broker, a driver
+or an engine, nor take a lock or look at a clock. Its caller asks the engine what is in use, and passes the answer in.
 
 An engine is told the number of all blocks once. Those without memory are held out of its free list, so its own count of
 free blocks is right at any time. To grow is to map a group and hand its blocks out; to shrink is to hold blocks again,
@@ -11,28 +11,15 @@ wait for a fence, and unmap.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 from ..errors import InvalidRequest
+from .groups import ASKED, DRAINING, HELD, MAPPED, RETIRING, Groups
 from .layout import MAX_BLOCKS, Layout
 
-HELD, ASKED, MAPPED, DRAINING, RETIRING, LEAVING = range(6)
-"""Without memory / being borrowed and mapped / with memory / to go, and blocks of it are still in use / to go, and the
-work that may use it has not passed the fence / being unmapped."""
 
-LIFECYCLE: Final[Mapping[int, Mapping[str, int]]] = {
-    HELD: {"asked": ASKED},
-    ASKED: {"mapped": MAPPED, "refused": HELD},
-    MAPPED: {"chosen": DRAINING},
-    DRAINING: {"all held": RETIRING, "wanted": MAPPED},
-    RETIRING: {"fence passed": LEAVING, "wanted": MAPPED},
-    LEAVING: {"unmapped": HELD, "failed": RETIRING},
-}
-"""`LIFECYCLE[state][cause]` is the next state of a group."""
-
-
-class Balloon:
+class Balloon(Groups):
     """The groups and blocks of `layout`. All sizes are in bytes.
 
     `floor` is never released. `ahead` is mapped beyond what the engine wants, so that growth finds it ready. `keep`
@@ -53,94 +40,19 @@ class Balloon:
         ceiling: int | None = None,
         always: Collection[int] = (0,),
     ) -> None:
-        for block in always:
-            if not 0 <= block < layout.blocks:
-                raise InvalidRequest(f"block {block} is not one of the cache's {layout.blocks}")
-        self.layout = layout
+        super().__init__(layout, always)
         self.floor = floor
         self.keep = keep
         self.ahead = -(-ahead // layout.block_bytes)
         """Blocks."""
         self.ceiling = ceiling
-        self._bytes = [layout.bytes_of(group) for group in range(layout.groups)]
-        self._states = bytearray([HELD]) * layout.groups
-        self._charged = [0] * len(LIFECYCLE)
-        self._charged[HELD] = sum(self._bytes)
-        # For each block: how many of its groups are not mapped, and whether the engine has it.
-        self._missing = [len(layout.touched(block)) for block in range(layout.blocks)]
-        self._out = bytearray(layout.blocks)
-        self._ready: set[int] = set()
         self._cached: dict[int, float] = {}
         """The warmth of groups that had nothing but cached contents when they were last looked at."""
         self._next = layout.groups
         """A sweep goes on below this group."""
         self._last_drained = -1
-        self._torn: set[int] = set()
-        """Retiring groups of which a part may have no memory any more."""
-        self._always = frozenset(always)
-        self.first = sorted({group for block in always for group in layout.touched(block)})
-        """The groups of `always`."""
         if ceiling is not None and ceiling < max(floor, sum(self._bytes[group] for group in self.first)):
             raise InvalidRequest(f"a ceiling of {ceiling} bytes is below the floor, or below what always has memory")
-        for block in always:
-            self._out[block] = 1
-        self._count = len(self._always)
-
-    # Figures
-
-    @property
-    def available(self) -> int:
-        """How many blocks the engine has, or gets with the next `take`."""
-        return self._count + len(self._ready)
-
-    @property
-    def is_asking(self) -> bool:
-        """Whether any group is being borrowed."""
-        return bool(self._charged[ASKED])
-
-    @property
-    def has_ready(self) -> bool:
-        """Whether `take` would return any blocks."""
-        return bool(self._ready)
-
-    @property
-    def staying_bytes(self) -> int:
-        """Bytes with memory, less those that are going."""
-        return self._charged[MAPPED]
-
-    @property
-    def going_bytes(self) -> int:
-        """Bytes with memory that are draining, retiring or being unmapped."""
-        return self._charged[DRAINING] + self.retiring_bytes
-
-    @property
-    def retiring_bytes(self) -> int:
-        """Bytes with memory that no request uses, and that are being released."""
-        return self._charged[RETIRING] + self._charged[LEAVING]
-
-    @property
-    def charged_bytes(self) -> int:
-        """Bytes with memory, those included that are being borrowed."""
-        return self._charged[ASKED] + self.staying_bytes + self.going_bytes
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether any group waits for requests to end."""
-        return bool(self._charged[DRAINING])
-
-    def state(self, group: int) -> int:
-        """Return the state of a group."""
-        return self._states[group]
-
-    def groups_in(self, state: int) -> list[int]:
-        """Return the groups in a state, in ascending order."""
-        if not self._charged[state]:
-            return []
-        return [group for group, found in enumerate(self._states) if found == state]
-
-    def is_out(self, block: int) -> bool:
-        """Return whether the engine has a block."""
-        return bool(self._out[block])
 
     # Growing
 
@@ -157,27 +69,6 @@ class Balloon:
         if self.available < want or self.staying_bytes + self._charged[ASKED] < self.floor:
             return group, True
         return (group, False) if self.available < want + self.ahead else None
-
-    def asked(self, group: int) -> None:
-        """Note that a group is being borrowed."""
-        self._move(group, "asked")
-
-    def refused(self, group: int) -> None:
-        """Note that it was not lent."""
-        self._move(group, "refused")
-
-    def mapped(self, group: int) -> None:
-        """Note that it has memory now. Blocks that have all of their groups are ready."""
-        self._move(group, "mapped")
-
-    def take(self) -> list[int]:
-        """Return the blocks that have become usable, in ascending order. The engine has them from now on."""
-        blocks = sorted(self._ready)
-        for block in blocks:
-            self._out[block] = 1
-        self._count += len(blocks)
-        self._ready.clear()
-        return blocks
 
     # Shrinking
 
@@ -199,8 +90,8 @@ class Balloon:
         drain, those go instead that have become free.
 
         With a `size` of 0 groups go that the engine does not want: free ones, sparse ones, and the coldest cached ones
-        beyond `keep`. A call looks at about `most` blocks for that, or for what has become free, and the next one goes on
-        from there: see `is_sweeping`.
+        beyond `keep`. A call looks at about `most` blocks for that, or for what has become free, and the next one goes
+        on from there: see `is_sweeping`.
 
         `unused(blocks)` returns those of the engine's blocks that no request uses, `warmth(blocks)` when their
         cached contents were used last (a larger number is later), or 0 without any. `cost(blocks)` is what preemption
@@ -236,6 +127,7 @@ class Balloon:
     def _drain(self, group: int, chosen: list[int]) -> None:
         if self.staying_bytes - self._bytes[group] >= self.floor:
             self._move(group, "chosen")
+            self._cached.pop(group, None)
             chosen.append(group)
 
     def _cost(self, look: _Look, ask: _Ask) -> float:
@@ -307,42 +199,6 @@ class Balloon:
             self._last_drained = found[-1]
         return found
 
-    def draining_blocks(self, groups: Iterable[int]) -> list[int]:
-        """Return the engine's blocks in draining groups: they are to be held as soon as no request uses them."""
-        members = {block for group in groups for block in self.layout.members(group)}
-        return sorted(block for block in members if self._out[block])
-
-    def held(self, blocks: Iterable[int]) -> None:
-        """Note that the engine has given blocks up: they are out of its free list, and no request uses them."""
-        for block in blocks:
-            assert self._out[block], f"the engine does not have block {block}"
-            assert block not in self._always, f"the engine keeps block {block}"
-            assert self._missing[block], f"all memory of block {block} stays"
-            self._out[block] = 0
-            self._count -= 1
-
-    def staying_blocks(self) -> list[int]:
-        """Return the engine's blocks whose memory stays, without those of `always`."""
-        members = {block for group in self.groups_in(MAPPED) for block in self.layout.members(group)}
-        return sorted(one for one in members if self._out[one] and not self._missing[one] and one not in self._always)
-
-    def stowed(self, blocks: Iterable[int]) -> None:
-        """Note that the engine has given up blocks whose memory stays: the next `take` returns them."""
-        for block in blocks:
-            assert self._out[block], f"the engine does not have block {block}"
-            assert block not in self._always, f"the engine keeps block {block}"
-            assert not self._missing[block], f"memory of block {block} goes"
-            self._out[block] = 0
-            self._count -= 1
-            self._ready.add(block)
-
-    def retire(self, groups: Iterable[int]) -> list[int]:
-        """Return those draining groups of which the engine has no block any more. They wait for a fence from now on."""
-        ended = [group for group in groups if not any(map(self._out.__getitem__, self.layout.members(group)))]
-        for group in ended:
-            self._move(group, "all held")
-        return ended
-
     def revive(self, want: int) -> list[int]:
         """Stop releasing what the engine wants again, the lowest groups first; return them. Nothing is borrowed."""
         revived = []
@@ -358,49 +214,10 @@ class Balloon:
         for group in self.groups_in(DRAINING):
             self._move(group, "wanted")
 
-    def leaving(self, group: int) -> None:
-        """Note that a retiring group has passed its fence, and is being unmapped: it cannot be revived now."""
-        self._move(group, "fence passed")
-
-    def unmapped(self, group: int) -> None:
-        """Note that it has no memory any more."""
-        self._move(group, "unmapped")
-        self._torn.discard(group)
-
-    def failed(self, group: int) -> None:
-        """Note that it could not be unmapped, or only a part of it: it is tried again, and cannot be revived."""
-        self._move(group, "failed")
-        self._torn.add(group)
-
     def check(self) -> None:
         """Assert what always holds. For tests: it looks at every block."""
-        layout = self.layout
-        for block in range(layout.blocks):
-            states = [self._states[group] for group in layout.touched(block)]
-            assert self._missing[block] == sum(state != MAPPED for state in states)
-            assert not self._out[block] or all(state in (MAPPED, DRAINING) for state in states) or block in self._always
-            assert (block in self._ready) == (not self._missing[block] and not self._out[block])
-        assert self._count == self._out.count(1)
-        for state in LIFECYCLE:
-            assert self._charged[state] == sum(self._bytes[group] for group in self.groups_in(state))
+        super().check()
         assert self.ceiling is None or self.charged_bytes <= self.ceiling
-
-    def _move(self, group: int, cause: str) -> None:
-        before = self._states[group]
-        after = LIFECYCLE[before].get(cause)
-        assert after is not None, f"group {group} in state {before} cannot be {cause!r}"
-        self._states[group] = after
-        self._charged[before] -= self._bytes[group]
-        self._charged[after] += self._bytes[group]
-        change = (before == MAPPED) - (after == MAPPED)
-        if change:
-            self._cached.pop(group, None)
-            for block in self.layout.members(group):
-                self._missing[block] += change
-                if not self._missing[block] and not self._out[block]:
-                    self._ready.add(block)
-                else:
-                    self._ready.discard(block)
 
 
 class _Ask(NamedTuple):

@@ -22,9 +22,10 @@ from ..errors import ClosedError, InvalidRequest, MembrokerError
 from ..model import Recall
 from ..pool.pool import VirtualMemoryPool
 from ..session.recalls import DEFERRED
-from .balloon import DRAINING, MAPPED, RETIRING, Balloon
+from .balloon import Balloon
 from .borrower import Borrower
 from .engine import Engine
+from .groups import DRAINING, MAPPED, RETIRING
 from .layout import Layout
 from .ranks import Ranks
 from .releaser import Releaser, mapped

@@ -12,8 +12,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from .balloon import DRAINING, RETIRING, Balloon
+from .balloon import Balloon
 from .engine import Engine, Fence
+from .groups import DRAINING, RETIRING
 
 LINGER_SECONDS: Final = 0.25
 """What the engine needed in this time or the time before is kept: need goes up and down with each batch."""

@@ -11,7 +11,8 @@ from tests.support.sizes import MIB
 from tests.support.toy_engine import Request, ToyEngine
 
 from membroker.errors import InvalidRequest
-from membroker.kv.balloon import ASKED, DRAINING, HELD, LEAVING, MAPPED, RETIRING, Balloon
+from membroker.kv.balloon import Balloon
+from membroker.kv.groups import ASKED, DRAINING, HELD, LEAVING, MAPPED, RETIRING
 from membroker.kv.layout import Layout, Strided
 
 BASE = 1 << 40

@@ -11,7 +11,8 @@ from tests.client.kv.test_balloon import all_unused, block_major, cold, with_mem
 from tests.support.fake_lender import PAGE
 from tests.support.sizes import MIB
 
-from membroker.kv.balloon import DRAINING, MAPPED, RETIRING, Balloon
+from membroker.kv.balloon import Balloon
+from membroker.kv.groups import DRAINING, MAPPED, RETIRING
 from membroker.kv.state import CacheState
 
 

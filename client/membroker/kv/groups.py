@@ -1,0 +1,216 @@
+"""`Groups`: which groups of a KV cache have memory, and which blocks the engine has.
+
+Owns the state of each group and of each block, and the sums of bytes in each state. It notes what has happened, and
+decides nothing: `Balloon` does. It must never call a broker, a driver or an engine, nor take a lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Final
+
+from ..errors import InvalidRequest
+from .layout import Layout
+
+HELD, ASKED, MAPPED, DRAINING, RETIRING, LEAVING = range(6)
+"""Without memory / being borrowed and mapped / with memory / to go, and blocks of it are still in use / to go, and the
+work that may use it has not passed the fence / being unmapped."""
+
+LIFECYCLE: Final[Mapping[int, Mapping[str, int]]] = {
+    HELD: {"asked": ASKED},
+    ASKED: {"mapped": MAPPED, "refused": HELD},
+    MAPPED: {"chosen": DRAINING},
+    DRAINING: {"all held": RETIRING, "wanted": MAPPED},
+    RETIRING: {"fence passed": LEAVING, "wanted": MAPPED},
+    LEAVING: {"unmapped": HELD, "failed": RETIRING},
+}
+"""`LIFECYCLE[state][cause]` is the next state of a group."""
+
+
+class Groups:
+    """The groups and blocks of `layout`. All sizes are in bytes.
+
+    The engine has the blocks of `always` from the beginning, and their groups never go. Raises `InvalidRequest` for an
+    unknown block.
+    """
+
+    def __init__(self, layout: Layout, always: Collection[int]) -> None:
+        for block in always:
+            if not 0 <= block < layout.blocks:
+                raise InvalidRequest(f"block {block} is not one of the cache's {layout.blocks}")
+        self.layout = layout
+        self._bytes = [layout.bytes_of(group) for group in range(layout.groups)]
+        self._states = bytearray([HELD]) * layout.groups
+        self._charged = [0] * len(LIFECYCLE)
+        self._charged[HELD] = sum(self._bytes)
+        # For each block: how many of its groups are not mapped, and whether the engine has it.
+        self._missing = [len(layout.touched(block)) for block in range(layout.blocks)]
+        self._out = bytearray(layout.blocks)
+        self._ready: set[int] = set()
+        self._torn: set[int] = set()
+        """Retiring groups of which a part may have no memory any more."""
+        self._always = frozenset(always)
+        self.first = sorted({group for block in always for group in layout.touched(block)})
+        """The groups of `always`."""
+        for block in always:
+            self._out[block] = 1
+        self._count = len(self._always)
+
+    # Figures
+
+    @property
+    def available(self) -> int:
+        """How many blocks the engine has, or gets with the next `take`."""
+        return self._count + len(self._ready)
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether any group is being borrowed."""
+        return bool(self._charged[ASKED])
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether `take` would return any blocks."""
+        return bool(self._ready)
+
+    @property
+    def staying_bytes(self) -> int:
+        """Bytes with memory, less those that are going."""
+        return self._charged[MAPPED]
+
+    @property
+    def going_bytes(self) -> int:
+        """Bytes with memory that are draining, retiring or being unmapped."""
+        return self._charged[DRAINING] + self.retiring_bytes
+
+    @property
+    def retiring_bytes(self) -> int:
+        """Bytes with memory that no request uses, and that are being released."""
+        return self._charged[RETIRING] + self._charged[LEAVING]
+
+    @property
+    def charged_bytes(self) -> int:
+        """Bytes with memory, those included that are being borrowed."""
+        return self._charged[ASKED] + self.staying_bytes + self.going_bytes
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether any group waits for requests to end."""
+        return bool(self._charged[DRAINING])
+
+    def state(self, group: int) -> int:
+        """Return the state of a group."""
+        return self._states[group]
+
+    def groups_in(self, state: int) -> list[int]:
+        """Return the groups in a state, in ascending order."""
+        if not self._charged[state]:
+            return []
+        return [group for group, found in enumerate(self._states) if found == state]
+
+    def is_out(self, block: int) -> bool:
+        """Return whether the engine has a block."""
+        return bool(self._out[block])
+
+    # What comes
+
+    def asked(self, group: int) -> None:
+        """Note that a group is being borrowed."""
+        self._move(group, "asked")
+
+    def refused(self, group: int) -> None:
+        """Note that it was not lent."""
+        self._move(group, "refused")
+
+    def mapped(self, group: int) -> None:
+        """Note that it has memory now. Blocks that have all of their groups are ready."""
+        self._move(group, "mapped")
+
+    def take(self) -> list[int]:
+        """Return the blocks that have become usable, in ascending order. The engine has them from now on."""
+        blocks = sorted(self._ready)
+        for block in blocks:
+            self._out[block] = 1
+        self._count += len(blocks)
+        self._ready.clear()
+        return blocks
+
+    # What goes
+
+    def draining_blocks(self, groups: Iterable[int]) -> list[int]:
+        """Return the engine's blocks in draining groups: they are to be held as soon as no request uses them."""
+        members = {block for group in groups for block in self.layout.members(group)}
+        return sorted(block for block in members if self._out[block])
+
+    def held(self, blocks: Iterable[int]) -> None:
+        """Note that the engine has given blocks up: they are out of its free list, and no request uses them."""
+        for block in blocks:
+            assert self._out[block], f"the engine does not have block {block}"
+            assert block not in self._always, f"the engine keeps block {block}"
+            assert self._missing[block], f"all memory of block {block} stays"
+            self._out[block] = 0
+            self._count -= 1
+
+    def staying_blocks(self) -> list[int]:
+        """Return the engine's blocks whose memory stays, without those of `always`."""
+        members = {block for group in self.groups_in(MAPPED) for block in self.layout.members(group)}
+        return sorted(one for one in members if self._out[one] and not self._missing[one] and one not in self._always)
+
+    def stowed(self, blocks: Iterable[int]) -> None:
+        """Note that the engine has given up blocks whose memory stays: the next `take` returns them."""
+        for block in blocks:
+            assert self._out[block], f"the engine does not have block {block}"
+            assert block not in self._always, f"the engine keeps block {block}"
+            assert not self._missing[block], f"memory of block {block} goes"
+            self._out[block] = 0
+            self._count -= 1
+            self._ready.add(block)
+
+    def retire(self, groups: Iterable[int]) -> list[int]:
+        """Return those draining groups of which the engine has no block any more. They wait for a fence from now on."""
+        ended = [group for group in groups if not any(map(self._out.__getitem__, self.layout.members(group)))]
+        for group in ended:
+            self._move(group, "all held")
+        return ended
+
+    def leaving(self, group: int) -> None:
+        """Note that a retiring group has passed its fence, and is being unmapped: it cannot be revived now."""
+        self._move(group, "fence passed")
+
+    def unmapped(self, group: int) -> None:
+        """Note that it has no memory any more."""
+        self._move(group, "unmapped")
+        self._torn.discard(group)
+
+    def failed(self, group: int) -> None:
+        """Note that it could not be unmapped, or only a part of it: it is tried again, and cannot be revived."""
+        self._move(group, "failed")
+        self._torn.add(group)
+
+    def check(self) -> None:
+        """Assert what always holds. For tests: it looks at every block."""
+        layout = self.layout
+        for block in range(layout.blocks):
+            states = [self._states[group] for group in layout.touched(block)]
+            assert self._missing[block] == sum(state != MAPPED for state in states)
+            assert not self._out[block] or all(state in (MAPPED, DRAINING) for state in states) or block in self._always
+            assert (block in self._ready) == (not self._missing[block] and not self._out[block])
+        assert self._count == self._out.count(1)
+        for state in LIFECYCLE:
+            assert self._charged[state] == sum(self._bytes[group] for group in self.groups_in(state))
+
+    def _move(self, group: int, cause: str) -> None:
+        before = self._states[group]
+        after = LIFECYCLE[before].get(cause)
+        assert after is not None, f"group {group} in state {before} cannot be {cause!r}"
+        self._states[group] = after
+        self._charged[before] -= self._bytes[group]
+        self._charged[after] += self._bytes[group]
+        change = (before == MAPPED) - (after == MAPPED)
+        if change:
+            for block in self.layout.members(group):
+                self._missing[block] += change
+                if not self._missing[block] and not self._out[block]:
+                    self._ready.add(block)
+                else:
+                    self._ready.discard(block)
