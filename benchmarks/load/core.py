@@ -21,6 +21,7 @@ from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import policy
 from membrokerd.core.machine import Broker
+from membrokerd.core.names import Location, ModelName
 
 GRANULE = 2 << 20
 TENANTS, MODELS = 8, 8
@@ -33,15 +34,15 @@ ROOT = Path(__file__).parents[2]
 class Core:
     """A core whose extents are made, delivered and acknowledged at once."""
 
-    def __init__(self, granules: int, guarantees: dict[tuple[str, str | None, ev.Location], int] | None = None) -> None:
+    def __init__(self, granules: int, guarantees: dict[tuple[str, str | None, Location], int] | None = None) -> None:
         more: dict[str, Any] = {"guarantees": guarantees} if guarantees else {}
         self.broker = Broker(policy.Rules(GRANULE, {"device": granules * GRANULE, "host": 0}, **more), 1)
         self._numbers = itertools.count(1)
         self.now = 1
 
-    def open(self, tenant: str, model: str, *, answers: bool = False) -> tuple[int, ev.ModelName]:
+    def open(self, tenant: str, model: str, *, answers: bool = False) -> tuple[int, ModelName]:
         """Open a session with a model."""
-        name = ev.ModelName(tenant, model)
+        name = ModelName(tenant, model)
         call = next(self._numbers)
         opened = self.step(ev.OpenSession(call, tenant, call, 0, f"process {call}", False, "benchmarks"))
         session: int = next(one.result.session for one in opened if isinstance(one, fx.Answer))  # type: ignore[union-attr]
@@ -49,7 +50,7 @@ class Core:
         self.step(ev.RegisterModel(next(self._numbers), session, next(self._numbers), name, None, {}, False, **more))
         return session, name
 
-    def allocate(self, session: int, name: ev.ModelName, size: int = GRANULE, **more: Any) -> tuple[int, ...]:
+    def allocate(self, session: int, name: ModelName, size: int = GRANULE, **more: Any) -> tuple[int, ...]:
         """Allocate one extent, and return its id; nothing if the request waits."""
         request = next(self._numbers)
         for effect in self.step(ev.Allocate(request, session, request, name, "device", size, 1, **more)):

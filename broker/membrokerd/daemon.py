@@ -31,9 +31,9 @@ from .config.descriptor_limits import (
 from .core import effects as fx
 from .core import events as ev
 from .core import facts as ft
-from .core.events import Location
 from .core.facts_of import story
 from .core.machine import Broker
+from .core.names import Location
 from .device import DeviceError, Plan, changed_rules, check_guarantees, warn_of_guarantees
 from .doors import Doors
 from .drain import Drain

@@ -15,7 +15,7 @@ from membroker.vmm.sizes import GIB, MIB
 from .config.config import Config, quotas_of
 from .core import policy
 from .core.admission import Misfit, misfits
-from .core.events import Location as CoreLocation
+from .core.names import Location as CoreLocation
 from .core.rows import Quota
 from .observe import logs
 

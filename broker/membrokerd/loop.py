@@ -19,6 +19,7 @@ from .core import effects as fx
 from .core import events as ev
 from .core.denied import Denied
 from .core.machine import Broker
+from .core.names import LOCATIONS, Location
 from .deferrals import Deferrals
 from .executor import Executor, Figures
 from .link import Link
@@ -245,6 +246,6 @@ clock = partial(time.clock_gettime_ns, time.CLOCK_BOOTTIME)
 """Return CLOCK_BOOTTIME in nanoseconds: it never goes back, and counts while the machine sleeps."""
 
 
-def seen(figures: Figures) -> dict[ev.Location, int | None]:
+def seen(figures: Figures) -> dict[Location, int | None]:
     """Return what the core wants to know of the device's figures: bytes in use."""
-    return {where: info.used if (info := figures.get(where)) else None for where in ev.LOCATIONS}
+    return {where: info.used if (info := figures.get(where)) else None for where in LOCATIONS}

@@ -18,6 +18,7 @@ from .core import effects as fx
 from .core import events as ev
 from .core.denied import Reason
 from .core.machine import Broker
+from .core.names import Location
 from .executor import Executor, Failure
 from .failpoints import reach
 from .link import Link
@@ -43,7 +44,7 @@ class Packets:
         self._links = links
         self._tell = tell
         self._io = asyncio.get_running_loop()
-        self._stock: dict[tuple[ev.Location, int], list[int]] = {}
+        self._stock: dict[tuple[Location, int], list[int]] = {}
         self.unsent: deque[fx.Send] = deque()
         """Packets of segments that are not sent yet: a seal can begin a thousand attaches in one step."""
         self._sending = False
@@ -110,7 +111,7 @@ class Packets:
         dropped = self._take_stock(effect.location, effect.extent_bytes, effect.count)
         self._executor.close(dropped, lambda _: None)
 
-    def _take_stock(self, location: ev.Location, extent_bytes: int, count: int) -> list[int]:
+    def _take_stock(self, location: Location, extent_bytes: int, count: int) -> list[int]:
         kept = self._stock.get((location, extent_bytes), [])  # none after the stop, whatever the books say
         taken, kept[:] = kept[:count], kept[count:]
         return taken

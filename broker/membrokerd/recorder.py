@@ -23,6 +23,7 @@ from .core.books import Step
 from .core.denied import Denied
 from .core.facts_of import story
 from .core.machine import Broker
+from .core.names import ModelName
 from .observe import logs
 
 MAX_FILE_BYTES = 32 << 20
@@ -117,7 +118,7 @@ class Recorder:
             self._told_stopping = True
             yield trace.Stopping()
         yield from _rows_of(step.facts)
-        answering: list[tuple[int, ev.ModelName]] = []
+        answering: list[tuple[int, ModelName]] = []
         for fact in step.facts:
             if isinstance(fact, ft.SessionMoved) and fact.cause == "resumed":
                 models = self._broker.ledger.sessions[fact.session].models
@@ -148,7 +149,7 @@ class Recorder:
 def _lines_of(
     head: str,
     told: Iterator[ft.Fact],
-    answering: Mapping[ev.ModelName, Iterable[int]],
+    answering: Mapping[ModelName, Iterable[int]],
     more: list[trace.Row],
     waits: list[tuple[ev.Allocate | ev.CreateSegment, int]],
 ) -> Iterator[str]:
@@ -169,7 +170,7 @@ def _rows_of(said: Iterable[ev.Event | ft.Fact]) -> Iterator[trace.Row]:
     for one in said:
         match one:
             case ev.CreateSegment():
-                name = ev.ModelName(one.name.tenant, one.name.model)
+                name = ModelName(one.name.tenant, one.name.model)
                 yield trace.Create(one.call, one.session, one.request_id, name, one.location, one.size, one.wait_ns)
             case ft.SessionBegan():
                 yield replace(one, **_HIDDEN)

@@ -21,7 +21,7 @@ from .core import effects as fx
 from .core import events as ev
 from .core import facts as ft
 from .core import policy
-from .core.events import LOCATIONS, Location, ModelName
+from .core.names import LOCATIONS, Location, ModelName
 from .core.values import value
 from .restart.records import Form, Unusable, parse, to_json
 

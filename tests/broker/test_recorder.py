@@ -19,12 +19,13 @@ from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core import policy
 from membrokerd.core.machine import Broker
+from membrokerd.core.names import ModelName, SegmentName
 from membrokerd.recorder import Recorder
 from membrokerd.replay.figures import Tally
 from membrokerd.replay.past import Past
 from membrokerd.replay.reading import read
 
-NAME = ev.ModelName("acme", "llama-7b")
+NAME = ModelName("acme", "llama-7b")
 SECRETS = {"process": "4711:99", "client": "python serve.py", "endpoint": "acme", "token_hash": "beef"}
 
 
@@ -72,7 +73,7 @@ def test_nothing_identifies_a_program(tmp_path: Path) -> None:
     core = Core(tmp_path)
     core.tell(
         lambda call: ev.CreateSegment(
-            call, core.session, call, ev.SegmentName(*NAME, "top-secret-weights"), "device", 2 * MIB
+            call, core.session, call, SegmentName(*NAME, "top-secret-weights"), "device", 2 * MIB
         )
     )
     core.recorder.close()

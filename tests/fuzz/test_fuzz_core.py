@@ -38,6 +38,7 @@ from membrokerd.core import policy
 from membrokerd.core.books import Step
 from membrokerd.core.denied import Denied
 from membrokerd.core.machine import Broker
+from membrokerd.core.names import Location, ModelName, SegmentName
 from membrokerd.core.recount import recount
 from membrokerd.edge import convert, errors
 from membrokerd.loop import MakeEvent
@@ -68,10 +69,10 @@ class Bench:
         self.unanswered: set[int] = set()
         self.asked: deque[fx.Effect] = deque()
         """What the core has asked of the world, and has not heard of."""
-        self.ready: Counter[tuple[ev.Location, int]] = Counter()
+        self.ready: Counter[tuple[Location, int]] = Counter()
         """What was made ahead."""
         self.red, self.blue = self.open("red"), self.open("blue")
-        self.name = ev.ModelName("red", "mine")
+        self.name = ModelName("red", "mine")
         self.ask(lambda call: ev.RegisterModel(call, self.red, 1, self.name, None, {}, False))
         self.ask(lambda call: ev.Allocate(call, self.red, 2, self.name, "device", PAGE, 3))
         self.create(20, "sealed", 3)
@@ -87,8 +88,8 @@ class Bench:
         states = {row.segment: row.state for row in self.broker.ledger.segments.values()}
         assert states == {SEALED: "sealed", ENDING: "ending", WRITTEN: "writing"}
 
-    def segment(self, label: str) -> ev.SegmentName:
-        return ev.SegmentName(self.name.tenant, self.name.model, label)
+    def segment(self, label: str) -> SegmentName:
+        return SegmentName(self.name.tenant, self.name.model, label)
 
     def create(self, request_id: int, label: str, pages: int) -> None:
         size = pages * PAGE

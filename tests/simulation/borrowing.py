@@ -10,6 +10,7 @@ from tests.support.sizes import MIB
 
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
+from membrokerd.core.names import LOCATIONS, Location
 
 if TYPE_CHECKING:
     from tests.simulation.processes import Worker
@@ -72,7 +73,7 @@ class Borrowing:
         worker = self.borrower()
         if worker:
             size = world.random.choice((2, 2, 4, 4, 6, 8, 10)) * MIB
-            name, where = world.model(worker), world.random.choice(ev.LOCATIONS)
+            name, where = world.model(worker), world.random.choice(LOCATIONS)
             for _ in range(world.random.choice((1, 2, 4))):
                 while any(not isinstance(job, Look | fx.Seal | Dropping) for job in world.jobs):
                     world.execute_next()
@@ -134,7 +135,7 @@ class Borrowing:
         world.declaring[event.call] = event
         world.send(event)
 
-    def declared(self, worker: Worker, where: ev.Location, size: int) -> None:
+    def declared(self, worker: Worker, where: Location, size: int) -> None:
         """A worker that has declared does it: what it had is gone, and something else is there, or less, or more."""
         world = self.world
         world.referee.fell(where, size, "declaration", 0)

@@ -22,6 +22,7 @@ from membrokerd.core import policy
 from membrokerd.core.books import Step
 from membrokerd.core.ledger import Ledger, SegmentRow
 from membrokerd.core.machine import Broker
+from membrokerd.core.names import Location
 from membrokerd.core.recount import check
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class DaemonDeaths:
         self.all_torn: list[int] = []
         self.torn_facts: tuple[ft.Fact, ...] = ()
         """Of the step in which the daemon died: what is on file of it."""
-        self.unmade: dict[ev.Location, int] = {}
+        self.unmade: dict[Location, int] = {}
         """Bytes that are booked, and that the dead daemon was still to make."""
         self.beginning: tuple[ev.OpenSession, Worker] | None = None
         self.deaths: Counter[str] = Counter()

@@ -11,6 +11,7 @@ from tests.support.sizes import MIB
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import policy
+from membrokerd.core.names import Location
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -25,7 +26,7 @@ class DriverThread:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def out_of_stock(self, where: ev.Location, size: int, count: int) -> tuple[int, ...]:
+    def out_of_stock(self, where: Location, size: int, count: int) -> tuple[int, ...]:
         """Take blocks out of what is kept ready, the oldest first."""
         kept = self.world.stock.get((where, size), [])
         assert len(kept) >= count, f"{count} of {size} bytes are to go out of a stock of {len(kept)}"
@@ -100,7 +101,7 @@ class DriverThread:
                 self.world.put(extent, where, make.extent_bytes)
         return None
 
-    def refuse_to_make(self, where: ev.Location, size: int) -> str | None:
+    def refuse_to_make(self, where: Location, size: int) -> str | None:
         """Return why the driver does not make so much, or None: the gate, or now and then a failure."""
         free = self.world.device_free() if where == "device" else None
         if not policy.gate(free, size, RESERVE):

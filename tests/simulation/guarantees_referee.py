@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tests.simulation.once import once_a_step
 
 from membrokerd.core import events as ev
+from membrokerd.core.names import Location, ModelName
 
 if TYPE_CHECKING:
     from tests.simulation.referee import Referee
@@ -25,7 +26,7 @@ class GuaranteesReferee:
     def _broker(self) -> Any:
         return self._referee.world.broker
 
-    def debited(self, name: ev.ModelName, where: ev.Location, size: int, session: int | None) -> None:
+    def debited(self, name: ModelName, where: Location, size: int, session: int | None) -> None:
         """The debit of `size` bytes, which is in the books, took nothing that is kept for others.
 
         `session` is the one that borrows extents; None: the bytes cannot be recalled.
@@ -42,7 +43,7 @@ class GuaranteesReferee:
         assert total.free >= unlent, f"{name} was lent what is never lent to others"
 
     def may_borrow(
-        self, name: ev.ModelName, where: ev.Location, size: int, session: int | None = None, undone: Any = None
+        self, name: ModelName, where: Location, size: int, session: int | None = None, undone: Any = None
     ) -> bool:
         """Say whether limits, guarantees and the capacity leave room for `size` more bytes.
 
@@ -56,7 +57,7 @@ class GuaranteesReferee:
         return self.is_allowed(name, where, size, session, undone)
 
     def is_allowed(
-        self, name: ev.ModelName, where: ev.Location, size: int, session: int | None = None, undone: Any = None
+        self, name: ModelName, where: Location, size: int, session: int | None = None, undone: Any = None
     ) -> bool:
         """Say whether all guarantees, and what is firm beyond them, still fit with `size` more bytes."""
         recalls, total = self._referee.recalls, self._broker.ledger.totals[where]
@@ -69,7 +70,7 @@ class GuaranteesReferee:
         return after <= max(before, total.capacity - total.releasing)
 
     @once_a_step
-    def unlent(self, tenant: str, where: ev.Location) -> int:
+    def unlent(self, tenant: str, where: Location) -> int:
         """Return a tenant's unused guarantee, if it is never lent."""
         if tenant not in self._broker.books.rules.unlent:
             return 0
@@ -77,18 +78,18 @@ class GuaranteesReferee:
         lent = sum(self.lent(name, where) for name in models)
         return max(0, self.tenant_guarantee(tenant, where) - lent)
 
-    def unlent_beside(self, tenant: str | None, where: ev.Location) -> int:
+    def unlent_beside(self, tenant: str | None, where: Location) -> int:
         """Return the unused guarantees of all other tenants that are never lent."""
         return sum(self.unlent(one, where) for one in self._broker.books.rules.unlent if one != tenant)
 
     @once_a_step
-    def tenant_guarantee(self, tenant: str, where: ev.Location) -> int:
+    def tenant_guarantee(self, tenant: str, where: Location) -> int:
         """Return what a tenant is guaranteed: at least what its models are, and at most its limit."""
         limit, guarantee, _ = self._referee.set_for((tenant, None, where))
         whole = max(guarantee or 0, sum(self.guarantee(name, where) for name in self._guaranteed(tenant, where)))
         return whole if limit is None else min(whole, limit)
 
-    def fit_limits(self, where: ev.Location) -> bool:
+    def fit_limits(self, where: Location) -> bool:
         """Say whether each tenant's limit has room for what is guaranteed to its models, and is firm beyond that.
 
         A guarantee that the limit leaves no room for takes part in the division nevertheless.
@@ -102,9 +103,9 @@ class GuaranteesReferee:
                 return False
         return True
 
-    def above_limits(self, where: ev.Location) -> dict[ev.ModelName, int]:
+    def above_limits(self, where: Location) -> dict[ModelName, int]:
         """Return how many bytes models, or their tenants, have above their limits."""
-        found: dict[ev.ModelName, int] = {}
+        found: dict[ModelName, int] = {}
         models = self._broker.ledger.models
         for name in models:
             limit = self.limit(name, where)
@@ -116,11 +117,11 @@ class GuaranteesReferee:
                 found[name] = more
         return found
 
-    def is_limited(self, name: ev.ModelName, where: ev.Location, size: int) -> bool:
+    def is_limited(self, name: ModelName, where: Location, size: int) -> bool:
         """Say whether a limit of the model or its tenant leaves no room for `size` more bytes."""
         return not self._within_limits(name, where, size)
 
-    def _within_limits(self, name: ev.ModelName, where: ev.Location, size: int) -> bool:
+    def _within_limits(self, name: ModelName, where: Location, size: int) -> bool:
         ledger = self._broker.ledger
         row = ledger.models[name].charges[where]
         limits = [self._referee.set_for((*name, where)).limit, self._referee.asked[name].get(where)]
@@ -136,7 +137,7 @@ class GuaranteesReferee:
             others = 0
         return whole + size + others <= limit
 
-    def is_guaranteed(self, name: ev.ModelName, where: ev.Location, size: int, less: int = 0) -> bool:
+    def is_guaranteed(self, name: ModelName, where: Location, size: int, less: int = 0) -> bool:
         """Say whether `size` more bytes, and `less` fewer before, are within the model's guarantee or its tenant's."""
         if self.lent(name, where) - less + size <= self.guarantee(name, where):
             return True
@@ -146,15 +147,15 @@ class GuaranteesReferee:
         whole = sum(max(self.guarantee(one, where), lent[one]) for one in models)
         return whole <= (self._referee.set_for((name.tenant, None, where)).guarantee or 0)
 
-    def guaranteed_anywhere(self, where: ev.Location) -> set[ev.ModelName]:
+    def guaranteed_anywhere(self, where: Location) -> set[ModelName]:
         """Return the models that have a guarantee."""
-        return {ev.ModelName(tenant, model) for tenant, model, at in self._keys() if model and at == where}
+        return {ModelName(tenant, model) for tenant, model, at in self._keys() if model and at == where}
 
-    def tenants_with_guarantees(self, where: ev.Location) -> set[str]:
+    def tenants_with_guarantees(self, where: Location) -> set[str]:
         """Return the tenants that have a quota."""
         return {tenant for tenant, _, at in self._keys() if at == where}
 
-    def needed(self, where: ev.Location, changes: Mapping[ev.ModelName, int]) -> int:
+    def needed(self, where: Location, changes: Mapping[ModelName, int]) -> int:
         """Return what guarantees and firm bytes need together, if these models had so many more firm bytes."""
         needed: int = self._needed(where)
         for tenant in {name.tenant for name in changes}:
@@ -163,13 +164,13 @@ class GuaranteesReferee:
         return needed
 
     @once_a_step
-    def _needed(self, where: ev.Location) -> int:
+    def _needed(self, where: Location) -> int:
         tenants = {one.tenant for one in self._broker.ledger.models}
         tenants |= {tenant for tenant, _, at in self._keys() if at == where}
         return sum(self._needed_by(tenant, where, ()) for tenant in tenants)
 
     @once_a_step
-    def _needed_by(self, tenant: str, where: ev.Location, changes: tuple[tuple[ev.ModelName, int], ...]) -> int:
+    def _needed_by(self, tenant: str, where: Location, changes: tuple[tuple[ModelName, int], ...]) -> int:
         ledger, more = self._broker.ledger, dict(changes)
         models = {one for one in ledger.models if one.tenant == tenant} | self._guaranteed(tenant, where)
         firm = {one: self.firm(one, where) + more.get(one, 0) for one in models}
@@ -182,33 +183,31 @@ class GuaranteesReferee:
         return term
 
     @once_a_step
-    def firm(self, name: ev.ModelName, where: ev.Location) -> int:
+    def firm(self, name: ModelName, where: Location) -> int:
         """Return what a model is charged and cannot be recalled."""
         return self.lent(name, where) - self._referee.recalls.of_model(name, where)
 
     @once_a_step
-    def _guaranteed(self, tenant: str, where: ev.Location) -> set[ev.ModelName]:
+    def _guaranteed(self, tenant: str, where: Location) -> set[ModelName]:
         return {
-            ev.ModelName(tenant, model)
-            for other, model, at in self._keys()
-            if other == tenant and model and at == where
+            ModelName(tenant, model) for other, model, at in self._keys() if other == tenant and model and at == where
         }
 
     @once_a_step
-    def guarantee(self, name: ev.ModelName, where: ev.Location) -> int:
+    def guarantee(self, name: ModelName, where: Location) -> int:
         """Return what a model is guaranteed: at most its limits."""
         asked = self._referee.asked.get(name, {}).get(where) if name in self._broker.ledger.models else None
         limit, guarantee, _ = self._referee.set_for((*name, where))
         sizes = (guarantee, asked, limit)
         return min(size for size in sizes if size is not None)
 
-    def limit(self, name: ev.ModelName, where: ev.Location) -> int | None:
+    def limit(self, name: ModelName, where: Location) -> int | None:
         """Return a model's limit: the smaller of what operators have set, and what its workers asked for."""
         limits = [self._referee.set_for((*name, where)).limit, self._referee.asked.get(name, {}).get(where)]
         return min((limit for limit in limits if limit is not None), default=None)
 
     @once_a_step
-    def lent(self, name: ev.ModelName, where: ev.Location) -> int:
+    def lent(self, name: ModelName, where: Location) -> int:
         row = self._broker.ledger.models.get(name)
         return row.charges[where].bytes - row.charges[where].releasing if row else 0
 

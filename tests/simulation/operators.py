@@ -11,6 +11,7 @@ from tests.support.sizes import MIB
 from membrokerd.core import events as ev
 from membrokerd.core import policy
 from membrokerd.core.admission import misfits
+from membrokerd.core.names import Location
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -56,7 +57,7 @@ class Operator:
             return
         limits = {key: chance.choice((0, 100, 400, 900)) * MIB for key in CONFIGURED if chance.random() < 0.6}
         default = chance.choice((None, None, 300, 900))
-        defaults: dict[ev.Location, int] = {} if default is None else {"device": default * MIB}
+        defaults: dict[Location, int] = {} if default is None else {"device": default * MIB}
         guarantees = {key: chance.choice((40, 100, 200)) * MIB for key in CONFIGURED if chance.random() < 0.3}
         weights = {key: chance.choice((0, 1, 3)) for key in CONFIGURED if chance.random() < 0.3}
         unlent = frozenset(tenant for tenant in ("t0", "t1", "t2") if chance.random() < 0.2)

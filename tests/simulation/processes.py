@@ -8,6 +8,7 @@ from tests.simulation.sharing import Dropping
 
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
+from membrokerd.core.names import Location, ModelName, SegmentName
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +50,7 @@ class Worker:
     """How many packets were sent on this connection."""
     held: set[int] = field(default_factory=set)
     unmapped: set[int] = field(default_factory=set)
-    own: dict[ev.Location, int] = field(default_factory=dict)
+    own: dict[Location, int] = field(default_factory=dict)
     """Memory that it allocated itself, as blocks of the world."""
     maps: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     """What it has mapped of segments, by segment and the request that brought it."""
@@ -57,7 +58,7 @@ class Worker:
     """Segments that it said it had unmapped, and has not."""
     manner: str = "deaf"
     """How it answers recalls: see `recalling`."""
-    answers: set[ev.ModelName] = field(default_factory=set)
+    answers: set[ModelName] = field(default_factory=set)
     """The models of which it answers recalls."""
     recalls: dict[int, tuple[fx.Recall, int]] = field(default_factory=dict)
     """By number: what it is asked for, and when it means to answer."""
@@ -70,7 +71,7 @@ class Worker:
     """Its requests without an answer, by call."""
     brought: dict[int, set[int]] = field(default_factory=dict)
     """Extents that it read, by the request that brought them."""
-    declared: dict[tuple[ev.ModelName, ev.Location], int] = field(default_factory=dict)
+    declared: dict[tuple[ModelName, Location], int] = field(default_factory=dict)
     """What it was told that it has declared."""
     flying: dict[int, ev.Event] = field(default_factory=dict)
     """Its requests that bring descriptors, answered or not, since its connection began."""
@@ -80,7 +81,7 @@ class Worker:
     """Requests of which it never had the answer: what they brought it lets go of."""
     lost: list[ev.Event] = field(default_factory=list)
     """Those requests, to be made anew."""
-    cut_names: list[ev.SegmentName] = field(default_factory=list)
+    cut_names: list[SegmentName] = field(default_factory=list)
     """What it was creating when its connection ended."""
     stated: ev.StateHolds | None = None
     stated_requests: dict[int, list[int]] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
+from membrokerd.core.names import Location, ModelName
 
 if TYPE_CHECKING:
     from tests.simulation.processes import Worker
@@ -41,9 +42,7 @@ class Recalling:
 
     # --- which models ---
 
-    def register(
-        self, worker: Worker, name: ev.ModelName, limits: Mapping[ev.Location, int], *, exclusive: bool
-    ) -> None:
+    def register(self, worker: Worker, name: ModelName, limits: Mapping[Location, int], *, exclusive: bool) -> None:
         """Register a model; most of the workers that can answer say so at once."""
         answers = None if worker.manner == "deaf" or self.world.random.random() < 0.2 else True
         self._register(worker, name, limits, exclusive, answers)
@@ -57,8 +56,8 @@ class Recalling:
     def _register(
         self,
         worker: Worker,
-        name: ev.ModelName,
-        limits: Mapping[ev.Location, int],
+        name: ModelName,
+        limits: Mapping[Location, int],
         exclusive: bool,
         answers: bool | None,
     ) -> None:
@@ -66,7 +65,7 @@ class Recalling:
             (worker.answers.add if answers else worker.answers.discard)(name)
         self.world.send(ev.RegisterModel(*self.world.ask(worker), name, None, limits, exclusive, answers))
 
-    def state(self, worker: Worker) -> frozenset[ev.ModelName]:
+    def state(self, worker: Worker) -> frozenset[ModelName]:
         """Return the models of which a worker says that it answers when it is back. Some have forgotten."""
         if self.world.random.random() < 0.2:
             worker.answers.clear()
@@ -167,7 +166,7 @@ class Recalling:
             world.open()
         for worker in list(world.workers.values()):
             if worker.process.alive and worker.connected:
-                self.register(worker, ev.ModelName(worker.tenant, f"m{world.random.randrange(3)}"), {}, exclusive=False)
+                self.register(worker, ModelName(worker.tenant, f"m{world.random.randrange(3)}"), {}, exclusive=False)
         for worker in self._borrowers():
             worker.manner = "honest" if worker.manner != "deaf" else "deaf"
             for part in (1, 2, 4) if worker.answers else ():

@@ -19,11 +19,12 @@ from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core.books import Step
 from membrokerd.core.denied import Denied
+from membrokerd.core.names import Location, ModelName
 
 if TYPE_CHECKING:
     from tests.simulation.referee import Referee
 
-Place = tuple[int, ev.ModelName, ev.Location]
+Place = tuple[int, ModelName, Location]
 KEPT_NS = 2_000_000_000
 HOLD_NS = 500_000_000
 """Both stated here, not taken from the core."""
@@ -47,7 +48,7 @@ class RecallsReferee:
 
     def __init__(self, referee: Referee) -> None:
         self._referee = referee
-        self.answering: dict[ev.ModelName, set[int]] = {}
+        self.answering: dict[ModelName, set[int]] = {}
         self.asked: dict[Place, Asked] = {}
         self.kept: dict[Place, tuple[int, int]] = {}
         self.ends: Counter[str] = Counter()
@@ -59,7 +60,7 @@ class RecallsReferee:
         self._sizes: list[tuple[Place, int]] = []
         """Of the extents that a Release names."""
         self.holds: dict[Any, Any] = {}
-        self._asked_for: set[ev.ModelName | None] = set()
+        self._asked_for: set[ModelName | None] = set()
         """As they were before the step."""
         self._told: Counter[tuple[object, ...]] = Counter()
         """The ends of recalls that this step must tell."""
@@ -81,7 +82,7 @@ class RecallsReferee:
         """Whether any session answers recalls."""
         return any(self.answering.values())
 
-    def answers(self, session: int | None, name: ev.ModelName) -> bool:
+    def answers(self, session: int | None, name: ModelName) -> bool:
         """Say whether a session is connected and answers recalls of a model."""
         if session is None or session not in self.answering.get(name, ()):
             return False
@@ -97,29 +98,29 @@ class RecallsReferee:
         return max(0, charge.bytes - charge.declared - self.kept.get(place, (0, 0))[0])
 
     @once_a_step
-    def of_model(self, name: ev.ModelName, where: ev.Location) -> int:
+    def of_model(self, name: ModelName, where: Location) -> int:
         """Return the bytes of a model that can be recalled."""
         return sum(self.bytes_of((session, name, where)) for session in self.answering.get(name, ()))
 
     @once_a_step
-    def of_tenant(self, tenant: str, where: ev.Location) -> int:
+    def of_tenant(self, tenant: str, where: Location) -> int:
         """Return the bytes of a tenant's models that can be recalled."""
         return sum(self.of_model(name, where) for name in self.answering if name.tenant == tenant)
 
-    def is_asked(self, session: int, name: ev.ModelName, where: ev.Location) -> bool:
+    def is_asked(self, session: int, name: ModelName, where: Location) -> bool:
         """Say whether a session owes bytes of a model."""
         asked = self.asked.get((session, name, where))
         return asked is not None and asked.left > 0
 
-    def is_late(self, session: int | None, name: ev.ModelName, where: ev.Location) -> bool:
+    def is_late(self, session: int | None, name: ModelName, where: Location) -> bool:
         """Say whether a session owes bytes of a model since a deadline."""
         return session is not None and self.is_asked(session, name, where) and self.asked[session, name, where].late
 
-    def coming_of(self, name: ev.ModelName, where: ev.Location) -> int:
+    def coming_of(self, name: ModelName, where: Location) -> int:
         """Return the bytes that recalls will bring of a model, if they are answered with bytes."""
         return sum(one.left for place, one in self.asked.items() if place[1:] == (name, where) and not one.late)
 
-    def coming(self, where: ev.Location) -> int:
+    def coming(self, where: Location) -> int:
         """Return the bytes that recalls will bring, if they are answered with bytes."""
         return sum(one.left for place, one in self.asked.items() if place[2] == where and not one.late)
 
@@ -190,7 +191,7 @@ class RecallsReferee:
             case ft.SessionMoved(session, "goodbye" | "process died" | "forgotten"):
                 self._forget(session, [*self.answering, *(place[1] for place in [*self.asked, *self.kept])])
 
-    def _forget(self, session: int, names: Iterable[ev.ModelName]) -> None:
+    def _forget(self, session: int, names: Iterable[ModelName]) -> None:
         for name in set(names):
             self.answering.get(name, set()).discard(session)
             for books in (self.asked, self.kept):
@@ -219,7 +220,7 @@ class RecallsReferee:
                     self.kept[place] = before + more, self._world.now + KEPT_NS
                 self._end(place, "kept" if one.left else "returned")
 
-    def _set_answers(self, session: int, name: ev.ModelName, answers: bool) -> None:
+    def _set_answers(self, session: int, name: ModelName, answers: bool) -> None:
         sessions = self.answering.setdefault(name, set())
         if answers:
             sessions.add(session)
@@ -323,7 +324,7 @@ class RecallsReferee:
             more = guarantees.needed(where, {}) - (total.capacity - total.releasing)
             assert broker.books.admission.shortfall(where) == max(0, more), "the guarantees lack something else"
 
-    def _judge_questions(self, event: ev.Event, step: Step, where: ev.Location, asks: list[tuple[Place, int]]) -> None:
+    def _judge_questions(self, event: ev.Event, step: Step, where: Location, asks: list[tuple[Place, int]]) -> None:
         """No model is asked for its guarantee, nor for its share, but for what is above a limit."""
         if not asks:
             return
@@ -351,14 +352,14 @@ class RecallsReferee:
             wanted = max(0, short + self.coming(where)) + full
             assert self.coming(where) <= wanted + SLACK, "more is asked for than is wanted"
 
-    def _waiters(self, where: ev.Location) -> list[Any]:
+    def _waiters(self, where: Location) -> list[Any]:
         waiters = self._world.broker.waiting._waiters.values()
         return [one for one in waiters if one.event.location == where]
 
-    def short(self, where: ev.Location, waiting: Iterable[Any], shares: Any) -> float:
+    def short(self, where: Location, waiting: Iterable[Any], shares: Any) -> float:
         """Return how many bytes are missing of what requests, and the holds, want."""
         guarantees = self._referee.guarantees
-        wanted: Counter[ev.ModelName] = Counter()
+        wanted: Counter[ModelName] = Counter()
         for one in waiting:
             wanted[one.name] += one.size
         for (name, at), hold in self._world.broker.schedule._holds.items():
@@ -376,7 +377,7 @@ class RecallsReferee:
         free = self._world.broker.ledger.totals[where].free - guarantees.unlent_beside(None, where)
         return float(needed - free - self.coming(where))
 
-    def _judge_holds(self, asked_at: set[ev.Location]) -> None:
+    def _judge_holds(self, asked_at: set[Location]) -> None:
         broker, now = self._world.broker, self._world.now
         for key, hold in broker.schedule._holds.items():
             assert now < hold.until <= now + HOLD_NS or broker.waiting.left_over, "a hold does not end"
@@ -412,7 +413,7 @@ class RecallsReferee:
                 whole = sum(size for one, size in rest.items() if one.tenant == name.tenant)
                 assert limit is None or whole <= limit, f"{name.tenant} is above its limit, and {name} is not asked"
 
-    def able(self, name: ev.ModelName, where: ev.Location) -> list[int]:
+    def able(self, name: ModelName, where: Location) -> list[int]:
         """Return the sessions of a model that can be asked for more: half of the time for the last question is left."""
         now, able = self._world.now, []
         for session in self.answering.get(name, ()):

@@ -31,6 +31,7 @@ from membrokerd.core.books import Step
 from membrokerd.core.denied import Denied, Reason
 from membrokerd.core.ledger import replay
 from membrokerd.core.machine import Broker
+from membrokerd.core.names import Location, ModelName
 from membrokerd.core.recount import check, recount
 from membrokerd.core.rows import Quota, SegmentRow, SessionRow
 
@@ -54,10 +55,10 @@ class Death:
 
     at: int
     since: int
-    blocks: dict[ev.Location, set[int]] = field(default_factory=dict)
+    blocks: dict[Location, set[int]] = field(default_factory=dict)
     slack: int = 1
     """Granules that its fall may be short of: one more where what it falls from was on file."""
-    charged: dict[ev.Location, int] = field(default_factory=dict)
+    charged: dict[Location, int] = field(default_factory=dict)
     """What it is charged, when a step begins that may settle it."""
 
 
@@ -75,13 +76,13 @@ class Referee:
         self.guarantees = GuaranteesReferee(self)
         self.recalls = RecallsReferee(self)
         self.waiting = WaitingReferee(self)
-        self.asked: dict[ev.ModelName, dict[ev.Location, int]] = {}
+        self.asked: dict[ModelName, dict[Location, int]] = {}
         self.owners: dict[int, int] = {}
         self.deaths: dict[int, Death] = {}
-        self.falls: dict[ev.Location, deque[tuple[int, int, str, int]]] = {"device": deque(), "host": deque()}
+        self.falls: dict[Location, deque[tuple[int, int, str, int]]] = {"device": deque(), "host": deque()}
         self.audits: deque[tuple[int, int]] = deque()
         """When an audit was told, and when the device had been read for it."""
-        self.noted_at: dict[ev.Location, int] = {}
+        self.noted_at: dict[Location, int] = {}
         """When the figure was read that is on file."""
         self.began_at = -NOTICE_NS
         """When this daemon began."""
@@ -99,7 +100,7 @@ class Referee:
 
     # --- what the world reports ---
 
-    def fell(self, where: ev.Location, size: int, why: str, block: int) -> None:
+    def fell(self, where: Location, size: int, why: str, block: int) -> None:
         """The device shows less, or is expected to show more: what could be taken for a death's fall."""
         if not size:
             return
@@ -298,7 +299,7 @@ class Referee:
         commanded = self.quotas.get(key, Quota()).weight
         return self.world.broker.books.rules.weights.get(key, 1) if commanded is None else commanded
 
-    def _within_limits(self, name: ev.ModelName, where: ev.Location, *, less: bool = False) -> None:
+    def _within_limits(self, name: ModelName, where: Location, *, less: bool = False) -> None:
         """No debit takes the model, the tenant or the location above what was asked, commanded or configured."""
         ledger = self.world.broker.ledger
         limits = [self.set_for((*name, where)).limit, self.asked[name].get(where)]
@@ -331,7 +332,7 @@ class Referee:
         """Return the earliest moment of which a figure is in use."""
         return min([self.world.now - NOTICE_NS, *(read_at for _, read_at in self.audits)])
 
-    def _death(self, blocks: dict[ev.Location, set[int]]) -> Death:
+    def _death(self, blocks: dict[Location, set[int]]) -> Death:
         now = self.world.now
         return Death(now, self._since(), blocks, slack=2 if now - self.began_at <= NOTICE_NS else 1)
 
@@ -377,7 +378,7 @@ class Referee:
             if owner in before:
                 death.since, death.blocks = min(death.since, before[owner].since), before[owner].blocks
 
-    def _settled(self, owner: int, where: ev.Location, *, proven: bool) -> None:
+    def _settled(self, owner: int, where: Location, *, proven: bool) -> None:
         death = self.deaths[owner]
         charged = death.charged[where]
         if not charged:

@@ -17,6 +17,7 @@ from tests.support.sizes import MIB
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core.denied import Denied
+from membrokerd.core.names import Location, ModelName
 
 if TYPE_CHECKING:
     from tests.simulation.processes import Worker
@@ -28,7 +29,7 @@ NEVER = 9
 LATE = 4
 UNKNOWN_ID = (1 << 40) + 10_000_000
 
-Declaration = tuple[ev.ModelName, ev.Location]
+Declaration = tuple[ModelName, Location]
 _BRINGS = ev.Allocate | ev.CreateSegment | ev.AttachSegment
 _ANEW = _BRINGS | ev.SealSegment | ev.Declare | ev.RegisterModel
 

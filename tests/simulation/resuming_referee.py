@@ -10,6 +10,7 @@ from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core.books import Step
 from membrokerd.core.denied import Denied, Reason
+from membrokerd.core.names import Location, ModelName
 
 if TYPE_CHECKING:
     from tests.simulation.processes import Worker
@@ -24,9 +25,9 @@ class ResumingReferee:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.told: dict[int, tuple[set[int], set[int], set[ev.ModelName]]] = {}
+        self.told: dict[int, tuple[set[int], set[int], set[ModelName]]] = {}
         """By session: the unknown extents and segments, and the models, that must be told to it."""
-        self.declared: dict[int, dict[tuple[ev.ModelName, ev.Location], int]] = {}
+        self.declared: dict[int, dict[tuple[ModelName, Location], int]] = {}
         """What sessions that resume had declared before the step."""
         self._declared_before = 0
         self._in_the_middle = False

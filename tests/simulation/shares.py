@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tests.simulation.guarantees_referee import borrower
 
-from membrokerd.core import events as ev
+from membrokerd.core.names import Location, ModelName
 
 if TYPE_CHECKING:
     from tests.simulation.referee import Referee
@@ -42,9 +42,7 @@ SLACK = 8 << 20
 """Bytes by which shares in whole granules may differ from these, and a little."""
 
 
-def divide(
-    referee: Referee, where: ev.Location, beside: Iterable[Any] = (), undone: Any = None
-) -> dict[ev.ModelName, float]:
+def divide(referee: Referee, where: Location, beside: Iterable[Any] = (), undone: Any = None) -> dict[ModelName, float]:
     """Return the share of each model, if the requests `beside` waited, too.
 
     The shares are those before the request `undone` was granted, which is in the books by now.
@@ -53,13 +51,13 @@ def divide(
     known = {} if beside or undone or referee.known is None else referee.known
     if ("shares", where) not in known:
         known["shares", where] = _divide(referee, where, beside, undone)
-    return cast("dict[ev.ModelName, float]", known["shares", where])
+    return cast("dict[ModelName, float]", known["shares", where])
 
 
-def _divide(referee: Referee, where: ev.Location, beside: Iterable[Any], undone: Any) -> dict[ev.ModelName, float]:
+def _divide(referee: Referee, where: Location, beside: Iterable[Any], undone: Any) -> dict[ModelName, float]:
     broker, guarantees = referee.world.broker, referee.guarantees
     ledger, total = broker.ledger, broker.ledger.totals[where]
-    wanted: Counter[ev.ModelName] = Counter()
+    wanted: Counter[ModelName] = Counter()
     for one in [*broker.waiting._waiters.values(), *beside, *([undone] if undone else [])]:
         if one.event.location == where:
             wanted[one.name] += one.size
@@ -67,7 +65,7 @@ def _divide(referee: Referee, where: ev.Location, beside: Iterable[Any], undone:
     for (name, at), hold in broker.schedule._holds.items():
         if at == where:
             wanted[name] = max(wanted[name], hold.size - guarantees.lent(name, where) + given.get(name, 0))
-    tenants: dict[str, list[ev.ModelName]] = {tenant: [] for tenant in guarantees.tenants_with_guarantees(where)}
+    tenants: dict[str, list[ModelName]] = {tenant: [] for tenant in guarantees.tenants_with_guarantees(where)}
     for name in sorted({*ledger.models, *guarantees.guaranteed_anywhere(where), *wanted}):
         tenants.setdefault(name.tenant, []).append(name)
     parts = {
@@ -79,7 +77,7 @@ def _divide(referee: Referee, where: ev.Location, beside: Iterable[Any], undone:
         bases[tenant], item = _tenant(referee, tenant, where, own)
         items.append(item)
     extra = fill(total.capacity - total.releasing - sum(bases.values()), items)
-    shares: dict[ev.ModelName, float] = {}
+    shares: dict[ModelName, float] = {}
     for (tenant, own), more in zip(parts.items(), extra, strict=True):
         room = bases[tenant] + more - sum(base for base, _ in own)
         sizes = fill(room, [item for _, item in own])
@@ -87,7 +85,7 @@ def _divide(referee: Referee, where: ev.Location, beside: Iterable[Any], undone:
     return shares
 
 
-def _part(referee: Referee, name: ev.ModelName, where: ev.Location, wanted: int, undone: Any) -> tuple[float, Item]:
+def _part(referee: Referee, name: ModelName, where: Location, wanted: int, undone: Any) -> tuple[float, Item]:
     """Return what a model has before the rest is divided, and its part in that."""
     guarantees, recalls = referee.guarantees, referee.recalls
     lent, firm = guarantees.lent(name, where), guarantees.firm(name, where)
@@ -106,7 +104,7 @@ def _part(referee: Referee, name: ev.ModelName, where: ev.Location, wanted: int,
     return base, (referee.weight((*name, where)), low, max(low, most - base))
 
 
-def _tenant(referee: Referee, tenant: str, where: ev.Location, own: Sequence[tuple[float, Item]]) -> tuple[float, Item]:
+def _tenant(referee: Referee, tenant: str, where: Location, own: Sequence[tuple[float, Item]]) -> tuple[float, Item]:
     """Return what a tenant has before the rest is divided, and its part in that."""
     ledger, guarantees = referee.world.broker.ledger, referee.guarantees
     least = sum(base + low for base, (_, low, _) in own)

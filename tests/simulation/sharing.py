@@ -16,6 +16,7 @@ from tests.support.sizes import MIB
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core.ledger import SegmentRow
+from membrokerd.core.names import ANY_MODEL, SegmentName
 
 if TYPE_CHECKING:
     from tests.simulation.processes import Worker
@@ -123,7 +124,7 @@ class Sharing:
             where, chance = world.where(), world.random.random()
             size = world.random.choice(WRONG_SIZES_MIB if chance < 0.03 else SIZES_MIB) * MIB
             name, label = world.model(worker), world.random.choice(LABELS) if chance < 0.98 else "A"
-            asked = ev.SegmentName(name.tenant, name.model, label)
+            asked = SegmentName(name.tenant, name.model, label)
             world.send(ev.CreateSegment(*world.ask(worker), asked, where, size, world.borrowing.wait_ns()))
             if chance < 0.08 and worker.makes and worker.process.alive:
                 world.driver.slow_down()  # so that its death is told before its packets are made
@@ -168,7 +169,7 @@ class Sharing:
         if row and chance < 0.95:
             name = row.full_name()
         elif chance < 0.2 or chance >= 0.95:
-            name = ev.SegmentName(f"t{world.random.randrange(4)}", f"m{world.random.randrange(4)}", "a")
+            name = SegmentName(f"t{world.random.randrange(4)}", f"m{world.random.randrange(4)}", "a")
         else:
             return
         worker = world.pick(lambda one: one.process.alive and one.connected and one.tenant == name.tenant)
@@ -177,7 +178,7 @@ class Sharing:
         if not worker:
             return
         if world.random.random() < 0.3:
-            name = ev.SegmentName(name.tenant, ev.ANY_MODEL, name.label)
+            name = SegmentName(name.tenant, ANY_MODEL, name.label)
         waits = WRONG_WAITS if world.random.random() < 0.01 else WAITS
         world.send(ev.AttachSegment(*world.ask(worker), name, world.random.choice(waits)))
 
@@ -218,9 +219,9 @@ class Sharing:
         """Somebody of the tenant ends a segment, or the operator does: by its name, or this one of that name only."""
         world = self.world
         row = self.some(lambda row: row.state != "writing" or world.random.random() < 0.3)
-        name = row.full_name() if row else ev.SegmentName("t0", "m0", "a")
+        name = row.full_name() if row else SegmentName("t0", "m0", "a")
         if world.random.random() < 0.15:
-            name = ev.SegmentName(name.tenant, ev.ANY_MODEL, name.label)
+            name = SegmentName(name.tenant, ANY_MODEL, name.label)
         generation = world.random.choice((0, 0, row.segment, row.segment, row.segment + 1)) if row else 0
         if world.random.random() < 0.25:
             world.send(ev.DeleteSegment(world.call(-1), None, 1, name, generation))

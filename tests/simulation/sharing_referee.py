@@ -18,6 +18,7 @@ from membrokerd.core import facts as ft
 from membrokerd.core.books import Step
 from membrokerd.core.denied import Denied, Reason
 from membrokerd.core.ledger import SegmentRow
+from membrokerd.core.names import ANY_MODEL, Location, ModelName, SegmentName
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -30,8 +31,8 @@ _AFTER_SEAL = ("deleted", "lost", "last session left", "dropped after a death")
 class Segment:
     """A segment as it was asked for, and what has become of it."""
 
-    name: ev.SegmentName
-    location: ev.Location
+    name: SegmentName
+    location: Location
     size: int
     charged: int
     extents: set[int]
@@ -65,7 +66,7 @@ class SharingReferee:
     def __init__(self, world: World) -> None:
         self.world = world
         self.segments: dict[int, Segment] = {}
-        self.names: dict[ev.SegmentName, int] = {}
+        self.names: dict[SegmentName, int] = {}
         self.holds: dict[int, dict[int, list[int]]] = {}
         """By session and segment: the requests by which it holds it."""
         self.flights: dict[tuple[int, int], Flight] = {}
@@ -147,7 +148,7 @@ class SharingReferee:
                 result = self._result(event.call, step)
                 if isinstance(result, fx.SegmentView):
                     assert result.name.label == event.name.label
-                    assert event.name.model in (ev.ANY_MODEL, result.name.model)
+                    assert event.name.model in (ANY_MODEL, result.name.model)
                     assert event.generation in (0, result.segment), "another segment is deleted"
 
     def _take_down_create(self, event: ev.CreateSegment, step: Step) -> None:
@@ -430,7 +431,7 @@ class SharingReferee:
         left = row.state == "ending" and not holders and not self._is_made(segment)
         assert not left, "a segment is not dropped that nobody holds"
         assert row.holders == holders, f"segment {segment} is held by {row.holders}, not by {holders}"
-        where, model = mine.location, ev.ModelName(mine.name.tenant, mine.name.model)
+        where, model = mine.location, ModelName(mine.name.tenant, mine.name.model)
         of_model = [
             one.charged
             for one in self.segments.values()
@@ -476,6 +477,6 @@ class SharingReferee:
         assert not sharing.more
 
 
-def _fits(asked: ev.SegmentName, name: ev.SegmentName) -> bool:
-    models = (ev.ANY_MODEL, name.model)
+def _fits(asked: SegmentName, name: SegmentName) -> bool:
+    models = (ANY_MODEL, name.model)
     return (asked.tenant, asked.label) == (name.tenant, name.label) and asked.model in models

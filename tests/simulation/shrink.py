@@ -14,6 +14,7 @@ from tests.simulation.world import SECOND, World
 from tests.support.sizes import MIB
 
 from membrokerd.core import events as ev
+from membrokerd.core.names import SegmentName
 
 EPOCH_BITS = 40
 BUDGET = 400_000
@@ -256,7 +257,7 @@ def _holds(event: ev.StateHolds) -> str:
     return extents + "".join(f" {key}={text}" for key, text in named.items() if text)
 
 
-def _segment(name: ev.SegmentName) -> str:
+def _segment(name: SegmentName) -> str:
     return f"{name.tenant}/{name.model}/{name.label}"
 
 

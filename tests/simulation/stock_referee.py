@@ -14,6 +14,7 @@ from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core.books import Step
 from membrokerd.core.denied import Denied, Reason
+from membrokerd.core.names import LOCATIONS, Location
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -22,7 +23,7 @@ FORGOTTEN_NS = 10_000_000_000
 SIZES = 8
 """Stated here, not taken from the core."""
 
-Kind = tuple[ev.Location, int]
+Kind = tuple[Location, int]
 
 
 class StockReferee:
@@ -42,13 +43,13 @@ class StockReferee:
         self.failed = 0
         self.in_the_way = 0
         """Calls that needed room of the stock."""
-        self._before: dict[ev.Location, int] = {}
+        self._before: dict[Location, int] = {}
         """Bytes that were ready, and what was charged, before the step."""
-        self._charged: dict[ev.Location, int] = {}
+        self._charged: dict[Location, int] = {}
 
     def before(self) -> None:
         """Take down what a step may be refused for."""
-        self._before = {where: self._bytes(where) for where in ev.LOCATIONS}
+        self._before = {where: self._bytes(where) for where in LOCATIONS}
         self._charged = {where: total.charged for where, total in self.world.broker.ledger.totals.items()}
 
     def judge(self, event: ev.Event, decided: Iterable[ev.Event], step: Step) -> None:
@@ -65,10 +66,10 @@ class StockReferee:
         for where, total in world.broker.ledger.totals.items():
             assert total.stock == self._bytes(where), "the total of the stock is wrong"
         assert self.ready.total() <= rules.stock_extents
-        assert sum(map(self._bytes, ev.LOCATIONS)) <= rules.stock_bytes
+        assert sum(map(self._bytes, LOCATIONS)) <= rules.stock_bytes
         assert len(+self.ready) <= SIZES
 
-    def _bytes(self, where: ev.Location) -> int:
+    def _bytes(self, where: Location) -> int:
         return sum(size * count for (at, size), count in self.ready.items() if at == where)
 
     def _take_down(self, fact: ft.Fact) -> None:
@@ -109,7 +110,7 @@ class StockReferee:
     def _is(make: fx.Make, event: ev.NotMade) -> bool:
         return (make.session, make.request_id, make.part) == (event.session, event.request_id, event.part)
 
-    def _judge_refusal(self, call: int, step: Step, where: ev.Location, size: int) -> None:
+    def _judge_refusal(self, call: int, step: Step, where: Location, size: int) -> None:
         """Nobody is refused for what is free: the capacity is exceeded by what is charged, without any stock."""
         for effect in step.effects:
             if isinstance(effect, fx.Answer) and effect.call == call and isinstance(effect.result, Denied):

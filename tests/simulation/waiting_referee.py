@@ -15,6 +15,7 @@ from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core.books import Step
 from membrokerd.core.denied import Denied, Reason
+from membrokerd.core.names import Location, ModelName
 
 if TYPE_CHECKING:
     from tests.simulation.referee import Referee
@@ -50,7 +51,7 @@ class WaitingReferee:
         if isinstance(event, ev.Allocate):
             self.came = SimpleNamespace(event=event, name=event.name, size=event.extent_bytes * event.count)
         elif isinstance(event, ev.CreateSegment):
-            name = ev.ModelName(event.name.tenant, event.name.model)
+            name = ModelName(event.name.tenant, event.name.model)
             self.came = SimpleNamespace(event=event, name=name, size=event.size)
 
     @property
@@ -169,7 +170,7 @@ class WaitingReferee:
             sum(max(0, min(size, shares.get(name, 0)) - guarantees.lent(name, where)) for name, size in others)
         )
 
-    def _judge_turns(self, where: ev.Location, waiting: Sequence[Any]) -> None:
+    def _judge_turns(self, where: Location, waiting: Sequence[Any]) -> None:
         """A request whose turn it is does not wait, and what entitled requests lack is recalled."""
         ready = [one for one in waiting if self._has_room(one)]
         recalls, now = self._referee.recalls, self._world.now
@@ -199,7 +200,7 @@ class WaitingReferee:
             self.entitled += 1
             self._judge_recalled(where, guaranteed or entitled, shares)
 
-    def _judge_shares(self, where: ev.Location, shares: dict[ev.ModelName, float]) -> None:
+    def _judge_shares(self, where: Location, shares: dict[ModelName, float]) -> None:
         """Shares are what the definition says: none is less than what is firm, nor than what of a guarantee is used."""
         broker, guarantees = self._world.broker, self._referee.guarantees
         found = broker.schedule.divide(where, broker.waiting._waiters.values())
@@ -216,7 +217,7 @@ class WaitingReferee:
                 own = min(guarantees.guarantee(name, where), lent, lent if limit is None else limit - releasing)
                 assert size >= own, f"{name} has a share of {size}, and uses {own} of its guarantee"
 
-    def _judge_recalled(self, where: ev.Location, waiting: Sequence[Any], shares: dict[ev.ModelName, float]) -> None:
+    def _judge_recalled(self, where: Location, waiting: Sequence[Any], shares: dict[ModelName, float]) -> None:
         """What they lack is recalled, as far as sessions have more than their model's share, and are not asked."""
         recalls, guarantees = self._referee.recalls, self._referee.guarantees
         if recalls.short(where, waiting, shares) <= SLACK:
@@ -312,7 +313,7 @@ class WaitingReferee:
         if one is None:  # a declaration
             assert isinstance(event, ev.Declare)
             tenant, model = str(denied.numbers["model"]).removeprefix("tenants/").split("/models/")
-            one = SimpleNamespace(event=event, name=ev.ModelName(tenant, model), size=denied.numbers["requested_bytes"])
+            one = SimpleNamespace(event=event, name=ModelName(tenant, model), size=denied.numbers["requested_bytes"])
         guarantees, where = self._referee.guarantees, one.event.location
         guarantees.refusals += "reserved_bytes" in denied.numbers
         if not self._has_room(one):
@@ -321,7 +322,7 @@ class WaitingReferee:
         assert not self._is_guaranteed(one), f"{one} was refused what it is guaranteed: {denied}"
         self._judge_yielding(one, where)
 
-    def _judge_yielding(self, one: Any, where: ev.Location) -> None:
+    def _judge_yielding(self, one: Any, where: Location) -> None:
         """A request that has room is refused only for others that come first, or for what is held for them."""
         broker = self._world.broker
         others = [two for two in broker.waiting._waiters.values() if two.deadline and two.event.location == where]

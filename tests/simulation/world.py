@@ -41,10 +41,11 @@ from membrokerd.core import policy
 from membrokerd.core.books import Step
 from membrokerd.core.denied import Denied
 from membrokerd.core.machine import Broker
+from membrokerd.core.names import Location, ModelName
 
 MILLISECOND = 1_000_000
 SECOND = 1_000_000_000
-CAPACITIES: dict[ev.Location, int] = {"device": 1600 * MIB, "host": 200 * MIB}
+CAPACITIES: dict[Location, int] = {"device": 1600 * MIB, "host": 200 * MIB}
 RULES = policy.Rules(
     granularity=2 * MIB,
     capacities=CAPACITIES,
@@ -92,13 +93,13 @@ class World:
         self.workers: dict[int, Worker] = {}
         self.past: deque[Worker] = deque(maxlen=5)
         """Sessions that ended: some go on asking."""
-        self.exists: dict[int, tuple[ev.Location, int]] = {}
+        self.exists: dict[int, tuple[Location, int]] = {}
         """What the device holds, by block: extents by id, and what workers allocated themselves, and what of the stock
         was never lent, by negative numbers."""
-        self.stock: dict[tuple[ev.Location, int], list[int]] = {}
+        self.stock: dict[tuple[Location, int], list[int]] = {}
         """The blocks that the broker keeps ready, by location and size."""
-        self.used: dict[ev.Location, int] = {"device": 0, "host": 0}
-        self.stranger: dict[ev.Location, int] = {"device": 0, "host": 0}
+        self.used: dict[Location, int] = {"device": 0, "host": 0}
+        self.stranger: dict[Location, int] = {"device": 0, "host": 0}
         self.blocks = 0
         self.doomed: list[tuple[int, Iterable[int]]] = []
         """Memory of the dead that goes at a time: a slow exit, or a forked child that ends later."""
@@ -362,7 +363,7 @@ class World:
         self.blocks -= 1
         return self.blocks
 
-    def put(self, block: int, where: ev.Location, size: int) -> None:
+    def put(self, block: int, where: Location, size: int) -> None:
         self.exists[block] = (where, size)
         self.used[where] += size
 
@@ -403,16 +404,16 @@ class World:
         anybody = self.random.random() < 0.05
         return self.pick(lambda one: one.process.alive and (anybody or self.state(one) in ("open", "detached")))
 
-    def model(self, worker: Worker) -> ev.ModelName:
+    def model(self, worker: Worker) -> ModelName:
         """Return a model to ask for: mostly one that the worker registered."""
         row = self.broker.ledger.sessions.get(worker.session)
         registered = sorted(row.models) if row else []
         if registered and self.random.random() < 0.9:
             return self.random.choice(registered)
         tenant = worker.tenant if self.random.random() < 0.97 else "t9"
-        return ev.ModelName(tenant, f"m{self.random.randrange(4)}")
+        return ModelName(tenant, f"m{self.random.randrange(4)}")
 
-    def where(self) -> ev.Location:
+    def where(self) -> Location:
         return "host" if self.random.random() < 0.2 else "device"
 
     def open(self) -> None:
@@ -442,7 +443,7 @@ class World:
         worker = self.asker()
         if worker:
             asks = self.random.random() < 0.1
-            limits: dict[ev.Location, int] = {self.where(): self.random.choice((60, 300, 600)) * MIB} if asks else {}
+            limits: dict[Location, int] = {self.where(): self.random.choice((60, 300, 600)) * MIB} if asks else {}
             exclusive = self.random.random() < 0.05
             self.recalling.register(worker, self.model(worker), limits, exclusive=exclusive)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from membrokerd.core import facts as ft
-from membrokerd.core.events import ModelName
+from membrokerd.core.names import ModelName
 from membrokerd.restart.journal import Binding, Journal
 
 BINDING = Binding("boot-1", "GPU-1")

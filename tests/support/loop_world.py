@@ -16,14 +16,15 @@ from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import policy
 from membrokerd.core.machine import Broker
+from membrokerd.core.names import ModelName, SegmentName
 from membrokerd.core.recount import recount
 from membrokerd.executor import Executor
 from membrokerd.loop import Loop
 from membrokerd.restart.descriptor_store import Store
 from tests.support.sizes import MIB
 
-MODEL = ev.ModelName("t", "m")
-WEIGHTS = ev.SegmentName("t", "m", "weights")
+MODEL = ModelName("t", "m")
+WEIGHTS = SegmentName("t", "m", "weights")
 SECONDS = 10
 """So long a test waits for what must come."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from membroker.vmm.driver import DeviceInfo, MemoryInfo
 from membrokerd.core.effects import SegmentView
-from membrokerd.core.events import ModelName, SegmentName
+from membrokerd.core.names import ModelName, SegmentName
 from membrokerd.core.snapshot import LocationView, ModelLocationView, ModelView, TenantLocationView, TenantView
 from membrokerd.observe.metrics import MetricsView
 

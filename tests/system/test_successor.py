@@ -19,7 +19,7 @@ from membroker.v1 import admin_pb2, resources_pb2
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 from membrokerd.core import facts as ft
-from membrokerd.core.events import ModelName
+from membrokerd.core.names import ModelName
 from membrokerd.restart.journal import Binding, Journal
 
 PATIENT = {"settle_seconds": 600.0}

@@ -19,7 +19,7 @@ from pydantic import Field, Strict
 from .. import files
 from ..core import policy
 from ..core.admission import misfits
-from ..core.events import Location
+from ..core.names import Location
 from ..core.rows import Quota
 from . import checks
 from .checks import Size, Table, joined, size_text

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from . import policy
 from .denied import Denied, Reason, deny
-from .events import Location, ModelName
 from .ledger import Ledger
+from .names import Location, ModelName
 from .recallable import Recallable
 from .rows import Quota, TenantCharge
 

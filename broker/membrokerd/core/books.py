@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from . import effects as fx
-from . import events as ev
 from . import facts as ft
 from . import policy
 from .admission import Admission
 from .denied import Denied, Reason, deny
 from .ledger import replay
+from .names import Location, ModelName
 from .recallable import Recallable
 
 COUNTER_BITS = 40
@@ -43,13 +43,13 @@ class Books:
         self.recallable = Recallable(self.ledger)
         self.limits_changed = False
         """Whether a model or a tenant may have more than its limit, and nobody has been asked for it yet."""
-        self.denials: dict[ev.ModelName, Counter[str]] = {}
+        self.denials: dict[ModelName, Counter[str]] = {}
         self.change_rules(rules)
         self.stopping = False
         self.draining = False
         self.cannot_write = ""
         """Why debits cannot be journalled at the moment, so that nothing is lent; set by the daemon."""
-        self.making: dict[ev.Location, int] = dict.fromkeys(rules.capacities, 0)
+        self.making: dict[Location, int] = dict.fromkeys(rules.capacities, 0)
         """Bytes that are debited but may not exist on the device yet."""
         self._next_id = epoch << COUNTER_BITS
         self.begin_step()
@@ -91,7 +91,7 @@ class Books:
         """Answer a call."""
         self.emit(fx.Answer(call, result))
 
-    def refuse(self, call: int, denied: Denied, session: int, name: ev.ModelName) -> None:
+    def refuse(self, call: int, denied: Denied, session: int, name: ModelName) -> None:
         """Refuse a call about a model, and count the refusal there, unless the model belongs to another tenant."""
         row = self.ledger.sessions.get(session)
         own = row is not None and row.tenant == name.tenant and denied.reason is not Reason.MODEL_NOT_FOUND

@@ -21,6 +21,7 @@ from . import events as ev
 from . import facts as ft
 from .books import Books
 from .lending import Lending
+from .names import Location
 from .resuming import Resuming
 from .rows import SegmentRow, SessionRow
 from .segments import Segments
@@ -39,7 +40,7 @@ class Death:
     """Bytes at one location of a dead session or a dropped segment. `reference`: None where the device cannot say."""
 
     owner: int
-    location: ev.Location
+    location: Location
     died_at: int
     reference: int | None
 
@@ -50,7 +51,7 @@ class Settling:
     def __init__(
         self, books: Books, lending: Lending, segments: Segments, sessions: Sessions, resuming: Resuming
     ) -> None:
-        self.unproven: Counter[ev.Location] = Counter()
+        self.unproven: Counter[Location] = Counter()
         """Credits made by the time limit and not by the device's figure: those bytes may still be held."""
         self._books = books
         self._lending = lending
@@ -59,22 +60,22 @@ class Settling:
         self._resuming = resuming
         self.deaths: list[Death] = []
         """While there are any, the device must be audited often."""
-        self._used: dict[ev.Location, int | None] = dict.fromkeys(books.rules.capacities)
-        self._at_audit: dict[ev.Location, int | None] = dict.fromkeys(books.rules.capacities)
+        self._used: dict[Location, int | None] = dict.fromkeys(books.rules.capacities)
+        self._at_audit: dict[Location, int | None] = dict.fromkeys(books.rules.capacities)
         self._at_look = self._at_audit
         """As `_at_audit`, but of the last audit or death, whichever was later."""
         self._before_drop: dict[int, int | None] = {}
         """By segment: the last figure from before its drop began, if there was another one since."""
-        self._lately: deque[tuple[int, dict[ev.Location, int | None]]] = deque()
+        self._lately: deque[tuple[int, dict[Location, int | None]]] = deque()
         self._baseline: int | None = None
         """The part of the device's `unaccounted` that was there from the start, or whose suspects were named."""
         self._name_again_at = 0
 
-    def shown(self, location: ev.Location) -> int | None:
+    def shown(self, location: Location) -> int | None:
         """Return `unaccounted` as of the last audit, for listings: figures of one moment."""
         return self._at_audit[location]
 
-    def unaccounted(self, location: ev.Location) -> int | None:
+    def unaccounted(self, location: Location) -> int | None:
         """Return the bytes in use on the device beyond the books, signed; None where the device cannot say.
 
         Debited bytes that may not exist yet do not count as expected.
@@ -146,7 +147,7 @@ class Settling:
             if seen is not None and (noted is None or abs(seen - noted) >= self._books.rules.granularity):
                 self._books.record(ft.UnaccountedSeen(location, seen))
 
-    def _reference(self, location: ev.Location, now: int) -> int | None:
+    def _reference(self, location: Location, now: int) -> int | None:
         lately = [seen[location] for at, seen in self._lately if now - at <= NOTICE_NS]
         known = [size for size in (self.unaccounted(location), self._at_audit[location], *lately) if size is not None]
         return max(known) if known else None
@@ -180,7 +181,7 @@ class Settling:
             baseline, self._name_again_at = seen, now + NAMING_NS
         self._baseline = baseline
 
-    def _unaccounted_everywhere(self) -> dict[ev.Location, int | None]:
+    def _unaccounted_everywhere(self) -> dict[Location, int | None]:
         return {location: self.unaccounted(location) for location in self._used}
 
     def _see(self, seen: ev.Seen) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from .denied import Denied
-from .events import Location, ModelName, SegmentName
+from .names import Location, ModelName, SegmentName
 from .values import value
 
 

@@ -7,12 +7,9 @@ request that is to be answered, opaque to the core; `request_id` is the caller's
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
 
+from .names import Location, ModelName, SegmentName
 from .values import value
-
-Location = Literal["device", "host"]
-LOCATIONS: tuple[Location, ...] = ("device", "host")
 
 Seen = Mapping[Location, int | None]
 """Bytes in use on the device at each location, by any process; None where the device cannot say.
@@ -20,31 +17,6 @@ Seen = Mapping[Location, int | None]
 Read between packets, never while one is made, and reported after the outcome of every packet made before. So the core
 knows which of its debits the figure includes.
 """
-
-
-class ModelName(NamedTuple):
-    """A model: its tenant and its own name."""
-
-    tenant: str
-    model: str
-
-    def __str__(self) -> str:
-        return f"tenants/{self.tenant}/models/{self.model}"
-
-
-ANY_MODEL = "-"
-"""In a segment's name, in place of the model: any model of the tenant."""
-
-
-class SegmentName(NamedTuple):
-    """A segment: its model, or `ANY_MODEL`, and its own name (`label`)."""
-
-    tenant: str
-    model: str
-    label: str
-
-    def __str__(self) -> str:
-        return f"tenants/{self.tenant}/models/{self.model}/segments/{self.label}"
 
 
 class Event:

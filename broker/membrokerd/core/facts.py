@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .events import Location, ModelName
+from .names import Location, ModelName
 from .values import value
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from . import facts, lifecycles
-from .events import Location, ModelName, SegmentName
+from .names import Location, ModelName, SegmentName
 from .rows import Charge, Loan, ModelCharge, ModelRow, Quota, SegmentRow, SessionRow, TenantCharge, Total
 
 _NOTHING = TenantCharge(0, 0)

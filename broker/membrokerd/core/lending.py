@@ -16,6 +16,7 @@ from . import facts as ft
 from . import policy
 from .books import Books
 from .denied import Denied, Reason, deny
+from .names import ModelName
 from .recalls import Recalls
 from .rows import SessionRow
 from .stock import Stock
@@ -44,7 +45,7 @@ class Lending:
         self._waiting.give_up(session, now)
         del self._traffic[session]
 
-    def resume(self, session: int, answering: frozenset[ev.ModelName]) -> None:
+    def resume(self, session: int, answering: frozenset[ModelName]) -> None:
         """Take the models of which a session that is connected again answers recalls."""
         self._recalls.resumed(session, answering)
 
@@ -151,7 +152,7 @@ class Lending:
             or books.admission.admit(event.name, event.location, event.extent_bytes * event.count, event.session)
         )
 
-    def refuse_borrower(self, session: int, name: ev.ModelName) -> Denied | None:
+    def refuse_borrower(self, session: int, name: ModelName) -> Denied | None:
         """Return why this session may not be charged under a model, or None: an observer has no models."""
         row = self._books.ledger.sessions[session]
         if name in row.models:

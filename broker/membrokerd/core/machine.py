@@ -19,6 +19,7 @@ from .deaths import Settling
 from .denied import Denied, Reason, deny
 from .lending import Lending
 from .models import Models
+from .names import ModelName
 from .recalls import Recalls
 from .resuming import Resuming
 from .schedule import Schedule
@@ -166,7 +167,7 @@ class Broker:
             case ev.RegisterModel() | ev.UnregisterModel() | ev.Allocate() | ev.Declare():
                 self.books.refuse(event.call, denied, event.session, event.name)
             case ev.CreateSegment():
-                name = ev.ModelName(event.name.tenant, event.name.model)
+                name = ModelName(event.name.tenant, event.name.model)
                 self.books.refuse(event.call, denied, event.session, name)
             case _:
                 self.books.answer(event.call, denied)

@@ -16,6 +16,7 @@ from . import policy
 from .admission import misfits
 from .books import Books
 from .denied import Denied, Reason, deny
+from .names import Location
 from .recalls import Recalls
 from .rows import ModelRow, Quota
 
@@ -44,7 +45,7 @@ class Models:
             self._recalls.set_answers(event.session, event.name, event.answers, now)
         self._books.answer(event.call, fx.Registered(event.name))
 
-    def _ask(self, row: ModelRow, virtual: int | None, limits: Mapping[ev.Location, int]) -> None:
+    def _ask(self, row: ModelRow, virtual: int | None, limits: Mapping[Location, int]) -> None:
         """Take the numbers that no session has set yet; the others are the same."""
         more = {where: size for where, size in limits.items() if where not in row.limits}
         new = virtual if row.virtual_capacity is None else None

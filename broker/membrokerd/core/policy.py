@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from membroker.wire import names
 
 from .denied import Denied, Reason, deny
-from .events import Location, ModelName
 from .ledger import Ledger
+from .names import Location, ModelName
 from .rows import Quota
 
 Key = tuple[str, str | None, Location]

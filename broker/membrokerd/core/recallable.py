@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .events import Location, ModelName
 from .ledger import Ledger
+from .names import Location, ModelName
 from .rows import SessionRow
 
 

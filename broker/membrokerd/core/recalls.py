@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from . import effects as fx
 from . import events as ev
 from .books import Books
+from .names import Location, ModelName
 from .recallable import Borrower, Recall
 from .rows import Loan
 
@@ -29,11 +30,11 @@ class Recalls:
 
     def ask(
         self,
-        name: ev.ModelName,
-        location: ev.Location,
+        name: ModelName,
+        location: Location,
         size: int,
         now: int,
-        wanted_by: ev.ModelName | None = None,
+        wanted_by: ModelName | None = None,
     ) -> int:
         """Ask the sessions of a model for `size` bytes, those with the most first. Return how many are asked for.
 
@@ -131,7 +132,7 @@ class Recalls:
 
     # --- sessions ---
 
-    def set_answers(self, session: int, name: ev.ModelName, answers: bool, now: int) -> None:
+    def set_answers(self, session: int, name: ModelName, answers: bool, now: int) -> None:
         """Note whether a session answers recalls of a model. One that does not any more keeps all it is asked for."""
         if not answers:
             for one, recall in list(self._state.recalls.items()):
@@ -146,7 +147,7 @@ class Recalls:
                 del self._state.recalls[one]
         self._set_deadline()
 
-    def resumed(self, session: int, answering: frozenset[ev.ModelName]) -> None:
+    def resumed(self, session: int, answering: frozenset[ModelName]) -> None:
         """Take what a session answers for from now on, and ask it again for what it owes."""
         for name in self._books.ledger.sessions[session].models:
             self._state.set_answers(session, name, name in answering)

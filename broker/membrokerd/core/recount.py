@@ -5,8 +5,8 @@ For the tests and the simulator, and for the books that a daemon takes over. Mus
 
 from __future__ import annotations
 
-from .events import Location, ModelName
 from .ledger import Ledger
+from .names import Location, ModelName
 from .rows import Charge, SegmentRow, SessionRow
 
 

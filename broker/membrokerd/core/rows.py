@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .events import Location, ModelName, SegmentName
+from .names import Location, ModelName, SegmentName
 
 
 class Loan(NamedTuple):

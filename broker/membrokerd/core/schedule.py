@@ -17,6 +17,7 @@ from . import events as ev
 from . import policy
 from .books import Books
 from .denied import Denied, Reason
+from .names import Location, ModelName
 from .recalls import Recalls
 from .shares import Shares
 
@@ -33,7 +34,7 @@ class Waiter:
     """A request that waits. `deadline` None: until the inputs that were pending are read."""
 
     event: Debit
-    name: ev.ModelName
+    name: ModelName
     size: int
     since: int
     deadline: int | None
@@ -69,10 +70,10 @@ class Schedule:
     def __init__(self, books: Books, recalls: Recalls) -> None:
         self._books = books
         self._recalls = recalls
-        self._divided: dict[ev.Location, dict[ev.ModelName, int]] = {}
+        self._divided: dict[Location, dict[ModelName, int]] = {}
         """The shares that hold for all of a step's grants: what was waited for is lent then, and wanted as before."""
-        self._holds: dict[tuple[ev.ModelName, ev.Location], Hold] = {}
-        self._asked_for: dict[tuple[ev.ModelName, ev.Location], int] = {}
+        self._holds: dict[tuple[ModelName, Location], Hold] = {}
+        self._asked_for: dict[tuple[ModelName, Location], int] = {}
         """Until when no more is recalled for the refused requests of a model that does not wait."""
 
     def divide_again(self) -> None:
@@ -102,12 +103,12 @@ class Schedule:
 
     # --- whose turn it is ---
 
-    def next(self, location: ev.Location, waiters: Iterable[Waiter], now: int) -> tuple[Waiter, bool] | None:
+    def next(self, location: Location, waiters: Iterable[Waiter], now: int) -> tuple[Waiter, bool] | None:
         """Return the request that is decided next, and whether it is granted; None if all go on waiting."""
         books = self._books
         waiters = [one for one in waiters if one.event.location == location]
         possible = books.recallable.is_possible
-        refusals: dict[tuple[ev.ModelName, int, int | None], Denied | None] = {}
+        refusals: dict[tuple[ModelName, int, int | None], Denied | None] = {}
         wanting, ready = [], set()
         for one in waiters:
             left = one.name not in books.ledger.sessions[one.event.session].models
@@ -143,7 +144,7 @@ class Schedule:
 
     def _first(
         self,
-        location: ev.Location,
+        location: Location,
         wanting: Sequence[Waiter],
         ready: Collection[Waiter],
         waiters: Sequence[Waiter],
@@ -172,20 +173,20 @@ class Schedule:
                 return one
         return None
 
-    def _guaranteed(self, location: ev.Location, waiters: Iterable[Waiter]) -> list[Waiter]:
+    def _guaranteed(self, location: Location, waiters: Iterable[Waiter]) -> list[Waiter]:
         admission = self._books.admission
         if not admission.has_guarantees(location):
             return []
         return [one for one in waiters if admission.is_guaranteed(one.name, location, one.size)]
 
-    def _is_entitled(self, one: Waiter, shares: Mapping[ev.ModelName, int]) -> bool:
+    def _is_entitled(self, one: Waiter, shares: Mapping[ModelName, int]) -> bool:
         """Say whether a request stays within its model's share, and only the room is missing for it."""
         admission, location = self._books.admission, one.event.location
         if admission.lent(one.name, location) + one.size > shares.get(one.name, 0):
             return False
         return one.size <= admission.bound(one.name, location, one.borrower)
 
-    def _held_beside(self, one: Waiter, shares: Mapping[ev.ModelName, int]) -> int:
+    def _held_beside(self, one: Waiter, shares: Mapping[ModelName, int]) -> int:
         """Return what the holds of other models keep from a request that is beyond its share."""
         location, admission = one.event.location, self._books.admission
         return sum(
@@ -226,20 +227,20 @@ class Schedule:
 
     # --- shares ---
 
-    def _shares(self, location: ev.Location, waiters: Iterable[Waiter]) -> dict[ev.ModelName, int]:
+    def _shares(self, location: Location, waiters: Iterable[Waiter]) -> dict[ModelName, int]:
         if location not in self._divided:
             self._divided[location] = self.divide(location, waiters)
         return self._divided[location]
 
     def divide(
-        self, location: ev.Location, waiters: Iterable[Waiter], greedy: ev.ModelName | None = None, less: int = 0
-    ) -> dict[ev.ModelName, int]:
+        self, location: Location, waiters: Iterable[Waiter], greedy: ModelName | None = None, less: int = 0
+    ) -> dict[ModelName, int]:
         """Return the share of every model, in bytes; `greedy` is one that wants as much as there is.
 
         `less` bytes of the location are left out, as if it were smaller.
         """
         books = self._books
-        wanted: Counter[ev.ModelName] = Counter()
+        wanted: Counter[ModelName] = Counter()
         for one in waiters:
             if one.event.location == location:
                 wanted[one.name] += one.size
@@ -252,7 +253,7 @@ class Schedule:
 
     # --- recalls ---
 
-    def _recall(self, location: ev.Location, waiting: Sequence[Waiter], waiters: Sequence[Waiter], now: int) -> None:
+    def _recall(self, location: Location, waiting: Sequence[Waiter], waiters: Sequence[Waiter], now: int) -> None:
         """Ask the models that have more than their share for what these requests lack."""
         shares = self._shares(location, waiters)
         if self._short(location, waiting, shares) <= 0 or not self._excess(location, shares, now):
@@ -266,18 +267,16 @@ class Schedule:
             if short > 0:
                 short -= self._recalls.ask(name, location, min(more, short), now, waiting[0].name)
 
-    def _excess(
-        self, location: ev.Location, shares: Mapping[ev.ModelName, int], now: int
-    ) -> list[tuple[int, ev.ModelName]]:
+    def _excess(self, location: Location, shares: Mapping[ModelName, int], now: int) -> list[tuple[int, ModelName]]:
         """Return what models have above their shares, the most first: those that can be asked for some of it now."""
         able = self._books.recallable.able(location, now)
         excess = [(self._not_asked(name, location) - shares.get(name, 0), name) for name in able]
         return sorted([one for one in excess if one[0] > 0], key=lambda one: (-one[0], one[1]))
 
-    def _short(self, location: ev.Location, waiting: Iterable[Waiter], shares: Mapping[ev.ModelName, int]) -> int:
+    def _short(self, location: Location, waiting: Iterable[Waiter], shares: Mapping[ModelName, int]) -> int:
         """Return how many bytes are neither free nor recalled already of what requests, and the holds, want."""
         admission = self._books.admission
-        wanted: Counter[ev.ModelName] = Counter()
+        wanted: Counter[ModelName] = Counter()
         for one in waiting:
             wanted[one.name] += one.size
         for (name, at), hold in self._holds.items():
@@ -291,7 +290,7 @@ class Schedule:
         free = self._books.ledger.totals[location].free - admission.unlent_beside(None, location)
         return needed - free - self._books.recallable.coming(location)
 
-    def _hold(self, name: ev.ModelName, location: ev.Location, wanted: int, now: int) -> None:
+    def _hold(self, name: ModelName, location: Location, wanted: int, now: int) -> None:
         """Begin a model's hold, or raise it: others are asked for memory for it once more."""
         capacity, granule = self._books.rules.capacities[location], self._books.rules.granularity
         before = self._holds.get((name, location))
@@ -342,6 +341,6 @@ class Schedule:
                 if limit is not None and above[name.tenant] > limit:
                     above[name.tenant] -= self._recalls.ask(name, location, above[name.tenant] - limit, now)
 
-    def _not_asked(self, name: ev.ModelName, location: ev.Location) -> int:
+    def _not_asked(self, name: ModelName, location: Location) -> int:
         """Return what a model is charged and not asked for."""
         return self._books.admission.lent(name, location) - self._books.recallable.asked_of_model(name, location)

@@ -20,6 +20,7 @@ from . import policy
 from .books import Books
 from .denied import Denied, Reason, deny
 from .lending import Lending
+from .names import ANY_MODEL, ModelName, SegmentName
 from .rows import SegmentRow, SessionRow
 from .stock import Stock
 from .traffic import Call
@@ -61,7 +62,7 @@ class Segments:
 
     def create(self, event: ev.CreateSegment, now: int) -> None:
         """Debit the whole segment, then make it for its writer packet by packet."""
-        books, name = self._books, ev.ModelName(event.name.tenant, event.name.model)
+        books, name = self._books, ModelName(event.name.tenant, event.name.model)
         denied = self._refuse_create(event, name)
         if denied or self._waiting.is_behind(event):
             self._waiting.refuse(event, denied, name, event.size, now)
@@ -83,7 +84,7 @@ class Segments:
         )
         self._lending.begin_call(event.session, call, self._call_done)
 
-    def _refuse_create(self, event: ev.CreateSegment, name: ev.ModelName) -> Denied | None:
+    def _refuse_create(self, event: ev.CreateSegment, name: ModelName) -> Denied | None:
         books = self._books
         denied = self._lending.refuse_borrower(event.session, name)
         if denied:
@@ -366,7 +367,7 @@ class Segments:
             row.began_at,
         )
 
-    def _find_named(self, name: ev.SegmentName) -> SegmentRow | Denied:
+    def _find_named(self, name: SegmentName) -> SegmentRow | Denied:
         """Return the segment of this name that is not ending; without a model, by its label alone."""
         found = [row for row in self._candidates(name) if row.state in policy.ATTACHABLE]
         if not found:
@@ -376,9 +377,9 @@ class Segments:
             return deny(Reason.SEGMENT_AMBIGUOUS, segment=str(name), models=models)
         return found[0]
 
-    def _candidates(self, name: ev.SegmentName) -> Iterable[SegmentRow]:
+    def _candidates(self, name: SegmentName) -> Iterable[SegmentRow]:
         ledger = self._books.ledger
-        if name.model == ev.ANY_MODEL:
+        if name.model == ANY_MODEL:
             rows = ledger.segments.values()
             return [row for row in rows if (row.name.tenant, row.label) == (name.tenant, name.label)]
         segment = ledger.labels.get(name)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from . import policy
 from .admission import Admission
-from .events import Location, ModelName
 from .ledger import Ledger
+from .names import Location, ModelName
 from .recallable import Recallable
 
 _FRACTION = 16

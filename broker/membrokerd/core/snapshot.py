@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from . import policy
 from .effects import SegmentView
-from .events import Location, ModelName, SegmentName
 from .machine import Broker
+from .names import Location, ModelName, SegmentName
 from .rows import ModelRow, SessionRow
 from .values import value
 

@@ -15,6 +15,7 @@ from . import events as ev
 from . import facts as ft
 from . import policy
 from .books import Books
+from .names import Location
 
 LATELY_NS = 10_000_000_000
 """How long a size is kept ready after it was last requested."""
@@ -23,7 +24,7 @@ JUST_NOW_NS = 1_000_000_000
 SIZES = 8
 """How many sizes are remembered."""
 
-Kind = tuple[ev.Location, int]
+Kind = tuple[Location, int]
 """A location, and the size of an extent."""
 
 
@@ -49,7 +50,7 @@ class Stock:
         self.changes: Counter[str] = Counter()
         """How many extents were made, used and dropped since the daemon started."""
 
-    def asked(self, location: ev.Location, extent_bytes: int, count: int, now: int) -> None:
+    def asked(self, location: Location, extent_bytes: int, count: int, now: int) -> None:
         """Record a request: the next one is likely to have the same size."""
         rules = self._books.rules
         if not rules.stock_extents:
@@ -84,18 +85,18 @@ class Stock:
             if self._ready.get(other):
                 self._drop(other, min(self._ready[other], surplus))
 
-    def has(self, location: ev.Location, extent_bytes: int, count: int) -> bool:
+    def has(self, location: Location, extent_bytes: int, count: int) -> bool:
         """Say whether the stock can serve a whole packet. A daemon that is stopping has closed its stock."""
         return self._ready.get((location, extent_bytes), 0) >= count and not self._books.stopping
 
-    def take(self, location: ev.Location, extent_bytes: int, count: int) -> bool:
+    def take(self, location: Location, extent_bytes: int, count: int) -> bool:
         """Use extents of the stock for a whole packet, or for none of it."""
         found = self.has(location, extent_bytes, count)
         if found:
             self._change((location, extent_bytes), -count, "used")
         return found
 
-    def make_room(self, location: ev.Location) -> None:
+    def make_room(self, location: Location) -> None:
         """Drop as much as the capacity requires, least recently requested first."""
         total = self._books.ledger.totals[location]
         if total.charged + total.stock <= total.capacity:
@@ -107,7 +108,7 @@ class Stock:
             if kind[0] == location and self._ready.get(kind):
                 self._drop(kind, min(self._ready[kind], -(-excess // kind[1])))
 
-    def drop_all(self, location: ev.Location) -> bool:
+    def drop_all(self, location: Location) -> bool:
         """Drop all stock of a location, because the device is full or draining; say whether there was any."""
         kinds = [kind for kind in self._ready if kind[0] == location]
         for kind in kinds:

@@ -14,6 +14,7 @@ from . import effects as fx
 from . import events as ev
 from . import lifecycles, policy
 from .denied import Denied
+from .names import Location, ModelName
 from .schedule import Waiter
 
 
@@ -27,8 +28,8 @@ class Call:
 
     call: int
     request_id: int
-    name: ev.ModelName
-    location: ev.Location
+    name: ModelName
+    location: Location
     extent_bytes: int
     last_bytes: int
     ids: range

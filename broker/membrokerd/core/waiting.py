@@ -18,6 +18,7 @@ from . import events as ev
 from . import policy
 from .books import Books
 from .denied import Denied, Reason, deny
+from .names import Location, ModelName
 from .schedule import Debit, Schedule, Waiter
 from .traffic import Call
 
@@ -35,9 +36,9 @@ class Waiting:
         """By call."""
         self.sessions: Counter[int] = Counter()
         """How many requests of a session wait. Sessions without any have no entry."""
-        self._timed: Counter[ev.Location] = Counter()
+        self._timed: Counter[Location] = Counter()
         """How many of them have a deadline at a location. A location without any has no entry."""
-        self._sums: dict[tuple[ev.ModelName, ev.Location], tuple[int, int]] = {}
+        self._sums: dict[tuple[ModelName, Location], tuple[int, int]] = {}
         """The bytes that requests with a deadline want, and how many these are. No entry is zero."""
         self._deciding: Waiter | None = None
         """The request that is decided for good."""
@@ -76,7 +77,7 @@ class Waiting:
             return not self._schedule.may_go_ahead(event, self._waiters.values())
         return True
 
-    def refuse(self, event: Debit, denied: Denied | None, name: ev.ModelName, size: int, now: int) -> None:
+    def refuse(self, event: Debit, denied: Denied | None, name: ModelName, size: int, now: int) -> None:
         """Let a request wait for room, or refuse it. `denied` None: it has room, and waits for its turn."""
         if self._deciding is not None and self._is_final(event):
             left = 0 if denied else self._schedule.leaves(self._deciding, self._waiters.values())
@@ -141,7 +142,7 @@ class Waiting:
     def _is_final(self, event: Debit) -> bool:
         return self._deciding is not None and self._deciding.event is event
 
-    def _yielding(self, event: Debit, name: ev.ModelName, size: int, left: int) -> Denied:
+    def _yielding(self, event: Debit, name: ModelName, size: int, left: int) -> Denied:
         """Return the refusal of a request that has room, and leaves all but `left` bytes to others that come first."""
         total = self._books.ledger.totals[event.location]
         return deny(
@@ -156,7 +157,7 @@ class Waiting:
             reserved_bytes=total.free - left,
         )
 
-    def _refuse(self, event: Debit, denied: Denied, name: ev.ModelName, now: int) -> None:
+    def _refuse(self, event: Debit, denied: Denied, name: ModelName, now: int) -> None:
         numbers = dict(denied.numbers)
         waiter = self._deciding if self._is_final(event) else None
         if denied.reason is Reason.CAPACITY:
@@ -180,7 +181,7 @@ class Waiting:
             return event.wait_ns
         return self._books.rules.guarantee_wait_ns if guaranteed else 0
 
-    def _refuse_one_more(self, event: Debit, name: ev.ModelName, wait: int) -> Denied | None:
+    def _refuse_one_more(self, event: Debit, name: ModelName, wait: int) -> Denied | None:
         """Return why no more requests of the session, or of the tenant, may wait."""
         rules = self._books.rules
         if self.sessions.get(event.session, 0) >= rules.max_calls_per_session:
@@ -326,7 +327,7 @@ class Waiting:
         books = self._books
         return books.ledger.revision, books.admission, books.recallable.revision, self._schedule.deadline
 
-    def share(self, name: ev.ModelName, location: ev.Location, session: int | None = None) -> tuple[int, int]:
+    def share(self, name: ModelName, location: Location, session: int | None = None) -> tuple[int, int]:
         """Return what a model could have if it wanted as much as there is, and how much more than now that is.
 
         `session` is the one that borrows extents; None: the bytes cannot be recalled.
@@ -343,7 +344,7 @@ class Waiting:
 
     # --- what is shown ---
 
-    def shares(self, location: ev.Location) -> dict[ev.ModelName, int]:
+    def shares(self, location: Location) -> dict[ModelName, int]:
         """Return the share of each model while requests wait; nothing otherwise, since everybody may have what is free.
 
         A model without memory and without a request has no share.
@@ -354,11 +355,11 @@ class Waiting:
         """Return the requests that wait with a deadline, the oldest first."""
         return [one for one in self._waiters.values() if one.deadline is not None]
 
-    def of_model(self, name: ev.ModelName, location: ev.Location) -> tuple[int, int]:
+    def of_model(self, name: ModelName, location: Location) -> tuple[int, int]:
         """Return the bytes that a model's requests wait for, and how many wait."""
         return self._sums.get((name, location), (0, 0))
 
-    def of_location(self, location: ev.Location, tenant: str | None = None) -> tuple[int, int]:
+    def of_location(self, location: Location, tenant: str | None = None) -> tuple[int, int]:
         """Return the bytes that all requests at a location, or those of a tenant, wait for, and how many wait."""
         found = [one for (name, at), one in self._sums.items() if at == location and tenant in (None, name.tenant)]
         return sum(size for size, _ in found), sum(count for _, count in found)

@@ -18,12 +18,13 @@ from membroker.wire import names
 from ..core import effects as fx
 from ..core import events as ev
 from ..core.denied import Denied, Reason, deny
+from ..core.names import Location, ModelName, SegmentName
 from ..core.rows import Quota
 from .shown import LOCATION_NUMBERS, from_segment
 
 _SHOWN_NAME = 100
 """How much of a malformed name is shown: an error is sent in gRPC metadata, which clients limit to 8 KiB."""
-_LOCATIONS: Mapping[int, ev.Location] = {
+_LOCATIONS: Mapping[int, Location] = {
     rpb.LOCATION_UNSPECIFIED: "device",
     rpb.LOCATION_DEVICE: "device",
     rpb.LOCATION_HOST: "host",
@@ -39,15 +40,15 @@ class Refused(Exception):
 
 
 @lru_cache(4096)
-def parse_model(name: str) -> ev.ModelName:
+def parse_model(name: str) -> ModelName:
     """Return the model that `tenants/{tenant}/models/{model}` names, or raise `Refused`."""
     parts = names.parse_model(name)
     if parts is None:
         raise Refused(deny(Reason.INVALID_NAME, name=name[:_SHOWN_NAME]))
-    return ev.ModelName(*parts)
+    return ModelName(*parts)
 
 
-def parse_segment(name: str) -> ev.SegmentName:
+def parse_segment(name: str) -> SegmentName:
     """Return the segment that `tenants/{tenant}/models/{model}/segments/{segment}` names, or raise `Refused`.
 
     `-` for the model is whichever model has it.
@@ -55,7 +56,7 @@ def parse_segment(name: str) -> ev.SegmentName:
     parts = names.parse_segment(name)
     if parts is None:
         raise Refused(deny(Reason.INVALID_NAME, name=name[:_SHOWN_NAME]))
-    return ev.SegmentName(*parts)
+    return SegmentName(*parts)
 
 
 def parse_quota_name(name: str) -> tuple[str, str | None]:
@@ -94,7 +95,7 @@ def parse_session(name: str) -> int:
 
 
 @lru_cache(8)
-def parse_location(number: int) -> ev.Location:
+def parse_location(number: int) -> Location:
     """Return the location of this number, or raise `Refused`; unspecified is the device."""
     location = _LOCATIONS.get(number)
     if location is None:
@@ -150,7 +151,7 @@ def _registration(
 ) -> ev.RegisterModel:
     name = parse_model(f"tenants/{tenant}/models/{request.model_id}")
     virtual = request.virtual_capacity_bytes if request.HasField("virtual_capacity_bytes") else None
-    limits: dict[ev.Location, int] = {}
+    limits: dict[Location, int] = {}
     for limit in request.limits:
         location = parse_location(limit.location)
         if location in limits:

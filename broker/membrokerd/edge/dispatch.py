@@ -19,7 +19,7 @@ from membroker.wire import names
 from ..core import effects as fx
 from ..core import snapshot
 from ..core.denied import Denied, Reason, deny
-from ..core.events import ModelName
+from ..core.names import ModelName
 from ..loop import Loop
 from ..observe import logs
 from ..observe.decisions import EXPLAINED, Decisions

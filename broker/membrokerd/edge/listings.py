@@ -19,7 +19,7 @@ from membroker.wire import names
 
 from ..core import policy, snapshot
 from ..core.denied import Reason, deny
-from ..core.events import Location, ModelName
+from ..core.names import Location, ModelName
 from ..core.rows import SegmentRow, SessionRow
 from ..loop import Loop, clock
 from ..observe.decisions import Decisions, waiting

@@ -13,13 +13,13 @@ from membroker.vmm import DeviceInfo, MemoryInfo
 from membroker.wire.names import session_name
 
 from ..core import effects as fx
-from ..core import events as ev
+from ..core.names import ModelName
 from ..core.snapshot import DeviceView, LocationView, ModelView, SessionView, TenantView
 from ..observe.decisions import Decision
 from .errors import to_status
 
 LOCATION_NUMBERS: Mapping[str, rpb.Location.ValueType] = {"device": rpb.LOCATION_DEVICE, "host": rpb.LOCATION_HOST}
-_NO_SHARES: Mapping[str, Mapping[ev.ModelName, int]] = {}
+_NO_SHARES: Mapping[str, Mapping[ModelName, int]] = {}
 _STATES: Mapping[str, rpb.Session.State.ValueType] = {
     "open": rpb.Session.OPEN,
     "leaving": rpb.Session.OPEN,
@@ -86,7 +86,7 @@ def _books(row: LocationView, info: MemoryInfo | None, headroom: int) -> rpb.Loc
     return books
 
 
-def from_model(row: ModelView, shares: Mapping[str, Mapping[ev.ModelName, int]] = _NO_SHARES) -> rpb.Model:
+def from_model(row: ModelView, shares: Mapping[str, Mapping[ModelName, int]] = _NO_SHARES) -> rpb.Model:
     """Return a model's row as a message, with its shares by location, if there are any."""
     return rpb.Model(
         name=str(row.name),

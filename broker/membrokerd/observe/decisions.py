@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from ..core import effects as fx
 from ..core.denied import Denied, Reason
-from ..core.events import Location, ModelName
+from ..core.names import Location, ModelName
 from ..core.schedule import Waiter
 
 KEPT_OF_A_MODEL, MODELS_OF_A_TENANT, TENANTS = 8, 16, 32

@@ -23,7 +23,7 @@ from ..config.config import LogConfig
 from ..core import effects as fx
 from ..core import facts as ft
 from ..core.denied import Denied
-from ..core.events import ModelName
+from ..core.names import ModelName
 from .log_writer import Writer
 
 _LOGGER = logging.getLogger("membrokerd")

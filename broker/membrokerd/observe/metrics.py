@@ -18,8 +18,8 @@ from membroker.vmm.driver import DeviceInfo, MemoryInfo
 
 from ..core.denied import Reason
 from ..core.effects import RecallResult, SegmentView, WaitResult
-from ..core.events import Location
 from ..core.lifecycles import SEGMENT, SESSION
+from ..core.names import Location
 from ..core.snapshot import LocationView, ModelView, TenantView
 from . import catalog
 from .durations import WAIT_BUCKETS, Durations

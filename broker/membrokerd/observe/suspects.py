@@ -15,7 +15,7 @@ from membroker.vmm import format_size
 from membroker.vmm.sizes import MIB
 from membroker.wire.names import session_name
 
-from ..core.events import ModelName
+from ..core.names import ModelName
 from ..core.snapshot import HolderView
 
 NOTHING = HolderView(0, 0, (), ())

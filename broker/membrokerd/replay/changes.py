@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ..core import facts as ft
 from ..core import policy
-from ..core.events import Location
+from ..core.names import Location
 from ..core.rows import Quota
 from ..device import misfit_sentences
 

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from ..core import events as ev
-from ..core.events import Location
 from ..core.machine import Broker
+from ..core.names import Location
 from ..core.rows import SessionRow
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core import effects as fx
 from ..core.denied import Reason
-from ..core.events import Location, ModelName
+from ..core.names import Location, ModelName
 
 GIVEN_UP = Reason.DELIVERY_FAILED.value
 """The reason of a request whose program did not wait for the answer, or has ended."""

@@ -20,7 +20,7 @@ from ..core import events as ev
 from ..core import facts as ft
 from ..core import policy
 from ..core.denied import Reason
-from ..core.events import Location, ModelName
+from ..core.names import Location, ModelName
 from .figures import GIVEN_UP, Tally
 from .reading import Credited, Part
 

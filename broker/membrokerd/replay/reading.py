@@ -15,7 +15,7 @@ from pathlib import Path
 from .. import files, trace
 from ..core import facts as ft
 from ..core import policy
-from ..core.events import Location
+from ..core.names import Location
 from ..restart.records import Unusable, decode, header_of, parse, runs_of, split
 
 MAX_FILE_BYTES = 64 << 20

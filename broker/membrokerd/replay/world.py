@@ -20,8 +20,8 @@ from ..core import events as ev
 from ..core import facts as ft
 from ..core import policy
 from ..core.denied import Denied
-from ..core.events import Location, ModelName, SegmentName
 from ..core.machine import Broker
+from ..core.names import Location, ModelName, SegmentName
 from ..core.rows import SessionRow
 from .answers import LAST, Answers
 from .changes import Changes, Misfit

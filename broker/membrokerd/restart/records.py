@@ -22,7 +22,7 @@ from membroker.vmm.sizes import MAX_BYTES
 
 from ..core import effects as fx
 from ..core import facts as ft
-from ..core.events import LOCATIONS, Location, ModelName
+from ..core.names import LOCATIONS, Location, ModelName
 
 _FRAME = struct.Struct("<II")
 """Length and checksum of the content that follows."""

@@ -16,9 +16,9 @@ from membroker.vmm.sizes import MAX_BYTES
 from ..core import facts as ft
 from ..core import policy
 from ..core.books import COUNTER_BITS
-from ..core.events import LOCATIONS, Location
 from ..core.facts_of import story
 from ..core.ledger import Ledger
+from ..core.names import LOCATIONS, Location
 from ..core.recount import recount
 from ..executor import Executor
 from ..observe import logs

@@ -15,7 +15,7 @@ from membrokerd.config import quotas as quotas_module
 from membrokerd.config.config import load
 from membrokerd.config.quotas import Quotas, read, state_directory, trouble, write
 from membrokerd.core import policy
-from membrokerd.core.events import LOCATIONS
+from membrokerd.core.names import LOCATIONS
 from membrokerd.core.rows import Quota
 from membrokerd.home import HomeError
 

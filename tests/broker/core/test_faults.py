@@ -13,9 +13,10 @@ from membrokerd.core import facts as ft
 from membrokerd.core import policy
 from membrokerd.core.denied import Denied, Reason, deny
 from membrokerd.core.machine import Broker
+from membrokerd.core.names import ModelName, SegmentName
 
-MODEL = ev.ModelName("t", "m")
-SEGMENT = ev.SegmentName("t", "m", "s")
+MODEL = ModelName("t", "m")
+SEGMENT = SegmentName("t", "m", "s")
 PACKET = 64 * 2
 """Bytes of a whole packet of extents of 2 bytes."""
 
@@ -204,8 +205,8 @@ def test_refusals_are_counted_at_a_model_that_is_there_and_end_with_it(story: St
     session = story.open()
     story.tell(ev.InputsDrained(story.allocate(session, 4096)))
     for name in ("Upper", "m2"):
-        story.tell(ev.RegisterModel(story.call(), session, 1, ev.ModelName("t", name), None, {"device": -1}, False))
-    story.tell(ev.Allocate(story.call(), session, 2, ev.ModelName("t", "m2"), "device", 2, 1))
+        story.tell(ev.RegisterModel(story.call(), session, 1, ModelName("t", name), None, {"device": -1}, False))
+    story.tell(ev.Allocate(story.call(), session, 2, ModelName("t", "m2"), "device", 2, 1))
     assert story.broker.denials == {MODEL: {Reason.CAPACITY: 1}}
     story.tell(ev.UnregisterModel(story.call(), session, 3, MODEL))
     assert not story.broker.denials
@@ -273,8 +274,8 @@ def looks_at_charges(sessions: int) -> tuple[int, int]:
         broker.step(ev.OpenSession(0, "t", 1, 1, str(number), False, "story"), 0)
     for session, row in broker.ledger.sessions.items():
         for model in "abc":
-            broker.step(ev.RegisterModel(0, session, 1, ev.ModelName("t", model), None, {}, False), 0)
-            broker.step(ev.Declare(0, session, 1, ev.ModelName("t", model), "device", 4), 0)
+            broker.step(ev.RegisterModel(0, session, 1, ModelName("t", model), None, {}, False), 0)
+            broker.step(ev.Declare(0, session, 1, ModelName("t", model), "device", 4), 0)
         row.charges = Charges(row.charges)
     Charges.looks = 0
     for session in list(broker.ledger.sessions):

@@ -11,9 +11,9 @@ from membroker.memory import lifetime
 from membroker.session import reconnecting
 from membrokerd.core import facts as ft
 from membrokerd.core import lifecycles
-from membrokerd.core.events import ModelName
 from membrokerd.core.ledger import Ledger
 from membrokerd.core.lending import Call
+from membrokerd.core.names import ModelName
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "lifecycles.md"
 LIBRARY = {"connection": reconnecting.LIFECYCLE, "mapped memory": lifetime.LIFECYCLE}

@@ -8,8 +8,8 @@ from membrokerd.core import facts as ft
 from membrokerd.core import policy
 from membrokerd.core.admission import Admission
 from membrokerd.core.denied import Denied, Reason
-from membrokerd.core.events import ModelName
 from membrokerd.core.ledger import Ledger
+from membrokerd.core.names import ModelName
 from membrokerd.core.recallable import Recallable
 
 CAPACITIES: dict[str, int] = {"device": 100, "host": 0}

@@ -13,9 +13,9 @@ from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core import policy
 from membrokerd.core.admission import Admission
-from membrokerd.core.events import ModelName
 from membrokerd.core.ledger import Ledger
 from membrokerd.core.machine import Broker
+from membrokerd.core.names import ModelName
 from membrokerd.core.recallable import Recallable
 from membrokerd.core.shares import Item, Shares, fill
 

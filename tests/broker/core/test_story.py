@@ -12,9 +12,9 @@ import pytest
 from tests.simulation.world import CAPACITIES, World
 
 from membrokerd.core import facts as ft
-from membrokerd.core.events import ModelName
 from membrokerd.core.facts_of import story
 from membrokerd.core.ledger import Ledger, replay
+from membrokerd.core.names import ModelName
 from membrokerd.core.recount import recount
 
 NAME = ModelName("acme", "llama")

@@ -23,6 +23,7 @@ from membrokerd.core import policy
 from membrokerd.core.denied import Denied
 from membrokerd.core.ledger import replay
 from membrokerd.core.machine import Broker
+from membrokerd.core.names import LOCATIONS, Location, ModelName, SegmentName
 from membrokerd.core.recount import recount
 
 SECOND = 1_000_000_000
@@ -70,7 +71,7 @@ class Script:
         For the stock: stock_extents= and stock= (MiB). others=later: `heard` says when the others were heard.
         """
         self.others = options.pop("others", "at once")
-        capacities: dict[ev.Location, int] = {
+        capacities: dict[Location, int] = {
             "device": mib(options.pop("device", "64")),
             "host": mib(options.pop("host", "0")),
         }
@@ -144,7 +145,7 @@ class Script:
         answers=model,…: recalls of these are answered.
         """
         held = (item.partition(":") for item in filter(None, segments.split(",")))
-        declarations: dict[tuple[ev.ModelName, Any], int] = {}
+        declarations: dict[tuple[ModelName, Any], int] = {}
         for item in filter(None, declared.split(",")):
             model, size, *where = item.split(":")
             declarations[self.model(name, model), where[0] if where else "device"] = mib(size)
@@ -361,14 +362,14 @@ class Script:
         """Return a session's id; `nobody` has one that is unknown to the broker."""
         return -1 if name == "nobody" else self.sessions[name]
 
-    def model(self, session: str, model: str) -> ev.ModelName:
+    def model(self, session: str, model: str) -> ModelName:
         tenant, slash, own = model.rpartition("/")
-        return ev.ModelName(tenant if slash else self.tenants.get(session, "t"), own)
+        return ModelName(tenant if slash else self.tenants.get(session, "t"), own)
 
-    def segment(self, session: str, segment: str) -> ev.SegmentName:
+    def segment(self, session: str, segment: str) -> SegmentName:
         """Return a segment's name from `model/label` or `tenant/model/label`."""
         *tenant, model, label = segment.split("/")
-        return ev.SegmentName(tenant[0] if tenant else self.tenants.get(session, "t"), model, label)
+        return SegmentName(tenant[0] if tenant else self.tenants.get(session, "t"), model, label)
 
     def generation(self, text: str) -> int:
         """Return the id of a segment: `#3`, or the last one that began under this label."""
@@ -378,7 +379,7 @@ class Script:
         return begun[-1]
 
     def seen(self, shown: Mapping[str, str]) -> ev.Seen:
-        return {where: mib(shown[where]) if where in shown else None for where in ev.LOCATIONS}
+        return {where: mib(shown[where]) if where in shown else None for where in LOCATIONS}
 
     # --- in plain text ---
 
@@ -434,7 +435,7 @@ class Script:
             return ",".join(f"{name.tenant}/{name.model}" for name in value) or "none"
         if key in ("at", "began_at"):
             return f"{value / SECOND:g}s"
-        if key == "name" and isinstance(value, ev.ModelName):
+        if key == "name" and isinstance(value, ModelName):
             return f"{value.tenant}/{value.model}"
         if key == "limits":
             return ",".join(f"{where}:{size_text(size)}" for where, size in value.items()) or "none"

@@ -31,6 +31,7 @@ from membrokerd.core import events as ev
 from membrokerd.core import policy
 from membrokerd.core.denied import Denied, Reason, deny
 from membrokerd.core.machine import Broker
+from membrokerd.core.names import ModelName
 from membrokerd.edge.convert import from_result
 from membrokerd.edge.dispatch import Respond
 from membrokerd.edge.handoff.connection import Connection
@@ -393,7 +394,7 @@ def test_an_answer_that_is_no_frame_ends_the_connection(caplog: pytest.LogCaptur
 
     async def story(lender: Lender) -> None:
         await lender.begin(1)
-        models = tuple(ev.ModelName("red", f"{number:063}") for number in range(1_000))
+        models = tuple(ModelName("red", f"{number:063}") for number in range(1_000))
         lender.answer(1, fx.Reconciled((), (), models))
         assert ev.ConnectionLost(SESSION) in lender.told
         assert SESSION not in lender.links
@@ -414,7 +415,7 @@ def test_the_longest_answer_to_a_resume_is_a_frame() -> None:
     tenant = "t" * 24
     session = ask(ev.OpenSession(1, tenant, 1, 1, "p", False, "test")).session
     for number in range(700):
-        ask(ev.RegisterModel(1, session, number, ev.ModelName(tenant, f"{number:096}"), None, {}, False))
+        ask(ev.RegisterModel(1, session, number, ModelName(tenant, f"{number:096}"), None, {}, False))
     broker.step(ev.ConnectionLost(session), 0)
     ask(ev.ResumeSession(1, session, "p"))
     most = (1 << 64) - 1

@@ -16,6 +16,7 @@ from membroker.vmm.driver import DeviceInfo
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core.machine import Broker
+from membrokerd.core.names import Location, ModelName
 from membrokerd.core.policy import Rules
 from membrokerd.edge import listings as views
 from membrokerd.observe.decisions import Decisions
@@ -55,14 +56,14 @@ def test_the_memory_is_divided_once_for_all_pages(monkeypatch: pytest.MonkeyPatc
         return found[0] if found else None
 
     session = step(ev.OpenSession, "red", 1, 1, "one", False, "test").session
-    models = [ev.ModelName("red", f"m{number:03}") for number in range(100)]
+    models = [ModelName("red", f"m{number:03}") for number in range(100)]
     for request_id, name in enumerate(models, 2):
         step(ev.RegisterModel, session, request_id, name, None, {}, False)
     step(ev.Allocate, session, 500, models[0], "device", 3 * GIB, 1)
     divided: list[str] = []
     divide = broker.waiting.shares
 
-    def counted(where: ev.Location) -> dict[ev.ModelName, int]:
+    def counted(where: Location) -> dict[ModelName, int]:
         divided.append(where)
         return divide(where)
 

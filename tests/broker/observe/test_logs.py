@@ -23,7 +23,7 @@ from membrokerd.config.config import LogConfig
 from membrokerd.core import effects as fx
 from membrokerd.core import facts as ft
 from membrokerd.core.denied import Reason, deny
-from membrokerd.core.events import ModelName
+from membrokerd.core.names import ModelName
 from membrokerd.observe import log_writer, logs
 from membrokerd.observe.log_writer import Writer
 

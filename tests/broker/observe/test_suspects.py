@@ -11,8 +11,8 @@ from typing import Any, cast
 from tests.support.sizes import MIB
 
 from membrokerd.core import facts as ft
-from membrokerd.core.events import Location, ModelName
 from membrokerd.core.ledger import Ledger
+from membrokerd.core.names import Location, ModelName
 from membrokerd.core.snapshot import MOST_MODELS, HolderView, each_holder
 from membrokerd.observe.suspects import Process, command_of, compare
 

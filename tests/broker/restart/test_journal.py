@@ -22,9 +22,9 @@ from tests.support.journals import BEGAN, BINDING, SESSIONS, STEPS, ends, read, 
 
 from membroker.vmm.sizes import MAX_BYTES
 from membrokerd.core import facts as ft
-from membrokerd.core.events import LOCATIONS, Location, ModelName
 from membrokerd.core.facts_of import story
 from membrokerd.core.ledger import replay
+from membrokerd.core.names import LOCATIONS, Location, ModelName
 from membrokerd.restart import records
 from membrokerd.restart.journal import Journal, boot_id
 

@@ -14,15 +14,15 @@ from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core import policy
 from membrokerd.core.denied import Reason
-from membrokerd.core.events import Location
 from membrokerd.core.facts_of import story
 from membrokerd.core.machine import Broker
+from membrokerd.core.names import Location, ModelName, SegmentName
 from membrokerd.restart import takeover as inheritance
 from membrokerd.restart.descriptor_store import Kept, Store
 from membrokerd.restart.records import MAX_IDS
 from membrokerd.restart.takeover import cover_lent, last_epoch, rebuild_books, take_descriptors, warn_of_holders
 
-MODEL = ev.ModelName("t", "m")
+MODEL = ModelName("t", "m")
 
 
 def broker(capacities: dict[Location, int]) -> Broker:
@@ -35,7 +35,7 @@ def test_a_removed_location_can_have_a_segment_of_zero_bytes() -> None:
     before.step(ev.OpenSession(1, "t", 1, 1, "p", False, ""), 0)
     (session,) = before.ledger.sessions
     before.step(ev.RegisterModel(2, session, 1, MODEL, None, {}, False), 0)
-    before.step(ev.CreateSegment(3, session, 2, ev.SegmentName("t", "m", "s"), "host", 4), 0)
+    before.step(ev.CreateSegment(3, session, 2, SegmentName("t", "m", "s"), "host", 4), 0)
     before.step(ev.NotMade(session, 2, 0, Reason.DEVICE_FULL, {}), 0)
     told, charged, *_ = rebuild_books(story(before.ledger))
     held = cover_lent({"device": 64}, charged)
@@ -137,7 +137,7 @@ def test_the_store_is_made_to_agree_with_the_books() -> None:
     (session,) = books.ledger.sessions
     books.step(ev.RegisterModel(2, session, 1, MODEL, None, {}, False), 0)
     for request_id, label in enumerate(("whole", "half"), start=2):
-        books.step(ev.CreateSegment(request_id, session, request_id, ev.SegmentName("t", "m", label), "device", 4), 0)
+        books.step(ev.CreateSegment(request_id, session, request_id, SegmentName("t", "m", label), "device", 4), 0)
     whole, half = books.ledger.segments.values()
     mine, stranger, *descriptors = (memfd(b"") for _ in range(6))
     kept = Kept(

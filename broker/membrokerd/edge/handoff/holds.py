@@ -7,6 +7,7 @@ from membroker.wire.names import DESCRIPTORS_IN_FLIGHT, MAX_IDS_PER_FRAME
 
 from ...core import events as ev
 from ...core.denied import Denied, Reason, deny
+from ...core.names import Location, ModelName
 from ...core.rows import SessionRow
 from ..convert import Refused, parse_location, parse_model
 
@@ -25,8 +26,8 @@ class Holds:
         self._room = len(row.extents) + len(row.segments) + len(row.charges) + len(row.models) + UNBOOKED
         self._extents: set[int] = set()
         self._segments: dict[int, int] = {}
-        self._declarations: dict[tuple[ev.ModelName, ev.Location], int] = {}
-        self._answering: set[ev.ModelName] = set()
+        self._declarations: dict[tuple[ModelName, Location], int] = {}
+        self._answering: set[ModelName] = set()
 
     def take(self, frame: pb.Holds) -> None:
         """Take one frame; raises `Refused`."""

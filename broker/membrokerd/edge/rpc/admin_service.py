@@ -18,6 +18,7 @@ from ...core import events as ev
 from ...core import policy, snapshot
 from ...core.denied import Denied, Reason, deny
 from ...core.models import only_removes
+from ...core.names import Location, ModelName
 from ...core.rows import Quota
 from ...drain import Drain
 from ...eviction import Evictions
@@ -205,7 +206,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             raise Refused(result)
         return result
 
-    def _shortfalls(self) -> dict[ev.Location, int]:
+    def _shortfalls(self) -> dict[Location, int]:
         admission = self._loop.broker.books.admission
         return {where: admission.shortfall(where) for where in self._loop.broker.ledger.totals}
 
@@ -213,8 +214,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self,
         tenant: str,
         model: str | None,
-        location: ev.Location,
-        shortfalls: Mapping[ev.Location, int],
+        location: Location,
+        shortfalls: Mapping[Location, int],
         *,
         in_force: bool = False,
     ) -> pb.Quota:
@@ -225,7 +226,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             name, used = f"tenants/{tenant}", ledger.tenant_charged(tenant, location)
         else:
             name = f"tenants/{tenant}/models/{model}"
-            row = ledger.models.get(ev.ModelName(tenant, model))
+            row = ledger.models.get(ModelName(tenant, model))
             charge = row.charges.get(location) if row else None  # a quota may be of where an earlier daemon lent
             used = charge.bytes if charge else 0
         quota = (
