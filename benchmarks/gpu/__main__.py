@@ -14,7 +14,7 @@ from membroker.vmm import DriverUnavailable, open_driver
 from ..machine import busy_percent
 from ..plotting import NoMatplotlib, load
 from ..report import progress
-from . import machine, plot, report, scenes
+from . import machine, plot, report, scenes, stage
 from .figures import Section
 from .targets import goals
 
@@ -65,11 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"benchmarks: {error}; --driver host needs no GPU", file=sys.stderr)
         return 1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that all that was started is ended
-    with scenes.bare_driver(options.driver) as bare:
+    with stage.bare_driver(options.driver) as bare:
         facts = machine.facts(bare)
     sections: list[Section] = []
     try:
-        _measure(options.driver, scenes.QUICK if options.quick else scenes.FULL, options.only, sections)
+        _measure(options.driver, stage.QUICK if options.quick else stage.FULL, options.only, sections)
     except KeyboardInterrupt:
         return 130
     finally:
@@ -83,14 +83,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(section.failure for section in sections) else 0
 
 
-def _measure(driver: str, scale: scenes.Scale, only: Sequence[str] | None, sections: list[Section]) -> None:
+def _measure(driver: str, scale: stage.Scale, only: Sequence[str] | None, sections: list[Section]) -> None:
     """Measure scene by scene, into `sections`. One that fails says so, and the next one has daemons of its own."""
     chosen = [scene for key, scene in scenes.SCENES.items() if not only or key in only]
     with progress(len(chosen)) as (tell, done):
-        stage = scenes.Stage(driver, scale, tell)
+        played = stage.Stage(driver, scale, tell)
         before = busy_percent(scale.look_seconds)
         for scene in chosen:
-            measuring = scene(stage)
+            measuring = scene(played)
             section = next(measuring)
             sections.append(section)
             try:

@@ -8,17 +8,8 @@ from dataclasses import dataclass
 from membroker.vmm.sizes import GIB, MIB, format_size
 
 from .figures import ATTACH, EXTENTS, IN_PROCESS, PAGES, POOL, WORKERS, Row, Section, brokered
-from .scenes import (
-    GAP_MS,
-    PAGE_BY_PAGE,
-    PAIR,
-    PAIR_AHEAD,
-    SPARE_GROWTH,
-    SPARE_PAGE,
-    TRANSPORTS,
-    pages_of,
-    workers_of,
-)
+from .scenes import PAGE_BY_PAGE, PAIR, PAIR_AHEAD, SPARE_GROWTH, SPARE_PAGE, pages_of, workers_of
+from .stage import GAP_MS, TRANSPORTS
 
 ALLOCATE = {2 * MIB: {False: 3.0, True: 2.2}, GIB: {False: 2.5, True: 1.6}}
 """An extent's allocate and map at p50, without and with stock, to the driver in process."""

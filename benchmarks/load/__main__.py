@@ -18,7 +18,7 @@ from .. import machine
 from ..crew import WorkerFailed
 from ..daemon import DaemonFailed
 from ..report import progress
-from . import recalls, report, scenes
+from . import recalls, report, scenes, stage
 from .figures import Section
 
 _DESCRIPTION = """\
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that all that was started is ended
     facts = machine.facts()
     try:
-        sections = _measure(scenes.QUICK if options.quick else scenes.FULL, options.before)
+        sections = _measure(stage.QUICK if options.quick else stage.FULL, options.before)
         report.show(facts, sections, sys.stdout)
         if path is not None:
             report.write_json(facts, sections, path)
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measure(scale: scenes.Scale, before: Path | None) -> list[Section]:
+def _measure(scale: stage.Scale, before: Path | None) -> list[Section]:
     sections = []
     played = [*scenes.SCENES, recalls.recalls, partial(recalls.the_core, before=before)]
     if before is not None:

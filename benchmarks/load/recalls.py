@@ -22,7 +22,7 @@ from .crew import working
 from .daemon import running
 from .figures import WHOLE, Samples, Section, joined, timing
 from .jobs import CAPACITY, Borrower, Claimant
-from .scenes import ROUNDS, TENANTS, Scale
+from .stage import ROUNDS, TENANTS, Scale
 
 BORROWERS = 4
 ANSWER_SECONDS = 0.03

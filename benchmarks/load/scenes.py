@@ -6,90 +6,38 @@ Owns the story of a run and the names of its rows. A scene measures in the same 
 from __future__ import annotations
 
 import math
-import tempfile
 import time
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 from membroker.vmm.sizes import MIB
 
 from ..report import Tell
-from .bare import EXTENT, cores, serve_grpc, serve_packets
-from .crew import Crew, MakeJob, serving, working
+from .bare import EXTENT, cores
+from .crew import Crew, MakeJob, working
 from .daemon import CpuMeter, Daemon, running
 from .figures import WHOLE, Samples, Section, Timing, joined, timing
-from .jobs import (
-    MODEL,
-    Filler,
-    GrpcEcho,
-    Idle,
-    LibraryWorker,
-    Neighbour,
-    PacketEcho,
-    RawWorker,
-    RefusedWorker,
-    Registrar,
+from .jobs import Filler, Idle, LibraryWorker, Neighbour, RawWorker, RefusedWorker, Registrar
+from .stage import (
+    ROUNDS,
+    TENANTS,
+    Scale,
+    compared,
+    grpc_server,
+    honest_worker,
+    in_turns,
+    metered,
+    note_memory,
+    packet_server,
+    repeated,
 )
-from .wire import allocate_frame
 
 SESSIONS_PER_PROCESS = 16
 """The most that the broker lets one process have."""
 FILLERS = 8
 NEIGHBOURS = 16
-TENANTS = ("bench", "bench-2", "bench-3", "bench-4")
-ROUNDS = 3
-"""What is compared is measured in so many turns, one after the other."""
-
-"""Told what is being done now."""
-
-Turn = Callable[[float], Samples]
-"""Works for some seconds, and returns what it took."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """How much of it: seconds of work for one row, of a look at the machine, and what the scenes are named after."""
-
-    seconds: float
-    busy_seconds: float
-    look_seconds: float
-    sessions: int
-    extents: int
-    workers: int
-    models: int
-    scrapes: int
-
-
-FULL = Scale(
-    seconds=4,
-    busy_seconds=10,
-    look_seconds=2,
-    sessions=500,
-    extents=100_000,
-    workers=64,
-    models=1_000,
-    scrapes=50,
-)
-QUICK = Scale(
-    seconds=0.1,
-    busy_seconds=0.2,
-    look_seconds=0.1,
-    sessions=20,
-    extents=2_000,
-    workers=4,
-    models=40,
-    scrapes=5,
-)
-
-
-def frame_bytes() -> int:
-    """Return the size of an Allocate, which the bare packets have too."""
-    return allocate_frame(f"tenants/{TENANTS[0]}/models/{MODEL}").ByteSize()
-
 
 # --- 1: one caller ---
 
@@ -104,9 +52,9 @@ def one_caller(scale: Scale, tell: Tell) -> Section:
     )
     first, last = cores()[0], cores()[-1]
     with (
-        _packet_server(lends=False, core=first) as echo,
-        _packet_server(lends=True, core=first) as lend,
-        _grpc_server() as grpc,
+        packet_server(lends=False, core=first) as echo,
+        packet_server(lends=True, core=first) as lend,
+        grpc_server() as grpc,
         running() as daemon,
         ExitStack() as stack,
     ):
@@ -122,7 +70,7 @@ def one_caller(scale: Scale, tell: Tell) -> Section:
         }
         tell("one caller: starting the processes")
         turns = {name: stack.enter_context(working([job])).run for name, job in jobs.items()}
-        taken = _in_turns("one caller: bare, raw and the library", turns, scale.seconds, tell)
+        taken = in_turns("one caller: bare, raw and the library", turns, scale.seconds, tell)
     section.timings += _one_caller_rows(taken)
     return section
 
@@ -151,24 +99,24 @@ def _one_caller_rows(taken: Mapping[str, Samples]) -> Iterator[Timing]:
 def idle_sessions(scale: Scale, tell: Tell) -> Section:
     """Measure a worker of a daemon with many sessions that do nothing, in turns with one of a daemon without them."""
     section = Section("Idle sessions", "")
-    with running() as lone, running() as daemon, _honest_worker(lone) as alone, _honest_worker(daemon) as among:
-        _memory(section, "idle.before", daemon, "daemon, without them")
+    with running() as lone, running() as daemon, honest_worker(lone) as alone, honest_worker(daemon) as among:
+        note_memory(section, "idle.before", daemon, "daemon, without them")
         tell(f"idle sessions: opening {scale.sessions}")
         with working(_idle_jobs(daemon.endpoint(), scale.sessions)):
             # The daemon counts them, since it may have had room for fewer; the worker's own is one more.
             reached = daemon.device().sessions - 1
             section.note = _reached(reached, scale.sessions)
             section.figure("idle.sessions", "sessions open and idle", reached, "")
-            _memory(section, "idle.with", daemon, "daemon, with them")
+            note_memory(section, "idle.with", daemon, "daemon, with them")
             tell(f"idle sessions: {reached} are open, and nobody works")
             idle, busy = CpuMeter([daemon.process.pid]), CpuMeter([daemon.process.pid])
             with idle:
                 time.sleep(scale.seconds)
-            turns = {"alone": alone.run, "among": _metered(busy, among.run)}
-            taken = _in_turns("idle sessions: the worker alone and among them", turns, scale.seconds, tell)
+            turns = {"alone": alone.run, "among": metered(busy, among.run)}
+            taken = in_turns("idle sessions: the worker alone and among them", turns, scale.seconds, tell)
         section.figure("idle.cpu", "daemon CPU, nobody works", idle.percent, "%")
         section.figure("idle.busy_cpu", "daemon CPU, the worker works", busy.percent, "%")
-    section.timings += _compared("idle", taken, "worker alone", "worker among idle sessions")
+    section.timings += compared("idle", taken, "worker alone", "worker among idle sessions")
     return section
 
 
@@ -202,7 +150,7 @@ def full_books(scale: Scale, tell: Tell) -> Section:
         "empty books is another daemon's, in turns.",
     )
     share = scale.extents // FILLERS
-    with running() as lone, running() as daemon, _honest_worker(lone) as alone, _honest_worker(daemon) as among:
+    with running() as lone, running() as daemon, honest_worker(lone) as alone, honest_worker(daemon) as among:
         empty, _ = daemon.memory()
         with working([partial(Filler, daemon.endpoint(), share)] * FILLERS) as fillers:
             tell(f"extents: borrowing {share * FILLERS}")
@@ -210,15 +158,15 @@ def full_books(scale: Scale, tell: Tell) -> Section:
             lent = daemon.device().locations[0].lent_bytes // EXTENT
             full, _ = daemon.memory()
             turns = {"alone": alone.run, "among": among.run}
-            taken = _in_turns("extents: the worker with empty and with full books", turns, scale.seconds, tell)
+            taken = in_turns("extents: the worker with empty and with full books", turns, scale.seconds, tell)
             tell("extents: scrapes and GetDevice with full books")
             asked = [
-                timing("extents.scrape", "/metrics, one scrape", _repeated(daemon.scrape, scale.scrapes)),
-                timing("extents.get_device", "GetDevice", _repeated(daemon.device, scale.scrapes)),
+                timing("extents.scrape", "/metrics, one scrape", repeated(daemon.scrape, scale.scrapes)),
+                timing("extents.get_device", "GetDevice", repeated(daemon.device, scale.scrapes)),
             ]
             tell(f"extents: giving {lent} back")
             emptied = _seconds(fillers.once)
-        section.timings += [*_compared("extents", taken, "worker, the books empty", "worker, the books full"), *asked]
+        section.timings += [*compared("extents", taken, "worker, the books empty", "worker, the books full"), *asked]
         section.figure("extents.count", "extents lent", lent, "")
         section.figure("extents.fill", "time to borrow all", filled, "s")
         section.figure("extents.fill_each", "borrowing, an extent", filled / lent * 1e6, "us")
@@ -228,6 +176,12 @@ def full_books(scale: Scale, tell: Tell) -> Section:
         section.figure("extents.release_each", "release, an extent", emptied / lent * 1e6, "us")
         section.figure("extents.left", "extents lent afterwards", daemon.device().locations[0].lent_bytes / EXTENT, "")
     return section
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begun = time.monotonic_ns()
+    work()
+    return (time.monotonic_ns() - begun) / 1e9
 
 
 # --- 4: many workers ---
@@ -241,16 +195,16 @@ def many_workers(scale: Scale, tell: Tell) -> Section:
         "time; in turns with as many that do the bare packet echo + memfd against one server.",
     )
     tell(f"many workers: starting {scale.workers}, and as many bare ones")
-    with _packet_server(lends=True) as client, working([client(None)] * scale.workers) as bare, running() as daemon:
+    with packet_server(lends=True) as client, working([client(None)] * scale.workers) as bare, running() as daemon:
         job = partial(LibraryWorker, daemon.endpoint(), "handoff")
         with working([job] * scale.workers) as workers:
             its_cpu, their_cpu = CpuMeter([daemon.process.pid]), CpuMeter(workers.pids)
-            turns = {"bare": bare.run, "broker": _metered(its_cpu, _metered(their_cpu, workers.run))}
+            turns = {"bare": bare.run, "broker": metered(its_cpu, metered(their_cpu, workers.run))}
             what = f"many workers: {scale.workers} bare ones, and {scale.workers} of the broker"
-            taken = _in_turns(what, turns, scale.busy_seconds, tell)
+            taken = in_turns(what, turns, scale.busy_seconds, tell)
             section.figure("many.cpu", "daemon CPU", its_cpu.percent, "%")
             section.figure("many.workers_cpu", "the workers' CPU, all together", their_cpu.percent, "%")
-            _memory(section, "many", daemon, "daemon")
+            note_memory(section, "many", daemon, "daemon")
     lend = timing("many.bare", "bare packet echo + memfd", taken["bare"])
     section.timings += [
         lend,
@@ -260,6 +214,10 @@ def many_workers(scale: Scale, tell: Tell) -> Section:
     ]
     section.figure("many.rate", "bare calls/s over the broker's", _rate(taken["bare"]) / _rate(taken["broker"]), "x")
     return section
+
+
+def _rate(samples: Samples) -> float:
+    return samples.count / samples.elapsed
 
 
 # --- 5: many models ---
@@ -273,23 +231,23 @@ def many_models(scale: Scale, tell: Tell) -> Section:
         f"{len(TENANTS)} tenants with {share} models each, and the worker's own. A scrape is a connection, the request "
         "and the whole body; one follows the other without a pause, where Prometheus asks every 15 s or so.",
     )
-    with running(TENANTS) as daemon, _honest_worker(daemon) as worker:
+    with running(TENANTS) as daemon, honest_worker(daemon) as worker:
         tell(f"models: {scale.scrapes} scrapes with the worker's model alone")
-        one = timing("models.scrape_one", "/metrics with 1 model", _repeated(daemon.scrape, scale.scrapes))
+        one = timing("models.scrape_one", "/metrics with 1 model", repeated(daemon.scrape, scale.scrapes))
         tell(f"models: registering {scale.models}")
         with working([partial(Registrar, daemon.endpoint(tenant), share) for tenant in TENANTS]):
             tell(f"models: {scale.scrapes} scrapes, and nobody works")
-            quiet = _repeated(daemon.scrape, scale.scrapes)
+            quiet = repeated(daemon.scrape, scale.scrapes)
             scrapes: list[Samples] = []
             turns = {"alone": worker.run, "among": lambda _: _scraped(daemon, worker, scale.scrapes, scrapes)}
-            taken = _in_turns("models: the worker alone and while scraped", turns, scale.seconds, tell)
+            taken = in_turns("models: the worker alone and while scraped", turns, scale.seconds, tell)
             body = daemon.fresh_scrape()
-            _memory(section, "models", daemon, "daemon")
+            note_memory(section, "models", daemon, "daemon")
     section.timings += [
         one,
         timing("models.scrape_quiet", "/metrics, nobody works", quiet, WHOLE, one),
         timing("models.scrape", "/metrics, a worker works", joined(scrapes), WHOLE, one),
-        *_compared("models", taken, "worker, nobody scrapes", "worker, while scraped"),
+        *compared("models", taken, "worker, nobody scrapes", "worker, while scraped"),
     ]
     section.figure("models.count", "models in /metrics", body.count(b"\nmembroker_model_sessions{"), "")
     section.figure("models.body", "body of /metrics", len(body) / 1024, "KiB")
@@ -299,7 +257,7 @@ def many_models(scale: Scale, tell: Tell) -> Section:
 def _scraped(daemon: Daemon, worker: Crew, scrapes: int, taken: list[Samples]) -> Samples:
     """Let the worker work while one turn's part of the scrapes is made; these are added to `taken`."""
     worker.begin()
-    taken.append(_repeated(daemon.scrape, math.ceil(scrapes / ROUNDS)))
+    taken.append(repeated(daemon.scrape, math.ceil(scrapes / ROUNDS)))
     return worker.end()
 
 
@@ -323,9 +281,9 @@ def refusals(scale: Scale, tell: Tell) -> Section:
                 "beside": partial(_beside, neighbours, refused),
                 "granted": partial(_beside, neighbours, worker),
             }
-            taken = _in_turns("refusals: alone and beside neighbours", turns, scale.seconds, tell)
+            taken = in_turns("refusals: alone and beside neighbours", turns, scale.seconds, tell)
     names = "a refusal, nobody else works", "a refusal beside neighbours"
-    section.timings += _compared("refused", {"alone": taken["alone"], "among": taken["beside"]}, *names)
+    section.timings += compared("refused", {"alone": taken["alone"], "among": taken["beside"]}, *names)
     section.timings.append(timing("refused.granted", "a grant beside neighbours", taken["granted"], "allocate"))
     return section
 
@@ -338,84 +296,6 @@ def _beside(neighbours: Crew, worker: Crew, seconds: float) -> Samples:
     return samples
 
 
-# --- what scenes share ---
-
 SCENES: Sequence[Callable[[Scale, Tell], Section]] = (
     *(one_caller, idle_sessions, full_books, many_workers, many_models, refusals),
 )
-
-
-@contextmanager
-def _packet_server(*, lends: bool, core: int | None = None) -> Iterator[Callable[[int | None], MakeJob]]:
-    """Run a bare server of packets, on a core; yields what makes the job of a client, on the core that it is told."""
-    with tempfile.TemporaryDirectory(prefix="membroker-bench-") as directory:
-        path = Path(directory, "bare.sock")
-        with serving(serve_packets, path, lends, core):
-            yield lambda on: partial(PacketEcho, path, frame_bytes(), lends, on)
-
-
-@contextmanager
-def _grpc_server() -> Iterator[MakeJob]:
-    """Run a bare gRPC server; yields the job of its client."""
-    with tempfile.TemporaryDirectory(prefix="membroker-bench-") as directory:
-        path = Path(directory, "bare.sock")
-        with serving(serve_grpc, path):
-            yield partial(GrpcEcho, path, frame_bytes())
-
-
-@contextmanager
-def _honest_worker(daemon: Daemon) -> Iterator[Crew]:
-    with working([partial(LibraryWorker, daemon.endpoint(), "handoff")]) as workers:
-        yield workers
-
-
-def _in_turns(what: str, turns: Mapping[str, Turn], seconds: float, tell: Tell) -> dict[str, Samples]:
-    """Measure each for some seconds in all, in several turns, so that a slow moment of the machine falls on all."""
-    taken: dict[str, list[Samples]] = {name: [] for name in turns}
-    for number in range(ROUNDS):
-        tell(f"{what}, turn {number + 1} of {ROUNDS}")
-        for name, turn in turns.items():
-            taken[name].append(turn(seconds / ROUNDS))
-    return {name: joined(rounds) for name, rounds in taken.items()}
-
-
-def _metered(meter: CpuMeter, turn: Turn) -> Turn:
-    def measured(seconds: float) -> Samples:
-        with meter:
-            return turn(seconds)
-
-    return measured
-
-
-def _compared(key: str, taken: Mapping[str, Samples], alone_name: str, among_name: str) -> list[Timing]:
-    """Return the rows of a worker that has the daemon to itself, and of one that has not, beside it."""
-    alone = timing(f"{key}.alone", alone_name, taken["alone"])
-    return [alone, timing(f"{key}.among", among_name, taken["among"], WHOLE, alone)]
-
-
-def _rate(samples: Samples) -> float:
-    return samples.count / samples.elapsed
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    begun = time.monotonic_ns()
-    work()
-    return (time.monotonic_ns() - begun) / 1e9
-
-
-def _repeated(work: Callable[[], object], count: int) -> Samples:
-    """Measure what this process asks of the daemon itself; the first time is the warm-up."""
-    work()
-    times = array("Q")
-    begun = time.monotonic_ns()
-    for _ in range(count):
-        start = time.monotonic_ns()
-        work()
-        times.append(time.monotonic_ns() - start)
-    return Samples({WHOLE: times}, time.monotonic_ns() - begun)
-
-
-def _memory(section: Section, key: str, daemon: Daemon, name: str) -> None:
-    rss, pss = daemon.memory()
-    section.figure(f"{key}.rss", f"{name}: RSS", rss / MIB, "MiB")
-    section.figure(f"{key}.pss", f"{name}: PSS", pss / MIB, "MiB")

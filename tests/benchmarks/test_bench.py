@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.load import recalls, scenes, targets
+from benchmarks.load import recalls, stage, targets
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 100
@@ -164,10 +164,10 @@ def test_used_pages_are_waited_for(quick: tuple[Any, str]) -> None:
 
 def test_another_tree_is_measured_beside_this_one() -> None:
     """`--before TREE`, with this tree as the other: its core, and its daemon's time with a target for the ratio."""
-    section = recalls.the_core(scenes.QUICK, lambda _: None, ROOT)
+    section = recalls.the_core(stage.QUICK, lambda _: None, ROOT)
     by_key = {row.key: row for row in section.timings}
     assert by_key["core.extent"].beside == by_key["core.before"].name
-    section = recalls.beside(scenes.QUICK, lambda _: None, ROOT)
+    section = recalls.beside(stage.QUICK, lambda _: None, ROOT)
     figures = {row.key: row.value for row in section.figures}
     (goal,) = targets.goals([section])
     assert goal.value == figures["beside.ratio"] == figures["beside.new"] / figures["beside.old"]
