@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -13,14 +14,18 @@ from google.rpc.status_pb2 import Status
 from tests.support import raw
 from tests.support.daemons import Daemon, until
 from tests.support.honest_worker import State, honest
+from tests.support.sizes import MIB
 from tests.support.workers import worker
 
+import membroker
+from membroker.kv import ElasticCache, Layout, Sleeper, Strided
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import handoff_pb2 as pb
 from membroker.v1.resources_pb2 import SleepStatus
 from membroker.wire import frames as handoff
 from membrokerd.sleeping import ANSWER_SECONDS, MAX_DETAIL
 
+PAGE = 2 * MIB
 CHAT = "tenants/red/models/chat"
 ASLEEP = SleepStatus(state=SleepStatus.ASLEEP, cache_bytes=3, weight_bytes=4, detail="good night")
 
@@ -161,6 +166,26 @@ def test_a_program_is_asked_in_its_own_thread(daemon: Daemon) -> None:
         assert one.refused("model.on_sleep(5)").error == "InvalidRequest"
         one.do("model.unregister()")
         assert one.refused("model.on_sleep(tell)").error == "ModelNotFound"
+
+
+def test_an_engine_that_ends_leaves_the_next_one_its_questions(daemon: Daemon) -> None:
+    """A program replaces its engine: the new one answers for the model before the old one is closed."""
+    with membroker.connect(daemon.endpoint()) as client, ExitStack() as engines:
+        model = client.register_model("chat")
+        old, new = (engines.enter_context(an_idle_engine(model)) for _ in range(2))
+        assert model._recalls.sleep_callback_of(model.resource_name) == new.answer
+        old.close()
+        assert [row.status.state for row in ask(daemon).sessions] == [SleepStatus.BUSY]
+        new.close()
+        assert [row.status.state for row in ask(daemon).sessions] == [SleepStatus.UNSUPPORTED]
+
+
+@contextmanager
+def an_idle_engine(model: membroker.Model) -> Iterator[Sleeper]:
+    with model.pool(page_size=PAGE, virtual_capacity=4 * PAGE) as pool:
+        layout = Layout(pool.base_address, PAGE, 4, [Strided(pool.base_address, PAGE, PAGE)])
+        with ElasticCache(pool, layout) as cache, Sleeper(cache) as sleeper:
+            yield sleeper
 
 
 _FLOOD = """

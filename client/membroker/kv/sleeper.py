@@ -340,10 +340,19 @@ class Sleeper(Closing):
                 return
             self._closed = True
             self._changed.notify_all()
-        with suppress(MembrokerError):  # the client is closed
-            self._model.on_sleep(None)
+        if self._is_asked:
+            with suppress(MembrokerError):  # the client is closed
+                self._model.on_sleep(None)
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
+
+    @property
+    def _is_asked(self) -> bool:
+        """Whether operators' questions come to this engine, and not to a callback that was set later."""
+        model = self._model
+        if isinstance(model, Ranks):
+            return bool(model.sleep_callback == self.answer)
+        return bool(model._recalls.sleep_callback_of(model.resource_name) == self.answer)
 
     def __repr__(self) -> str:
         return f"<membroker.kv.Sleeper of {self._cache!r}, {self._state}>"

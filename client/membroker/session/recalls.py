@@ -146,6 +146,10 @@ class Recalls:
         self._line.start_callbacks()
         self._sleeping[name] = callback
 
+    def sleep_callback_of(self, name: str) -> Callable[[SleepRequest], SleepStatus] | None:
+        """Return the callback for questions about a model's sleep."""
+        return self._sleeping.get(name)
+
     def callback_of(self, name: str) -> Callable[[Any], object] | None:
         """Return the callback for a model."""
         answering = self._answering.get(name)

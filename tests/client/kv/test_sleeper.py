@@ -39,6 +39,10 @@ class Slept(Recalled):
     def on_sleep(self, callback: object) -> None:
         self.sleep = callback
 
+    def sleep_callback_of(self, name: str) -> object:
+        assert name == self.resource_name
+        return self.sleep
+
 
 @pytest.fixture
 def lender() -> Iterator[Slept]:
