@@ -98,7 +98,7 @@ class HostDriver:
         with ExitStack() as undo:
             undo.callback(close_each, made)
             self._create(made, size, location, sealable=sealable)
-            handle = self._book(made[0], size, location, imported=False)
+            handle = self._book(undo, made[0], size, location, imported=False)
             undo.pop_all()
         return handle
 
@@ -156,7 +156,7 @@ class HostDriver:
             own = extents.duplicate(descriptor)
             undo.callback(os.close, own)
             extents.check(own, size)
-            handle = self._book(own, size, location, imported=True)
+            handle = self._book(undo, own, size, location, imported=True)
             undo.pop_all()
         return handle
 
@@ -360,8 +360,9 @@ class HostDriver:
             hint = "this driver was made before a fork: abandon it in the child, and open a new one"
             raise DriverError(call, "ECHILD", errno.ECHILD, hint)
 
-    def _book(self, descriptor: int, size: int, location: Location, *, imported: bool) -> Handle:
+    def _book(self, undo: ExitStack, descriptor: int, size: int, location: Location, *, imported: bool) -> Handle:
         handle = Handle(next(_handle_values), size, location)
+        undo.callback(self._handles.pop, handle, None)  # before: Ctrl-C can come when it is booked
         with self._lock:
             self._handles[handle] = _Extent(descriptor, imported)
         return handle

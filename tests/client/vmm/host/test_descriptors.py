@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.host_driver import mapped, open_descriptors, used
+from tests.support.interrupts import interrupted_at
 
 from membroker.vmm import (
     AccessFlags,
@@ -313,6 +314,24 @@ def test_closing_leaves_mappings_and_exported_descriptors(driver: HostDriver) ->
 
 
 # Opening
+
+
+@pytest.mark.parametrize("how", ["create", "import"])
+def test_ctrl_c_leaves_no_handle_without_a_descriptor(driver: HostDriver, how: str) -> None:
+    """Its number is soon another file's, which the end of the driver would close."""
+    source = driver.export(driver.create(GRANULARITY))
+    calls = {
+        "create": lambda: driver.create(GRANULARITY),
+        "import": lambda: driver.import_extent(source, GRANULARITY),
+    }
+    point, struck = 0, True
+    while struck:
+        point += 1
+        _, struck = interrupted_at(point, calls[how])
+        for extent in driver._handles.values():
+            os.fstat(extent.descriptor)
+    os.close(source)
+    assert point > 20
 
 
 def test_open_driver_knows_two_kinds() -> None:
