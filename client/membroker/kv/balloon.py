@@ -11,7 +11,7 @@ wait for a fence, and unmap.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from ..errors import InvalidRequest
@@ -108,13 +108,19 @@ class Balloon(Groups):
         return self._next < self.layout.groups
 
     def _choose_asked(self, size: int, ask: _Ask) -> list[int]:
-        looks = [self._look(group, ask) for group in self.groups_in(MAPPED) if group not in self.first]
-        costs = {look.group: self._cost(look, ask) for look in looks}
         chosen = list[int]()
-        for look in sorted(looks, key=lambda look: (costs[look.group], look.used, look.warmth, -look.group)):
-            if self.going_bytes >= size:
-                break
-            self._drain(look.group, chosen)
+
+        def drain(looks: Iterable[_Look]) -> None:
+            for look in looks:
+                if self.going_bytes >= size:
+                    return
+                self._drain(look.group, chosen)
+
+        looks = [self._look(group, ask) for group in self.groups_in(MAPPED) if group not in self.first]
+        drain(sorted((one for one in looks if not one.used), key=lambda one: (one.warmth, -one.group)))
+        if self.going_bytes < size:  # costs take the engine's time
+            costs = {one: self._cost(one.group, ask) for one in looks if one.used}
+            drain(sorted(costs, key=lambda one: (costs[one], one.used, -one.group)))
         return chosen
 
     def _choose_free(self, size: int, ask: _Ask, most: int) -> list[int]:
@@ -130,9 +136,8 @@ class Balloon(Groups):
             self._cached.pop(group, None)
             chosen.append(group)
 
-    def _cost(self, look: _Look, ask: _Ask) -> float:
-        members = self.layout.members(look.group)
-        return ask.cost([block for block in members if self._out[block]]) if look.used else 0
+    def _cost(self, group: int, ask: _Ask) -> float:
+        return ask.cost([block for block in self.layout.members(group) if self._out[block]])
 
     def _choose_spare(self, want: int, ask: _Ask, most: int) -> list[int]:
         left, chosen = self.available - want - self.ahead, list[int]()

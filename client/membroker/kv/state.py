@@ -288,7 +288,7 @@ class CacheState:
     def recalled(self, recall: Recall) -> None:
         """Release what a recall asks for, or asks for now: it may be open, and raised."""
         with self._lock:
-            self._is_asked_anew |= self._recalls.get(recall.model) is not recall
+            self._is_asked_anew = True
             self._recalls[recall.model] = recall
             self._tried = [one for one in self._tried if one is not recall]
 
