@@ -76,7 +76,7 @@ class GuaranteesReferee:
             return 0
         models = [one for one in self._broker.ledger.models if one.tenant == tenant]
         lent = sum(self.lent(name, where) for name in models)
-        return max(0, self.tenant_guarantee(tenant, where) - lent)
+        return max(0, self.usable_guarantee(tenant, where) - lent)
 
     def unlent_beside(self, tenant: str | None, where: Location) -> int:
         """Return the unused guarantees of all other tenants that are never lent."""
@@ -88,6 +88,12 @@ class GuaranteesReferee:
         limit, guarantee, _ = self._referee.set_for((tenant, None, where))
         whole = max(guarantee or 0, sum(self.guarantee(name, where) for name in self._guaranteed(tenant, where)))
         return whole if limit is None else min(whole, limit)
+
+    def usable_guarantee(self, tenant: str, where: Location) -> int:
+        """Return what a tenant can have lent of its guarantee: its limit counts what is releasing, too."""
+        limit, size = self._referee.set_for((tenant, None, where)).limit, self.tenant_guarantee(tenant, where)
+        charge = self._broker.ledger.tenants.get((tenant, where))
+        return size if limit is None or charge is None else max(0, min(size, limit - charge.releasing))
 
     def fit_limits(self, where: Location) -> bool:
         """Say whether each tenant's limit has room for what is guaranteed to its models, and is firm beyond that.

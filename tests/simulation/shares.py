@@ -114,7 +114,7 @@ def _tenant(referee: Referee, tenant: str, where: Location, own: Sequence[tuple[
         charge = ledger.tenants.get((tenant, where))
         most = min(most, limit - (charge.releasing if charge else 0))
     most = max(least, most)
-    base: float = guarantees.tenant_guarantee(tenant, where)
+    base: float = guarantees.usable_guarantee(tenant, where)
     if referee.recalls.is_possible and tenant not in referee.world.broker.books.rules.unlent:
         base = min(base, most)
     low = max(0, least - base)

@@ -286,9 +286,13 @@ def _unused_guarantees_have_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def whole(self: Any, tenant: str, where: Any, models: Any) -> Any:
         found = tenant_part(self, tenant, where, models)
-        return found._replace(base=self._admission.tenant_guarantee(tenant, where))
+        return found._replace(base=self._admission.usable_guarantee(tenant, where))
 
     monkeypatch.setattr(Shares, "_tenant", whole)
+
+
+def _releasing_bytes_leave_room_in_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Admission, "usable_guarantee", Admission.tenant_guarantee)
 
 
 def _the_unlent_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,6 +369,7 @@ FAULTS: tuple[Fault, ...] = (
     _nothing_is_recalled,
     _firm_bytes_have_no_share,
     _unused_guarantees_have_a_share,
+    _releasing_bytes_leave_room_in_a_limit,
     _the_unlent_is_lent,
     _a_hold_never_ends,
     _a_hold_keeps_nothing,

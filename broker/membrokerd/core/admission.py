@@ -77,6 +77,15 @@ class Admission:
         size = max(row.own, sum(row.models.values())) if row else 0
         return min(size, policy.MAX_BYTES if row is None or row.limit is None else row.limit)
 
+    def usable_guarantee(self, tenant: str, location: Location) -> int:
+        """Return what a tenant can use of its guarantee now: its limit counts bytes that are releasing, too."""
+        size = self.tenant_guarantee(tenant, location)
+        row = self._guarantees[location].get(tenant)
+        if row is None or row.limit is None:
+            return size
+        releasing = self._ledger.tenant_charged(tenant, location) - self._ledger.tenant_lent(tenant, location)
+        return max(0, min(size, row.limit - releasing))
+
     def guarantees_of_models(self, location: Location) -> dict[ModelName, int]:
         """Return the guarantee of each model that has one."""
         return {name: size for row in self._guarantees[location].values() for name, size in row.models.items()}
@@ -122,10 +131,10 @@ class Admission:
         return sum(self.unlent(one, location) for one in self._rules.unlent if one != tenant)
 
     def unlent(self, tenant: str, location: Location) -> int:
-        """Return a tenant's unused guarantee, if it is never lent."""
+        """Return a tenant's unused guarantee, if it is never lent: no more than its limit lets it borrow."""
         if tenant not in self._rules.unlent:
             return 0
-        return max(0, self.tenant_guarantee(tenant, location) - self._ledger.tenant_lent(tenant, location))
+        return max(0, self.usable_guarantee(tenant, location) - self._ledger.tenant_lent(tenant, location))
 
     def _unused_by_models(self, tenant: str, location: Location) -> int:
         """Return what the tenant's models have not borrowed of their guarantees.

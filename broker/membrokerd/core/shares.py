@@ -135,7 +135,7 @@ class Shares:
         return Item(weight, low, max(low, most - base), base)
 
     def _tenant(self, tenant: str, location: Location, models: Collection[Item]) -> Item:
-        """Return a tenant's item: its guarantee, or what its models want of that, and what they could use besides."""
+        """Return a tenant's item: its usable guarantee, or what its models want of that, and what they want besides."""
         least = sum([model.base + model.low for model in models])
         most = sum([model.base + model.high for model in models])
         limit = policy.set_limit(self._ledger.quotas, self._rules, (tenant, None, location))
@@ -143,7 +143,7 @@ class Shares:
             charge = self._ledger.tenants.get((tenant, location))
             most = min(most, limit - (charge.releasing if charge else 0))
         most = max(least, most)
-        base = self._admission.tenant_guarantee(tenant, location)
+        base = self._admission.usable_guarantee(tenant, location)
         if self._recallable.is_possible and tenant not in self._rules.unlent:
             base = min(base, most)
         low = max(0, least - base)
