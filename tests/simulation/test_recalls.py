@@ -275,8 +275,7 @@ def _firm_bytes_have_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Shares._model
 
     def without(self: Any, *of: Any) -> Any:
-        found = model(self, *of)
-        return found._replace(item=found.item._replace(low=0))
+        return model(self, *of)._replace(low=0)
 
     monkeypatch.setattr(Shares, "_model", without)
 
