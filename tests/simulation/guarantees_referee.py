@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.once import once_a_step
 
 from membrokerd.core import events as ev
+from membrokerd.core import facts as ft
+from membrokerd.core.books import Step
 from membrokerd.core.names import Location, ModelName
 
 if TYPE_CHECKING:
     from tests.simulation.referee import Referee
+
+NOTHING: Mapping[Any, int] = MappingProxyType({})
 
 
 class GuaranteesReferee:
@@ -21,10 +27,22 @@ class GuaranteesReferee:
         self._referee = referee
         self.debits = self.refusals = self.beside_unlent = 0
         """Debits beside a guarantee that was not used, or is never lent, and refusals that name one."""
+        self.later: Counter[tuple[ModelName, Location]] = Counter()
+        """What the debits of the step come to that are not judged yet: all of them are in the books."""
 
     @property
     def _broker(self) -> Any:
         return self._referee.world.broker
+
+    def follow(self, step: Step) -> None:
+        """Take down what a step lent: it can grant several requests, each by the books of its moment."""
+        self.later = Counter()
+        for fact in step.facts:
+            match fact:
+                case ft.Debited():
+                    self.later[fact.name, fact.location] += fact.extent_bytes * fact.count
+                case ft.SegmentBegan():
+                    self.later[fact.name, fact.location] += fact.extent_bytes * (fact.count - 1) + fact.last_bytes
 
     def debited(self, name: ModelName, where: Location, size: int, session: int | None) -> None:
         """The debit of `size` bytes, which is in the books, took nothing that is kept for others.
@@ -33,7 +51,9 @@ class GuaranteesReferee:
         """
         recalls, total = self._referee.recalls, self._broker.ledger.totals[where]
         if recalls.is_late(session, name, where):
-            assert self.is_guaranteed(name, where, size, less=size), f"{name} was lent more, and is late"
+            within = self.is_guaranteed(name, where, size, undone=self.later)
+            assert within, f"{name} was lent more, and is late"
+        self.later[name, where] -= size
         firm = 0 if recalls.answers(session, name) else size
         after, before = self.needed(where, {}), self.needed(where, {name: -firm})
         self.debits += after > total.lent
@@ -143,13 +163,23 @@ class GuaranteesReferee:
             others = 0
         return whole + size + others <= limit
 
-    def is_guaranteed(self, name: ModelName, where: Location, size: int, less: int = 0) -> bool:
-        """Say whether `size` more bytes, and `less` fewer before, are within the model's guarantee or its tenant's."""
-        if self.lent(name, where) - less + size <= self.guarantee(name, where):
-            return True
+    def is_guaranteed(
+        self,
+        name: ModelName,
+        where: Location,
+        size: int,
+        undone: Mapping[tuple[ModelName, Location], int] = NOTHING,
+    ) -> bool:
+        """Say whether `size` more bytes are within the model's guarantee or its tenant's.
+
+        `undone` are debits that are in the books, and are thought away.
+        """
         models = {one for one in self._broker.ledger.models if one.tenant == name.tenant}
         models |= self._guaranteed(name.tenant, where)
-        lent = {one: self.lent(one, where) + (size - less if one == name else 0) for one in models}
+        lent = {one: self.lent(one, where) - undone.get((one, where), 0) for one in models}
+        lent[name] = lent.get(name, 0) + size
+        if lent[name] <= self.guarantee(name, where):
+            return True
         whole = sum(max(self.guarantee(one, where), lent[one]) for one in models)
         return whole <= (self._referee.set_for((name.tenant, None, where)).guarantee or 0)
 

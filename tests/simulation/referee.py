@@ -169,6 +169,7 @@ class Referee:
         for total in ledger.totals.values():
             assert 0 <= total.lent + total.releasing <= total.lent + total.releasing + total.stock <= total.capacity
         self._follow(step)
+        self.guarantees.follow(step)
         self.recalls.follow(event, step)
         self.known = {}
         looked = isinstance(event, ev.ProcessDied | ev.Audit)

@@ -150,7 +150,8 @@ class WaitingReferee:
         return self._referee.guarantees.may_borrow(one.name, one.event.location, one.size, borrower(one), undone)
 
     def _is_guaranteed(self, one: Any, less: int = 0) -> bool:
-        return self._referee.guarantees.is_guaranteed(one.name, one.event.location, one.size, less)
+        where = one.event.location
+        return self._referee.guarantees.is_guaranteed(one.name, where, one.size, {(one.name, where): less})
 
     def _left(self, one: Any, shares: Any, given: int = 0) -> float:
         """Return how far below its share a request leaves its model; `given` bytes of it are in the books."""
