@@ -54,7 +54,7 @@ class GuaranteesReferee:
             within = self.is_guaranteed(name, where, size, undone=self.later)
             assert within, f"{name} was lent more, and is late"
         self.later[name, where] -= size
-        firm = 0 if recalls.answers(session, name) else size
+        firm = 0 if recalls.is_trusted(session, name, where) else size
         after, before = self.needed(where, {}), self.needed(where, {name: -firm})
         self.debits += after > total.lent
         assert after <= max(before, total.capacity - total.releasing), f"{name} was lent what is guaranteed to others"
@@ -83,9 +83,10 @@ class GuaranteesReferee:
         recalls, total = self._referee.recalls, self._broker.ledger.totals[where]
         if recalls.is_late(session, name, where):
             return self.is_guaranteed(name, where, size)
-        if recalls.answers(session, name):
+        if recalls.is_trusted(session, name, where):
             return True
-        without = {undone.name: -undone.size} if undone and not recalls.answers(borrower(undone), undone.name) else {}
+        firm = undone and not recalls.is_trusted(borrower(undone), undone.name, where)
+        without = {undone.name: -undone.size} if firm else {}
         after, before = self.needed(where, {**without, name: size}), self.needed(where, without)
         return after <= max(before, total.capacity - total.releasing)
 

@@ -88,12 +88,16 @@ class RecallsReferee:
             return False
         return bool(self._world.broker.ledger.sessions[session].state == "open")
 
+    def is_trusted(self, session: int | None, name: ev.ModelName, where: ev.Location) -> bool:
+        """Say whether what a session borrows can be recalled: it answers, and no recall of it is late."""
+        asked = self.asked.get((session, name, where)) if session is not None else None
+        return self.answers(session, name) and not (asked is not None and asked.late)
+
     def bytes_of(self, place: Place) -> int:
         """Return the bytes of extents that a session can be asked for."""
         session, name, where = place
-        asked = self.asked.get(place)
         charge = self._world.broker.ledger.sessions[session].charges.get((name, where))
-        if charge is None or not self.answers(session, name) or (asked is not None and asked.late):
+        if charge is None or not self.is_trusted(session, name, where):
             return 0
         return max(0, charge.bytes - charge.declared - self.kept.get(place, (0, 0))[0])
 

@@ -91,7 +91,7 @@ def _part(referee: Referee, name: ModelName, where: Location, wanted: int, undon
     lent, firm = guarantees.lent(name, where), guarantees.firm(name, where)
     if undone and name == undone.name:
         lent -= undone.size
-        firm -= 0 if recalls.answers(borrower(undone), name) else undone.size
+        firm -= 0 if recalls.is_trusted(borrower(undone), name, where) else undone.size
     row = referee.world.broker.ledger.models.get(name)
     releasing = row.charges[where].releasing if row else 0
     limits = [referee.set_for((*name, where)).limit, referee.asked.get(name, {}).get(where) if row else None]

@@ -53,6 +53,10 @@ def _lost_sessions_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recallable, "borrowers", borrowers)
 
 
+def _late_sessions_are_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recallable, "is_trusted", lambda self, session, name, _: self.answers(session, name))
+
+
 def _all_sessions_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recallable, "answers", lambda self, session, name: session is not None)
 
@@ -340,6 +344,7 @@ FAULTS: tuple[Fault, ...] = (
     _segments_can_be_recalled,
     _late_sessions_can_be_asked,
     _lost_sessions_can_be_asked,
+    _late_sessions_are_trusted,
     _all_sessions_answer,
     _an_answer_ends_nothing,
     _silence_is_forgiven_on_return,

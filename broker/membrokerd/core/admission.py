@@ -258,7 +258,7 @@ class Admission:
         if self._recallable.recalls and self._recallable.is_late(session, name, location):
             own, _, slack = self._unused(name, location)
             return own + slack
-        if self._recallable.is_possible and self._recallable.answers(session, name):
+        if self._recallable.is_possible and self._recallable.is_trusted(session, name, location):
             return policy.MAX_BYTES
         return self._unfirm(name, location) + max(0, self.not_firm(location) - self.reserved(location))
 

@@ -92,10 +92,15 @@ class Recallable:
         self.changed()
 
     def answers(self, session: int | None, name: ModelName) -> bool:
-        """Say whether a session that is connected answers recalls of a model, and has not failed to."""
+        """Say whether a session that is connected answers recalls of a model."""
         if session is None or session not in self._answering.get(name, ()):
             return False
         return self._ledger.sessions[session].state == "open"
+
+    def is_trusted(self, session: int | None, name: ModelName, location: Location) -> bool:
+        """Say whether what a session borrows now can be recalled: it answers, and no recall of it is late."""
+        recall = self.recalls.get(Borrower(session, name, location)) if session is not None else None
+        return self.answers(session, name) and not (recall is not None and recall.late)
 
     def answering(self) -> dict[ModelName, set[int]]:
         """Return a copy of the sessions that answer recalls of each model, or will when they are connected again."""
