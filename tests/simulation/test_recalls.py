@@ -19,6 +19,7 @@ from membrokerd.core.waiting import Waiting
 
 SEEDS = [seed for seed in range(20_260, 20_340) if is_crowded(seed) and not is_deaf(seed)][:6]
 SEEDS.insert(1, SEEDS.pop(3))  # the one in which a rare fault shows
+SEEDS.append(20_351)  # in which another one does: a release of one model's that counts for another's recall
 REST = [seed for seed in range(20_260, 20_300) if not is_deaf(seed)]
 
 
