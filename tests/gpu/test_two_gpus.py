@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS, Daemon
+from tests.support.all_gpus import Parent, running_all
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.gpu import enter, run
 from tests.support.keepers import end_keeper
 from tests.support.sizes import GIB, MIB
-from tests.support.workers import worker
+from tests.support.workers import Worker, worker
 
 from membroker.vmm import DriverUnavailable
 from membroker.vmm.cuda.driver import CudaDriver
@@ -21,6 +25,7 @@ from membroker.vmm.cuda.driver import CudaDriver
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.usefixtures("gpu")]
 
 SIZE = 256 * MIB
+SIZES = [512 * MIB, 768 * MIB]
 KEEPERS = {"default": None, "by the device's name": "keepers/{device}/fdstore.sock"}
 
 
@@ -36,7 +41,7 @@ def _two_gpus() -> None:
 def place() -> Iterator[Path]:
     directory = Path(tempfile.mkdtemp(prefix="mb-"))
     yield directory
-    for path in (*directory.glob("run/*/state/fdstore.sock"), *directory.glob("keepers/*/fdstore.sock")):
+    for path in (*directory.glob("*/*/state/fdstore.sock"), *directory.glob("keepers/*/fdstore.sock")):
         end_keeper(path)
     shutil.rmtree(directory, ignore_errors=True)
 
@@ -100,3 +105,62 @@ def test_segments_of_two_gpus_outlive_both_daemons(place: Path, keeper: str | No
         for daemon in daemons:
             daemon.process.kill()
             daemon.process.wait(DEADLINE_SECONDS)
+
+
+@contextmanager
+def both(place: Path) -> Iterator[tuple[Parent, Worker, dict[str, str]]]:
+    """Run `membrokerd --all`, and a worker with a filled pool at each GPU. The dictionary is for commands."""
+    runtime = place / "membroker"  # below XDG_RUNTIME_DIR the commands find it by themselves
+    environment = {key: value for key, value in os.environ.items() if key != "MEMBROKER_ENDPOINT"}
+    config = {"driver": "cuda", "capacity": 2 * GIB, "host_capacity": GIB, "runtime_directory": str(runtime)}
+    with running_all(place, count=(), **config) as parent, worker() as one:
+        parent.wait_until_ready()
+        one.do("from concurrent.futures import ThreadPoolExecutor; from tests.support.gpu_offload import *")
+        one.do("from tests.support.gpu_work import *; clients, models, pools = [], [], []")
+        for number, size in enumerate(SIZES):
+            one.do(f"client = membroker.connect({str(runtime / str(number) / 'tenants' / 'red')!r})")
+            one.do("model = client.register_model('m', virtual_capacity='4GiB'); pool = model.pool(page_size='64MiB')")
+            one.do(f"warm_up(model.driver); pool.allocate(0, {size})")
+            one.do(f"fill_random(pool, model.driver, {size}, {number})")
+            one.do("clients.append(client); models.append(model); pools.append(pool)")
+        yield parent, one, {**environment, "XDG_RUNTIME_DIR": str(place)}
+        one.do("[client.close() for client in clients]")
+
+
+def test_one_command_serves_both_gpus(place: Path) -> None:
+    """`status` shows both, both pools are offloaded at once, and a kill of one daemon disturbs nothing of the other."""
+    with both(place) as (parent, one, environment):
+        uuids = one.ask("[client.device_uuid for client in clients]")
+        assert [parent.figure("membroker_daemon_up", uuid) for uuid in uuids] == [1, 1]
+        shown = run("membroker.cli.main", "status", **environment).stdout
+        print(shown)
+        assert len(set(uuids)) == sum(uuid in shown for uuid in uuids) == 2
+        sums = f"[sum_of(pool, model.driver, size) for pool, model, size in zip(pools, models, {SIZES}, strict=True)]"
+        written = one.ask(sums)
+        one.do("threads = ThreadPoolExecutor(2); slept = list(threads.map(lambda pool: pool.offload(), pools))")
+        assert one.ask("slept") == SIZES
+        killed, other = parent.pids(uuids)
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: parent.pids(uuids)[0] != killed and parent.get("/readyz")[0] == 200)
+        assert parent.pids(uuids)[1] == other
+        one.do("woken = list(threads.map(lambda pool: pool.restore(), pools)); threads.shutdown()")
+        assert one.ask("woken") == SIZES
+        assert one.ask(sums) == written
+
+
+def test_top_shows_both_gpus(place: Path) -> None:
+    pytest.importorskip("pyte", reason="the terminal needs pyte")
+    from tests.support.terminal import Terminal
+
+    with both(place) as (_, one, environment):
+        uuids = one.ask("[client.device_uuid for client in clients]")
+        terminal = Terminal(["-m", "membroker.cli.main", "top", "--interval", "0.1"], environment, 200)
+        try:
+            rows = [["red/m", "512.0MiB"], ["red/m", "768.0MiB"]]
+            until(lambda: sorted(line.split()[:2] for line in terminal.lines() if line.startswith("red/m ")) == rows)
+            print(terminal.text())
+            assert {line.split()[0] for line in terminal.lines()[:4]} == {uuid[:12].lower() for uuid in uuids}
+            terminal.press("q")
+            assert terminal.wait(DEADLINE_SECONDS) == 0
+        finally:
+            terminal.close()

@@ -15,91 +15,20 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.support.daemons import DEADLINE_SECONDS, Daemon, to_toml, until
+from tests.support.all_gpus import CLI, UUIDS, running_all, write_config
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.fake_cuda import build_fake_cuda, run_beside_fake_cuda
 from tests.support.keepers import end_keeper
 from tests.support.workers import worker
 
 import membroker
 from membrokerd.observe import catalog
-
-CLI = ("-m", "membrokerd.cli")
-UUIDS = ["host", "host-1"]
-
-
-class Parent:
-    """A running `membrokerd --all 2`."""
-
-    def __init__(self, place: Path, program: Sequence[str] = CLI, count: Sequence[str] = ("2",), **config: Any) -> None:
-        self.place = place
-        self.log_path = place / "log"
-        self.notified = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self.notified.bind(str(place / "notify"))
-        environment = {**os.environ, "NOTIFY_SOCKET": str(place / "notify")}
-        command = [sys.executable, *program, "--config", str(write_config(place, **config)), "--all", *count]
-        with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-
-    def log(self) -> str:
-        return self.log_path.read_text()
-
-    def metrics_url(self) -> str:
-        found = re.search(rf" ready pid={self.process.pid} metrics=(\S+)", self.log())
-        return found.group(1) if found else ""
-
-    def wait_until_ready(self) -> None:
-        until(lambda: self.process.poll() is not None or self.metrics_url())
-        until(lambda: self.process.poll() is not None or self.get("/readyz")[0] == 200)
-        assert self.process.poll() is None, self.log()
-
-    def get(self, path: str) -> tuple[int, str]:
-        url = self.metrics_url().replace("/metrics", path)
-        try:
-            with urllib.request.urlopen(url, timeout=DEADLINE_SECONDS) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode()
-
-    def figure(self, name: str, uuid: str) -> float | None:
-        for family in text_string_to_metric_families(self.get("/metrics")[1]):
-            for sample in family.samples:
-                if sample.name == name and sample.labels.get("gpu_uuid") == uuid:
-                    return sample.value
-        return None
-
-    def pids(self) -> list[int]:
-        """Return the last process of each device."""
-        started = dict(re.findall(r"a daemon is started gpu=(\S+) child=(\d+)", self.log()))
-        return [int(started[uuid]) for uuid in UUIDS]
-
-    def endpoint(self, uuid: str) -> Path:
-        return self.place / "run" / uuid / "tenants" / "red"
-
-    def told(self) -> str:
-        """Return what systemd was told since the last call."""
-        lines = []
-        with suppress(BlockingIOError):
-            while True:
-                lines.append(self.notified.recv(4096, socket.MSG_DONTWAIT).decode())
-        return "\n".join(lines)
-
-
-def write_config(place: Path, **changed: object) -> Path:
-    path = place / "membrokerd.toml"
-    config = {"driver": "host", "capacity": "64MiB", "metrics": {"port": 0}, "tenants": {"red": {}}, **changed}
-    places = {"runtime_directory": str(place / "run"), "state_directory": str(place / "kept")}
-    path.write_text(to_toml({**places, **config}))
-    return path
 
 
 @pytest.fixture
@@ -109,21 +38,6 @@ def place() -> Iterator[Path]:
     for path in directory.glob("run/*/state/fdstore.sock"):
         end_keeper(path)
     shutil.rmtree(directory, ignore_errors=True)
-
-
-@contextmanager
-def running(place: Path, program: Sequence[str] = CLI, **more: Any) -> Iterator[Parent]:
-    parent = Parent(place, program, **more)
-    try:
-        yield parent
-        if parent.process.poll() is None:
-            parent.process.terminate()
-            assert parent.process.wait(DEADLINE_SECONDS) == 0, parent.log()
-        assert "Traceback" not in parent.log(), parent.log()
-    finally:
-        parent.process.kill()
-        parent.process.wait(DEADLINE_SECONDS)
-        parent.notified.close()
 
 
 def is_running(pid: int) -> bool:
@@ -143,7 +57,7 @@ def refused(*words: str) -> tuple[int, str]:
 
 def test_a_killed_daemon_starts_again_and_the_others_go_on(place: Path) -> None:
     """Workers of both keep what they have and allocate more; the other daemon is the same process as before."""
-    with running(place) as parent, worker() as first, worker() as second:
+    with running_all(place) as parent, worker() as first, worker() as second:
         parent.wait_until_ready()
         for uuid, one in zip(UUIDS, (first, second), strict=True):
             one.do(f"client = membroker.connect({str(parent.endpoint(uuid))!r}); model = client.register_model('m')")
@@ -164,7 +78,7 @@ def test_a_killed_daemon_starts_again_and_the_others_go_on(place: Path) -> None:
 
 def test_one_port_serves_the_metrics_and_the_status_pages_of_all(place: Path) -> None:
     """Every family is there once, every series names its GPU, and a daemon that is stopped is missing alone."""
-    with running(place) as parent:
+    with running_all(place) as parent:
         parent.wait_until_ready()
         status, text = parent.get("/metrics")
         assert status == 200
@@ -195,7 +109,7 @@ def test_one_port_serves_the_metrics_and_the_status_pages_of_all(place: Path) ->
 
 
 def test_systemd_is_told_and_sigterm_ends_all(place: Path) -> None:
-    with running(place) as parent:
+    with running_all(place) as parent:
         parent.wait_until_ready()
         assert re.search(r"^READY=1\nSTATUS=2 of 2 daemons are ready$", parent.told(), re.MULTILINE)
         pids = parent.pids()
@@ -208,7 +122,7 @@ def test_systemd_is_told_and_sigterm_ends_all(place: Path) -> None:
 
 def test_a_daemon_starts_again_while_systemd_hangs(place: Path) -> None:
     """Nobody reads what the parent says. It must not wait for that: it could not start a daemon that has died."""
-    with running(place) as parent:
+    with running_all(place) as parent:
         parent.wait_until_ready()
         before = parent.pids()
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as full, suppress(BlockingIOError):
@@ -220,7 +134,7 @@ def test_a_daemon_starts_again_while_systemd_hangs(place: Path) -> None:
 
 
 def test_a_reload_reaches_every_daemon(place: Path) -> None:
-    with running(place) as parent:
+    with running_all(place) as parent:
         parent.wait_until_ready()
         write_config(place, tenants={"red": {}, "blue": {}})
         parent.process.send_signal(signal.SIGHUP)
@@ -234,7 +148,7 @@ def test_a_reload_reaches_every_daemon(place: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
 def test_a_terminals_signal_while_the_daemons_start(place: Path, number: signal.Signals) -> None:
     """The terminal sends it to the whole group. A hangup reloads; Ctrl-C ends all without a traceback."""
-    with running(place) as parent:
+    with running_all(place) as parent:
         until(lambda: len(re.findall("a daemon is started", parent.log())) == 2)
         os.killpg(parent.process.pid, number)
         if number == signal.SIGHUP:
@@ -245,7 +159,7 @@ def test_a_terminals_signal_while_the_daemons_start(place: Path, number: signal.
 
 
 def test_drained_daemons_stay_away_and_the_last_ends_the_parent(place: Path) -> None:
-    with running(place) as parent:
+    with running_all(place) as parent:
         parent.wait_until_ready()
         for uuid in UUIDS:
             command = ["-m", "membroker.cli.main", "drain", "--exit", "--endpoint", str(place / "run" / uuid)]
@@ -261,7 +175,7 @@ def test_a_daemon_that_cannot_start_does_not_stop_the_others(place: Path) -> Non
     places = {"runtime_directory": str(place / "run"), "state_directory": str(place / "kept")}
     other = Daemon(place / "other", {**places, "capacity": "64MiB", "tenants": {"red": {}}}, device=1)
     try:
-        with running(place) as parent:
+        with running_all(place) as parent:
             until(lambda: parent.metrics_url() or parent.process.poll() is not None)
             until(lambda: parent.get("/readyz") == (503, "1 of 2 daemons are ready; not ready: host-1\n"))
             assert "READY=1" in parent.told()
@@ -281,26 +195,26 @@ def test_no_daemon_can_start(place: Path) -> None:
     for uuid in UUIDS:
         (place / "run" / uuid / "state").mkdir(parents=True)
         (place / "run" / uuid / "state" / "epoch").write_text("no number\n")
-    with running(place) as parent:
+    with running_all(place) as parent:
         assert parent.process.wait(DEADLINE_SECONDS) == 1
         assert len(re.findall("contains 'no number', which is not a number", parent.log())) == 2
 
 
 def test_the_daemons_end_with_a_parent_that_is_killed(place: Path) -> None:
     """Otherwise the next parent would find every device taken."""
-    with running(place) as parent:
+    with running_all(place) as parent:
         parent.wait_until_ready()
         pids = parent.pids()
         parent.process.kill()
         until(lambda: not any(is_running(pid) for pid in pids))
     (place / "notify").unlink()
-    with running(place) as parent:
+    with running_all(place) as parent:
         parent.wait_until_ready()
 
 
 def test_a_daemon_that_hangs_is_killed_and_starts_again(place: Path) -> None:
     code = "import sys; from membrokerd import all_gpus, cli; all_gpus.SILENT_SECONDS = 3.0; sys.exit(cli.main())"
-    with running(place, ["-c", code]) as parent:
+    with running_all(place, ["-c", code]) as parent:
         parent.wait_until_ready()
         before = parent.pids()
         os.kill(before[1], signal.SIGSTOP)
@@ -312,7 +226,7 @@ def test_a_daemon_that_hangs_is_killed_and_starts_again(place: Path) -> None:
 def test_a_machine_that_was_frozen_loses_no_daemon(place: Path) -> None:
     """`docker pause`, or `systemctl freeze`: all stand still for longer than a daemon may be silent, and go on."""
     code = "import sys; from membrokerd import all_gpus, cli; all_gpus.SILENT_SECONDS = 3.0; sys.exit(cli.main())"
-    with running(place, ["-c", code]) as parent:
+    with running_all(place, ["-c", code]) as parent:
         parent.wait_until_ready()
         before = parent.pids()
         for number in (signal.SIGSTOP, signal.SIGCONT):
@@ -369,7 +283,7 @@ def test_a_number_is_for_the_host_driver_alone(place: Path) -> None:
 
 
 def test_two_parents_are_refused(place: Path) -> None:
-    with running(place) as parent:
+    with running_all(place) as parent:
         parent.wait_until_ready()
         status, said = refused("--config", str(place / "membrokerd.toml"), "--all", "2")
         assert status == 1
@@ -387,7 +301,7 @@ def test_a_machine_without_a_gpu_is_one_sentence() -> None:
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="this machine has a GPU")
 def test_a_broker_that_found_no_gpu_says_so(place: Path) -> None:
     """`driver = "auto"`, and the host's NVIDIA driver is not loaded. MembrokerDriverFallback must fire."""
-    with running(place, count=(), driver="auto") as parent:
+    with running_all(place, count=(), driver="auto") as parent:
         parent.wait_until_ready()
         assert parent.figure("membroker_driver_fallback", "host") == 1
         assert parent.log().count("no GPU is usable, so the host driver lends ordinary memory") == 1
@@ -397,7 +311,7 @@ def test_a_file_whose_name_begins_with_a_dash(place: Path) -> None:
     """The parent was given `--config=-broker.toml`; so is each daemon."""
     shutil.copy(write_config(place), place / "-broker.toml")
     code = f"import os, sys; os.chdir({str(place)!r}); from membrokerd import cli; sys.exit(cli.main())"
-    with running(place, ["-c", code], count=("2", "--config=-broker.toml")) as parent:
+    with running_all(place, ["-c", code], count=("2", "--config=-broker.toml")) as parent:
         parent.wait_until_ready()
 
 
@@ -451,7 +365,7 @@ def test_a_gpu_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path) -> N
 def test_daemons_live_on_where_the_parents_files_are_removed(place: Path) -> None:
     """Somebody tidies up the runtime directory. A daemon whose word does not arrive is not a daemon that hangs."""
     code = "import sys; from membrokerd import all_gpus, cli; all_gpus.SILENT_SECONDS = 5.0; sys.exit(cli.main())"
-    with running(place, ["-c", code]) as parent:
+    with running_all(place, ["-c", code]) as parent:
         parent.wait_until_ready()
         before = parent.pids()
         shutil.rmtree(place / "run" / "all")
