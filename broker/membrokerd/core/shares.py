@@ -37,7 +37,7 @@ def fill(room: int, items: Sequence[Item], granule: int) -> list[int]:
     """Return how many bytes each item gets of `room`.
 
     Each gets its `low`, even if that is more than there is. Items of weight 0 get what the others leave, in equal
-    parts.
+    parts. An item never gets less when its `high` grows by whole granules.
     """
     found = [item.low for item in items]
     left = room - sum(found)
@@ -56,16 +56,28 @@ def fill(room: int, items: Sequence[Item], granule: int) -> list[int]:
 def _fill_group(room: int, items: Sequence[Item], granule: int) -> list[int]:
     level = _level(room, items)
     sizes = []
-    for weight, low, high, _ in items:
-        size = weight * level >> _FRACTION
-        sizes.append(high if size >= high else max(low, size // granule * granule))
+    rounded = []
+    for i, (weight, low, high, _) in enumerate(items):
+        part = weight * level >> _FRACTION
+        sizes.append(max(low, _lowered(high, part, granule)))
+        if part < high:
+            rounded.append((sizes[i] - part, i))
     left = room - sum(sizes)
-    for i, item in enumerate(items):  # what rounding left over
-        more = min(left, granule, item.high - sizes[i])
-        if more > 0:
-            sizes[i] += more
-            left -= more
+    # What rounding left over goes to those that lost the most. The level is rounded as well: an item that should have
+    # all that it wants may be a byte below that, and would lose a granule to another that is at its least.
+    for _, i in sorted(rounded):
+        more = min(left, granule, items[i].high - sizes[i])
+        sizes[i] += more
+        left -= more
     return sizes
+
+
+def _lowered(size: int, bound: int, granule: int) -> int:
+    """Return `size` without the fewest whole granules that bring it down to `bound`.
+
+    Limits, guarantees and declarations may be odd sizes. So a rounded `bound` could be less than a smaller `size`.
+    """
+    return size if size <= bound else size + (bound - size) // granule * granule
 
 
 def _level(room: int, items: Iterable[Item]) -> int:
@@ -128,7 +140,9 @@ class Shares:
         lent = charge.bytes - releasing if charge else 0
         firm = lent - recallable
         limit = policy.model_limit(ledger, rules, name, location)
-        most = lent + wanted if limit is None else min(lent + wanted, limit - releasing)
+        most = lent + wanted
+        if limit is not None:
+            most = _lowered(most, limit - releasing, rules.granularity)
         base = min(guarantee, max(firm, most)) if self._recallable.is_possible else guarantee
         low = max(0, firm - base)
         weight = policy.set_weight(ledger.quotas, rules, (*name, location))
@@ -141,7 +155,7 @@ class Shares:
         limit = policy.set_limit(self._ledger.quotas, self._rules, (tenant, None, location))
         if limit is not None:
             charge = self._ledger.tenants.get((tenant, location))
-            most = min(most, limit - (charge.releasing if charge else 0))
+            most = _lowered(most, limit - (charge.releasing if charge else 0), self._rules.granularity)
         most = max(least, most)
         base = self._admission.usable_guarantee(tenant, location)
         if self._recallable.is_possible and tenant not in self._rules.unlent:

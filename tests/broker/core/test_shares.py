@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import secrets
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,3 +100,53 @@ def test_what_can_be_had_is_bounded_by_the_limit() -> None:
     assert broker.waiting.of_model(name, "device") == (4 * MIB, 1)
     assert broker.waiting.share(none, "device") == (0, 0)
     assert broker.waiting.share(name, "device") == (8 * MIB, 2 * MIB)
+
+
+def _borrowers(chance: random.Random) -> tuple[Broker, policy.Rules, list[ModelName]]:
+    """Models of two tenants that have borrowed and declared. Limits, guarantees and declarations may be odd sizes."""
+
+    def size(least: int, most: int) -> int:
+        return max(0, chance.randint(least, most) * 2 * MIB - chance.choice((0, 0, 0, 1, MIB)))
+
+    capacity = chance.randint(4, 24)
+    names = [ModelName(chance.choice("ab"), f"m{i}") for i in range(chance.randint(2, 5))]
+    models = [(*name, "device") for name in names]
+    tenants = [("a", None, "device"), ("b", None, "device")]
+    rules = policy.Rules(
+        granularity=2 * MIB,
+        capacities={"device": capacity * 2 * MIB},
+        limits={
+            key: size(0 if key[1] else capacity // 2 + 1, capacity)
+            for key in models + tenants
+            if chance.random() < 0.25
+        },
+        guarantees={key: size(0, capacity // 10) for key in models if chance.random() < 0.2},
+        weights={key: chance.choice((0, 1, 2, 3, 3, 7)) for key in models + tenants if chance.random() < 0.5},
+    )
+    broker = Broker(rules, epoch=1)
+    for call, name in enumerate(names):
+        opened = broker.step(ev.OpenSession(4 * call, name.tenant, 1, 1, "p", False, "test"), 0).effects[0]
+        assert isinstance(opened, fx.Answer)
+        assert isinstance(opened.result, fx.SessionOpened)
+        session = opened.result.session
+        broker.step(ev.RegisterModel(4 * call + 1, session, 1, name, None, {}, chance.random() < 0.7), 0)
+        if count := chance.randint(0, capacity // 2):
+            broker.step(ev.Allocate(4 * call + 2, session, 2, name, "device", 2 * MIB, count), 0)
+        if chance.random() < 0.2:
+            broker.step(ev.Declare(4 * call + 3, session, 3, name, "device", size(1, 2)), 0)
+    return broker, rules, names
+
+
+def test_a_model_that_wants_more_has_no_smaller_share() -> None:
+    """A hold that makes a model want more takes nothing of its share, and all shares fit in the memory."""
+    print(f"seed {(seed := secrets.randbelow(1 << 31))}")
+    chance = random.Random(seed)
+    for number in range(3_000):
+        broker, rules, names = _borrowers(chance)
+        divide = Shares(broker.ledger, rules, broker.books.admission, broker.books.recallable).divide
+        wanted = {name: chance.choice((0, chance.randint(0, 6))) * 2 * MIB for name in names}
+        shares = divide("device", wanted)
+        for name in names:
+            more = divide("device", {**wanted, name: wanted[name] + chance.randint(1, 6) * 2 * MIB})
+            assert more.get(name, 0) >= shares.get(name, 0), f"world {number}, {name}"
+            assert sum(more.values()) <= rules.capacities["device"]
