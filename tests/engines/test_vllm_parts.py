@@ -133,6 +133,25 @@ class TestBlocks:
         blocks.relax()
         assert (pool.get_num_free_blocks(), blocks.need()) == before
 
+    def test_what_preempted_requests_lose_makes_no_room(self, pool: BlockPool, blocks: Blocks) -> None:
+        """So vLLM goes on, until no request uses the blocks that are to go. The last one makes the room."""
+        tables = {"a": pool.get_new_blocks(2), "b": pool.get_new_blocks(3), "c": pool.get_new_blocks(2)}
+        for name, table in tables.items():
+            blocks.add(a_request(name, 16 * len(table)))
+            blocks.note(a_step({name: [one.block_id for one in table]}))
+        free, need = pool.get_num_free_blocks(), blocks.need()
+        assert blocks.preempt([4])
+        assert (pool.get_num_free_blocks(), blocks.need()) == (0, need)
+        pool.free_blocks(tables["c"])  # the youngest goes first
+        assert pool.get_num_free_blocks() == 0
+        pool.free_blocks(tables["b"])
+        assert {pool.get_new_blocks(1)[0].block_id, pool.get_new_blocks(1)[0].block_id} == {3, 5}
+        assert pool.get_num_free_blocks() == 0
+        assert list(blocks.unused([4])) == []
+        blocks.relax()
+        assert sorted(blocks.unused([1, 2, 3, 4, 5, 6, 7])) == [4, 6, 7]
+        assert pool.get_num_free_blocks() == free + 3
+
     def test_the_cost_of_blocks_is_the_requests_from_their_first_user_on(self, pool: BlockPool, blocks: Blocks) -> None:
         """vLLM preempts the youngest request first, until the blocks are free."""
 

@@ -29,3 +29,22 @@ def test_a_full_cache_preempts_as_plain_vllm_does(tmp_path: Path, monkeypatch: p
     print(f"preemptions: {plain.preemptions} plain, {elastic.preemptions} elastic")
     assert elastic.preemptions < 2 * plain.preemptions
     assert elastic.tokens < 1.2 * plain.tokens
+
+
+def test_one_step_preempts_all_that_a_recall_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with long prompts takes half a second, so a request in each step would be too slow."""
+    with running({"capacity": 2 * LIMIT}) as daemon, membroker.connect(daemon.endpoint()) as client:
+        elastic = Scheduling(tmp_path, monkeypatch, model=client.register_model("chat", limit=LIMIT))
+        elastic.add(*REQUESTS)
+        while elastic.cache.stats().charged_bytes < LIMIT:
+            assert elastic.step()
+        before = elastic.preemptions
+        while elastic.preemptions == before:  # then all blocks are in use
+            assert elastic.step()
+        before = elastic.preemptions
+        elastic.cache.shrink(LIMIT // 2)
+        while elastic.preemptions == before:  # until a request fills a block
+            assert elastic.step()
+        print(f"{elastic.preemptions - before} requests were preempted")
+        assert elastic.preemptions - before >= 4
+        elastic.cache.close()

@@ -82,25 +82,36 @@ class Scheduling:
         tensors, groups = [KVCacheTensor(size=BLOCK * blocks, shared_by=["layer"])], [KVCacheGroupSpec(["layer"], spec)]
         cache_config = KVCacheConfig(blocks, tensors, groups)
         self._scheduler = AsyncScheduler(config, cache_config, StructuredOutputManager(config), block_size=BLOCK_TOKENS)
+        self._under_way = deque[tuple[Any, list[list[int]]]]()
         self.preemptions = self.tokens = 0
 
     def serve(self, requests: int, prompt: int, answer: int) -> None:
         """Schedule steps until so many requests have their answers."""
-        scheduler = self._scheduler
+        self.add(requests, prompt, answer)
+        while self.step():
+            pass
+
+    def add(self, requests: int, prompt: int, answer: int) -> None:
+        """Let so many requests come."""
         for number in range(requests):
             options = SamplingParams(max_tokens=answer, ignore_eos=True, detokenize=False)
-            scheduler.add_request(Request(str(number), [1] * prompt, options, None))
-        steps = deque[tuple[Any, list[list[int]]]]()
-        while scheduler.has_unfinished_requests() or steps:
-            step = scheduler.schedule()
-            self.preemptions += len(step.preempted_req_ids or ())
-            self.tokens += step.total_num_scheduled_tokens
-            if step.kv_connector_metadata is not None:
-                self._launched.end(step.kv_connector_metadata.number, step.kv_connector_metadata.fenced)
-            names = step.num_scheduled_tokens
-            steps.append((step, [[] if scheduler.requests[name].is_prefill_chunk else [7] for name in names]))
-            while len(steps) >= IN_FLIGHT or (steps and not step.total_num_scheduled_tokens):
-                self._end(*steps.popleft())
+            self._scheduler.add_request(Request(str(number), [1] * prompt, options, None))
+
+    def step(self) -> bool:
+        """Schedule a step, and end the oldest that is under way; return whether there is anything left to do."""
+        scheduler, steps = self._scheduler, self._under_way
+        if not (scheduler.has_unfinished_requests() or steps):
+            return False
+        step = scheduler.schedule()
+        self.preemptions += len(step.preempted_req_ids or ())
+        self.tokens += step.total_num_scheduled_tokens
+        if step.kv_connector_metadata is not None:
+            self._launched.end(step.kv_connector_metadata.number, step.kv_connector_metadata.fenced)
+        names = step.num_scheduled_tokens
+        steps.append((step, [[] if scheduler.requests[name].is_prefill_chunk else [7] for name in names]))
+        while len(steps) >= IN_FLIGHT or (steps and not step.total_num_scheduled_tokens):
+            self._end(*steps.popleft())
+        return True
 
     def _end(self, step: Any, tokens: list[list[int]]) -> None:
         names = list(step.num_scheduled_tokens)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from ...errors import InvalidRequest
@@ -36,15 +37,16 @@ class Blocks:
         self._requests: dict[str, Any] = {}
         self._held = 0
         self._squeezed: list[Any] = []
-        """Free blocks that are held for one step, so that vLLM preempts."""
+        """Blocks of which one more reference is held for one step, so that vLLM preempts."""
+        self._squeezed_used = 0
+        """How many of them requests had at that time."""
         self._more = 0
         """What requests need beyond the blocks that they have."""
         self._last_used = [0.0] * pool.num_gpu_blocks
-        self._running: dict[str, int] = {}
-        """When each request was admitted that has blocks, as a number."""
-        self._admitted = [0] * pool.num_gpu_blocks
-        """Of a block that is used, when the first request was admitted that uses it."""
-        self._admissions = 0
+        self._running: dict[str, list[int]] = {}
+        """The blocks of each request that has any, the oldest request first: in the order of their admission."""
+        self._users: dict[int, int] | None = None
+        """The place of the oldest request that uses a block, in that order; None: to be found again."""
 
     # What the connector tells
 
@@ -58,6 +60,7 @@ class Blocks:
         """Note that a request has ended. Its blocks are still referenced."""
         self._requests.pop(request.request_id, None)
         self._running.pop(request.request_id, None)
+        self._users = None
         now = time.monotonic()
         for block in blocks:
             self._last_used[block] = now
@@ -67,14 +70,14 @@ class Blocks:
         for name in step.preempted_req_ids or ():
             self._running.pop(name, None)
         for new in step.scheduled_new_reqs:
-            self._admit(new.req_id, new.block_ids[0])
+            self._running[new.req_id] = list(new.block_ids[0])
         others = step.scheduled_cached_reqs
         for name, blocks in zip(others.req_ids, others.new_block_ids, strict=True):
             if name in others.resumed_req_ids:
-                self._admit(name, blocks[0])
-            elif blocks is not None:
-                for block in blocks[0]:
-                    self._admitted[block] = self._running.get(name, 0)
+                self._running[name] = list(blocks[0])
+            elif blocks is not None and name in self._running:
+                self._running[name] += blocks[0]
+        self._users = None
         self._count(step.num_scheduled_tokens)
 
     def _count(self, scheduled: Mapping[str, int]) -> None:
@@ -94,14 +97,6 @@ class Blocks:
             more += (min(tokens, most) + size - 1) // size - (min(done, most) + size - 1) // size
         self._more = more
 
-    def _admit(self, name: str, blocks: Sequence[int]) -> None:
-        self._admissions += 1
-        self._running[name] = self._admissions
-        table = self._pool.blocks
-        for block in blocks:
-            if table[block].ref_cnt == 1:  # else it is a prefix that another request uses too
-                self._admitted[block] = self._admissions
-
     @property
     def has_requests(self) -> bool:
         """Return whether there is a request, running or waiting."""
@@ -118,10 +113,10 @@ class Blocks:
         return not self._requests and self._used() == 1
 
     def relax(self) -> None:
-        """End a squeeze: give vLLM back the free blocks that were kept from it."""
+        """End a squeeze: give vLLM back the blocks that were kept from it."""
         if self._squeezed:
             self._pool.free_blocks(self._squeezed)
-            self._squeezed = []
+            self._squeezed, self._squeezed_used = [], 0
 
     # The verbs of `membroker.kv.Engine`
 
@@ -142,9 +137,15 @@ class Blocks:
 
     def cost(self, blocks: Sequence[int]) -> float:
         """Return how many requests vLLM preempts until no request uses these blocks: the youngest go first."""
-        table = self._pool.blocks
-        first = min((self._admitted[block] for block in blocks if table[block].ref_cnt), default=self._admissions + 1)
-        return sum(number >= first for number in self._running.values())
+        return len(self._running) - self._oldest(blocks)
+
+    def _oldest(self, blocks: Sequence[int]) -> int:
+        """Return the place of the oldest request that uses one of these blocks; the number of requests if none does."""
+        if self._users is None:
+            self._users = {}
+            for place, used in reversed(list(enumerate(self._running.values()))):
+                self._users.update(dict.fromkeys(used, place))
+        return min((self._users[block] for block in blocks if block in self._users), default=len(self._running))
 
     def hold(self, blocks: Sequence[int]) -> None:
         """Forget what is cached there, and take a reference, which takes a block out of the free list."""
@@ -166,20 +167,27 @@ class Blocks:
     def preempt(self, blocks: Sequence[int]) -> bool:
         """Let vLLM preempt: it does so when a running request needs a block and none is free.
 
-        So all free blocks are held until the end of the next step. vLLM then preempts its youngest requests until
-        there is room, and cannot admit them again. It happens when a request next fills a block, not at once.
+        So all free blocks are held until the end of the next step. vLLM then preempts its youngest requests until there
+        is room, and cannot admit them again. What these have is held as well, and does not become free when they lose
+        it. So one step preempts all that use `blocks`; step by step a recall would take seconds. The last to go makes
+        the room, with its other blocks.
         """
         if not blocks or not self._requests:
             return False
         if not self._squeezed:
-            self._squeezed = self._pool.free_block_queue.get_all_free_blocks()
+            last, *others = list(self._running.values())[self._oldest(blocks) :] or [[]]
+            used = {*chain.from_iterable(others), *set(last).intersection(blocks)}
+            table = self._pool.blocks
+            self._squeezed = self._pool.free_block_queue.get_all_free_blocks() + [table[block] for block in used]
+            self._squeezed_used = len(used)
             self._pool.touch(self._squeezed)
         return True
 
     def _used(self) -> int:
         """Return how many blocks are referenced by requests, the null block included."""
         pool = self._pool
-        return int(pool.num_gpu_blocks - pool.get_num_free_blocks() - self._held - len(self._squeezed))
+        kept = self._held + len(self._squeezed) - self._squeezed_used
+        return int(pool.num_gpu_blocks - pool.get_num_free_blocks() - kept)
 
     def _blocks_of(self, tokens: int) -> int:
         return -(-min(tokens, self._most_tokens) // self._block_tokens)
