@@ -207,7 +207,7 @@ class Balloon(Groups):
     def revive(self, want: int) -> list[int]:
         """Stop releasing what the engine wants again, the lowest groups first; return them. Nothing is borrowed."""
         revived = []
-        for group in sorted({*self.groups_in(DRAINING), *self.groups_in(RETIRING)} - self._torn):
+        for group in sorted({*self.groups_in(DRAINING), *self.groups_in(RETIRING)} - self._final):
             if self.available >= want:
                 break
             self._move(group, "wanted")

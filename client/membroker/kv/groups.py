@@ -47,8 +47,8 @@ class Groups:
         self._missing = [len(layout.touched(block)) for block in range(layout.blocks)]
         self._out = bytearray(layout.blocks)
         self._ready: set[int] = set()
-        self._torn: set[int] = set()
-        """Retiring groups of which a part may have no memory any more."""
+        self._final: set[int] = set()
+        """Retiring groups that cannot be revived: others wait for them, or a part may have no memory any more."""
         self._always = frozenset(always)
         self.first = sorted({group for block in always for group in layout.touched(block)})
         """The groups of `always`."""
@@ -166,11 +166,16 @@ class Groups:
             self._count -= 1
             self._ready.add(block)
 
-    def retire(self, groups: Iterable[int]) -> list[int]:
-        """Return those draining groups of which the engine has no block any more. They wait for a fence from now on."""
+    def retire(self, groups: Iterable[int], *, final: bool = False) -> list[int]:
+        """Return those draining groups of which the engine has no block any more. They wait for a fence from now on.
+
+        `final`: others wait for them, so they are not revived.
+        """
         ended = [group for group in groups if not any(map(self._out.__getitem__, self.layout.members(group)))]
         for group in ended:
             self._move(group, "all held")
+            if final:
+                self._final.add(group)
         return ended
 
     def leaving(self, group: int) -> None:
@@ -180,12 +185,12 @@ class Groups:
     def unmapped(self, group: int) -> None:
         """Note that it has no memory any more."""
         self._move(group, "unmapped")
-        self._torn.discard(group)
+        self._final.discard(group)
 
     def failed(self, group: int) -> None:
         """Note that it could not be unmapped, or only a part of it: it is tried again, and cannot be revived."""
         self._move(group, "failed")
-        self._torn.add(group)
+        self._final.add(group)
 
     def check(self) -> None:
         """Assert what always holds. For tests: it looks at every block."""

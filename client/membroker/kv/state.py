@@ -197,7 +197,7 @@ class CacheState:
             if is_due:
                 self._look_at = now + LINGER_SECONDS
                 self._peaks = [self._want, self._peaks[0]]
-            retired = balloon.retire(draining)
+            retired = balloon.retire(draining, final=bool(size) and not self._suspended)
             if retired:
                 self._looks_left = LOOKS_AT_REST
             elif is_due and self._looks_left:
