@@ -315,6 +315,7 @@ class _ModelSource(SessionOwner):
         until: float | None,
         *,
         ahead: bool = False,
+        wanted_bytes: int = 0,
     ) -> None:
         """Borrow extents from the broker and place them in packets, as they arrive. All or nothing."""
         if count > MAX_EXTENTS_PER_CALL:
@@ -326,7 +327,8 @@ class _ModelSource(SessionOwner):
         if get_ident() == self._session.reconnecting.notices.callback_thread:
             raise borrows_in_a_callback()
         place = messages.location_to_wire(location)
-        self._session.transport.allocate(self._name, place, extent_bytes, count, placement, until, ahead)
+        allocate = self._session.transport.allocate
+        allocate(self._name, place, extent_bytes, count, placement, until, ahead, wanted_bytes)
 
     def check_may_borrow(self) -> None:
         """Raise `InvalidRequest` in a callback of `on_recall`."""

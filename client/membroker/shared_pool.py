@@ -247,6 +247,7 @@ class _Counted:
         until: float | None,
         *,
         ahead: bool = False,
+        wanted_bytes: int = 0,
     ) -> None:
         """Debit the budgets, then borrow. Only the lender lets it wait: the budgets refuse at once."""
         key = borrowing()
@@ -254,7 +255,8 @@ class _Counted:
             for budget in self._budgets:
                 budget.debit(extent_bytes * count, key)
             counted = _CountedPlacement(placement, key, self._budgets)
-            self._source.borrow(extent_bytes, count, location, counted, until, ahead=ahead)
+            borrow = self._source.borrow
+            borrow(extent_bytes, count, location, counted, until, ahead=ahead, wanted_bytes=wanted_bytes)
         finally:
             for budget in self._budgets:
                 budget.credit([key])

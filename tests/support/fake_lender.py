@@ -114,6 +114,7 @@ class Lender:
         until: float | None = None,
         *,
         ahead: bool = False,
+        wanted_bytes: int = 0,
     ) -> None:
         self.before_borrow()
         if self.lent_bytes + extent_bytes * count > self.capacity:

@@ -146,7 +146,8 @@ class UnregisterModel(Event):
 class Allocate(Event):
     """Borrow `count` extents of `extent_bytes`; wait at most `wait_ns` for room (None: as the rules say).
 
-    `ahead`: before they are needed, so only if there is room and nobody waits.
+    `ahead`: before they are needed, so only if there is room and nobody waits. `wanted_bytes` is a guess of what the
+    session will want soon, these included; 0: unknown.
     """
 
     call: int
@@ -158,6 +159,7 @@ class Allocate(Event):
     count: int
     wait_ns: int | None = None
     ahead: bool = False
+    wanted_bytes: int = 0
 
 
 @value

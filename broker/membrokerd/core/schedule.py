@@ -48,9 +48,13 @@ class Waiter:
 
     borrower: int | None = field(init=False)
     """The session, if the broker can ask for the bytes again: segments and declarations are firm."""
+    wanted: int = field(init=False)
+    """What its session will want soon, as far as it has said so: `size` at least."""
 
     def __post_init__(self) -> None:
-        self.borrower = self.event.session if isinstance(self.event, ev.Allocate) else None
+        event = self.event
+        self.borrower = event.session if isinstance(event, ev.Allocate) else None
+        self.wanted = max(self.size, event.wanted_bytes) if isinstance(event, ev.Allocate) else self.size
 
 
 class Hold(NamedTuple):
@@ -259,7 +263,7 @@ class Schedule:
         if self._short(location, waiting, shares) <= 0 or not self._excess(location, shares, now):
             return
         for name in {one.name for one in waiting}:
-            self._hold(name, location, sum(one.size for one in waiting if one.name == name), now)
+            self._hold(name, location, sum(one.wanted for one in waiting if one.name == name), now)
         self.divide_again()
         shares = self._shares(location, waiters)
         short = self._short(location, waiting, shares)
@@ -295,7 +299,7 @@ class Schedule:
         capacity, granule = self._books.rules.capacities[location], self._books.rules.granularity
         before = self._holds.get((name, location))
         step = min(2 * before.step, capacity // _MOST_STEP) if before else capacity // _LEAST_STEP
-        size = self._books.admission.lent(name, location) + max(wanted, step // granule * granule)
+        size = self._books.admission.lent(name, location) + max(min(wanted, capacity), step // granule * granule)
         self._holds[name, location] = Hold(max(size, before.size if before else 0), step, now + HOLD_NS)
 
     def refused(self, one: Waiter, waiters: Sequence[Waiter], now: int) -> None:

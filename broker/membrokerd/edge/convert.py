@@ -110,7 +110,8 @@ def to_event(call: int, session: int, tenant: str, request_id: int, request: Mes
             name, location = parse_model(request.model), parse_location(request.location)
             size, count = request.extent_bytes, request.count
             wait_ns = _wait_ns(request) if request.HasField("wait") else None
-            return ev.Allocate(call, session, request_id, name, location, size, count, wait_ns, request.ahead)
+            hints = request.ahead, request.wanted_bytes
+            return ev.Allocate(call, session, request_id, name, location, size, count, wait_ns, *hints)
         case bpb.ReleaseExtentsRequest():
             return ev.Release(call, session, request_id, tuple(request.extent_ids))
         case bpb.DeclareMemoryRequest():

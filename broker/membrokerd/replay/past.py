@@ -55,6 +55,7 @@ class Loan:
     count: int
     wait_ns: int | None = None
     ahead: bool = False
+    wanted_bytes: int = 0
     is_segment: bool = False
     first: int = 0
     granted_at: int | None = None
@@ -143,7 +144,7 @@ class Past:
 
     def _allocate(self, row: ev.Allocate, index: int, _: int) -> None:
         shape = row.name, row.location, row.extent_bytes, row.count
-        self._ask(index, Loan(row.call, row.session, *shape, row.wait_ns, row.ahead))
+        self._ask(index, Loan(row.call, row.session, *shape, row.wait_ns, row.ahead, row.wanted_bytes))
 
     def _create(self, row: trace.Create, index: int, _: int) -> None:
         shape = row.name, row.location, row.size, 1

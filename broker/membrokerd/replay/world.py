@@ -272,7 +272,7 @@ class World:
             self._loans[call] = loan
             if not loan.is_segment:
                 shape = loan.name, loan.location, loan.extent_bytes, loan.count
-                return ev.Allocate(call, session, call, *shape, loan.wait_ns, loan.ahead)
+                return ev.Allocate(call, session, call, *shape, loan.wait_ns, loan.ahead, loan.wanted_bytes)
             name = SegmentName(loan.name.tenant, loan.name.model, f"s{call}")
             return ev.CreateSegment(call, session, call, name, loan.location, loan.size, loan.wait_ns)
 

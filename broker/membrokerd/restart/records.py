@@ -156,7 +156,9 @@ _int, _text, _list, _table = (_plain(kind).decode for kind in (int, str, list, d
 _MAX_ID = (1 << 64) - 1
 _BOUNDS: Mapping[str, tuple[int, int]] = {
     **dict.fromkeys(("session", "segment", "writer", "first", "call", "request_id", "recall"), (0, _MAX_ID)),
-    **dict.fromkeys(("at", "idle_since", "allocations", "releases", "declared_bytes", "size"), (0, MAX_BYTES)),
+    **dict.fromkeys(
+        ("at", "idle_since", "allocations", "releases", "declared_bytes", "wanted_bytes", "size"), (0, MAX_BYTES)
+    ),
     **dict.fromkeys(("returned", "after_ns", "waited_ns", "within_ns"), (0, MAX_BYTES)),
     **dict.fromkeys(("extent_bytes", "last_bytes"), (1, MAX_BYTES)),
     "unaccounted": (-MAX_BYTES, MAX_BYTES),

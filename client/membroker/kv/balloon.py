@@ -70,6 +70,14 @@ class Balloon(Groups):
             return group, True
         return (group, False) if self.available < want + self.ahead else None
 
+    def wanted_bytes(self, want: int) -> int:
+        """Return about how much is needed until the engine has `want` blocks, a group that is being asked for included.
+
+        It is no more than the ceiling leaves.
+        """
+        size = max(0, want - self.available) * self.layout.block_bytes
+        return size if self.ceiling is None else min(size, self.ceiling - self.charged_bytes + self._charged[ASKED])
+
     # Shrinking
 
     def choose(

@@ -69,7 +69,7 @@ class Borrower:
                 self._wanted.clear()
                 continue
             group, is_needed = question
-            error = self._borrow(group, is_needed=is_needed)
+            error = self._borrow(group, self._state.wanted_bytes() if is_needed else 0, is_needed=is_needed)
             if isinstance(error, ClosedError):
                 if not (self._closed or self._pool.closed):
                     logger.error("the cache borrows no memory any more, so its engine can stand still: %s", error)
@@ -83,13 +83,13 @@ class Borrower:
                 self._room.clear()
                 self._room.wait(pause)
 
-    def _borrow(self, group: int, *, is_needed: bool) -> BaseException | None:
-        """Borrow and map a group; return the error if it was refused."""
+    def _borrow(self, group: int, wanted_bytes: int, *, is_needed: bool) -> BaseException | None:
+        """Borrow and map a group, the first of `wanted_bytes`; return the error if it was refused."""
         ranges = self._layout.ranges(group)
         refusal: BaseException | None = None
         try:
             if is_needed:
-                self._pool.allocate_ranges(ranges, wait=ASK_SECONDS)
+                self._pool.allocate_ranges(ranges, wait=ASK_SECONDS, wanted_bytes=wanted_bytes)
             else:
                 self._pool.allocate_ranges(ranges, ahead=True)
             if self._closed:  # `ElasticCache.close` may have ended before this answer

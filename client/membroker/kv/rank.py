@@ -100,9 +100,11 @@ class Rank:
 
     # What the scheduler asks
 
-    def _allocate(self, ranges: Sequence[tuple[int, int]], seconds: float | None, ahead: bool) -> None:
+    def _allocate(
+        self, ranges: Sequence[tuple[int, int]], seconds: float | None, ahead: bool, wanted_bytes: int
+    ) -> None:
         missing = [one for one in ranges if not self._pool.is_mapped(*one)]
-        self._pool.allocate_ranges(missing, wait=seconds, ahead=ahead)
+        self._pool.allocate_ranges(missing, wait=seconds, ahead=ahead, wanted_bytes=wanted_bytes)
 
     def _release(self, ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
         """Release, and return the number of the last recall and what remains of it."""

@@ -68,7 +68,12 @@ class Ranks(Closing):
         self._hearing.start()
 
     def allocate_ranges(
-        self, ranges: Sequence[tuple[int, int]], *, wait: float | None = None, ahead: bool = False
+        self,
+        ranges: Sequence[tuple[int, int]],
+        *,
+        wait: float | None = None,
+        ahead: bool = False,
+        wanted_bytes: int = 0,
     ) -> None:
         """Back the ranges in every rank, or in none, as `VirtualMemoryPool.allocate_ranges` does in one.
 
@@ -79,7 +84,7 @@ class Ranks(Closing):
         with ExitStack() as undo:
             for rank in self._ranks:
                 left = None if until is None else max(0.0, until - time.monotonic())
-                rank.ask("allocate", ranges, left, ahead)
+                rank.ask("allocate", ranges, left, ahead, wanted_bytes)
                 undo.callback(rank.release, ranges)
             undo.pop_all()
 

@@ -129,6 +129,11 @@ class CacheState:
         found = None if self._suspended or self._asked_back() else self._balloon.next_to_map(self._want)
         return found if found is not None and (found[1] or time.monotonic() >= self._ahead_at) else None
 
+    def wanted_bytes(self) -> int:
+        """Return what must be borrowed until the engine has what it wants, in bytes."""
+        with self._lock:
+            return self._balloon.wanted_bytes(self._want)
+
     def answered(self, group: int, *, is_granted: bool) -> None:
         """Note that a group was borrowed and mapped, or refused."""
         with self._lock:

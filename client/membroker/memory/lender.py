@@ -87,12 +87,13 @@ class Source(Owner, Protocol):
         until: float | None,
         *,
         ahead: bool = False,
+        wanted_bytes: int = 0,
     ) -> None:
         """Borrow `count` extents of `extent_bytes` each, and place them in packets.
 
         A broker that has no room lets the call wait `until` then (on the monotonic clock; None: as long as its rules
         say). A source without a broker does not wait. What is borrowed `ahead` of need never waits, and is refused if
-        anybody else waits.
+        anybody else waits. `wanted_bytes` is what the caller will want soon, this call included: a guess, or 0.
 
         All or nothing: after any failure, also one of `placement`, it calls `undo`, releases everything and raises.
         """

@@ -179,6 +179,7 @@ class LocalSource(Holder["_Link"], Closing):
         until: float | None = None,
         *,
         ahead: bool = False,
+        wanted_bytes: int = 0,
     ) -> None:
         """Create `count` extents of `extent_bytes` each, and place them in packets. All or nothing. It never waits.
 

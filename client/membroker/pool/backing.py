@@ -82,11 +82,12 @@ class Backing:
         within: Sequence[int] = (0,),
         spare: bool = False,
         ahead: bool = False,
+        wanted_bytes: int = 0,
     ) -> Sequence[range]:
         """Map the missing pages of unused runs by one request to the source, all or nothing; mark them used, or spare.
 
         `asked` is the size that the user requested. The user's part of each run begins at byte `within` of its first
-        page. `until` and `ahead` are the source's.
+        page. `until`, `ahead` and `wanted_bytes` are the source's.
         """
         if self._table.spare and not spare and (pages := self._take_spare(choose, within[0])):
             return [pages]
@@ -106,7 +107,8 @@ class Backing:
                         offsets = Offsets(missing, size)
                     placing = Placing(self.holding, offsets)
                     operation.undo.append(placing.take_back)
-                    self._source.borrow(size, len(offsets), self._location, placing, until, ahead=ahead)
+                    borrow, count, place = self._source.borrow, len(offsets), self._location
+                    borrow(size, count, place, placing, until, ahead=ahead, wanted_bytes=wanted_bytes)
                 with self._lock:
                     self.holding.check_open()
                     for pages, offset in zip(runs, within, strict=True):

@@ -142,21 +142,27 @@ class VirtualMemoryPool(Offloading):
         return self._holding.region.address + offset
 
     def allocate_ranges(
-        self, ranges: Iterable[tuple[int, int | str]], *, wait: float | None = None, ahead: bool = False
+        self,
+        ranges: Iterable[tuple[int, int | str]],
+        *,
+        wait: float | None = None,
+        ahead: bool = False,
+        wanted_bytes: int = 0,
     ) -> None:
         """Back every page that any of the ranges touches, by one request: all of them, or none.
 
         A range is an offset and a size, as for `allocate`, and no two may touch one page. `wait` is that of `allocate`.
-        What is requested `ahead` of need is lent only while nobody waits for memory, and does not wait. Raises what
-        `allocate` raises, and `InvalidRequest` for ranges that share a page.
+        What is requested `ahead` of need is lent only while nobody waits for memory, and does not wait. A program that
+        allocates more soon says with `wanted_bytes` how much, this call included: while the call waits, others are
+        asked for all of that at once. Raises what `allocate` raises, and `InvalidRequest` for ranges that share a page.
         """
-        until = deadline_of(wait)
+        until, wanted_bytes = deadline_of(wait), whole_number("wanted_bytes", wanted_bytes)
         self._holding.check_open()
         offsets, runs = self._touched_by(ranges)
         if runs:
             within = [offset % self._page_size for offset in offsets]
             size = sum(map(len, runs)) * self._page_size
-            self._backing.back(lambda _: runs, size, until, within=within, ahead=ahead)
+            self._backing.back(lambda _: runs, size, until, within=within, ahead=ahead, wanted_bytes=wanted_bytes)
 
     def allocate_anywhere(self, size: int | str, alignment: int | str = 0, *, wait: float | None = None) -> int:
         """Back `size` bytes in the lowest free run of pages that holds them, and return its address.

@@ -40,18 +40,18 @@ class Transport:
         placement: Placement,
         until: float | None,
         ahead: bool = False,
+        wanted_bytes: int = 0,
     ) -> None:
         """Borrow `count` extents for a model, whose descriptors `placement` takes. All or nothing.
 
         The broker lets it wait for memory `until` then, on the monotonic clock; None: as long as its rules say. It
-        lends `ahead` of need only what nobody waits for.
+        lends `ahead` of need only what nobody waits for, and asks others for `wanted_bytes` if it has to ask.
         """
         frame = Frame()
         request = frame.allocate
         request.model, request.location = model, location
         request.extent_bytes, request.count = extent_bytes, count
-        if ahead:
-            request.ahead = True
+        request.ahead, request.wanted_bytes = ahead, wanted_bytes
         if until is None:
             self._connection.call(frame, placement)
         else:

@@ -106,6 +106,7 @@ class AllocateExtentsRequest(google.protobuf.message.Message):
     COUNT_FIELD_NUMBER: builtins.int
     WAIT_FIELD_NUMBER: builtins.int
     AHEAD_FIELD_NUMBER: builtins.int
+    WANTED_BYTES_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """Zero inside a handoff frame, which has its own id."""
     model: builtins.str
@@ -119,6 +120,10 @@ class AllocateExtentsRequest(google.protobuf.message.Message):
     ahead: builtins.bool
     """Borrowed ahead of need: refused at once unless it has room and nobody waits. It never recalls anything, and is not
     counted among the refusals. `wait` is ignored. From revision 2 on.
+    """
+    wanted_bytes: builtins.int
+    """What the session will want of the model soon, in bytes, this request included. While the request waits, others are
+    asked for as much at once. It reserves nothing, and may be a guess. 0: the broker guesses.
     """
     @property
     def wait(self) -> google.protobuf.duration_pb2.Duration:
@@ -136,9 +141,10 @@ class AllocateExtentsRequest(google.protobuf.message.Message):
         count: builtins.int = ...,
         wait: google.protobuf.duration_pb2.Duration | None = ...,
         ahead: builtins.bool = ...,
+        wanted_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_wait", b"_wait", "wait", b"wait"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_wait", b"_wait", "ahead", b"ahead", "count", b"count", "extent_bytes", b"extent_bytes", "location", b"location", "model", b"model", "request_id", b"request_id", "wait", b"wait"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_wait", b"_wait", "ahead", b"ahead", "count", b"count", "extent_bytes", b"extent_bytes", "location", b"location", "model", b"model", "request_id", b"request_id", "wait", b"wait", "wanted_bytes", b"wanted_bytes"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_wait", b"_wait"]) -> typing.Literal["wait"] | None: ...
 
 global___AllocateExtentsRequest = AllocateExtentsRequest

@@ -229,11 +229,12 @@ class Script:
         where: Any = "device",
         wait: str = "",
         ahead: str = "",
+        wanted: str = "0",
     ) -> ev.Event:
         """Borrow; `wait` in seconds."""
         call, own, wait_ns = self.call(f"{request} of {name}"), self.model(name, model), nanoseconds(wait)
         session, number = self.session(name), int(request)
-        return ev.Allocate(call, session, number, own, where, mib(size), int(count), wait_ns, bool(ahead))
+        return ev.Allocate(call, session, number, own, where, mib(size), int(count), wait_ns, bool(ahead), mib(wanted))
 
     def do_release(self, name: str, request: str, ids: str) -> ev.Event:
         call = self.call(f"{request} of {name}")

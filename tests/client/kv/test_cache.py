@@ -146,11 +146,28 @@ def test_ahead_is_mapped_before_it_is_needed(lender: Recalled) -> None:
         assert engine.finished, "the request had to wait for memory"
 
 
+def test_each_question_says_how_much_is_wanted_besides(lender: Recalled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker then asks others for all of it at once. No more than the ceiling is wanted."""
+    borrow, wanted = lender.borrow, []
+
+    def noted(size: int, count: int, *arguments: object, **hints: int) -> None:
+        wanted.append((size * count, hints["wanted_bytes"]))
+        borrow(size, count, *arguments, **hints)
+
+    monkeypatch.setattr(lender, "borrow", noted)
+    with serving(lender, an_engine(), block=PAGE, ceiling=10 * PAGE) as cache:
+        for want, blocks in ((5, 5), (20, 10)):
+            cache.want(want)
+            until(lambda: cache.stats().charged_bytes == blocks * PAGE)  # noqa: B023 - it is called at once
+    assert [size for size, _ in wanted] == [PAGE] * 10
+    assert [more // PAGE for _, more in wanted] == [0, 4, 3, 2, 1, 5, 4, 3, 2, 1], "0: the block that is always there"
+
+
 def test_what_is_not_lent_ahead(lender: Recalled, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others wait for memory, so nothing is lent ahead. It is asked for once a second, and what is needed comes."""
     borrow, refused = lender.borrow, []
 
-    def as_the_broker(*arguments: object, ahead: bool = False) -> None:
+    def as_the_broker(*arguments: object, ahead: bool = False, wanted_bytes: int = 0) -> None:
         if ahead:
             refused.append(arguments)
             raise OutOfMemory("others wait")

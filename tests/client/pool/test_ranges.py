@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from tests.support.fake_lender import PAGE, Lender, put, state, text
@@ -36,11 +37,9 @@ def borrowed(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
     found: list[tuple[int, bool]] = []
     borrow = lender.borrow
 
-    def noted(
-        size: int, count: int, where: Location, placement: Placement, until: float | None, *, ahead: bool = False
-    ) -> None:
-        found.append((count, ahead))
-        borrow(size, count, where, placement, until, ahead=ahead)
+    def noted(size: int, count: int, where: Location, placement: Placement, until: float | None, **hints: Any) -> None:
+        found.append((count, hints["ahead"]))
+        borrow(size, count, where, placement, until, **hints)
 
     monkeypatch.setattr(lender, "borrow", noted)
     return found

@@ -69,6 +69,17 @@ def recalled(daemon: Daemon) -> tuple[int, int]:
     return sum(one.recalled_bytes for one in books), sum(one.late_bytes for one in books)
 
 
+def test_others_are_asked_at_once_for_all_that_is_wanted(pair: tuple[Worker, Worker]) -> None:
+    """Red allocates page by page, and has said how much it will be. Blue is asked once."""
+    red, blue = pair
+    filled(blue)
+    red.do("for page in range(48): pool.allocate_ranges([(page * PAGE, PAGE)], wanted_bytes=(48 - page) * PAGE)")
+    assert blue.ask("answered.wait(30)")
+    assert [size for _, size, _ in blue.ask("told")] == [96 * MIB]
+    refused = red.refused("pool.allocate_ranges([(96 * MIB, PAGE)], wanted_bytes=-1)")
+    assert (refused.error, "wanted_bytes" in refused.message) == ("InvalidRequest", True)
+
+
 def test_a_guaranteed_request_gets_what_a_callback_releases(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
     """Red wants 64 MiB of its guarantee, which blue has. Blue's callback gives them back, and blue goes on."""
     red, blue = pair
