@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -27,6 +27,7 @@ from membroker.vmm import Driver, Location, format_size, open_driver
 
 from .. import machine
 from ..daemon import TENANT, Daemon, running
+from ..report import Tell, progress
 from . import arms, shapes
 from .arms import ARMS, Arm, Setup
 from .run import Engine, EngineFailed
@@ -81,23 +82,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.device, options.model or preset["model"], size, 2048 if options.device == "host" else 8192, 128
     )
     print(", ".join(f"{name} {value}" for name, value in machine.facts().items()), file=sys.stderr)
-    rows, failed = {}, False
-    for name in options.ways:
-        if name == "vllm" and options.device == "host":
-            print("vllm is left out: vLLM's CPU build has no sleep mode", file=sys.stderr)
-            continue
-        try:
-            with tempfile.TemporaryDirectory(prefix="mb-sleep-") as temporary:
-                logs = options.logs or Path(temporary)
-                logs.mkdir(parents=True, exist_ok=True)
-                rows[name] = _measure(WAYS[name], setup, options.rounds, preset, logs / f"{name}.log")
-        except Exception as error:  # noqa: BLE001 - what the other ways show is worth having
-            print(f"{name} FAILED: {error}", file=sys.stderr)
-            failed = True
+    ways = [name for name in options.ways if (name, options.device) != ("vllm", "host")]
+    if ways != options.ways:
+        print("vllm is left out: vLLM's CPU build has no sleep mode", file=sys.stderr)
+    rows: dict[str, dict[str, list[float]]] = {}
+    failures: dict[str, str] = {}
+    with suppress(KeyboardInterrupt), progress(len(ways)) as (tell, done):
+        for name in ways:
+            tell(f"{name}: {WAYS[name].title}; the engine starts")
+            try:
+                with tempfile.TemporaryDirectory(prefix="mb-sleep-") as temporary:
+                    logs = options.logs or Path(temporary)
+                    logs.mkdir(parents=True, exist_ok=True)
+                    log = logs / f"{name}.log"
+                    rows[name] = _measure(WAYS[name], setup, options.rounds, preset, log, tell)
+            except Exception as error:  # noqa: BLE001 - what the other ways show is worth having
+                failures[name] = f"{type(error).__name__}: {error}"
+            if options.json is not None:  # what is cut short loses its last way only
+                told = {"facts": machine.facts(), "model": setup.shape, "kv": size, "rows": rows}
+                options.json.write_text(json.dumps(told))
+            done(name)
     _show(rows, setup)
-    if options.json is not None:
-        options.json.write_text(json.dumps({"facts": machine.facts(), "model": setup.shape, "kv": size, "rows": rows}))
-    return 1 if failed or not rows else 0
+    for name, failure in failures.items():
+        print(f"{name} FAILED: {failure}", file=sys.stderr)
+    return 0 if len(rows) == len(ways) else 1
 
 
 @contextmanager
@@ -135,7 +143,9 @@ def _broker_config(setup: Setup, driver: Driver) -> str:
     return f'driver = "{setup.device}"\n{sizes}[metrics]\nport = 0\n[tenants.{TENANT}]\n'
 
 
-def _measure(way: Way, setup: Setup, rounds: int, preset: Mapping[str, Any], log: Path) -> dict[str, list[float]]:
+def _measure(
+    way: Way, setup: Setup, rounds: int, preset: Mapping[str, Any], log: Path, tell: Tell
+) -> dict[str, list[float]]:
     """Return the figures of each round, by name."""
     found: dict[str, list[float]] = {}
 
@@ -146,6 +156,7 @@ def _measure(way: Way, setup: Setup, rounds: int, preset: Mapping[str, Any], log
         sleep, wake = _verbs(way, engine, admin)
         expected = _sample(engine)
         for number in range(rounds + 1):
+            tell(f"{log.stem}: round {number} of {rounds}")
             for is_by_request in (False, True):
                 _fill(engine, number, preset)
                 before = _used(driver, admin)
