@@ -147,7 +147,7 @@ class VirtualMemoryPool(Offloading):
         *,
         wait: float | None = None,
         ahead: bool = False,
-        wanted_bytes: int = 0,
+        wanted_bytes: int | str = 0,
     ) -> None:
         """Back every page that any of the ranges touches, by one request: all of them, or none.
 
@@ -156,13 +156,13 @@ class VirtualMemoryPool(Offloading):
         allocates more soon says with `wanted_bytes` how much, this call included: while the call waits, others are
         asked for all of that at once. Raises what `allocate` raises, and `InvalidRequest` for ranges that share a page.
         """
-        until, wanted_bytes = deadline_of(wait), whole_number("wanted_bytes", wanted_bytes)
+        until, wanted = deadline_of(wait), bytes_of("wanted_bytes", wanted_bytes)
         self._holding.check_open()
         offsets, runs = self._touched_by(ranges)
         if runs:
             within = [offset % self._page_size for offset in offsets]
             size = sum(map(len, runs)) * self._page_size
-            self._backing.back(lambda _: runs, size, until, within=within, ahead=ahead, wanted_bytes=wanted_bytes)
+            self._backing.back(lambda _: runs, size, until, within=within, ahead=ahead, wanted_bytes=wanted)
 
     def allocate_anywhere(self, size: int | str, alignment: int | str = 0, *, wait: float | None = None) -> int:
         """Back `size` bytes in the lowest free run of pages that holds them, and return its address.

@@ -76,8 +76,9 @@ def test_others_are_asked_at_once_for_all_that_is_wanted(pair: tuple[Worker, Wor
     red.do("for page in range(48): pool.allocate_ranges([(page * PAGE, PAGE)], wanted_bytes=(48 - page) * PAGE)")
     assert blue.ask("answered.wait(30)")
     assert [size for _, size, _ in blue.ask("told")] == [96 * MIB]
-    refused = red.refused("pool.allocate_ranges([(96 * MIB, PAGE)], wanted_bytes=-1)")
-    assert (refused.error, "wanted_bytes" in refused.message) == ("InvalidRequest", True)
+    for wrong in ("-1", "1 << 63", "2.5"):
+        refused = red.refused(f"pool.allocate_ranges([(96 * MIB, PAGE)], wanted_bytes={wrong})")
+        assert (refused.error, "wanted_bytes" in refused.message) == ("InvalidRequest", True)
 
 
 def test_a_guaranteed_request_gets_what_a_callback_releases(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
