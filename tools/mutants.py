@@ -61,7 +61,7 @@ PARTS = (
     Part(
         "memory",
         ("client/membroker/memory/*.py",),
-        ("tests/client/memory", "tests/client/pool/test_pool.py", "tests/client/pool/test_spare_pages.py"),
+        ("tests/client/memory", "tests/client/pool", "tests/adapters/test_dlpack.py"),
     ),
 )
 
