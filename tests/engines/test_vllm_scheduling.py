@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.daemons import running
+from tests.support.sizes import MIB
 
 import membroker
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it")
 from tests.support.vllm_scheduling import BLOCK, Scheduling
+from vllm.v1.request import RequestStatus
 
 LIMIT = 80 << 20
 REQUESTS = 128, 1024, 256
@@ -41,10 +46,57 @@ def test_one_step_preempts_all_that_a_recall_takes(tmp_path: Path, monkeypatch: 
         before = elastic.preemptions
         while elastic.preemptions == before:  # then all blocks are in use
             assert elastic.step()
-        before = elastic.preemptions
         elastic.cache.shrink(LIMIT // 2)
+        assert elastic.step(), "from its end on, what is to go is kept"
+        before = elastic.preemptions
         while elastic.preemptions == before:  # until a request fills a block
             assert elastic.step()
         print(f"{elastic.preemptions - before} requests were preempted")
         assert elastic.preemptions - before >= 4
         elastic.cache.close()
+
+
+def test_no_block_is_lost_while_memory_comes_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests with common prefixes come, end and are aborted, amid recalls. Each step every reference is counted."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    dice, text = random.Random(seed), [7] * 400
+    with running({"capacity": 2 * LIMIT}) as daemon, membroker.connect(daemon.endpoint()) as client:
+        model = client.register_model("chat", limit=LIMIT)
+        elastic = Scheduling(tmp_path, monkeypatch, model=model, caches_prefixes=True)
+        squeezed = 0
+        for number in range(1500):
+            if dice.random() < 0.15 and len(elastic.scheduler.requests) < 60:
+                for part in range(dice.randint(1, 8)):
+                    prompt = [
+                        *text[: dice.choice((0, 160, 320, 400))],
+                        *dice.choices(range(1, 900), k=dice.randint(1, 500)),
+                    ]
+                    elastic.ask(f"{number} {part}", prompt, dice.randint(1, 250))
+            elif dice.random() < 0.05 and elastic.scheduler.requests:
+                name = dice.choice(list(elastic.scheduler.requests))
+                elastic.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+            elif dice.random() < 0.06:
+                elastic.cache.shrink(dice.randint(1, LIMIT // 2 // MIB) * MIB)
+            if elastic.step():
+                squeezed += _check_references(elastic.scheduler)
+        print(f"{squeezed} steps with a recall, {elastic.preemptions} preemptions")
+        assert squeezed
+        assert elastic.preemptions
+        elastic.cache.close()
+
+
+def _check_references(scheduler: Any) -> bool:
+    """Compare what membroker counts with vLLM's tables; return whether it keeps blocks, so that vLLM preempts."""
+    pool, blocks = scheduler.kv_cache_manager.block_pool, scheduler.connector._blocks
+    tables = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
+    used = Counter(block.block_id for table in tables.values() for block in table)
+    kept = Counter(block.block_id for block in blocks._squeezed)
+    held = [block for block in pool.blocks[1:] if block.ref_cnt - used[block.block_id] - kept[block.block_id]]
+    assert all(block.ref_cnt - used[block.block_id] - kept[block.block_id] == 1 for block in held)
+    assert len(held) == blocks._held
+    free = {block.block_id for block in pool.free_block_queue.get_all_free_blocks()}
+    assert free == {block.block_id for block in pool.blocks[1:] if not block.ref_cnt}
+    running = {one.request_id: [block.block_id for block in tables[one.request_id]] for one in scheduler.running}
+    assert list(blocks._running.items()) == list(running.items()), "in vLLM's order: the last is preempted first"
+    return bool(kept)

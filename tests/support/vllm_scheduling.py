@@ -15,6 +15,8 @@ import pytest
 import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.outputs import ModelRunnerOutput
@@ -43,7 +45,13 @@ class Scheduling:
     """
 
     def __init__(
-        self, directory: Path, monkeypatch: pytest.MonkeyPatch, *, blocks: int = 0, model: Model | None = None
+        self,
+        directory: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        blocks: int = 0,
+        model: Model | None = None,
+        caches_prefixes: bool = False,
     ):
         (directory / "config.json").write_text(json.dumps(CONFIG))
         over: dict[str, Any] = {}
@@ -70,7 +78,7 @@ class Scheduling:
             max_num_seqs=256,
             max_num_batched_tokens=8192,
             block_size=BLOCK_TOKENS,
-            enable_prefix_caching=False,
+            enable_prefix_caching=caches_prefixes,
             kv_cache_memory_bytes=1 << 30,
             dtype="float32",
             **over,
@@ -81,7 +89,9 @@ class Scheduling:
         spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=8, head_size=128, dtype=torch.float32)
         tensors, groups = [KVCacheTensor(size=BLOCK * blocks, shared_by=["layer"])], [KVCacheGroupSpec(["layer"], spec)]
         cache_config = KVCacheConfig(blocks, tensors, groups)
-        self._scheduler = AsyncScheduler(config, cache_config, StructuredOutputManager(config), block_size=BLOCK_TOKENS)
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256) if caches_prefixes else None
+        self.scheduler = AsyncScheduler(config, cache_config, StructuredOutputManager(config), block_size=BLOCK_TOKENS)
         self._under_way = deque[tuple[Any, list[list[int]]]]()
         self.preemptions = self.tokens = 0
 
@@ -94,12 +104,16 @@ class Scheduling:
     def add(self, requests: int, prompt: int, answer: int) -> None:
         """Let so many requests come."""
         for number in range(requests):
-            options = SamplingParams(max_tokens=answer, ignore_eos=True, detokenize=False)
-            self._scheduler.add_request(Request(str(number), [1] * prompt, options, None))
+            self.ask(str(number), [1] * prompt, answer)
+
+    def ask(self, name: str, prompt: list[int], answer: int) -> None:
+        """Let a request come."""
+        options = SamplingParams(max_tokens=answer, ignore_eos=True, detokenize=False)
+        self.scheduler.add_request(Request(name, prompt, options, None, block_hasher=self._hasher))
 
     def step(self) -> bool:
         """Schedule a step, and end the oldest that is under way; return whether there is anything left to do."""
-        scheduler, steps = self._scheduler, self._under_way
+        scheduler, steps = self.scheduler, self._under_way
         if not (scheduler.has_unfinished_requests() or steps):
             return False
         step = scheduler.schedule()
@@ -116,4 +130,4 @@ class Scheduling:
     def _end(self, step: Any, tokens: list[list[int]]) -> None:
         names = list(step.num_scheduled_tokens)
         places = {name: place for place, name in enumerate(names)}
-        self._scheduler.update_from_output(step, ModelRunnerOutput(names, places, tokens))
+        self.scheduler.update_from_output(step, ModelRunnerOutput(names, places, tokens))

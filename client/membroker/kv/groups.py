@@ -169,13 +169,13 @@ class Groups:
     def retire(self, groups: Iterable[int], *, final: bool = False) -> list[int]:
         """Return those draining groups of which the engine has no block any more. They wait for a fence from now on.
 
-        `final`: others wait for them, so they are not revived.
+        `final`: others wait for them, and for all that retire already, so these are not revived.
         """
         ended = [group for group in groups if not any(map(self._out.__getitem__, self.layout.members(group)))]
         for group in ended:
             self._move(group, "all held")
-            if final:
-                self._final.add(group)
+        if final:
+            self._final.update(self.groups_in(RETIRING))
         return ended
 
     def leaving(self, group: int) -> None:

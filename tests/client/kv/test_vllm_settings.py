@@ -115,6 +115,7 @@ def a_config(**other: Any) -> Any:
             "is_encoder_decoder": False,
             "enable_sleep_mode": False,
             "enable_cumem_allocator": False,
+            "disable_cascade_attn": True,
         },
         "speculative_config": None,
         "cache_config": {"cache_dtype": "auto"},
@@ -147,6 +148,7 @@ def a_config(**other: Any) -> Any:
         ({"model_config__enable_cumem_allocator": True}, "sleep mode"),
         ({"cache_config__cache_dtype": "fp8"}, "quantized"),
         ({"scheduler_config__watermark": 0.01}, "--watermark 0"),
+        ({"model_config__disable_cascade_attn": False}, "--no-disable-cascade-attn"),
     ],
 )
 def test_an_engine_that_cannot_be_served_is_refused_in_a_sentence(other: dict[str, Any], said: str) -> None:

@@ -45,6 +45,8 @@ class Blocks:
         self._last_used = [0.0] * pool.num_gpu_blocks
         self._running: dict[str, list[int]] = {}
         """The blocks of each request that has any, the oldest request first: in the order of their admission."""
+        self._preempted: set[str] = set()
+        """The requests that were preempted, and are not resumed yet."""
         self._users: dict[int, int] | None = None
         """The place of the oldest request that uses a block, in that order; None: to be found again."""
 
@@ -60,6 +62,7 @@ class Blocks:
         """Note that a request has ended. Its blocks are still referenced."""
         self._requests.pop(request.request_id, None)
         self._running.pop(request.request_id, None)
+        self._preempted.discard(request.request_id)
         self._users = None
         now = time.monotonic()
         for block in blocks:
@@ -69,14 +72,17 @@ class Blocks:
         """Note which requests a step has admitted, the blocks that it has given to them and to others, and the need."""
         for name in step.preempted_req_ids or ():
             self._running.pop(name, None)
-        for new in step.scheduled_new_reqs:
-            self._running[new.req_id] = list(new.block_ids[0])
+            self._preempted.add(name)
+        admitted = {new.req_id: new.block_ids[0] for new in step.scheduled_new_reqs}
         others = step.scheduled_cached_reqs
         for name, blocks in zip(others.req_ids, others.new_block_ids, strict=True):
             if name in others.resumed_req_ids:
-                self._running[name] = list(blocks[0])
+                admitted[name] = blocks[0]
             elif blocks is not None and name in self._running:
                 self._running[name] += blocks[0]
+        for name in sorted(admitted, key=lambda name: name not in self._preempted):  # vLLM resumes before it admits
+            self._running[name] = list(admitted[name])
+        self._preempted.difference_update(admitted)
         self._users = None
         self._count(step.num_scheduled_tokens)
 
@@ -168,15 +174,19 @@ class Blocks:
         """Let vLLM preempt: it does so when a running request needs a block and none is free.
 
         So all free blocks are held until the end of the next step. vLLM then preempts its youngest requests until there
-        is room, and cannot admit them again. What these have is held as well, and does not become free when they lose
-        it. So one step preempts all that use `blocks`; step by step a recall would take seconds. The last to go makes
-        the room, with its other blocks.
+        is room, and cannot admit them again. What the users of `blocks` have, and what younger requests have, is held
+        as well: it does not become free when they lose it. So one step preempts many; one in each step would take
+        seconds. The oldest of them makes the room, with its other blocks.
         """
         if not blocks or not self._requests:
             return False
         if not self._squeezed:
-            last, *others = list(self._running.values())[self._oldest(blocks) :] or [[]]
-            used = {*chain.from_iterable(others), *set(last).intersection(blocks)}
+            oldest, *younger = list(self._running.values())[self._oldest(blocks) :] or [[]]
+            going = set(blocks)
+            lists = [*map(reversed, reversed(younger)), (block for block in reversed(oldest) if block in going)]
+            used = dict.fromkeys(
+                chain.from_iterable(lists)
+            )  # as vLLM frees: a prompt's end is evicted before its begin
             table = self._pool.blocks
             self._squeezed = self._pool.free_block_queue.get_all_free_blocks() + [table[block] for block in used]
             self._squeezed_used = len(used)

@@ -167,6 +167,9 @@ def check_supported(config: Any) -> None:
         "was not tested with a quantized KV cache: leave --kv-cache-dtype at auto": (
             config.cache_config.cache_dtype != "auto"
         ),
+        "does not support cascade attention: leave --no-disable-cascade-attn out": (
+            not config.model_config.disable_cascade_attn  # it takes each reference to a block for a request's
+        ),
         "needs --watermark 0, because a watermark counts blocks that have no memory": (
             config.scheduler_config.watermark > 0
         ),
