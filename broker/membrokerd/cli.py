@@ -264,7 +264,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const=0,
         metavar="N",
-        help="run a daemon for each GPU and start those again that die; with the host driver, for N devices (1)",
+        help="run one daemon per GPU and restart any that die; with the host driver: N daemons (default 1)",
     )
     # A daemon that --all has started, and the pid of its parent.
     parser.add_argument("--of-all", type=int, help=argparse.SUPPRESS)
@@ -286,7 +286,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         dest="metrics.port",
         metavar="PORT",
-        help="of /metrics and the status page; 0: any free port; default: 9710 plus the number of the GPU",
+        help="port of /metrics and the status page; 0: any free port; default: 9710 plus the number of the GPU",
     )
     parser.add_argument(
         "--log-format", choices=("text", "json"), dest="log.format", help="text for people, json for programs"

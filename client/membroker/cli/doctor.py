@@ -161,15 +161,23 @@ def check_process_identity() -> Check:
 
 
 def descriptor_limit() -> int:
-    """Return how many descriptors a daemon of this user could have: root may raise the hard limit."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    return max(hard, _sysctl("fs/nr_open")) if os.geteuid() == 0 else hard
+    """Return how many descriptors a daemon of this user could have: as root it raises the hard limit, if it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if os.geteuid():
+        return hard
+    highest = max(hard, _sysctl("fs/nr_open"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, highest))
+    except (OSError, ValueError):  # root in a container often has no CAP_SYS_RESOURCE
+        return hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return highest
 
 
 def check_descriptors(limit: int) -> Check:
     """The kernel counts descriptors in flight, 128 for each session, against the broker's RLIMIT_NOFILE."""
     sessions = max(0, limit - 1) // DESCRIPTORS_PER_SESSION
-    found = f"a limit of {limit:,} is enough for {sessions:,} sessions"
+    found = f"a daemon started from here may have {limit:,}, enough for {sessions:,} sessions"
     advice = f"raise it: LimitNOFILE= in the unit, `ulimit -n` in a shell; {DESCRIPTORS_PER_SESSION} for each session"
     status: Status = "fail" if not sessions else "warn" if sessions < FEW_SESSIONS else "ok"
     return Check("descriptors", status, found, "" if status == "ok" else advice)

@@ -24,6 +24,29 @@ from .commands import Command, Commands, Parser, add, add_bare, listing
 from .doctor import missing_packages, run_doctor
 from .sleeping import find_model
 
+_DOCTOR = """
+What fails is followed by what to do. The exit status is 0 unless a check fails.
+
+A daemon that does not answer is a warning, unless --endpoint, --device or MEMBROKER_ENDPOINT names it. To check that a
+daemon is alive use `membroker status --device N`: its exit status is 1 if that daemon does not answer.
+
+`descriptors` is what a daemon could have if this user started it in this shell. A unit has limits of its own, and a
+running daemon logs them (`limits descriptors=… max_sessions=…`)."""
+
+_STATUS = """
+The books, one column for each location (`device` is the GPU's memory):
+
+`lent`, `releasing` and `free` add up to `capacity`. `lent` is what workers and segments have. `releasing` is memory of
+dead workers: it is charged until the device shows it free. `free` can be lent. `reserved` is guaranteed to tenants or
+models that do not use it now: only programs that answer recalls can borrow it. `missing` is the part of `reserved` that
+is neither free nor recallable, so that the guarantees cannot be kept now. `waiting` is what requests wait for.
+
+What the device itself reports: `in use` is by all processes together. `unaccounted` is the part of it that is not in
+the books: CUDA contexts that are not declared, and processes that do not use the broker. `headroom` is never lent.
+
+Without --endpoint or --device the command shows each broker that is alive, and leaves out those that are dead. The exit
+status is 1 if none is alive, or if a living or a named one does not answer."""
+
 _MODELS = """
 `used` is what the model is charged. `recallable` is the part of it that the broker can ask back; `late` is what it
 asked back and did not get in time. `refused` counts refused requests since the model or the daemon began: `membroker
@@ -222,7 +245,7 @@ def _add_first(subparsers: Commands) -> None:
         _doctor,
         "check whether this machine can run a broker",
         "doctor\ndoctor --json\ndoctor --endpoint /run/membroker/gpu-12345678/tenants/acme    can this user enter it?",
-        "\nWhat fails is followed by what to do. The exit status is 0 unless a check fails.",
+        _DOCTOR,
     )
 
 
@@ -233,6 +256,7 @@ def _add_books(subparsers: Commands) -> None:
         _status,
         "the device and its memory, of every broker of this machine",
         "status\nstatus --device 1\nstatus --json | jq '{uuid, draining}'",
+        _STATUS,
         admin=True,
     )
     models = add(
@@ -269,7 +293,7 @@ def _add_books(subparsers: Commands) -> None:
         subparsers,
         "processes",
         listing(lambda books: books.processes(), tables.processes_table),
-        "which processes use the device, beyond their charge too",
+        "device memory per process, and how much exceeds its charge",
         "processes\nprocesses --json | jq '.[] | select(.excess_bytes > 1e9)'",
         _PROCESSES + commands.OPERATOR,
     ).set_defaults(admin=True)

@@ -47,7 +47,7 @@ def add_command(subparsers: Commands) -> None:
     parser = commands.add_bare(
         subparsers,
         "replay",
-        "what a recorded day would have been with other numbers",
+        "re-run a recorded trace with another capacity or other limits",
         "replay trace.jsonl                                  the same numbers: what happened, twice\n"
         "replay trace.jsonl --capacity 48GiB                 would a smaller GPU do?\n"
         "replay trace-old.jsonl trace.jsonl --limit red=32GiB --guarantee red/chat=8GiB --weight blue=2\n"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import resource
 import socket
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -50,6 +52,15 @@ def test_this_machine_passes_and_nothing_is_left_behind(monkeypatch: pytest.Monk
 def test_a_limit_that_is_too_low_has_advice(check: doctor.Check, status: str) -> None:
     assert check.status == status
     assert bool(check.advice) == (status != "ok")
+
+
+def test_a_daemon_started_here_would_have_as_many_descriptors() -> None:
+    """Also as root without CAP_SYS_RESOURCE, as in most containers: it cannot raise its hard limit."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    daemons = "from membrokerd.config import descriptor_limits; print(descriptor_limits.raise_descriptor_limit())"
+    said = subprocess.run([sys.executable, "-c", daemons], check=True, capture_output=True, text=True).stdout
+    assert doctor.descriptor_limit() == int(said)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
 
 
 def test_1024_descriptors_are_enough_for_seven_sessions() -> None:
