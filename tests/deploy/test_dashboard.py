@@ -62,6 +62,17 @@ def test_each_alert_has_a_runbook() -> None:
     assert set(re.findall(r"^## (Membroker\w+)$", RUNBOOKS, re.MULTILINE)) == set(alerts)
 
 
+def test_each_runbook_says_how_urgent_it_is() -> None:
+    """Its first words are the severity of the rule, and for how long the condition holds before it fires."""
+    rules = re.split(r"- alert: ", RULES.read_text())[1:]
+    for rule in rules:
+        name, severity = rule.split()[0], re.search(r"severity: (\w+)", rule)
+        lasts = re.search(r"\bfor: (\d+)m", rule)
+        after = f"after {lasts[1]} minute" if lasts else "at once"
+        assert severity is not None
+        assert f"\n## {name}\n\n**{severity[1]}**, {after}" in RUNBOOKS
+
+
 CONFIG = {
     "capacity": "256MiB",
     "tenants": {"red": {"limit": "192MiB", "guarantee": "32MiB"}, "blue": {}},
