@@ -128,6 +128,16 @@ class RecallsReferee:
         """Return the bytes that recalls will bring, if they are answered with bytes."""
         return sum(one.left for place, one in self.asked.items() if place[2] == where and not one.late)
 
+    @property
+    def holds_at_grant(self) -> dict[Any, Any]:
+        """The holds when a request of this step was granted: those that it has begun or raised came after that."""
+        holds = self._world.broker.schedule._holds
+        return {key: hold for key, hold in self.holds.items() if key in holds and self._goes_on(key)}
+
+    def _goes_on(self, key: Any) -> bool:
+        """Say whether a hold was in force when the step began: its time was not over, or a recall was open for it."""
+        return key in self.holds and (self.holds[key].until > self._world.now or key[0] in self._asked_for)
+
     # --- each step ---
 
     def before(self, event: ev.Event) -> None:

@@ -62,7 +62,8 @@ def _divide(referee: Referee, where: Location, beside: Iterable[Any], undone: An
         if one.event.location == where:
             wanted[one.name] += one.size
     given = {undone.name: undone.size} if undone else {}
-    for (name, at), hold in broker.schedule._holds.items():
+    holds = referee.recalls.holds_at_grant if undone else broker.schedule._holds
+    for (name, at), hold in holds.items():
         if at == where:
             wanted[name] = max(wanted[name], hold.size - guarantees.lent(name, where) + given.get(name, 0))
     tenants: dict[str, list[ModelName]] = {tenant: [] for tenant in guarantees.tenants_with_guarantees(where)}

@@ -162,11 +162,11 @@ class WaitingReferee:
     def _is_allowed(self, one: Any) -> bool:
         return self._referee.guarantees.is_allowed(one.name, one.event.location, one.size, borrower(one))
 
-    def _held_beside(self, one: Any, shares: Any) -> float:
+    def _held_beside(self, one: Any, shares: Any, holds: Any = None) -> float:
         """Return what the holds of other models keep from a request."""
         where, guarantees = one.event.location, self._referee.guarantees
-        holds = self._world.broker.schedule._holds.items()
-        others = [(name, hold.size) for (name, at), hold in holds if at == where and name != one.name]
+        holds = self._world.broker.schedule._holds if holds is None else holds
+        others = [(name, hold.size) for (name, at), hold in holds.items() if at == where and name != one.name]
         return float(
             sum(max(0, min(size, shares.get(name, 0)) - guarantees.lent(name, where)) for name, size in others)
         )
@@ -275,7 +275,8 @@ class WaitingReferee:
             mine = self._class(last, shares, given=last.size)
         if mine == 2 and self._referee.recalls.is_possible:
             free = self._world.broker.ledger.totals[where].free
-            assert free + SLACK >= self._held_beside(last, shares), f"{last} was granted what is held for others"
+            held = self._held_beside(last, shares, self._referee.recalls.holds_at_grant)
+            assert free + SLACK >= held, f"{last} was granted what is held for others"
         if not others:
             return
         self.compared += 1
