@@ -130,6 +130,13 @@ class GuaranteesReferee:
                 return False
         return True
 
+    def used(self, name: ModelName, where: Location) -> int:
+        """Return what a model uses of its guarantee: its limit counts what is releasing, too."""
+        limit, lent = self.limit(name, where), self.lent(name, where)
+        if limit is not None and lent:
+            lent = min(lent, limit - self._broker.ledger.models[name].charges[where].releasing)
+        return min(self.guarantee(name, where), lent)
+
     def above_limits(self, where: Location) -> dict[ModelName, int]:
         """Return how many bytes models, or their tenants, have above their limits."""
         found: dict[ModelName, int] = {}

@@ -354,8 +354,7 @@ class RecallsReferee:
             if asked <= above.get(name, 0):
                 continue
             new = sum(more for place, more in asks if place[1] == name)
-            guarantee = min(guarantees.guarantee(name, where), lent)
-            assert lent - new >= guarantee, f"{name} is asked for its guarantee"
+            assert lent - new >= guarantees.used(name, where), f"{name} is asked for its guarantee"
             share = min(without[name], beside.get(name, 0))
             if isinstance(event, ev.NotMade):  # for the device, of which others use a part
                 continue

@@ -213,9 +213,7 @@ class WaitingReferee:
         if guarantees.needed(where, {}) <= room and guarantees.fit_limits(where):
             assert sum(found.values()) <= room, "there are more shares than memory"
             for name, size in found.items():
-                limit, lent = guarantees.limit(name, where), guarantees.lent(name, where)
-                releasing = broker.ledger.models[name].charges[where].releasing if lent else 0
-                own = min(guarantees.guarantee(name, where), lent, lent if limit is None else limit - releasing)
+                own = guarantees.used(name, where)
                 assert size >= own, f"{name} has a share of {size}, and uses {own} of its guarantee"
 
     def _judge_recalled(self, where: Location, waiting: Sequence[Any], shares: dict[ModelName, float]) -> None:
