@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
 from typing import TYPE_CHECKING
 
 from tests.simulation.processes import Look
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 MILLISECOND = 1_000_000
 SECOND = 1_000_000_000
 UNKNOWN_ID = (1 << 40) + 10_000_000
+WANTED = (0,) * 12 + (0.5, 2, 3, 10, 1_000_000)
+"""How many times its size a request says that its session will want soon."""
 
 
 class Borrowing:
@@ -33,7 +37,16 @@ class Borrowing:
         if worker:
             size = world.random.choice((2, 2, 2, 4, 8, 3)) * MIB
             count = world.random.choice((1, 5, 64, 65, 130, 200, 300))
-            world.send(ev.Allocate(*world.ask(worker), world.model(worker), world.where(), size, count, self.wait_ns()))
+            own = (*world.ask(worker), world.model(worker), world.where())
+            world.send(self.hinted(ev.Allocate(*own, size, count, self.wait_ns())))
+
+    def hinted(self, event: ev.Allocate) -> ev.Allocate:
+        """Say in a request what its session will want soon: mostly it does not know, now and then absurdly much.
+
+        The turn's dice are not thrown for it, so nothing else is chosen otherwise than without it.
+        """
+        times = random.Random(self.world.salt).choice(WANTED)
+        return dataclasses.replace(event, wanted_bytes=int(times * event.count) * event.extent_bytes)
 
     def wait_ns(self) -> int | None:
         """Return how long a request waits for room: mostly not at all, now and then too long."""
@@ -55,7 +68,8 @@ class Borrowing:
             worker = self.borrower()
             if worker:
                 wait = world.random.choice((None, 500 * MILLISECOND, 2 * SECOND, 5 * SECOND))
-                world.send(ev.Allocate(*world.ask(worker), world.model(worker), where, size, count, wait))
+                request = ev.Allocate(*world.ask(worker), world.model(worker), where, size, count, wait)
+                world.send(self.hinted(request))
         for _ in range(world.random.choice((0, 1, 3))):
             world.salt = world.random.getrandbits(30)
             world.random.choice((self.release, self.release, world.operator.set_quota, world.operator.reload))()
@@ -81,7 +95,8 @@ class Borrowing:
                     world.driver.hear()
                 if worker.session not in world.workers or not worker.process.alive:
                     return
-                world.send(ev.Allocate(*world.ask(worker), name, where, size, world.random.choice((1, 1, 2, 5))))
+                own, count = (*world.ask(worker), name, where), world.random.choice((1, 1, 2, 5))
+                world.send(self.hinted(ev.Allocate(*own, size, count)))
 
     def release(self) -> None:
         """Unmap some extents, then say so: at once or a little later. A liar says so and keeps them."""

@@ -175,6 +175,7 @@ class Recalling:
                     self._allocate(worker, free, 0)
         self._work()
         for worker in self._borrowers():
+            world.salt = world.random.getrandbits(30)
             self._allocate(worker, world.random.choice((10, 40, 100, 200)), 60_000 * MILLISECOND)
         waited = world.referee.recalls.ends["asked"]
         for _ in range(120):
@@ -194,7 +195,8 @@ class Recalling:
     def _allocate(self, worker: Worker, granules: int, wait_ns: int) -> None:
         name = self.world.random.choice(sorted(self.world.broker.ledger.sessions[worker.session].models))
         size = granules * self.world.rules.granularity
-        self.world.send(ev.Allocate(*self.world.ask(worker), name, "device", size, 1, wait_ns))
+        request = ev.Allocate(*self.world.ask(worker), name, "device", size, 1, wait_ns)
+        self.world.send(self.world.borrowing.hinted(request))
 
     def _work(self) -> None:
         """Do all that was asked of the driver, and hear of it."""

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 Place = tuple[int, ModelName, Location]
 KEPT_NS = 2_000_000_000
 HOLD_NS = 500_000_000
-"""Both stated here, not taken from the core."""
+LEAST_STEP, MOST_STEP = 64, 8
+"""All stated here, not taken from the core."""
 
 
 @dataclass(slots=True)
@@ -324,7 +325,7 @@ class RecallsReferee:
         for where in broker.books.rules.capacities:
             self._judge_questions(event, step, where, [one for one in self._new if one[0][2] == where])
         self._judge_limits(step)
-        self._judge_holds({place[2] for place, _ in self._new})
+        self._judge_holds(event, step, {place[2] for place, _ in self._new})
 
     def _judge_firm(self) -> None:
         broker, guarantees = self._world.broker, self._referee.guarantees
@@ -390,25 +391,68 @@ class RecallsReferee:
         free = self._world.broker.ledger.totals[where].free - guarantees.unlent_beside(None, where)
         return float(needed - free - self.coming(where))
 
-    def _judge_holds(self, asked_at: set[Location]) -> None:
+    def _judge_holds(self, event: ev.Event, step: Step, asked_at: set[Location]) -> None:
         broker, now = self._world.broker, self._world.now
         for key, hold in broker.schedule._holds.items():
             assert now < hold.until <= now + HOLD_NS or broker.waiting.left_over, "a hold does not end"
-            if hold == self.holds.get(key):
-                continue
-            name, where = key
-            assert hold.until == now + HOLD_NS
             before = self.holds.get(key)
-            same = before is not None and before[:2] == hold[:2] and before.until <= now
-            if same and where not in asked_at:  # else it may have ended, and another one of its size has begun
-                assert name in self._asked_for, "a hold goes on without a recall"
+            if hold == before:
                 continue
-            assert where in asked_at, "a hold begins without a recall"
-            wanted = [one.size for one in self._referee.waiting.all_of_step if one.name == name]
-            most = self._referee.guarantees.lent(name, where) + max(
-                broker.books.rules.capacities[where] // 8, sum(wanted)
-            )
-            assert hold.size <= max(most, self.holds[key].size if key in self.holds else 0), "a hold is too large"
+            where = key[1]
+            assert hold.until == now + HOLD_NS
+            before = before if self._goes_on(key) else None
+            if before is not None and before[:2] == hold[:2] and before.until <= now:
+                continue
+            assert where in asked_at, "a hold begins, or goes on, without a recall"
+            self._judge_size(event, step, key, hold, before)
+
+    def _judge_size(self, event: ev.Event, step: Step, key: Any, hold: Any, before: Any) -> None:
+        """A hold is of what the model had and its requests want, or of a step more that doubles each time.
+
+        It was begun or raised before, between or behind what the step lent to the model, for some of the requests
+        that waited: for all of those that are guaranteed and wait on, or for one that does not wait.
+        """
+        (name, where), rules = key, self._world.broker.books.rules
+        capacity = rules.capacities[where]
+        most = capacity // MOST_STEP
+        assert hold.step == (min(2 * before.step, most) if before else capacity // LEAST_STEP), "a step is not doubled"
+        lent = [self._referee.guarantees.lent(name, where)]
+        for fact in reversed(step.facts):
+            match fact:
+                case ft.Debited() if (fact.name, fact.location) == key:
+                    lent.append(lent[-1] - fact.extent_bytes * fact.count)
+                case ft.SegmentBegan() if (fact.name, fact.location) == key:
+                    lent.append(lent[-1] - fact.extent_bytes * (fact.count - 1) - fact.last_bytes)
+        sizes = self._wanted_together(event, name, where)
+        more = {max(min(size, capacity), hold.step - hold.step % rules.granularity) for size in sizes}
+        least = before.size if before else 0
+        found = {max(least, had + size) for had in lent for size in more}
+        assert hold.size in found, f"a hold of {name} is of {hold.size} bytes, and not one of {sorted(found)}"
+
+    def _wanted_together(self, event: ev.Event, name: ModelName, where: Location) -> set[int]:
+        """Return what the requests of a model, that others may have been asked for at once, want together."""
+        waiting, after = self._referee.waiting, self._world.broker.waiting._waiters
+        sure, others, alone = 0, [], set()
+        for one in waiting.all_of_step:
+            if (one.name, one.event.location) != (name, where):
+                continue
+            wanted = max(one.size, one.event.wanted_bytes) if isinstance(one.event, ev.Allocate) else one.size
+            waiter = after.get(one.event.call)
+            if getattr(event, "call", None) == one.event.call and isinstance(event, ev.InputsDrained):
+                alone.add(wanted)
+            elif (
+                waiter is not None
+                and waiter.deadline is not None
+                and not waiter.met_full_device
+                and self._referee.guarantees.is_guaranteed(name, where, one.size)
+            ):
+                sure += wanted
+            else:
+                others.append(wanted)
+        sums = {sure}
+        for wanted in others:
+            sums |= {size + wanted for size in sums}
+        return (sums - {0}) | alone
 
     def _judge_limits(self, step: Step) -> None:
         """After limits have changed, or what was kept is not, what is above them is recalled, as far as it can be."""

@@ -236,7 +236,8 @@ def _command(event: ev.Event, opened: Mapping[int, int], names: Mapping[int, str
             return f"unregister {model}"
         case ev.Allocate():
             what = f"{event.count} x {event.extent_bytes // MIB} where={event.location}"
-            return f"allocate {model} {what}{_wait(event.wait_ns)}"
+            wanted = f" wanted={event.wanted_bytes // MIB}" if event.wanted_bytes else ""
+            return f"allocate {model} {what}{_wait(event.wait_ns)}{wanted}"
         case ev.Declare():
             return f"declare {model} {event.declared_bytes // MIB} where={event.location}"
     raise AssertionError(f"no command for {event}")

@@ -13,7 +13,7 @@ from tests.simulation.world import World, is_crowded
 from membrokerd.core.admission import Admission
 from membrokerd.core.recallable import Borrower, Recallable
 from membrokerd.core.recalls import Recalls
-from membrokerd.core.schedule import Schedule
+from membrokerd.core.schedule import Schedule, Waiter
 from membrokerd.core.shares import Shares
 from membrokerd.core.waiting import Waiting
 
@@ -318,6 +318,40 @@ def _a_hold_keeps_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Schedule, "_held_beside", lambda *_: 1 << 50)
 
 
+def _what_is_wanted_soon_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = Waiter.__post_init__
+
+    def deaf(self: Any) -> None:
+        begin(self)
+        self.wanted = self.size
+
+    monkeypatch.setattr(Waiter, "__post_init__", deaf)
+
+
+def _more_is_wanted_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    hold = Schedule._hold
+
+    def unbounded(self: Any, name: Any, location: Any, wanted: int, now: int) -> None:
+        hold(self, name, location, wanted, now)
+        found = self._holds[name, location]
+        size = max(found.size, self._books.admission.lent(name, location) + wanted)
+        self._holds[name, location] = found._replace(size=size)
+
+    monkeypatch.setattr(Schedule, "_hold", unbounded)
+
+
+def _a_hold_grows_by_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    hold = Schedule._hold
+
+    def as_before(self: Any, name: Any, location: Any, wanted: int, now: int) -> None:
+        before = self._holds.get((name, location))
+        hold(self, name, location, wanted, now)
+        if before is not None:
+            self._holds[name, location] = self._holds[name, location]._replace(step=before.step)
+
+    monkeypatch.setattr(Schedule, "_hold", as_before)
+
+
 def _beyond_its_share_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     def first(self: Any, location: Any, wanting: Any, ready: Any, waiters: Any, now: int) -> Any:
         return next((one for one in wanting if one in ready), None)
@@ -379,6 +413,9 @@ FAULTS: tuple[Fault, ...] = (
     _a_hold_never_ends,
     _a_hold_keeps_nothing,
     _a_hold_keeps_everything,
+    _what_is_wanted_soon_is_not_heard,
+    _more_is_wanted_than_there_is,
+    _a_hold_grows_by_the_same_step,
     _beyond_its_share_in_turn,
     _refused_in_its_turn,
     _asked_and_still_waiting,
