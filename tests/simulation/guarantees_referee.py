@@ -119,7 +119,7 @@ class GuaranteesReferee:
     def fit_limits(self, where: Location) -> bool:
         """Say whether each tenant's limit has room for what is guaranteed to its models, and is firm beyond that.
 
-        A guarantee that the limit leaves no room for takes part in the division nevertheless.
+        If not, what models use of their guarantees takes part in the division nevertheless.
         """
         models = {*self._broker.ledger.models, *self.guaranteed_anywhere(where)}
         for tenant in {name.tenant for name in models}:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 Item = tuple[int, float, float]
 """A weight, the least and the most."""
+Part = tuple[float, Item, float]
+"""What one has before the rest is divided, its part in that, and what it uses that is firm or guaranteed."""
 
 
 def fill(room: float, items: Sequence[Item]) -> list[float]:
@@ -80,14 +82,16 @@ def _divide(referee: Referee, where: Location, beside: Iterable[Any], undone: An
     extra = fill(total.capacity - total.releasing - sum(bases.values()), items)
     shares: dict[ModelName, float] = {}
     for (tenant, own), more in zip(parts.items(), extra, strict=True):
-        room = bases[tenant] + more - sum(base for base, _ in own)
-        sizes = fill(room, [item for _, item in own])
-        shares.update({name: size + base for name, size, (base, _) in zip(tenants[tenant], sizes, own, strict=True)})
+        room = bases[tenant] + more
+        if room < sum(base + low for base, (_, low, _), _ in own):  # its limit is below the guarantees of its models
+            own = [(0.0, (weight, used, base + low), used) for base, (weight, low, _), used in own]
+        sizes = fill(room - sum(base for base, *_ in own), [item for _, item, _ in own])
+        shares.update({name: size + base for name, size, (base, *_) in zip(tenants[tenant], sizes, own, strict=True)})
     return shares
 
 
-def _part(referee: Referee, name: ModelName, where: Location, wanted: int, undone: Any) -> tuple[float, Item]:
-    """Return what a model has before the rest is divided, and its part in that."""
+def _part(referee: Referee, name: ModelName, where: Location, wanted: int, undone: Any) -> Part:
+    """Return a model's part in the division."""
     guarantees, recalls = referee.guarantees, referee.recalls
     lent, firm = guarantees.lent(name, where), guarantees.firm(name, where)
     if undone and name == undone.name:
@@ -102,18 +106,20 @@ def _part(referee: Referee, name: ModelName, where: Location, wanted: int, undon
     if recalls.is_possible:
         base = min(base, demand)
     low = max(0, firm - base)
-    return base, (referee.weight((*name, where)), low, max(low, most - base))
+    return base, (referee.weight((*name, where)), low, max(low, most - base)), max(firm, min(base, lent))
 
 
-def _tenant(referee: Referee, tenant: str, where: Location, own: Sequence[tuple[float, Item]]) -> tuple[float, Item]:
+def _tenant(referee: Referee, tenant: str, where: Location, own: Sequence[Part]) -> tuple[float, Item]:
     """Return what a tenant has before the rest is divided, and its part in that."""
     ledger, guarantees = referee.world.broker.ledger, referee.guarantees
-    least = sum(base + low for base, (_, low, _) in own)
-    most = sum(base + high for base, (_, _, high) in own)
+    least = sum(base + low for base, (_, low, _), _ in own)
+    most = sum(base + high for base, (_, _, high), _ in own)
     limit = referee.set_for((tenant, None, where)).limit
     if limit is not None:
         charge = ledger.tenants.get((tenant, where))
-        most = min(most, limit - (charge.releasing if charge else 0))
+        limit -= charge.releasing if charge else 0
+        least = max(sum(used for *_, used in own), min(least, limit))
+        most = min(most, limit)
     most = max(least, most)
     base: float = guarantees.usable_guarantee(tenant, where)
     if referee.recalls.is_possible and tenant not in referee.world.broker.books.rules.unlent:

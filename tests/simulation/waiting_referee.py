@@ -210,8 +210,9 @@ class WaitingReferee:
         for name, size in found.items():
             assert abs(size - shares.get(name, 0)) <= SLACK, f"{name} has a share of {size}, not of {shares.get(name)}"
             assert size >= guarantees.firm(name, where), f"{name} has a share below its firm bytes"
-        if guarantees.needed(where, {}) <= room and guarantees.fit_limits(where):
-            assert sum(found.values()) <= room, "there are more shares than memory"
+        if guarantees.needed(where, {}) <= room:
+            fit = guarantees.fit_limits(where) or not guarantees.above_limits(where)
+            assert not fit or sum(found.values()) <= room, "there are more shares than memory"
             for name, size in found.items():
                 own = guarantees.used(name, where)
                 assert size >= own, f"{name} has a share of {size}, and uses {own} of its guarantee"

@@ -24,13 +24,15 @@ _FRACTION = 16
 class Item(NamedTuple):
     """One that takes part in a division: at least `low` bytes, at most `high`, and between them by `weight`.
 
-    A model or a tenant has `base` bytes before the rest is divided.
+    A model or a tenant has `base` bytes before the rest is divided. `used` bytes of a model are firm, or within its
+    guarantee.
     """
 
     weight: int
     low: int
     high: int
     base: int = 0
+    used: int = 0
 
 
 def fill(room: int, items: Sequence[Item], granule: int) -> list[int]:
@@ -57,7 +59,7 @@ def _fill_group(room: int, items: Sequence[Item], granule: int) -> list[int]:
     level = _level(room, items)
     sizes = []
     rounded = []
-    for i, (weight, low, high, _) in enumerate(items):
+    for i, (weight, low, high, *_) in enumerate(items):
         part = weight * level >> _FRACTION
         sizes.append(max(low, _lowered(high, part, granule)))
         if part < high:
@@ -84,7 +86,7 @@ def _level(room: int, items: Iterable[Item]) -> int:
     """Return the highest level at which all take no more than `room`: each takes its weight times the level."""
     bends = []
     total = 0
-    for weight, low, high, _ in items:
+    for weight, low, high, *_ in items:
         total += low << _FRACTION
         bends += [(-(-(low << _FRACTION) // weight), weight), ((high << _FRACTION) // weight, -weight)]
     bends.sort()
@@ -125,9 +127,11 @@ class Shares:
         room = total.capacity - total.releasing - less - sum([tenant.base for tenant in tenants])
         found: dict[ModelName, int] = {}
         for tenant, items, extra in zip(tenants, models.values(), fill(room, tenants, granule), strict=True):
-            room = tenant.base + extra - sum([item.base for item in items.values()])
-            sizes = fill(room, list(items.values()), granule)
-            for (name, item), size in zip(items.items(), sizes, strict=True):
+            own, room = list(items.values()), tenant.base + extra
+            if room < sum([item.base + item.low for item in own]):  # the limit is too low for all that is guaranteed
+                own = [Item(item.weight, item.used, item.base + item.low) for item in own]
+            room -= sum([item.base for item in own])
+            for name, item, size in zip(items, own, fill(room, own, granule), strict=True):
                 found[name] = item.base + size
         return found
 
@@ -146,7 +150,7 @@ class Shares:
         base = min(guarantee, max(firm, most)) if self._recallable.is_possible else guarantee
         low = max(0, firm - base)
         weight = policy.set_weight(ledger.quotas, rules, (*name, location))
-        return Item(weight, low, max(low, most - base), base)
+        return Item(weight, low, max(low, most - base), base, max(firm, min(base, lent)))
 
     def _tenant(self, tenant: str, location: Location, models: Collection[Item]) -> Item:
         """Return a tenant's item: its usable guarantee, or what its models want of that, and what they want besides."""
@@ -155,7 +159,9 @@ class Shares:
         limit = policy.set_limit(self._ledger.quotas, self._rules, (tenant, None, location))
         if limit is not None:
             charge = self._ledger.tenants.get((tenant, location))
-            most = _lowered(most, limit - (charge.releasing if charge else 0), self._rules.granularity)
+            bound = limit - (charge.releasing if charge else 0)
+            least = max(sum([model.used for model in models]), _lowered(least, bound, self._rules.granularity))
+            most = _lowered(most, bound, self._rules.granularity)
         most = max(least, most)
         base = self._admission.usable_guarantee(tenant, location)
         if self._recallable.is_possible and tenant not in self._rules.unlent:

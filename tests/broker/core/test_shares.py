@@ -102,8 +102,14 @@ def test_what_can_be_had_is_bounded_by_the_limit() -> None:
     assert broker.waiting.share(name, "device") == (8 * MIB, 2 * MIB)
 
 
-def _borrowers(chance: random.Random) -> tuple[Broker, policy.Rules, list[ModelName]]:
-    """Models of two tenants that have borrowed and declared. Limits, guarantees and declarations may be odd sizes."""
+def _borrowers(
+    chance: random.Random, least: int = 2, answering: float = 0.7
+) -> tuple[Broker, policy.Rules, list[ModelName]]:
+    """Models of two tenants that have borrowed and declared. Limits, guarantees and declarations may be odd sizes.
+
+    A tenant's limit is more than 1/`least` of the memory; 0: anything. `answering` is the chance that a session answers
+    recalls.
+    """
 
     def size(least: int, most: int) -> int:
         return max(0, chance.randint(least, most) * 2 * MIB - chance.choice((0, 0, 0, 1, MIB)))
@@ -116,7 +122,7 @@ def _borrowers(chance: random.Random) -> tuple[Broker, policy.Rules, list[ModelN
         granularity=2 * MIB,
         capacities={"device": capacity * 2 * MIB},
         limits={
-            key: size(0 if key[1] else capacity // 2 + 1, capacity)
+            key: size(0 if key[1] or not least else capacity // least + 1, capacity)
             for key in models + tenants
             if chance.random() < 0.25
         },
@@ -129,7 +135,7 @@ def _borrowers(chance: random.Random) -> tuple[Broker, policy.Rules, list[ModelN
         assert isinstance(opened, fx.Answer)
         assert isinstance(opened.result, fx.SessionOpened)
         session = opened.result.session
-        broker.step(ev.RegisterModel(4 * call + 1, session, 1, name, None, {}, chance.random() < 0.7), 0)
+        broker.step(ev.RegisterModel(4 * call + 1, session, 1, name, None, {}, chance.random() < answering), 0)
         if count := chance.randint(0, capacity // 2):
             broker.step(ev.Allocate(4 * call + 2, session, 2, name, "device", 2 * MIB, count), 0)
         if chance.random() < 0.2:
@@ -150,3 +156,24 @@ def test_a_model_that_wants_more_has_no_smaller_share() -> None:
             more = divide("device", {**wanted, name: wanted[name] + chance.randint(1, 6) * 2 * MIB})
             assert more.get(name, 0) >= shares.get(name, 0), f"world {number}, {name}"
             assert sum(more.values()) <= rules.capacities["device"]
+
+
+@pytest.mark.parametrize("answering", [0, 0.7])
+def test_a_guarantee_above_its_tenants_limit_is_no_share(answering: float) -> None:
+    """A limit that leaves no room for the guarantees bounds the shares, as far as memory is not firm."""
+    print(f"seed {(seed := secrets.randbelow(1 << 31))}")
+    chance = random.Random(seed)
+    for number in range(3_000):
+        broker, rules, names = _borrowers(chance, least=0, answering=answering)
+        admission, ledger = broker.books.admission, broker.ledger
+        divide = Shares(ledger, rules, admission, broker.books.recallable).divide
+        wanted = {name: chance.choice((0, chance.randint(0, 6))) * 2 * MIB for name in names}
+        shares = divide("device", wanted)
+        assert sum(shares.values()) <= rules.capacities["device"], f"world {number}"
+        for tenant in {name.tenant for name in names}:
+            firm = sum(admission.firm(name, "device") for name in names if name.tenant == tenant)
+            limit = rules.limits.get((tenant, None, "device"), rules.capacities["device"])
+            assert sum(size for name, size in shares.items() if name.tenant == tenant) <= max(firm, limit), number
+        for name in names:
+            more = divide("device", {**wanted, name: wanted[name] + chance.randint(1, 6) * 2 * MIB})
+            assert more.get(name, 0) >= shares.get(name, 0), f"world {number}, {name}"
