@@ -6,7 +6,7 @@ are held to them, and so is what counts as firm. Shares are taken from the divis
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -430,9 +430,13 @@ class RecallsReferee:
         assert hold.size in found, f"a hold of {name} is of {hold.size} bytes, and not one of {sorted(found)}"
 
     def _wanted_together(self, event: ev.Event, name: ModelName, where: Location) -> set[int]:
-        """Return what the requests of a model, that others may have been asked for at once, want together."""
+        """Return what the requests of a model, that others may have been asked for at once, want together.
+
+        Of a session it is the sizes of its requests, or the most that one of them says.
+        """
         waiting, after = self._referee.waiting, self._world.broker.waiting._waiters
-        sure, others, alone = 0, [], set()
+        sessions: defaultdict[int, set[tuple[int, int]]] = defaultdict(lambda: {(0, 0)})
+        alone: set[int] = set()
         for one in waiting.all_of_step:
             if (one.name, one.event.location) != (name, where):
                 continue
@@ -446,12 +450,14 @@ class RecallsReferee:
                 and not waiter.met_full_device
                 and self._referee.guarantees.is_guaranteed(name, where, one.size)
             ):
-                sure += wanted
+                both = sessions[one.event.session]
+                sessions[one.event.session] = {(size + one.size, max(most, wanted)) for size, most in both}
             else:
-                others.append(wanted)
-        sums = {sure}
-        for wanted in others:
-            sums |= {size + wanted for size in sums}
+                both = sessions[one.event.session]
+                both |= {(size + one.size, max(most, wanted)) for size, most in both}
+        sums = {0}
+        for found in sessions.values():
+            sums = {total + max(both) for total in sums for both in found}
         return (sums - {0}) | alone
 
     def _judge_limits(self, step: Step) -> None:

@@ -68,6 +68,15 @@ class Hold(NamedTuple):
     until: int
 
 
+def _wanted_by(waiting: Iterable[Waiter]) -> int:
+    """Return what requests want together. Each says what its whole session will want."""
+    sessions: dict[int, tuple[int, int]] = {}
+    for one in waiting:
+        size, most = sessions.get(one.event.session, (0, 0))
+        sessions[one.event.session] = size + one.size, max(most, one.wanted)
+    return sum(max(size, most) for size, most in sessions.values())
+
+
 class Schedule:
     """The order of the requests that wait at each location."""
 
@@ -263,7 +272,7 @@ class Schedule:
         if self._short(location, waiting, shares) <= 0 or not self._excess(location, shares, now):
             return
         for name in {one.name for one in waiting}:
-            self._hold(name, location, sum(one.wanted for one in waiting if one.name == name), now)
+            self._hold(name, location, _wanted_by([one for one in waiting if one.name == name]), now)
         self.divide_again()
         shares = self._shares(location, waiters)
         short = self._short(location, waiting, shares)

@@ -135,7 +135,7 @@ def _borrowers(
         assert isinstance(opened, fx.Answer)
         assert isinstance(opened.result, fx.SessionOpened)
         session = opened.result.session
-        broker.step(ev.RegisterModel(4 * call + 1, session, 1, name, None, {}, chance.random() < answering), 0)
+        broker.step(ev.RegisterModel(4 * call + 1, session, 1, name, None, {}, False, chance.random() < answering), 0)
         if count := chance.randint(0, capacity // 2):
             broker.step(ev.Allocate(4 * call + 2, session, 2, name, "device", 2 * MIB, count), 0)
         if chance.random() < 0.2:
