@@ -52,7 +52,7 @@ def test_one_step_preempts_all_that_a_recall_takes(tmp_path: Path, monkeypatch: 
         while elastic.preemptions == before:  # until a request fills a block
             assert elastic.step()
         print(f"{elastic.preemptions - before} requests were preempted")
-        assert elastic.preemptions - before >= 4
+        assert elastic.preemptions - before >= 3
         elastic.cache.close()
 
 
