@@ -205,9 +205,9 @@ class Machine:
         pid, active, state = self.show("MainPID", "ActiveState", "SubState")
         return int(pid) if (active, state) == ("active", "running") else 0
 
-    def log(self) -> str:
-        """Return what the daemons wrote."""
-        return self.run("journalctl", f"--unit={UNIT}", "--output=cat", "--no-pager")
+    def log(self, *options: str) -> str:
+        """Return what the daemons wrote; `options` are journalctl's."""
+        return self.run("journalctl", f"--unit={UNIT}", "--output=cat", "--no-pager", *options)
 
 
 @contextmanager

@@ -370,3 +370,5 @@ def test_a_unit_that_keeps_no_descriptors_is_told_of(machine: Machine) -> None:
     machine.override("FileDescriptorStoreMax=0")
     restart(machine)
     until(lambda: warning in machine.log())
+    assert warning in machine.log("--priority=warning")
+    assert " INFO " not in machine.log("--priority=warning")

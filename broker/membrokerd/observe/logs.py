@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
 import time
 import traceback
@@ -27,6 +28,7 @@ from ..core.names import ModelName
 from .log_writer import Writer
 
 _LOGGER = logging.getLogger("membrokerd")
+_PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 _BARE = re.compile(r"[A-Za-z0-9._/:@+-]+")
 _SECRET = re.compile(r"token|secret|password")
 
@@ -68,7 +70,7 @@ not_logged: set[type[ft.Fact]] = set()
 def configure(config: LogConfig, descriptor: int = 2, gpu: str = "") -> None:
     """Send every log line of this process to `descriptor` (stderr), as configured. `gpu` is named in each, if given.
 
-    Other libraries' lines are logged from WARNING on.
+    Other libraries' lines are logged from WARNING on. In the systemd journal each line has its priority.
     """
     global _writer
     if _writer is not None:
@@ -76,13 +78,23 @@ def configure(config: LogConfig, descriptor: int = 2, gpu: str = "") -> None:
         _writer.close()
     _writer = Writer(descriptor)
     _writer.setFormatter(
-        _Formatter({"text": _text_line, "json": _json_line}[config.format], {"gpu": gpu} if gpu else {})
+        _Formatter(
+            {"text": _text_line, "json": _json_line}[config.format],
+            {"gpu": gpu} if gpu else {},
+            has_priority=_is_journal(descriptor),
+        )
     )
     _writer.addFilter(_is_worth_a_line)
     root = logging.getLogger()
     root.handlers = [_writer]
     root.setLevel(logging.WARNING)
     set_level(config.level)
+
+
+def _is_journal(descriptor: int) -> bool:
+    """Say whether systemd has connected a descriptor to its journal (systemd.exec(5), JOURNAL_STREAM)."""
+    found = os.fstat(descriptor)
+    return os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
@@ -225,11 +237,16 @@ def _fields_of(fact: ft.Fact) -> Iterator[tuple[str, Any]]:
 
 
 class _Formatter(logging.Formatter):
-    """One line for each record; other libraries' records have a message and no fields."""
+    """One line for each record; other libraries' records have a message and no fields.
 
-    def __init__(self, line: Callable[[str, str, str, Fields], str], common: Fields) -> None:
+    `has_priority`: each begins with its priority, which the journal takes off (sd-daemon(3)).
+    """
+
+    def __init__(
+        self, line: Callable[[str, str, str, Fields], str], common: Fields, *, has_priority: bool = False
+    ) -> None:
         super().__init__()
-        self._line, self._common = line, common
+        self._line, self._common, self._has_priority = line, common, has_priority
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
@@ -239,7 +256,8 @@ class _Formatter(logging.Formatter):
         if record.exc_info and record.exc_info[1]:
             fields["traceback"] = _trace(record.exc_info[1])
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        return self._line(at.replace("+00:00", "Z"), record.levelname.lower(), record.getMessage(), fields)
+        line = self._line(at.replace("+00:00", "Z"), record.levelname.lower(), record.getMessage(), fields)
+        return f"<{_PRIORITIES[record.levelno]}>{line}" if self._has_priority else line
 
 
 def _json_line(time: str, level: str, event: str, fields: Fields) -> str:

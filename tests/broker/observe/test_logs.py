@@ -219,6 +219,21 @@ def test_sizes_names_and_ids_are_shown_by_one_rule(capture: Capture) -> None:
         assert line in lines
 
 
+def test_in_the_journal_each_line_has_its_priority(
+    tmp_path: Path, capture: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """systemd names the stream in the environment, also to children whose stderr is another one."""
+    file = (tmp_path / "log-0").open("wb")
+    found = os.fstat(file.fileno())
+    for stream, begins in ((f"{found.st_dev}:{found.st_ino}", "<4>2"), (f"{found.st_dev}:1", "2")):
+        monkeypatch.setenv("JOURNAL_STREAM", stream)
+        logs.configure(LogConfig("text", "info"), file.fileno())
+        logs.warn("something is wrong")
+        logs.flush()
+        assert (tmp_path / "log-0").read_text().splitlines()[-1].startswith(begins)
+    file.close()
+
+
 def test_text_is_for_people(capture: Capture) -> None:
     out = capture("text")
     logs.log("listening", endpoint="/run/membroker/host/tenants/acme", port=9710, limit=None, why="two words")
