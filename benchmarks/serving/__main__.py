@@ -58,6 +58,7 @@ examples:
   make bench-serving OPTIONS='--traces t1 --load 0.5 1 1.5'            figures against load
   make bench-serving OPTIONS='--arms alone alone-membroker --time 0.5' what the broker costs one model
   make bench-serving OPTIONS='--exact'                                 every answer is compared: batch-invariant kernels
+  python -m benchmarks.serving --read a.json b.json --plot both.png    arms that ran one by one, in one table and plot
   python -m benchmarks.serving --device host                           no GPU: a tiny model, numbers that mean little"""
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -86,6 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and write what was asked for; returns the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.read:
+        _show(*_read(parser, options), options)
+        return 0
     for name, value in PRESETS[options.device].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
@@ -108,13 +112,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     if runs:
-        show = report.show_markdown if options.markdown else report.show
-        show(facts, runs, goals(runs), sys.stdout)
-        if options.plot is not None:
-            plot.draw(facts, runs, options.plot)
+        _show(facts, runs, options)
     for arm, failure in failures.items():
         print(f"\n{arm} FAILED: {failure}", file=sys.stderr)
     return 1 if failures or not runs else 0
+
+
+def _show(facts: dict[str, str], runs: list[Run], options: argparse.Namespace) -> None:
+    show = report.show_markdown if options.markdown else report.show
+    show(facts, runs, goals(runs), sys.stdout)
+    if options.plot is not None:
+        plot.draw(facts, runs, options.plot)
+
+
+def _read(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[dict[str, str], list[Run]]:
+    """Return the runs of all files, compared with the first plain arm among them."""
+    facts: dict[str, str] = {}
+    runs: list[Run] = []
+    try:
+        for path in options.read:
+            found, more = report.read_json(path)
+            facts = facts or found
+            if other := [
+                name for name in ("device", "models", "KV cache in all") if facts.get(name) != found.get(name)
+            ]:
+                parser.error(f"{path} is of another {other[0]} than {options.read[0]}: {found.get(other[0])}")
+            runs += more
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    runs = [run for trace in dict.fromkeys(run.trace for run in runs) for run in runs if run.trace == trace]
+    for run in runs:
+        compare(run, next((one for one in runs if _is_plain_of(one, run)), None))
+    return facts, runs
 
 
 def _measure(
@@ -261,6 +290,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--setting", action="append", default=[], metavar="NAME=VALUE", help="for membroker's connector: ahead=256MiB")
     add("--recall-seconds", type=float, default=1.0, help="the broker's; by default 1, as the broker's own default")
     add("--json", type=Path, metavar="FILE", help="write everything that was measured there, each request included")
+    add(
+        "--read", type=Path, nargs="+", metavar="FILE", help="run nothing: show together what --json has written before"
+    )
     add("--plot", type=Path, metavar="FILE.png", help="draw it there; needs matplotlib")
     add("--markdown", action="store_true", help="print the tables as Markdown")
     add("--logs", type=Path, metavar="DIR", help="keep the logs of engines and broker there")

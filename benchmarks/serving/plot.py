@@ -48,6 +48,8 @@ def _memory(axes: Any, run: Run) -> None:
         sizes = [[each.peak_bytes / GIB] * len(samples) for each in run.models]
     names = [f"m{each.model}" for each in run.models]
     colours = [COLOURS[each.model] for each in run.models]
+    if not any(map(any, sizes)):
+        axes.text(0.5, 0.5, "not told", transform=axes.transAxes, ha="center")
     axes.stackplot([one.moment for one in samples], sizes, labels=names, colors=colours, step="post", linewidth=0)
     axes.set_title(run.arm, loc="left", fontweight="bold")
     _plain(axes)

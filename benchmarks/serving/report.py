@@ -16,7 +16,7 @@ from membroker.vmm.sizes import GIB
 from ..goals import Goal
 from ..goals import table as goals_table
 from ..report import folded, print_tables
-from .figures import ModelFigures, Run
+from .figures import ModelFigures, Run, Sample
 from .summary import Total, break_even, totals
 
 NOTE = (
@@ -107,6 +107,23 @@ def write_json(
         "runs": [asdict(run) for run in runs],
     }
     path.write_text(json.dumps(_plain(document), allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> tuple[dict[str, str], list[Run]]:
+    """Return the machine and the runs that `write_json` has written. Raises `ValueError` for another file."""
+    try:
+        document = json.loads(path.read_text())
+        return document["machine"], [_run(one) for one in document["runs"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not what --json of this version writes: {error!r}") from error
+
+
+def _run(told: dict[str, Any]) -> Run:
+    def times(values: Sequence[float | None]) -> tuple[float, ...]:
+        return tuple(math.inf if value is None else value for value in values)
+
+    models = [ModelFigures(**{**one, "ttft": times(one["ttft"]), "tpot": times(one["tpot"])}) for one in told["models"]]
+    return Run(**{**told, "models": models, "samples": [Sample(**one) for one in told["samples"]]})
 
 
 def _chapters(runs: Sequence[Run], goals: Sequence[Goal]) -> Iterator[tuple[str, Table]]:

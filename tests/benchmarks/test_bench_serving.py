@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import math
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -180,6 +181,25 @@ def test_every_model_of_every_arm_has_a_row(tmp_path: Path, capsys: pytest.Captu
     assert len(found["runs"][0]["told"][0]["answers"]) == 100
 
 
+def test_arms_that_ran_one_by_one_are_shown_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was written is read again, and answers are compared over the files."""
+    files = [tmp_path / f"{arm}.json" for arm in ("static", "membroker", "other")]
+    runs = [_run("static"), _run("membroker", lost=3, wrong=1)]
+    for run, file in zip(runs, files, strict=False):
+        report.write_json(FACTS, [run], [], {}, file)
+        assert report.read_json(file) == (FACTS, [run])
+    assert serving.main(["--read", *map(str, files[:2])]) == 0
+    told = capsys.readouterr().out
+    assert "m2          103" in told
+    assert re.search(r"T?A2: membroker: wrong answers of the sample +3.00 +at most 0 +NO", told)
+    report.write_json({**FACTS, "models": "3 x large"}, [runs[0]], [], {}, files[2])
+    (tmp_path / "no.json").write_text("{}")
+    for wrong, said in ((files[2], "of another models than"), (tmp_path / "no.json", "is not what --json of this")):
+        with pytest.raises(SystemExit):
+            serving.main(["--read", str(files[0]), str(wrong)])
+        assert said in capsys.readouterr().err
+
+
 def test_loads_and_seeds_are_summed_up() -> None:
     """The median and range of three seeds; and membroker, which is late at the higher load, loses there."""
     runs = []
@@ -260,7 +280,7 @@ def test_an_engine_that_does_not_start_is_not_left_behind(
     monkeypatch.setattr(sleep, "_Child", Child)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert sleep.main(["--device", "host", "--ways", "kept", "--rounds", "1"]) == 1
-    assert "kept FAILED: no answer; the end of its log:" in capsys.readouterr().err
+    assert "kept FAILED: EngineFailed: no answer; the end of its log:" in capsys.readouterr().err
     assert [child._process.returncode for child in children] == [1]
     with pytest.raises(SystemExit):
         sleep.main(["--rounds", "0"])
