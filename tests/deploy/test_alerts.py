@@ -24,12 +24,12 @@ from typing import Any
 
 import pytest
 from tests.support import daemons
+from tests.support.all_gpus import running_all
 from tests.support.daemons import Daemon, running, until
 from tests.support.honest_worker import spare_descriptors
 from tests.support.sizes import MIB
 from tests.support.template import PythonProcess
 from tests.support.workers import PAGE, Worker, worker, workers
-from tests.system import test_all_gpus as all_gpus
 
 from membroker.v1 import admin_pb2
 
@@ -209,7 +209,7 @@ def test_a_gpu_without_its_daemon_among_others(tmp_path: Path) -> None:
         state = Path(directory, "run", "host-1", "state")
         state.mkdir(parents=True)
         (state / "epoch").write_text("no number\n")
-        with all_gpus.running(Path(directory)) as parent:
+        with running_all(Path(directory)) as parent:
             until(parent.metrics_url)
             with prometheus(tmp_path, parent.metrics_url()) as watch:
                 until(lambda: any(one.endswith(" for host-1.") for one in watch.summaries()), SECONDS)

@@ -84,7 +84,7 @@ DAMAGED = (
     '[-1,["books told",true]]',
     '[1,["nonsense",1]]',
     '[1,["credited",1,[[1,-1]],"x"]]',
-    '[1,["asked",1,1,1,["a","b"],"device",true,1,null,false]]',
+    '[1,["asked",1,1,1,["a","b"],"device",true,1,null,false,0]]',
     '[1,["cancelled",' + "9" * 5_000 + "]]",
     "[" * 10_000,
 )
@@ -149,9 +149,9 @@ def test_a_recall_that_is_repeated_forever_is_one_sentence(
         rows += [f'[0,["session",{session},"{tenant}",0,0,"",false,"",0,"",""]]\n']
         rows += [f'[0,["model",["{tenant}","m"],null,{{}}]]\n[0,["model joined",["{tenant}","m"],{session}]]\n']
     rows += ['[0,["answers recalls",1,["b","m"],true]]\n[0,["books told",true]]\n']
-    rows += ['[1,["asked",5,1,5,["b","m"],"device",2097152,4,null,false]]\n']
+    rows += ['[1,["asked",5,1,5,["b","m"],"device",2097152,4,null,false,0]]\n']
     rows += ['[1,["lent",1,["b","m"],"device",2097152,9,4]]\n[1,["answered",5,"","",0]]\n']
-    rows += ['[2,["asked",6,2,6,["a","m"],"device",2097152,1,1000,false]]\n']
+    rows += ['[2,["asked",6,2,6,["a","m"],"device",2097152,1,1000,false,0]]\n']
     rows += ['[2,["recall",1,7,["b","m"],"device",2097152,1]]\n[31536000000000,["books told",true]]\n']
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(rows))
@@ -170,7 +170,7 @@ def test_a_refusal_that_no_daemon_knows_is_one_sentence(tmp_path: Path, lines: l
     rows = [_head(lines, granularity=2 << 20, capacities={"device": 1 << 30})]
     rows += ['[0,["session",1,"acme",0,0,"",false,"",0,"",""]]\n[0,["model",["acme","m"],null,{}]]\n']
     rows += ['[0,["model joined",["acme","m"],1]]\n[0,["books told",true]]\n']
-    rows += ['[1,["asked",5,1,5,["acme","m"],"device",2097152,1,null,false]]\n']
+    rows += ['[1,["asked",5,1,5,["acme","m"],"device",2097152,1,null,false,0]]\n']
     rows += ['[1,["lent",1,["acme","m"],"device",2097152,9,1]]\n[1,["credited",1,[[9,1]],"not made"]]\n']
     rows += ['[1,["answered",5,"nonsense","",0]]\n']
     path = tmp_path / "trace.jsonl"
