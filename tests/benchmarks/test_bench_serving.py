@@ -191,7 +191,7 @@ def test_arms_that_ran_one_by_one_are_shown_together(tmp_path: Path, capsys: pyt
     assert serving.main(["--read", *map(str, files[:2])]) == 0
     told = capsys.readouterr().out
     assert "m2          103" in told
-    assert re.search(r"T?A2: membroker: wrong answers of the sample +3.00 +at most 0 +NO", told)
+    assert re.search(r"A2: membroker: wrong answers of the sample +3.00 +at most 0 +NO", told)
     report.write_json({**FACTS, "models": "3 x large"}, [runs[0]], [], {}, files[2])
     (tmp_path / "no.json").write_text("{}")
     for wrong, said in ((files[2], "of another models than"), (tmp_path / "no.json", "is not what --json of this")):

@@ -152,6 +152,24 @@ class TestBlocks:
         assert sorted(blocks.unused([1, 2, 3, 4, 5, 6, 7])) == [4, 6, 7]
         assert pool.get_num_free_blocks() == free + 3
 
+    def test_after_a_squeeze_the_end_of_a_prompt_is_evicted_before_its_beginning(
+        self, pool: BlockPool, blocks: Blocks
+    ) -> None:
+        """As vLLM frees it. A prefix without its first block is of no use."""
+        taken = pool.get_new_blocks(6)
+        for block in taken:
+            name = BlockHash(bytes([block.block_id]))
+            pool._insert_block_hash(make_block_hash_with_group_id(name, 0), block, 16)
+        blocks.hold(range(7, BLOCKS))
+        for name, table in (("a", [1, 2, 3]), ("b", [4, 5, 6])):
+            blocks.add(a_request(name, 48))
+            blocks.note(a_step({name: table}))
+        assert blocks.preempt([1, 2, 3])
+        for table in (taken[3:], taken[:3]):  # vLLM preempts both, the younger one first
+            pool.free_blocks(reversed(table))
+        blocks.relax()
+        assert [pool.get_new_blocks(1)[0].block_id for _ in taken] == [6, 5, 4, 3, 2, 1]
+
     def test_the_cost_of_blocks_is_the_requests_from_their_first_user_on(self, pool: BlockPool, blocks: Blocks) -> None:
         """vLLM preempts the youngest request first, until the blocks are free."""
 

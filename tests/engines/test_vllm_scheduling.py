@@ -36,7 +36,7 @@ def test_a_full_cache_preempts_as_plain_vllm_does(tmp_path: Path, monkeypatch: p
     assert elastic.tokens < 1.2 * plain.tokens
 
 
-def test_one_step_preempts_all_that_a_recall_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_step_preempts_many_for_a_recall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step with long prompts takes half a second, so a request in each step would be too slow."""
     with running({"capacity": 2 * LIMIT}) as daemon, membroker.connect(daemon.endpoint()) as client:
         elastic = Scheduling(tmp_path, monkeypatch, model=client.register_model("chat", limit=LIMIT))

@@ -149,7 +149,7 @@ class Lending:
             or self.refuse_call(event.session)
             or books.refuse_debit()
             or policy.check_extents(books.rules, event.location, event.extent_bytes, event.count, event.wait_ns)
-            or (policy.check_wanted(event.wanted_bytes) if event.wanted_bytes else None)
+            or (policy.check_wanted(event.wanted_bytes) if event.wanted_bytes else None)  # most requests have none
             or books.admission.admit(event.name, event.location, event.extent_bytes * event.count, event.session)
         )
 

@@ -54,6 +54,20 @@ def test_what_waits_for_its_fence_goes_after_the_answer_too() -> None:
     assert balloon.state(4) == RETIRING
 
 
+def test_a_recall_keeps_what_had_gone_before_it_from_coming_back() -> None:
+    """Groups that retire for want of use are as good as released, too: the recall asks for nothing else."""
+    balloon = Balloon(block_major(MIB, 10))
+    with_memory(balloon, 5)
+    state, engine = CacheState(balloon, 1), an_engine(set())
+    state.want(8)
+    assert state.hold(engine) == [4]
+    state.recalled(Recall("m", PAGE, time.monotonic()))
+    assert state.hold(engine) == []
+    state.settled(has_engine=True)
+    state.want(10)
+    assert balloon.state(4) == RETIRING
+
+
 def test_a_recall_takes_free_groups_and_not_those_that_drain_already() -> None:
     """A sparse group waits for its last request. A recall of as many bytes needs neither that nor a preemption."""
     balloon = Balloon(block_major(MIB, 10))

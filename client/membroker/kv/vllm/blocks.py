@@ -182,12 +182,10 @@ class Blocks:
             return False
         if not self._squeezed:
             oldest, *younger = list(self._running.values())[self._oldest(blocks) :] or [[]]
-            going = set(blocks)
-            lists = [*map(reversed, reversed(younger)), (block for block in reversed(oldest) if block in going)]
-            used = dict.fromkeys(
-                chain.from_iterable(lists)
-            )  # as vLLM frees: a prompt's end is evicted before its begin
-            table = self._pool.blocks
+            going, table = set(blocks), self._pool.blocks
+            lists = [*reversed(younger), [block for block in oldest if block in going]]
+            # In the order in which vLLM frees: `relax` keeps it, and the end of a cached prompt is evicted first.
+            used = dict.fromkeys(chain.from_iterable(map(reversed, lists)))
             self._squeezed = self._pool.free_block_queue.get_all_free_blocks() + [table[block] for block in used]
             self._squeezed_used = len(used)
             self._pool.touch(self._squeezed)
