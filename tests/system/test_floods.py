@@ -251,20 +251,33 @@ def send(session, model, request_id):
     session.send(pb.Frame(request_id=request_id, allocate=allocation(model, PAGE)))
 """,
     "grpc": """
+import queue
 from collections import Counter
 kept = []
 channels = [grpc.insecure_channel(f'unix:{endpoint}/grpc.sock', (('number', n),)) for n in range(len(sessions))]
 stubs = [broker_pb2_grpc.BrokerServiceStub(channel) for channel in channels]
+ended = queue.SimpleQueue()
 def send(request_id):
     for session, model, stub in zip(sessions, models, stubs, strict=True):
         request = allocation(model, PAGE)
         request.request_id = request_id
-        yield stub.AllocateExtents.future(request, metadata=(('membroker-token', session.token),))
+        call = stub.AllocateExtents.future(request, metadata=(('membroker-token', session.token),))
+        call.add_done_callback(ended.put)
+        kept.append(call)
+def next_refusal():
+    while True:
+        call = ended.get(timeout=SECONDS)
+        if call.code() is not grpc.StatusCode.OK:  # two for each session are answered
+            return reason(status_of(call))
 def ask():
     refused = Counter()
-    waiting = [call for request_id in range(18) for call in send(request_id)]
-    for request_id in range(18, 118):  # gRPC itself cancels calls of a client that makes a thousand at once
-        refused.update(reason(status_of(call.exception(SECONDS))) for call in list(send(request_id)))
+    for request_id in range(18):
+        send(request_id)
+    # gRPC keeps no order among calls, so any of them may be those that are refused. Step by step, because gRPC itself
+    # cancels calls of a client that makes a thousand at once.
+    for request_id in range(18, 118):
+        send(request_id)
+        refused.update(next_refusal() for _ in sessions)
     for session in sessions:
         kept.extend(handoff.receive(session.sock) for _ in range(2))
     return refused
