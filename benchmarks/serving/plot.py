@@ -15,9 +15,12 @@ COLOURS = "#0072b2", "#009e73", "#d55e00"
 
 
 def draw(facts: Mapping[str, str], runs: Sequence[Run], path: Path) -> None:
-    """Write a picture of the first trace, with a column for each arm; if there are several loads, also of these."""
+    """Write a picture of the first trace, with a column for each arm; if there are several loads, also of these.
+
+    The columns are of load 1, if it was run.
+    """
     pyplot = load()
-    first = runs[0]
+    first = next((run for run in runs if run.trace == runs[0].trace and run.load == 1), runs[0])
     shown = [run for run in runs if (run.trace, run.load, run.seed) == (first.trace, first.load, first.seed)]
     by_load = sorted({run.load for run in runs if run.trace == first.trace})
     figure = pyplot.figure(figsize=(max(8, 5 * len(shown)), 7 + 3.5 * (len(by_load) > 1)), layout="constrained")
