@@ -280,8 +280,9 @@ class PageTable:
 
     def claim(self, pages: range, claimed: list[range]) -> None:
         """Claim pages that no call has claimed, and add them to `claimed`. Other calls then refuse them."""
-        self._reach(pages)
         first, end = pages.start, pages.stop
+        if end > len(self._states):
+            self._states.extend(bytes(end - len(self._states)))
         after = self._states[first:end].translate(_CLAIM)
         # As in `set`, no interrupt can come between these two lines.
         self._states[first:end] = after
@@ -307,8 +308,3 @@ class PageTable:
         self._states[first:end] = picture
         self.spare += more
         self.begins.pop(first, None)
-
-    def _reach(self, pages: range) -> None:
-        missing = pages.stop - len(self._states)
-        if missing > 0:
-            self._states.extend(bytes(missing))
