@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain, islice
 from typing import ClassVar, Final
 
 from ..closing import Closing
@@ -260,28 +261,33 @@ class MappedMemory:
 
 
 class Placing:
-    """Maps extents at `offsets` (bytes) of mapped memory as they arrive, in order, for one borrowing: a `Placement`."""
+    """Maps extents at `offsets` of mapped memory as they arrive, in order, for one borrowing: a `Placement`.
 
-    def __init__(self, memory: MappedMemory, offsets: Sequence[int]) -> None:
+    The offsets are in bytes, in ranges or lists. A request may have far more of them than a list can hold.
+    """
+
+    def __init__(self, memory: MappedMemory, *offsets: Iterable[int]) -> None:
         self._memory = memory
         self._offsets = offsets
+        self._rest = chain.from_iterable(offsets)
         self._ids: list[int] = []
-        self._placed = 0
+        self._placed: list[int] = []
 
     def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
         """Map the next extents."""
-        first, self._placed = self._placed, self._placed + len(extent_ids)
+        offsets = list(islice(self._rest, len(extent_ids)))
+        self._placed += offsets
         self._ids.extend(extent_ids)
-        self._memory.region.bind_descriptors(self._offsets[first : self._placed], extent_ids, descriptors, extent_bytes)
+        self._memory.region.bind_descriptors(offsets, extent_ids, descriptors, extent_bytes)
 
     def undo(self) -> None:
         """Unmap them all. They are unused so far, so there is no work to wait for. Safe to run again."""
         region = self._memory.region
-        for offset in self._offsets[: self._placed]:
+        for offset in self._placed:
             if offset in region.extents:
                 region.unbind(offset, region.extents[offset][1])
-        region.forget(self._offsets[: self._placed])
-        self._placed = 0
+        region.forget(self._placed)
+        self._rest, self._placed = chain.from_iterable(self._offsets), []
 
     def take_back(self) -> None:
         """Unmap them all, and release those that the source still counts as lent. Safe to run again."""

@@ -70,7 +70,7 @@ class Region:
         self.extents.update(zip(offsets, zip(ids, repeat(size))))  # noqa: B905 - strict, it would be slower
         first, count = 0, len(descriptors)
         while first < count:
-            end = count if isinstance(offsets, range) else first + 1
+            end = first + 1
             while end < count and offsets[end] == offsets[end - 1] + size:
                 end += 1
             self._driver.map_descriptors(self.address + offsets[first], descriptors[first:end], size)

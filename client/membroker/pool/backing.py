@@ -25,7 +25,7 @@ from .compaction import Compaction
 from .offload import OffloadedPages
 from .page_store import PageStore
 from .page_table import FREE, OFFLOADED, SPARE, USED, PageTable
-from .runs import Offsets, alike, as_runs, single
+from .runs import alike, as_runs, single
 
 _STATES = {SPARE: "spare", OFFLOADED: "offloaded"}
 
@@ -102,12 +102,10 @@ class Backing:
                         before.append((pages, self._table.picture(pages)))
                 operation.undo.append(lambda: self._restore(before))
                 if missing:
-                    offsets: Sequence[int] = range(missing[0].start * size, missing[0].stop * size, size)
-                    if len(missing) > 1:
-                        offsets = Offsets(missing, size)
-                    placing = Placing(self.holding, offsets)
+                    offsets = [range(run.start * size, run.stop * size, size) for run in missing]
+                    placing = Placing(self.holding, *offsets)
                     operation.undo.append(placing.take_back)
-                    borrow, count, place = self._source.borrow, len(offsets), self._location
+                    borrow, count, place = self._source.borrow, sum(map(len, missing)), self._location
                     borrow(size, count, place, placing, until, ahead=ahead, wanted_bytes=wanted_bytes)
                 with self._lock:
                     self.holding.check_open()

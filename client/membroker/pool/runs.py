@@ -1,36 +1,11 @@
-"""Runs of pages, as ranges of page numbers: made of single pages, split, and turned into offsets."""
+"""Runs of pages, as ranges of page numbers: made of single pages, and split."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from itertools import groupby
-from typing import overload
 
 from ..vmm.driver import AccessFlags
-
-
-class Offsets(Sequence[int]):
-    """The offsets of the pages of some runs, without a list: a request may be far larger than the device."""
-
-    def __init__(self, runs: Sequence[range], page_size: int) -> None:
-        self._runs = [range(run.start * page_size, run.stop * page_size, page_size) for run in runs]
-
-    def __len__(self) -> int:
-        return sum(map(len, self._runs))
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        if isinstance(index, int):
-            return self[index : index + 1][0]
-        first, stop, _ = index.indices(len(self))
-        found: list[int] = []
-        for run in self._runs:
-            found += run[max(0, first) : max(0, stop)]
-            first, stop = first - len(run), stop - len(run)
-        return found
 
 
 def single(page: int) -> range:
