@@ -6,8 +6,6 @@ broker asks ten times a second, and a context would cost 518 MiB of the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from ..driver import DriverError, DriverUnavailable, MemoryInfo
@@ -23,53 +21,55 @@ class NvmlDevice:
 
     def __init__(self, uuid_text: str) -> None:
         self._nvml = _load()
-        with _nvml_call(self._nvml, "nvmlInit", DriverUnavailable):
-            self._nvml.nvmlInit()
+        self._call("nvmlInit", kind=DriverUnavailable)
         try:
             self.uuid, self._handle = self._find(uuid_text)
-            with _nvml_call(self._nvml, "nvmlDeviceGetName"):
-                self.name = str(self._nvml.nvmlDeviceGetName(self._handle))
+            self.name = str(self._call("nvmlDeviceGetName", self._handle))
             self.index = self._index()
-            with _nvml_call(self._nvml, "nvmlSystemGetDriverVersion"):
-                self.driver_version = str(self._nvml.nvmlSystemGetDriverVersion())
+            self.driver_version = str(self._call("nvmlSystemGetDriverVersion"))
         except BaseException:
             self._nvml.nvmlShutdown()
             raise
 
     def memory(self) -> MemoryInfo:
         """Return the GPU's total and free bytes, for all processes (8.5 µs a call)."""
-        with _nvml_call(self._nvml, "nvmlDeviceGetMemoryInfo"):
-            info = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
+        info = self._call("nvmlDeviceGetMemoryInfo", self._handle)
         return MemoryInfo(int(info.total), int(info.free))
 
     def processes(self) -> list[tuple[int, int]]:
         """Return (pid, bytes) of the processes that compute; bytes are 0 if NVML does not tell."""
-        with _nvml_call(self._nvml, "nvmlDeviceGetComputeRunningProcesses"):
-            processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
+        processes = self._call("nvmlDeviceGetComputeRunningProcesses", self._handle)
         return [(int(each.pid), int(each.usedGpuMemory or 0)) for each in processes]
 
     def close(self) -> None:
         """Shut NVML down."""
-        with _nvml_call(self._nvml, "nvmlShutdown"):
-            self._nvml.nvmlShutdown()
+        self._call("nvmlShutdown")
 
     def _find(self, uuid_text: str) -> tuple[str, Any]:
         """Return NVML's form of the UUID and its handle: CUDA does not say whether the UUID is that of a slice."""
         for prefix in ("GPU-", "MIG-"):
             try:
-                return prefix + uuid_text, self._nvml.nvmlDeviceGetHandleByUUID(prefix + uuid_text)
-            except self._nvml.NVMLError as error:
+                text = prefix + uuid_text
+                return text, self._call("nvmlDeviceGetHandleByUUID", text, kind=DriverUnavailable)
+            except DriverUnavailable as error:
                 last = error
-        raise _translate(self._nvml, "nvmlDeviceGetHandleByUUID", last, DriverUnavailable)
+        raise last
 
     def _index(self) -> int:
         """Return NVML's number of the GPU; for a slice, that of its GPU."""
         card = self._handle
         if self.uuid.startswith("MIG-"):
-            with _nvml_call(self._nvml, "nvmlDeviceGetDeviceHandleFromMigDeviceHandle"):
-                card = self._nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self._handle)
-        with _nvml_call(self._nvml, "nvmlDeviceGetIndex"):
-            return int(self._nvml.nvmlDeviceGetIndex(card))
+            card = self._call("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", card)
+        return int(self._call("nvmlDeviceGetIndex", card))
+
+    def _call(self, name: str, *arguments: Any, kind: type[DriverError] = DriverError) -> Any:
+        """Call the NVML function `name`. An error gets the name of NVML's constant, such as `NVML_ERROR_NOT_FOUND`."""
+        try:
+            return getattr(self._nvml, name)(*arguments)
+        except self._nvml.NVMLError as error:
+            code, constants = int(error.value), vars(self._nvml).items()
+            names = (name for name, value in constants if name.startswith("NVML_ERROR_") and value == code)
+            raise kind(name, next(names, "NVML_ERROR_UNKNOWN"), code, str(error)) from error
 
 
 def _load() -> Any:
@@ -78,18 +78,3 @@ def _load() -> Any:
     except ImportError as error:
         raise DriverUnavailable("import pynvml", "MISSING", 0, INSTALL_HINT) from error
     return pynvml
-
-
-@contextmanager
-def _nvml_call(nvml: Any, call: str, kind: type[DriverError] = DriverError) -> Iterator[None]:
-    try:
-        yield
-    except nvml.NVMLError as error:
-        raise _translate(nvml, call, error, kind) from error
-
-
-def _translate(nvml: Any, call: str, error: Any, kind: type[DriverError]) -> DriverError:
-    """Return the driver's error; the name is NVML's constant, such as `NVML_ERROR_NOT_FOUND`."""
-    code = int(error.value)
-    names = (name for name, value in vars(nvml).items() if name.startswith("NVML_ERROR_") and value == code)
-    return kind(call, next(names, "NVML_ERROR_UNKNOWN"), code, str(error))
