@@ -32,6 +32,8 @@ class AccessFlags(enum.Enum):
     READ = 1
     READ_WRITE = 3
 
+    __hash__ = object.__hash__  # as above
+
     def __str__(self) -> str:
         """Return `None`, `Read` or `ReadWrite`."""
         return self.name.title().replace("_", "")

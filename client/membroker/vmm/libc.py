@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import NoReturn
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 PROT_NONE, PROT_READ, PROT_READ_WRITE = 0, 1, 3
 IN_DELETE_SELF, IN_Q_OVERFLOW, IN_IGNORED = 0x400, 0x4000, 0x8000
@@ -18,27 +20,36 @@ _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x
 _NOTHING = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
 _MADV_DONTFORK, _MADV_HUGEPAGE = 10, 14
 _FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 0x01, 0x02
-_FAILED = ctypes.c_void_p(-1).value
 
 # A CDLL releases the GIL during each call, so a large munmap does not block other threads.
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_longlong,
-]
-_libc.mremap.restype = ctypes.c_void_p
-_libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
-_libc.inotify_init1.argtypes = [ctypes.c_int]
-_libc.inotify_add_watch.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_uint32]
+# As a signed number, MAP_FAILED is -1, and an address of a process is positive.
+_address, _size, _int, _offset = ctypes.c_ssize_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_longlong
+
+
+def _prototype(name: str, result: type, *arguments: type) -> Callable[..., int]:
+    """Return libc's function `name`. It raises `OSError` instead of returning -1."""
+    function: Any = _libc[name]
+    function.restype, function.argtypes, function.errcheck = result, arguments, _checked
+    made: Callable[..., int] = function
+    return made
+
+
+def _checked(result: int, _function: object, _arguments: object) -> int:
+    if result == -1:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
+
+
+_mmap = _prototype("mmap", _address, _address, _size, _int, _int, _int, _offset)
+_mremap = _prototype("mremap", _address, _address, _size, _size, _int, _address)
+_munmap = _prototype("munmap", _int, _address, _size)
+_mprotect = _prototype("mprotect", _int, _address, _size, _int)
+_fallocate = _prototype("fallocate", _int, _int, _int, _offset, _offset)
+_inotify_init1 = _prototype("inotify_init1", _int, _int)
+_inotify_add_watch = _prototype("inotify_add_watch", _int, _int, ctypes.c_char_p, ctypes.c_uint32)
+_madvise = _prototype("madvise", _int, _address, _size, _int)
 
 
 def mmap_nothing(size: int, address: int = 0) -> int:
@@ -46,26 +57,25 @@ def mmap_nothing(size: int, address: int = 0) -> int:
 
     With an `address`, it replaces what is mapped there in one step, so no other thread's mapping can slip in.
     """
-    flags = _NOTHING | _MAP_FIXED if address else _NOTHING
-    result = _libc.mmap(address, size, PROT_NONE, flags, -1, 0)
-    return int(result) if result != _FAILED else _raise_errno()
+    return _mmap(address, size, PROT_NONE, _NOTHING | _MAP_FIXED if address else _NOTHING, -1, 0)
 
 
 def mmap_memory(size: int) -> int:
     """Map `size` bytes of the process's own memory, in huge pages if possible. A forked child does not inherit it."""
-    flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
-    address = _check_mapped(_libc.mmap(None, size, PROT_READ_WRITE, flags, -1, 0))
-    _libc.madvise(address, size, _MADV_HUGEPAGE)  # a kernel without huge pages refuses, which does no harm
-    if _libc.madvise(address, size, _MADV_DONTFORK):
+    address = _mmap(0, size, PROT_READ_WRITE, _NOTHING, -1, 0)
+    with suppress(OSError):  # a kernel without huge pages refuses, which does no harm
+        _madvise(address, size, _MADV_HUGEPAGE)
+    try:
+        _madvise(address, size, _MADV_DONTFORK)
+    except OSError:
         munmap(address, size)
-        _raise_errno()
+        raise
     return address
 
 
 def mmap_file(address: int, size: int, descriptor: int, protection: int = PROT_NONE) -> None:
     """Map the first `size` bytes of `descriptor` at exactly `address`, shared (`PROT_*`)."""
-    if _libc.mmap(address, size, protection, _MAP_SHARED | _MAP_FIXED, descriptor, 0) == _FAILED:
-        _raise_errno()
+    _mmap(address, size, protection, _MAP_SHARED | _MAP_FIXED, descriptor, 0)
 
 
 def mmap_again(address: int, size: int, new_address: int) -> None:
@@ -73,50 +83,29 @@ def mmap_again(address: int, size: int, new_address: int) -> None:
 
     This is mremap with an old size of 0 (man 2 mremap): the old addresses are never free in between.
     """
-    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
-    _check_mapped(_libc.mremap(address, 0, size, flags, new_address))
-
-
-def _check_mapped(result: int | None) -> int:
-    if result is None or result == _FAILED:
-        _raise_errno()
-    return int(result or 0)
+    _mremap(address, 0, size, _MREMAP_MAYMOVE | _MREMAP_FIXED, new_address)
 
 
 def munmap(address: int, size: int) -> None:
     """Unmap [address, address + size)."""
-    if _libc.munmap(address, size):
-        _raise_errno()
+    _munmap(address, size)
 
 
 def mprotect(address: int, size: int, protection: int) -> None:
     """Set the protection of [address, address + size) (`PROT_*`)."""
-    if _libc.mprotect(address, size, protection):
-        _raise_errno()
+    _mprotect(address, size, protection)
 
 
 def punch_hole(descriptor: int, start: int, size: int) -> None:
     """Free the memory of a memfd's bytes [start, start + size). They then read as zero, and the size stays."""
-    if _libc.fallocate(descriptor, _FALLOC_PUNCH_HOLE | _FALLOC_KEEP_SIZE, start, size):
-        _raise_errno()
+    _fallocate(descriptor, _FALLOC_PUNCH_HOLE | _FALLOC_KEEP_SIZE, start, size)
 
 
 def inotify_init() -> int:
     """Return a new inotify descriptor, non-blocking and CLOEXEC."""
-    descriptor: int = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-    if descriptor < 0:
-        _raise_errno()
-    return descriptor
+    return _inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def inotify_add_watch(inotify: int, path: str, mask: int) -> int:
     """Watch the file at `path` for the events of `mask` and return the watch's number."""
-    watch: int = _libc.inotify_add_watch(inotify, path.encode(), mask)
-    if watch < 0:
-        _raise_errno()
-    return watch
-
-
-def _raise_errno() -> NoReturn:
-    code = ctypes.get_errno()
-    raise OSError(code, os.strerror(code))
+    return _inotify_add_watch(inotify, path.encode(), mask)
