@@ -16,7 +16,7 @@ from functools import partial
 
 import pytest
 
-from membroker.testing.driver_suite import CHECKS, MakeDriver, wait_until
+from membroker.testing import CHECKS, MakeDriver, wait_until
 from membroker.vmm import DriverError, DriverUnavailable, Location, open_driver
 from membroker.vmm.cuda.driver import CudaDriver
 from membroker.vmm.sizes import MIB

@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 
-from membroker.testing.driver_suite import TWO_DEVICE_CHECKS, MakeDriver
+from membroker.testing import TWO_DEVICE_CHECKS, MakeDriver
 from membroker.vmm import (
     AccessFlags,
     AddressRange,

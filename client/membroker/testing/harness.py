@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 from ..vmm.driver import AccessFlags, Driver, DriverError, Handle, Location
 from ..vmm.sizes import MIB
@@ -60,13 +60,14 @@ def used_bytes(driver: Driver) -> int:
     return memory.used if memory is not None else 0
 
 
+def opened(make_driver: MakeDriver) -> closing[Driver]:
+    return closing(make_driver())
+
+
 @contextmanager
-def opened(make_driver: MakeDriver) -> Iterator[Driver]:
-    driver = make_driver()
-    try:
-        yield driver
-    finally:
-        driver.close()
+def both_opened(make_first: MakeDriver, make_second: MakeDriver) -> Iterator[tuple[Driver, Driver]]:
+    with opened(make_first) as first, opened(make_second) as second:
+        yield first, second
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from tests.support.fake_cuda import build_fake_cuda, run_beside_fake_cuda
 
-from membroker.testing.driver_suite import CHECKS, TWO_DEVICE_CHECKS
+from membroker.testing import CHECKS, TWO_DEVICE_CHECKS
 
 if os.environ.get("MEMBROKER_REQUIRE_FAKE_CUDA") != "1":
     pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
@@ -37,7 +37,7 @@ fake = ctypes.CDLL("libcuda.so.1")
 
 _RUN_CHECKS = """
 import traceback
-from membroker.testing.driver_suite import CHECKS, TWO_DEVICE_CHECKS
+from membroker.testing import CHECKS, TWO_DEVICE_CHECKS
 makers = [functools.partial(open_driver, "cuda", device, context=True) for device in {devices}]
 results = {{}}
 for check in {checks}:

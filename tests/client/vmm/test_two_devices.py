@@ -9,7 +9,7 @@ import pytest
 from tests.support.forks import in_a_child
 
 from membroker.errors import InvalidRequest
-from membroker.testing.driver_suite import TWO_DEVICE_CHECKS, MakeDriver, check_two_devices
+from membroker.testing import TWO_DEVICE_CHECKS, MakeDriver, check_two_devices
 from membroker.vmm import (
     AccessFlags,
     AddressRange,

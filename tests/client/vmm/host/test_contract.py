@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.support.host_driver import copies, lent, make_host, mapped, used
 
-from membroker.testing.driver_suite import CHECKS, MakeDriver, check_driver, wait_until
+from membroker.testing import CHECKS, MakeDriver, check_driver, wait_until
 from membroker.testing.harness import TRUTH_BYTES, child_process, keep_descriptor, keep_mapping
 from membroker.vmm import (
     DriverError,

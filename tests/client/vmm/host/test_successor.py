@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 from tests.support.host_driver import copies, lent, make_host, mapped, open_descriptors, used
 
-from membroker.testing.driver_suite import wait_until
+from membroker.testing import wait_until
 from membroker.testing.harness import TRUTH_BYTES, child_process, create_and_hand_over, keep_mapping
 from membroker.vmm import (
     DriverError,

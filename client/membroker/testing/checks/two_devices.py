@@ -1,24 +1,22 @@
-"""Checks for drivers of two devices that reach each other: access of each, addresses of both.
+"""Drivers of two devices that reach each other: access of each, addresses of both.
 
-Owns the checks that `membroker.testing` shows as `TWO_DEVICE_CHECKS`. Bytes are moved by `write` and `read`, which are
-one device's, so that what a device may not touch is seen to be refused.
+Bytes are moved by `write` and `read`, which are one device's, so that what a device may not touch is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
-from ..vmm.driver import AccessFlags, Driver, Location
-from .harness import (
+from ...vmm.driver import AccessFlags, Location
+from ..harness import (
     TRUTH_BYTES,
     MakeDriver,
+    both_opened,
     expect,
     exported,
     extent,
     map_extent,
     mapped_handle,
-    opened,
     refused,
     reserved,
     used_bytes,
@@ -26,15 +24,9 @@ from .harness import (
 )
 
 
-@contextmanager
-def _both(make_first: MakeDriver, make_second: MakeDriver) -> Iterator[tuple[Driver, Driver]]:
-    with opened(make_first) as first, opened(make_second) as second:
-        yield first, second
-
-
 def devices_are_told_apart(make_first: MakeDriver, make_second: MakeDriver) -> None:
     """Two devices of one kind have two UUIDs and two ordinals."""
-    with _both(make_first, make_second) as (first, second):
+    with both_opened(make_first, make_second) as (first, second):
         ours, theirs = first.device, second.device
         expect(ours.driver == theirs.driver, "these are drivers of two kinds")
         expect(ours.uuid != theirs.uuid and ours.ordinal != theirs.ordinal, f"{ours} and {theirs} are one device")
@@ -42,7 +34,7 @@ def devices_are_told_apart(make_first: MakeDriver, make_second: MakeDriver) -> N
 
 def access_is_a_devices_own(make_first: MakeDriver, make_second: MakeDriver) -> None:
     """Only one device has access to a mapping until the other is granted some; then each has what it was granted."""
-    with _both(make_first, make_second) as (first, second):
+    with both_opened(make_first, make_second) as (first, second):
         size = first.device.granularity
         with extent(first, size) as handle, mapped_handle(first, handle, keep=True) as address:
             first.write(address, b"first")
@@ -64,7 +56,7 @@ def access_is_a_devices_own(make_first: MakeDriver, make_second: MakeDriver) -> 
 
 def a_range_has_extents_of_two_devices(make_first: MakeDriver, make_second: MakeDriver) -> None:
     """Extents of both stand side by side in one reservation; one call grants, writes and unmaps across them."""
-    with _both(make_first, make_second) as (first, second), ExitStack() as stack:
+    with both_opened(make_first, make_second) as (first, second), ExitStack() as stack:
         size = first.device.granularity
         address = stack.enter_context(reserved(first, 5 * size))
         for number in range(5):
@@ -85,7 +77,7 @@ def a_range_has_extents_of_two_devices(make_first: MakeDriver, make_second: Make
 
 def memory_is_counted_where_it_is(make_first: MakeDriver, make_second: MakeDriver) -> None:
     """An extent that another device maps is in use on its own device, until the last mapping is gone."""
-    with _both(make_first, make_second) as (first, second):
+    with both_opened(make_first, make_second) as (first, second):
         if first.memory(Location.DEVICE) is None or second.memory(Location.DEVICE) is None:
             return
         for driver in (first, second):
@@ -106,7 +98,7 @@ def memory_is_counted_where_it_is(make_first: MakeDriver, make_second: MakeDrive
 
 def a_descriptor_crosses_drivers(make_first: MakeDriver, make_second: MakeDriver) -> None:
     """One device's driver imports, maps and reads what the other's exported: a descriptor belongs to no driver."""
-    with _both(make_first, make_second) as (first, second):
+    with both_opened(make_first, make_second) as (first, second):
         size = first.device.granularity
         with extent(first, size) as handle, mapped_handle(first, handle, keep=True) as address:
             first.write(address, b"crossed")
@@ -115,13 +107,3 @@ def a_descriptor_crosses_drivers(make_first: MakeDriver, make_second: MakeDriver
             with mapped_handle(second, imported) as alias:
                 expect(second.read(alias, 7) == b"crossed", "another device's driver imported other bytes")
                 expect(first.get_access(alias) is AccessFlags.NONE, "the alias has access that nobody granted it")
-
-
-TWO_DEVICE_CHECKS: tuple[Callable[[MakeDriver, MakeDriver], None], ...] = (
-    devices_are_told_apart,
-    access_is_a_devices_own,
-    a_range_has_extents_of_two_devices,
-    memory_is_counted_where_it_is,
-    a_descriptor_crosses_drivers,
-)
-"""Every promise of two devices; each is called with a maker of each and raises `AssertionError` if it is broken."""
