@@ -10,9 +10,9 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final, Protocol
+from typing import Final
 
 from ..errors import ClosedError, MembrokerError
 from ..vmm.sizes import GIB
@@ -31,14 +31,6 @@ cost more: each page that is not ready takes a call, and a refusal is cheap."""
 MOST_PER_CALL: Final = 64
 
 
-class Stocked(Protocol):
-    """A pool's pages, as far as borrowing ahead needs them. Every method is called by the thread."""
-
-    def keep_ahead(self) -> bool:
-        """Borrow or release pages once; return whether there is more to do. Raises what a call of the broker raises."""
-        ...
-
-
 class Ahead:
     """How many spare pages of `page_size` bytes to keep: `fixed`, or, if that is None, by what was taken lately."""
 
@@ -49,20 +41,22 @@ class Ahead:
         self._taken = 0
         self._history: dict[int, int] = {}
         """Pages that were taken in each slice before this one."""
-        self._target = 1 if fixed is None else fixed
+        self.target = 1 if fixed is None else fixed
+        """How many spare pages are to be there, as last worked out."""
         self._pause = 0.0
         self._resume_at = 0.0
         self._wake = threading.Event()
         self._answered = threading.Event()
         """Set unless the broker is being asked for pages."""
         self._answered.set()
-        self._thread: threading.Thread | None = None
 
-    def start(self, pool: Stocked) -> None:
-        """Keep pages ready from now on, as long as the pool lives."""
-        arguments = (weakref.ref(pool), self._wake)
-        self._thread = threading.Thread(target=_keep, args=arguments, name="membroker-ahead", daemon=True)
-        self._thread.start()
+    def start(self, keep_ahead: Callable[[], bool]) -> None:
+        """Keep pages ready from now on, by calls of a pool's method, as long as the pool lives.
+
+        The method borrows or releases pages once, and returns whether there is more to do.
+        """
+        arguments = (weakref.WeakMethod(keep_ahead), self._wake)
+        threading.Thread(target=_keep, args=arguments, name="membroker-ahead", daemon=True).start()
 
     def took(self, count: int, left: int) -> None:
         """Note that pages were taken, and `left` spare ones are there. Part of every allocation."""
@@ -70,13 +64,8 @@ class Ahead:
         if now != self._slice:
             self._history[self._slice], self._slice, self._taken = self._taken, now, 0
         self._taken += count
-        if left <= self._target // 2 and not self._wake.is_set():
+        if left <= self.target // 2 and not self._wake.is_set():
             self._wake.set()
-
-    @property
-    def target(self) -> int:
-        """How many spare pages are to be there, as last worked out."""
-        return self._target
 
     def work_out(self) -> int:
         """Work the target out again, and return it."""
@@ -84,8 +73,8 @@ class Ahead:
             oldest = int(time.monotonic() / SLICE_SECONDS) - SLICES
             self._history = {at: count for at, count in list(self._history.items()) if at > oldest}
             lately = [*self._history.values(), self._taken if self._slice > oldest else 0]
-            self._target = min(self._most, max(1, *lately))
-        return self._target
+            self.target = min(self._most, max(1, *lately))
+        return self.target
 
     @contextmanager
     def asking(self) -> Iterator[None]:
@@ -115,13 +104,15 @@ class Ahead:
         self._resume_at = time.monotonic() + self._pause
 
 
-def _keep(reference: weakref.ref[Stocked], wake: threading.Event) -> None:
+def _keep(reference: weakref.ref[Callable[[], bool]], wake: threading.Event) -> None:
     while True:
         wake.wait(LOOK_SECONDS)
         wake.clear()
-        pool = reference()
+        keep_ahead = reference()
+        if keep_ahead is None:
+            return
         try:
-            while pool is not None and pool.keep_ahead():
+            while keep_ahead():
                 pass
         except ClosedError:
             return
@@ -129,6 +120,4 @@ def _keep(reference: weakref.ref[Stocked], wake: threading.Event) -> None:
             logger.info("no pages are borrowed ahead at the moment: %s", error)
         except Exception:
             logger.exception("borrowing ahead has failed")
-        if pool is None:
-            return
-        del pool
+        del keep_ahead

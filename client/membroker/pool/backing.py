@@ -71,7 +71,7 @@ class Backing:
         self._is_never_busy = source.driver.device.driver == "host"
         self._ahead = ahead
         if ahead is not None:
-            ahead.start(self)
+            ahead.start(self.keep_ahead)
 
     def back(
         self,
