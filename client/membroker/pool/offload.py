@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -30,25 +31,17 @@ BLOCK_BYTES = 256 * MIB
 """The most bytes pinned in one call, in whole pages. A block is freed when its last page has left it."""
 
 
+@dataclass(slots=True, eq=False)
 class Block:
-    """Host memory with the bytes of `pages` pages, or reserved for them. `give_up` frees it after the last has left."""
+    """Host memory with the bytes of `pages` pages, or reserved for them. `give_up` frees it after the last has left.
 
-    __slots__ = ("give_up", "pages")
+    Pinned memory begins at `address` and has room for `room` pages, so it can be kept for others. A segment has none.
+    """
 
-    def __init__(self, pages: int, give_up: Callable[[], None]) -> None:
-        self.pages = pages
-        self.give_up = give_up
-
-
-class PinnedBlock(Block):
-    """Pinned memory at `address`, with room for `room` pages."""
-
-    __slots__ = ("address", "room")
-
-    def __init__(self, source: Source, address: int, room: int, size: int) -> None:
-        super().__init__(room, partial(_unpin, source, address, size))
-        self.address = address
-        self.room = room
+    pages: int
+    give_up: Callable[[], None]
+    address: int = 0
+    room: int = 0
 
 
 class Place(NamedTuple):
@@ -79,7 +72,7 @@ class OffloadedPages:
         self._location = location
         self._page_size = table.page_size
         self._places: Places = {}
-        self._kept: list[PinnedBlock] = []
+        self._kept: list[Block] = []
 
     @property
     def size(self) -> int:
@@ -218,7 +211,7 @@ class OffloadedPages:
         self._keep([block for block in blocks if not block.pages])
         return places
 
-    def _pin_more(self, blocks: list[PinnedBlock], count: int) -> None:
+    def _pin_more(self, blocks: list[Block], count: int) -> None:
         """Pin room for `count` more pages, and append the new blocks to `blocks`. All or nothing."""
         source, size, step = self._source, self._page_size, max(1, BLOCK_BYTES // self._page_size)
         if count <= 0:
@@ -232,11 +225,11 @@ class OffloadedPages:
                 room = min(step, count - first)
                 address = source.driver.pin(room * size)
                 undo.callback(source.driver.unpin, address)
-                more.append(PinnedBlock(source, address, room, room * size))
+                more.append(Block(room, partial(_unpin, source, address, room * size), address, room))
             undo.pop_all()
         blocks += more
 
-    def _keep(self, blocks: Iterable[PinnedBlock]) -> None:
+    def _keep(self, blocks: Iterable[Block]) -> None:
         """Keep empty blocks for the next offload."""
         with self._lock:
             self._kept.extend(blocks)
@@ -255,7 +248,7 @@ class OffloadedPages:
                 place.block.pages -= 1
                 if not place.block.pages:
                     empty.append(place.block)
-        kept = [block for block in empty if keep_pinned and isinstance(block, PinnedBlock)]
+        kept = [block for block in empty if keep_pinned and block.room]
         self._keep(kept)
         self._give_up(block for block in empty if block not in kept)
 
@@ -269,7 +262,7 @@ class OffloadedPages:
         try:
             block.give_up()
         except DriverError:
-            if isinstance(block, PinnedBlock):
+            if block.room:
                 self._keep([block])
             raise
 
