@@ -100,7 +100,7 @@ class Backing:
                     for pages in runs:
                         missing += self._table.unbacked(pages)
                         before.append((pages, self._table.picture(pages)))
-                operation.undo.append(lambda: self._restore(before))
+                operation.undo.append(partial(self._restore, before))
                 if missing:
                     offsets = [range(run.start * size, run.stop * size, size) for run in missing]
                     placing = Placing(self.holding, *offsets)
@@ -237,7 +237,7 @@ class Backing:
             count = -(-size // self._page_size)
             runs = self._claims.claim(operation, lambda _: self._clean_runs(count, is_asked_for))
             if runs:
-                operation.forward(lambda: self._let_go(runs))
+                operation.forward(partial(self._let_go, runs))
         return bool(runs)
 
     def _clean_runs(self, count: int, is_asked_for: Callable[[int], bool]) -> list[range]:
@@ -294,7 +294,7 @@ class Backing:
             self._clean_keeps = max(self._clean_keeps, keeps)
         else:
             after.synchronize()
-        operation.forward(lambda: self._let_go(runs))
+        operation.forward(partial(self._let_go, runs))
 
     def _let_go(self, runs: Sequence[range]) -> None:
         """Unmap and release claimed pages. If the driver fails, those that it has unmapped are free."""

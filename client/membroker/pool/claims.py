@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ..errors import AlreadyMapped
 from ..interrupts import Operation
@@ -31,7 +32,7 @@ class Claims:
     ) -> Sequence[range]:
         """Claim the chosen runs of pages until the operation ends: all of them, or none if `check` raises."""
         claimed: list[range] = []
-        operation.ends.append(lambda: self.release(claimed))
+        operation.ends.append(partial(self.release, claimed))
         with self.lock:
             runs = choose(self._table)
             if check is not None:
