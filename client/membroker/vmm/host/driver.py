@@ -77,7 +77,6 @@ class HostDriver:
         self._handles: dict[Handle, _Extent] = {}
         self._process = Process.here
         self._pinned = PinnedBlocks()
-        self._pid = os.getpid()
         self._closed = False
         # Creating and counting extents has a separate lock, so that it never waits for a long unmap.
         self._lock, self._birth_lock = threading.Lock(), threading.Lock()
@@ -135,8 +134,7 @@ class HostDriver:
         self, address: int, descriptors: Sequence[int], size: int, access: AccessFlags = AccessFlags.READ_WRITE
     ) -> None:
         """Map the memfds behind `descriptors` side by side from `address` on."""
-        if self._closed or self._pid != os.getpid():
-            self._check_usable("mmap")
+        self._check_usable("mmap")
         _check_granules(size, "mmap")
         _check_address(address)
         if not descriptors:
@@ -203,8 +201,7 @@ class HostDriver:
 
     def unmap(self, address: int, size: int) -> None:
         """Unmap whole mappings; their addresses stay reserved. Where nothing is mapped, it does nothing."""
-        if self._closed or self._pid != os.getpid():
-            self._check_usable("mmap")
+        self._check_usable("mmap")
         self._process.unmap(address, size)
 
     def move(self, address: int, new_address: int, size: int, count: int = 1) -> None:
@@ -356,7 +353,7 @@ class HostDriver:
     def _check_usable(self, call: str) -> None:
         if self._closed:
             raise DriverError(call, "EBADF", errno.EBADF, "this driver is closed")
-        if self._pid != os.getpid():
+        if self._process is not Process.here:
             hint = "this driver was made before a fork: abandon it in the child, and open a new one"
             raise DriverError(call, "ECHILD", errno.ECHILD, hint)
 
