@@ -7,7 +7,6 @@ host copier moves no byte before `wait`, so memory that is unmapped or written t
 from __future__ import annotations
 
 import ctypes
-import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -50,8 +49,6 @@ class HostCopier:
     def __init__(self, check: Callable[[int, int, AccessFlags], None]) -> None:
         self._check = check
         self._queue: deque[tuple[int, int, int]] = deque()
-        self._numbers = itertools.count(1)
-        self._marks: dict[int, int] = {}
         self._queued = self._moved = 0
 
     def copy(self, target: int, source: int, size: int) -> None:
@@ -62,15 +59,12 @@ class HostCopier:
         self._queued += 1
 
     def mark(self) -> int:
-        """Record how many copies are queued."""
-        number = next(self._numbers)
-        self._marks[number] = self._queued
-        return number
+        """Return how many copies were queued."""
+        return self._queued
 
     def wait(self, mark: int) -> None:
         """Make the copies. Raises if their memory was unmapped or protected in the meantime."""
-        until = self._marks.pop(mark)
-        while self._moved < until:
+        while self._moved < mark:
             target, source, size = self._queue.popleft()
             self._moved += 1
             self._check(target, size, AccessFlags.READ_WRITE)
