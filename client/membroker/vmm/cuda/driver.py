@@ -36,7 +36,7 @@ class CudaDriver:
 
     def __init__(self, device: int | str = 0, context: bool = False) -> None:
         gpu = Gpu(device)
-        self._cuda, self._ordinal, self._call, self._failure = gpu.cuda, gpu.ordinal, gpu.call, gpu.failure
+        self._ordinal, self._call = gpu.ordinal, gpu.call
         self._pid = process.pid
         self._closed = False
         self._handles: dict[Handle, Any] = {}
@@ -103,9 +103,9 @@ class CudaDriver:
     def release(self, handle: Handle) -> None:
         """Drop this reference. Dropping the last one in any process frees the memory: 5 ms for 8 GiB."""
         self._enter("cuMemRelease")
-        extent = self._extent(handle, "cuMemRelease")
         # Remove it first, atomically: if two threads release the same handle, one is refused here.
-        if self._handles.pop(handle, None) is None:
+        extent = self._handles.pop(handle, None)
+        if extent is None:
             raise _unknown(handle, "cuMemRelease")
         self._call("cuMemRelease", extent)
 
@@ -118,19 +118,14 @@ class CudaDriver:
         if alignment and not (is_power_of_two(alignment) and alignment <= MAX_BYTES):
             hint = f"an alignment is a power of two below 2^63, not {alignment}"
             raise _invalid("cuMemAddressReserve", hint)
-        result, reserved = self._cuda.cuMemAddressReserve(size, alignment, 0, 0)
-        if result:
-            raise self._failure("cuMemAddressReserve", result)
-        address = int(reserved)
+        address = int(self._call("cuMemAddressReserve", size, alignment, 0, 0))
         reservations.add(address, size)
         return address
 
     def unreserve(self, address: int, size: int) -> None:
         """Release a whole reservation."""
         self._enter("cuMemAddressFree")
-        (result,) = self._cuda.cuMemAddressFree(address, size)
-        if result:
-            raise self._failure("cuMemAddressFree", result)
+        self._call("cuMemAddressFree", address, size)
         reservations.remove(address, size)
 
     def map(self, address: int, handle: Handle) -> None:
@@ -158,9 +153,7 @@ class CudaDriver:
     def unmap(self, address: int, size: int) -> None:
         """Unmap whole mappings. Does not wait for kernels: call `synchronize` first, or the GPU faults (Xid 31)."""
         self._enter("cuMemUnmap")
-        (result,) = self._cuda.cuMemUnmap(address, size)
-        if result:
-            raise self._failure("cuMemUnmap", result)
+        self._call("cuMemUnmap", address, size)
 
     def move(self, address: int, new_address: int, size: int, count: int = 1) -> None:
         """Move extents one after the other, starting at the end towards which they move, so that ranges may overlap."""
@@ -195,7 +188,7 @@ class CudaDriver:
         """Wait for this process's work on the GPU. Without a context there is no work."""
         self._enter("cuCtxSynchronize")
         if self._context is not None:
-            self._in_context("cuCtxSynchronize")
+            self.in_context("cuCtxSynchronize")
 
     def in_context(self, name: str, *arguments: Any) -> Any:
         """Call the CUDA function `name` in this driver's context: for the other `cuda` modules.
@@ -206,20 +199,12 @@ class CudaDriver:
         if self._context is None:
             hint = "this driver has no context: open it with open_driver('cuda', context=True)"
             raise DriverError(name, "CUDA_ERROR_INVALID_CONTEXT", 201, hint)
-        return self._in_context(name, *arguments)
-
-    def _in_context(self, name: str, *arguments: Any) -> Any:
         # Another driver of this process, or a framework, may have made another GPU's context current on this thread.
-        cuda = self._cuda
-        (result,) = cuda.cuCtxPushCurrent(self._context)
-        if result:
-            raise self._failure("cuCtxPushCurrent", result)
+        self._call("cuCtxPushCurrent", self._context)
         try:
             return self._call(name, *arguments)
         finally:
-            result, *_ = cuda.cuCtxPopCurrent()
-            if result:
-                raise self._failure("cuCtxPopCurrent", result)
+            self._call("cuCtxPopCurrent")
 
     # Bytes
 
@@ -345,21 +330,17 @@ class CudaDriver:
 
     def _enter(self, call: str) -> None:
         """Raise if the driver is unusable. Make the context current on a thread that calls for the first time."""
-        if self._closed or self._pid != process.pid:
-            raise self._unusable(call)
+        self._check_usable(call)
         if self._context is not None and not getattr(self._threads, "ready", False):
             self._call("cuCtxSetCurrent", self._context)
             self._threads.ready = True
 
     def _check_usable(self, call: str) -> None:
-        if self._closed or self._pid != process.pid:
-            raise self._unusable(call)
-
-    def _unusable(self, call: str) -> DriverError:
         if self._closed:
-            return DriverError(call, "CUDA_ERROR_DEINITIALIZED", 4, "this driver is closed")
-        hint = "CUDA does not survive a fork: start processes with spawn"
-        return DriverError(call, "CUDA_ERROR_NOT_INITIALIZED", 3, hint)
+            raise DriverError(call, "CUDA_ERROR_DEINITIALIZED", 4, "this driver is closed")
+        if self._pid != process.pid:
+            hint = "CUDA does not survive a fork: start processes with spawn"
+            raise DriverError(call, "CUDA_ERROR_NOT_INITIALIZED", 3, hint)
 
     def _book(self, extent: Any, size: int, location: Location) -> Handle:
         handle = Handle(next(_handle_values), size, location)

@@ -65,9 +65,7 @@ class Packets:
                 (released,) = cuda.cuMemRelease(extent)
                 if released:
                     raise self._failure("cuMemRelease", released)
-            (result,) = cuda.cuMemSetAccess(address, at - address, grants, 1)
-            if result:
-                raise self._failure("cuMemSetAccess", result)
+            self._call("cuMemSetAccess", address, at - address, grants, 1)
         except BaseException:
             self._release_all(imported)
             if at > address:
