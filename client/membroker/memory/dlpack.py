@@ -17,7 +17,8 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from functools import cache
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..arguments import shape_of
@@ -187,12 +188,7 @@ class DlpackTensor:
             raise AttributeError("host memory is not a CUDA array: use __dlpack__")
         if not is_numpys(self.dtype):
             raise AttributeError(f"the CUDA array interface has no {self.dtype}: use __dlpack__, or export U8 or U16")
-        return {
-            "shape": self.shape,
-            "typestr": self.typestr,
-            "data": (self.address, self.read_only),
-            "version": 3,
-        }
+        return {"shape": self.shape, "typestr": self.typestr, "data": (self.address, self.read_only), "version": 3}
 
     def __repr__(self) -> str:
         return f"<membroker DlpackTensor of {self.dtype} {list(self.shape)} at {self.address:#x}>"
@@ -242,26 +238,16 @@ def size_of(dtype: Any, shape: Sequence[int]) -> int:
     return math.prod(shape) * known.bits // 8
 
 
-class _Unread:
-    """An object with an array interface: the NumPy array keeps this object, which keeps the owner."""
-
-    def __init__(self, owner: object, address: int, shape: Sequence[int], typestr: str) -> None:
-        self.owner = owner
-        self.__array_interface__ = {
-            "data": (address, False),
-            "shape": tuple(shape),
-            "typestr": typestr,
-            "version": 3,
-        }
-
-
 def _unread_array(owner: object, address: int, shape: Sequence[int], stand_in: str) -> npt.NDArray[Any]:
     """Return an array at `address` that keeps `owner` alive. NumPy does not read the bytes."""
     try:
         import numpy as np
     except ImportError as error:
         raise ImportError("the DLPack adapter needs NumPy: pip install numpy") from error
-    array: npt.NDArray[Any] = np.asarray(_Unread(owner, address, shape, np.dtype(stand_in).str))
+    typestr = np.dtype(stand_in).str
+    interface = {"data": (address, False), "shape": tuple(shape), "typestr": typestr, "version": 3}
+    # The array keeps the object with the interface, and so the owner.
+    array: npt.NDArray[Any] = np.asarray(SimpleNamespace(owner=owner, __array_interface__=interface))
     return array
 
 
@@ -312,12 +298,8 @@ _pointer_in = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char
 )
 
 
-@cache
-def _numpy_has_versions() -> bool:
-    import numpy as np
-
-    return bool(np.lib.NumpyVersion(np.__version__) >= "2.1.0")
-
-
 def _capsule(array: npt.NDArray[Any], *, versioned: bool) -> Any:
-    return array.__dlpack__(max_version=(1, 0)) if versioned and _numpy_has_versions() else array.__dlpack__()
+    if versioned:
+        with suppress(TypeError):  # NumPy before 2.1 takes no version
+            return array.__dlpack__(max_version=(1, 0))
+    return array.__dlpack__()
