@@ -11,8 +11,8 @@ import os
 import struct
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 
+from ...wire.descriptors import close_all
 from .. import libc as _libc
 from ..driver import Location
 from ..errno import driver_call, invalid, translated
@@ -21,12 +21,6 @@ from . import table as _table
 _EVENT = struct.Struct("iIII")
 _READ_BYTES = 1 << 16
 _FREED = _libc.IN_DELETE_SELF | _libc.IN_IGNORED
-
-
-@dataclass(frozen=True, slots=True)
-class _Descriptors:
-    watches: int
-    table: int
 
 
 class ExtentWatch:
@@ -40,7 +34,8 @@ class ExtentWatch:
 
     def __init__(self, granularity: int, survivors: Mapping[str, int] | None = None) -> None:
         self._granularity = granularity
-        self._descriptors: _Descriptors | None = None
+        self._descriptors: dict[str, int] = {}
+        """`watches` and `table`, once they are made."""
         self._entries: dict[int, tuple[int, Location]] = {}
         self.counted = dict.fromkeys(Location, 0)
         """Bytes by location, those included whose end was not read yet: see `used`."""
@@ -49,16 +44,16 @@ class ExtentWatch:
 
     def survivors(self) -> dict[str, int]:
         """Return the descriptors that the next daemon needs. The watch keeps owning them."""
-        return asdict(self._made())
+        return dict(self._made())
 
     def add(self, extent: int, size: int, location: Location) -> None:
         """Start to count the memfd `extent`. The caller still holds it open, so its end cannot be missed."""
-        first, call = self._descriptors is None, "inotify_add_watch"
+        first, call = not self._descriptors, "inotify_add_watch"
         try:
             descriptors = self._made()
-            number = _libc.inotify_add_watch(descriptors.watches, f"/proc/self/fd/{extent}", _libc.IN_DELETE_SELF)
+            number = _libc.inotify_add_watch(descriptors["watches"], f"/proc/self/fd/{extent}", _libc.IN_DELETE_SELF)
             call = "pwrite"
-            _table.write(descriptors.table, number, size, location)
+            _table.write(descriptors["table"], number, size, location)
         except BaseException as error:
             if first:
                 self.close()
@@ -68,51 +63,49 @@ class ExtentWatch:
         self._entries[number] = (size, location)
         self.counted[location] += size
         if number % _table.SWEEP_NUMBERS == 0:
-            self._drain(descriptors.watches)
-            _table.sweep(descriptors.table, self._entries)
+            self._drain(descriptors["watches"])
+            _table.sweep(descriptors["table"], self._entries)
 
     def used(self, location: Location) -> int:
         """Return the bytes of `location` that are alive now, in any process."""
-        if self._descriptors is not None:
-            self._drain(self._descriptors.watches)
+        if self._descriptors:
+            self._drain(self._descriptors["watches"])
         return self.counted[location]
 
     def close(self) -> None:
         """Close the descriptors and forget the counts. Freed extents are no longer noticed."""
         # Forget first: if another thread forks now, the child closes only what is still known, and nothing twice.
-        descriptors, self._descriptors = self._descriptors, None
-        if descriptors is not None:
-            os.close(descriptors.watches)
-            os.close(descriptors.table)
+        descriptors, self._descriptors = self._descriptors, {}
+        close_all(descriptors.values())
         self._entries.clear()
         self.counted = dict.fromkeys(Location, 0)
 
-    def _made(self) -> _Descriptors:
-        if self._descriptors is None:
+    def _made(self) -> dict[str, int]:
+        if not self._descriptors:
             with ExitStack() as undo:
                 with driver_call("inotify_init1"):
                     watches = _libc.inotify_init()
                 undo.callback(os.close, watches)
-                self._descriptors = _Descriptors(watches, _table.create())
+                self._descriptors = {"watches": watches, "table": _table.create()}
                 undo.pop_all()
         return self._descriptors
 
     def _take_over(self, survivors: Mapping[str, int]) -> None:
         if survivors.keys() != {"watches", "table"}:
             raise invalid("survivors", f"the host driver's survivors are watches and table, not {', '.join(survivors)}")
-        descriptors = _Descriptors(**survivors)
-        _check_kind(descriptors.watches, "anon_inode:inotify", "watches")
-        _check_kind(descriptors.table, f"/memfd:{_table.NAME} (deleted)", "table")
-        living = _living_watches(descriptors.watches)
-        entries = _table.read(descriptors.table, living, self._granularity)
+        watches, table = survivors["watches"], survivors["table"]
+        _check_kind(watches, "anon_inode:inotify", "watches")
+        _check_kind(table, f"/memfd:{_table.NAME} (deleted)", "table")
+        living = _living_watches(watches)
+        entries = _table.read(table, living, self._granularity)
         # One entry may be missing: the process died while it created that extent. No other process has the extent, so
         # it does not count.
         if len(living) - len(entries) > 1:
             raise invalid("pread", f"the table is too short: it has {len(entries)} of {len(living)} living watches")
-        for descriptor in (descriptors.watches, descriptors.table):
+        for descriptor in survivors.values():
             os.set_inheritable(descriptor, False)
-        os.set_blocking(descriptors.watches, False)
-        self._descriptors, self._entries = descriptors, entries
+        os.set_blocking(watches, False)
+        self._descriptors, self._entries = dict(survivors), entries
         for size, location in entries.values():
             self.counted[location] += size
 
