@@ -16,10 +16,10 @@ from typing import Any
 from ..copies import PinnedBlocks
 from ..driver import AccessFlags, Copier, DeviceInfo, DriverError, Handle, Location, MemoryInfo
 from ..sizes import MAX_BYTES, is_power_of_two
+from . import packets
 from .copies import CudaCopier, pin, unpin
 from .gpu import NOT_SUPPORTED, Gpu
 from .nvml import NvmlDevice
-from .packets import Packets
 from .process import close_descriptors, process, reservations
 
 # One counter for all drivers of the process: a handle of one driver is unknown to every other.
@@ -36,7 +36,7 @@ class CudaDriver:
 
     def __init__(self, device: int | str = 0, context: bool = False) -> None:
         gpu = Gpu(device)
-        self._ordinal, self._call = gpu.ordinal, gpu.call
+        self._gpu, self._call = gpu, gpu.call
         self._pid = process.pid
         self._closed = False
         self._handles: dict[Handle, Any] = {}
@@ -45,12 +45,10 @@ class CudaDriver:
         with ExitStack() as undo:
             self._nvml = NvmlDevice(gpu.uuid())
             undo.callback(self._nvml.close)
-            self._own_location, self._descriptor_kind = gpu.own_location, gpu.descriptor_kind
-            self._packets = Packets(gpu)
             self._properties = {location: gpu.extent_properties(location) for location in Location}
             self._grants = {access: [gpu.grant(access)] for access in AccessFlags}
             self._device = gpu.describe(self._nvml)
-            self._context = self._call("cuDevicePrimaryCtxRetain", self._ordinal) if context else None
+            self._context = self._call("cuDevicePrimaryCtxRetain", gpu.ordinal) if context else None
             undo.pop_all()
 
     @property
@@ -73,13 +71,13 @@ class CudaDriver:
         """Return a new descriptor (CLOEXEC). CUDA refuses to export an imported extent: pass on its descriptor."""
         self._enter("cuMemExportToShareableHandle")
         extent = self._extent(handle, "cuMemExportToShareableHandle")
-        return int(self._call("cuMemExportToShareableHandle", extent, self._descriptor_kind, 0))
+        return int(self._call("cuMemExportToShareableHandle", extent, self._gpu.descriptor_kind, 0))
 
     def lend(self, size: int, count: int, location: Location = Location.DEVICE, *, sealable: bool = False) -> list[int]:
         """Create `count` extents and return a descriptor of each: 53 us for one of 2 MiB (H200) if another is open."""
         self._enter("cuMemCreate")
         _check_size(size, self._device.granularity, "cuMemCreate")
-        return self._packets.lend(size, count, self._properties[location])
+        return packets.lend(self._gpu, size, count, self._properties[location])
 
     def map_descriptors(
         self, address: int, descriptors: Sequence[int], size: int, access: AccessFlags = AccessFlags.READ_WRITE
@@ -87,7 +85,7 @@ class CudaDriver:
         """Map the extents behind `descriptors` side by side from `address` on; 56 us for one of 2 MiB (H200)."""
         self._enter("cuMemMap")
         self._check_reserved(address, size * len(descriptors))
-        self._packets.map(address, descriptors, size, self._grants[access])
+        packets.map_side_by_side(self._gpu, address, descriptors, size, self._grants[access])
 
     def seal(self, descriptor: int) -> None:
         """Do nothing: with CUDA, any process that imports an extent can map it writable."""
@@ -97,7 +95,7 @@ class CudaDriver:
         """Return a handle to the extent behind `descriptor`. CUDA finds a wrong `size` at `map`."""
         self._enter("cuMemImportFromShareableHandle")
         _check_size(size, self._device.granularity, "cuMemImportFromShareableHandle")
-        extent = self._call("cuMemImportFromShareableHandle", descriptor, self._descriptor_kind)
+        extent = self._call("cuMemImportFromShareableHandle", descriptor, self._gpu.descriptor_kind)
         return self._book(extent, size, location)
 
     def release(self, handle: Handle) -> None:
@@ -148,7 +146,7 @@ class CudaDriver:
     def get_access(self, address: int) -> AccessFlags:
         """Return what this GPU may do with the mapped byte at `address`."""
         self._enter("cuMemGetAccess")
-        return AccessFlags(int(self._call("cuMemGetAccess", self._own_location(), address)))
+        return AccessFlags(int(self._call("cuMemGetAccess", self._gpu.own_location(), address)))
 
     def unmap(self, address: int, size: int) -> None:
         """Unmap whole mappings. Does not wait for kernels: call `synchronize` first, or the GPU faults (Xid 31)."""
@@ -317,7 +315,7 @@ class CudaDriver:
         with ExitStack() as steps:
             steps.callback(self._nvml.close)
             if self._context is not None:
-                steps.callback(self._call, "cuDevicePrimaryCtxRelease", self._ordinal)
+                steps.callback(self._call, "cuDevicePrimaryCtxRelease", self._gpu.ordinal)
             while self._handles:
                 steps.callback(self._call, "cuMemRelease", self._handles.popitem()[1])
             pinned = self._pinned.take_all()
