@@ -19,9 +19,9 @@ from ..memory.local_source import add_asked
 from ..memory.views import Span
 from ..types import MemoryStats, Move, PoolMapping
 from ..vmm.driver import AccessFlags, Location
+from . import compaction
 from .ahead import MOST_PER_CALL, Ahead
 from .claims import Choose, Claims
-from .compaction import Compaction
 from .offload import OffloadedPages
 from .page_store import PageStore
 from .page_table import FREE, OFFLOADED, SPARE, USED, PageTable
@@ -62,8 +62,7 @@ class Backing:
         self._source = source
         self._page_size = page_size
         self._location = location
-        self._offloaded = OffloadedPages(self.holding, source, self._table, self._lock, location)
-        self.compaction = Compaction(self._table, self.holding, self._claims, source.driver)
+        self._offloaded = OffloadedPages(self._claims, source, location)
         self.holding.spare = self._give_asked
         # How often pages were kept as spare pages, and how often before the last wait for the device.
         self._keeps = 0
@@ -321,7 +320,11 @@ class Backing:
     def compact(self, on_move: Callable[[Move], object]) -> list[Move]:
         """Release the spare pages, then move runs of used pages to lower addresses, and return the moves."""
         self.trim()
-        return self.compaction.run(on_move)
+        return compaction.compact(self._claims, on_move)
+
+    def planned_moves(self) -> list[Move]:
+        """Return the moves that `compact` would make now."""
+        return compaction.plan(self._claims)
 
     # What there is
 

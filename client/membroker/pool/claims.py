@@ -24,8 +24,8 @@ class Claims:
 
     def __init__(self, table: PageTable, holding: MappedMemory) -> None:
         self.lock = threading.Lock()
-        self._table = table
-        self._holding = holding
+        self.table = table
+        self.holding = holding
 
     def claim(
         self, operation: Operation, choose: Choose, check: Callable[[range], None] | None = None
@@ -34,50 +34,48 @@ class Claims:
         claimed: list[range] = []
         operation.ends.append(partial(self.release, claimed))
         with self.lock:
-            runs = choose(self._table)
+            runs = choose(self.table)
             if check is not None:
                 for pages in runs:
                     check(pages)
             for pages in runs:
-                self._table.claim(pages, claimed)
+                self.table.claim(pages, claimed)
         return runs
 
     def release(self, claimed: list[range]) -> None:
         """End each claim once, and remove it from the list."""
         with self.lock:
-            self._table.release(claimed)
+            self.table.release(claimed)
 
     def check_idle(self, pages: range) -> None:
         """Raise `NotMapped` unless the pages are used, and `BufferError` if a view or a pin of them is alive."""
-        self._table.check_used(pages)
-        if not self._holding.views.any():
+        self.table.check_used(pages)
+        if not self.holding.views.any():
             return
-        start, length = pages.start * self._table.page_size, len(pages) * self._table.page_size
-        if self._holding.views.any_in(self._holding.region.address + start, length):
+        start, length = pages.start * self.table.page_size, len(pages) * self.table.page_size
+        if self.holding.views.any_in(self.holding.region.address + start, length):
             raise BufferError(f"a view or a pin of [{start}, {start + length}) is still alive: release it first")
 
     def check_droppable(self, pages: range) -> None:
         """Check as `check_idle` does, but accept offloaded pages too."""
         runs = [pages]
-        if not self._table.is_used(pages):
-            self._table.check_allocated(pages)
-            runs = self._table.runs_of(USED, pages)
+        if not self.table.is_used(pages):
+            self.table.check_allocated(pages)
+            runs = self.table.runs_of(USED, pages)
         for run in runs:
             self.check_idle(run)
 
     def check_free(self, pages: range) -> None:
         """Raise `AlreadyMapped` unless the pages have no memory."""
-        self._table.check_unused(pages)
-        for spare in self._table.spare_runs(pages):
-            raise AlreadyMapped(
-                f"the page at offset {spare.start * self._table.page_size} is spare: trim() releases it"
-            )
+        self.table.check_unused(pages)
+        for spare in self.table.spare_runs(pages):
+            raise AlreadyMapped(f"the page at offset {spare.start * self.table.page_size} is spare: trim() releases it")
 
     def pinned(self, *, pages_only: bool = False) -> list[range]:
         """Return the pages of each living view and span, or only of those that keep the memory of the pages.
 
         No new one can be made while the caller holds the lock.
         """
-        start, size = self._holding.region.address, self._table.page_size
-        ranges = self._holding.views.ranges(pages_only=pages_only)
+        start, size = self.holding.region.address, self.table.page_size
+        ranges = self.holding.views.ranges(pages_only=pages_only)
         return [range((first - start) // size, (max(first, last - 1) - start) // size + 1) for first, last in ranges]

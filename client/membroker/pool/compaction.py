@@ -10,78 +10,72 @@ from collections.abc import Callable
 
 from ..errors import CompactionFailed
 from ..interrupts import Operation
-from ..memory.lifetime import MappedMemory
 from ..types import Move
-from ..vmm.driver import Driver, DriverError
+from ..vmm.driver import DriverError
 from .claims import Claims
-from .page_table import FIXED, FREE, USED, PageTable
+from .page_table import FIXED, FREE, USED
 
 _RUN = re.compile(b"[^%c]+" % FREE)
 
 
-class Compaction:
-    """The compaction of one pool."""
+def plan(claims: Claims) -> list[Move]:
+    """Return the moves that `compact` would make now. They may differ later, because the lock is released."""
+    with claims.lock:
+        layout = claims.table.layout(claims.pinned(), spare=FREE)
+    moves, cursor = [], 0
+    while step := next_move(layout, cursor):
+        pages, to = step
+        layout[pages.start : pages.stop] = bytes(len(pages))
+        layout[to.start : to.stop] = bytes((USED,)) * len(to)
+        moves.append(_as_move(step, claims.table.page_size))
+        cursor = pages.stop
+    return moves
 
-    def __init__(self, table: PageTable, holding: MappedMemory, claims: Claims, driver: Driver) -> None:
-        self._table = table
-        self._holding = holding
-        self._claims = claims
-        self._driver = driver
 
-    def plan(self) -> list[Move]:
-        """Return the moves that `run` would make now. They may differ later, because the lock is released."""
-        with self._claims.lock:
-            layout = self._table.layout(self._claims.pinned(), spare=FREE)
-        moves, cursor = [], 0
-        while step := next_move(layout, cursor):
-            pages, to = step
-            layout[pages.start : pages.stop] = bytes(len(pages))
-            layout[to.start : to.stop] = bytes((USED,)) * len(to)
-            moves.append(self._as_move(pages, to))
-            cursor = pages.stop
-        return moves
+def compact(claims: Claims, on_move: Callable[[Move], object]) -> list[Move]:
+    """Move runs, one after the other, and return the moves."""
+    moves: list[Move] = []
+    with Operation(claims.holding):
+        cursor: int | None = 0
+        while cursor is not None:
+            try:
+                cursor = _move_next(claims, cursor, on_move, moves)
+            except DriverError as error:
+                raise CompactionFailed(f"after {len(moves)} moves: {error}", moves) from error
+    return moves
 
-    def run(self, on_move: Callable[[Move], object]) -> list[Move]:
-        """Move runs, one after the other, and return the moves."""
-        moves: list[Move] = []
-        with Operation(self._holding):
-            cursor: int | None = 0
-            while cursor is not None:
-                try:
-                    cursor = self._move_next(cursor, on_move, moves)
-                except DriverError as error:
-                    raise CompactionFailed(f"after {len(moves)} moves: {error}", moves) from error
-        return moves
 
-    def _move_next(self, cursor: int, on_move: Callable[[Move], object], moves: list[Move]) -> int | None:
-        """Make the next move from page `cursor` on, and return the page to continue at; None if no run can move.
+def _move_next(claims: Claims, cursor: int, on_move: Callable[[Move], object], moves: list[Move]) -> int | None:
+    """Make the next move from page `cursor` on, and return the page to continue at; None if no run can move.
 
-        The old and the new pages stay claimed until `on_move` has returned. When a run moves over itself, an old
-        address would otherwise have other bytes before the user knows of the move.
-        """
-        claimed: list[range] = []
-        try:
-            with self._claims.lock:
-                step = next_move(self._table.layout(self._claims.pinned(), spare=FIXED), cursor)
-                if step is None:
-                    return None
-                for run in step:
-                    self._table.claim(run, claimed)
-            pages, to = step
-            move = self._as_move(pages, to)
-            self._driver.synchronize()
-            self._holding.region.move(move.old_offset, move.new_offset, self._table.page_size, len(to))
-            with self._claims.lock:
-                self._table.move(pages, to)
-            moves.append(move)
-            on_move(move)
-            return pages.stop
-        finally:
-            self._claims.release(claimed)
+    The old and the new pages stay claimed until `on_move` has returned. When a run moves over itself, an old
+    address would otherwise have other bytes before the user knows of the move.
+    """
+    table, region = claims.table, claims.holding.region
+    claimed: list[range] = []
+    try:
+        with claims.lock:
+            step = next_move(table.layout(claims.pinned(), spare=FIXED), cursor)
+            if step is None:
+                return None
+            for run in step:
+                table.claim(run, claimed)
+        pages, to = step
+        move = _as_move(step, table.page_size)
+        claims.holding.source.driver.synchronize()
+        region.move(move.old_offset, move.new_offset, table.page_size, len(to))
+        with claims.lock:
+            table.move(pages, to)
+        moves.append(move)
+        on_move(move)
+        return pages.stop
+    finally:
+        claims.release(claimed)
 
-    def _as_move(self, pages: range, to: range) -> Move:
-        size = self._table.page_size
-        return Move(pages.start * size, to.start * size, len(pages) * size)
+
+def _as_move(step: tuple[range, range], page_size: int) -> Move:
+    pages, to = step
+    return Move(pages.start * page_size, to.start * page_size, len(pages) * page_size)
 
 
 def next_move(layout: bytearray, cursor: int) -> tuple[range, range] | None:

@@ -7,7 +7,6 @@ given, nor hold the pool's lock during a copy or a call.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,12 +17,13 @@ from ..arguments import Progress
 from ..errors import InvalidRequest, MembrokerError
 from ..interrupts import device_failures, let_through
 from ..memory.lender import Source
-from ..memory.lifetime import MappedMemory, Placing
+from ..memory.lifetime import Placing
 from ..vmm.driver import AccessFlags, DriverError, Location
 from ..vmm.sizes import MIB, format_size
+from .claims import Claims
 from .copying import Copying
 from .page_store import PageStore, check_segment, name_of, shapes
-from .page_table import FREE, OFFLOADED, USED, PageTable
+from .page_table import FREE, OFFLOADED, USED
 
 CHUNK_BYTES = 64 * MIB
 """The most bytes of a chunk, in whole pages: large enough for the link's full speed, small enough to release early."""
@@ -56,21 +56,17 @@ Places = dict[int, Place]
 
 
 class OffloadedPages:
-    """The offloaded pages of one pool. `lock` is the pool's lock, and guards its table and the tables here.
+    """The offloaded pages of one pool. The lock of its claims also guards the tables here.
 
     The caller has claimed the runs of pages that it passes, and they are not in use. If a method stops half way, its
     error says how many bytes are on the device and on the host.
     """
 
-    def __init__(
-        self, holding: MappedMemory, source: Source, table: PageTable, lock: threading.Lock, location: Location
-    ) -> None:
-        self._holding = holding
+    def __init__(self, claims: Claims, source: Source, location: Location) -> None:
+        self._holding, self._table, self._lock = claims.holding, claims.table, claims.lock
         self._source = source
-        self._table = table
-        self._lock = lock
         self._location = location
-        self._page_size = table.page_size
+        self._page_size = claims.table.page_size
         self._places: Places = {}
         self._kept: list[Block] = []
 

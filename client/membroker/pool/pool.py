@@ -311,7 +311,7 @@ class VirtualMemoryPool(Offloading):
         if on_move is not None and not callable(on_move):
             raise InvalidRequest(f"on_move is a function that is called with each move, not {on_move!r}")
         if dry_run:
-            return self._backing.compaction.plan()
+            return self._backing.planned_moves()
         tell = on_move or (lambda move: None)
         return uninterrupted(lambda: self._backing.compact(tell), self._holding.interrupted)
 
