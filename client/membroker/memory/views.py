@@ -8,11 +8,9 @@ array alive. It must never take a lock: the garbage collector may free an array 
 from __future__ import annotations
 
 import ctypes
-import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from ..vmm.driver import DeviceInfo
@@ -46,7 +44,6 @@ class Views:
         # A `weakref.WeakMethod` takes 0.7 us more, and each allocation makes a holding.
         self._holding = weakref.ref(holding)
         self._lost_one: Callable[[Any], None] = lost_one
-        self._numbers = itertools.count()
         self._living: dict[int, tuple[weakref.ref[Any], int, int, bool]] = {}
 
     def make(self, keeper: object, address: int, size: int) -> memoryview:
@@ -62,29 +59,27 @@ class Views:
         return span
 
     def _watch(self, living: Any, address: int, size: int, *, keeps_memory: bool) -> None:
-        number = next(self._numbers)
-        reference = weakref.ref(living, partial(self._forget, number))
-        self._living[number] = (reference, address, address + size, keeps_memory)
+        reference = weakref.ref(living, self._forget)
+        self._living[id(reference)] = (reference, address, address + size, keeps_memory)
 
     def any_in(self, address: int, size: int) -> bool:
         """Return whether a living view or span keeps memory in [address, address + size)."""
-        # The list is copied in one step, because a view that dies meanwhile changes the table.
-        living = list(self._living.values())
-        return any(start < address + size and address < end and keeps for _, start, end, keeps in living)
+        return any(start < address + size and address < end for start, end in self.ranges(pages_only=True))
 
     def ranges(self, *, pages_only: bool = False) -> list[tuple[int, int]]:
         """Return (first address, address after the last byte) of each living view and span.
 
         With `pages_only`, those that keep only addresses are left out.
         """
+        # The list is copied in one step, because a view that dies meanwhile changes the table.
         return [(start, end) for _, start, end, keeps in list(self._living.values()) if keeps or not pages_only]
 
     def any(self) -> bool:
         """Return whether any view or span is alive."""
         return bool(self._living)
 
-    def _forget(self, number: int, _reference: weakref.ref[Any]) -> None:
-        self._living.pop(number, None)
+    def _forget(self, reference: weakref.ref[Any]) -> None:
+        self._living.pop(id(reference), None)
         holding = self._holding()
         if holding is not None:
             self._lost_one(holding)
