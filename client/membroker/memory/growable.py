@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from ..arguments import bytes_of, check_page_size, check_range, deadline_of, location_of, rounded_up
 from ..deprecated import renamed
@@ -156,7 +157,7 @@ class GrowableBuffer(AtAddress):
 
     def _become(self, size: int, operation: Operation, until: float | None) -> None:
         before = self._size
-        operation.undo.append(lambda: self._set_size(before))
+        operation.undo.append(partial(setattr, self, "_size", before))
         if size >= before:
             try:
                 self._back(round_up(size, self._page_size), operation, until)
@@ -168,9 +169,6 @@ class GrowableBuffer(AtAddress):
             self._cut(size, operation)
         operation.undo.clear()
 
-    def _set_size(self, size: int) -> None:
-        self._size = size
-
     def _back(self, end: int, operation: Operation, until: float | None) -> None:
         backed = self.physical_usage_bytes
         if end > backed:
@@ -181,16 +179,13 @@ class GrowableBuffer(AtAddress):
 
     def _cut(self, size: int, operation: Operation) -> None:
         with self._lock:
-            self._check_unseen(size)
+            if self._holding.views.any_in(self._holding.region.address + size, self._size - size):
+                raise BufferError(f"a view of [{size}, {self._size}) is still alive: release it first")
             self._size = size
         end, backed = round_up(size, self._page_size), self.physical_usage_bytes
         if end < backed:
             self._source.driver.synchronize()
-            operation.forward(lambda: self._holding.remove([(end, backed - end)]))
-
-    def _check_unseen(self, size: int) -> None:
-        if self._holding.views.any_in(self._holding.region.address + size, self._size - size):
-            raise BufferError(f"a view of [{size}, {self._size}) is still alive: release it first")
+            operation.forward(partial(self._holding.remove, [(end, backed - end)]))
 
     # Its bytes
 
