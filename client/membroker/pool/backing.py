@@ -24,8 +24,7 @@ from .ahead import MOST_PER_CALL, Ahead
 from .claims import Choose, Claims
 from .offload import OffloadedPages
 from .page_store import PageStore
-from .page_table import FREE, OFFLOADED, SPARE, USED, PageTable
-from .runs import alike, as_runs, single
+from .page_table import FREE, OFFLOADED, SPARE, USED, PageTable, alike, as_runs
 
 _STATES = {SPARE: "spare", OFFLOADED: "offloaded"}
 
@@ -364,7 +363,8 @@ class Backing:
         rows = []
         for pages, state, busy in runs:
             common = "changing" if busy else _STATES.get(state)
-            for run in map(single, pages) if by_page else alike(pages, pinned, restricted):
+            single = (range(page, page + 1) for page in pages)
+            for run in single if by_page else alike(pages, pinned, restricted):
                 offset, end = run.start * self._page_size, run.stop * self._page_size
                 access = restricted.get(run.start, AccessFlags.READ_WRITE)
                 behind = map(extents.get, range(offset, end, self._page_size))

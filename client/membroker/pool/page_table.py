@@ -9,7 +9,8 @@ To add a state, add a constant: every state other than `FREE` and `SPARE` is tak
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Set
+from itertools import groupby
 
 from ..errors import AlreadyMapped, InvalidOffset, NotMapped, Offloaded, OutOfVirtualMemory
 from ..vmm.driver import AccessFlags
@@ -308,3 +309,24 @@ class PageTable:
         self._states[first:end] = picture
         self.spare += more
         self.begins.pop(first, None)
+
+
+def as_runs(pages: Iterable[int]) -> list[range]:
+    """Return ascending pages as runs."""
+    runs: list[range] = []
+    for page in pages:
+        if runs and runs[-1].stop == page:
+            runs[-1] = range(runs[-1].start, page + 1)
+        else:
+            runs.append(range(page, page + 1))
+    return runs
+
+
+def alike(pages: range, pinned: Set[int], restricted: Mapping[int, AccessFlags]) -> Iterator[range]:
+    """Split a run at the boundaries of pins, and where the access changes."""
+    if not (pinned or restricted):
+        yield pages
+        return
+    for _, run in groupby(pages, lambda page: (page in pinned, restricted.get(page))):
+        first, *rest = run
+        yield range(first, first + len(rest) + 1)
