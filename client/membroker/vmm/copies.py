@@ -1,46 +1,22 @@
-"""Copies between the device and the host: the contract of a copier, and what both drivers' copiers share.
+"""Copies between the device and the host: the host driver's copier, and what is pinned.
 
-Owns the table of a driver's pinned memory, and the host driver's copier. It must never be more lenient than a GPU: the
-host copier moves no byte before `wait`, so memory that is unmapped or written too early shows on any machine.
+The host copier must never be more lenient than a GPU: it moves no byte before `wait`, so memory that is unmapped or
+written too early shows on any machine.
 """
 
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from .driver import AccessFlags
 
 
-class PinnedBlocks:
-    """The pinned memory of one driver, as (address, size). Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sizes: dict[int, int] = {}
-
-    def add(self, address: int, size: int) -> None:
-        """Add a block."""
-        with self._lock:
-            self._sizes[address] = size
-
-    def take(self, address: int) -> int | None:
-        """Remove the block that begins at `address`, and return its size; None if there is no such block."""
-        with self._lock:
-            return self._sizes.pop(address, None)
-
-    def take_all(self) -> list[tuple[int, int]]:
-        """Remove and return every block. Takes no lock: at a driver's end, or after a fork, no other thread uses it."""
-        blocks, self._sizes = list(self._sizes.items()), {}
-        return blocks
-
-    def hold(self, address: int, size: int) -> bool:
-        """Return whether [address, address + size) lies inside one block."""
-        with self._lock:
-            blocks = list(self._sizes.items())
-        return any(start <= address and 0 < size <= start + length - address for start, length in blocks)
+def is_pinned(blocks: Mapping[int, int], address: int, size: int) -> bool:
+    """Return whether [address, address + size) lies inside one of `blocks`: the size of each, by its address."""
+    # The list is copied in one step, because another thread may pin or unpin meanwhile.
+    return any(start <= address and 0 < size <= start + length - address for start, length in list(blocks.items()))
 
 
 class HostCopier:

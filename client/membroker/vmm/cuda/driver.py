@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from ..copies import PinnedBlocks
+from ..copies import is_pinned
 from ..driver import AccessFlags, Copier, DeviceInfo, DriverError, Handle, Location, MemoryInfo
 from ..sizes import MAX_BYTES, is_power_of_two
 from . import packets
@@ -40,7 +40,8 @@ class CudaDriver:
         self._pid = process.pid
         self._closed = False
         self._handles: dict[Handle, Any] = {}
-        self._pinned = PinnedBlocks()
+        self._pinned: dict[int, int] = {}
+        """The size of each pinned block, by its address."""
         self._threads = threading.local()
         with ExitStack() as undo:
             self._nvml = NvmlDevice(gpu.uuid())
@@ -247,19 +248,19 @@ class CudaDriver:
         if not 0 < size <= MAX_BYTES:
             raise _invalid("cuMemHostRegister", f"{size} bytes cannot be pinned")
         address = pin(self.in_context, size)
-        self._pinned.add(address, size)
+        self._pinned[address] = size
         return address
 
     def unpin(self, address: int) -> None:
         """Wait for the GPU's work, then free page-locked memory."""
-        size = self._pinned.take(address)
+        size = self._pinned.pop(address, None)
         if size is None:
             raise _invalid("cuMemHostUnregister", f"nothing is pinned at {address:#x}")
         try:
             self.synchronize()
             unpin(self.in_context, address, size)
         except BaseException:
-            self._pinned.add(address, size)  # so that the caller can try again
+            self._pinned[address] = size  # so that the caller can try again
             raise
 
     def copier(self) -> Copier:
@@ -267,7 +268,7 @@ class CudaDriver:
         return CudaCopier(self.in_context, self._check_copy)
 
     def _check_copy(self, address: int, size: int, needed: AccessFlags) -> None:
-        if not self._pinned.hold(address, size):
+        if not is_pinned(self._pinned, address, size):
             self._check_access(address, size, needed, "cuMemcpyAsync")
 
     # The device's own figures
@@ -318,8 +319,8 @@ class CudaDriver:
                 steps.callback(self._call, "cuDevicePrimaryCtxRelease", self._gpu.ordinal)
             while self._handles:
                 steps.callback(self._call, "cuMemRelease", self._handles.popitem()[1])
-            pinned = self._pinned.take_all()
-            for address, size in pinned:
+            pinned, self._pinned = self._pinned, {}
+            for address, size in pinned.items():
                 steps.callback(unpin, self._call, address, size)
             if pinned:
                 steps.callback(self._call, "cuCtxSynchronize")  # runs first: a copy may still be in progress

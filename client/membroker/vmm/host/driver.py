@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from ...wire.descriptors import close_each
 from .. import libc as _libc
-from ..copies import HostCopier, PinnedBlocks
+from ..copies import HostCopier, is_pinned
 from ..driver import AccessFlags, Copier, DeviceInfo, DriverError, DriverOutOfMemory, Handle, Location, MemoryInfo
 from ..errno import driver_call, invalid
 from ..sizes import GIB, MAX_BYTES, MIB, is_power_of_two
@@ -76,7 +76,8 @@ class HostDriver:
         self._ordinal, self._number = ordinal, next(_driver_numbers)
         self._handles: dict[Handle, _Extent] = {}
         self._process = Process.here
-        self._pinned = PinnedBlocks()
+        self._pinned: dict[int, int] = {}
+        """The size of each pinned block, by its address."""
         self._closed = False
         # Creating and counting extents has a separate lock, so that it never waits for a long unmap.
         self._lock, self._birth_lock = threading.Lock(), threading.Lock()
@@ -250,13 +251,13 @@ class HostDriver:
             raise invalid("mmap", f"{size} bytes cannot be pinned")
         with driver_call("mmap"):
             address = _libc.mmap_memory(size)
-        self._pinned.add(address, size)
+        self._pinned[address] = size
         return address
 
     def unpin(self, address: int) -> None:
         """Unmap it."""
         self._check_usable("munmap")
-        size = self._pinned.take(address)
+        size = self._pinned.pop(address, None)
         if size is None:
             raise invalid("munmap", f"nothing is pinned at {address:#x}")
         with driver_call("munmap"):
@@ -269,7 +270,7 @@ class HostDriver:
 
     def _check_copy(self, address: int, size: int, needed: AccessFlags) -> None:
         self._check_usable("memmove")
-        if self._pinned.hold(address, size):
+        if is_pinned(self._pinned, address, size):
             return
         access = self._process.allows(address, size, self._ordinal, "memmove")
         if access.value & needed.value != needed.value:
@@ -339,7 +340,8 @@ class HostDriver:
             self._close_handles()
 
     def _unpin_all(self) -> None:
-        for address, size in self._pinned.take_all():
+        pinned, self._pinned = self._pinned, {}
+        for address, size in pinned.items():
             _libc.munmap(address, size)
 
     def _close_handles(self) -> None:

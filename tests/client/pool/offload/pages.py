@@ -13,7 +13,7 @@ PAGES = 64
 
 def pinned_bytes(lender: Lender) -> int:
     """What the driver of the library has pinned."""
-    return sum(lender.driver._pinned._sizes.values())
+    return sum(lender.driver._pinned.values())
 
 
 def digest(pool: VirtualMemoryPool, *offsets: int) -> str:

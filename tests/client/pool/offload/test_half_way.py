@@ -152,7 +152,7 @@ class TestHalfWay:
         unpin, failing = lender.driver.unpin, True
 
         def refusing(address: int) -> None:
-            if failing and len(lender.driver._pinned._sizes) == 2:
+            if failing and len(lender.driver._pinned) == 2:
                 raise DriverError("cuCtxSynchronize", "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", 900)
             unpin(address)
 
