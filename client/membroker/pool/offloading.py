@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from ..arguments import Progress, check_progress, deadline_of
 from ..interrupts import uninterrupted
-from .page_store import PageStore, check_segment, runs_in, size_in_segment
+from ..safetensors import segment_size
+from .page_store import PageStore, check_segment, runs_in, shapes
 from .paged import Paged
 
 
@@ -54,7 +55,7 @@ class Offloading(Paged):
         """
         self._holding.check_open()
         pages = self._touched_or_all(offset, size)
-        return size_in_segment(self._backing.used_runs(pages), self._page_size)
+        return segment_size(shapes(self._backing.used_runs(pages), self._page_size))
 
     def restore(
         self,

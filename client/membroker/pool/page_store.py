@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
 from ..errors import InvalidRequest
-from ..safetensors import TensorIndex, segment_size
+from ..safetensors import TensorIndex
 from ..vmm.driver import Driver
 from ..vmm.sizes import format_size
 
@@ -67,11 +67,6 @@ class PageStore(Protocol):
     def seal(self) -> None:
         """Make it read-only for every process, and let others attach it."""
         ...
-
-
-def size_in_segment(runs: Sequence[range], page_size: int) -> int:
-    """Return the bytes of a segment, header included, that these runs of pages take."""
-    return segment_size(shapes(runs, page_size))
 
 
 def shapes(runs: Sequence[range], page_size: int) -> dict[str, tuple[str, tuple[int]]]:
