@@ -46,7 +46,7 @@ class Buffer(AtAddress):
         self._lender = source  # keeps the callbacks of its recalls
         with device_failures():
             self._holding = MappedMemory(lender, self, self._extent_size, "buffer")
-        placing = Placing(self._holding, range(0, self._extent_size, self._extent_size))
+        placing = Placing(self._holding, [0])
         with Operation(self._holding) as operation:
             operation.undo += [self._holding.end, placing.take_back]
             try:
