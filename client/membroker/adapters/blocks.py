@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from bisect import insort
 from collections import deque
 from contextlib import suppress
 
 from ..arguments import bytes_of
 from ..errors import DeviceFailure, OutOfMemory
 from ..interrupts import device_failures, uninterrupted
+from ..memory.region import joined
 from ..memory.views import Span
 from ..model import Model
 from ..vmm.sizes import MIB, round_up
@@ -179,14 +179,7 @@ class _Chunk:
 
     def release(self, address: int, size: int) -> None:
         """Put a block back, and join adjacent runs."""
-        insort(self.runs, (address, size))
-        joined: list[tuple[int, int]] = []
-        for start, length in self.runs:
-            if joined and sum(joined[-1]) == start:
-                joined[-1] = (joined[-1][0], joined[-1][1] + length)
-            else:
-                joined.append((start, length))
-        self.runs = joined
+        self.runs = joined(sorted([*self.runs, (address, size)]))
 
     def close(self) -> None:
         """Unmap and release the buffer, in this thread."""

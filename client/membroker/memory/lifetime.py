@@ -242,7 +242,7 @@ class MappedMemory:
 
     def release(self, offsets: Sequence[int]) -> None:
         """Release the extents at these offsets, which are unmapped, and forget them. Safe to run again."""
-        self.source.give_back(self.region.ids(offsets))
+        self.source.give_back([self.region.extents[offset][0] for offset in offsets])
         # Forget from the end: after an interrupt the rest starts at the run's offset, so a second run finds it.
         self.region.forget(reversed(offsets))
 

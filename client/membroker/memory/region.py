@@ -7,7 +7,7 @@ broker or a page. It must never wait for work on the device: its caller has sync
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from itertools import repeat
 
@@ -109,22 +109,9 @@ class Region:
             offset += self.extents[offset][1]
         return found
 
-    def ids(self, offsets: Iterable[int]) -> list[int]:
-        """Return the ids of extents that are in the table, by their offsets."""
-        return [self.extents[offset][0] for offset in offsets]
-
     def runs(self) -> list[tuple[int, int]]:
         """Return the contiguous runs of extents in the table, each as (offset, size), in order."""
-        runs: list[tuple[int, int]] = []
-        for offset, size in self._sizes():
-            if runs and sum(runs[-1]) == offset:
-                runs[-1] = (runs[-1][0], runs[-1][1] + size)
-            else:
-                runs.append((offset, size))
-        return runs
-
-    def _sizes(self) -> Iterator[tuple[int, int]]:
-        return ((offset, size) for offset, (_, size) in sorted(self.extents.items()))
+        return joined((offset, size) for offset, (_, size) in sorted(self.extents.items()))
 
     def close(self) -> None:
         """Release the addresses. The caller has unmapped everything there. Raises `DriverError`."""
@@ -135,3 +122,14 @@ class Region:
             except Exception:
                 self._reserved = True
                 raise
+
+
+def joined(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ascending parts, each as (start, size), with adjacent ones as one."""
+    runs: list[tuple[int, int]] = []
+    for start, size in parts:
+        if runs and sum(runs[-1]) == start:
+            runs[-1] = (runs[-1][0], runs[-1][1] + size)
+        else:
+            runs.append((start, size))
+    return runs

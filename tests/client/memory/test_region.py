@@ -57,7 +57,7 @@ def test_extents_side_by_side(driver: HostDriver) -> None:
     assert driver.read(region.address + 2 * PAGE - 2, 13) == b"over the edge"
     assert region.runs() == [(PAGE, 3 * PAGE)]
     assert region.offsets(PAGE, 3 * PAGE) == [PAGE, 2 * PAGE]
-    assert region.ids([2 * PAGE]) == [handles[1].value]
+    assert region.extents[2 * PAGE][0] == handles[1].value
     region.unbind(2 * PAGE, 2 * PAGE)
     assert region.runs() == [(PAGE, 3 * PAGE)], "an extent is in the table until it is released"
     region.forget([2 * PAGE])
