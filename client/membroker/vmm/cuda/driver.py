@@ -20,7 +20,7 @@ from . import packets
 from .copies import CudaCopier, pin, unpin
 from .gpu import NOT_SUPPORTED, Gpu
 from .nvml import NvmlDevice
-from .process import close_descriptors, process, reservations
+from .process import Process, close_descriptors
 
 # One counter for all drivers of the process: a handle of one driver is unknown to every other.
 _handle_values = itertools.count(1)
@@ -37,7 +37,7 @@ class CudaDriver:
     def __init__(self, device: int | str = 0, context: bool = False) -> None:
         gpu = Gpu(device)
         self._gpu, self._call = gpu, gpu.call
-        self._pid = process.pid
+        self._process = Process.here
         self._closed = False
         self._handles: dict[Handle, Any] = {}
         self._pinned: dict[int, int] = {}
@@ -118,14 +118,14 @@ class CudaDriver:
             hint = f"an alignment is a power of two below 2^63, not {alignment}"
             raise _invalid("cuMemAddressReserve", hint)
         address = int(self._call("cuMemAddressReserve", size, alignment, 0, 0))
-        reservations.add(address, size)
+        self._process.add(address, size)
         return address
 
     def unreserve(self, address: int, size: int) -> None:
         """Release a whole reservation."""
         self._enter("cuMemAddressFree")
         self._call("cuMemAddressFree", address, size)
-        reservations.remove(address, size)
+        self._process.remove(address, size)
 
     def map(self, address: int, handle: Handle) -> None:
         """Map the extent at `address`; no device has access until `set_access`."""
@@ -135,7 +135,7 @@ class CudaDriver:
 
     def _check_reserved(self, address: int, size: int) -> None:
         """Refuse a map past the end of a reservation, which CUDA accepts (observed on an H200, 580.159)."""
-        if not reservations.have(address, size):
+        if not self._process.have(address, size):
             hint = f"{size} bytes at {address:#x} do not lie inside one reservation"
             raise _invalid("cuMemMap", hint)
 
@@ -337,7 +337,7 @@ class CudaDriver:
     def _check_usable(self, call: str) -> None:
         if self._closed:
             raise DriverError(call, "CUDA_ERROR_DEINITIALIZED", 4, "this driver is closed")
-        if self._pid != process.pid:
+        if self._process is not Process.here:
             hint = "CUDA does not survive a fork: start processes with spawn"
             raise DriverError(call, "CUDA_ERROR_NOT_INITIALIZED", 3, hint)
 

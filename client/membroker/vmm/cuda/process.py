@@ -1,31 +1,29 @@
-"""What belongs to this process and not to one CUDA driver: its pid, its reservations, and its open descriptors."""
+"""What belongs to this process and not to one CUDA driver: its reservations, and its open descriptors."""
 
 from __future__ import annotations
 
 import os
 import threading
 from bisect import bisect_right, insort
+from typing import ClassVar
 
 from ..sizes import MAX_BYTES
 
 
 class Process:
-    """The pid of this process, cached: every driver call needs it, and `os.getpid` is a system call."""
+    """The reservations of one process, by all its drivers: CUDA's addresses belong to the process."""
 
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        os.register_at_fork(after_in_child=self._renew)
-
-    def _renew(self) -> None:
-        self.pid = os.getpid()
-
-
-class Reservations:
-    """The reservations of this process, by all its drivers: CUDA's addresses belong to the process."""
+    here: ClassVar[Process]
+    """This process: another one in a forked child."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, int]] = []
         self._lock = threading.Lock()
+
+    @classmethod
+    def begin(cls) -> None:
+        """Start without reservations: at the import, and in a forked child."""
+        cls.here = cls()
 
     def add(self, address: int, size: int) -> None:
         """Add a reservation of `size` bytes."""
@@ -45,8 +43,8 @@ class Reservations:
         return size <= length and address - start <= length - size
 
 
-process = Process()
-reservations = Reservations()
+Process.begin()
+os.register_at_fork(after_in_child=Process.begin)
 
 
 def close_descriptors(prefix: str) -> None:
