@@ -25,7 +25,7 @@ from .config.config import Config
 from .home import OF_ALL, Home, HomeError, clear_private
 from .observe import logs
 from .observe.merged import Merged
-from .observe.metrics_server import METRICS_PORT, MetricsServer
+from .observe.metrics_server import METRICS_PORT, MetricsServer, authority
 from .observe.sd_notify import Heartbeat, notify
 
 FIRST_DELAY_SECONDS, LAST_DELAY_SECONDS = 0.2, 30.0
@@ -345,8 +345,7 @@ class AllGpus:
             ) from error
         server.start()
         stack.callback(server.close)
-        address = f"[{metrics.address}]" if ":" in metrics.address else metrics.address
-        self._url = f"http://{address}:{server.port}/metrics"
+        self._url = f"http://{authority(metrics.address, server.server_port)}/metrics"
 
     def _ports(self) -> Mapping[str, int | None]:
         return {child.uuid: child.port for child in self._children}

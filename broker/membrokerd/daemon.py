@@ -51,7 +51,7 @@ from .observe.decisions import Decisions
 from .observe.history import History
 from .observe.kept import KeptText
 from .observe.metrics import Metrics, MetricsView
-from .observe.metrics_server import METRICS_PORT, MetricsServer
+from .observe.metrics_server import METRICS_PORT, MetricsServer, authority
 from .observe.sd_notify import Heartbeat, notify
 from .observe.suspects import CONTEXT_BYTES
 from .recorder import Recorder
@@ -278,12 +278,12 @@ class Daemon:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 other = "metrics.address that this machine has"
             raise HomeError(
-                f"cannot serve metrics on {_authority(metrics.address, port)}: {error.strerror}; "
+                f"cannot serve metrics on {authority(metrics.address, port)}: {error.strerror}; "
                 f"choose another {other}, or metrics.enabled = false"
             ) from error
         server.start()
         stack.callback(server.close)
-        self._views.metrics_url = f"http://{_authority(metrics.address, server.port)}/metrics"
+        self._views.metrics_url = f"http://{authority(metrics.address, server.server_port)}/metrics"
 
     async def _open_endpoints(self, stack: AsyncExitStack) -> None:
         device = self._plan.driver.device
@@ -390,8 +390,3 @@ class Daemon:
         self._metrics.recalls[recalled.result].observe(recalled.after_ns / 1e9)
         self._decisions.recalled(recalled)
         logs.log_recall(recalled)
-
-
-def _authority(address: str, port: int) -> str:
-    """Return address and port as they are written in a URL."""
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

@@ -45,12 +45,14 @@ State = Callable[[], tuple[bool, str]]
 """Returns whether the daemon is healthy or ready, and a sentence."""
 
 
-class MetricsServer:
+class MetricsServer(ThreadingHTTPServer):
     """Listens from construction (`port` 0: a free one) and serves from `start()` to `close()`.
 
     `render` returns the text of a scrape or raises `TimeoutError`, and `page` the status page likewise; `states` are
     asked by path. Raises `OSError` when it cannot listen.
     """
+
+    request_queue_size = 512  # with the default backlog of 5, a burst is retried after 1 s, and probes time out
 
     def __init__(
         self,
@@ -60,44 +62,29 @@ class MetricsServer:
         states: Mapping[str, State],
         page: Callable[[], bytes] | None = None,
     ) -> None:
-        self._server = _Server(address, port)
-        self._server.render, self._server.states, self._server.page = render, states, page
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="metrics", daemon=True
-        )
-
-    @property
-    def port(self) -> int:
-        """The port that it listens on."""
-        return self._server.server_port
+        self.render, self.states, self.page = render, states, page
+        self.scrapes = threading.BoundedSemaphore(MAX_SCRAPES)
+        self._connections: set[socket.socket] = set()
+        self._silent: dict[socket.socket, None] = {}
+        """The connections that have not sent their request and were not cut, the oldest first."""
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), name="metrics", daemon=True)
+        self.address_family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+        super().__init__((address, port), _Handler)
 
     def start(self) -> None:
         """Begin to answer."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop, and cut the clients that are still connected."""
+        """Stop, and cut the clients that are still connected: their threads read an end of file."""
         if self._thread.is_alive():
-            self._server.shutdown()
+            self.shutdown()
             self._thread.join()
-        self._server.server_close()
-        self._server.cut_all()
-
-
-class _Server(ThreadingHTTPServer):
-    request_queue_size = 512  # with the default backlog of 5, a burst is retried after 1 s, and probes time out
-    render: Callable[[], bytes]
-    states: Mapping[str, State]
-    page: Callable[[], bytes] | None
-
-    def __init__(self, address: str, port: int) -> None:
-        self._connections: set[socket.socket] = set()
-        self._silent: dict[socket.socket, None] = {}
-        """The connections that have not sent their request and were not cut, the oldest first."""
-        self._lock = threading.Lock()
-        self.scrapes = threading.BoundedSemaphore(MAX_SCRAPES)
-        self.address_family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
-        super().__init__((address, port), _Handler)
+        self.server_close()
+        with self._lock:
+            for connection in self._connections:
+                shut(connection)
 
     def server_bind(self) -> None:
         """Bind without asking a name server for this machine's name, as HTTPServer would."""
@@ -150,17 +137,16 @@ class _Server(ThreadingHTTPServer):
             self._silent.pop(request, None)
         super().shutdown_request(request)
 
-    def cut_all(self) -> None:
-        """Shut down every connection: its thread reads an end of file and closes it."""
-        with self._lock:
-            for connection in self._connections:
-                shut(connection)
-
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log a failed request as one event. A client that left or was too slow is not logged."""
         error = sys.exc_info()[1]
         if error is not None and not isinstance(error, ConnectionError | TimeoutError):
             logs.fault(error)
+
+
+def authority(address: str, port: int) -> str:
+    """Return address and port as they are written in a URL."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def shut(connection: socket.socket) -> None:
@@ -203,7 +189,7 @@ def _split(url: str) -> SplitResult:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+    server: MetricsServer
     server_version, sys_version = "membrokerd", ""
 
     def setup(self) -> None:

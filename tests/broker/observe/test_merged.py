@@ -29,7 +29,7 @@ def good(stack: ExitStack) -> int:
     server = MetricsServer("127.0.0.1", 0, lambda: GOOD, {}, lambda: b"<body><h1>good</h1></body>")
     server.start()
     stack.callback(server.close)
-    return server.port
+    return server.server_port
 
 
 def serve(stack: ExitStack, *said: bytes, ends: bool = True) -> int:
@@ -112,7 +112,7 @@ def test_browsers_share_a_page(stack: ExitStack) -> None:
     server = MetricsServer("127.0.0.1", 0, lambda: GOOD, {}, page)
     server.start()
     stack.callback(server.close)
-    one = Merged(lambda: {"a": server.port}, dict)
+    one = Merged(lambda: {"a": server.server_port}, dict)
     assert one.page() == one.page()
     assert asked == ["once"]
 

@@ -48,7 +48,7 @@ def server(source: Source, trouble: Trouble) -> Iterator[MetricsServer]:
 
 
 def get(server: MetricsServer, path: str, accept: str = "*/*") -> tuple[int, str, str]:
-    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", headers={"Accept": accept})
+    request = urllib.request.Request(f"http://127.0.0.1:{server.server_port}{path}", headers={"Accept": accept})
     try:
         with urllib.request.urlopen(request, timeout=20) as answer:
             return answer.status, answer.headers["Content-Type"], answer.read().decode()
@@ -67,7 +67,7 @@ def test_metrics_are_served_as_text(server: MetricsServer) -> None:
 
 def raw_get(server: MetricsServer, path: str, *headers: str) -> bytes:
     """Return the status line of an answer to a request that a library would not send."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as client:
         client.sendall("\r\n".join((f"GET {path} HTTP/1.1", *headers, "", "")).encode())
         return client.makefile("rb").readline().strip()
 
@@ -116,7 +116,7 @@ def test_slow_clients_are_bounded_and_cut(server: MetricsServer, monkeypatch: py
     """Clients that connect and send single bytes fill the table: they are closed to make room, or at their deadline."""
     monkeypatch.setattr(metrics_server, "DEADLINE_SECONDS", 1.0)
     before = threading.active_count()
-    slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(metrics_server.MAX_CONNECTIONS)]
+    slow = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(metrics_server.MAX_CONNECTIONS)]
     for client in slow:
         client.sendall(b"GET /metr")
         client.settimeout(20)
@@ -144,7 +144,7 @@ def test_all_that_ask_at_once_share_one_scrape(
         return view()
 
     monkeypatch.setattr(source, "view", late)
-    clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(metrics_server.MAX_SCRAPES)]
+    clients = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(metrics_server.MAX_SCRAPES)]
     for client in clients:
         client.settimeout(20)
         client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
@@ -169,10 +169,10 @@ def test_scrapers_that_read_nothing_leave_the_probes_alone() -> None:
     slow, most = [], 0
     try:
         for _ in range(100):
-            slow.append(socket.create_connection(("127.0.0.1", made.port)))
+            slow.append(socket.create_connection(("127.0.0.1", made.server_port)))
             slow[-1].sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
             assert get(made, "/healthz")[::2] == (200, "ok\n")
-            most = max(most, len(made._server._connections))
+            most = max(most, len(made._connections))
         assert most >= metrics_server.MAX_SCRAPES, "no answer was waiting to be read: the test shows nothing"
     finally:
         for client in slow:
@@ -214,7 +214,7 @@ def test_who_leaves_without_a_word_is_no_event(
 ) -> None:
     """A load balancer probes the port and resets the connection: that must not fill the log."""
     for _ in range(20):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             client.sendall(said)
     assert get(server, "/healthz")[0] == 200
@@ -224,7 +224,7 @@ def test_who_leaves_without_a_word_is_no_event(
 
 @pytest.mark.parametrize("said", [b"", b"GET /metr"])
 def test_a_hundred_silent_clients_leave_the_probes_alone(server: MetricsServer, said: bytes) -> None:
-    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(100)]
+    silent = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(100)]
     for client in silent:
         client.sendall(said)
         assert get(server, "/healthz")[::2] == (200, "ok\n")
@@ -234,7 +234,7 @@ def test_a_hundred_silent_clients_leave_the_probes_alone(server: MetricsServer, 
 
 def test_a_request_has_a_bound(server: MetricsServer) -> None:
     """A client that sends endless headers is cut off after 8 KiB, and not logged."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as client:
         client.sendall(b"GET /healthz HTTP/1.0\r\n" + b"X: y\r\n" * 100)
         with suppress(ConnectionError):
             for _ in range(1_000):
@@ -248,7 +248,7 @@ def test_close_ends_at_once_beside_a_client_that_says_nothing(source: Source) ->
     """Connected clients do not delay a stop. Closing twice, or before the start, is allowed."""
     made = MetricsServer("127.0.0.1", 0, Metrics(source, UUID).render, {})
     made.start()
-    with socket.create_connection(("127.0.0.1", made.port), timeout=20) as silent:
+    with socket.create_connection(("127.0.0.1", made.server_port), timeout=20) as silent:
         silent.sendall(b"GET")
         began = time.monotonic()
         made.close()
@@ -259,4 +259,4 @@ def test_close_ends_at_once_beside_a_client_that_says_nothing(source: Source) ->
 
 def test_a_taken_port_is_an_error(server: MetricsServer, source: Source) -> None:
     with pytest.raises(OSError, match="in use"):
-        MetricsServer("127.0.0.1", server.port, Metrics(source, UUID).render, {})
+        MetricsServer("127.0.0.1", server.server_port, Metrics(source, UUID).render, {})
