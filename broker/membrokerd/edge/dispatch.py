@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf.message import Message
@@ -20,24 +19,15 @@ from ..core import effects as fx
 from ..core import snapshot
 from ..core.denied import Denied, Reason, deny
 from ..core.names import ModelName
-from ..loop import Loop
+from ..core.rows import SessionRow
+from ..loop import Loop, Reply
 from ..observe import logs
 from ..observe.decisions import EXPLAINED, Decisions
 from ..observe.durations import Times
 from . import convert, shown
 
-Respond = Callable[[fx.Result | Denied], None]
 TimesOf = Callable[[str, str], Times]
 """Return where the seconds of a request are noted, given its method and its transport."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """What a token stands for."""
-
-    session: int
-    tenant: str
-    endpoint: str
 
 
 class Dispatcher:
@@ -47,27 +37,28 @@ class Dispatcher:
         self.loop = loop
         self._decisions = decisions
         self.times_of = times_of
-        self._tickets: dict[str, Ticket] = {}
+        self._sessions: dict[str, int] = {}
+        """By the hash of its token."""
         self._hashes: dict[int, str] = {}
         loop.on_forget.append(self._forget)
         for row in loop.broker.ledger.sessions.values():
-            self.admit(row.token_hash, Ticket(row.session, row.tenant, row.endpoint))
+            self.admit(row)
 
-    def admit(self, token_hash: str, ticket: Ticket) -> None:
-        """Accept a token for a session."""
-        self._tickets[token_hash] = ticket
-        self._hashes[ticket.session] = token_hash
+    def admit(self, row: SessionRow) -> None:
+        """Accept a session's token."""
+        self._sessions[row.token_hash] = row.session
+        self._hashes[row.session] = row.token_hash
 
-    def find(self, token: str, endpoint: str) -> Ticket:
-        """Return what a token stands for at this endpoint, or raise `Refused`."""
+    def find(self, token: str, endpoint: str) -> SessionRow:
+        """Return the session that a token speaks for at this endpoint, or raise `Refused`."""
         if not token:
             raise convert.Refused(deny(Reason.TOKEN_REQUIRED))
-        ticket = self._tickets.get(hash_of(token))
-        if ticket is None or ticket.endpoint != endpoint:
+        row = self.loop.broker.ledger.sessions.get(self._sessions.get(hash_of(token), 0))
+        if row is None or row.endpoint != endpoint:
             raise convert.Refused(deny(Reason.TOKEN_REJECTED))
-        return ticket
+        return row
 
-    def request(self, session: int, tenant: str, request_id: int, message: Message, respond: Respond) -> int | None:
+    def request(self, session: int, tenant: str, request_id: int, message: Message, respond: Reply) -> int | None:
         """Put a request to the core; `respond` gets its result or refusal, now or later.
 
         Returns the number of the call, or None if the request was refused before the core saw it.
@@ -106,7 +97,7 @@ class Dispatcher:
     def _forget(self, session: int) -> None:
         digest = self._hashes.pop(session, None)
         if digest is not None:
-            del self._tickets[digest]
+            del self._sessions[digest]
 
 
 def new_token() -> tuple[str, str]:

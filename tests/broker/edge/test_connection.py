@@ -32,12 +32,13 @@ from membrokerd.core import policy
 from membrokerd.core.denied import Denied, Reason, deny
 from membrokerd.core.machine import Broker
 from membrokerd.core.names import ModelName
+from membrokerd.core.rows import SessionRow
 from membrokerd.edge.convert import from_result
-from membrokerd.edge.dispatch import Respond
 from membrokerd.edge.handoff.connection import Connection
 from membrokerd.edge.handoff.entrance import Entrance
 from membrokerd.edge.handoff.outbox import Traffic
 from membrokerd.edge.handoff.peer import Peer
+from membrokerd.loop import Reply
 
 PAGE = 2 * MIB
 SESSION = 7
@@ -51,7 +52,7 @@ class Lender:
         self.ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.ours.setblocking(False)
         self.theirs.setblocking(False)
-        self.asked: dict[int, Respond] = {}
+        self.asked: dict[int, Reply] = {}
         """By request id: how a request is answered."""
         self.told: list[ev.Event] = []
         self.traffic = Traffic()
@@ -62,7 +63,11 @@ class Lender:
         self.resuming: dict[int, Connection] = {}
         self.drain: Any = None
         self.turns = SimpleNamespace(left=lambda *_: 1.0, charge=lambda *_: None)  # no loop begins turns here
-        self.broker = SimpleNamespace(books=SimpleNamespace(rules=policy.Rules(PAGE, cast(Any, capacities))))
+        row = SessionRow(SESSION, "red", 1, 0, "pid:1", False, "", 0)
+        self.broker = SimpleNamespace(
+            books=SimpleNamespace(rules=policy.Rules(PAGE, cast(Any, capacities))),
+            ledger=SimpleNamespace(sessions={SESSION: row}),
+        )
         self.dispatcher = SimpleNamespace(
             loop=self,
             request=self._request,
@@ -88,7 +93,7 @@ class Lender:
     def _watch(self, session: int, pidfd: int, pid: int) -> None:
         self.watched = pidfd
 
-    def _request(self, session: int, tenant: str, number: int, message: Message, respond: Respond) -> None:
+    def _request(self, session: int, tenant: str, number: int, message: Message, respond: Reply) -> None:
         self.asked[number] = respond
 
     def ask(self, make_event: Callable[[int], ev.Event], reply: Callable[[Any], None]) -> None:

@@ -16,10 +16,11 @@ from ... import __version__
 from ...core import effects as fx
 from ...core import events as ev
 from ...core.denied import Denied, Reason, deny
+from ...core.rows import SessionRow
 from ...failpoints import reach
 from ...link import Link
 from ..convert import Refused
-from ..dispatch import Ticket, new_token
+from ..dispatch import new_token
 from ..shown import LOCATION_NUMBERS
 from .entrance import Entrance
 from .holds import Holds
@@ -110,10 +111,10 @@ class Handshake:
                 self._turn_away(request_id, pair, result)
                 return
             assert isinstance(result, fx.SessionOpened)
-            ticket = Ticket(result.session, tenant, endpoint)
-            self._dispatcher.admit(token_hash, ticket)
-            self._begin(ticket, self._loop.links)
-            self._welcome(request_id, ticket, token, pair, resumed=False)
+            row = self._loop.broker.ledger.sessions[result.session]
+            self._dispatcher.admit(row)
+            self._begin(row, self._loop.links)
+            self._welcome(request_id, row, token, pair, resumed=False)
 
         self._loop.ask(
             lambda call: ev.OpenSession(
@@ -124,7 +125,7 @@ class Handshake:
 
     def _resume(self, request_id: int, token: str, pair: _Pair) -> None:
         try:
-            ticket = self._dispatcher.find(token, self._entrance.endpoint)
+            row = self._dispatcher.find(token, self._entrance.endpoint)
         except Refused as refused:
             self._turn_away(request_id, pair, refused.denied)
             return
@@ -135,34 +136,34 @@ class Handshake:
                 return
             assert isinstance(result, fx.SessionResumed)
             for connections in (self._loop.links, self._loop.resuming):
-                before = connections.pop(ticket.session, None)
+                before = connections.pop(row.session, None)
                 if before is not None:  # it is no longer registered, so its end detaches nothing
                     before.close("its process opened another connection")
-            self._begin(ticket, self._loop.resuming)
-            self.holds = Holds(self._loop.broker.ledger.sessions[ticket.session])
+            self._begin(row, self._loop.resuming)
+            self.holds = Holds(row)
             self._timer = self._io.call_later(HOLDS_SECONDS, self._no_holds)
             # The core must learn what the old connection did not deliver before anything is read from this one.
             self._connection.pause()
             reach("resume")
-            self._welcome(request_id, ticket, token, pair, resumed=True)
+            self._welcome(request_id, row, token, pair, resumed=True)
 
-        self._loop.ask(lambda call: ev.ResumeSession(call, ticket.session, self._peer.identity), resumed)
+        self._loop.ask(lambda call: ev.ResumeSession(call, row.session, self._peer.identity), resumed)
 
     def _turn_away(self, request_id: int, pair: _Pair, denied: Denied) -> None:
         for end in pair:
             end.close()
         self._connection.refuse(request_id, denied)
 
-    def _begin(self, ticket: Ticket, connections: dict[int, Link]) -> None:
-        connections[ticket.session] = self._connection
-        self._connection.begin(ticket.session, ticket.tenant)
+    def _begin(self, row: SessionRow, connections: dict[int, Link]) -> None:
+        connections[row.session] = self._connection
+        self._connection.begin(row.session, row.tenant)
 
-    def _welcome(self, request_id: int, ticket: Ticket, token: str, pair: _Pair, *, resumed: bool) -> None:
+    def _welcome(self, request_id: int, row: SessionRow, token: str, pair: _Pair, *, resumed: bool) -> None:
         device = self._entrance.device
         welcome = pb.Welcome(
-            session=session_name(ticket.session),
+            session=session_name(row.session),
             token=token,
-            tenant=f"tenants/{ticket.tenant}",
+            tenant=f"tenants/{row.tenant}",
             device_uuid=device.uuid,
             driver=device.driver,
             granularity_bytes=device.granularity,

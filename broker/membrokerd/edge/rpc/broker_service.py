@@ -12,8 +12,9 @@ from membroker.wire.names import TOKEN_METADATA
 from ...core import effects as fx
 from ...core import events as ev
 from ...core.denied import Denied
+from ...core.rows import SessionRow
 from ..convert import Refused
-from ..dispatch import Dispatcher, Ticket
+from ..dispatch import Dispatcher
 from ..listings import Views
 
 
@@ -35,47 +36,47 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
 
     async def GetDevice(self, request: pb.GetDeviceRequest, context: Any) -> resources_pb2.Device:
         """Return the device and its books."""
-        self._ticket(context)
+        self._session(context)
         return self._views.get_device()
 
     async def GetAvailable(self, request: pb.GetAvailableRequest, context: Any) -> pb.Available:
         """Return how much could be borrowed now for a model of the tenant."""
-        ticket = self._ticket(context)
-        return self._views.get_available(request, ticket.tenant, ticket.session)
+        row = self._session(context)
+        return self._views.get_available(request, row.tenant, row.session)
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> resources_pb2.Model:
         """Return one of the tenant's own models."""
-        return self._views.get_model(request, self._ticket(context).tenant)
+        return self._views.get_model(request, self._session(context).tenant)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
         """Return a page of the tenant's own models."""
-        return self._views.list_models(request, self._ticket(context).tenant)
+        return self._views.list_models(request, self._session(context).tenant)
 
     async def ListSessions(self, request: pb.ListSessionsRequest, context: Any) -> pb.ListSessionsResponse:
         """Return a page of the tenant's own sessions."""
-        return self._views.list_sessions(request, self._ticket(context).tenant)
+        return self._views.list_sessions(request, self._session(context).tenant)
 
     async def ListSegments(self, request: pb.ListSegmentsRequest, context: Any) -> pb.ListSegmentsResponse:
         """Return a page of the tenant's own segments."""
-        return self._views.list_segments(request, self._ticket(context).tenant)
+        return self._views.list_segments(request, self._session(context).tenant)
 
     async def ListDecisions(self, request: pb.ListDecisionsRequest, context: Any) -> pb.ListDecisionsResponse:
         """Return why requests of one of the tenant's own models were refused or waited, and why it was recalled."""
-        return self._views.list_decisions(request, self._ticket(context).tenant)
+        return self._views.list_decisions(request, self._session(context).tenant)
 
-    def _ticket(self, context: Any) -> Ticket:
+    def _session(self, context: Any) -> SessionRow:
         metadata = dict(context.invocation_metadata())
         return self._dispatcher.find(str(metadata.get(TOKEN_METADATA, "")), self._endpoint)
 
     async def _ask(self, request: Any, context: Any) -> fx.Result:
-        ticket = self._ticket(context)
+        row = self._session(context)
         answer: asyncio.Future[fx.Result | Denied] = asyncio.get_running_loop().create_future()
 
         def respond(result: fx.Result | Denied) -> None:
             if not answer.done():  # a caller that gave up has cancelled it
                 answer.set_result(result)
 
-        call = self._dispatcher.request(ticket.session, ticket.tenant, request.request_id, request, respond)
+        call = self._dispatcher.request(row.session, row.tenant, request.request_id, request, respond)
         try:
             result = await answer
         except asyncio.CancelledError:
@@ -85,6 +86,6 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
             raise
         if isinstance(result, Denied):
             method = type(request).__name__.removesuffix("Request")
-            self._dispatcher.refused(ticket.session, request.request_id, method, request, result)
+            self._dispatcher.refused(row.session, request.request_id, method, request, result)
             raise Refused(result)
         return result
