@@ -18,7 +18,6 @@ from pathlib import Path
 from membroker.vmm import format_size
 from membroker.wire.frames import close_all
 
-from . import __version__
 from .config import quotas
 from .config.config import Config, ConfigError, TenantConfig, without_guarantees
 from .config.descriptor_limits import (
@@ -153,8 +152,7 @@ class Daemon:
         self._loop.observe_recall = self._observe_recall
         self._loop.figures = executor.figures()
         self._dispatcher = Dispatcher(self._loop, self._metrics.request, self._decisions)
-        headroom = {str(where): size for where, size in plan.headroom.items()}
-        self._views = Views(self._loop, plan.driver.device, headroom, __version__, self._decisions, plan.gate_reserve)
+        self._views = Views(self._loop, plan, self._decisions)
         self._drain = Drain(lambda: not any(total.charged for total in broker.ledger.totals.values()), stop)
         stack.callback(self._drain.end)
         executor.start(asyncio.get_running_loop())

@@ -44,7 +44,7 @@ class Plan:
     """
     directory: str
     capacities: Mapping[CoreLocation, int]
-    headroom: Mapping[CoreLocation, int]
+    headroom: int
     gate_reserve: int
     stock_extents: int
     stock_bytes: int
@@ -179,7 +179,7 @@ def _plan_host(config: Config) -> Plan:
         open_host,
         driver.device.uuid,
         _capacities(capacity, config),
-        {"device": config.headroom or 0},
+        config.headroom or 0,
         config.gate_reserve or 0,
         config.stock_extents if config.stock else 0,
         config.stock or 0,
@@ -209,7 +209,7 @@ def _plan_cuda(config: Config) -> Plan:
     stock = CUDA_STOCK if config.stock is None else config.stock
     extents = config.stock_extents if stock else 0
     directory, capacities = _directory(driver.device.uuid), _capacities(capacity, config)
-    return Plan(driver, lambda *_: driver, directory, capacities, {"device": headroom}, reserve, extents, stock)
+    return Plan(driver, lambda *_: driver, directory, capacities, headroom, reserve, extents, stock)
 
 
 def _capacities(capacity: int, config: Config) -> dict[CoreLocation, int]:

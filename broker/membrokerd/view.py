@@ -54,7 +54,7 @@ def take_view(
         evictions=evictions,
         log_lines_dropped=logs.dropped(),
         stock_changes=dict(broker.stock.changes),
-        headroom=dict(plan.headroom),
+        headroom={"device": plan.headroom},
         gate_reserve={"device": plan.gate_reserve},
         draining=broker.books.draining,
         journal_full=bool(broker.books.cannot_write),

@@ -14,13 +14,14 @@ from google.protobuf.message import Message
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1 import resources_pb2 as rpb
-from membroker.vmm import DeviceInfo
 from membroker.wire import names
 
+from .. import __version__
 from ..core import policy, snapshot
 from ..core.denied import Reason, deny
 from ..core.names import Location, ModelName
 from ..core.rows import SegmentRow, SessionRow
+from ..device import Plan
 from ..loop import Loop, clock
 from ..observe.decisions import Decisions, waiting
 from . import convert, shown
@@ -44,11 +45,8 @@ class Views:
     """The books as messages."""
 
     loop: Loop
-    device: DeviceInfo
-    headroom: Mapping[str, int]
-    version: str
+    plan: Plan
     decisions: Decisions
-    gate_reserve: int = 0
     metrics_url: str = ""
     start_time: float = field(default_factory=time.time)
     _shares: dict[Location, tuple[int, Mapping[ModelName, int]]] = field(default_factory=dict)
@@ -56,15 +54,24 @@ class Views:
 
     def get_device(self) -> rpb.Device:
         """Return the device and its books."""
-        return shown.from_device(
-            snapshot.take_device(self.loop.broker),
-            self.device,
-            self.loop.figures,
-            self.headroom,
-            version=self.version,
+        plan, figures = self.plan, self.loop.figures
+        books, device = snapshot.take_device(self.loop.broker), plan.driver.device
+        return rpb.Device(
+            uuid=device.uuid,
+            product=device.name,
+            driver=device.driver,
+            granularity_bytes=device.granularity,
+            locations=[
+                shown.from_location(row, figures.get(row.location), plan.headroom if row.location == "device" else 0)
+                for row in books.locations
+            ],
+            revision=books.revision,
+            version=__version__,
             pid=os.getpid(),
-            start_time=self.start_time,
+            start_time=shown.timestamp(self.start_time),
             metrics_url=self.metrics_url,
+            sessions=books.sessions,
+            detached_sessions=books.detached,
             draining=self.loop.broker.books.draining,
         )
 
@@ -93,7 +100,7 @@ class Views:
         info = self.loop.figures.get(location)
         if info is None:
             return None
-        return info.free - self.gate_reserve + self.loop.broker.ledger.totals[location].stock
+        return info.free - self.plan.gate_reserve + self.loop.broker.ledger.totals[location].stock
 
     def get_model(self, request: pb.GetModelRequest, tenant: str) -> rpb.Model:
         """Return one of a tenant's models."""

@@ -9,12 +9,12 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import resources_pb2 as rpb
-from membroker.vmm import DeviceInfo, MemoryInfo
+from membroker.vmm import MemoryInfo
 from membroker.wire.names import session_name
 
 from ..core import effects as fx
 from ..core.names import ModelName
-from ..core.snapshot import DeviceView, LocationView, ModelView, SessionView, TenantView
+from ..core.snapshot import LocationView, ModelView, SessionView, TenantView
 from ..observe.decisions import Decision
 from .errors import to_status
 
@@ -37,37 +37,8 @@ _SEGMENT_STATES: Mapping[str, rpb.Segment.State.ValueType] = {
 }
 
 
-def from_device(
-    books: DeviceView,
-    device: DeviceInfo,
-    figures: Mapping[str, MemoryInfo | None],
-    headroom: Mapping[str, int],
-    *,
-    version: str,
-    pid: int,
-    start_time: float,
-    metrics_url: str,
-    draining: bool,
-) -> rpb.Device:
-    """Return the device and its books."""
-    return rpb.Device(
-        uuid=device.uuid,
-        product=device.name,
-        driver=device.driver,
-        granularity_bytes=device.granularity,
-        locations=[_books(row, figures.get(row.location), headroom.get(row.location, 0)) for row in books.locations],
-        revision=books.revision,
-        version=version,
-        pid=pid,
-        start_time=_timestamp(start_time),
-        metrics_url=metrics_url,
-        sessions=books.sessions,
-        detached_sessions=books.detached,
-        draining=draining,
-    )
-
-
-def _books(row: LocationView, info: MemoryInfo | None, headroom: int) -> rpb.LocationBooks:
+def from_location(row: LocationView, info: MemoryInfo | None, headroom: int) -> rpb.LocationBooks:
+    """Return the books of a location as a message; `info` is what the device shows of it."""
     books = rpb.LocationBooks(
         location=LOCATION_NUMBERS[row.location],
         capacity_bytes=row.capacity,
@@ -181,7 +152,7 @@ def from_decision(one: Decision, tenant: str | None) -> rpb.Decision:
         wanted_by = "tenants/-/models/-"
     return rpb.Decision(
         kind=rpb.Decision.Kind.Value(one.kind.upper()),
-        time=_timestamp(one.at),
+        time=timestamp(one.at),
         model=str(one.name),
         location=LOCATION_NUMBERS[one.location],
         session=session_name(one.session),
@@ -197,8 +168,9 @@ def from_decision(one: Decision, tenant: str | None) -> rpb.Decision:
 
 
 def _began(at_ns: int, now_ns: int) -> Timestamp:
-    return _timestamp(time.time() - (now_ns - at_ns) / 1e9)
+    return timestamp(time.time() - (now_ns - at_ns) / 1e9)
 
 
-def _timestamp(seconds: float) -> Timestamp:
+def timestamp(seconds: float) -> Timestamp:
+    """Return a Unix time as a message."""
     return Timestamp(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import re
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tests.support.sizes import GIB, MIB
 
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1 import resources_pb2 as rpb
-from membroker.vmm.driver import DeviceInfo
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core.machine import Broker
@@ -70,7 +69,7 @@ def test_the_memory_is_divided_once_for_all_pages(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(broker.waiting, "shares", counted)
     monkeypatch.setattr(views, "clock", lambda: now[0])
     loop: Any = SimpleNamespace(broker=broker)
-    shown = views.Views(loop, DeviceInfo("", "", "host", 4 * GIB), {}, "", Decisions())
+    shown = views.Views(loop, cast(Any, None), Decisions())
 
     def shares() -> list[int | None]:
         found: list[rpb.Model] = []
