@@ -87,7 +87,7 @@ class Daemon:
         self._plan = plan
         self._reloader = reloader
         self._traffic = Traffic()
-        self._metrics = Metrics(self, plan.driver.device.uuid)
+        self._metrics = Metrics(self.view, plan.driver.device.uuid)
         self._decisions, self._history = Decisions(), History()
 
     async def run(self) -> None:

@@ -14,7 +14,7 @@ from .core import snapshot
 from .device import Plan
 from .edge.handoff.outbox import Traffic
 from .loop import Loop
-from .observe import logs
+from .observe import catalog, logs
 from .observe.history import History
 from .observe.metrics import MetricsView
 from .restart.descriptor_store import Store
@@ -41,26 +41,29 @@ def take_view(
         models=tuple(models),
         segments=tuple(segments),
         sessions=sessions,
-        observers=len(broker.ledger.sessions) - sessions.total(),
-        max_sessions=broker.books.rules.max_sessions,
         memory={where: loop.figures.get(where) for where in broker.books.rules.capacities},
-        memory_descriptors_open=traffic.descriptors + len(store) + loop.packets.stocked + 1,
         device=plan.driver.device,
         version=__version__,
-        taken_at=time.time(),
+        figures={
+            catalog.DEVICE_GRANULARITY: plan.driver.device.granularity,
+            catalog.DRAINING: broker.books.draining,
+            catalog.JOURNAL_FULL: bool(broker.books.cannot_write),
+            catalog.DRIVER_FALLBACK: plan.fell_back,
+            catalog.DESCRIPTORS: traffic.descriptors + len(store) + loop.packets.stocked + 1,
+            catalog.NOTICES_DROPPED: traffic.notices_dropped,
+            catalog.EVICTIONS: evictions,
+            catalog.LOG_DROPPED: logs.dropped(),
+            catalog.OBSERVERS: len(broker.ledger.sessions) - sessions.total(),
+            catalog.SESSIONS_LIMIT: broker.books.rules.max_sessions,
+            catalog.SCRAPE_TIME: time.time(),
+            catalog.LONGEST_TURN: loop.turns.longest,
+            catalog.LONGEST_TURN_CPU: loop.turns.longest_cpu,
+            catalog.SLOW_TURNS: loop.turns.slow,
+        },
         unproven_releases=dict(broker.settling.unproven),
         refused=dict(traffic.refused),
-        notices_dropped=traffic.notices_dropped,
-        evictions=evictions,
-        log_lines_dropped=logs.dropped(),
         stock_changes=dict(broker.stock.changes),
-        headroom={"device": plan.headroom},
-        gate_reserve={"device": plan.gate_reserve},
-        draining=broker.books.draining,
-        journal_full=bool(broker.books.cannot_write),
-        driver_fallback=plan.fell_back,
-        longest_turn_seconds=loop.turns.longest,
-        longest_turn_cpu_seconds=loop.turns.longest_cpu,
-        slow_turns=loop.turns.slow,
+        headroom=plan.headroom,
+        gate_reserve=plan.gate_reserve,
         history=history.samples,
     )

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from membroker.vmm.driver import DeviceInfo, MemoryInfo
 from membrokerd.core.effects import SegmentView
 from membrokerd.core.names import ModelName, SegmentName
 from membrokerd.core.snapshot import LocationView, ModelLocationView, ModelView, TenantLocationView, TenantView
+from membrokerd.observe import catalog
 from membrokerd.observe.metrics import MetricsView
 
 from .sizes import MIB
 
+FIGURES = {
+    spec: 0 for spec in catalog.ALL.values() if not (spec.labels or spec.kind == "histogram" or spec in catalog.PARENT)
+}
 UUID = "GPU-12345678-0000-0000-0000-000000000000"
 
 
@@ -43,15 +49,12 @@ def books(
         models=models,
         segments=segments,
         sessions={"open": 1, "detached": 1},
-        observers=1,
-        max_sessions=16,
         memory={"device": MemoryInfo(1 << 30, 1 << 29), "host": None},
-        memory_descriptors_open=3,
         device=DeviceInfo(UUID, "a GPU", "cuda", 2 * MIB),
         version="0.1.0",
-        taken_at=1.7e9,
-        headroom={"device": 2 << 30},
-        gate_reserve={"device": 256 * MIB},
+        figures=FIGURES | {catalog.OBSERVERS: 1, catalog.SESSIONS_LIMIT: 16, catalog.SCRAPE_TIME: 1.7e9},
+        headroom=2 << 30,
+        gate_reserve=256 * MIB,
     )
 
 
@@ -69,7 +72,10 @@ class Source:
     def __init__(self, view: MetricsView) -> None:
         self.now = view
         self.views = 0
+        self.before: Callable[[], None] = lambda: None
+        """Called before each view."""
 
     def view(self) -> MetricsView:
         self.views += 1
+        self.before()
         return self.now

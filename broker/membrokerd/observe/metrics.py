@@ -7,9 +7,9 @@ anything. `catalog` has the names, `durations` the histograms, `metrics_server` 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, get_args
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -32,7 +32,8 @@ class MetricsView:
     """All figures of a scrape, of one moment.
 
     `sessions` counts workers' sessions by state. `memory` is the device's figure by location, None if it cannot tell.
-    `refused` counts connections and calls by reason. `headroom` and `gate_reserve` are bytes.
+    `figures` are those of the daemon as a whole. `refused` counts connections and calls by reason. `headroom` and
+    `gate_reserve` are bytes of the device.
     """
 
     locations: tuple[LocationView, ...]
@@ -40,44 +41,27 @@ class MetricsView:
     models: tuple[ModelView, ...]
     segments: tuple[SegmentView, ...]
     sessions: Mapping[str, int]
-    observers: int
-    max_sessions: int
     memory: Mapping[Location, MemoryInfo | None]
-    memory_descriptors_open: int
     device: DeviceInfo
     version: str
-    taken_at: float
+    figures: Mapping[catalog.Spec, float]
     unproven_releases: Mapping[Location, int] = field(default_factory=Counter)
     refused: Mapping[str, int] = field(default_factory=Counter)
-    notices_dropped: int = 0
-    evictions: int = 0
-    log_lines_dropped: int = 0
     stock_changes: Mapping[str, int] = field(default_factory=Counter)
-    headroom: Mapping[Location, int] = field(default_factory=dict)
-    gate_reserve: Mapping[Location, int] = field(default_factory=dict)
-    draining: bool = False
-    journal_full: bool = False
-    driver_fallback: bool = False
-    longest_turn_seconds: float = 0.0
-    longest_turn_cpu_seconds: float = 0.0
-    slow_turns: int = 0
+    headroom: int = 0
+    gate_reserve: int = 0
     history: tuple[Sample, ...] = ()
 
 
-class MetricsSource(Protocol):
-    """The daemon, as a scrape sees it."""
-
-    def view(self) -> MetricsView:
-        """Return a consistent view; called on a thread of the HTTP server. Raises `TimeoutError`."""
-        ...
-
-
 class Metrics:
-    """The registry of one daemon: one collector over one view, the process's own figures, and the histograms."""
+    """The registry of one daemon: one collector over one view, the process's own figures, and the histograms.
 
-    def __init__(self, source: MetricsSource, gpu_uuid: str) -> None:
+    `take_view` is called on a thread of the HTTP server, and may raise `TimeoutError`.
+    """
+
+    def __init__(self, take_view: Callable[[], MetricsView], gpu_uuid: str) -> None:
         disable_created_metrics()
-        self._source = source
+        self._take_view = take_view
         self._gpu_uuid = gpu_uuid
         self.registry = CollectorRegistry()
         self._kept = KeptText(lambda: generate_latest(self.registry))
@@ -116,7 +100,7 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """Yield every family of the books, from one view."""
         self.count()  # the registry asks the histograms after this collector
-        view = self._source.view()
+        view = self._take_view()
         families = _Families(self._gpu_uuid)
         _add_daemon(families, view)
         for books in view.locations:
@@ -156,22 +140,7 @@ def _family(spec: catalog.Spec) -> Metric:
 
 
 def _add_daemon(families: _Families, view: MetricsView) -> None:
-    for spec, value in (
-        (catalog.DEVICE_GRANULARITY, view.device.granularity),
-        (catalog.DRAINING, view.draining),
-        (catalog.JOURNAL_FULL, view.journal_full),
-        (catalog.DRIVER_FALLBACK, view.driver_fallback),
-        (catalog.DESCRIPTORS, view.memory_descriptors_open),
-        (catalog.NOTICES_DROPPED, view.notices_dropped),
-        (catalog.EVICTIONS, view.evictions),
-        (catalog.LOG_DROPPED, view.log_lines_dropped),
-        (catalog.OBSERVERS, view.observers),
-        (catalog.SESSIONS_LIMIT, view.max_sessions),
-        (catalog.SCRAPE_TIME, view.taken_at),
-        (catalog.LONGEST_TURN, view.longest_turn_seconds),
-        (catalog.LONGEST_TURN_CPU, view.longest_turn_cpu_seconds),
-        (catalog.SLOW_TURNS, view.slow_turns),
-    ):
+    for spec, value in view.figures.items():
         families.add(spec, value)
     families.add(catalog.BUILD_INFO, 1, view.version, view.device.driver, view.device.name)
     for state in SESSION:
@@ -202,8 +171,8 @@ def _add_location(families: _Families, view: MetricsView, books: LocationView) -
         (catalog.DEVICE_RESERVED, books.reserved),
         (catalog.DEVICE_SHORTFALL, books.shortfall),
         (catalog.DEVICE_UNACCOUNTED, None if books.unaccounted is None else max(0, books.unaccounted)),
-        (catalog.DEVICE_HEADROOM, view.headroom.get(where)),
-        (catalog.DEVICE_GATE_RESERVE, view.gate_reserve.get(where)),
+        (catalog.DEVICE_HEADROOM, view.headroom if where == "device" else None),
+        (catalog.DEVICE_GATE_RESERVE, view.gate_reserve if where == "device" else None),
     ):
         families.add(spec, value, where)
     if (memory := view.memory.get(where)) is not None:

@@ -15,6 +15,7 @@ from html import escape
 from membroker.vmm import format_size
 
 from ..core.snapshot import LocationView, ModelLocationView, ModelView, TenantLocationView
+from . import catalog
 from .metrics import MetricsView
 from .pictures import COLOURS, DEFINITIONS, FREE, NOT_LENT, OTHERS, UNACCOUNTED, Part, bar, chart, refusals
 
@@ -55,8 +56,8 @@ def page(view: MetricsView, ended: Mapping[str, int]) -> str:
     sessions = sum(view.sessions.values())
     parts = [
         f"<h1>membroker: {escape(device.name)}</h1>",
-        f"<p>{escape(device.uuid)}, membrokerd {escape(view.version)}, {_at(view.taken_at)}, "
-        f"{sessions} session{'s' * (sessions != 1)} of at most {view.max_sessions}</p>",
+        f"<p>{escape(device.uuid)}, membrokerd {escape(view.version)}, {_at(view.figures[catalog.SCRAPE_TIME])}, "
+        f"{sessions} session{'s' * (sessions != 1)} of at most {view.figures[catalog.SESSIONS_LIMIT]}</p>",
         *_troubles(view),
     ]
     for books in view.locations:
@@ -93,9 +94,9 @@ def _troubles(view: MetricsView) -> Iterator[str]:
         "1 session has lost its connection." if detached == 1 else f"{detached} sessions have lost their connections."
     )
     for is_so, sentence in (
-        (view.draining, "An operator drains this device: nothing more is lent."),
-        (view.journal_full, "The journal cannot be written: nothing more is lent."),
-        (view.driver_fallback, "No usable GPU was found: this broker lends host memory instead."),
+        (view.figures[catalog.DRAINING], "An operator drains this device: nothing more is lent."),
+        (view.figures[catalog.JOURNAL_FULL], "The journal cannot be written: nothing more is lent."),
+        (view.figures[catalog.DRIVER_FALLBACK], "No usable GPU was found: this broker lends host memory instead."),
         (shortfall, f"{format_size(shortfall)} of the guarantees cannot be kept now."),
         (late, f"{format_size(late)} were recalled from workers that do not answer."),
         (detached, lost),

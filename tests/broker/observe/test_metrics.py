@@ -38,7 +38,7 @@ def values(series: Series, name: str, **labels: str) -> list[float]:
 def test_how_waits_ended_is_known_without_a_view() -> None:
     """A browser that shows the status page must not cost the event loop more than a scrape does."""
     source = Source(FULL)
-    made = Metrics(source, UUID)
+    made = Metrics(source.view, UUID)
     made.waits["granted", True].observe(0.5)
     made.waits["granted", False].observe(0.5)
     made.waits["refused", False].observe(0.5)
@@ -49,7 +49,7 @@ def test_how_waits_ended_is_known_without_a_view() -> None:
 def test_the_models_sum_is_the_devices_figure_and_one_scrape_takes_one_view() -> None:
     """The sum of the series is the device's figure, also while a dead worker's bytes are releasing."""
     source = Source(books(model("acme", "a", 40 * MIB), model("acme", "b", 24 * MIB), releasing=8 * MIB))
-    series = scrape(Metrics(source, UUID))
+    series = scrape(Metrics(source.view, UUID))
     lent = values(series, "membroker_device_lent_bytes", location="device")
     releasing = values(series, "membroker_device_releasing_bytes", location="device")
     assert sum(values(series, "membroker_model_used_bytes", location="device")) == lent[0] + releasing[0] == 64 * MIB
@@ -60,7 +60,7 @@ def test_the_models_sum_is_the_devices_figure_and_one_scrape_takes_one_view() ->
 def test_a_models_series_begin_at_zero_and_end_with_it() -> None:
     """A model that has borrowed nothing shows zeros; a model that has ended has no series, counters included."""
     source = Source(books(model("acme", "a", 0)))
-    made = Metrics(source, UUID)
+    made = Metrics(source.view, UUID)
     before = scrape(made)
     assert values(before, "membroker_model_used_bytes", model="a", location="device") == [0]
     assert values(before, "membroker_model_extents", model="a", location="host") == [0]
@@ -72,7 +72,7 @@ def test_a_models_series_begin_at_zero_and_end_with_it() -> None:
 
 def test_a_limit_that_does_not_exist_is_no_series() -> None:
     """Neither 0 nor infinity: a dashboard divides by it."""
-    series = scrape(Metrics(Source(books(model("acme", "a", 0, limit=8 * MIB), model("acme", "b", 0))), UUID))
+    series = scrape(Metrics(Source(books(model("acme", "a", 0, limit=8 * MIB), model("acme", "b", 0))).view, UUID))
     assert values(series, "membroker_model_limit_bytes", model="a") == [8 * MIB]
     assert values(series, "membroker_model_limit_bytes", model="b") == []
 
@@ -80,18 +80,18 @@ def test_a_limit_that_does_not_exist_is_no_series() -> None:
 @pytest.mark.parametrize(("signed", "shown"), [(-5, [0]), (7 * MIB, [7 * MIB]), (None, [])])
 def test_unaccounted_is_shown_as_at_least_zero(signed: int | None, shown: list[float]) -> None:
     """The figure is signed in the core; a device that cannot report it has no series."""
-    series = scrape(Metrics(Source(books(unaccounted=signed)), UUID))
+    series = scrape(Metrics(Source(books(unaccounted=signed)).view, UUID))
     assert values(series, "membroker_device_unaccounted_bytes", location="device") == shown
 
 
 def test_what_the_device_cannot_say_is_no_series() -> None:
-    series = scrape(Metrics(Source(books()), UUID))
+    series = scrape(Metrics(Source(books()).view, UUID))
     assert values(series, "membroker_device_memory_used_bytes", location="device") == [1 << 29]
     assert values(series, "membroker_device_memory_total_bytes", location="host") == []
 
 
 def test_sessions_are_counted_by_state_without_observers() -> None:
-    series = scrape(Metrics(Source(books()), UUID))
+    series = scrape(Metrics(Source(books()).view, UUID))
     counts = {state: values(series, "membroker_sessions", state=state) for state in metrics.SESSION}
     assert counts == {"open": [1], "leaving": [0], "detached": [1], "releasing": [0], "ended": []}
     assert values(series, "membroker_observers") == [1]
@@ -101,7 +101,7 @@ def test_sessions_are_counted_by_state_without_observers() -> None:
 def test_segments_are_part_of_what_their_model_uses() -> None:
     """The bytes of segments are part of the bytes used, even where they are all of them: the two must not be added."""
     series = scrape(
-        Metrics(Source(books(model("acme", "a", 40 * MIB, segments=24 * MIB), model("acme", "b", MIB))), UUID)
+        Metrics(Source(books(model("acme", "a", 40 * MIB, segments=24 * MIB), model("acme", "b", MIB))).view, UUID)
     )
     assert values(series, "membroker_model_segment_bytes", model="a", location="device") == [24 * MIB]
     assert values(series, "membroker_model_segment_bytes", model="a", location="host") == [0]
@@ -118,7 +118,7 @@ def test_segments_are_counted_by_model_and_state() -> None:
         segment(4, "umbra", "c", "writing"),
     )
     source = Source(books(model("acme", "a", 6 * MIB), model("acme", "b", 0), model("umbra", "c", MIB), segments=rows))
-    made = Metrics(source, UUID)
+    made = Metrics(source.view, UUID)
     series = scrape(made)
     counts = {state: values(series, "membroker_segments", tenant="acme", state=state) for state in metrics.SEGMENT}
     assert counts == {
@@ -138,8 +138,9 @@ def test_segments_are_counted_by_model_and_state() -> None:
 
 def test_counters_have_their_reasons() -> None:
     source = Source(books(model("acme", "a", 0, MODEL_LIMIT=4)))
-    source.now = replace(source.now, refused={"TOO_MANY_SESSIONS": 2}, notices_dropped=5)
-    series = scrape(Metrics(source, UUID))
+    figures = {**source.now.figures, catalog.NOTICES_DROPPED: 5}
+    source.now = replace(source.now, refused={"TOO_MANY_SESSIONS": 2}, figures=figures)
+    series = scrape(Metrics(source.view, UUID))
     assert values(series, "membroker_model_denials_total", reason="MODEL_LIMIT", tenant="acme", model="a") == [4]
     assert values(series, "membroker_model_allocations_total", model="a") == [7]
     assert values(series, "membroker_connections_refused_total", reason="TOO_MANY_SESSIONS") == [2]
@@ -148,7 +149,7 @@ def test_counters_have_their_reasons() -> None:
 
 def test_refusals_exist_before_the_first_one() -> None:
     """`increase()` sees no step from nothing to 1: a model's first refusal for want of room would be invisible."""
-    series = scrape(Metrics(Source(books(model("acme", "a", 0, INVALID_SIZE=2))), UUID))
+    series = scrape(Metrics(Source(books(model("acme", "a", 0, INVALID_SIZE=2))).view, UUID))
     for why in catalog.MODEL_DENIAL_REASONS:
         assert values(series, "membroker_model_denials_total", model="a", reason=why) == [0]
     assert values(series, "membroker_model_denials_total", model="a", reason="INVALID_SIZE") == [2]
@@ -166,7 +167,7 @@ def test_a_tenants_use_and_limit() -> None:
         TenantView("acme", (TenantLocationView("device", 4 * MIB, 16 * MIB, 2 * MIB, 1, 0),), 1, 1),
         TenantView("umbra", (TenantLocationView("device", 0, None, 0, 1, 0),), 0, 0),
     )
-    series = scrape(Metrics(Source(books(tenants=rows)), UUID))
+    series = scrape(Metrics(Source(books(tenants=rows)).view, UUID))
     assert values(series, "membroker_tenant_used_bytes", tenant="acme", location="device") == [4 * MIB]
     assert values(series, "membroker_tenant_limit_bytes", tenant="acme", location="device") == [16 * MIB]
     assert values(series, "membroker_tenant_used_bytes", tenant="umbra") == [0]
@@ -180,7 +181,7 @@ def test_segments_of_one_name_are_one_series() -> None:
     rows = tuple(
         replace(segment(1, "acme", "a", state), sessions=count) for state, count in (("ending", 2), ("sealed", 3))
     )
-    series = scrape(Metrics(Source(books(model("acme", "a", 4 * MIB), segments=rows)), UUID))
+    series = scrape(Metrics(Source(books(model("acme", "a", 4 * MIB), segments=rows)).view, UUID))
     assert values(series, "membroker_segment_attachments", segment="s1") == [5]
 
 
@@ -202,7 +203,7 @@ def test_names_follow_the_conventions_and_helps_are_sentences(spec: catalog.Spec
 
 
 def test_every_series_names_the_gpu_and_every_name_is_in_the_table() -> None:
-    made = Metrics(Source(FULL), UUID)
+    made = Metrics(Source(FULL).view, UUID)
     made.driver_call("cuMemCreate").observe(1e-4)
     made.request("AllocateExtents", "handoff").observe(1e-5)
     made.steps.observe(1e-5)
@@ -219,7 +220,7 @@ def test_every_series_names_the_gpu_and_every_name_is_in_the_table() -> None:
 
 
 def test_histograms_count_in_buckets_up_to_a_second() -> None:
-    made = Metrics(Source(books()), UUID)
+    made = Metrics(Source(books()).view, UUID)
     for seconds in (4e-6, 5e-6, 0.3, 2.0):
         made.driver_call("cuMemCreate").observe(seconds)
     series = scrape(made)
@@ -231,7 +232,7 @@ def test_histograms_count_in_buckets_up_to_a_second() -> None:
 
 def test_waits_are_counted_by_how_they_ended_up_to_a_minute() -> None:
     """Each result is there before the first wait, because `increase()` does not see a step from absent to 1."""
-    made = Metrics(Source(books()), UUID)
+    made = Metrics(Source(books()).view, UUID)
     for seconds in (0.02, 45.0, 61.0):
         made.waits["refused", True].observe(seconds)
     series = scrape(made)
@@ -245,7 +246,7 @@ def test_waits_are_counted_by_how_they_ended_up_to_a_minute() -> None:
 
 def test_what_a_model_waits_for() -> None:
     """A model without a waiting request shows zeros, so that a graph has no gaps."""
-    series = scrape(Metrics(Source(books(model("acme", "a", 0))), UUID))
+    series = scrape(Metrics(Source(books(model("acme", "a", 0))).view, UUID))
     for name, at_device in ("membroker_model_waiting_bytes", 6 * MIB), ("membroker_model_waiting_requests", 2):
         assert values(series, name, model="a", location="device") == [at_device]
         assert values(series, name, model="a", location="host") == [0]
@@ -253,7 +254,7 @@ def test_what_a_model_waits_for() -> None:
 
 def test_recalls_are_counted_by_how_they_ended() -> None:
     """Each result is there before the first recall, and a late one is seen by `increase()`."""
-    made = Metrics(Source(books()), UUID)
+    made = Metrics(Source(books()).view, UUID)
     for seconds in (0.02, 1.0):
         made.recalls["late"].observe(seconds)
     series = scrape(made)
@@ -264,7 +265,7 @@ def test_recalls_are_counted_by_how_they_ended() -> None:
 
 
 def test_what_can_be_recalled_of_a_model_and_what_is_late() -> None:
-    series = scrape(Metrics(Source(books(model("acme", "a", 4 * MIB))), UUID))
+    series = scrape(Metrics(Source(books(model("acme", "a", 4 * MIB))).view, UUID))
     for name, at_device in ("membroker_model_recallable_bytes", 3 * MIB), ("membroker_model_late_bytes", MIB):
         assert values(series, name, model="a", location="device") == [at_device]
         assert values(series, name, model="a", location="host") == [0]
@@ -272,13 +273,13 @@ def test_what_can_be_recalled_of_a_model_and_what_is_late() -> None:
 
 def test_what_a_model_declares() -> None:
     """It explains memory that the device has in use, and no extent."""
-    series = scrape(Metrics(Source(books(model("acme", "a", 4 * MIB))), UUID))
+    series = scrape(Metrics(Source(books(model("acme", "a", 4 * MIB))).view, UUID))
     assert values(series, "membroker_model_declared_bytes", model="a", location="device") == [5]
     assert values(series, "membroker_model_declared_bytes", model="a", location="host") == [0]
 
 
 def test_histograms_lose_nothing_between_threads() -> None:
-    made = Metrics(Source(books()), UUID)
+    made = Metrics(Source(books()).view, UUID)
 
     def work() -> None:
         for _ in range(2_000):
@@ -297,7 +298,7 @@ def test_promtool_finds_nothing_to_mend() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
-    made = Metrics(Source(FULL), UUID)
+    made = Metrics(Source(FULL).view, UUID)
     made.driver_call("cuMemCreate").observe(1e-4)
     made.request("AllocateExtents", "handoff").observe(1e-5)
     done = subprocess.run([promtool, "check", "metrics"], input=generate_latest(made.registry), capture_output=True)

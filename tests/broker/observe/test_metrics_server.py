@@ -17,7 +17,7 @@ from tests.support.sizes import MIB
 from tests.support.views import UUID, Source, books, model
 
 from membrokerd.observe import kept, metrics_server
-from membrokerd.observe.metrics import Metrics, MetricsView
+from membrokerd.observe.metrics import Metrics
 from membrokerd.observe.metrics_server import MetricsServer
 
 
@@ -26,6 +26,11 @@ class Trouble:
 
     def __init__(self) -> None:
         self.healthy = self.ready = (True, "ok")
+
+
+def hang() -> None:
+    """Stand in for an event loop that does not answer in time."""
+    raise TimeoutError
 
 
 @pytest.fixture
@@ -41,7 +46,7 @@ def source() -> Source:
 @pytest.fixture
 def server(source: Source, trouble: Trouble) -> Iterator[MetricsServer]:
     states = {"/healthz": lambda: trouble.healthy, "/readyz": lambda: trouble.ready}
-    made = MetricsServer("127.0.0.1", 0, Metrics(source, UUID).render, states)
+    made = MetricsServer("127.0.0.1", 0, Metrics(source.view, UUID).render, states)
     made.start()
     yield made
     made.close()
@@ -104,11 +109,7 @@ def test_health_and_readiness_say_why_not(server: MetricsServer, trouble: Troubl
 
 def test_a_view_that_does_not_come_is_a_503(server: MetricsServer, source: Source) -> None:
     """A daemon whose event loop hangs reports it; the scrape fails instead of waiting forever."""
-
-    def hang() -> MetricsView:
-        raise TimeoutError
-
-    source.view = hang  # type: ignore[method-assign]
+    source.before = hang
     assert get(server, "/metrics")[0] == 503
 
 
@@ -136,14 +137,13 @@ def test_all_that_ask_at_once_share_one_scrape(
     Afterwards the text is cached: many constant scrapers cost as much as one.
     """
     monkeypatch.setattr(kept, "KEPT_SECONDS", 60)
-    asked, go_on, view = threading.Event(), threading.Event(), source.view
+    asked, go_on = threading.Event(), threading.Event()
 
-    def late() -> MetricsView:
+    def wait() -> None:
         asked.set()
         assert go_on.wait(20)
-        return view()
 
-    monkeypatch.setattr(source, "view", late)
+    source.before = wait
     clients = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(metrics_server.MAX_SCRAPES)]
     for client in clients:
         client.settimeout(20)
@@ -183,18 +183,12 @@ def test_scrapers_that_read_nothing_leave_the_probes_alone() -> None:
 def test_a_scrape_is_kept_for_its_time_and_no_longer(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure is cached too: while the event loop hangs, waiting for it once a second is enough."""
     monkeypatch.setattr(kept, "KEPT_SECONDS", 0.05)
-    made = Metrics(source, UUID)
+    made = Metrics(source.view, UUID)
     first = made.render()
     until(lambda: made.render() is not first)
     assert source.views == 2
-    calls = []
-
-    def hang() -> MetricsView:
-        calls.append(1)
-        raise TimeoutError
-
     monkeypatch.setattr(kept, "KEPT_SECONDS", 60)
-    monkeypatch.setattr(source, "view", hang)
+    source.before = hang
 
     def fails() -> bool:
         try:
@@ -205,7 +199,7 @@ def test_a_scrape_is_kept_for_its_time_and_no_longer(source: Source, monkeypatch
 
     until(fails)
     assert fails()
-    assert len(calls) == 1
+    assert source.views == 3
 
 
 @pytest.mark.parametrize("said", [b"", b"GET /metr", b"POST /metrics HTTP/1.0\r\n\r\n"])
@@ -246,7 +240,7 @@ def test_a_request_has_a_bound(server: MetricsServer) -> None:
 
 def test_close_ends_at_once_beside_a_client_that_says_nothing(source: Source) -> None:
     """Connected clients do not delay a stop. Closing twice, or before the start, is allowed."""
-    made = MetricsServer("127.0.0.1", 0, Metrics(source, UUID).render, {})
+    made = MetricsServer("127.0.0.1", 0, Metrics(source.view, UUID).render, {})
     made.start()
     with socket.create_connection(("127.0.0.1", made.server_port), timeout=20) as silent:
         silent.sendall(b"GET")
@@ -254,9 +248,9 @@ def test_close_ends_at_once_beside_a_client_that_says_nothing(source: Source) ->
         made.close()
         assert time.monotonic() - began < 3
     made.close()
-    MetricsServer("127.0.0.1", 0, Metrics(source, UUID).render, {}).close()
+    MetricsServer("127.0.0.1", 0, Metrics(source.view, UUID).render, {}).close()
 
 
 def test_a_taken_port_is_an_error(server: MetricsServer, source: Source) -> None:
     with pytest.raises(OSError, match="in use"):
-        MetricsServer("127.0.0.1", server.server_port, Metrics(source, UUID).render, {})
+        MetricsServer("127.0.0.1", server.server_port, Metrics(source.view, UUID).render, {})
