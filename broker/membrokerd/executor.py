@@ -13,13 +13,11 @@ device right before a create.
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -35,10 +33,11 @@ from membroker.vmm import (
 )
 
 from .core import policy
-from .core.denied import Reason
+from .core.denied import Denied, Reason
 from .core.effects import Make
 from .failpoints import reach
 from .observe import logs
+from .process import NO_DESCRIPTOR
 
 _T = TypeVar("_T")
 
@@ -61,14 +60,6 @@ Observe = Callable[[str, float], None]
 
 Figures = Mapping[str, MemoryInfo | None]
 """What each location shows, by `Location.value`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a packet could not be made. Nothing of it is left."""
-
-    reason: Reason
-    numbers: Mapping[str, int | str]
 
 
 class Executor:
@@ -111,20 +102,20 @@ class Executor:
             raise DriverUnavailable(error.call, error.name, error.code, hint) from error
         return size
 
-    def make(self, make: Make, done: Callable[[list[int] | Failure], None]) -> None:
-        """Make a packet; `done` gets its descriptors, in the order of the ids, or the reason for the failure."""
+    def make(self, make: Make, done: Callable[[list[int] | Denied], None]) -> None:
+        """Make a packet; `done` gets its descriptors, in the order of the ids, or why nothing of it was made."""
         count = len(make.ids)
-        quick = self._expected_seconds(count) <= INLINE_SECONDS and make.extent_bytes * count <= INLINE_BYTES
+        quick = self._extent_seconds * count <= INLINE_SECONDS and make.extent_bytes * count <= INLINE_BYTES
         if quick and not self._unreported:
             done(self._make(make))
         else:
             self._submit(lambda: self._make(make), done)
 
-    def seal(self, descriptors: Sequence[int], done: Callable[[Failure | None], None]) -> None:
+    def seal(self, descriptors: Sequence[int], done: Callable[[Denied | None], None]) -> None:
         """Seal extents, which stay open and the caller's; `done` gets why it failed, or None."""
         self._submit(lambda: self._seal(descriptors), done)
 
-    def close(self, descriptors: Sequence[int], done: Callable[[None], None]) -> None:
+    def close(self, descriptors: Sequence[int], done: Callable[[None], None] = lambda _: None) -> None:
         """Close descriptors that may be the last of their memory: on a GPU that frees it, 5 ms for 8 GiB."""
         self._submit(lambda: self._close(descriptors), done)
 
@@ -135,16 +126,13 @@ class Executor:
         else:
             done(self._look())
 
-    def list_processes(self, done: Callable[[list[tuple[int, int]] | Failure], None]) -> None:
+    def list_processes(self, done: Callable[[list[tuple[int, int]] | Denied], None]) -> None:
         """Ask which processes use the device, on the thread always: it takes milliseconds, by NVML or by /proc."""
         self._submit(self._list_processes, done)
 
     def figures(self) -> dict[str, MemoryInfo | None]:
         """Return what each location shows now."""
         return {location.value: self._figure(location) for location in Location}
-
-    def _expected_seconds(self, count: int) -> float:
-        return self._extent_seconds * count
 
     def _look(self) -> dict[str, MemoryInfo | None]:
         try:
@@ -183,7 +171,7 @@ class Executor:
         self._unreported += 1
         self._jobs.put(job)
 
-    def _make(self, make: Make) -> list[int] | Failure:
+    def _make(self, make: Make) -> list[int] | Denied:
         location = _LOCATIONS[make.location]
         size = make.extent_bytes * len(make.ids)
         try:
@@ -197,17 +185,8 @@ class Executor:
                 return self._ran_out(make, location, size, error)
             reach("created")
             return descriptors
-        except DriverLimit as error:
-            return Failure(Reason.DESCRIPTORS_EXHAUSTED, {**_numbers(make), "driver_says": str(error)})
-        except DriverError as error:
-            return Failure(Reason.DRIVER_FAILED, {**_numbers(make), "driver_says": str(error)})
-        except OSError as error:
-            exhausted = error.errno in (errno.EMFILE, errno.ENFILE)
-            reason = Reason.DESCRIPTORS_EXHAUSTED if exhausted else Reason.DRIVER_FAILED
-            return Failure(reason, {**_numbers(make), "driver_says": str(error)})
         except Exception as error:  # noqa: BLE001 - this thread serves everybody and must outlive any driver's fault
-            logs.fault(error, call="make")
-            return Failure(Reason.INTERNAL, _numbers(make))
+            return _failed("make", error, _numbers(make))
 
     def _close(self, descriptors: Sequence[int]) -> None:
         for descriptor in descriptors:
@@ -216,30 +195,25 @@ class Executor:
             except OSError as error:
                 logs.fault(error, call="close")
 
-    def _seal(self, descriptors: Sequence[int]) -> Failure | None:
+    def _seal(self, descriptors: Sequence[int]) -> Denied | None:
         try:
             reach("seal")
             for descriptor in descriptors:
                 self._timed("seal", partial(self._driver.seal, descriptor))
             reach("sealed")
-        except DriverError as error:
-            return Failure(Reason.DRIVER_FAILED, {"driver_says": str(error)})
         except Exception as error:  # noqa: BLE001 - as above
-            logs.fault(error, call="seal")
-            return Failure(Reason.INTERNAL, {})
+            return _failed("seal", error, {})
         return None
 
-    def _list_processes(self) -> list[tuple[int, int]] | Failure:
+    def _list_processes(self) -> list[tuple[int, int]] | Denied:
         try:
             return self._timed("processes", self._driver.processes)
-        except DriverError as error:
-            logs.warn("the driver does not say which processes use the device", error=str(error))
-            return Failure(Reason.DRIVER_FAILED, {"driver_says": str(error)})
         except Exception as error:  # noqa: BLE001 - as above
-            logs.fault(error, call="processes")
-            return Failure(Reason.INTERNAL, {})
+            if isinstance(error, DriverError):
+                logs.warn("the driver does not say which processes use the device", error=str(error))
+            return _failed("processes", error, {})
 
-    def _refuse(self, make: Make, location: Location, size: int) -> Failure | None:
+    def _refuse(self, make: Make, location: Location, size: int) -> Denied | None:
         """Return why the device has no room for `size` bytes, or None."""
         now = time.monotonic()
         read_at, room = self._rooms.get(location, (0.0, 0))
@@ -248,20 +222,18 @@ class Executor:
             return None
         free = self._free(location)
         if not policy.gate(free, size, self._reserve):
-            return self._full(make, free or 0)
+            room = max(0, (free or 0) - self._reserve)
+            numbers = {"device_free_bytes": free or 0, "available_bytes": room, "reserve_bytes": self._reserve}
+            return Denied(Reason.DEVICE_FULL, _numbers(make) | numbers)
         if free is not None:
             self._rooms[location] = (now, free - size)
         return None
 
-    def _ran_out(self, make: Make, location: Location, size: int, error: DriverOutOfMemory) -> Failure:
+    def _ran_out(self, make: Make, location: Location, size: int, error: DriverOutOfMemory) -> Denied:
         """Return the refusal of a create that the gate had allowed: by today's figure, which it may not have read."""
         self._rooms.pop(location, None)
         numbers = {**_numbers(make), "driver_says": str(error)}
-        return self._refuse(make, location, size) or Failure(Reason.DEVICE_FULL, numbers)
-
-    def _full(self, make: Make, free: int) -> Failure:
-        numbers = {"device_free_bytes": free, "available_bytes": max(0, free - self._reserve)}
-        return Failure(Reason.DEVICE_FULL, {**_numbers(make), **numbers, "reserve_bytes": self._reserve})
+        return self._refuse(make, location, size) or Denied(Reason.DEVICE_FULL, numbers)
 
     def _lend(self, size: int, count: int, location: Location, *, sealable: bool = False) -> list[int]:
         start = time.perf_counter()
@@ -288,6 +260,17 @@ class Executor:
             return work()
         finally:
             self._observe(call, time.perf_counter() - start)
+
+
+def _failed(call: str, error: Exception, numbers: dict[str, int | str]) -> Denied:
+    """Return why a call could not be done, by what it raised. Nothing of the call is left."""
+    says = numbers | {"driver_says": str(error)}
+    if isinstance(error, DriverLimit) or (isinstance(error, OSError) and error.errno in NO_DESCRIPTOR):
+        return Denied(Reason.DESCRIPTORS_EXHAUSTED, says)
+    if isinstance(error, DriverError | OSError):
+        return Denied(Reason.DRIVER_FAILED, says)
+    logs.fault(error, call=call)
+    return Denied(Reason.INTERNAL, numbers)
 
 
 def _numbers(make: Make) -> dict[str, int | str]:

@@ -16,10 +16,10 @@ from membroker.wire.frames import close_all
 
 from .core import effects as fx
 from .core import events as ev
-from .core.denied import Reason
+from .core.denied import Denied, Reason
 from .core.machine import Broker
 from .core.names import Location
-from .executor import Executor, Failure
+from .executor import Executor
 from .failpoints import reach
 from .link import Link
 from .observe import logs
@@ -62,33 +62,33 @@ class Packets:
             self._making += 1
             self._executor.make(make, lambda outcome: self._made(make, outcome))
 
-    def _made(self, make: fx.Make, outcome: list[int] | Failure) -> None:
+    def _made(self, make: fx.Make, outcome: list[int] | Denied) -> None:
         self._making -= 1
         if self._broker.books.stopping and not self._making:
             self._idle.set()
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, Denied):
             self._not_made(make, outcome)
         elif make.session not in self._links:
             close_all(outcome)
-            self._not_made(make, Failure(Reason.DELIVERY_FAILED, {"location": make.location}))
+            self._not_made(make, Denied(Reason.DELIVERY_FAILED, {"location": make.location}))
         elif make.segment:
             reach("store")
             self._store.keep(make.segment, make.ids, outcome, lambda error: self._kept(make, outcome, error))
         else:
             self._deliver(make, outcome)
 
-    def _not_made(self, packet: fx.Make | fx.Send, failure: Failure) -> None:
+    def _not_made(self, packet: fx.Make | fx.Send, failure: Denied) -> None:
         if isinstance(packet, fx.Make) and packet.segment:
             kept = self._store.give_up(packet.segment, packet.ids)
             if kept:  # and then it could not be sent
-                self._executor.close(kept, lambda _: None)
+                self._executor.close(kept)
         self._tell(ev.NotMade(packet.session, packet.request_id, packet.part, failure.reason, failure.numbers))
 
     def refuse_unwritten(self, packet: fx.Make | fx.Send) -> None:
         """Make nothing of a debit, and send nothing of a hold, that is not on file."""
         if isinstance(packet, fx.Make) and packet.stocked:
             self.drop_stock(fx.DropStock(packet.location, packet.extent_bytes, len(packet.ids)))
-        self._not_made(packet, Failure(Reason.JOURNAL_FULL, {"driver_says": self._broker.books.cannot_write}))
+        self._not_made(packet, Denied(Reason.JOURNAL_FULL, {"driver_says": self._broker.books.cannot_write}))
 
     # --- the stock ---
 
@@ -99,17 +99,17 @@ class Packets:
     def _make_stock(self, effect: fx.Stock) -> None:
         kind = (effect.location, effect.extent_bytes)
 
-        def made(outcome: list[int] | Failure) -> None:
-            if not isinstance(outcome, Failure):
+        def made(outcome: list[int] | Denied) -> None:
+            if not isinstance(outcome, Denied):
                 self._stock.setdefault(kind, []).extend(outcome)
-            self._tell(ev.Stocked(*kind, made=not isinstance(outcome, Failure)))
+            self._tell(ev.Stocked(*kind, made=not isinstance(outcome, Denied)))
 
         self._executor.make(fx.Make(0, 0, 0, 1, range(1), effect.extent_bytes, effect.location), made)
 
     def drop_stock(self, effect: fx.DropStock) -> None:
         """Close extents of the stock."""
         dropped = self._take_stock(effect.location, effect.extent_bytes, effect.count)
-        self._executor.close(dropped, lambda _: None)
+        self._executor.close(dropped)
 
     def _take_stock(self, location: Location, extent_bytes: int, count: int) -> list[int]:
         kept = self._stock.get((location, extent_bytes), [])  # none after the stop, whatever the books say
@@ -128,7 +128,7 @@ class Packets:
         reach("stored")
         if error is not None:
             close_all(descriptors)
-            self._not_made(make, Failure(Reason.DESCRIPTORS_EXHAUSTED, {"driver_says": str(error)}))
+            self._not_made(make, Denied(Reason.DESCRIPTORS_EXHAUSTED, {"driver_says": str(error)}))
         else:
             self._send(make)
 
@@ -163,7 +163,7 @@ class Packets:
                 copies.append(os.dup(descriptor))
         except OSError as error:
             close_all(copies)
-            self._not_made(packet, Failure(Reason.DESCRIPTORS_EXHAUSTED, {"driver_says": str(error)}))
+            self._not_made(packet, Denied(Reason.DESCRIPTORS_EXHAUSTED, {"driver_says": str(error)}))
             return
         self._deliver(packet, copies)
 
@@ -172,7 +172,7 @@ class Packets:
         segment = effect.segment
         ids = self._broker.ledger.segments[segment].ids
 
-        def sealed(failure: Failure | None) -> None:
+        def sealed(failure: Denied | None) -> None:
             done = ev.Sealed(segment) if failure is None else ev.NotSealed(segment, failure.reason, failure.numbers)
             self._tell(done)
 
@@ -189,7 +189,7 @@ class Packets:
         link = self._links.get(packet.session)
         if link is None:
             close_all(descriptors)
-            self._not_made(packet, Failure(Reason.DELIVERY_FAILED, {}))
+            self._not_made(packet, Denied(Reason.DELIVERY_FAILED))
             return
         # The packet is queued before the core hears of it: the answer that may follow stands behind it, or in it. One
         # that has its answer already goes first: the worker maps while the books are done.

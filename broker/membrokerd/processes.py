@@ -11,8 +11,9 @@ from membroker.vmm import format_size
 
 from .core import effects as fx
 from .core import snapshot
+from .core.denied import Denied
 from .core.machine import Broker
-from .executor import Executor, Failure
+from .executor import Executor
 from .observe import logs, suspects
 from .observe.suspects import Process
 from .turns import gather, in_portions
@@ -28,12 +29,12 @@ class Processes:
         self._executor = executor
         self._context_bytes = context_bytes
 
-    def find(self, done: Callable[[list[Process] | Failure], None]) -> None:
+    def find(self, done: Callable[[list[Process] | Denied], None]) -> None:
         """Give `done` the processes that the driver lists, with what the books say of them, largest excess first."""
 
         def list_then_compare(before: Holders) -> None:
-            def listed(found: list[tuple[int, int]] | Failure) -> None:
-                if isinstance(found, Failure):
+            def listed(found: list[tuple[int, int]] | Denied) -> None:
+                if isinstance(found, Denied):
                     done(found)
                 else:
                     self._take_holders(lambda after: done(suspects.compare(found, before, after)))
@@ -49,8 +50,8 @@ class Processes:
         """Log the processes that use more than they are charged, after a rise of the unaccounted bytes."""
         self.find(lambda found: self._name(rise, found))
 
-    def _name(self, rise: fx.NameSuspects, found: list[Process] | Failure) -> None:
-        if isinstance(found, Failure):
+    def _name(self, rise: fx.NameSuspects, found: list[Process] | Denied) -> None:
+        if isinstance(found, Denied):
             return  # the executor has logged it
         named = [process for process in found if process.excess > self._context_bytes]
         for process in named[: suspects.MOST_NAMED]:

@@ -22,9 +22,9 @@ from membroker.vmm import DriverError, DriverLimit, DriverOutOfMemory, Location,
 from membroker.vmm.host.driver import HostDriver
 from membroker.wire.frames import close_all
 from membrokerd import executor as executor_module
-from membrokerd.core.denied import Reason
+from membrokerd.core.denied import Denied, Reason
 from membrokerd.core.effects import Make
-from membrokerd.executor import Executor, Failure, Figures
+from membrokerd.executor import Executor, Figures
 
 PAGE = 2 * MIB
 TOTAL = 64 * MIB
@@ -74,7 +74,8 @@ FEW = 4
 def few_are_quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "by_the_clock" not in request.fixturenames:
         monkeypatch.setattr(executor_module, "INLINE_SECONDS", FEW)
-        monkeypatch.setattr(Executor, "_expected_seconds", lambda _, count: count)
+        second = property(lambda _: 1.0, lambda _, measured: None)
+        monkeypatch.setattr(Executor, "_extent_seconds", second, raising=False)
 
 
 @pytest.fixture
@@ -254,7 +255,7 @@ def test_a_failure_at_the_kth_call_leaves_nothing(
     before = descriptors()
     driver.fail("create", at, failure)
     refused, made = run(driver, makes(packet(count)), makes(packet(1)))
-    assert isinstance(refused, Failure)
+    assert isinstance(refused, Denied)
     assert refused.reason is why
     assert refused.numbers["requested_bytes"] == count * PAGE
     close_all(made)
@@ -499,7 +500,7 @@ def test_a_seal_that_fails_in_the_middle_can_be_done_again(driver: Failing, why:
     (made,) = run(driver, makes(packet(3, segment=9)))
     driver.fail("seal", 2, failure)
     failed, done = run(driver, seals(made), seals(made))
-    assert isinstance(failed, Failure)
+    assert isinstance(failed, Denied)
     assert failed.reason is why
     assert done is None
     assert all(fcntl.fcntl(one, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SEAL for one in made)

@@ -127,7 +127,7 @@ def take_descriptors(ledger: Ledger, store: Store, executor: Executor, kept: Kep
         store.forget_process(session)
     unknown = [segment for segment in kept.segments if segment not in ledger.segments]
     for segment in unknown:
-        executor.close(store.give_up(segment), lambda _: None)
+        executor.close(store.give_up(segment))
     if unknown:
         logs.log("closing descriptors of segments that are not in the books", segments=len(unknown))
     lost = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -153,7 +153,7 @@ def test_the_store_is_made_to_agree_with_the_books() -> None:
     closed: list[int] = []
 
     class Executor:
-        def close(self, descriptors: Sequence[int], done: Callable[[None], None]) -> None:
+        def close(self, descriptors: Sequence[int]) -> None:
             closed.extend(descriptors)
 
     executor: Any = Executor()

@@ -22,7 +22,6 @@ from ...core.names import Location, ModelName
 from ...core.rows import Quota
 from ...drain import Drain
 from ...eviction import Evictions
-from ...executor import Failure
 from ...loop import Loop, MakeEvent, clock
 from ...observe import logs
 from ...observe.suspects import Process, command_of
@@ -177,16 +176,16 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def ListProcesses(self, request: pb.ListProcessesRequest, context: Any) -> pb.ListProcessesResponse:
         """Return the processes that use the device, as the driver sees them."""
-        answer: asyncio.Future[list[Process] | Failure] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[list[Process] | Denied] = asyncio.get_running_loop().create_future()
 
-        def listed(found: list[Process] | Failure) -> None:
+        def listed(found: list[Process] | Denied) -> None:
             if not answer.cancelled():  # the caller may be gone before the driver answers
                 answer.set_result(found)
 
         self._loop.processes.find(listed)
         found = await answer
-        if isinstance(found, Failure):
-            raise Refused(deny(found.reason, **found.numbers))
+        if isinstance(found, Denied):
+            raise Refused(found)
         return pb.ListProcessesResponse(processes=map(_from_process, found))
 
     def _check_tenant(self, tenant: str) -> None:
