@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -42,27 +41,21 @@ _SYSTEMD = ("FDSTORE", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES", "WATCHDOG_P
 """What systemd says to this process alone."""
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """One device: its UUID, and the value of `--device`."""
+def find(config: Config, count: int) -> tuple[str, list[str]]:
+    """Return the driver that the daemons are told, and the UUIDs of all devices, which are values of `--device` too.
 
-    uuid: str
-    device: str
-
-
-def find(config: Config, count: int) -> tuple[str, list[Found]]:
-    """Return the driver that the daemons are told, and all devices. The host driver has as many as it is asked for.
+    The host driver has as many devices as it is asked for.
 
     The driver stays "auto" if no GPU is usable: the daemon then finds the same, warns, and shows it in its metrics.
     Raises `DriverUnavailable` if no GPU is usable and the configuration wants one.
     """
     if config.driver != "host":
         try:
-            return "cuda", [Found(uuid, uuid) for uuid in _gpus()]
+            return "cuda", _gpus()
         except DriverUnavailable:
             if config.driver == "cuda":
                 raise
-    return config.driver, [Found(f"host-{number}" if number else "host", str(number)) for number in range(count or 1)]
+    return config.driver, ["host", *(f"host-{number}" for number in range(1, count))]
 
 
 def _gpus() -> list[str]:
@@ -109,9 +102,9 @@ class _Child:
     """The daemon of one device, over all its processes."""
 
     def __init__(
-        self, found: Found, command: Sequence[str], home: Home, stopping: asyncio.Event, on_change: Callable[[], None]
+        self, uuid: str, command: Sequence[str], home: Home, stopping: asyncio.Event, on_change: Callable[[], None]
     ) -> None:
-        self.uuid = found.uuid
+        self.uuid = uuid
         self.state = "starting"
         self.port: int | None = None
         self.restarts = 0
@@ -119,7 +112,7 @@ class _Child:
         self.tried = asyncio.Event()
         """Set once the first process is ready or has ended."""
         self.process: asyncio.subprocess.Process | None = None
-        self._command = [*command, "--device", found.device]
+        self._command = [*command, "--device", uuid]
         self._stopping, self._on_change = stopping, on_change
         self._reload_when_ready = False
         self._failures = 0
@@ -242,8 +235,8 @@ class _Child:
 class AllGpus:
     """The parent of all daemons, from start to stop. `command` starts one, given its `--device`."""
 
-    def __init__(self, config: Config, found: Sequence[Found], command: Sequence[str]) -> None:
-        self._config, self._found, self._command = config, found, command
+    def __init__(self, config: Config, uuids: Sequence[str], command: Sequence[str]) -> None:
+        self._config, self._uuids, self._command = config, uuids, command
         self._told_ready = False
 
     async def run(self) -> int:
@@ -253,7 +246,7 @@ class AllGpus:
         with ExitStack() as stack:
             home = Home(self._config.runtime_directory, OF_ALL)
             clear_private(home, ["notify"])
-            self._children = [_Child(found, self._command, home, stopping, self._changed) for found in self._found]
+            self._children = [_Child(uuid, self._command, home, stopping, self._changed) for uuid in self._uuids]
             for child in self._children:
                 stack.callback(child.close)
             for number in (signal.SIGTERM, signal.SIGINT):

@@ -148,8 +148,8 @@ def _serve_all(config: Config, count: int, options: dict[str, Any]) -> int:
     from .observe import logs
 
     try:
-        driver, found = find(config, count)
-        return asyncio.run(AllGpus(config, found, command_of(options, driver)).run())
+        driver, uuids = find(config, count)
+        return asyncio.run(AllGpus(config, uuids, command_of(options, driver)).run())
     except (HomeError, DriverError) as error:
         logs.flush()
         print(f"membrokerd: {error}", file=sys.stderr)

@@ -326,11 +326,11 @@ def test_every_gpu_of_the_machine_is_found(tmp_path: Path) -> None:
         from membrokerd.all_gpus import find
         from membrokerd.config.config import Config
         driver, found = find(Config(driver="auto"), 0)
-        for one in found:
-            opened = open_driver("cuda", one.device)
-            assert opened.device.uuid == one.uuid
+        for uuid in found:
+            opened = open_driver("cuda", uuid)
+            assert opened.device.uuid == uuid
             opened.close()
-        print(json.dumps([driver, [one.uuid for one in found]]))
+        print(json.dumps([driver, found]))
     """
     driver, uuids = json.loads(run_beside_fake_cuda(libraries, code, FAKE_CUDA_DEVICES="3"))
     assert driver == "cuda"
@@ -356,7 +356,7 @@ def test_a_gpu_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path) -> N
             return name(self)
         nvml.NvmlDevice._index = index
         driver, found = find(Config(driver="auto"), 0)
-        print(json.dumps([driver, [one.uuid[-2:] for one in found]]))
+        print(json.dumps([driver, [uuid[-2:] for uuid in found]]))
     """
     said = run_beside_fake_cuda(libraries, code, FAKE_CUDA_DEVICES="3", FAKE_CUDA_LACKS="102@0")
     assert json.loads(said.splitlines()[-1]) == ["cuda", ["31", "32"]]
