@@ -21,8 +21,9 @@ from .core import effects as fx
 from .core import events as ev
 from .core import facts as ft
 from .core import policy
-from .core.names import LOCATIONS, Location, ModelName
+from .core.names import Location, ModelName
 from .core.values import value
+from .restart import records
 from .restart.records import Form, Unusable, parse, to_json
 
 VERSION = 1
@@ -195,7 +196,7 @@ def _read_head(text: str) -> Begin:
         rules = policy.Rules(**{one.name: _PLAIN[one.name][1](given[one.name]) for one in fields(policy.Rules)})
         if not 0 < rules.granularity <= rules.segment_extent_bytes:
             raise ValueError
-        return Begin(str(found["why"]), _number(found["at"]), _number(found["now"]), rules)
+        return Begin(str(found["why"]), records.size(found["at"]), records.size(found["now"]), rules)
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
         raise Unusable("broken", "has a damaged first line") from error
 
@@ -203,25 +204,11 @@ def _read_head(text: str) -> Begin:
 # --- rules ---
 
 
-def _number(given: Any) -> int:
-    if type(given) is not int or not 0 <= given <= MAX_BYTES:
-        raise ValueError
-    return given
-
-
-def _sizes(given: Any) -> dict[Location, int]:
-    return {_location(where): _number(size) for where, size in given.items()}
-
-
-def _location(given: Any) -> Location:
-    if given not in LOCATIONS:
-        raise ValueError
-    return given  # type: ignore[no-any-return]
-
-
 def _quotas(given: Any) -> dict[policy.Key, int]:
-    rows = [(str(tenant), model, _location(where), _number(size)) for tenant, model, where, size in given]
-    return {(tenant, None if model is None else str(model), where): size for tenant, model, where, size in rows}
+    return {
+        (str(tenant), None if model is None else str(model), records.location(where)): records.size(number)
+        for tenant, model, where, number in given
+    }
 
 
 def _as_is(given: Any) -> Any:
@@ -229,9 +216,9 @@ def _as_is(given: Any) -> Any:
 
 
 _KINDS: Mapping[Any, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    int: (_as_is, _number),
-    int | None: (_as_is, lambda given: None if given is None else _number(given)),
-    Mapping[Location, int]: (dict, _sizes),
+    int: (_as_is, records.size),
+    int | None: (_as_is, records.size_or_none),
+    Mapping[Location, int]: (dict, records.sizes),
     Mapping[tuple[str, str | None, Location], int]: (
         lambda all_: [[*key, size] for key, size in all_.items()],
         _quotas,

@@ -179,14 +179,17 @@ def _within(least: int, most: int) -> Callable[[Any], int]:
     return decode
 
 
-_id, _size = _within(0, _MAX_ID), _within(0, MAX_BYTES)
+_id, size = _within(0, _MAX_ID), _within(0, MAX_BYTES)
+"""`size` is a number of bytes, or any other from 0 to MAX_BYTES."""
 
 
-def _size_or_none(value: Any) -> int | None:
-    return None if value is None else _size(value)
+def size_or_none(value: Any) -> int | None:
+    """Return a size, or None."""
+    return None if value is None else size(value)
 
 
-def _location(value: Any) -> Location:
+def location(value: Any) -> Location:
+    """Return a location."""
     if value not in LOCATIONS:
         raise ValueError
     return value  # type: ignore[no-any-return]
@@ -197,8 +200,9 @@ def _model_name(value: Any) -> ModelName:
     return ModelName(_text(tenant), _text(model))
 
 
-def _sizes(value: Any) -> dict[Location, int]:
-    return {_location(location): _size(size) for location, size in _table(value).items()}
+def sizes(value: Any) -> dict[Location, int]:
+    """Return a table of sizes by location."""
+    return {location(where): size(one) for where, one in _table(value).items()}
 
 
 def _run(value: Any) -> range:
@@ -250,16 +254,16 @@ def runs_of(ids: Iterable[int]) -> list[list[int]]:
 
 
 _TYPES: Mapping[Any, _Type] = {
-    int | None: _Type(_size_or_none),
+    int | None: _Type(size_or_none),
     str: _Type(_text, _quoted),
     str | None: _plain(str, NoneType),
     bool: _plain(bool),
     fx.RecallResult: _Type(_text, _quoted),
     bool | None: _plain(bool, NoneType),
-    Location: _Type(_location, _quoted),
+    Location: _Type(location, _quoted),
     ModelName: _Type(_model_name, _from_name),
     ModelName | None: _Type(lambda value: None if value is None else _model_name(value)),
-    Mapping[Location, int]: _Type(_sizes),
+    Mapping[Location, int]: _Type(sizes),
     range: _Type(_run, _from_run),
     tuple[int, ...] | range: _Type(_ids, _from_ids),
 }
