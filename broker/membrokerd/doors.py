@@ -6,12 +6,8 @@ configuration does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
-
-import grpc
 
 from membroker.v1 import admin_pb2_grpc, broker_pb2_grpc
 from membroker.vmm import DeviceInfo
@@ -29,6 +25,9 @@ from .edge.rpc.server import serve
 from .home import Home, Ownership
 from .observe import logs
 from .restart.process_watch import Watch
+
+STOP_SECONDS = 1.0
+"""How long the gRPC calls of an endpoint that closes may take to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +74,16 @@ class Doors:
         service = BrokerService(name, self._dispatcher, self._views)
         async with AsyncExitStack() as stack:
             stack.callback(self._home.close, [directory])
-            await self._serve(
-                stack,
-                directory,
+            server = await serve(
+                self._home,
+                directory / "grpc.sock",
                 ownership,
                 "membroker.v1.BrokerService",
                 lambda server: broker_pb2_grpc.add_BrokerServiceServicer_to_server(service, server),
+                self._dispatcher,
+                self._calls,
             )
+            stack.push_async_callback(server.stop, STOP_SECONDS)
             sock = self._home.listen(directory / "handoff.sock", ownership)
             entrance = Entrance(name, tenant, self._dispatcher, self._device, self._traffic, self._watch)
             listener = Listener(sock, entrance, config.uids)
@@ -93,35 +95,16 @@ class Doors:
         """Open the operator's endpoint, which `stack` closes."""
         directory = self._home.endpoint("admin", mode=0o700)
         stack.callback(self._home.close, [directory])
-        await self._serve(
-            stack,
-            directory,
-            Ownership(mode=0o600),
-            "membroker.v1.AdminService",
-            lambda server: admin_pb2_grpc.add_AdminServiceServicer_to_server(service, server),
-        )
-
-    async def _serve(
-        self,
-        stack: AsyncExitStack,
-        directory: Path,
-        ownership: Ownership,
-        service: str,
-        register: Callable[[grpc.aio.Server], None],
-    ) -> None:
-        loop = self._dispatcher.loop
         server = await serve(
             self._home,
             directory / "grpc.sock",
-            ownership,
-            service,
-            register,
-            self._dispatcher.times_of,
-            loop.broker.books.rules.max_sessions,
-            loop.turns,
+            Ownership(mode=0o600),
+            "membroker.v1.AdminService",
+            lambda server: admin_pb2_grpc.add_AdminServiceServicer_to_server(service, server),
+            self._dispatcher,
             self._calls,
         )
-        stack.push_async_callback(server.stop, 1.0)
+        stack.push_async_callback(server.stop, STOP_SECONDS)
 
     def admit(self, name: str, uids: frozenset[int]) -> None:
         """Let only these users open sessions at a tenant's endpoint from now on. Open sessions stay."""

@@ -10,8 +10,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from ...home import Home, Ownership
-from ...turns import Turns
-from ..dispatch import TimesOf
+from ..dispatch import Dispatcher
 from .health import Health
 from .interceptor import MAX_STREAMS, Calls, Guard
 
@@ -46,9 +45,7 @@ async def serve(
     ownership: Ownership,
     service: str,
     register: Callable[[grpc.aio.Server], None],
-    times_of: TimesOf,
-    max_sessions: int,
-    turns: Turns,
+    dispatcher: Dispatcher,
     calls: Calls,
 ) -> grpc.aio.Server:
     """Start a server at `public` with one of our services, health and reflection.
@@ -56,10 +53,10 @@ async def serve(
     Connections are bounded: one tenant's idle ones could otherwise take every descriptor from all others. `calls`
     bounds the calls of all endpoints: one that is begun and never ended keeps memory.
     """
-    bound = ("grpc.max_allowed_incoming_connections", max_sessions + CONNECTIONS_BESIDE)
+    max_connections = dispatcher.loop.broker.books.rules.max_sessions + CONNECTIONS_BESIDE
     server = grpc.aio.server(
-        interceptors=[Guard(times_of, turns, calls, public.parent.name)],
-        options=[*_OPTIONS, bound],
+        interceptors=[Guard(dispatcher.times_of, dispatcher.loop.turns, calls, public.parent.name)],
+        options=[*_OPTIONS, ("grpc.max_allowed_incoming_connections", max_connections)],
     )
     register(server)
     status = Health([service])
