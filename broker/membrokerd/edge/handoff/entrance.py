@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
+import time
+from dataclasses import dataclass, field
 
 from membroker.vmm import DeviceInfo
 from membroker.wire.names import MAX_FRAME_BYTES
@@ -17,39 +18,30 @@ from .peer import Peer
 REFUSED_LINE_SECONDS = 1.0
 
 
+@dataclass(slots=True)
 class Entrance:
     """The endpoint `endpoint` of `tenant`, or of each uid as a tenant if that is None."""
 
-    def __init__(
-        self,
-        endpoint: str,
-        tenant: str | None,
-        dispatcher: Dispatcher,
-        device: DeviceInfo,
-        traffic: Traffic,
-        watch: Watch,
-    ) -> None:
-        self.endpoint = endpoint
-        self.dispatcher = dispatcher
-        self.device = device
-        self.traffic = traffic
-        self.watch = watch
-        self.buffer = bytearray(MAX_FRAME_BYTES)
-        self._tenant = tenant
-        self._io = asyncio.get_running_loop()
-        self._unsaid = 0
-        self._silent_until = 0.0
+    endpoint: str
+    tenant: str | None
+    dispatcher: Dispatcher
+    device: DeviceInfo
+    traffic: Traffic
+    watch: Watch
+    buffer: bytearray = field(default_factory=lambda: bytearray(MAX_FRAME_BYTES))
+    _unsaid: int = 0
+    _silent_until: float = 0.0
 
     def tenant_of(self, peer: Peer) -> str:
         """Return the tenant to charge: the endpoint's, or one for each uid if it has none."""
-        return self._tenant or f"uid-{peer.uid}"
+        return self.tenant or f"uid-{peer.uid}"
 
     def refused(self, reason: Reason, **fields: object) -> None:
         """Count a refused connection. It is logged at most once a second, so that no peer can fill the log."""
         self.traffic.refused[reason.value] += 1
         self._unsaid += 1
-        if self._io.time() < self._silent_until:
+        if time.monotonic() < self._silent_until:
             return
         logs.log("connection refused", endpoint=self.endpoint, reason=reason.value, count=self._unsaid, **fields)
         self._unsaid = 0
-        self._silent_until = self._io.time() + REFUSED_LINE_SECONDS
+        self._silent_until = time.monotonic() + REFUSED_LINE_SECONDS
