@@ -41,14 +41,9 @@ class Process:
     models: tuple[ModelName, ...]
 
     @property
-    def known(self) -> int:
-        """Bytes that it may use, by the books."""
-        return self.charged + self.segments
-
-    @property
     def excess(self) -> int:
-        """Bytes that it uses beyond that; 0 if it uses less."""
-        return max(0, self.used - self.known)
+        """Bytes that it uses beyond what the books have of it; 0 if it uses less."""
+        return max(0, self.used - self.charged - self.segments)
 
 
 def compare(
