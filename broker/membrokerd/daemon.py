@@ -284,8 +284,7 @@ class Daemon:
         self._views.metrics_url = f"http://{authority(metrics.address, server.server_port)}/metrics"
 
     async def _open_endpoints(self, stack: AsyncExitStack) -> None:
-        device = self._plan.driver.device
-        self._doors = Doors(self._home, self._dispatcher, self._views, device, self._traffic, self._watch)
+        self._doors = Doors(self._home, self._dispatcher, self._views, self._traffic, self._watch)
         stack.push_async_callback(self._doors.close)
         if self._config.uid_tenants:
             mode = 0o666 if os.geteuid() == 0 else 0o660
@@ -355,8 +354,8 @@ class Daemon:
         answer: concurrent.futures.Future[MetricsView] = concurrent.futures.Future()
 
         def begin() -> None:
-            tenants, more = self._config.tenants, (self._evictions.count, self._history)
-            view = take_view(self._loop, self._plan, tenants, self._traffic, self._store, *more)
+            tenants, evictions = self._config.tenants, self._evictions.count
+            view = take_view(self._loop, self._plan, tenants, self._traffic, evictions, self._history)
             in_portions(view, answer.set_result)
 
         self._loop.call_threadsafe(begin)

@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from membroker.v1 import admin_pb2_grpc, broker_pb2_grpc
-from membroker.vmm import DeviceInfo
 
 from .config.config import TenantConfig
 from .edge.dispatch import Dispatcher
@@ -46,14 +45,12 @@ class Doors:
         home: Home,
         dispatcher: Dispatcher,
         views: Views,
-        device: DeviceInfo,
         traffic: Traffic,
         watch: Watch,
     ) -> None:
         self._home = home
         self._dispatcher = dispatcher
         self._views = views
-        self._device = device
         self._traffic = traffic
         self._watch = watch
         self._open: dict[str, _Door] = {}
@@ -85,7 +82,8 @@ class Doors:
             )
             stack.push_async_callback(server.stop, STOP_SECONDS)
             sock = self._home.listen(directory / "handoff.sock", ownership)
-            entrance = Entrance(name, tenant, self._dispatcher, self._device, self._traffic, self._watch)
+            device = self._views.plan.driver.device
+            entrance = Entrance(name, tenant, self._dispatcher, device, self._traffic, self._watch)
             listener = Listener(sock, entrance, config.uids)
             stack.callback(listener.close)
             self._open[name] = _Door(listener, stack.pop_all())

@@ -17,7 +17,6 @@ from .loop import Loop
 from .observe import catalog, logs
 from .observe.history import History
 from .observe.metrics import MetricsView
-from .restart.descriptor_store import Store
 from .turns import gather
 
 
@@ -26,7 +25,6 @@ def take_view(
     plan: Plan,
     tenants: Mapping[str, TenantConfig],
     traffic: Traffic,
-    store: Store,
     evictions: int,
     history: History,
 ) -> Generator[None, None, MetricsView]:
@@ -49,7 +47,7 @@ def take_view(
             catalog.DRAINING: broker.books.draining,
             catalog.JOURNAL_FULL: bool(broker.books.cannot_write),
             catalog.DRIVER_FALLBACK: plan.fell_back,
-            catalog.DESCRIPTORS: traffic.descriptors + len(store) + loop.packets.stocked + 1,
+            catalog.DESCRIPTORS: traffic.descriptors + len(loop.store) + loop.packets.stocked + 1,
             catalog.NOTICES_DROPPED: traffic.notices_dropped,
             catalog.EVICTIONS: evictions,
             catalog.LOG_DROPPED: logs.dropped(),
