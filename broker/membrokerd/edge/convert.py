@@ -32,7 +32,7 @@ _LOCATIONS: Mapping[int, Location] = {
 
 
 class Refused(Exception):
-    """A request that is refused before, or by, the core."""
+    """A request or a peer that is refused: before the core, or by it."""
 
     def __init__(self, denied: Denied) -> None:
         super().__init__(denied.reason)

@@ -15,8 +15,9 @@ from tests.support.daemons import until
 
 from membrokerd import process as process_module
 from membrokerd.core.denied import Reason
+from membrokerd.edge.convert import Refused
 from membrokerd.edge.handoff import peer as module
-from membrokerd.edge.handoff.peer import Unattested, attest, hang_up
+from membrokerd.edge.handoff.peer import attest, hang_up
 
 NOBODY: frozenset[int] = frozenset()
 NO_SUCH_OPTION = 9999
@@ -99,7 +100,7 @@ def test_a_dead_process_is_refused_and_nothing_stays_open(listener: socket.socke
     with Process(listener) as one:
         before = descriptors()
         one.kill()
-        with pytest.raises(Unattested) as caught:
+        with pytest.raises(Refused) as caught:
             attest(one.connection, NOBODY)
         assert caught.value.denied.reason is Reason.PEER_UNKNOWN
         assert descriptors() == before
@@ -111,7 +112,7 @@ def test_a_zombie_is_dead(listener: socket.socket, way: str) -> None:
         one.process.kill()
         os.waitid(os.P_PID, one.process.pid, os.WEXITED | os.WNOWAIT)
         before = descriptors()
-        with pytest.raises(Unattested):
+        with pytest.raises(Refused):
             attest(one.connection, NOBODY)
         assert descriptors() == before
 
@@ -120,7 +121,7 @@ def test_a_uid_that_is_not_admitted_is_refused_first(way: str) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         before = descriptors()
-        with pytest.raises(Unattested) as caught:
+        with pytest.raises(Refused) as caught:
             attest(ours, frozenset({os.getuid() + 1}))
         assert caught.value.denied.reason is Reason.ENDPOINT_FORBIDDEN
         assert caught.value.denied.numbers == {"uid": os.getuid()}
@@ -130,7 +131,7 @@ def test_a_uid_that_is_not_admitted_is_refused_first(way: str) -> None:
 
 def test_a_pid_of_another_namespace_needs_a_newer_kernel() -> None:
     """The kernel reports pid 0 for the peer, which pidfd_open cannot open."""
-    with pytest.raises(Unattested) as caught:
+    with pytest.raises(Refused) as caught:
         module._identify_by_pid(0)
     assert caught.value.denied.reason is Reason.PEER_UNKNOWN
     assert "namespace" in str(caught.value.denied.numbers["what"])
@@ -141,7 +142,7 @@ def test_a_pid_that_was_taken_over_in_between_is_refused(monkeypatch: pytest.Mon
     times = iter([100, 200])
     monkeypatch.setattr(module, "start_time", lambda pid: next(times))
     before = descriptors()
-    with pytest.raises(Unattested):
+    with pytest.raises(Refused):
         module._identify_by_pid(os.getpid())
     assert descriptors() == before
 

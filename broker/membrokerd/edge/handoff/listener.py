@@ -14,10 +14,11 @@ from membroker.wire import frames as handoff
 
 from ...core.denied import Reason
 from ...observe import logs
+from ..convert import Refused
 from ..errors import to_status
 from .connection import Connection
 from .entrance import Entrance
-from .peer import Unattested, attest, hang_up
+from .peer import attest, hang_up
 
 ACCEPTS_PER_TURN = 32
 MAX_SILENT = 64
@@ -76,7 +77,7 @@ class Listener:
         sock.setblocking(False)
         try:
             peer = attest(sock, self._uids)
-        except Unattested as error:
+        except Refused as error:
             self._turn_away(sock, error)
             return
         except OSError as error:
@@ -94,7 +95,7 @@ class Listener:
         if connection.session is None:
             connection.close(why)
 
-    def _turn_away(self, sock: socket.socket, error: Unattested) -> None:
+    def _turn_away(self, sock: socket.socket, error: Refused) -> None:
         self._entrance.refused(error.denied.reason)
         reply = pb.Frame(reply=pb.Reply(error=to_status(error.denied)))
         try:

@@ -13,20 +13,13 @@ import struct
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ...core.denied import Denied, Reason, deny
+from ...core.denied import Reason, deny
 from ...process import NO_DESCRIPTOR, identity_of, start_time
+from ..convert import Refused
 
 _SO_PEERPIDFD = getattr(socket, "SO_PEERPIDFD", 77)
 _CREDENTIALS = struct.Struct("3i")
 _DRAINED_PACKETS = 64
-
-
-class Unattested(Exception):
-    """The peer cannot be identified, is not admitted, or is dead."""
-
-    def __init__(self, denied: Denied) -> None:
-        super().__init__(denied.reason)
-        self.denied = denied
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +42,7 @@ class Peer:
 
 
 def attest(connection: socket.socket, uids: frozenset[int]) -> Peer:
-    """Return the process at the other end, if it is admitted and alive; raises `Unattested`.
+    """Return the process at the other end, if it is admitted and alive; raises `Refused`.
 
     `uids` are the users that the endpoint admits; without any, every user that the socket's mode admits. The facts are
     read first and the liveness last: a pid that was reused in between shows as dead.
@@ -58,15 +51,15 @@ def attest(connection: socket.socket, uids: frozenset[int]) -> Peer:
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     uid &= 0xFFFFFFFF
     if uids and uid not in uids:
-        raise Unattested(deny(Reason.ENDPOINT_FORBIDDEN, uid=uid))
+        raise Refused(deny(Reason.ENDPOINT_FORBIDDEN, uid=uid))
     try:
         pidfd, identity = _identify(connection, pid)
     except OSError as error:
-        raise Unattested(deny(Reason.DESCRIPTORS_EXHAUSTED, driver_says=f"attesting: {error.strerror}")) from error
+        raise Refused(deny(Reason.DESCRIPTORS_EXHAUSTED, driver_says=f"attesting: {error.strerror}")) from error
     peer = Peer(pid, uid, pidfd, identity)
     if not peer.is_alive():
         os.close(pidfd)
-        raise Unattested(deny(Reason.PEER_UNKNOWN, what="it died before it was greeted"))
+        raise Refused(deny(Reason.PEER_UNKNOWN, what="it died before it was greeted"))
     return peer
 
 
@@ -101,7 +94,7 @@ def _identify(connection: socket.socket, pid: int) -> tuple[int, str]:
 def _identify_by_pid(pid: int) -> tuple[int, str]:
     """For older kernels: equal start times before and after opening the pidfd show that it is the same process."""
     if pid <= 0:
-        raise Unattested(
+        raise Refused(
             deny(Reason.PEER_UNKNOWN, what="it is in another pid namespace, and this kernel (before 6.5) has no pidfds")
         )
     before = start_time(pid)
@@ -110,7 +103,7 @@ def _identify_by_pid(pid: int) -> tuple[int, str]:
     except OSError as error:
         if error.errno in NO_DESCRIPTOR:
             raise
-        raise Unattested(deny(Reason.PEER_UNKNOWN, what=f"pidfd_open({pid}): {error.strerror}")) from error
+        raise Refused(deny(Reason.PEER_UNKNOWN, what=f"pidfd_open({pid}): {error.strerror}")) from error
     try:
         after = start_time(pid)
     except OSError:
@@ -118,5 +111,5 @@ def _identify_by_pid(pid: int) -> tuple[int, str]:
         raise
     if before is None or before != after:
         os.close(pidfd)
-        raise Unattested(deny(Reason.PEER_UNKNOWN, what="it died before it was greeted"))
+        raise Refused(deny(Reason.PEER_UNKNOWN, what="it died before it was greeted"))
     return pidfd, f"pid:{pid}:{before}"
