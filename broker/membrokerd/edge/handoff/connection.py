@@ -66,7 +66,8 @@ class Connection:
         self._sock = sock
         self._peer = peer
         self._notices: socket.socket | None = None
-        self._session: int | None = None
+        self.session: int | None = None
+        """The session of this connection, if it has one yet."""
         self._tenant = ""
         self._outbox = Outbox(sock, self.read, entrance.traffic, self.close)
         self._outgoing = self._outbox.packets
@@ -88,11 +89,6 @@ class Connection:
         self._whose = entrance.tenant_of(peer)
         self._descriptor = sock.fileno()
         self._io.add_reader(sock, self.read)
-
-    @property
-    def session(self) -> int | None:
-        """The session of this connection, if it has one yet."""
-        return self._session
 
     # --- in ---
 
@@ -146,7 +142,7 @@ class Connection:
 
     def _take(self, frame: pb.Frame) -> None:
         kind: str = frame.WhichOneof("kind") or ""
-        session = self._session
+        session = self.session
         if kind == "hello":
             self._handshake.hello(frame)
         elif session is None:
@@ -207,7 +203,7 @@ class Connection:
 
     def begin(self, session: int, tenant: str) -> None:
         """Take the session that the handshake has got. Its process is watched from now on."""
-        self._session, self._tenant = session, tenant
+        self.session, self._tenant = session, tenant
         self._on_greeted(self)
         assert self._pidfd is not None
         pidfd, self._pidfd = self._pidfd, None
@@ -328,8 +324,8 @@ class Connection:
     def _drop_all(self) -> None:
         """Close what is queued and will never be sent; the core credits the extents in it."""
         for frame in self._outbox.drop_all():
-            if frame.HasField("delivery") and self._session is not None:
-                event = ev.NotDelivered(self._session, frame.request_id, frame.delivery.part)
+            if frame.HasField("delivery") and self.session is not None:
+                event = ev.NotDelivered(self.session, frame.request_id, frame.delivery.part)
                 self._io.call_soon(self._loop.tell, event)
 
     # --- the end ---
@@ -350,14 +346,14 @@ class Connection:
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
-        if self._session is None:
+        if self.session is None:
             return
-        logs.debug("connection ended", session=session_name(self._session), why=why)
+        logs.debug("connection ended", session=session_name(self.session), why=why)
         for connections in (self._loop.links, self._loop.resuming):
-            if connections.get(self._session) is self:
-                del connections[self._session]
-                self._loop.tell(ev.ConnectionLost(self._session))
-                self._entrance.watch.look(self._session)
+            if connections.get(self.session) is self:
+                del connections[self.session]
+                self._loop.tell(ev.ConnectionLost(self.session))
+                self._entrance.watch.look(self.session)
 
 
 def _refusal(request_id: int, denied: Denied) -> pb.Frame:
