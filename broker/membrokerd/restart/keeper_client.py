@@ -84,11 +84,6 @@ class KeeperMirror:
         self._restoring: asyncio.Task[None] | None = None
         self._use(connection)
 
-    @property
-    def pid(self) -> int | None:
-        """The pid of the keeper, or None while no keeper is connected."""
-        return None if self._connection is None else self._connection.pid
-
     def put(self, items: Sequence[tuple[str, int]], done: Done) -> None:
         """Copy descriptors. Fails if the keeper is full, or if no keeper answers within PUT_SECONDS."""
         try:

@@ -18,8 +18,13 @@ from membroker.wire.descriptors import close_all
 from membrokerd.restart import keeper as fdstore
 from membrokerd.restart import keeper_client as mirrors
 from membrokerd.restart.descriptor_store import Kept, Store
-from membrokerd.restart.keeper_client import open_keeper
+from membrokerd.restart.keeper_client import KeeperMirror, open_keeper
 from membrokerd.restart.keeper_connection import KeeperConnection, Owned
+
+
+def pid_of(mirror: KeeperMirror) -> int | None:
+    """Return the pid of a mirror's keeper, or None while no keeper is connected."""
+    return None if mirror._connection is None else mirror._connection.pid
 
 
 def files_of(pid: int) -> set[str]:
@@ -45,14 +50,14 @@ def test_a_daemon_finds_what_its_predecessor_kept(path: Path) -> None:
         store.keep_driver({"watch": watch})
         close_all([pidfd, watch])
         await keeping(store, 3, {300: b"the last"})
-        pid = mirror.pid
+        pid = pid_of(mirror)
         assert pid is not None
         end(store)
         return pid
 
     async def second(pid: int) -> None:
         mirror, kept = await open_keeper(path, OWNER)
-        assert mirror.pid == pid
+        assert pid_of(mirror) == pid
         store = Store(mirror)
         store.adopt(kept)
         assert len(store) == 102
@@ -103,9 +108,9 @@ def test_signals_to_the_daemon_do_not_reach_the_keeper(path: Path) -> None:
 
     async def story() -> None:
         mirror, _ = await open_keeper(path, OWNER)
-        assert mirror.pid is not None
-        assert os.getsid(mirror.pid) == mirror.pid
-        shared = files_of(mirror.pid) & files_of(os.getpid())
+        assert pid_of(mirror) is not None
+        assert os.getsid(pid_of(mirror)) == pid_of(mirror)
+        shared = files_of(pid_of(mirror)) & files_of(os.getpid())
         assert shared <= {"/dev/null"}
         mirror.close()
 
@@ -123,7 +128,7 @@ def test_a_keeper_is_killed_during_puts(path: Path) -> None:
         store = Store(mirror)
         await keeping(store, 1, {extent: b"before %d" % extent for extent in range(1, 201)})
         store.keep_process(7, store.lend(1, [1])[0])
-        first = mirror.pid
+        first = pid_of(mirror)
         assert first is not None
         os.kill(first, signal.SIGSTOP)
         order: list[int] = []
@@ -137,7 +142,7 @@ def test_a_keeper_is_killed_during_puts(path: Path) -> None:
         os.kill(first, signal.SIGKILL)
         await asyncio.gather(*puts)
         assert order == list(range(2, 32))
-        assert mirror.pid not in (None, first)
+        assert pid_of(mirror) not in (None, first)
         end(store)
         kept = await left_at(path)
         assert list(kept.processes) == [7]
@@ -158,13 +163,13 @@ def test_what_was_dropped_without_a_keeper_is_not_put_again(path: Path) -> None:
         store = Store(mirror)
         await keeping(store, 1, {1: b"goes"})
         await keeping(store, 2, {2: b"stays"})
-        assert mirror.pid is not None
-        os.kill(mirror.pid, signal.SIGSTOP)
+        assert pid_of(mirror) is not None
+        os.kill(pid_of(mirror), signal.SIGSTOP)
         store.keep_process(5, store.lend(2, [2])[0])
         store.keep_process(6, store.lend(2, [2])[0])
         store.forget_process(5)
-        os.kill(mirror.pid, signal.SIGKILL)
-        await until(lambda: mirror.pid is None)
+        os.kill(pid_of(mirror), signal.SIGKILL)
+        await until(lambda: pid_of(mirror) is None)
         close_all(store.give_up(1))
         await keeping(store, 3, {3: b"later"})
         end(store)
@@ -183,13 +188,13 @@ def test_another_daemon_took_the_connection(path: Path) -> None:
         store = Store(mirror)
         await keeping(store, 1, {1: b"goes"})
         await keeping(store, 2, {2: b"stays"})
-        pid = mirror.pid
+        pid = pid_of(mirror)
         with Client(path) as other:
             assert other.ask(1, own=OWNER) == {"number": 1}
             other.put({"segment.9.9": b"another's"})
             close_all(store.give_up(1))
         await keeping(store, 3, {3: b"later"})
-        assert mirror.pid == pid
+        assert pid_of(mirror) == pid
         end(store)
         assert read(await left_at(path)) == {2: {2: b"stays"}, 3: {3: b"later"}}
 
@@ -214,15 +219,15 @@ def test_no_keeper_can_be_started(
         store = Store(mirror)
         await keeping(store, 1, {1: b"stays"})
         path.parent.chmod(0o755)
-        assert mirror.pid is not None
-        os.kill(mirror.pid, signal.SIGKILL)
+        assert pid_of(mirror) is not None
+        os.kill(pid_of(mirror), signal.SIGKILL)
         with pytest.raises(OSError, match="no keeper can be started"):
             await keeping_not_long(store, 2, {2: b"refused"})
         assert len(store) == 1
         await until(lambda: len(pauses()) >= 4)
         assert pauses()[:4] == [0.1, 0.2, 0.4, 0.4]
         path.parent.chmod(0o700)
-        await until(lambda: mirror.pid is not None)
+        await until(lambda: pid_of(mirror) is not None)
         await keeping(store, 3, {3: b"after"})
         end(store)
         assert read(await left_at(path)) == {1: {1: b"stays"}, 3: {3: b"after"}}
@@ -237,16 +242,16 @@ def test_a_keeper_that_does_not_answer(path: Path) -> None:
         mirror, _ = await open_keeper(path, OWNER)
         store = Store(mirror)
         await keeping(store, 1, {1: b"stays"})
-        pid = mirror.pid
+        pid = pid_of(mirror)
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(TimeoutError, match="does not answer"):
             await keeping_not_long(store, 2, dict.fromkeys(range(1000, 2000), b"refused"))
-        assert mirror.pid is None, "it would be sent the rest of the put, whose copies are closed"
+        assert pid_of(mirror) is None, "it would be sent the rest of the put, whose copies are closed"
         os.kill(pid, signal.SIGCONT)
-        await until(lambda: mirror.pid is not None)
+        await until(lambda: pid_of(mirror) is not None)
         await keeping(store, 3, {3: b"after"})
-        assert mirror.pid == pid
+        assert pid_of(mirror) == pid
         end(store)
         assert read(await left_at(path)) == {1: {1: b"stays"}, 3: {3: b"after"}}
 
@@ -295,10 +300,10 @@ def test_the_daemon_stops_during_puts(path: Path) -> None:
     async def story() -> None:
         mirror, _ = await open_keeper(path, OWNER)
         store = Store(mirror)
-        assert mirror.pid is not None
-        os.kill(mirror.pid, signal.SIGSTOP)
+        assert pid_of(mirror) is not None
+        os.kill(pid_of(mirror), signal.SIGSTOP)
         put = keeping(store, 1, {1: b"late"})
-        os.kill(mirror.pid, signal.SIGCONT)
+        os.kill(pid_of(mirror), signal.SIGCONT)
         end(store)
         with pytest.raises(ConnectionError, match="the broker is stopping"):
             await put
