@@ -70,7 +70,7 @@ class Doors:
         )
         service = BrokerService(name, self._dispatcher, self._views)
         async with AsyncExitStack() as stack:
-            stack.callback(self._home.close, [directory])
+            stack.callback(self._home.close, directory)
             server = await serve(
                 self._home,
                 directory / "grpc.sock",
@@ -92,7 +92,7 @@ class Doors:
     async def open_admin(self, service: AdminService, stack: AsyncExitStack) -> None:
         """Open the operator's endpoint, which `stack` closes."""
         directory = self._home.endpoint("admin", mode=0o700)
-        stack.callback(self._home.close, [directory])
+        stack.callback(self._home.close, directory)
         server = await serve(
             self._home,
             directory / "grpc.sock",

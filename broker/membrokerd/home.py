@@ -273,13 +273,12 @@ class Home:
             raise
         return listener
 
-    def close(self, endpoints: list[Path]) -> None:
-        """Remove the sockets. The lock itself is held until the process exits."""
-        for endpoint in endpoints:
-            for name in ("handoff.sock", "grpc.sock"):
-                self._sockets.pop(endpoint / name, None)
-                if (endpoint / name).is_socket():
-                    (endpoint / name).unlink(missing_ok=True)
+    def close(self, endpoint: Path) -> None:
+        """Remove the sockets of an endpoint. The lock itself is held until the process exits."""
+        for path in (endpoint / "handoff.sock", endpoint / "grpc.sock"):
+            self._sockets.pop(path, None)
+            if path.is_socket():
+                path.unlink(missing_ok=True)
 
 
 def _check_length(path: Path) -> None:

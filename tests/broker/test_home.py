@@ -83,7 +83,7 @@ def test_what_is_gone_of_a_place_is_noticed(tmp_path: Path) -> None:
         assert home.lost_sockets() == [public]
         public.touch()
         assert home.lost_sockets() == [public], "it is another file"
-    home.close([public.parent])
+    home.close(public.parent)
     assert home.lost_sockets() == []
     assert home.is_in_place()
     home.root.rename(tmp_path / "moved")
@@ -274,7 +274,8 @@ def test_what_a_dead_daemon_left_is_replaced(tmp_path: Path) -> None:
     assert sorted(path.name for path in home.state.iterdir()) == ["epoch", "lock"]
     with home.listen(public, Ownership()), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
         client.connect(str(public))
-    home.close([public.parent, tmp_path / "never made"])
+    home.close(public.parent)
+    home.close(tmp_path / "never made")
     assert not public.exists()
 
 
