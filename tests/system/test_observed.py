@@ -21,6 +21,8 @@ from tests.support.honest_worker import State, honest
 from tests.support.template import PythonProcess
 from tests.support.workers import worker
 
+from membrokerd.observe import catalog
+
 P99_SECONDS = 0.2
 """What an honest worker may wait at p99. A turn takes it a millisecond alone; the rest is for slow machines."""
 MODELS = 500
@@ -172,6 +174,15 @@ def test_a_daemon_that_fell_back_to_the_host_driver_says_so(monkeypatch: pytest.
             assert (status, said[: len(sentence)]) == (200, sentence)
             fell_back = value(daemon.metrics(), 'membroker_driver_fallback{gpu_uuid="host"}')
             assert fell_back == (driver == "auto")
+
+
+def test_a_daemon_shows_every_figure_of_its_own(daemon: Daemon) -> None:
+    """A figure of the daemon as a whole has one series from the start, whatever it is."""
+    own = [spec for spec in catalog.ALL.values() if not spec.labels and spec not in catalog.PARENT]
+    text = daemon.metrics()
+    for spec in own:
+        value(text, f'{spec.name}{"_count" * (spec.kind == "histogram")}{{gpu_uuid="host"}}')
+    assert {catalog.DRAINING, catalog.EVICTIONS, catalog.SLOW_TURNS} <= set(own)
 
 
 def test_a_daemon_shows_its_bounds(daemon: Daemon) -> None:
