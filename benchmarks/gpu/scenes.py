@@ -10,6 +10,7 @@ from contextlib import ExitStack
 
 from membroker.session.session import Session
 from membroker.v1 import broker_pb2
+from membroker.v1.handoff_pb2 import Frame
 from membroker.vmm.sizes import GIB, MIB, format_size
 
 from .bare import close_all, free_bytes
@@ -199,7 +200,7 @@ def _descriptors(daemon: Daemon, resource: str) -> list[tuple[int, int]]:
     )
     keeper = Keeper()
     try:
-        session.transport.attach_segment(broker_pb2.AttachSegmentRequest(name=resource), keeper)
+        session.reconnecting.call(Frame(attach_segment=broker_pb2.AttachSegmentRequest(name=resource)), keeper)
     except BaseException:
         close_all(keeper.descriptors)
         raise

@@ -235,7 +235,7 @@ class Client(Closing):
         """
         self._session.check_open()
         request = pb.DeleteSegmentRequest(name=self._segment_name(name))
-        return messages.segment(self._session.transport.delete_segment(request))
+        return messages.segment(self._session.delete_segment(request))
 
     def segments(self) -> list[SegmentStatus]:
         """Return this tenant's segments, in the order they began."""

@@ -29,6 +29,7 @@ from .session.session import Session
 from .types import Available, ModelStatus, SleepRequest, SleepStatus
 from .v1 import broker_pb2 as pb
 from .v1 import resources_pb2
+from .v1.handoff_pb2 import Frame
 from .vmm.driver import Driver, Location
 from .vmm.sizes import format_size
 from .wire.names import MAX_EXTENTS_PER_CALL
@@ -326,9 +327,12 @@ class _ModelSource(SessionOwner):
         self._session.check_open()
         if get_ident() == self._session.reconnecting.notices.callback_thread:
             raise borrows_in_a_callback()
-        place = messages.location_to_wire(location)
-        allocate = self._session.transport.allocate
-        allocate(self._name, place, extent_bytes, count, placement, until, ahead, wanted_bytes)
+        frame = Frame()
+        request = frame.allocate
+        request.model, request.location = self._name, messages.location_to_wire(location)
+        request.extent_bytes, request.count = extent_bytes, count
+        request.ahead, request.wanted_bytes = ahead, wanted_bytes
+        self._session.borrow(frame, placement, until)
 
     def check_may_borrow(self) -> None:
         """Raise `InvalidRequest` in a callback of `on_recall`."""
@@ -347,4 +351,4 @@ class _ModelSource(SessionOwner):
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
         """Release the extents that the inventory has; ignore others."""
-        self._session.transport.release(extent_ids)
+        self._session.reconnecting.release(extent_ids)

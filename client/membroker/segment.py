@@ -30,6 +30,7 @@ from .session.session import Session
 from .types import SegmentStatus
 from .v1 import broker_pb2 as pb
 from .v1 import resources_pb2
+from .v1.handoff_pb2 import Frame
 from .vmm.driver import AccessFlags, Driver, Handle, Location
 from .vmm.sizes import MIB
 from .wire.names import MAX_WAIT_SECONDS
@@ -71,7 +72,8 @@ class Segment(AtAddress):
         request = pb.CreateSegmentRequest(
             model=model, segment_id=arguments.name_of("segment", name), location=place, size_bytes=length
         )
-        return cls._take(session, lambda hold: session.transport.create_segment(request, hold, until), writable=True)
+        frame = Frame(create_segment=request)
+        return cls._take(session, lambda hold: session.borrow(frame, hold, until), writable=True)
 
     @classmethod
     def attach(cls, session: Session, name: str, timeout: float) -> Segment:
@@ -80,8 +82,8 @@ class Segment(AtAddress):
             raise InvalidRequest(f"a timeout is between 0 and {MAX_WAIT_SECONDS} seconds, not {timeout!r}")
         wait = Duration()
         wait.FromNanoseconds(int(timeout * 1e9))
-        request = pb.AttachSegmentRequest(name=name, wait=wait)
-        return cls._take(session, lambda hold: session.transport.attach_segment(request, hold), writable=False)
+        frame = Frame(attach_segment=pb.AttachSegmentRequest(name=name, wait=wait))
+        return cls._take(session, lambda hold: session.reconnecting.call(frame, hold), writable=False)
 
     @classmethod
     def _take(cls, session: Session, ask: Callable[[_Hold], resources_pb2.Segment], *, writable: bool) -> Segment:
@@ -280,7 +282,8 @@ class Segment(AtAddress):
                 self._make_read_only(undo)
             there = not self._session.connection.lost
             try:
-                self._answer = self._session.transport.seal_segment(self.generation)
+                request = pb.SealSegmentRequest(generation=self.generation)
+                self._answer = self._session.reconnecting.call(Frame(seal_segment=request))
             except (KeyboardInterrupt, BrokerUnavailable):
                 if there:  # the broker may have sealed it
                     self._unanswered = True
@@ -307,7 +310,7 @@ class Segment(AtAddress):
         """
         self._session.check_open()
         request = pb.DeleteSegmentRequest(name=self.resource_name, generation=self.generation)
-        return messages.segment(self._session.transport.delete_segment(request))
+        return messages.segment(self._session.delete_segment(request))
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "being written" if self._writable else "read-only"
@@ -382,4 +385,4 @@ class _Hold(SessionOwner):
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
         """Detach from the segment. Its extents have one hold, so `extent_ids` does not matter."""
-        self._session.transport.detach_segment(self.generation)
+        self._session.reconnecting.detach(self.generation)

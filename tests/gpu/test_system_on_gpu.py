@@ -316,7 +316,7 @@ def test_a_worker_that_says_released_and_keeps_its_mapping_is_found_out(gpu: Cud
         with a_full_gpu(gpu, GIB + GATE_RESERVE):
             filled = at_rest(lambda: unaccounted(daemon), 2 * audit)
             began = time.monotonic()
-            liar.do("client._session.transport.release(list(pool._holding.extents.values()))")
+            liar.do("client._session.reconnecting.release(list(pool._holding.extents.values()))")
             until(lambda: unaccounted(daemon) >= filled + size - SLACK)
             seconds = time.monotonic() - began
             assert seconds < audit + 0.5, f"found out after {seconds:.2f} s, one audit is {audit} s"

@@ -37,7 +37,7 @@ def test_each_level_is_told_when_it_is_the_tightest(transport: str) -> None:
         blue.do("other.allocate(other.available().now_bytes).close()")
 
         # The worker says that it is released, and still maps it: the books have it, the GPU does not.
-        red.do("client._session.transport.release(list(held._holding.extents.values()))")
+        red.do("client._session.reconnecting.release(list(held._holding.extents.values()))")
         until(lambda: daemon.books().unaccounted_bytes == 40 * MIB)
         assert red.ask("large.available().now_bytes") == 24 * MIB
         assert blue.ask("other.available().now_bytes") == 24 * MIB

@@ -287,7 +287,7 @@ def test_a_worker_that_says_released_and_keeps_its_mapping_is_found_out(transpor
             other.do("model = client.register_model('n')")
             until(lambda: device_used(daemon) == 64 * MIB)
             began = time.monotonic()
-            liar.do("client._session.transport.release(list(pool._holding.extents.values()))")
+            liar.do("client._session.reconnecting.release(list(pool._holding.extents.values()))")
             until(lambda: daemon.books().unaccounted_bytes == 64 * MIB)
             seconds = time.monotonic() - began
             assert seconds < audit + 0.5, f"found out after {seconds:.2f} s, one audit is {audit} s"

@@ -13,7 +13,7 @@ from tests.support.workers import Worker, descriptors_at_start, until_clean, wor
 
 from membroker.v1 import admin_pb2
 
-LIE = "client._session.transport.release(list(pool._holding.extents.values()))"
+LIE = "client._session.reconnecting.release(list(pool._holding.extents.values()))"
 
 
 def processes(daemon: Daemon) -> dict[int, Any]:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from contextlib import suppress
+from functools import partial
 
 from ..errors import InvalidRequest
 from ..v1 import broker_pb2 as pb
+from ..v1.handoff_pb2 import Frame
 from ..vmm.driver import Location
 from ..vmm.sizes import MAX_BYTES
 from .messages import location_to_wire
-from .transport import Transport
+from .reconnecting import ReconnectingConnection
 
 _Key = tuple[str, Location]
 """A model's resource name, and a location."""
@@ -25,8 +27,8 @@ _Key = tuple[str, Location]
 class Declarations:
     """The declarations of one session. Sizes are in bytes."""
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, connection: ReconnectingConnection) -> None:
+        self._connection = connection
         # Reentrant, because releasing it without having it then fails instead of taking it from another thread.
         self._turn = threading.RLock()
         self._said: Counter[_Key] = Counter()
@@ -70,8 +72,9 @@ class Declarations:
     def _declare(self, key: _Key, size: int, others: int) -> None:
         if size > MAX_BYTES - others:
             raise InvalidRequest(f"{size} bytes and {others} that are declared already are more than 2^63-1")
+        request = _request(key, size + others)
         try:
-            self._transport.declare(_request(key, size + others))
+            self._connection.call(Frame(declare=request), note=partial(self._connection.inventory.declared, request))
         except Exception:
             raise
         except BaseException:
@@ -91,7 +94,7 @@ class Declarations:
                     del self._ended[0]
                     less.add(key)
                 for key in less:
-                    self._transport.declare_less(_request(key, self._said[key] + self._held[key]))
+                    self._connection.declare_less(_request(key, self._said[key] + self._held[key]))
             finally:
                 with suppress(RuntimeError):
                     self._turn.release()

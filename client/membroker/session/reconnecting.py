@@ -140,7 +140,7 @@ class ReconnectingConnection:
         timeout: float | None = None,
         note: Callable[[], None] | None = None,
         before_repeat: Callable[[Connection], object] | None = None,
-    ) -> Message:
+    ) -> Any:
         """Make a call over the present connection, and repeat it over the next one when the connection is lost.
 
         `before_repeat` is called with the next connection. Raises what `Connection.call` raises, `BrokerUnavailable`

@@ -6,27 +6,29 @@ client that is garbage ends by itself.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from ..errors import InvalidRequest, ModelNotFound
+from ..errors import InvalidRequest, ModelNotFound, SegmentNotFound
 from ..interrupts import device_failures
 from ..memory.holder import Holder
+from ..memory.lender import Placement
 from ..v1 import broker_pb2, resources_pb2
 from ..v1 import handoff_pb2 as pb
 from ..v1.handoff_pb2 import Frame
+from ..v1.resources_pb2 import Segment
 from ..vmm import open_driver
 from ..vmm.driver import Driver
-from ..wire.names import MAX_CLIENT_CHARACTERS, PROTOCOL_VERSION
+from ..wire.names import MAX_CLIENT_CHARACTERS, MAX_WAIT_SECONDS, PROTOCOL_VERSION
 from .connection import Connection
 from .declarations import Declarations
 from .recalls import Recalls
 from .reconnecting import ReconnectingConnection
 from .rpc import CONTROL_SECONDS
-from .transport import Transport
 
 
 class _Link:
@@ -88,8 +90,7 @@ class Session(Holder[_Link]):
             endpoint, hello, timeout=timeout, outage=outage, by_grpc=transport == "grpc"
         )
         self.welcome = self.reconnecting.welcome
-        self.transport = Transport(self.reconnecting)
-        self.declarations = Declarations(self.transport)
+        self.declarations = Declarations(self.reconnecting)
         self._recalls: Callable[[], Recalls | None] = lambda: None
         super().__init__(_Link(self.reconnecting, driver))
 
@@ -150,8 +151,7 @@ class Session(Holder[_Link]):
                 frame.register_model.exclusive = False
 
         frame = Frame(register_model=request)
-        answer = self.reconnecting.call(frame, timeout=CONTROL_SECONDS, before_repeat=before_repeat)
-        model = cast("resources_pb2.Model", answer)
+        model: resources_pb2.Model = self.reconnecting.call(frame, timeout=CONTROL_SECONDS, before_repeat=before_repeat)
         self.reconnecting.inventory.registered(model.name)
         return model
 
@@ -172,6 +172,36 @@ class Session(Holder[_Link]):
         self.reconnecting.inventory.left(name)
         if (recalls := self._recalls()) is not None:
             recalls.forget(name)
+
+    # Memory
+
+    def borrow(self, frame: Frame, placement: Placement, until: float | None) -> Any:
+        """Send a request for memory, whose descriptors `placement` takes. All or nothing; returns the response.
+
+        The broker lets it wait for memory `until` then, on the monotonic clock; None: as long as its rules say.
+        """
+        if until is None:
+            return self.reconnecting.call(frame, placement)
+        request = getattr(frame, str(frame.WhichOneof("kind")))
+
+        def wait_for_the_rest(_: Connection | None = None) -> None:
+            left = max(0.0, until - time.monotonic())
+            request.wait.FromNanoseconds(min(int(left * 1e9), MAX_WAIT_SECONDS * 10**9))
+
+        wait_for_the_rest()
+        return self.reconnecting.call(frame, placement, before_repeat=wait_for_the_rest)
+
+    def delete_segment(self, request: broker_pb2.DeleteSegmentRequest) -> Segment:
+        """End a segment."""
+        repeated: list[Connection] = []
+        try:
+            answer: Segment = self.reconnecting.call(Frame(delete_segment=request), before_repeat=repeated.append)
+        except SegmentNotFound:
+            if not repeated:
+                raise
+            # The first attempt had deleted it, and its answer was lost.
+            return Segment(name=request.name, generation=request.generation, state=Segment.ENDING)
+        return answer
 
     # The end
 

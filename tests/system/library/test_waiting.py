@@ -124,7 +124,7 @@ def test_what_meets_a_full_device_waits_on(daemon: Daemon, asker: Worker, call: 
     """
     with full(daemon, transport) as holder:
         holder.do(
-            "client._session.transport.release([one for kept in buffers for one in kept._holding.extents.values()])"
+            "client._session.reconnecting.release([one for kept in buffers for one in kept._holding.extents.values()])"
         )
         until(lambda: daemon.books().unaccounted_bytes == CAPACITY)
         before = ended(daemon)

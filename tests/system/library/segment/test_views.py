@@ -16,6 +16,7 @@ from tests.support.sizes import MIB
 
 import membroker
 from membroker import segment as segment_module
+from membroker.v1.handoff_pb2 import Frame
 
 PAGE = 2 * MIB
 
@@ -178,16 +179,16 @@ class TestViews:
         """Another thread takes a view while the broker has not answered yet: it is read-only already."""
         segment = model.create_segment("weights", 1)
         views: list[memoryview] = []
-        transport = client._session.transport
-        ask = transport.seal_segment
+        connection = client._session.reconnecting
+        ask = connection.call
 
-        def slow(generation: int) -> Any:
+        def slow(frame: Frame) -> Any:
             views.append(segment.view())
             with pytest.raises(membroker.SegmentNotWritable):
                 segment.write(0, b"x")
-            return ask(generation)
+            return ask(frame)
 
-        monkeypatch.setattr(transport, "seal_segment", slow)
+        monkeypatch.setattr(connection, "call", slow)
         segment.seal()
         assert views.pop().readonly
 
@@ -197,11 +198,11 @@ class TestViews:
         """The broker could not seal it: it is being written as before, and can be sealed later."""
         segment = model.create_segment("weights", 1)
 
-        def fail(generation: int) -> Any:
+        def fail(frame: Frame) -> Any:
             raise membroker.DeviceFailure("no")
 
         with monkeypatch.context() as patch:
-            patch.setattr(client._session.transport, "seal_segment", fail)
+            patch.setattr(client._session.reconnecting, "call", fail)
             with pytest.raises(membroker.DeviceFailure):
                 segment.seal()
         assert segment.writable
@@ -216,14 +217,14 @@ class TestViews:
         """Others read it already: the writer, who does not know, can write no more, and asks again."""
         segment = model.create_segment("weights", 1)
         segment.write(0, b"sealed")
-        ask = client._session.transport.seal_segment
+        ask = client._session.reconnecting.call
 
-        def lost(generation: int) -> Any:
-            ask(generation)
+        def lost(frame: Frame) -> Any:
+            ask(frame)
             raise lost_by
 
         with monkeypatch.context() as patch:
-            patch.setattr(client._session.transport, "seal_segment", lost)
+            patch.setattr(client._session.reconnecting, "call", lost)
             with pytest.raises(type(lost_by)):
                 segment.seal()
         with client.attach("weights") as attached:
