@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -25,11 +25,12 @@ from .segment import Segment
 from .session import messages
 from .session.endpoint import find_endpoint
 from .session.handshake import pauses
+from .session.rpc import rows_of
 from .session.session import Session
 from .types import Decision, DeviceStatus, ModelStatus, Notice, SegmentStatus, SessionStatus
 from .v1 import broker_pb2 as pb
+from .v1.resources_pb2 import Limit
 from .vmm.driver import Driver, Location
-from .wire.names import MAX_PAGE_ROWS
 
 logger = logging.getLogger("membroker")
 
@@ -205,7 +206,7 @@ class Client(Closing):
         request = pb.RegisterModelRequest(
             model_id=arguments.name_of("model", name),
             limits=[
-                messages.limit(location, arguments.bytes_of(what, size))
+                Limit(location=messages.location_to_wire(location), limit_bytes=arguments.bytes_of(what, size))
                 for location, (what, size) in asked.items()
                 if size is not None
             ],
@@ -235,12 +236,12 @@ class Client(Closing):
         """
         self._session.check_open()
         request = pb.DeleteSegmentRequest(name=self._segment_name(name))
-        return messages.segment(self._session.delete_segment(request))
+        return messages.value(SegmentStatus, self._session.delete_segment(request))
 
     def segments(self) -> list[SegmentStatus]:
         """Return this tenant's segments, in the order they began."""
-        pages = self._pages("ListSegments", pb.ListSegmentsRequest)
-        return [segment for page in pages for segment in messages.segments(page.segments)]
+        found = rows_of(self._call, "ListSegments", pb.ListSegmentsRequest(), "segments")
+        return [messages.value(SegmentStatus, one) for one in found]
 
     def _segment_name(self, name: str) -> str:
         """Return the resource name that a user's name of a segment means."""
@@ -251,7 +252,7 @@ class Client(Closing):
 
     def device(self) -> DeviceStatus:
         """Return the device and its books, as they are now."""
-        return messages.device(self._call("GetDevice", pb.GetDeviceRequest()))
+        return messages.value(DeviceStatus, self._call("GetDevice", pb.GetDeviceRequest()))
 
     def model(self, name: str) -> ModelStatus:
         """Return one model of this tenant, by its own name or its resource name, as it is now.
@@ -261,17 +262,17 @@ class Client(Closing):
         """
         if not arguments.name_of("model", name).startswith("tenants/"):
             name = f"{self.tenant}/models/{name}"
-        return messages.model(self._call("GetModel", pb.GetModelRequest(name=name)))
+        return messages.value(ModelStatus, self._call("GetModel", pb.GetModelRequest(name=name)))
 
     def models(self) -> list[ModelStatus]:
         """Return this tenant's models, by name."""
-        pages = self._pages("ListModels", pb.ListModelsRequest)
-        return [model for page in pages for model in messages.models(page.models)]
+        found = rows_of(self._call, "ListModels", pb.ListModelsRequest(), "models")
+        return [messages.value(ModelStatus, one) for one in found]
 
     def sessions(self) -> list[SessionStatus]:
         """Return this tenant's sessions, in the order they began."""
-        pages = self._pages("ListSessions", pb.ListSessionsRequest)
-        return [session for page in pages for session in messages.sessions(page.sessions)]
+        found = rows_of(self._call, "ListSessions", pb.ListSessionsRequest(), "sessions")
+        return [messages.value(SessionStatus, one) for one in found]
 
     def decisions(self, name: str) -> list[Decision]:
         """Return why the last requests of a model were refused or waited, and its memory was recalled; newest first.
@@ -281,7 +282,8 @@ class Client(Closing):
         """
         if not arguments.name_of("model", name).startswith(("tenants/", "sessions/")):
             name = f"{self.tenant}/models/{name}"
-        return messages.decisions(self._call("ListDecisions", pb.ListDecisionsRequest(name=name)).decisions)
+        found = self._call("ListDecisions", pb.ListDecisionsRequest(name=name)).decisions
+        return [messages.value(Decision, one) for one in found]
 
     def on_notice(self, callback: Callable[[Notice], object]) -> None:
         """Call `callback` with each `Draining`, `Undrained`, `Stopping`, `Disconnected`, `Resumed` and `Forgotten`.
@@ -321,11 +323,3 @@ class Client(Closing):
     def _call(self, method: str, request: Any) -> Any:
         self._session.check_open()
         return self._session.ask(method, request)
-
-    def _pages(self, method: str, request: Callable[..., Any]) -> Iterable[Any]:
-        """Yield the pages of a listing."""
-        page = self._call(method, request(page_size=MAX_PAGE_ROWS))
-        yield page
-        while page.next_page_token:
-            page = self._call(method, request(page_size=MAX_PAGE_ROWS, page_token=page.next_page_token))
-            yield page

@@ -40,7 +40,7 @@ class Model:
 
     def __init__(self, session: Session, registered: resources_pb2.Model) -> None:
         self._session = session
-        self._registered = messages.model(registered)
+        self._registered = messages.value(ModelStatus, registered)
         self._as_source = _ModelSource(session, registered.name)
         self._recalls = session.recalls
 
@@ -190,7 +190,7 @@ class Model:
         Raises `ModelNotFound` once the model has ended, `BrokerUnavailable` and `ClosedError`.
         """
         self._session.check_open()
-        return messages.model(self._session.ask("GetModel", pb.GetModelRequest(name=self.resource_name)))
+        return messages.value(ModelStatus, self._session.ask("GetModel", pb.GetModelRequest(name=self.resource_name)))
 
     def available(self, location: Location | str = Location.DEVICE) -> Available:
         """Return the bytes that one request could borrow at a location now, and by waiting.
@@ -203,7 +203,7 @@ class Model:
         place = messages.location_to_wire(arguments.location_of(location))
         self._session.check_open()
         request = pb.GetAvailableRequest(model=self.resource_name, location=place)
-        return messages.available(self._session.ask("GetAvailable", request))
+        return messages.value(Available, self._session.ask("GetAvailable", request))
 
     def on_recall(self, callback: Callable[[Recall], object] | None) -> None:
         """Call `callback` with each recall: the broker asks this session for memory of the model. None: no more.

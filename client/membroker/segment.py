@@ -310,7 +310,7 @@ class Segment(AtAddress):
         """
         self._session.check_open()
         request = pb.DeleteSegmentRequest(name=self.resource_name, generation=self.generation)
-        return messages.segment(self._session.delete_segment(request))
+        return messages.value(SegmentStatus, self._session.delete_segment(request))
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "being written" if self._writable else "read-only"

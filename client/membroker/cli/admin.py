@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,12 +19,11 @@ from ..deprecated import renamed
 from ..errors import AccessDenied, BrokerUnavailable, InvalidRequest
 from ..session import messages
 from ..session.endpoint import VARIABLE, check_path, default_device, diagnose, find_endpoint, is_device, not_answering
-from ..session.rpc import GrpcCalls
+from ..session.rpc import GrpcCalls, rows_of
 from ..types import Decision, DeviceStatus, ModelStatus, SegmentStatus, SessionStatus, SleepStatus
 from ..v1 import admin_pb2, broker_pb2
 from ..v1.admin_pb2_grpc import AdminServiceStub
 from ..vmm.driver import Location
-from ..wire.names import MAX_PAGE_ROWS
 
 CALL_SECONDS = 10.0
 
@@ -125,28 +124,27 @@ class Admin:
 
     def device(self) -> DeviceStatus:
         """Return the device and its books."""
-        return messages.device(self._call("GetDevice", broker_pb2.GetDeviceRequest()))
+        return messages.value(DeviceStatus, self._call("GetDevice", broker_pb2.GetDeviceRequest()))
 
     def models(self) -> list[ModelStatus]:
         """Return the models of all tenants, by tenant and name."""
-        return messages.models(self._pages("ListModels", broker_pb2.ListModelsRequest, lambda page: page.models))
+        found = rows_of(self._call, "ListModels", broker_pb2.ListModelsRequest(), "models")
+        return [messages.value(ModelStatus, one) for one in found]
 
     def sessions(self) -> list[SessionStatus]:
         """Return the sessions of all tenants, in the order in which they began."""
-        return messages.sessions(
-            self._pages("ListSessions", broker_pb2.ListSessionsRequest, lambda page: page.sessions)
-        )
+        found = rows_of(self._call, "ListSessions", broker_pb2.ListSessionsRequest(), "sessions")
+        return [messages.value(SessionStatus, one) for one in found]
 
     def segments(self) -> list[SegmentStatus]:
         """Return the segments of all tenants, in the order in which they began."""
-        return messages.segments(
-            self._pages("ListSegments", broker_pb2.ListSegmentsRequest, lambda page: page.segments)
-        )
+        found = rows_of(self._call, "ListSegments", broker_pb2.ListSegmentsRequest(), "segments")
+        return [messages.value(SegmentStatus, one) for one in found]
 
     def tenants(self) -> list[TenantStatus]:
         """Return the tenants by name: the configured ones, and others that have a session or are charged."""
-        pages = self._pages("ListTenants", admin_pb2.ListTenantsRequest, lambda page: page.tenants)
-        return list(map(_tenant, pages))
+        found = rows_of(self._call, "ListTenants", admin_pb2.ListTenantsRequest(), "tenants")
+        return [messages.value(TenantStatus, one, books=messages.by_location(TenantBooks, one.books)) for one in found]
 
     def delete_segment(self, name: str) -> None:
         """End a segment of any tenant, by its resource name."""
@@ -180,15 +178,15 @@ class Admin:
     def decisions(self, name: str) -> list[Decision]:
         """Return why the last requests of `tenants/…/models/…` were refused or waited, and its memory was recalled."""
         answer = self._call("ListDecisions", broker_pb2.ListDecisionsRequest(name=name))
-        return messages.decisions(answer.decisions)
+        return [messages.value(Decision, one) for one in answer.decisions]
 
     def forget(self, name: str) -> SessionStatus:
         """End a detached session, `sessions/…`, and return its last state."""
-        return next(iter(messages.sessions([self._call("ForgetSession", admin_pb2.ForgetSessionRequest(name=name))])))
+        return messages.value(SessionStatus, self._call("ForgetSession", admin_pb2.ForgetSessionRequest(name=name)))
 
     def evict(self, name: str) -> SessionStatus:
         """End the process of a session, `sessions/…`, and return the session's last state."""
-        return next(iter(messages.sessions([self._call("EvictSession", admin_pb2.EvictSessionRequest(name=name))])))
+        return messages.value(SessionStatus, self._call("EvictSession", admin_pb2.EvictSessionRequest(name=name)))
 
     def sleep_model(self, name: str, *, wake: bool, keep_weights: bool, within: float) -> list[SessionSleep]:
         """Ask the engines of a model to sleep or to wake, and return how far each is. Ask again until all are there."""
@@ -196,7 +194,7 @@ class Admin:
         request.within.FromMilliseconds(round(within * 1000))
         return [
             messages.value(
-                SessionSleep, one, status=messages.sleep_status(one.status) if one.HasField("status") else None
+                SessionSleep, one, status=messages.value(SleepStatus, one.status) if one.HasField("status") else None
             )
             for one in self._call("SleepModel", request).sessions
         ]
@@ -206,11 +204,11 @@ class Admin:
         request = admin_pb2.DrainRequest(exit=exits)
         if deadline is not None:
             request.deadline.FromDatetime(deadline)
-        return messages.device(self._call("Drain", request))
+        return messages.value(DeviceStatus, self._call("Drain", request))
 
     def undrain(self) -> DeviceStatus:
         """Lend again."""
-        return messages.device(self._call("Undrain", admin_pb2.UndrainRequest()))
+        return messages.value(DeviceStatus, self._call("Undrain", admin_pb2.UndrainRequest()))
 
     def close(self) -> None:
         """Close the channel."""
@@ -224,18 +222,6 @@ class Admin:
                 _knock(self._path)
                 raise BrokerUnavailable(not_answering(self._path)) from error
             raise
-
-    def _pages(self, method: str, request: Any, rows: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
-        token = ""
-        while True:
-            page = self._call(method, request(page_size=MAX_PAGE_ROWS, page_token=token))
-            yield from rows(page)
-            if not (token := page.next_page_token):
-                return
-
-
-def _tenant(message: admin_pb2.Tenant) -> TenantStatus:
-    return messages.value(TenantStatus, message, books=messages.by_location(TenantBooks, message.books))
 
 
 @contextmanager

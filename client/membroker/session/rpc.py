@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from google.rpc.status_pb2 import Status
 from ..errors import BrokerUnavailable, DescriptorLimit, MembrokerError, from_status
 from ..interrupts import uninterrupted
 from ..v1.handoff_pb2 import Frame
-from ..wire.names import STATUS_METADATA, TOKEN_METADATA
+from ..wire.names import MAX_PAGE_ROWS, STATUS_METADATA, TOKEN_METADATA
 from .call import Outcome
 from .endpoint import DESCRIPTORS_SHORT, check_path
 
@@ -191,6 +191,17 @@ class GrpcCalls:
                 f"the broker at {self._path} does not know this call: it is of another version, or serves it elsewhere"
             )
         return MembrokerError(f"the call at {self._path} failed in gRPC itself, with {code.name}: {details}")
+
+
+def rows_of(call: Callable[[str, Any], Any], method: str, request: Any, name: str) -> Iterator[Any]:
+    """Yield the rows of a listing, page by page: what each answer of `method` has under `name`."""
+    request.page_size = MAX_PAGE_ROWS
+    while True:
+        page = call(method, request)
+        yield from getattr(page, name)
+        if not page.next_page_token:
+            return
+        request.page_token = page.next_page_token
 
 
 def _check_descriptors() -> None:

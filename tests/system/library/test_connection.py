@@ -20,7 +20,7 @@ from tests.support.processes import (
 from tests.support.sizes import MIB
 
 import membroker
-from membroker import client as client_module
+from membroker.session import rpc
 
 PAGE = 2 * MIB
 
@@ -166,7 +166,7 @@ class TestMainJob:
 
     def test_listings_in_pages(self, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
         """More models than one answer may have; the user sees one list."""
-        monkeypatch.setattr(client_module, "MAX_PAGE_ROWS", 2)
+        monkeypatch.setattr(rpc, "MAX_PAGE_ROWS", 2)
         with membroker.connect(daemon.endpoint()) as client, membroker.connect(daemon.endpoint()) as other:
             names = [client.register_model(f"m{number}").resource_name for number in range(5)]
             assert [model.name for model in client.models()] == names

@@ -259,9 +259,9 @@ class TestNames:
     def test_listed_in_pages(
         self, client: membroker.Client, model: membroker.Model, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from membroker import client as client_module
+        from membroker.session import rpc
 
-        monkeypatch.setattr(client_module, "MAX_PAGE_ROWS", 2)
+        monkeypatch.setattr(rpc, "MAX_PAGE_ROWS", 2)
         kept = [model.create_segment(f"s{number}", 1) for number in range(5)]
         assert [one.name for one in client.segments()] == [one.resource_name for one in kept]
 
