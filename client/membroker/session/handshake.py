@@ -19,8 +19,6 @@ from ..wire.names import PROTOCOL_VERSION
 from .endpoint import DESCRIPTORS_SHORT, open_socket, set_timeout, silent
 from .inventory import HeldResources
 
-REJECTED = "TOKEN_REJECTED"
-
 
 def pauses() -> Iterator[float]:
     """Yield the seconds to wait before each attempt: 50 ms, doubled each time up to 1 s, less a random half at most.
@@ -49,68 +47,30 @@ def open_session(path: Path, hello: pb.Hello, timeout: float) -> tuple[socket.so
     return connection, notices, welcome
 
 
-class Resume:
-    """One attempt to resume a session at the handoff socket at `path`; `timeout`, in seconds, bounds each step.
+def reconcile(
+    connection: socket.socket, path: Path, held: HeldResources, request_id: int, timeout: float
+) -> pb.ResumeResponse:
+    """State what a session holds, on the handoff socket over which it is resumed; return the broker's answer.
 
-    Every method raises the broker's refusal, `BrokerUnavailable`, `ProtocolError` or `DescriptorLimit`.
+    `timeout`, in seconds, bounds each step. Raises the broker's refusal, `BrokerUnavailable` and `ProtocolError`.
     """
-
-    def __init__(self, path: Path, hello: pb.Hello, timeout: float) -> None:
-        self._path = path
-        self._hello = hello
-        self._timeout = timeout
-        self._sockets: list[socket.socket] = []
-        self.revision = 0
-        """The broker's `Welcome.protocol_revision`."""
-
-    def greet(self) -> None:
-        """Present the session's token. Raises with the reason TOKEN_REJECTED if the broker does not know it."""
-        connection, notices, welcome = open_session(self._path, self._hello, self._timeout)
-        self._sockets += connection, notices
-        self.revision = welcome.protocol_revision
-        if not welcome.resumed:
-            raise MembrokerError("it opened another session, as a broker does that cannot resume", REJECTED)
-
-    def state(self, held: HeldResources, request_id: int) -> pb.ResumeResponse:
-        """State what the session holds, and return the broker's answer."""
-        connection = self._sockets[0]
-        set_timeout(connection, self._timeout)
-        try:
-            for holds in held.frames():
-                handoff.send(connection, handoff.encode(pb.Frame(request_id=request_id, holds=holds)))
-            packet = handoff.receive(connection)
-        except BlockingIOError as error:
-            raise BrokerUnavailable(silent(self._path)) from error
-        except (handoff.EndOfConnection, handoff.BrokenPacket, OSError) as error:
-            raise BrokerUnavailable(f"the broker at {self._path} went away again: {error!r}") from error
-        handoff.close_all(packet.descriptors)
-        set_timeout(connection, 0)
-        reply = packet.frame.reply
-        if reply.HasField("error"):
-            raise from_status(reply.error)
-        if not reply.HasField("resume"):
-            raise ProtocolError("the broker did not answer the last Holds with a ResumeResponse")
-        return reply.resume
-
-    def sockets(self) -> tuple[socket.socket, socket.socket]:
-        """Return the connection and the socket of notices. `close` closes them unless `keep` was called."""
-        connection, notices = self._sockets
-        return connection, notices
-
-    def keep(self) -> None:
-        """Let the sockets outlive the attempt."""
-        self._sockets.clear()
-
-    def cut(self) -> None:
-        """End the attempt from another thread, without waiting."""
-        for one in list(self._sockets):
-            with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Close the sockets, unless they were kept."""
-        while self._sockets:
-            self._sockets.pop().close()
+    set_timeout(connection, timeout)
+    try:
+        for holds in held.frames():
+            handoff.send(connection, handoff.encode(pb.Frame(request_id=request_id, holds=holds)))
+        packet = handoff.receive(connection)
+    except BlockingIOError as error:
+        raise BrokerUnavailable(silent(path)) from error
+    except (handoff.EndOfConnection, handoff.BrokenPacket, OSError) as error:
+        raise BrokerUnavailable(f"the broker at {path} went away again: {error!r}") from error
+    handoff.close_all(packet.descriptors)
+    set_timeout(connection, 0)
+    reply = packet.frame.reply
+    if reply.HasField("error"):
+        raise from_status(reply.error)
+    if not reply.HasField("resume"):
+        raise ProtocolError("the broker did not answer the last Holds with a ResumeResponse")
+    return reply.resume
 
 
 def _greet(connection: socket.socket, path: Path, hello: pb.Hello) -> tuple[socket.socket, pb.Welcome]:

@@ -27,7 +27,7 @@ from ..types import Disconnected, Forgotten, Resumed
 from ..v1 import broker_pb2
 from ..v1 import handoff_pb2 as pb
 from .connection import Connection
-from .handshake import REJECTED, Resume, open_session, pauses
+from .handshake import open_session, pauses, reconcile
 from .inventory import HeldResources, Inventory
 from .notices import Notices
 from .rpc import CONTROL_SECONDS, METHODS, GrpcCalls
@@ -62,6 +62,7 @@ LIFECYCLE: Final[Mapping[str, Mapping[str, str]]] = {
 NOTICING_SECONDS = 1.0
 """How long the end of the handoff connection may follow the failure of a call by gRPC that has the same cause."""
 REMINDER_SECONDS = 60.0
+REJECTED = "TOKEN_REJECTED"
 _UNANSWERED = ("", "STOPPING", "DELIVERY_FAILED", REJECTED)
 """Reasons of errors after which a call is repeated on the next connection, if there is one."""
 
@@ -85,7 +86,8 @@ class ReconnectingConnection:
         self._changed = Condition()
         self._state = "connected"
         self._closing = False
-        self._attempt: Resume | None = None
+        self._attempt: tuple[socket.socket, ...] = ()
+        """The sockets of an attempt to resume, which `close` cuts."""
         self._trouble = ""
         handoff, notices, self.welcome = open_session(self._path, hello, timeout)
         self._hello = pb.Hello()
@@ -287,13 +289,16 @@ class ReconnectingConnection:
 
     def _resume(self, begun: float) -> None:
         """Try once to resume the session, and let all calls use the new connection."""
-        self._attempt = attempt = Resume(self._path, self._hello, self._timeout)
-        with ExitStack() as ends:
-            ends.callback(attempt.close)
-            ends.callback(setattr, self, "_attempt", None)
-            attempt.greet()
+        handoff, notices, welcome = open_session(self._path, self._hello, self._timeout)
+        with ExitStack() as undo:
+            undo.callback(handoff.close)
+            undo.callback(notices.close)
+            undo.callback(setattr, self, "_attempt", ())
+            self._attempt = handoff, notices
+            if not welcome.resumed:
+                raise MembrokerError("it opened another session, as a broker does that cannot resume", REJECTED)
             held = self.inventory.held()
-            answer = attempt.state(held, next(self._request_ids))
+            answer = reconcile(handoff, self._path, held, next(self._request_ids), self._timeout)
             extents, generations = answer.unknown_extent_ids, answer.unknown_generations
             if extents or generations:
                 logger.warning(
@@ -303,14 +308,12 @@ class ReconnectingConnection:
                 )
                 self.inventory.forget(extents, generations)
                 held = held.without(extents, generations)
-            handoff, notices = attempt.sockets()
-            with ExitStack() as undo:
-                connection = self._open(handoff, attempt.revision, answer.models)
-                undo.callback(connection.close)
-                while not self._use(connection, notices, held, begun):
-                    held = self._catch_up(connection, held)
-                undo.pop_all()
-            attempt.keep()
+            connection = self._open(handoff, welcome.protocol_revision, answer.models)
+            undo.callback(connection.close)
+            while not self._use(connection, notices, held, begun):
+                held = self._catch_up(connection, held)
+            undo.pop_all()
+        self._attempt = ()
 
     def _use(self, connection: Connection, notices: socket.socket, held: HeldResources, begun: float) -> bool:
         """Let all calls use the new connection, unless less is held now than the broker was told."""
@@ -381,8 +384,9 @@ class ReconnectingConnection:
         with self._changed.lock:
             self._move("closed")
             attempt = self._attempt
-        if attempt is not None:
-            attempt.cut()
+        for one in attempt:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
         self.connection.close()
         self._grpc.close()
         self.notices.stop(wait=wait)
@@ -391,8 +395,8 @@ class ReconnectingConnection:
         """In a forked child: close what was inherited. Takes no lock; never a shutdown, which the parent would feel."""
         self._state = "closed"
         self._changed = Condition()
-        if self._attempt is not None:
-            self._attempt.close()
+        for one in self._attempt:
+            one.close()
         self.connection.abandon()
         self.notices.abandon()
         self._grpc.abandon()
