@@ -206,7 +206,7 @@ class Recalls:
                 self._open.pop(other.recall_id, None)
         one = OpenRecall(self, message, connection)
         self._open[one.recall_id] = one
-        if not self._line.notices.call_back(partial(_handle, weakref.ref(self), one.recall_id)):
+        if not self._call_back(self.handle, one.recall_id):
             self._open.pop(one.recall_id)  # the broker will repeat it
 
     def _heard_again(self, one: OpenRecall, place: tuple[str, int], size: int) -> None:
@@ -219,7 +219,7 @@ class Recalls:
             )
         elif size > one.size:  # else it is late, and `size` is what the broker lacks
             one.size = size
-            self._line.notices.call_back(partial(_handle, weakref.ref(self), one.recall_id))
+            self._call_back(self.handle, one.recall_id)
 
     def heard_sleep(self, message: pb.Sleep, connection: Connection) -> None:
         """Answer an operator's question: with the callback's answer, or that this program cannot sleep."""
@@ -227,9 +227,7 @@ class Recalls:
             self._line.notices.later(partial(connection.answer_sleep, message.sleep_id, UNSUPPORTED))
             return
         request = messages.sleep_request(message, time.monotonic())
-        self._line.notices.call_back(
-            partial(_answer_sleep, weakref.ref(self), message.model, message.sleep_id, request, connection)
-        )
+        self._call_back(self.answer_sleep, message.model, message.sleep_id, request, connection)
 
     def answer_sleep(self, name: str, sleep_id: int, request: SleepRequest, connection: Connection) -> None:
         """Call the callback and answer. Runs in the thread for callbacks."""
@@ -244,6 +242,16 @@ class Recalls:
                     state=SleepStatusMessage.UNSUPPORTED, detail=f"its program failed: {error!r}"[: messages.MAX_DETAIL]
                 )
         connection.answer_sleep(sleep_id, status)
+
+    def _call_back(self, method: Callable[..., None], *arguments: Any) -> bool:
+        """Call a method of this in the thread for callbacks, if this still lives; False if too much waits there."""
+        living = weakref.WeakMethod(method)
+
+        def work() -> None:
+            if (call := living()) is not None:
+                call(*arguments)
+
+        return self._line.notices.call_back(work)
 
     def lost(self) -> None:
         """Drop the open recalls: the connection is lost. The broker asks again after the resume, if it still needs."""
@@ -280,20 +288,6 @@ class Recalls:
                 memory.give_spare(one.remaining, is_asked_for)
             except Exception:
                 logger.exception("spare pages that the broker wants back could not be released")
-
-
-def _handle(reference: weakref.ref[Recalls], recall_id: int) -> None:
-    recalls = reference()
-    if recalls is not None:
-        recalls.handle(recall_id)
-
-
-def _answer_sleep(
-    reference: weakref.ref[Recalls], name: str, sleep_id: int, request: SleepRequest, connection: Connection
-) -> None:
-    recalls = reference()
-    if recalls is not None:
-        recalls.answer_sleep(name, sleep_id, request, connection)
 
 
 def borrows_in_a_callback() -> InvalidRequest:

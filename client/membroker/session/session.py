@@ -7,7 +7,6 @@ client that is garbage ends by itself.
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -91,7 +90,6 @@ class Session(Holder[_Link]):
         )
         self.welcome = self.reconnecting.welcome
         self.declarations = Declarations(self.reconnecting)
-        self._recalls: Callable[[], Recalls | None] = lambda: None
         super().__init__(_Link(self.reconnecting, driver))
 
     @property
@@ -105,11 +103,7 @@ class Session(Holder[_Link]):
 
         A callback usually refers to a pool, whose memory refers to this session, and lives until the pool is garbage.
         """
-        known = self._recalls()
-        if known is None:
-            known = Recalls(self.reconnecting, lambda: self._holdings)
-            self._recalls = weakref.ref(known)
-        return known
+        return self.reconnecting.notices.recalls() or Recalls(self.reconnecting, lambda: self._holdings)
 
     @property
     def driver(self) -> Driver:
@@ -170,7 +164,7 @@ class Session(Holder[_Link]):
             if not repeated:
                 raise
         self.reconnecting.inventory.left(name)
-        if (recalls := self._recalls()) is not None:
+        if (recalls := self.reconnecting.notices.recalls()) is not None:
             recalls.forget(name)
 
     # Memory
@@ -219,7 +213,7 @@ class Session(Holder[_Link]):
         super().abandon()
 
     def _end_recalls(self) -> None:
-        if (recalls := self._recalls()) is not None:
+        if (recalls := self.reconnecting.notices.recalls()) is not None:
             recalls.end()
 
     def _end_waits(self, *, wait: bool) -> None:
