@@ -30,8 +30,11 @@ _T = TypeVar("_T")
 Step = Callable[[], object]
 
 
-class _DeviceFailures:
-    """A block whose driver errors become errors of the library. A class, because a generator costs more."""
+class device_failures:
+    """A block that turns a driver's error into `DeviceFailure`, or `DescriptorLimit` if no descriptor was left.
+
+    A class, because a generator costs more.
+    """
 
     __slots__ = ()
 
@@ -41,14 +44,6 @@ class _DeviceFailures:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, DriverError):
             raise _failure(error) from error
-
-
-_device_failures = _DeviceFailures()
-
-
-def device_failures() -> _DeviceFailures:
-    """Turn a driver's error into `DeviceFailure`, or into `DescriptorLimit` if no descriptor was left."""
-    return _device_failures
 
 
 def _failure(error: DriverError) -> DeviceFailure | DescriptorLimit:
