@@ -23,9 +23,8 @@ from .memory.sparse import SparseArray
 from .pool.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool
 from .segment import Segment
 from .session import messages
-from .session.owner import SessionOwner
 from .session.recalls import OpenRecall, borrows_in_a_callback
-from .session.session import Session
+from .session.session import Session, SessionOwner
 from .types import Available, ModelStatus, SleepRequest, SleepStatus
 from .v1 import broker_pb2 as pb
 from .v1 import resources_pb2

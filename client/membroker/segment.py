@@ -25,8 +25,7 @@ from .memory.views import Span
 from .safetensors import ALIGNMENT, TensorIndex, numpy_array, read_index, segment_size, write_index
 from .session import messages
 from .session.messages import location_name, location_to_wire
-from .session.owner import SessionOwner
-from .session.session import Session
+from .session.session import Session, SessionOwner
 from .types import SegmentStatus
 from .v1 import broker_pb2 as pb
 from .v1 import resources_pb2

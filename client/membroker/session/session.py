@@ -219,3 +219,17 @@ class Session(Holder[_Link]):
     def _end_waits(self, *, wait: bool) -> None:
         self._end_recalls()
         self.reconnecting.end_waits(at_exit=not wait)
+
+
+class SessionOwner:
+    """The session's part of an `Owner` of memory: all but `give_back`."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.track, self.untrack = session.track, session.untrack
+        self.interrupted, self.later = session.interrupted, session.later
+
+    @property
+    def driver(self) -> Driver:
+        """The driver of the broker's device, in this process."""
+        return self._session.driver
