@@ -18,38 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .client import Client, connect
-    from .errors import (
-        AccessDenied,
-        AlreadyMapped,
-        BrokerUnavailable,
-        ClosedError,
-        CompactionFailed,
-        DescriptorLimit,
-        DeviceFailure,
-        InvalidOffset,
-        InvalidPageSize,
-        InvalidRequest,
-        MembrokerError,
-        ModelAlreadyExists,
-        ModelConflict,
-        ModelInUse,
-        ModelNotFound,
-        NotFound,
-        NotMapped,
-        Offloaded,
-        OutOfMemory,
-        OutOfPhysicalMemory,
-        OutOfVirtualMemory,
-        ProtocolError,
-        SegmentExists,
-        SegmentNotFound,
-        SegmentNotSealed,
-        SegmentNotWritable,
-        SessionLost,
-        StillMapped,
-        TooMany,
-        WriterDied,
-    )
+    from .errors import *
     from .memory.buffer import Buffer
     from .memory.growable import GrowableBuffer
     from .memory.local_source import LocalSource
@@ -59,29 +28,7 @@ if TYPE_CHECKING:
     from .segment import Segment
     from .session.recalls import DEFERRED
     from .shared_pool import SharedMemoryPool
-    from .types import (
-        Available,
-        DeviceStatus,
-        Disconnected,
-        Draining,
-        Forgotten,
-        GlobalMemoryStats,
-        LocationBooks,
-        MemoryStats,
-        ModelBooks,
-        ModelStatus,
-        Move,
-        Notice,
-        PoolMapping,
-        Resumed,
-        SegmentStatus,
-        SessionBooks,
-        SessionStatus,
-        SleepRequest,
-        SleepStatus,
-        Stopping,
-        Undrained,
-    )
+    from .types import *
 
 __version__ = "0.1.0"
 
