@@ -12,9 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from . import arguments
 from .closing import Closing
@@ -65,20 +63,18 @@ def connect(
     """
     timeout = arguments.seconds_of("timeout", timeout, positive=True)
     outage = arguments.seconds_of("outage", outage)
-    attempt = partial(
-        enter,
-        endpoint,
-        transport=transport,
-        observer=observer,
-        client=client,
-        timeout=timeout,
-        outage=outage,
-        driver=driver,
-    )
     deadline, told = time.monotonic() + timeout, False
     for pause in pauses():
         try:
-            return attempt()
+            return enter(
+                endpoint,
+                transport=transport,
+                observer=observer,
+                client=client,
+                timeout=timeout,
+                outage=outage,
+                driver=driver,
+            )
         except BrokerUnavailable as error:
             left = deadline - time.monotonic()
             if left <= 0 or not (isinstance(error, BrokerAbsent) or error.reason == "STOPPING"):
@@ -240,7 +236,7 @@ class Client(Closing):
 
     def segments(self) -> list[SegmentStatus]:
         """Return this tenant's segments, in the order they began."""
-        found = rows_of(self._call, "ListSegments", pb.ListSegmentsRequest(), "segments")
+        found = rows_of(self._session.ask, "ListSegments", pb.ListSegmentsRequest(), "segments")
         return [messages.value(SegmentStatus, one) for one in found]
 
     def _segment_name(self, name: str) -> str:
@@ -252,7 +248,7 @@ class Client(Closing):
 
     def device(self) -> DeviceStatus:
         """Return the device and its books, as they are now."""
-        return messages.value(DeviceStatus, self._call("GetDevice", pb.GetDeviceRequest()))
+        return messages.value(DeviceStatus, self._session.ask("GetDevice", pb.GetDeviceRequest()))
 
     def model(self, name: str) -> ModelStatus:
         """Return one model of this tenant, by its own name or its resource name, as it is now.
@@ -262,16 +258,16 @@ class Client(Closing):
         """
         if not arguments.name_of("model", name).startswith("tenants/"):
             name = f"{self.tenant}/models/{name}"
-        return messages.value(ModelStatus, self._call("GetModel", pb.GetModelRequest(name=name)))
+        return messages.value(ModelStatus, self._session.ask("GetModel", pb.GetModelRequest(name=name)))
 
     def models(self) -> list[ModelStatus]:
         """Return this tenant's models, by name."""
-        found = rows_of(self._call, "ListModels", pb.ListModelsRequest(), "models")
+        found = rows_of(self._session.ask, "ListModels", pb.ListModelsRequest(), "models")
         return [messages.value(ModelStatus, one) for one in found]
 
     def sessions(self) -> list[SessionStatus]:
         """Return this tenant's sessions, in the order they began."""
-        found = rows_of(self._call, "ListSessions", pb.ListSessionsRequest(), "sessions")
+        found = rows_of(self._session.ask, "ListSessions", pb.ListSessionsRequest(), "sessions")
         return [messages.value(SessionStatus, one) for one in found]
 
     def decisions(self, name: str) -> list[Decision]:
@@ -282,7 +278,7 @@ class Client(Closing):
         """
         if not arguments.name_of("model", name).startswith(("tenants/", "sessions/")):
             name = f"{self.tenant}/models/{name}"
-        found = self._call("ListDecisions", pb.ListDecisionsRequest(name=name)).decisions
+        found = self._session.ask("ListDecisions", pb.ListDecisionsRequest(name=name)).decisions
         return [messages.value(Decision, one) for one in found]
 
     def on_notice(self, callback: Callable[[Notice], object]) -> None:
@@ -319,7 +315,3 @@ class Client(Closing):
 
     def __repr__(self) -> str:
         return f"<membroker.Client {self.session} of {self.tenant} at {self.endpoint}>"
-
-    def _call(self, method: str, request: Any) -> Any:
-        self._session.check_open()
-        return self._session.ask(method, request)

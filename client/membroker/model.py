@@ -188,7 +188,6 @@ class Model:
 
         Raises `ModelNotFound` once the model has ended, `BrokerUnavailable` and `ClosedError`.
         """
-        self._session.check_open()
         return messages.value(ModelStatus, self._session.ask("GetModel", pb.GetModelRequest(name=self.resource_name)))
 
     def available(self, location: Location | str = Location.DEVICE) -> Available:
@@ -200,7 +199,6 @@ class Model:
         location, `BrokerUnavailable` and `ClosedError`.
         """
         place = messages.location_to_wire(arguments.location_of(location))
-        self._session.check_open()
         request = pb.GetAvailableRequest(model=self.resource_name, location=place)
         return messages.value(Available, self._session.ask("GetAvailable", request))
 

@@ -131,7 +131,8 @@ class Session(Holder[_Link]):
     # Models, and what is read by gRPC
 
     def ask(self, method: str, request: Any) -> Any:
-        """Make a call that changes nothing."""
+        """Make a call that changes nothing. Raises `ClosedError`."""
+        self.check_open()
         return self.reconnecting.ask(method, request)
 
     def register_model(self, request: broker_pb2.RegisterModelRequest) -> resources_pb2.Model:
