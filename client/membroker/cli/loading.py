@@ -10,10 +10,10 @@ import mmap
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -46,37 +46,30 @@ class Loaded:
     rate: float
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """The segment to make: `name` has a model. The sizes are those of `Client.register_model`."""
-
-    name: SegmentName
-    location: str
-    virtual_capacity: int | None
-    limit: int | None
-
-
 def open_worker(endpoint: str | None) -> Client:
     """Return a session that may hold memory: an observer may not. Raises the library's errors."""
     return enter(endpoint, client="membroker (command)")
 
 
-def load(endpoint: str | None, path: str, wanted: Wanted, stream: TextIO) -> Loaded:
+def load(
+    endpoint: str | None, path: str, name: SegmentName, location: str, sizes: Mapping[str, int | None], stream: TextIO
+) -> Loaded:
     """Copy a safetensors file into a new segment and seal it; on any failure no segment and no new model is left.
 
-    Shows its progress on `stream`. Raises the library's errors, `InvalidTensorIndex` among them.
+    `name` has a model, and `sizes` are those of `Client.register_model`. Shows its progress on `stream`. Raises the
+    library's errors, `InvalidTensorIndex` among them.
     """
     content = _mapped(path)
     index = _index_of(content, path)
     with ExitStack() as ends:
         client = ends.enter_context(open_worker(endpoint))
-        name = wanted.name.within(client.tenant)
+        name = name.within(client.tenant)
         if name.tenant and f"tenants/{name.tenant}" != client.tenant:
             raise InvalidRequest(
                 f"{name}: a segment is loaded at its own tenant's endpoint, and this is that of {client.tenant}"
             )
-        model = ends.enter_context(_registered(client, name.model, wanted))
-        segment = ends.enter_context(model.create_segment(name.segment, len(content), wanted.location))
+        model = ends.enter_context(_registered(client, name.model, sizes))
+        segment = ends.enter_context(model.create_segment(name.segment, len(content), location))
         begun = time.monotonic()
         with ExitStack() as undo:
             undo.callback(_give_up, segment)
@@ -97,12 +90,12 @@ def load(endpoint: str | None, path: str, wanted: Wanted, stream: TextIO) -> Loa
 
 
 @contextmanager
-def _registered(client: Client, name: str, wanted: Wanted) -> Iterator[Model]:
+def _registered(client: Client, name: str, sizes: Mapping[str, Any]) -> Iterator[Model]:
     """Yield the model. A new one is unregistered on failure; otherwise its limits would stay in force for a minute."""
     try:
-        model, made = _register(client, name, wanted, exclusive=True), True
+        model, made = client.register_model(name, **sizes, exclusive=True), True
     except ModelAlreadyExists:
-        model, made = _register(client, name, wanted), False
+        model, made = client.register_model(name, **sizes), False
     try:
         yield model
     except BaseException:
@@ -120,12 +113,6 @@ def _end_model(client: Client, model: Model) -> None:
     ):
         time.sleep(0.01)
     model.unregister()
-
-
-def _register(client: Client, name: str, wanted: Wanted, *, exclusive: bool = False) -> Model:
-    return client.register_model(
-        name, virtual_capacity=wanted.virtual_capacity, limit=wanted.limit, exclusive=exclusive
-    )
 
 
 def _give_up(segment: Segment) -> None:

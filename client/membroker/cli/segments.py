@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
 
 from ..arguments import parts_of
 from ..client import Client
-from ..safetensors import InvalidTensorIndex, TensorInfo
+from ..safetensors import InvalidTensorIndex
 from ..types import SegmentStatus
 from ..vmm.sizes import format_size
 from . import commands, loading, tables
@@ -19,28 +18,6 @@ from .admin import Admin, is_admin, open_admin
 from .commands import Commands, add, listing
 from .loading import open_worker
 from .segment_name import SegmentName
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """A segment and the contents that its header states. Offsets count from the segment's first byte."""
-
-    name: str
-    generation: int
-    location: str
-    size: int
-    metadata: dict[str, str]
-    tensors: tuple[TensorInfo, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Deleted:
-    """A segment that was deleted; its memory becomes free when the last of `sessions` closes it."""
-
-    name: str
-    size: int
-    sessions: int
-
 
 # --- Commands ---
 
@@ -53,9 +30,9 @@ def _load(options: argparse.Namespace) -> int:
         options.parser.error("name the segment and its model once: as MODEL/SEGMENT, or as SEGMENT with --model MODEL")
     if options.model:
         name = SegmentName("", options.model, name.segment)
-    wanted = loading.Wanted(name, options.location, options.virtual_capacity, options.limit)
+    sizes = {"virtual_capacity": options.virtual_capacity, "limit": options.limit}
     try:
-        loaded = loading.load(options.endpoint, options.file, wanted, sys.stderr)
+        loaded = loading.load(options.endpoint, options.file, name, options.location, sizes, sys.stderr)
     except KeyboardInterrupt:
         print("membroker: interrupted: no segment was made", file=sys.stderr)
         raise
@@ -74,14 +51,30 @@ def _load(options: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace) -> int:
     if is_admin(options.endpoint, options.admin):
         options.parser.error("the contents of a segment are read at its tenant's endpoint, not at the admin endpoint")
-    found = contents(options.endpoint, options.name)
+    with (
+        open_worker(options.endpoint) as client,
+        client.attach(str(options.name.within(client.tenant)), timeout=0) as segment,
+    ):
+        try:
+            index = segment.index()
+        except InvalidTensorIndex as error:
+            raise InvalidTensorIndex(f"{segment.resource_name} has no readable header: {error}") from error
+    tensors = tuple(index.values())
+    contents = {
+        "name": segment.resource_name,
+        "generation": segment.generation,
+        "location": segment.location,
+        "size": segment.size,
+        "metadata": index.metadata,
+        "tensors": tensors,
+    }
     return tables.answer(
         options.json,
-        found,
-        f"{tables.short_name(found.name)}: {format_size(found.size)} at the {found.location}, "
-        f"{_count(len(found.tensors), 'tensor')}",
-        *([tables.metadata_table(found.metadata)] if found.metadata else []),
-        tables.tensors_table(found.tensors),
+        contents,
+        f"{tables.short_name(segment.resource_name)}: {format_size(segment.size)} at the {segment.location}, "
+        f"{_count(len(tensors), 'tensor')}",
+        *([tables.metadata_table(index.metadata)] if index.metadata else []),
+        tables.tensors_table(tensors),
     )
 
 
@@ -89,12 +82,29 @@ def _delete(options: argparse.Namespace) -> int:
     admin = is_admin(options.endpoint, options.admin)
     if admin and not options.name.tenant:
         options.parser.error("at the admin endpoint a segment is TENANT/MODEL/SEGMENT")
-    deleted = delete(options.endpoint, options.name, admin=admin)
-    sessions = _count(deleted.sessions, "session")
-    lines = [f"{tables.short_name(deleted.name)} is deleted: it can no longer be attached"]
-    if deleted.sessions:
-        lines += [f"its {format_size(deleted.size)} become free when the last session closes it: {sessions} now"]
-    return tables.answer(options.json, deleted, *lines)
+    with open_admin(options.endpoint) if admin else open_worker(options.endpoint) as books:
+        name = options.name.within(books.tenant) if isinstance(books, Client) else options.name
+        before = _known_by(books, name)
+        books.delete_segment(str(name))
+        left = {one.generation: one.sessions for one in books.segments()}
+    deleted, size, sessions = str(name), 0, 0  # it began, and was deleted, between two calls
+    if before is not None:
+        deleted, size, sessions = before.name, before.size_bytes, left.get(before.generation, 0)
+    lines = [f"{tables.short_name(deleted)} is deleted: it can no longer be attached"]
+    if sessions:
+        holders = _count(sessions, "session")
+        lines += [f"its {format_size(size)} become free when the last session closes it: {holders} now"]
+    return tables.answer(options.json, {"name": deleted, "size": size, "sessions": sessions}, *lines)
+
+
+def _known_by(books: Admin | Client, name: SegmentName) -> SegmentStatus | None:
+    """Return the segment that the broker will choose for this name, if there is one."""
+    for one in books.segments():
+        tenant, model, segment = parts_of(one.name)
+        wanted = (name.tenant or tenant, name.model or model, name.segment)
+        if wanted == (tenant, model, segment) and one.state in ("writing", "sealed"):
+            return one
+    return None
 
 
 def _count(number: int, what: str) -> str:
@@ -160,46 +170,3 @@ def _segment(text: str) -> SegmentName:
         return SegmentName.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-# --- The segments themselves ---
-
-
-def contents(endpoint: str | None, name: SegmentName) -> Contents:
-    """Attach a segment for a moment, read-only, and return its contents. It must be sealed already."""
-    with open_worker(endpoint) as client, client.attach(str(name.within(client.tenant)), timeout=0) as segment:
-        try:
-            index = segment.index()
-        except InvalidTensorIndex as error:
-            raise InvalidTensorIndex(f"{segment.resource_name} has no readable header: {error}") from error
-        return Contents(
-            segment.resource_name,
-            segment.generation,
-            segment.location,
-            segment.size,
-            index.metadata,
-            tuple(index.values()),
-        )
-
-
-def delete(endpoint: str | None, name: SegmentName, *, admin: bool) -> Deleted:
-    """End a segment of this tenant, or with `admin` of any tenant. Raises the library's errors."""
-    with open_admin(endpoint) if admin else open_worker(endpoint) as books:
-        if isinstance(books, Client):
-            name = name.within(books.tenant)
-        before = _known_by(books, name)
-        books.delete_segment(str(name))
-        left = {one.generation: one.sessions for one in books.segments()}
-        if before is None:  # it began, and was deleted, between two calls
-            return Deleted(str(name), 0, 0)
-        return Deleted(before.name, before.size_bytes, left.get(before.generation, 0))
-
-
-def _known_by(books: Admin | Client, name: SegmentName) -> SegmentStatus | None:
-    """Return the segment that the broker will choose for this name, if there is one."""
-    for one in books.segments():
-        tenant, model, segment = parts_of(one.name)
-        wanted = (name.tenant or tenant, name.model or model, name.segment)
-        if wanted == (tenant, model, segment) and one.state in ("writing", "sealed"):
-            return one
-    return None
