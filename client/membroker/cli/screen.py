@@ -19,10 +19,6 @@ from ..vmm.sizes import format_size
 from . import tables
 from .readers import Row, Snapshot, rows_of
 
-_KEYS = (
-    *("u used", "g guarantee", "s share", "w waiting", "r rate", "d refused", "n name", "R reverse"),
-    *("t tenants", "/ filter", "h help", "q quit"),
-)
 _POLL_MS = 100
 _LONGEST_FILTER = 96
 
@@ -45,16 +41,20 @@ def show(snapshots: Callable[[], list[Snapshot]]) -> int:
     return 0
 
 
-_ORDERS: Mapping[str, Callable[[Row], Any]] = {
-    "u": lambda row: -row.used,
-    "g": lambda row: -row.guarantee,
-    "s": lambda row: -(row.share or 0),
-    "w": lambda row: -row.waiting,
-    "r": lambda row: -row.rate,
-    "d": lambda row: -row.refused,
-    "n": lambda row: "",
+_ORDERS: Mapping[str, tuple[str, Callable[[Row], Any]]] = {
+    "u": ("used", lambda row: -row.used),
+    "g": ("guarantee", lambda row: -row.guarantee),
+    "s": ("share", lambda row: -(row.share or 0)),
+    "w": ("waiting", lambda row: -row.waiting),
+    "r": ("rate", lambda row: -row.rate),
+    "d": ("refused", lambda row: -row.refused),
+    "n": ("name", lambda row: ""),
 }
-_ORDER_NAMES = {"u": "used", "g": "guarantee", "s": "share", "w": "waiting", "r": "rate", "d": "refused", "n": "name"}
+"""By the key that chooses an order: its name, and what the rows are sorted by."""
+_KEYS = (
+    *(f"{key} {name}" for key, (name, _) in _ORDERS.items()),
+    *("R reverse", "t tenants", "/ filter", "h help", "q quit"),
+)
 _HEADS = ("used", "guarantee", "limit", "share", "waiting", "recalled", "late", "rate", "refused")
 _WIDTH = 10
 
@@ -134,7 +134,7 @@ class Screen:
 
     def _draw(self, snapshots: Sequence[Snapshot]) -> None:
         height, width = self._screen.getmaxyx()
-        lines = [(line, attribute) for line, attribute in self._lines(snapshots, width)]
+        lines = list(self._lines(snapshots, width))
         head = len(lines)
         rows = self._rows(snapshots)
         self._top = max(0, min(self._top, len(rows) - max(1, height - head)))
@@ -151,7 +151,8 @@ class Screen:
         rows = [
             row for row in rows_of(snapshots, by_tenant=self._by_tenant) if self._filter.lower() in row.name.lower()
         ]
-        rows.sort(key=lambda row: (_ORDERS[self._order](row), row.name, row.device), reverse=self._reverse)
+        _, figure = _ORDERS[self._order]
+        rows.sort(key=lambda row: (figure(row), row.name, row.device), reverse=self._reverse)
         return rows
 
     def _lines(self, snapshots: Sequence[Snapshot], width: int) -> Iterator[tuple[str, int]]:
@@ -164,7 +165,7 @@ class Screen:
             for line in _filled(_KEYS, "  ", width):
                 yield line, curses.A_DIM
         else:
-            told = f"by {_ORDER_NAMES[self._order]}{', reversed' * self._reverse}"
+            told = f"by {_ORDERS[self._order][0]}{', reversed' * self._reverse}"
             told += f", filter {self._filter!r}" if self._filter else ""
             yield f"{told}   (h help, q quit)", curses.A_DIM
         heads = "".join(f"{head:>{_WIDTH}}" for head in _shown(_HEADS, width, len(snapshots) > 1))
