@@ -206,16 +206,10 @@ def _can(one: SessionSleep) -> bool:
     return one.status is not None and one.status.state != "unsupported"
 
 
-def _beside(answers: Sequence[SessionSleep]) -> list[SessionSleep]:
-    """Return sessions without an engine in a process that has one: the engine answers for its whole process."""
-    pids = {one.pid for one in answers if _can(one)}
-    return [one for one in answers if one.status is not None and not _can(one) and one.pid in pids]
-
-
 def _others(answers: Sequence[SessionSleep]) -> list[SessionSleep]:
-    """Return sessions of processes that cannot sleep."""
-    beside = _beside(answers)
-    return [one for one in answers if one.status is not None and not _can(one) and one not in beside]
+    """Return sessions of processes that cannot sleep. An engine answers for all sessions of its process."""
+    pids = {one.pid for one in answers if _can(one)}
+    return [one for one in answers if one.status is not None and not _can(one) and one.pid not in pids]
 
 
 def _place(one: SessionSleep) -> str:
