@@ -303,6 +303,7 @@ class _ModelSource(SessionOwner):
     def __init__(self, session: Session, name: str) -> None:
         super().__init__(session)
         self._name = name
+        self.give_back = session.reconnecting.release
 
     def borrow(
         self,
@@ -329,7 +330,7 @@ class _ModelSource(SessionOwner):
         request.model, request.location = self._name, messages.location_to_wire(location)
         request.extent_bytes, request.count = extent_bytes, count
         request.ahead, request.wanted_bytes = ahead, wanted_bytes
-        self._session.borrow(frame, placement, until)
+        self._session.reconnecting.call(frame, placement, until=until)
 
     def check_may_borrow(self) -> None:
         """Raise `InvalidRequest` in a callback of `on_recall`."""
@@ -345,7 +346,3 @@ class _ModelSource(SessionOwner):
     def credit(self, size: int, location: Location) -> None:
         """Declare `size` bytes less."""
         self._session.declarations.end(self._name, location, size)
-
-    def give_back(self, extent_ids: Sequence[int]) -> None:
-        """Release the extents that the inventory has; ignore others."""
-        self._session.reconnecting.release(extent_ids)

@@ -8,7 +8,7 @@ knows a name, a size and a generation, but not the contents.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -71,8 +71,7 @@ class Segment(AtAddress):
         request = pb.CreateSegmentRequest(
             model=model, segment_id=arguments.name_of("segment", name), location=place, size_bytes=length
         )
-        frame = Frame(create_segment=request)
-        return cls._take(session, lambda hold: session.borrow(frame, hold, until), writable=True)
+        return cls._take(session, Frame(create_segment=request), until, writable=True)
 
     @classmethod
     def attach(cls, session: Session, name: str, timeout: float) -> Segment:
@@ -82,15 +81,16 @@ class Segment(AtAddress):
         wait = Duration()
         wait.FromNanoseconds(int(timeout * 1e9))
         frame = Frame(attach_segment=pb.AttachSegmentRequest(name=name, wait=wait))
-        return cls._take(session, lambda hold: session.reconnecting.call(frame, hold), writable=False)
+        return cls._take(session, frame, None, writable=False)
 
     @classmethod
-    def _take(cls, session: Session, ask: Callable[[_Hold], resources_pb2.Segment], *, writable: bool) -> Segment:
+    def _take(cls, session: Session, frame: Frame, until: float | None, *, writable: bool) -> Segment:
         def take() -> Segment:
             with device_failures(), ExitStack() as imported:
                 hold = _Hold(session)
                 imported.callback(hold.undo)
-                hold.generation = (answer := ask(hold)).generation
+                answer = session.reconnecting.call(frame, hold, until=until)
+                hold.generation = answer.generation
                 with ExitStack() as undo:
                     undo.callback(hold.give_back, ())
                     segment = cls(session, hold, answer, writable=writable)

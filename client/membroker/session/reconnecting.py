@@ -26,6 +26,7 @@ from ..memory.lender import Placement
 from ..types import Disconnected, Forgotten, Resumed
 from ..v1 import broker_pb2
 from ..v1 import handoff_pb2 as pb
+from ..wire.names import MAX_WAIT_SECONDS
 from .connection import Connection
 from .handshake import open_session, pauses, reconcile
 from .inventory import HeldResources, Inventory
@@ -142,14 +143,18 @@ class ReconnectingConnection:
         timeout: float | None = None,
         note: Callable[[], None] | None = None,
         before_repeat: Callable[[Connection], object] | None = None,
+        until: float | None = None,
     ) -> Any:
         """Make a call over the present connection, and repeat it over the next one when the connection is lost.
 
-        `before_repeat` is called with the next connection. Raises what `Connection.call` raises, `BrokerUnavailable`
-        when there is no connection for too long, `SessionLost` and `ClosedError`.
+        `before_repeat` is called with the next connection. The broker lets a request for memory wait for it `until`
+        then, on the monotonic clock; None: as long as its rules say. Raises what `Connection.call` raises,
+        `BrokerUnavailable` when there is no connection for too long, `SessionLost` and `ClosedError`.
         """
         connection = self.connection
         while True:
+            if until is not None:
+                _let_wait(frame, until)
             try:
                 return connection.call(frame, placement, timeout=timeout, note=note)
             except (BrokerUnavailable, AccessDenied) as error:
@@ -400,3 +405,10 @@ class ReconnectingConnection:
         self.connection.abandon()
         self.notices.abandon()
         self._grpc.abandon()
+
+
+def _let_wait(frame: pb.Frame, until: float) -> None:
+    """State in a request how long it may wait from now on."""
+    left = max(0.0, until - time.monotonic())
+    request = getattr(frame, str(frame.WhichOneof("kind")))
+    request.wait.FromNanoseconds(min(int(left * 1e9), MAX_WAIT_SECONDS * 10**9))

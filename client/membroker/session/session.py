@@ -6,7 +6,6 @@ client that is garbage ends by itself.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,14 +14,13 @@ from typing import Any
 from ..errors import InvalidRequest, ModelNotFound, SegmentNotFound
 from ..interrupts import device_failures
 from ..memory.holder import Holder
-from ..memory.lender import Placement
 from ..v1 import broker_pb2, resources_pb2
 from ..v1 import handoff_pb2 as pb
 from ..v1.handoff_pb2 import Frame
 from ..v1.resources_pb2 import Segment
 from ..vmm import open_driver
 from ..vmm.driver import Driver
-from ..wire.names import MAX_CLIENT_CHARACTERS, MAX_WAIT_SECONDS, PROTOCOL_VERSION
+from ..wire.names import MAX_CLIENT_CHARACTERS, PROTOCOL_VERSION
 from .connection import Connection
 from .declarations import Declarations
 from .recalls import Recalls
@@ -128,7 +126,7 @@ class Session(Holder[_Link]):
         if not self._forked:
             self.reconnecting.interrupted()
 
-    # Models, and what is read by gRPC
+    # Models, segments, and what is read by gRPC
 
     def ask(self, method: str, request: Any) -> Any:
         """Make a call that changes nothing. Raises `ClosedError`."""
@@ -167,24 +165,6 @@ class Session(Holder[_Link]):
         self.reconnecting.inventory.left(name)
         if (recalls := self.reconnecting.notices.recalls()) is not None:
             recalls.forget(name)
-
-    # Memory
-
-    def borrow(self, frame: Frame, placement: Placement, until: float | None) -> Any:
-        """Send a request for memory, whose descriptors `placement` takes. All or nothing; returns the response.
-
-        The broker lets it wait for memory `until` then, on the monotonic clock; None: as long as its rules say.
-        """
-        if until is None:
-            return self.reconnecting.call(frame, placement)
-        request = getattr(frame, str(frame.WhichOneof("kind")))
-
-        def wait_for_the_rest(_: Connection | None = None) -> None:
-            left = max(0.0, until - time.monotonic())
-            request.wait.FromNanoseconds(min(int(left * 1e9), MAX_WAIT_SECONDS * 10**9))
-
-        wait_for_the_rest()
-        return self.reconnecting.call(frame, placement, before_repeat=wait_for_the_rest)
 
     def delete_segment(self, request: broker_pb2.DeleteSegmentRequest) -> Segment:
         """End a segment."""
