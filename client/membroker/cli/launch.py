@@ -33,22 +33,20 @@ executed."""
 
 def add_command(subparsers: Commands) -> None:
     """Add `run`."""
-    parser = commands.add_bare(
+    parser = commands.add(
         subparsers,
         "run",
+        run,
         "start a program with its endpoint, its model and its limit",
         "run -- python serve.py\n"
         "run --model llama-7b --limit 8GiB -- python serve.py --port 8001\n"
         "run --device 1 --model llama-7b -- python serve.py",
         _NOTES,
+        lists=False,
     )
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--endpoint", metavar="DIR", help="the directory of an endpoint or a device")
-    where.add_argument("--device", metavar="INDEX|UUID", help="this device's broker")
     parser.add_argument("--model", metavar="NAME", type=_model, help="the model for which the program borrows")
     parser.add_argument("--limit", metavar="SIZE", type=commands.size, help='the most that it borrows, as in "8GiB"')
     parser.add_argument("program", metavar="COMMAND", nargs=argparse.REMAINDER, help="the program and its arguments")
-    parser.set_defaults(command=run)
 
 
 def _model(text: str) -> str:

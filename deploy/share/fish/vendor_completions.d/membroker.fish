@@ -68,7 +68,7 @@ complete -c membroker -n '_shtab_membroker_using doctor' -l json -d 'JSON, sizes
 complete -c membroker -n '_shtab_membroker_using; and test $_shtab_membroker_npos -eq 0' -a run -d 'Start a program with its endpoint, its model and its limit.'
 complete -c membroker -n '_shtab_membroker_using run' -s h -l help -d 'show this help message and exit'
 complete -c membroker -n '_shtab_membroker_using run' -l endpoint -x -d 'the directory of an endpoint or a device'
-complete -c membroker -n '_shtab_membroker_using run' -l device -x -d 'this device'"'"'s broker'
+complete -c membroker -n '_shtab_membroker_using run' -l device -x -d 'this device'"'"'s broker; `nvidia-smi -L` lists devices'
 complete -c membroker -n '_shtab_membroker_using run' -l model -x -d 'the model for which the program borrows'
 complete -c membroker -n '_shtab_membroker_using run' -l limit -x -d 'the most that it borrows, as in "8GiB"'
 complete -c membroker -n '_shtab_membroker_using; and test $_shtab_membroker_npos -eq 0' -a status -d 'The device and its memory, of every broker of this machine.'
