@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
 
@@ -39,6 +40,7 @@ class Nothing:
 NOTHING = Nothing()
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """One call in flight: `deadline` is on the monotonic clock, `note` enters what the call did.
 
@@ -47,33 +49,20 @@ class Call:
     every delivery precedes the answer.
     """
 
-    __slots__ = (
-        *("by_grpc", "deadline", "expected", "extent_ids", "inbox"),
-        *("keep", "note", "outcome", "placement", "request", "request_id", "segment", "sent"),
-    )
-
-    def __init__(
-        self,
-        request_id: int,
-        request: AllocateExtentsRequest,
-        placement: Placement,
-        timeout: float | None,
-        note: Callable[[], None] | None,
-    ) -> None:
-        self.request_id = request_id
-        self.request = request
-        self.placement = placement
-        self.deadline = None if timeout is None else time.monotonic() + timeout
-        self.note = note
-        self.inbox: deque[handoff.Packet] = deque()
-        self.extent_ids: list[int] = []
-        self.segment = 0
-        self.outcome: Outcome | None = None
-        self.expected = 0
-        self.by_grpc = False
-        self.sent = False
-        self.keep = False
-        """The placement could not unmap what it took, so that is still held."""
+    request_id: int
+    request: AllocateExtentsRequest
+    placement: Placement
+    deadline: float | None
+    note: Callable[[], None] | None
+    inbox: deque[handoff.Packet] = field(default_factory=deque)
+    extent_ids: list[int] = field(default_factory=list)
+    segment: int = 0
+    outcome: Outcome | None = None
+    expected: int = 0
+    by_grpc: bool = False
+    sent: bool = False
+    keep: bool = False
+    """The placement could not unmap what it took, so that is still held."""
 
     def seconds_left(self) -> float | None:
         """Return how long the answer may still take; None for any time."""

@@ -96,7 +96,8 @@ class Connection:
         when the broker answers. An interrupt ends the connection instead, and the resume settles what became of the
         call. Raises the broker's refusal, `BrokerUnavailable`, `DescriptorLimit`, and what `placement` raises.
         """
-        call = Call(next(self._request_ids), frame.allocate, placement or NOTHING, timeout, note)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        call = Call(next(self._request_ids), frame.allocate, placement or NOTHING, deadline, note)
         frame.request_id = call.request_id
         try:
             try:
