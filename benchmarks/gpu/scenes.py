@@ -195,9 +195,7 @@ def attach(stage: Stage) -> Iterator[Section]:
 
 def _descriptors(daemon: Daemon, resource: str) -> list[tuple[int, int]]:
     """Return copies of a segment's descriptors, which the broker exported, with their sizes."""
-    session = Session(
-        daemon.endpoint(), transport="handoff", observer=False, client="benchmarks", timeout=60, outage=0, driver=None
-    )
+    session = Session(daemon.endpoint(), client="benchmarks", timeout=60)
     keeper = Keeper()
     try:
         session.reconnecting.call(Frame(attach_segment=broker_pb2.AttachSegmentRequest(name=resource)), keeper)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,7 +20,6 @@ from .errors import BrokerAbsent, BrokerUnavailable, InvalidRequest
 from .model import Model
 from .segment import Segment
 from .session import messages
-from .session.endpoint import find_endpoint
 from .session.handshake import pauses
 from .session.rpc import rows_of
 from .session.session import Session
@@ -66,7 +64,7 @@ def connect(
     deadline, told = time.monotonic() + timeout, False
     for pause in pauses():
         try:
-            return enter(
+            session = Session(
                 endpoint,
                 transport=transport,
                 observer=observer,
@@ -75,6 +73,7 @@ def connect(
                 outage=outage,
                 driver=driver,
             )
+            return Client(session)
         except BrokerUnavailable as error:
             left = deadline - time.monotonic()
             if left <= 0 or not (isinstance(error, BrokerAbsent) or error.reason == "STOPPING"):
@@ -84,34 +83,6 @@ def connect(
                 told = True
         time.sleep(min(pause, left))
     raise AssertionError("pauses() has no end")
-
-
-def enter(
-    endpoint: str | os.PathLike[str] | None = None,
-    *,
-    transport: str = "handoff",
-    observer: bool = False,
-    client: str | None = None,
-    timeout: float = 5.0,
-    outage: float = 0.0,
-    driver: Driver | None = None,
-) -> Client:
-    """As `connect`, without waiting for a broker that is absent or goes away: for commands, which can be repeated."""
-    session = Session(
-        find_endpoint(endpoint),
-        transport=transport,
-        observer=observer,
-        client=arguments.name_of("client", client) if client is not None else _program(),
-        timeout=timeout,
-        outage=outage,
-        driver=driver,
-    )
-    return Client(session)
-
-
-def _program() -> str:
-    name = os.path.basename(sys.argv[0] if sys.argv else "") or os.path.basename(sys.executable) or "python"
-    return name.encode(errors="replace").decode()  # a file's name may have any bytes
 
 
 @renamed(driver="driver_kind")

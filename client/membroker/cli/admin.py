@@ -14,12 +14,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ..client import Client, enter
+from ..client import Client
 from ..deprecated import renamed
 from ..errors import AccessDenied, BrokerUnavailable, InvalidRequest
 from ..session import messages
 from ..session.endpoint import VARIABLE, check_path, default_device, diagnose, find_endpoint, is_device, not_answering
 from ..session.rpc import GrpcCalls, rows_of
+from ..session.session import Session
 from ..types import Decision, DeviceStatus, ModelStatus, SegmentStatus, SessionStatus, SleepStatus
 from ..v1 import admin_pb2, broker_pb2
 from ..v1.admin_pb2_grpc import AdminServiceStub
@@ -252,7 +253,7 @@ def _enter(endpoint: str | None, env: Mapping[str, str]) -> Client | Admin:
     whole = chosen is None or is_device(chosen)
     directory = find_endpoint(endpoint, env)
     try:
-        return enter(directory, observer=True, client="membroker (command)")
+        return Client(Session(directory, observer=True, client="membroker (command)"))
     except (BrokerUnavailable, AccessDenied):
         if not whole:
             raise

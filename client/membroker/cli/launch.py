@@ -14,8 +14,9 @@ import signal
 import sys
 from contextlib import closing
 
-from ..client import LIMIT_VARIABLE, MODEL_VARIABLE, enter
+from ..client import LIMIT_VARIABLE, MODEL_VARIABLE
 from ..session.endpoint import VARIABLE
+from ..session.session import Session
 from ..wire import names
 from . import commands
 from .commands import Commands
@@ -62,8 +63,8 @@ def run(options: argparse.Namespace) -> int:
         options.parser.error("the following arguments are required: COMMAND, as in `membroker run -- python serve.py`")
     if options.limit is not None and options.model is None:
         options.parser.error("--limit is a model's: give --model, too")
-    with closing(enter(options.endpoint, observer=True, client="membroker run")) as client:
-        environment = {**os.environ, VARIABLE: str(client.endpoint)}
+    with closing(Session(options.endpoint, observer=True, client="membroker run")) as session:
+        environment = {**os.environ, VARIABLE: str(session.endpoint)}
     for variable in (MODEL_VARIABLE, LIMIT_VARIABLE):  # those of a program around this one are not meant
         environment.pop(variable, None)
     if options.model is not None:

@@ -6,11 +6,13 @@ client that is garbage ends by itself.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
+from ..arguments import name_of
 from ..errors import InvalidRequest, ModelNotFound, SegmentNotFound
 from ..interrupts import device_failures
 from ..memory.holder import Holder
@@ -23,6 +25,7 @@ from ..vmm.driver import Driver
 from ..wire.names import MAX_CLIENT_CHARACTERS, PROTOCOL_VERSION
 from .connection import Connection
 from .declarations import Declarations
+from .endpoint import find_endpoint
 from .recalls import Recalls
 from .reconnecting import ReconnectingConnection
 from .rpc import CONTROL_SECONDS
@@ -59,32 +62,34 @@ class _Link:
 
 
 class Session(Holder[_Link]):
-    """An open session at `endpoint`. Raises what `open_session` raises, and then leaves nothing behind.
+    """An open session. Raises what `open_session` raises, and then leaves nothing behind.
 
-    `timeout` and `outage` are those of `connect`.
+    The arguments are those of `connect`. But it does not wait for a broker that is absent, and by default its calls do
+    not wait for one that goes away: commands can be repeated.
     """
 
     _name, _instead = "client", "call connect() again"
 
     def __init__(
         self,
-        endpoint: Path,
+        endpoint: str | os.PathLike[str] | None = None,
         *,
-        transport: str,
-        observer: bool,
-        client: str,
-        timeout: float,
-        outage: float,
-        driver: Driver | None,
+        transport: str = "handoff",
+        observer: bool = False,
+        client: str | None = None,
+        timeout: float = 5.0,
+        outage: float = 0.0,
+        driver: Driver | None = None,
     ) -> None:
+        self.endpoint = find_endpoint(endpoint)
+        name = _program() if client is None else name_of("client", client)
         if transport not in ("handoff", "grpc"):
             raise InvalidRequest(f'a transport is "handoff" or "grpc", not {transport!r}')
         if isinstance(driver, str):
             raise InvalidRequest(f"a driver is one that is open, not {driver!r}: without it the broker's is opened")
-        hello = pb.Hello(protocol_version=PROTOCOL_VERSION, observer=observer, client=client[:MAX_CLIENT_CHARACTERS])
-        self.endpoint = endpoint
+        hello = pb.Hello(protocol_version=PROTOCOL_VERSION, observer=observer, client=name[:MAX_CLIENT_CHARACTERS])
         self.reconnecting = ReconnectingConnection(
-            endpoint, hello, timeout=timeout, outage=outage, by_grpc=transport == "grpc"
+            self.endpoint, hello, timeout=timeout, outage=outage, by_grpc=transport == "grpc"
         )
         self.welcome = self.reconnecting.welcome
         self.declarations = Declarations(self.reconnecting)
@@ -200,6 +205,11 @@ class Session(Holder[_Link]):
     def _end_waits(self, *, wait: bool) -> None:
         self._end_recalls()
         self.reconnecting.end_waits(at_exit=not wait)
+
+
+def _program() -> str:
+    name = os.path.basename(sys.argv[0] if sys.argv else "") or os.path.basename(sys.executable) or "python"
+    return name.encode(errors="replace").decode()  # a file's name may have any bytes
 
 
 class SessionOwner:

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 import membroker
-from membroker.client import enter
 from membroker.errors import AccessDenied, BrokerUnavailable, InvalidRequest
 from membroker.session import endpoint
+from membroker.session.session import Session
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def listening(path: Path, kind: int = socket.SOCK_SEQPACKET, backlog: int = 8) -
 
 def why(directory: Path, timeout: float = 5.0) -> str:
     with pytest.raises(BrokerUnavailable) as caught:
-        enter(directory, timeout=timeout)
+        Session(directory, timeout=timeout)
     return str(caught.value)
 
 
