@@ -38,7 +38,7 @@ _LATE = ("goodbye", "declare", "detach_segment", "release")
 """Answers that come late when their caller ran out of time: not worth a warning."""
 
 
-class Connection:
+class Connection(SharedSocket):
     """A connected handoff socket, after the Welcome, or after a resume.
 
     What each call brings is entered in `inventory`. `revision` and `session` are the Welcome's. `request_ids` are the
@@ -60,6 +60,7 @@ class Connection:
         by_grpc: Collection[str] = (),
         on_lost: Callable[[Connection], None] = lambda _: None,
     ) -> None:
+        super().__init__(connection, name, counts=revision > 0, on_lost=on_lost)
         self.models = frozenset(models)
         self.revision = revision
         self._session = session
@@ -69,16 +70,6 @@ class Connection:
         self._by_grpc = by_grpc
         self._calls: dict[int, Call] = {}
         self._reader_thread: threading.Thread | None = None
-        shared = self._shared = SharedSocket(
-            *(connection, name),
-            counts=revision > 0,
-            route=self._route,
-            refuse=self._refuse,
-            on_lost=lambda: on_lost(self),
-        )
-        self.heard_stopping = shared.heard_stopping
-        self.read_to_the_end = shared.read_to_the_end
-        self.interrupt, self.close, self.abandon = shared.interrupt, shared.close, shared.abandon
 
     # Calls
 
@@ -103,12 +94,12 @@ class Connection:
             try:
                 # Entered first: a resume waits for every call that is entered when the connection is lost.
                 self._calls[call.request_id] = call
-                if self._shared.end is not None:
-                    self._shared.check_open()
+                if self.end is not None:
+                    self.check_open()
                 if self._by_grpc and frame.WhichOneof("kind") in self._by_grpc:
                     self._start_by_grpc(call, frame)
                 else:
-                    self._shared.send(frame)
+                    self.send(frame)
                 call.sent = True
                 while self._wait(call):
                     self._take(call)
@@ -126,9 +117,9 @@ class Connection:
             raise
         finally:
             self._calls.pop(call.request_id, None)
-            if self._shared.end is not None:
-                with self._shared.changed.lock:
-                    self._shared.changed.tell_all()
+            if self.end is not None:
+                with self.changed.lock:
+                    self.changed.tell_all()
         assert call.outcome is not None
         return call.outcome
 
@@ -146,7 +137,7 @@ class Connection:
             request.no_reply = answer_within is None
             if answer_within is None:
                 frame.request_id = next(self._request_ids)
-                self._shared.send(frame)
+                self.send(frame)
             else:
                 self.call(frame, timeout=answer_within)
             del ids[:MAX_IDS_PER_FRAME]
@@ -157,7 +148,7 @@ class Connection:
         frame = pb.Frame(detach_segment=request)
         if answer_within is None:
             frame.request_id = next(self._request_ids)
-            self._shared.send(frame)
+            self.send(frame)
         else:
             self.call(frame, timeout=answer_within)
 
@@ -170,7 +161,7 @@ class Connection:
         frame.recall_answer.recall_id = recall_id
         frame.recall_answer.bytes = size
         with suppress(BrokerUnavailable, ClosedError):
-            self._shared.send(frame)
+            self.send(frame)
 
     def answer_sleep(self, sleep_id: int, status: SleepStatus) -> None:
         """Answer an operator's question. Does nothing if the connection has ended: the operator asks again."""
@@ -178,19 +169,9 @@ class Connection:
         frame.sleep_answer.sleep_id = sleep_id
         frame.sleep_answer.status.CopyFrom(status)
         with suppress(BrokerUnavailable, ClosedError):
-            self._shared.send(frame)
+            self.send(frame)
 
     # The end
-
-    @property
-    def lost(self) -> bool:
-        """Whether the connection ended without `close`."""
-        return self._shared.lost
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether this side ended it, because an interrupt left a call half done."""
-        return self._shared.interrupted
 
     @property
     def has_calls(self) -> bool:
@@ -199,9 +180,9 @@ class Connection:
 
     def wait_until_idle(self) -> None:
         """Wait until every call has ended. Once the connection is lost, they have then unmapped what they got."""
-        with self._shared.changed.lock:
+        with self.changed.lock:
             while self._calls:
-                self._shared.changed.wait()
+                self.changed.wait()
 
     def say_goodbye(self, timeout: float) -> None:
         """End the session at the broker, if it still listens; wait at most `timeout` seconds for its answer."""
@@ -221,11 +202,11 @@ class Connection:
         What the broker delivered before a refusal is in the socket by now.
         """
         if self._reader_thread is not None:
-            self._shared.drain()
-        with self._shared.changed.lock:
-            if self._shared.end is None:
+            self.drain()
+        with self.changed.lock:
+            if self.end is None:
                 call.outcome, call.expected = outcome, extents
-            self._shared.changed.tell_all()
+            self.changed.tell_all()
 
     def _note(self, call: Call) -> None:
         """Enter what a call has brought, before it is forgotten: no resume can miss it."""
@@ -260,9 +241,9 @@ class Connection:
 
     def _leave(self, call: Call) -> None:
         """Undo a call that an interrupt ended. The resume tells the broker what is not held."""
-        with self._shared.changed.lock:
-            if self._shared.reader == threading.get_ident():
-                self._shared.reader = None
+        with self.changed.lock:
+            if self.reader == threading.get_ident():
+                self.reader = None
         self.interrupt()
         try:
             self._undo(call)
@@ -293,51 +274,51 @@ class Connection:
         After the last delivery of the only call in flight none waits, and the next frame says it. A call that begins
         meanwhile is either seen here, or its own frame carries the count: it is entered before that is read.
         """
-        with self._shared.changed.lock:
+        with self.changed.lock:
             close_each(packet.descriptors)
-            self._shared.unclosed.remove(packet)
-            if self._shared.counts and (not self._shared.taken.take(packet.frame) or (last and len(self._calls) == 1)):
+            self.unclosed.remove(packet)
+            if self.counts and (not self.taken.take(packet.frame) or (last and len(self._calls) == 1)):
                 return  # or the thread that takes an earlier delivery says so
         frame = pb.Frame(request_id=packet.frame.request_id)
         frame.ack.part = packet.frame.delivery.part
-        self._shared.send(frame)
+        self.send(frame)
 
     # Reading: one thread at a time, for all
 
     def start_reader(self) -> None:
         """Let a thread read for all callers until the connection ends: for a session by gRPC."""
-        self._reader_thread = threading.Thread(target=self._shared.read_for_all, name="membroker-reader", daemon=True)
-        self._shared.reader = 0  # no caller reads
+        self._reader_thread = threading.Thread(target=self.read_for_all, name="membroker-reader", daemon=True)
+        self.reader = 0  # no caller reads
         self._reader_thread.start()
 
     def _wait(self, call: Call) -> bool:
         """Return True when `call` has a delivery to take, False when it is over."""
         while True:
-            with self._shared.changed.lock:
+            with self.changed.lock:
                 if call.inbox:
                     return True
                 if call.outcome is not None and len(call.extent_ids) >= call.expected:
                     return False
-                if self._shared.end is not None:
-                    self._shared.check_open()
+                if self.end is not None:
+                    self.check_open()
                 if call.deadline is not None and time.monotonic() >= call.deadline:
-                    raise BrokerUnavailable(f"the broker at {self._shared.name} did not answer in time")
-                if self._shared.reader is not None or call.by_grpc:
+                    raise BrokerUnavailable(f"the broker at {self.name} did not answer in time")
+                if self.reader is not None or call.by_grpc:
                     left = call.seconds_left()
-                    self._shared.changed.wait(LOOK_SECONDS if left is None else min(left, LOOK_SECONDS))
+                    self.changed.wait(LOOK_SECONDS if left is None else min(left, LOOK_SECONDS))
                     continue
-                self._shared.reader = threading.get_ident()
-            if call.deadline is None or self._shared.readable(call.deadline - time.monotonic()):
-                self._shared.read()
+                self.reader = threading.get_ident()
+            if call.deadline is None or self.readable(call.deadline - time.monotonic()):
+                self.read()
             else:
-                self._shared.hand_on(None)
+                self.hand_on(None)
 
     def _route(self, packet: handoff.Packet) -> bool:
         """Give a packet to its call; False when no call waits for it. The lock is held."""
         frame = packet.frame
         kind = frame.WhichOneof("kind")
         if kind == "delivery":
-            self._shared.taken.arrived(frame)
+            self.taken.arrived(frame)
             reply = frame.delivery.reply if frame.delivery.HasField("reply") else None
         else:
             reply = frame.reply
@@ -347,7 +328,7 @@ class Connection:
         if kind == "delivery":
             call.inbox.append(packet)
         else:
-            self._shared.close_packet(packet)
+            self.close_packet(packet)
         if reply is not None:
             call.outcome = outcome_of(reply)
         return True
@@ -365,16 +346,14 @@ class Connection:
                 elif delivery.part == delivery.parts - 1:
                     self.detach(delivery.segment)
             return
-        with self._shared.changed.lock:
-            self._shared.close_packet(packet)
+        with self.changed.lock:
+            self.close_packet(packet)
         if kind == "reply" and frame.reply.HasField("error"):
             error = from_status(frame.reply.error)
             if error.reason == "PROTOCOL_VIOLATION":
                 # The broker closes now, and what was wrong would be wrong again.
-                self._shared.break_off(
-                    ProtocolError, f"the broker at {self._shared.name} ended the connection: {error}"
-                )
+                self.break_off(ProtocolError, f"the broker at {self.name} ended the connection: {error}")
                 return
         # Once the connection has ended its calls have gone, and their answers may still be on the way here.
-        if self._shared.end is None and (kind != "reply" or frame.reply.WhichOneof("result") not in _LATE):
+        if self.end is None and (kind != "reply" or frame.reply.WhichOneof("result") not in _LATE):
             logger.warning("the broker sent a frame that no call waits for: %s", kind)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from ..errors import BrokerUnavailable, ClosedError, MembrokerError, ProtocolError
 from ..interrupts import Condition, uninterrupted
@@ -24,10 +25,9 @@ _NOSIGNAL = int(socket.MSG_NOSIGNAL)
 
 
 class SharedSocket:
-    """A connected socket of the broker at `name`.
+    """A connected socket of the broker at `name`. A subclass says what a packet is for.
 
-    `route` gives a packet to whatever waits for it, under the lock, or returns False; then `refuse` gets it, without
-    the lock. With `counts`, each frame carries the number of deliveries that were taken. `on_lost` is called when the
+    With `counts`, each frame carries the number of deliveries that were taken. `on_lost` is called with this when the
     connection ends without `close`, by any thread.
     """
 
@@ -37,9 +37,7 @@ class SharedSocket:
         name: str,
         *,
         counts: bool,
-        route: Callable[[handoff.Packet], bool],
-        refuse: Callable[[handoff.Packet], None],
-        on_lost: Callable[[], None],
+        on_lost: Callable[[Any], None],
     ) -> None:
         self.socket = connection
         self.name = name
@@ -52,10 +50,16 @@ class SharedSocket:
         self.interrupted = False
         """Whether this side ended it, because an interrupt left a call half done."""
         self.counts = counts
-        self._route = route
-        self._refuse = refuse
         self._on_lost = on_lost
         self._stopping = ""
+
+    def _route(self, packet: handoff.Packet) -> bool:
+        """Give a packet to whatever waits for it; return False if nothing does. The lock is held."""
+        raise NotImplementedError
+
+    def _refuse(self, packet: handoff.Packet) -> None:
+        """Drop a packet that nothing waits for. The lock is not held."""
+        raise NotImplementedError
 
     def send(self, frame: pb.Frame) -> None:
         """Send a frame. Raises what ended the connection."""
@@ -169,7 +173,7 @@ class SharedSocket:
             interrupted=True,
         )
         if self.lost:
-            self._on_lost()
+            self._on_lost(self)
 
     def break_off(self, kind: type[MembrokerError], why: str, *, interrupted: bool = False) -> None:
         """End the connection, unless it has ended: calls raise this error from now on."""
@@ -191,7 +195,7 @@ class SharedSocket:
             "start it again (`membrokerd`), and the session goes on",
         )
         if self.lost:
-            self._on_lost()
+            self._on_lost(self)
 
     def close(self) -> None:
         """Close the socket, and packets that were not taken. Calls in flight, and later ones, raise `ClosedError`."""
