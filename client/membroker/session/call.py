@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
@@ -26,32 +26,19 @@ Outcome = Message | MembrokerError
 """The end of a call: the response, or the refusal as it will be raised."""
 
 
-class Nothing:
-    """The placement of a call that brings no descriptors."""
-
-    def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
-        """Refuse them."""
-        raise ProtocolError(f"{len(descriptors)} descriptors came with an answer that should have none")
-
-    def undo(self) -> None:
-        """Do nothing: nothing was placed."""
-
-
-NOTHING = Nothing()
-
-
 @dataclass(slots=True, eq=False)
 class Call:
     """One call in flight: `deadline` is on the monotonic clock, `note` enters what the call did.
 
-    `request` says what it borrows, and is empty for a call that borrows no extents.
+    `request` says what it borrows, and is empty for a call that borrows no extents. `placement` is None for a call that
+    brings no descriptors.
     `expected` is how many extents must arrive before it is over. Only an answer by gRPC sets it: on the handoff socket
     every delivery precedes the answer.
     """
 
     request_id: int
     request: AllocateExtentsRequest
-    placement: Placement
+    placement: Placement | None
     deadline: float | None
     note: Callable[[], None] | None
     inbox: deque[handoff.Packet] = field(default_factory=deque)

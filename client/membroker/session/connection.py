@@ -27,7 +27,7 @@ from ..v1.resources_pb2 import SleepStatus
 from ..wire import frames as handoff
 from ..wire.descriptors import close_each
 from ..wire.names import MAX_IDS_PER_FRAME
-from .call import LOOK_SECONDS, NOTHING, Call, Outcome, incomplete, outcome_of
+from .call import LOOK_SECONDS, Call, Outcome, incomplete, outcome_of
 from .inventory import Inventory
 from .rpc import GrpcCalls
 from .shared_socket import SharedSocket
@@ -88,7 +88,7 @@ class Connection(SharedSocket):
         call. Raises the broker's refusal, `BrokerUnavailable`, `DescriptorLimit`, and what `placement` raises.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        call = Call(next(self._request_ids), frame.allocate, placement or NOTHING, deadline, note)
+        call = Call(next(self._request_ids), frame.allocate, placement, deadline, note)
         frame.request_id = call.request_id
         try:
             try:
@@ -220,9 +220,10 @@ class Connection(SharedSocket):
 
     def _undo(self, call: Call) -> None:
         """Let the placement unmap what it took. What it could not unmap is not released either, but held."""
-        call.keep = True
-        call.placement.undo()
-        call.keep = False
+        if call.placement is not None:
+            call.keep = True
+            call.placement.undo()
+            call.keep = False
 
     def _give_up(self, call: Call) -> None:
         """Undo a call that failed, and release all that came for it, when the broker has answered."""
@@ -263,6 +264,9 @@ class Connection(SharedSocket):
             if use:
                 if packet.truncated or len(delivery.extent_ids) != len(packet.descriptors):
                     raise incomplete(packet)
+                if call.placement is None:
+                    there = len(packet.descriptors)
+                    raise ProtocolError(f"{there} descriptors came with an answer that should have none")
                 call.placement.place(delivery.extent_ids, packet.descriptors, delivery.extent_bytes)
         finally:
             call.inbox.popleft()
