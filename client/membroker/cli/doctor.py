@@ -6,6 +6,7 @@ and what to do about it. It must never leave anything behind.
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import importlib.util
 import os
@@ -63,10 +64,10 @@ class Check:
     advice: str = ""
 
 
-def run_doctor(endpoint: str | None, *, as_json: bool) -> int:
+def run_doctor(options: argparse.Namespace) -> int:
     """Print every check; return 1 when one fails, else 0."""
-    checks = examine(endpoint)
-    if as_json:
+    checks = examine(options.endpoint)
+    if options.json:
         tables.print_json(checks, sys.stdout)
     else:
         for check in checks:

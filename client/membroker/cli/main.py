@@ -184,10 +184,6 @@ def _models(options: argparse.Namespace) -> int:
             time.sleep(options.watch)
 
 
-def _doctor(options: argparse.Namespace) -> int:
-    return run_doctor(options.endpoint, as_json=options.json)
-
-
 def _demo(options: argparse.Namespace) -> int:
     if missing := missing_packages():
         print(
@@ -242,7 +238,7 @@ def _add_first(subparsers: Commands) -> None:
     add(
         subparsers,
         "doctor",
-        _doctor,
+        run_doctor,
         "check whether this machine can run a broker",
         "doctor\ndoctor --json\ndoctor --endpoint /run/membroker/gpu-12345678/tenants/acme    can this user enter it?",
         _DOCTOR,
