@@ -15,7 +15,7 @@ import re
 import socket
 import stat
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -60,14 +60,20 @@ def default_device(env: Mapping[str, str] = os.environ) -> Path:
 
     Directories that dead brokers left count only if no broker is alive: then the error is about that broker.
     """
-    looked = runtime_directories(env)
-    device = _only_device(looked, _may_live) or _only_device(
-        looked, lambda _: True, why=f"no broker is alive: {_START}. "
-    )
-    if device is not None:
-        return device
+    devices, why = living_devices(env), ""
+    if not devices:
+        found = map(_devices_in, runtime_directories(env))
+        devices, why = next(filter(None, found), []), f"no broker is alive: {_START}. "
+    if len(devices) > 1:
+        listed = ", ".join(str(device / "tenants" / "default") for device in devices)
+        raise InvalidRequest(
+            f"{why}{devices[0].parent} has {len(devices)} devices: name one with connect(endpoint=…), {VARIABLE}=… or "
+            f"a command's --device N, of {listed}"
+        )
+    if devices:
+        return devices[0]
     raise BrokerAbsent(
-        f"no broker was found under {' or '.join(map(str, looked))}: {_START}, "
+        f"no broker was found under {' or '.join(map(str, runtime_directories(env)))}: {_START}, "
         f"or name its endpoint's directory with {VARIABLE}=…"
     )
 
@@ -126,24 +132,6 @@ def _index_of(device: Path) -> str:
     except OSError:
         return "?"
     return text if text.isdecimal() else "?"
-
-
-def _only_device(looked: Iterable[Path], counts: Callable[[Path], bool], why: str = "") -> Path | None:
-    """Return the device for which `counts` is true, of the first runtime directory that has one; raises for several.
-
-    `why` is what the message says first.
-    """
-    for runtime in looked:
-        devices = list(filter(counts, _devices_in(runtime)))
-        if len(devices) > 1:
-            listed = ", ".join(str(device / "tenants" / "default") for device in devices)
-            raise InvalidRequest(
-                f"{why}{runtime} has {len(devices)} devices: name one with connect(endpoint=…), {VARIABLE}=… or a "
-                f"command's --device N, of {listed}"
-            )
-        if devices:
-            return devices[0]
-    return None
 
 
 def runtime_directories(env: Mapping[str, str] = os.environ) -> list[Path]:
