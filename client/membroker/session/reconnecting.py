@@ -318,7 +318,6 @@ class ReconnectingConnection:
             while not self._use(connection, notices, held, begun):
                 held = self._catch_up(connection, held)
             undo.pop_all()
-        self._attempt = ()
 
     def _use(self, connection: Connection, notices: socket.socket, held: HeldResources, begun: float) -> bool:
         """Let all calls use the new connection, unless less is held now than the broker was told."""
@@ -328,7 +327,7 @@ class ReconnectingConnection:
                 return False
             if connection.lost or not self._move("resumed"):
                 raise BrokerUnavailable(f"the connection to the broker at {self._path} ended again")
-            self.connection, self.notices.draining = connection, None
+            self.connection, self.notices.draining, self._attempt = connection, None, ()
             self._grpc.patient = True
             self.notices.listen(notices, connection)
             self.notices.tell(Resumed(time.monotonic() - begun))
