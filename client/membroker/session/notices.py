@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ..errors import DescriptorLimit
 from ..interrupts import STOPPING_SECONDS
@@ -24,9 +24,6 @@ from .background import Background
 from .connection import Connection
 from .endpoint import DESCRIPTORS_SHORT
 
-if TYPE_CHECKING:
-    from .recalls import Recalls
-
 logger = logging.getLogger("membroker")
 
 RECALLS_REVISION = 2
@@ -34,6 +31,22 @@ RECALLS_REVISION = 2
 UNSUPPORTED = SleepStatus(state=SleepStatus.UNSUPPORTED, detail="this program has no engine that can sleep")
 MOST_RECALLS = 1024
 """How many recalls may wait for a callback. The broker has one open at a time for a model and location."""
+
+
+class RecallListener(Protocol):
+    """What the broker's recalls are told to."""
+
+    def heard(self, message: pb.Recall, connection: Connection) -> None:
+        """Take a recall. The lock is held."""
+        ...
+
+    def heard_sleep(self, message: pb.Sleep, connection: Connection) -> None:
+        """Take an operator's question. The lock is held."""
+        ...
+
+    def lost(self) -> None:
+        """Drop the open recalls: the connection is lost."""
+        ...
 
 
 class Notices:
@@ -46,8 +59,8 @@ class Notices:
         self._lock = lock
         self._connected = connected
         self._callbacks: list[Callable[[Notice], object]] = []
-        self.recalls: Callable[[], Recalls | None] = lambda: None
-        """Returns the recalls of the session, which the user's objects keep."""
+        self.recalls: Callable[[], RecallListener | None] = lambda: None
+        """Returns what the broker's recalls are told to, which is kept by the user's objects."""
         self._recalling: Background | None = None
         self.callback_thread = 0
         """The number of the thread that runs callbacks of recalls; 0 before the first one."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -93,6 +94,7 @@ class Session(Holder[_Link]):
         )
         self.welcome = self.reconnecting.welcome
         self.declarations = Declarations(self.reconnecting)
+        self._recalls: Callable[[], Recalls | None] = lambda: None
         super().__init__(_Link(self.reconnecting, driver))
 
     @property
@@ -106,7 +108,11 @@ class Session(Holder[_Link]):
 
         A callback usually refers to a pool, whose memory refers to this session, and lives until the pool is garbage.
         """
-        return self.reconnecting.notices.recalls() or Recalls(self.reconnecting, lambda: self._holdings)
+        known = self._recalls()
+        if known is None:
+            known = Recalls(self.reconnecting, lambda: self._holdings)
+            self._recalls = weakref.ref(known)
+        return known
 
     @property
     def driver(self) -> Driver:
@@ -168,7 +174,7 @@ class Session(Holder[_Link]):
             if not repeated:
                 raise
         self.reconnecting.inventory.left(name)
-        if (recalls := self.reconnecting.notices.recalls()) is not None:
+        if (recalls := self._recalls()) is not None:
             recalls.forget(name)
 
     def delete_segment(self, request: broker_pb2.DeleteSegmentRequest) -> Segment:
@@ -199,7 +205,7 @@ class Session(Holder[_Link]):
         super().abandon()
 
     def _end_recalls(self) -> None:
-        if (recalls := self.reconnecting.notices.recalls()) is not None:
+        if (recalls := self._recalls()) is not None:
             recalls.end()
 
     def _end_waits(self, *, wait: bool) -> None:
