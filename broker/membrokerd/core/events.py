@@ -26,6 +26,15 @@ class Event:
 
 
 @value
+class Request(Event):
+    """What a session asks for, by a request id of its own."""
+
+    call: int
+    session: int
+    request_id: int
+
+
+@value
 class OpenSession(Event):
     """A process said Hello at a tenant's endpoint. `process` is equal for all sessions of one process.
 
@@ -107,24 +116,17 @@ class ProcessDied(Event):
 
 
 @value
-class Goodbye(Event):
+class Goodbye(Request):
     """A session ends by its own word; what it still holds counts as released."""
-
-    call: int
-    session: int
-    request_id: int
 
 
 @value
-class RegisterModel(Event):
+class RegisterModel(Request):
     """Register or join a model. Numbers that are None, or not in `limits`, are not changed.
 
     `answers`: whether the session answers recalls of the model from now on; None: as before, at first not.
     """
 
-    call: int
-    session: int
-    request_id: int
     name: ModelName
     virtual_capacity: int | None
     limits: Mapping[Location, int]
@@ -133,26 +135,20 @@ class RegisterModel(Event):
 
 
 @value
-class UnregisterModel(Event):
+class UnregisterModel(Request):
     """Leave a model."""
 
-    call: int
-    session: int
-    request_id: int
     name: ModelName
 
 
 @value
-class Allocate(Event):
+class Allocate(Request):
     """Borrow `count` extents of `extent_bytes`; wait at most `wait_ns` for room (None: as the rules say).
 
     `ahead`: before they are needed, so only if there is room and nobody waits. `wanted_bytes` is a guess of what the
     session will want soon, these included; 0: unknown.
     """
 
-    call: int
-    session: int
-    request_id: int
     name: ModelName
     location: Location
     extent_bytes: int
@@ -163,34 +159,25 @@ class Allocate(Event):
 
 
 @value
-class Release(Event):
+class Release(Request):
     """Release extents, by the session's word."""
 
-    call: int
-    session: int
-    request_id: int
     ids: tuple[int, ...]
 
 
 @value
-class Declare(Event):
+class Declare(Request):
     """The whole declaration of a session for a model and a location."""
 
-    call: int
-    session: int
-    request_id: int
     name: ModelName
     location: Location
     declared_bytes: int
 
 
 @value
-class CreateSegment(Event):
+class CreateSegment(Request):
     """Create a segment of `size` bytes under a model, to be written by this session; wait as `Allocate` does."""
 
-    call: int
-    session: int
-    request_id: int
     name: SegmentName
     location: Location
     size: int
@@ -198,39 +185,33 @@ class CreateSegment(Event):
 
 
 @value
-class SealSegment(Event):
+class SealSegment(Request):
     """The writer has written all of its segment, and waited for its own work."""
 
-    call: int
-    session: int
-    request_id: int
     segment: int
 
 
 @value
-class AttachSegment(Event):
+class AttachSegment(Request):
     """Attach a segment; wait at most `wait_ns` for its seal."""
 
-    call: int
-    session: int
-    request_id: int
     name: SegmentName
     wait_ns: int
 
 
 @value
-class DetachSegment(Event):
+class DetachSegment(Request):
     """Detach from a segment, by the session's word."""
 
-    call: int
-    session: int
-    request_id: int
     segment: int
 
 
 @value
 class DeleteSegment(Event):
-    """End a segment; `session` is None for an operator, `generation` 0 for any segment of that name."""
+    """End a segment; `session` is None for an operator, `generation` 0 for any segment of that name.
+
+    Not a `Request`, because an operator may ask for it, too.
+    """
 
     call: int
     session: int | None

@@ -8,7 +8,7 @@ concerns several parts, the machine calls them in turn.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, get_args
+from typing import Any
 
 from . import effects as fx
 from . import events as ev
@@ -28,21 +28,7 @@ from .sessions import Sessions
 from .stock import Stock
 from .waiting import Waiting
 
-_Request = (
-    ev.Goodbye
-    | ev.RegisterModel
-    | ev.UnregisterModel
-    | ev.Allocate
-    | ev.Release
-    | ev.Declare
-    | ev.CreateSegment
-    | ev.SealSegment
-    | ev.AttachSegment
-    | ev.DetachSegment
-    | ev.DeleteSegment
-)
-"""What a session asks for, by a request id of its own. (An operator may delete a segment, too.)"""
-_REQUESTS = frozenset(get_args(_Request))
+_REQUESTS = (ev.Request, ev.DeleteSegment)
 _RELEASES = (ev.Goodbye, ev.Release, ev.DetachSegment, ev.DeleteSegment)
 """Requests that are taken while the daemon stops."""
 
@@ -115,10 +101,9 @@ class Broker:
         if type(event) is ev.InputsDrained:
             taken = waiting.take(event.call) or waiting.next(now)
         while taken is not None:
-            kind = type(taken)
-            denied = self._refuse_request(taken) if kind in _REQUESTS else None
+            denied = self._refuse_request(taken) if isinstance(taken, _REQUESTS) else None
             if denied is None:
-                self._handlers[kind](taken, now)
+                self._handlers[type(taken)](taken, now)
             else:
                 self._answer_refused(taken, denied)
             if books.limits_changed:
@@ -145,7 +130,7 @@ class Broker:
 
     # --- every request ---
 
-    def _refuse_request(self, event: _Request) -> Denied | None:
+    def _refuse_request(self, event: ev.Request | ev.DeleteSegment) -> Denied | None:
         """Return why no request of this session may be taken now, or None."""
         session, books = event.session, self.books
         if session is None:  # an operator's
@@ -161,7 +146,7 @@ class Broker:
             return deny(Reason.REQUEST_ID_IN_USE, request_id=event.request_id)
         return None
 
-    def _answer_refused(self, event: _Request, denied: Denied) -> None:
+    def _answer_refused(self, event: ev.Request | ev.DeleteSegment, denied: Denied) -> None:
         """Refuse a request before any part has seen it; one about a model counts among the refusals of the model."""
         match event:
             case ev.RegisterModel() | ev.UnregisterModel() | ev.Allocate() | ev.Declare():
