@@ -13,7 +13,7 @@ from membrokerd.replay.changes import Changes
 from membrokerd.replay.figures import Tally
 from membrokerd.replay.past import Past
 from membrokerd.replay.reading import read
-from membrokerd.replay.world import Asked, World
+from membrokerd.replay.world import World
 from tests.simulation.world import World as Simulated
 
 
@@ -52,9 +52,9 @@ def recorded(seed: int, turns: int, directory: Path, max_bytes: int = MAX_FILE_B
     return directory / "trace.jsonl"
 
 
-def replayed(path: Path, changes: Changes | None = None) -> tuple[Tally, Tally, Asked]:
-    """Return what happened, and what happens, and what else is found out."""
-    happened, again, found = Tally(), Tally(), Asked()
+def replayed(path: Path, changes: Changes | None = None) -> tuple[Tally, Tally]:
+    """Return what happened, and what happens."""
+    happened, again = Tally(), Tally()
     for part in read(path):
-        World(part, Past(part, happened), changes or Changes(), again, found).run(lambda _: None)
-    return happened, again, found
+        World(part, Past(part, happened), changes or Changes(), again).run(lambda _: None)
+    return happened, again

@@ -18,7 +18,7 @@ from .changes import Changes, Misfit
 from .figures import Tally
 from .past import Past
 from .reading import Part, read
-from .world import Asked, World
+from .world import World
 
 PROGRESS_SECONDS = 0.5
 
@@ -48,13 +48,13 @@ def main() -> int:
 def replay(names: list[str], changes: Changes) -> dict[str, Any]:
     """Return what happened, and what happens with the changes, in all parts of these files."""
     parts = [(name, part) for name in names for part in _read(name)]
-    happened, replayed, found = Tally(), Tally(), Asked()
+    happened, replayed = Tally(), Tally()
     for number, (name, part) in enumerate(parts):
         if part.is_journal and changes.capacity is None:
             raise _Bad(f"{name} is a journal, which does not say the capacity: give one with --capacity")
         try:
             past = Past(part, happened)
-            World(part, past, changes, replayed, found).run(_progress(number, len(parts), len(part.rows)))
+            World(part, past, changes, replayed).run(_progress(number, len(parts), len(part.rows)))
         except Misfit as error:
             raise _Bad(str(error)) from error
         except (AssertionError, KeyError, IndexError, ValueError) as error:
@@ -64,8 +64,8 @@ def replay(names: list[str], changes: Changes) -> dict[str, Any]:
         "journal": any(part.is_journal for _, part in parts),
         "begin": _time(min((part.begin.at for _, part in parts), default=0)),
         "seconds": sum(_seconds(part) for _, part in parts),
-        "granted_now": found.granted_now,
-        "unfit_bytes": found.unfit_bytes,
+        "granted_now": replayed.granted_now,
+        "unfit_bytes": replayed.unfit_bytes,
         "models": [
             {
                 "name": str(key[0]),

@@ -49,6 +49,10 @@ class Tally:
 
     def __init__(self) -> None:
         self.rows: defaultdict[tuple[ModelName, Location], Figures] = defaultdict(Figures)
+        self.granted_now = 0
+        """Of a replay: requests that were refused in the trace."""
+        self.unfit_bytes = 0
+        """Of a replay: bytes that were lent when a part began, and do not fit."""
 
     def answered(self, name: ModelName, location: Location, reason: str, waited_ns: int | None) -> None:
         """Count a request; `reason` is that of a refusal, or empty. `waited_ns` None: it did not wait."""

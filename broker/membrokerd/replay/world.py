@@ -11,7 +11,6 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from .. import trace
@@ -36,22 +35,12 @@ MAX_DEADLINES = 5_000_000
 Reply = Callable[[fx.Result | Denied, fx.Waited | None], None]
 
 
-@dataclass(slots=True)
-class Asked:
-    """What a replay found out beside the figures."""
-
-    granted_now: int = 0
-    """Requests that were refused then."""
-    unfit_bytes: int = 0
-    """Bytes that were lent when the part began, and do not fit."""
-
-
 class World:
     """One part, replayed with other numbers. `replayed` counts what becomes of the requests."""
 
-    def __init__(self, part: Part, past: Past, changes: Changes, replayed: Tally, asked: Asked) -> None:
+    def __init__(self, part: Part, past: Past, changes: Changes, replayed: Tally) -> None:
         self._part, self._past, self._changes = part, past, changes
-        self._tally, self.asked = replayed, asked
+        self._tally = replayed
         self._rules = changes.rules(part.begin.rules)
         # What was lent when the part began was lent under earlier rules.
         self.broker = Broker(self._rules if part.is_journal else changes.without_quotas(self._rules), epoch=1)
@@ -292,9 +281,9 @@ class World:
         if (self._part.is_journal and not loan.call) or not is_uncounted(loan):
             self._tally.answered(loan.name, loan.location, reason, wait.waited_ns if wait else None)
         if reason:
-            self.asked.unfit_bytes += 0 if loan.call or self._part.is_journal else loan.size
+            self._tally.unfit_bytes += 0 if loan.call or self._part.is_journal else loan.size
             return
-        self.asked.granted_now += bool(loan.outcome and loan.outcome.reason)
+        self._tally.granted_now += bool(loan.outcome and loan.outcome.reason)
         if isinstance(result, fx.SegmentView):
             self._seal(loan, session, result)
             return
