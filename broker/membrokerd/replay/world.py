@@ -46,14 +46,12 @@ class World:
         self.broker = Broker(self._rules if part.is_journal else changes.without_quotas(self._rules), epoch=1)
         self.now = part.begin.now
         self._index: float = 0
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(1 << 63)
+        """Beyond those in a trace: a request that is in the trace has its call there."""
         self._later: list[tuple[int, float, int, Callable[[], None] | tuple[int, list[range]]]] = []
         self._events: deque[ev.Event] = deque()
         self._replies: dict[int, Reply] = {}
-        self._recorded_calls: dict[int, int] = {}
-        """By call of the core: the call in the trace."""
-        self._calls: dict[int, int] = {}
-        """By call in the trace: the one of the core, until it is answered."""
+        """By call, until it is answered."""
         self._sessions: dict[int, int] = {}
         self._recorded: dict[int, int] = {}
         """By session of the core: the session in the trace."""
@@ -133,7 +131,6 @@ class World:
             for effect in step.effects:
                 if isinstance(effect, fx.Answer):
                     reply = self._replies.pop(effect.call, None)
-                    self._calls.pop(self._recorded_calls.pop(effect.call, 0), None)
                     if reply is not None:
                         reply(effect.result, waits.get(effect.call))
                 else:
@@ -142,14 +139,16 @@ class World:
                         obey(self, effect)
             self._events.popleft()
 
-    def _ask(
-        self, make: Callable[[int], ev.Event], reply: Reply = lambda result, wait: None, recorded: int = 0
-    ) -> None:
-        call = next(self._numbers)
+    def _ask(self, make: Callable[[int], ev.Event], reply: Reply = lambda result, wait: None, call: int = 0) -> None:
+        """Give the core what asks for an answer. `call` 0: it is not in the trace."""
+        call = call or next(self._numbers)
+        assert call not in self._replies, "two requests are one call"
         self._replies[call] = reply
-        if recorded:
-            self._recorded_calls[call], self._calls[recorded] = recorded, call
         self.tell(make(call))
+
+    def _request(self, kind: Callable[..., ev.Event], session: int | None, *numbers: Any) -> None:
+        """Let a session ask for something that is not in the trace."""
+        self._ask(lambda call: kind(call, session, call, *numbers))
 
     def _make(self, make: fx.Make) -> None:
         loan = self._loans[make.request_id]
@@ -167,7 +166,7 @@ class World:
 
     def _drain(self, drain: fx.DrainInputs) -> None:
         """Let a request be refused when it was, in the trace; else behind this row."""
-        at, index = self._past.drained.get(self._recorded_calls.get(drain.call, 0), (self.now, self._index))
+        at, index = self._past.drained.get(drain.call, (self.now, self._index))
         self.do_later(max(self.now, at), index, lambda: self.tell(ev.InputsDrained(drain.call)))
 
     def _row(self, session: int) -> SessionRow | None:
@@ -190,7 +189,7 @@ class World:
         if row.cause == "connection lost":
             self.tell(ev.ConnectionLost(session))
         elif row.cause == "goodbye":
-            self._ask(lambda call: ev.Goodbye(call, session, call))
+            self._request(ev.Goodbye, session)
         elif row.cause == "process died":
             self.tell(ev.ProcessDied(session, self._deaths.seen()))
         elif row.cause == "forgotten":
@@ -229,8 +228,7 @@ class World:
         virtual, limits = self._models.get(name, (None, {}))
         known = {where: size for where, size in limits.items() if where in self.broker.books.rules.capacities}
         if session:
-            numbers = virtual, known, False, answers
-            self._ask(lambda call: ev.RegisterModel(call, session, call, name, *numbers))
+            self._request(ev.RegisterModel, session, name, virtual, known, False, answers)
 
     def _model_left(self, row: ft.ModelLeft) -> None:
         """Let a session leave a model, after it has released what it would have had to release before."""
@@ -240,8 +238,8 @@ class World:
         session = found.session
         self.release(session, [extent for extent, loan in found.extents.items() if loan.name == row.name])
         for name, where in [key for key in found.charges if key[0] == row.name]:
-            self._ask(lambda call, name=name, where=where: ev.Declare(call, session, call, name, where, 0))  # type: ignore[misc]
-        self._ask(lambda call: ev.UnregisterModel(call, session, call, row.name))
+            self._request(ev.Declare, session, name, where, 0)
+        self._request(ev.UnregisterModel, session, row.name)
 
     # --- requests ---
 
@@ -274,7 +272,7 @@ class World:
         if (found := self._row(writer)) is not None:
             self._register(found.session, loan.name, None)
             self._borrow(loan, found.session)
-            self._ask(lambda call: ev.Goodbye(call, found.session, call))
+            self._request(ev.Goodbye, found.session)
 
     def _decided(self, loan: Loan, session: int, result: fx.Result | Denied, wait: fx.Waited | None) -> None:
         reason = result.reason.value if isinstance(result, Denied) else ""
@@ -301,22 +299,20 @@ class World:
     def _seal(self, loan: Loan, session: int, segment: fx.SegmentView) -> None:
         """Seal a segment at once, so that it lasts until it is deleted. Sessions that attach it are charged nothing."""
         number, name = segment.segment, segment.name
-        self._ask(lambda call: ev.SealSegment(call, session, call, number))
-        self._ask(lambda call: ev.DetachSegment(call, session, call, number))
+        self._request(ev.SealSegment, session, number)
+        self._request(ev.DetachSegment, session, number)
         after = loan.life[-1].after if loan.life else None
         if loan.granted_at is None:
             after = self._past.typical_life(loan)
         if after is not None:
-            delete = lambda: self._ask(lambda call: ev.DeleteSegment(call, None, call, name, number))  # noqa: E731
-            self.do_later(self.now + after, LAST, delete)
+            self.do_later(self.now + after, LAST, lambda: self._request(ev.DeleteSegment, None, name, number))
 
     def release(self, session: int, ids: Iterable[int]) -> None:
         """Let a session release what it has of these extents."""
         row = self.broker.ledger.sessions.get(session)
         held = [extent for extent in ids if extent in row.extents] if row is not None else []
         for start in range(0, len(held), policy.MAX_RELEASE):
-            some = tuple(held[start : start + policy.MAX_RELEASE])
-            self._ask(lambda call, some=some: ev.Release(call, session, call, some))  # type: ignore[misc]
+            self._request(ev.Release, session, tuple(held[start : start + policy.MAX_RELEASE]))
 
     def _declare(self, row: ev.Declare) -> None:
         asked, session = self._past.declared[int(self._index)], self._sessions.get(row.session, 0)
@@ -333,12 +329,11 @@ class World:
     def _declaration_set(self, row: ft.DeclarationSet) -> None:
         session = self._sessions.get(row.session, 0)
         if session and int(self._index) in self._past.preset:
-            told = row.name, row.location, row.declared_bytes
-            self._ask(lambda call: ev.Declare(call, session, call, *told))
+            self._request(ev.Declare, session, row.name, row.location, row.declared_bytes)
 
     def _cancel(self, row: ev.CancelWait) -> None:
-        if row.call in self._calls:
-            self.tell(ev.CancelWait(self._calls[row.call]))
+        if row.call in self._replies:
+            self.tell(row)
 
     # --- operators ---
 
