@@ -104,9 +104,8 @@ def _holds_without_a_hello(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _the_name_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     def at_once(self: Any) -> None:
-        while self._answers:
-            one = self._answers.pop()
-            self._books.answer(one.call, one.result)
+        for session in list(self._answers):
+            self._books.emit(self._answers.pop(session))
 
     monkeypatch.setattr(Resuming, "answer_ready", at_once)
 

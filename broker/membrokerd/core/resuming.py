@@ -7,8 +7,6 @@ the process repeats the calls that were not answered.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from . import effects as fx
 from . import events as ev
 from . import facts as ft
@@ -33,15 +31,6 @@ _NOT_FORGOTTEN = {
 """By state: why an operator cannot forget a session."""
 
 
-@dataclass(slots=True)
-class Answer:
-    """A resume that is done but not answered: names of segments that it ends must be free first."""
-
-    call: int
-    session: int
-    result: fx.Reconciled
-
-
 class Resuming:
     """The resumes under way."""
 
@@ -54,7 +43,8 @@ class Resuming:
         """By session: Holds that wait until no packet of the session is being made."""
         self._expected: set[int] = set()
         """Sessions that said Hello again and have not stated their Holds yet."""
-        self._answers: list[Answer] = []
+        self._answers: dict[int, fx.Answer] = {}
+        """By session: resumes that are done, but not answered: names of segments that they end must be free first."""
 
     # --- resume ---
 
@@ -99,25 +89,20 @@ class Resuming:
             tuple(sorted(unknown_segments)[:MAX_TOLD]),
             tuple(sorted(row.models)[:MAX_MODELS_TOLD]),
         )
-        self._answers.append(Answer(event.call, session, result))
+        self._answers[session] = fx.Answer(event.call, result)
         self.answer_ready()
         self._lending.resume(session, event.answering)
 
     def under_way(self, session: int) -> bool:
         """Say whether a resume is under way: the result of a request now would not be in the Holds."""
-        if session in self._expected or session in self.stated:
-            return True
-        return bool(self._answers) and any(one.session == session for one in self._answers)
+        return session in self._expected or session in self.stated or session in self._answers
 
     def give_up(self, session: int) -> None:
         """Give up a resume: its connection is lost, too."""
         self._expected.discard(session)
-        stated = self.stated.pop(session, None)
-        if stated is not None:
-            self._books.answer(stated.call, deny(Reason.DELIVERY_FAILED))
-        for one in [one for one in self._answers if one.session == session]:
-            self._answers.remove(one)
-            self._books.answer(one.call, deny(Reason.DELIVERY_FAILED))
+        unanswered = self.stated.pop(session, None) or self._answers.pop(session, None)
+        if unanswered is not None:
+            self._books.answer(unanswered.call, deny(Reason.DELIVERY_FAILED))
 
     def answer_ready(self) -> None:
         """Answer the resumes whose sessions end no segment any more: a process may create one of that name again."""
@@ -125,9 +110,8 @@ class Resuming:
             return
         segments = self._books.ledger.segments.values()
         ending = {row.writer for row in segments if row.state == "dropping" and not row.uncertain}
-        for one in [one for one in self._answers if one.session not in ending]:
-            self._answers.remove(one)
-            self._books.answer(one.call, one.result)
+        for session in [session for session in self._answers if session not in ending]:
+            self._books.emit(self._answers.pop(session))
 
     def _reconcile(self, row: SessionRow, event: ev.StateHolds) -> None:
         """Credit what the process does not hold. What it states beyond the books is not believed."""
