@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from membroker.wire import names
 
@@ -62,24 +62,6 @@ class Rules:
     max_waiting_per_tenant: int = 1_024
     stock_extents: int = 0
     stock_bytes: int = 0
-
-
-def fixed(rules: Rules) -> Rules:
-    """Return the rules without those that may change while a daemon runs."""
-    return replace(
-        rules,
-        limits={},
-        default_limits={},
-        guarantees={},
-        weights={},
-        unlent=frozenset(),
-        settle_ns=0,
-        model_grace_ns=0,
-        guarantee_wait_ns=0,
-        recall_ns=0,
-        max_sessions_per_tenant=None,
-        max_models_per_tenant=0,
-    )
 
 
 WANTS_OF_ROOM = frozenset((Reason.MODEL_LIMIT, Reason.TENANT_LIMIT, Reason.CAPACITY))
