@@ -26,7 +26,7 @@ class _Guarantees(NamedTuple):
     limit: int | None
 
 
-_Level = tuple[Reason, str, int, int, int]
+Level = tuple[Reason, str, int, int, int]
 """One bound of a debit: the reason of a refusal, the level's word, bytes used, its limit, and what still fits."""
 
 
@@ -202,7 +202,7 @@ class Admission:
         """
         for level in self._levels(name, location, session):
             if size > level[-1]:
-                return _over(level, name, location, size)
+                return over(level, name, location, size)
         return None
 
     def available(
@@ -217,10 +217,10 @@ class Admission:
             rooms.append(device_room)
         return max(0, min(rooms)) // self._rules.granularity * self._rules.granularity
 
-    def _levels(self, name: ModelName, location: Location, session: int | None) -> list[_Level]:
+    def _levels(self, name: ModelName, location: Location, session: int | None) -> list[Level]:
         """Return each level that has a limit, the lowest first."""
         ledger, guarantees = self._ledger, self._guarantees[location]
-        levels: list[_Level] = []
+        levels: list[Level] = []
         model_limit, tenant_limit = self._limits.get((name, location)) or self._limits_of(name, location)
         if model_limit is not None:
             used = ledger.models[name].charges[location].bytes
@@ -263,7 +263,8 @@ class Admission:
         return self._unfirm(name, location) + max(0, self.not_firm(location) - self.reserved(location))
 
 
-def _over(level: _Level, name: ModelName, location: Location, size: int) -> Denied:
+def over(level: Level, name: ModelName, location: Location, size: int) -> Denied:
+    """Return the refusal of a debit that is more than a level has room for."""
     reason, word, used, limit, room = level
     reserved = limit - used - max(0, room)
     numbers = {"reserved_bytes": reserved} if reserved > 0 else {}

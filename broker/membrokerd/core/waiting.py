@@ -16,6 +16,7 @@ from typing import Any
 from . import effects as fx
 from . import events as ev
 from . import policy
+from .admission import over
 from .books import Books
 from .denied import Denied, Reason, deny
 from .names import Location, ModelName
@@ -145,17 +146,8 @@ class Waiting:
     def _yielding(self, event: Debit, name: ModelName, size: int, left: int) -> Denied:
         """Return the refusal of a request that has room, and leaves all but `left` bytes to others that come first."""
         total = self._books.ledger.totals[event.location]
-        return deny(
-            Reason.CAPACITY,
-            level="capacity",
-            model=str(name),
-            location=event.location,
-            requested_bytes=size,
-            used_bytes=total.charged,
-            available_bytes=left,
-            limit_bytes=total.capacity,
-            reserved_bytes=total.free - left,
-        )
+        level = Reason.CAPACITY, "capacity", total.charged, total.capacity, left
+        return over(level, name, event.location, size)
 
     def _refuse(self, event: Debit, denied: Denied, name: ModelName, now: int) -> None:
         numbers = dict(denied.numbers)
