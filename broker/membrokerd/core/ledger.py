@@ -65,10 +65,9 @@ class Ledger:
 
     def _session_moved(self, fact: facts.SessionMoved) -> None:
         row = self.sessions[fact.session]
-        row.state = lifecycles.move(lifecycles.SESSION, row.state, fact.cause)
+        row.state = lifecycles.SESSION[row.state][fact.cause]
         if row.state != "releasing":
             return
-        lifecycles.move(lifecycles.EXTENT, "lent", "holder died")
         for (name, location), charge in row.charges.items():
             self._turn_to_releasing(name, location, charge.bytes)
         self._leave_all(row, fact.at)
@@ -122,7 +121,7 @@ class Ledger:
 
     def _credited(self, fact: facts.Credited) -> None:
         row = self.sessions[fact.session]
-        lifecycles.move(lifecycles.EXTENT, "releasing" if row.state == "releasing" else "lent", fact.cause)
+        assert lifecycles.EXTENT["releasing" if row.state == "releasing" else "lent"][fact.cause] == "credited"
         for (name, location, size), alike in itertools.groupby(map(row.extents.pop, fact.ids)):
             count = len(list(alike))
             self._credit_extents(row, name, location, size * count, count)
@@ -137,7 +136,7 @@ class Ledger:
 
     def _location_settled(self, fact: facts.LocationSettled) -> None:
         row = self.sessions[fact.session]
-        lifecycles.move(lifecycles.EXTENT, row.state, "settled")
+        assert lifecycles.EXTENT["releasing" if row.state == "releasing" else "lent"]["settled"] == "credited"
         row.extents = {key: loan for key, loan in row.extents.items() if loan.location != fact.location}
         for (name, location), charge in list(row.charges.items()):
             if location == fact.location:
@@ -169,7 +168,7 @@ class Ledger:
 
     def _segment_moved(self, fact: facts.SegmentMoved) -> None:
         row = self.segments[fact.segment]
-        row.state = lifecycles.move(lifecycles.SEGMENT, row.state, fact.cause)
+        row.state = lifecycles.SEGMENT[row.state][fact.cause]
         if row.state == "releasing":
             self._turn_to_releasing(row.name, row.location, row.bytes)
 
@@ -200,7 +199,7 @@ class Ledger:
     def _segment_ended(self, fact: facts.SegmentEnded) -> None:
         row = self.segments[fact.segment]
         assert not row.holders, "a segment ended that sessions hold"
-        ended = lifecycles.move(lifecycles.SEGMENT, row.state, "dropped" if fact.proven is None else "settled")
+        ended = lifecycles.SEGMENT[row.state]["dropped" if fact.proven is None else "settled"]
         self._credit_segment(row, row.bytes, row.extents)
         row.state = ended
         del self.segments[fact.segment], self.labels[row.full_name()]

@@ -135,10 +135,3 @@ SEGMENT: Final = _checked(
 )
 
 ALL: Final[Mapping[str, Lifecycle]] = {"session": SESSION, "extent": EXTENT, "packet": PACKET, "segment": SEGMENT}
-
-
-def move(table: Lifecycle, state: str, cause: str) -> str:
-    """Return the state that follows `state` on `cause`; raise `IllegalMove` if the table has no such move."""
-    if state not in table:
-        raise IllegalMove(f"no {cause!r} from {state!r}")
-    return table[state][cause]
