@@ -8,8 +8,6 @@ was not made. A call goes out in packets of 64 extents, at most two of a session
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from . import effects as fx
 from . import events as ev
 from . import facts as ft
@@ -95,9 +93,9 @@ class Lending:
         if traffic is not None:  # a seal can outlast its session
             traffic.unanswered.discard(request_id)
 
-    def begin_call(self, session: int, call: Call, on_done: Callable[[int, Call], None]) -> None:
-        """Send a call out in packets; what it makes is debited already. `on_done` answers it."""
-        traffic, call.on_done = self._traffic[session], on_done
+    def begin_call(self, session: int, call: Call) -> None:
+        """Send a call out in packets; what it makes is debited already."""
+        traffic = self._traffic[session]
         if not call.sends:
             self._books.making[call.location] += call.extent_bytes * (len(call.ids) - 1) + call.last_bytes
         traffic.calls[call.request_id] = call
@@ -120,7 +118,7 @@ class Lending:
         result = fx.Allocated(event.count, size)
         waiter = self._waiting.granted(event) if self._waiting.busy else None
         call = Call(
-            *(event.call, event.request_id, event.name, event.location, size, size, ids),
+            *(event.call, event.request_id, event.name, event.location, size, size, ids, self._allocated),
             result=result,
             event=event,
             since=waiter.since if waiter else now,
@@ -131,7 +129,7 @@ class Lending:
         if not (at_once and self._stock.has(event.location, size, event.count)):
             self._stock.make_room(event.location)
         self._stock.asked(event.location, size, event.count, now)
-        self.begin_call(event.session, call, self._allocated)
+        self.begin_call(event.session, call)
 
     def _allocated(self, session: int, call: Call) -> None:
         """Answer an Allocate of which every packet is decided, or let it wait for room on the device."""
@@ -195,7 +193,7 @@ class Lending:
         call = traffic.calls[event.request_id]
         call.move(event.part, "made")
         traffic.sent += 1
-        traffic.unacknowledged[traffic.sent] = (call, event.part)
+        traffic.unacknowledged[event.request_id, event.part] = traffic.sent
         if event.part not in call.stocked:
             self._made_or_not(call, event.part)
         self._conclude(event.session, call)
@@ -223,8 +221,7 @@ class Lending:
         call = traffic.calls.get(event.request_id) if traffic else None
         if traffic is None or call is None:
             return
-        call.move(event.part, "not delivered")
-        traffic.take_off(call, event.part)
+        traffic.take_off(event.request_id, event.part, "not delivered")
         row = self._books.ledger.sessions[event.session]
         ids = tuple(extent for extent in call.packet(event.part)[0] if extent in row.extents)
         if ids:  # a segment's are kept by the broker
@@ -233,33 +230,24 @@ class Lending:
         self._abandon(event.session, call)
         self._conclude(event.session, call)
 
-    def acknowledge(self, event: ev.Acknowledge) -> None:
+    def acknowledge(self, event: ev.Acknowledge, _: int) -> None:
         """Open the window by one packet; an acknowledgement of nothing ends the connection."""
         traffic = self._traffic.get(event.session)
-        call = traffic.calls.get(event.request_id) if traffic else None
-        if traffic is None or call is None or not self._acknowledgeable(call, event.part):
+        if traffic is None or (event.request_id, event.part) not in traffic.unacknowledged:
             self._books.emit(fx.Disconnect(event.session, _NOT_SENT))
             return
-        call.move(event.part, "acknowledged")
-        traffic.take_off(call, event.part)
-        traffic.drop_if_settled(call)
+        traffic.take_off(event.request_id, event.part, "acknowledged")
         self._issue(event.session)
 
-    @staticmethod
-    def _acknowledgeable(call: Call, part: int) -> bool:
-        return 0 <= part < len(call.states) and call.states[part] == "unacknowledged"
-
-    def acknowledge_up_to(self, event: ev.AcknowledgeUpTo) -> None:
+    def acknowledge_up_to(self, event: ev.AcknowledgeUpTo, _: int) -> None:
         """Open the window by every packet up to this number that is not acknowledged yet; there may be none."""
         traffic = self._traffic.get(event.session)
         if traffic is None or event.count > traffic.sent:
             self._books.emit(fx.Disconnect(event.session, _NOT_SENT))
             return
-        while traffic.unacknowledged and (number := next(iter(traffic.unacknowledged))) <= event.count:
-            call, part = traffic.unacknowledged.pop(number)
-            call.move(part, "acknowledged")
-            traffic.window -= 1
-            traffic.drop_if_settled(call)
+        for packet, number in list(traffic.unacknowledged.items()):
+            if number <= event.count:
+                traffic.take_off(*packet, "acknowledged")
         if traffic.queue:
             self._issue(event.session)
 
@@ -318,7 +306,6 @@ class Lending:
         """Answer a call that is done, unless it was answered before."""
         if call.request_id in traffic.unanswered:
             traffic.unanswered.discard(call.request_id)
-            assert call.on_done is not None, "a call in flight was never begun"
             call.on_done(session, call)
             if call.waiter is not None:
                 self._waiting.answered(call, call.waiter)

@@ -77,12 +77,12 @@ class Segments:
         self._stock.make_room(location)
         waiter = self._waiting.granted(event)
         call = Call(
-            *(event.call, event.request_id, name, location, extent, last, ids, segment),
+            *(event.call, event.request_id, name, location, extent, last, ids, self._call_done, segment),
             event=event,
             since=waiter.since if waiter else now,
             waiter=waiter,
         )
-        self._lending.begin_call(event.session, call, self._call_done)
+        self._lending.begin_call(event.session, call)
 
     def _refuse_create(self, event: ev.CreateSegment, name: ModelName) -> Denied | None:
         books = self._books
@@ -224,9 +224,12 @@ class Segments:
     def _begin_attach(self, number: int, session: int, request_id: int, row: SegmentRow) -> None:
         self._books.record(ft.SegmentHeld(row.segment, session))
         call = Call(
-            number, request_id, row.name, row.location, row.extent_bytes, row.last_bytes, row.ids, row.segment, True
+            *(number, request_id, row.name, row.location, row.extent_bytes, row.last_bytes, row.ids),
+            on_done=self._call_done,
+            segment=row.segment,
+            sends=True,
         )
-        self._lending.begin_call(session, call, self._call_done)
+        self._lending.begin_call(session, call)
 
     def elapsed(self, now: int) -> None:
         """Answer the attaches whose wait has timed out."""

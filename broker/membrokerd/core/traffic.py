@@ -33,6 +33,8 @@ class Call:
     extent_bytes: int
     last_bytes: int
     ids: range
+    on_done: Callable[[int, Call], None]
+    """Answers the call, given its session, once every packet is decided."""
     segment: int = 0
     sends: bool = False
     result: fx.Allocated | None = None
@@ -47,8 +49,6 @@ class Call:
     issued: int = 0
     failure: Denied | None = None
     failed_at: int = 0
-    on_done: Callable[[int, Call], None] | None = None
-    """Answers the call, given its session, once every packet is decided."""
 
     def __post_init__(self) -> None:
         last_alone = self.last_bytes != self.extent_bytes
@@ -93,7 +93,7 @@ class Traffic:
     """What one session has in flight. `calls` keeps answered calls until their last packet is acknowledged.
 
     `sent` counts the packets that were sent on this connection. `unacknowledged` holds those of them that are not
-    acknowledged yet, by their number in that order; the window bounds it.
+    acknowledged yet, by request id and part, with their numbers in that order; the window bounds it.
     """
 
     calls: dict[int, Call] = field(default_factory=dict)
@@ -101,15 +101,13 @@ class Traffic:
     window: int = 0
     unanswered: set[int] = field(default_factory=set)
     sent: int = 0
-    unacknowledged: dict[int, tuple[Call, int]] = field(default_factory=dict)
+    unacknowledged: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def take_off(self, call: Call, part: int) -> None:
-        """Remove a sent packet from the window."""
+    def take_off(self, request_id: int, part: int, cause: str) -> None:
+        """Remove a sent packet from the window, and forget its call if nothing else is in flight of that."""
+        call = self.calls[request_id]
+        call.move(part, cause)
+        del self.unacknowledged[request_id, part]
         self.window -= 1
-        number = next(number for number, (of, at) in self.unacknowledged.items() if of is call and at == part)
-        del self.unacknowledged[number]
-
-    def drop_if_settled(self, call: Call) -> None:
-        """Forget a call that is done, once none of its packets waits for an acknowledgement."""
         if call.done and "unacknowledged" not in call.states:
-            self.calls.pop(call.request_id, None)
+            del self.calls[request_id]

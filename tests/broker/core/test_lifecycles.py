@@ -154,7 +154,7 @@ def test_an_illegal_fact_changes_nothing(fact: ft.Fact, books: Callable[[Ledger]
 
 
 def test_an_illegal_move_of_a_packet_changes_nothing() -> None:
-    call = Call(1, 1, MODEL, "device", 2, 2, range(10, 13))
+    call = Call(1, 1, MODEL, "device", 2, 2, range(10, 13), on_done=lambda session, call: None)
     with pytest.raises(lifecycles.IllegalMove):
         call.move(0, "made")
     assert call.states == ["waiting"]
