@@ -9,7 +9,7 @@ Goodbye or dies.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from membroker.wire.names import valid_segment
 
@@ -31,13 +31,10 @@ _TOLD = {"sealing": "writing", "dropping": "ending"}
 """Internal states, and the public state that each is shown as."""
 
 
-@dataclass(frozen=True, slots=True)
-class WaitingAttach:
-    """An attach that waits for a seal."""
+class WaitingAttach(NamedTuple):
+    """An attach that waits for the seal of a segment."""
 
-    call: int
-    session: int
-    request_id: int
+    event: ev.AttachSegment
     segment: int
     deadline: int
 
@@ -151,11 +148,11 @@ class Segments:
         self._books.record(ft.SegmentMoved(row.segment, "sealed"))
         self._answer_seal(row, self.view(row))
         for one in self._take_waiting(lambda one: one.segment == row.segment):
-            denied = self._lending.refuse_call(one.session) or self._books.refuse_debit()
+            denied = self._lending.refuse_call(one.event.session) or self._books.refuse_debit()
             if denied:
-                self._books.answer(one.call, denied)
+                self._books.answer(one.event.call, denied)
             else:
-                self._begin_attach(one.call, one.session, one.request_id, row)
+                self._begin_attach(one.event, row)
 
     def not_sealed(self, event: ev.NotSealed) -> None:
         """Take the segment back to `writing`, or end it if its writer is gone."""
@@ -187,55 +184,58 @@ class Segments:
 
     def attach(self, event: ev.AttachSegment, now: int) -> None:
         """Send a sealed segment's descriptors; let the call wait for one that is being written."""
-        denied = self._refuse_attach(event)
-        row = denied or self._find_named(event.name)
-        if isinstance(row, SegmentRow) and row.state in _WRITING and event.wait_ns > 0:
-            if full := self._refuse_waiting(event.name.tenant):
-                self._books.answer(event.call, full)
-                return
+        row = self._refuse_attach(event) or self._find_named(event.name)
+        if isinstance(row, Denied):
+            self._books.answer(event.call, row)
+        elif row.state == "sealed":
+            self._begin_attach(event, row)
+        elif not event.wait_ns:
+            self._books.answer(event.call, deny(Reason.SEGMENT_NOT_SEALED, segment=str(row.full_name())))
+        elif full := self._refuse_waiting(event.name.tenant):
+            self._books.answer(event.call, full)
+        else:
             self._lending.wait(event.session, event.request_id)
             deadline = now + event.wait_ns
-            waiting = WaitingAttach(event.call, event.session, event.request_id, row.segment, deadline)
-            self._attaches.append(waiting)
+            self._attaches.append(WaitingAttach(event, row.segment, deadline))
             self.deadline = deadline if self.deadline is None else min(deadline, self.deadline)
-        elif isinstance(row, SegmentRow) and row.state == "sealed":
-            self._begin_attach(event.call, event.session, event.request_id, row)
-        elif isinstance(row, SegmentRow):
-            self._books.answer(event.call, deny(Reason.SEGMENT_NOT_SEALED, segment=str(row.full_name())))
-        else:
-            self._books.answer(event.call, row)
 
     def _refuse_attach(self, event: ev.AttachSegment) -> Denied | None:
-        books = self._books
-        row = books.ledger.sessions[event.session]
+        return (
+            self._refuse_stranger(event.session, event.name)
+            or policy.check_wait(event.wait_ns)
+            or self._lending.refuse_call(event.session)
+            or self._books.refuse_debit()
+        )
+
+    def _refuse_stranger(self, session: int, name: SegmentName) -> Denied | None:
+        """Return why a session may not name this segment, or None: an observer, or of another tenant."""
+        row = self._books.ledger.sessions[session]
         if row.observer:
             return deny(Reason.OBSERVER)
-        if event.name.tenant != row.tenant:
-            return deny(Reason.SEGMENT_NOT_FOUND, segment=str(event.name))
-        return policy.check_wait(event.wait_ns) or self._lending.refuse_call(event.session) or books.refuse_debit()
+        return deny(Reason.SEGMENT_NOT_FOUND, segment=str(name)) if name.tenant != row.tenant else None
 
     def _refuse_waiting(self, tenant: str) -> Denied | None:
         """Return why no more attaches of a tenant may wait, or None: one seal begins all of them in one step."""
-        segments, limit = self._books.ledger.segments, self._books.rules.max_waiting_per_tenant
-        if sum(1 for one in self._attaches if segments[one.segment].name.tenant == tenant) < limit:
+        limit = self._books.rules.max_waiting_per_tenant
+        if sum(1 for one in self._attaches if one.event.name.tenant == tenant) < limit:
             return None
         return deny(Reason.TOO_MANY_REQUESTS, limit=limit, whose="tenant", calls="attaches that wait for a seal")
 
-    def _begin_attach(self, number: int, session: int, request_id: int, row: SegmentRow) -> None:
-        self._books.record(ft.SegmentHeld(row.segment, session))
+    def _begin_attach(self, event: ev.AttachSegment, row: SegmentRow) -> None:
+        self._books.record(ft.SegmentHeld(row.segment, event.session))
         call = Call(
-            *(number, request_id, row.name, row.location, row.extent_bytes, row.last_bytes, row.ids),
+            *(event.call, event.request_id, row.name, row.location, row.extent_bytes, row.last_bytes, row.ids),
             on_done=self._call_done,
             segment=row.segment,
             sends=True,
         )
-        self._lending.begin_call(session, call)
+        self._lending.begin_call(event.session, call)
 
     def elapsed(self, now: int) -> None:
         """Answer the attaches whose wait has timed out."""
         for one in self._take_waiting(lambda one: one.deadline <= now):
             row = self._books.ledger.segments[one.segment]
-            self._books.answer(one.call, deny(Reason.SEGMENT_NOT_SEALED, segment=str(row.full_name())))
+            self._books.answer(one.event.call, deny(Reason.SEGMENT_NOT_SEALED, segment=str(row.full_name())))
 
     def _call_done(self, session: int, call: Call) -> None:
         """Answer a create or an attach whose every packet is decided, or let a create wait for room on the device."""
@@ -263,7 +263,7 @@ class Segments:
         if row is None:
             self._books.answer(event.call, deny(Reason.SEGMENT_NOT_FOUND, segment=event.segment))
             return
-        self._leave(row, event.session, 1, "detached")
+        self.leave(event.session, event.segment, 1, "detached")
         self._books.answer(event.call, fx.Detached())
 
     def _find_held(self, session: int, segment: int) -> SegmentRow | None:
@@ -276,7 +276,7 @@ class Segments:
 
     def delete(self, event: ev.DeleteSegment) -> None:
         """End a segment by its name."""
-        denied = self._refuse_delete(event)
+        denied = None if event.session is None else self._refuse_stranger(event.session, event.name)
         row = denied or self._find_named(event.name)
         if isinstance(row, SegmentRow) and event.generation not in (0, row.segment):
             row = deny(Reason.SEGMENT_NOT_FOUND, segment=str(event.name))
@@ -290,16 +290,6 @@ class Segments:
         self._books.answer(event.call, self.view(row))
         self.drop_if_left(row)
 
-    def _refuse_delete(self, event: ev.DeleteSegment) -> Denied | None:
-        if event.session is None:
-            return None
-        row = self._books.ledger.sessions[event.session]
-        if row.observer:
-            return deny(Reason.OBSERVER)
-        if event.name.tenant != row.tenant:
-            return deny(Reason.SEGMENT_NOT_FOUND, segment=str(event.name))
-        return None
-
     def writer_leaves(self, row: SessionRow) -> None:
         """End the unsealed segments of a writer that says Goodbye: no other session can seal them."""
         for segment in list(row.segments):
@@ -308,12 +298,12 @@ class Segments:
     def leave_all(self, row: SessionRow, cause: str) -> None:
         """Drop all holds of a session that is ending or has died."""
         for segment, times in list(row.segments.items()):
-            self._leave(self._books.ledger.segments[segment], row.session, times, cause)
+            self.leave(row.session, segment, times, cause)
 
     def give_up(self, session: int) -> None:
         """Fail the waiting attaches of a session that is disconnected, leaving or dead."""
-        for one in self._take_waiting(lambda one: one.session == session):
-            self._books.answer(one.call, deny(Reason.DELIVERY_FAILED))
+        for one in self._take_waiting(lambda one: one.event.session == session):
+            self._books.answer(one.event.call, deny(Reason.DELIVERY_FAILED))
 
     def dropped(self, event: ev.Dropped) -> SegmentRow:
         """Return the segment whose descriptors the broker has closed; it is gone, unless a holder of it died."""
@@ -325,9 +315,7 @@ class Segments:
 
     def leave(self, session: int, segment: int, times: int, cause: str) -> None:
         """Drop `times` of the session's holds."""
-        self._leave(self._books.ledger.segments[segment], session, times, cause)
-
-    def _leave(self, row: SegmentRow, session: int, times: int, cause: str) -> None:
+        row = self._books.ledger.segments[segment]
         self._books.record(ft.SegmentLeft(row.segment, session, times, cause))
         if session not in row.holders:
             self._without_writer(row, session)
@@ -343,7 +331,7 @@ class Segments:
         denied = deny(Reason.WRITER_DIED, segment=str(row.full_name()))
         self._answer_seal(row, denied)
         for one in self._take_waiting(lambda one: one.segment == row.segment):
-            self._books.answer(one.call, denied)
+            self._books.answer(one.event.call, denied)
 
     def drop_if_left(self, row: SegmentRow) -> None:
         """Close the broker's own descriptors of a segment that is ending, once no session holds it."""
@@ -396,5 +384,5 @@ class Segments:
         self._attaches = [one for one in self._attaches if not wanted(one)]
         self.deadline = min((one.deadline for one in self._attaches), default=None)
         for one in taken:
-            self._lending.wait_no_more(one.session, one.request_id)
+            self._lending.wait_no_more(one.event.session, one.event.request_id)
         return taken
