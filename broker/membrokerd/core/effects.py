@@ -9,15 +9,21 @@ from .names import Location, ModelName, SegmentName
 from .values import value
 
 
+class Result:
+    """The answer to a call that is not refused."""
+
+    __slots__ = ()
+
+
 @value
-class SessionOpened:
+class SessionOpened(Result):
     """Answer to OpenSession."""
 
     session: int
 
 
 @value
-class SessionResumed:
+class SessionResumed(Result):
     """Answer to ResumeSession: the process may now state its Holds."""
 
     session: int
@@ -26,7 +32,7 @@ class SessionResumed:
 
 
 @value
-class Reconciled:
+class Reconciled(Result):
     """Answer to StateHolds: what the books do not know of what was stated, and the models of the session."""
 
     unknown_extents: tuple[int, ...]
@@ -35,14 +41,14 @@ class Reconciled:
 
 
 @value
-class Registered:
+class Registered(Result):
     """Answer to RegisterModel."""
 
     name: ModelName
 
 
 @value
-class Allocated:
+class Allocated(Result):
     """Answer to Allocate: every packet is queued on the session's connection."""
 
     count: int
@@ -50,31 +56,31 @@ class Allocated:
 
 
 @value
-class Released:
+class Released(Result):
     """Answer to Release."""
 
     released_bytes: int
 
 
 @value
-class Declared:
+class Declared(Result):
     """Answer to Declare."""
 
     declared_bytes: int
 
 
 @value
-class Detached:
+class Detached(Result):
     """Answer to DetachSegment."""
 
 
 @value
-class Done:
+class Done(Result):
     """Answer to a request whose success says everything."""
 
 
 @value
-class SegmentView:
+class SegmentView(Result):
     """The current state of a segment: the answer to a create, a seal, an attach and a delete."""
 
     segment: int
@@ -86,20 +92,6 @@ class SegmentView:
     sessions: int
     writer: int
     began_at: int
-
-
-Result = (
-    SessionOpened
-    | SessionResumed
-    | Reconciled
-    | Registered
-    | Allocated
-    | Released
-    | Declared
-    | SegmentView
-    | Detached
-    | Done
-)
 
 
 class Effect:
