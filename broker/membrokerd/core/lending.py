@@ -43,10 +43,6 @@ class Lending:
         self._waiting.give_up(session, now)
         del self._traffic[session]
 
-    def resume(self, session: int, answering: frozenset[ModelName]) -> None:
-        """Take the models of which a session that is connected again answers recalls."""
-        self._recalls.resumed(session, answering)
-
     def in_flight(self, session: int, request_id: int) -> bool:
         """Say whether a request of this id waits or is unanswered, or its packets are still unacknowledged."""
         traffic = self._traffic[session]
@@ -261,11 +257,6 @@ class Lending:
                 if call.done:
                     self._answer(traffic, row.session, call)
         self._waiting.give_up(row.session, now)
-
-    def detach(self, row: SessionRow, now: int) -> None:
-        """Give up what is in flight to a session that has lost its connection, and what it is asked for."""
-        self.give_up(row, now)
-        self._recalls.detached(row.session)
 
     def _abandon(self, session: int, call: Call) -> None:
         """Give up the packets of a call that still wait."""

@@ -52,8 +52,8 @@ class Broker:
         lending = self.lending = Lending(books, stock, recalls, waiting)
         segments = self.segments = Segments(books, stock, waiting, lending)
         models = self.models = Models(books, recalls)
-        sessions = self.sessions = Sessions(books, lending, segments)
-        resuming = self.resuming = Resuming(books, lending, segments, sessions)
+        sessions = self.sessions = Sessions(books, recalls, lending, segments)
+        resuming = self.resuming = Resuming(books, recalls, lending, segments, sessions)
         settling = self.settling = Settling(books, lending, segments, sessions, resuming)
         self._handlers: dict[type, Callable[[Any, int], None]] = {
             ev.OpenSession: sessions.open,

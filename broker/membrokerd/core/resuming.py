@@ -14,6 +14,7 @@ from . import policy
 from .books import Books
 from .denied import Denied, Reason, deny
 from .lending import Lending
+from .recalls import Recalls
 from .rows import SegmentRow, SessionRow
 from .segments import Segments
 from .sessions import Sessions
@@ -34,8 +35,11 @@ _NOT_FORGOTTEN = {
 class Resuming:
     """The resumes under way."""
 
-    def __init__(self, books: Books, lending: Lending, segments: Segments, sessions: Sessions) -> None:
+    def __init__(
+        self, books: Books, recalls: Recalls, lending: Lending, segments: Segments, sessions: Sessions
+    ) -> None:
         self._books = books
+        self._recalls = recalls
         self._lending = lending
         self._segments = segments
         self._sessions = sessions
@@ -91,7 +95,7 @@ class Resuming:
         )
         self._answers[session] = fx.Answer(event.call, result)
         self.answer_ready()
-        self._lending.resume(session, event.answering)
+        self._recalls.resumed(session, event.answering)
 
     def under_way(self, session: int) -> bool:
         """Say whether a resume is under way: the result of a request now would not be in the Holds."""

@@ -12,6 +12,7 @@ from . import facts as ft
 from .books import Books
 from .denied import Denied, Reason, deny
 from .lending import Lending
+from .recalls import Recalls
 from .rows import SessionRow
 from .segments import Segments
 
@@ -19,8 +20,9 @@ from .segments import Segments
 class Sessions:
     """The beginning and the end of every session."""
 
-    def __init__(self, books: Books, lending: Lending, segments: Segments) -> None:
+    def __init__(self, books: Books, recalls: Recalls, lending: Lending, segments: Segments) -> None:
         self._books = books
+        self._recalls = recalls
         self._lending = lending
         self._segments = segments
 
@@ -71,7 +73,8 @@ class Sessions:
         """Note that the session has lost its connection, and give up what is in flight to it."""
         if row.state in ("open", "leaving"):
             self._books.record(ft.SessionMoved(row.session, "connection lost", now))
-            self._lending.detach(row, now)
+            self._lending.give_up(row, now)
+            self._recalls.detached(row.session)
             self._segments.give_up(row.session)
 
     def goodbye(self, event: ev.Goodbye, now: int) -> None:
