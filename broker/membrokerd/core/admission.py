@@ -31,17 +31,12 @@ Level = tuple[Reason, str, int, int, int]
 
 
 class Admission:
-    """The decision over one ledger. `refresh` after a change of quotas, of models or of their limits."""
+    """The decision over one ledger, by these rules and the quotas of the moment at which it is made."""
 
     def __init__(self, ledger: Ledger, rules: policy.Rules, recallable: Recallable) -> None:
         self._ledger = ledger
         self._rules = rules
         self._recallable = recallable
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Work out again which guarantees are in force."""
-        ledger, rules = self._ledger, self._rules
         self._unused_sums: dict[tuple[str, Location], tuple[TenantCharge | None, int]] = {}
         self._unfirm_sums: dict[tuple[str, Location], tuple[TenantCharge | None, int, int]] = {}
         self._limits: dict[tuple[ModelName, Location], tuple[int | None, int | None]] = {}

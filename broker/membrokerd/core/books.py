@@ -105,13 +105,9 @@ class Books:
             return deny(Reason.JOURNAL_FULL, driver_says=self.cannot_write)
         return deny(Reason.DRAINING) if self.draining else None
 
-    def _quota_set(self, _: ft.QuotaSet) -> None:
-        self.admission.refresh()
-        self.limits_changed = True
-
 
 _FOLLOWED: dict[type, Callable[[Books, Any], None]] = {
-    ft.QuotaSet: Books._quota_set,
+    ft.QuotaSet: lambda books, _: books.change_rules(books.rules),
     ft.ModelBegan: lambda books, fact: books.admission.refresh_model(fact.name),
     ft.ModelAsked: lambda books, fact: books.admission.refresh_model(fact.name),
     ft.ModelEnded: lambda books, fact: books.admission.refresh_model(fact.name),
