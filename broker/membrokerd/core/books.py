@@ -75,11 +75,6 @@ class Books:
             follow(self, fact)
         self._facts.append(fact)
 
-    @property
-    def recorded(self) -> int:
-        """How many facts this step has recorded."""
-        return len(self._facts)
-
     def take_ids(self, count: int) -> range:
         """Return `count` ids that were never used."""
         first = self._next_id

@@ -112,7 +112,7 @@ class Lending:
         self._books.record(fact)
         size = event.extent_bytes
         result = fx.Allocated(event.count, size)
-        waiter = self._waiting.granted(event) if self._waiting.busy else None
+        waiter = self._waiting.granted(event, now) if self._waiting.busy else None
         call = Call(
             *(event.call, event.request_id, event.name, event.location, size, size, ids, self._allocated),
             result=result,

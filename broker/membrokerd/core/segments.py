@@ -72,7 +72,7 @@ class Segments:
         )
         books.record(ft.SegmentHeld(segment, event.session))
         self._stock.make_room(location)
-        waiter = self._waiting.granted(event)
+        waiter = self._waiting.granted(event, now)
         call = Call(
             *(event.call, event.request_id, name, location, extent, last, ids, self._call_done, segment),
             event=event,

@@ -42,9 +42,7 @@ class Waiting:
         self._sums: dict[tuple[ModelName, Location], tuple[int, int]] = {}
         """The bytes that requests with a deadline want, and how many these are. No entry is zero."""
         self._deciding: Waiter | None = None
-        """The request that is decided for good."""
-        self._recorded = 0
-        """How many facts there were before it."""
+        """The request that is decided for good, until it is granted."""
         self._has_turn = False
         """Whether that is granted because its turn has come."""
         self.busy = False
@@ -102,9 +100,13 @@ class Waiting:
         if not wait:
             self.deferred.append(event.call)
 
-    def granted(self, event: Debit) -> Waiter | None:
+    def granted(self, event: Debit, now: int) -> Waiter | None:
         """Return the wait of a request that is granted now; None if it did not wait."""
-        return self._deciding if self._is_final(event) else None
+        if self._deciding is None or not self._is_final(event):
+            return None
+        waiter, self._deciding = self._deciding, None
+        waiter.waited = now - waiter.since
+        return waiter
 
     def put_back(self, call: Call) -> bool:
         """Let a request wait whose debit was credited again, because the device is full; False if it is refused."""
@@ -202,7 +204,7 @@ class Waiting:
 
     def _decide(self, waiter: Waiter, *, has_turn: bool) -> Debit:
         self._remove(waiter)
-        self._deciding, self._has_turn, self._recorded, self.busy = waiter, has_turn, self._books.recorded, True
+        self._deciding, self._has_turn, self.busy = waiter, has_turn, True
         return waiter.event
 
     def take_older(self, event: ev.Declare) -> Iterator[ev.Declare]:
@@ -280,13 +282,12 @@ class Waiting:
     def next(self, now: int) -> Debit | None:
         """Return the request that is decided for good next, because its turn has come or its wait ends; or None.
 
-        The one before it is decided by now. A refusal records nothing.
+        The one before it is decided by now. If it is granted, that is told when its call is answered.
         """
         if self._deciding is not None:
             self._deciding.waited = now - self._deciding.since
-            if self._books.recorded == self._recorded:  # else it is granted, and told when its call is answered
-                self._report(self._deciding, "refused")
-                self._schedule.divide_again()
+            self._report(self._deciding, "refused")
+            self._schedule.divide_again()
             self._deciding = None
         found = self._next(now) if self._timed or self._schedule.has_holds else None
         self.busy = bool(self._timed) or self._schedule.has_holds
