@@ -154,10 +154,6 @@ class Recallable:
             return 0
         return sum(map(self.bytes_of, self.borrowers(name, location)))
 
-    def by_model(self, location: Location) -> dict[ModelName, int]:
-        """Return the bytes that can be recalled of each model that has a session that answers."""
-        return {name: self.of_model(name, location) for name in self._answering}
-
     def of_tenant(self, tenant: str, location: Location) -> int:
         """Return the bytes of a tenant's models that can be recalled."""
         return sum(self.of_model(name, location) for name in self._answering if name.tenant == tenant)

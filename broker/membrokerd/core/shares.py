@@ -116,10 +116,9 @@ class Shares:
         """
         total = self._ledger.totals[location]
         guarantees = self._admission.guarantees_of_models(location)
-        recallable = self._recallable.by_model(location)
         models: dict[str, dict[ModelName, Item]] = {tenant: {} for tenant in self._admission.tenants(location)}
         for name in sorted({*self._ledger.models, *guarantees, *wanted}):
-            item = self._model(name, location, wanted.get(name, 0), guarantees.get(name, 0), recallable.get(name, 0))
+            item = self._model(name, location, wanted.get(name, 0), guarantees.get(name, 0))
             if item.base or item.high:
                 models.setdefault(name.tenant, {})[name] = item
         tenants = [self._tenant(tenant, location, items.values()) for tenant, items in models.items()]
@@ -135,14 +134,14 @@ class Shares:
                 found[name] = item.base + size
         return found
 
-    def _model(self, name: ModelName, location: Location, wanted: int, guarantee: int, recallable: int) -> Item:
+    def _model(self, name: ModelName, location: Location, wanted: int, guarantee: int) -> Item:
         """Return a model's item: its guarantee, and from what is firm beyond that up to what it has and wants."""
         ledger, rules = self._ledger, self._rules
         row = ledger.models.get(name)
         charge = row.charges[location] if row else None
         releasing = charge.releasing if charge else 0
         lent = charge.bytes - releasing if charge else 0
-        firm = lent - recallable
+        firm = lent - self._recallable.of_model(name, location)
         limit = policy.model_limit(ledger, rules, name, location)
         most = lent + wanted
         if limit is not None:
