@@ -118,10 +118,9 @@ class Settling:
 
     def _keep_references(self) -> None:
         """Keep the last figure for the segments that are being dropped: the next one may show their memory free."""
-        for segment in self._segments.dropping:
-            row = self._books.ledger.segments[segment]
-            if row.uncertain:
-                self._before_drop.setdefault(segment, self._at_look[row.location])
+        for row in self._books.ledger.segments.values():
+            if row.state == "dropping" and row.uncertain:
+                self._before_drop.setdefault(row.segment, self._at_look[row.location])
 
     def restarted(self, seen: ev.Seen, now: int) -> None:
         """Take over the deaths of an earlier daemon; later ones are measured from the last figure that it recorded.

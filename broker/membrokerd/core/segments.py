@@ -50,8 +50,6 @@ class Segments:
         self._attaches: list[WaitingAttach] = []
         self._sealing: dict[int, ev.SealSegment] = {}
         """By segment: the request to seal it that is to be answered."""
-        self.dropping: set[int] = set()
-        """The segments whose descriptors the broker is closing."""
         self.deadline: int | None = None
         """When the first of the waiting attaches times out, in nanoseconds."""
 
@@ -307,7 +305,6 @@ class Segments:
 
     def dropped(self, event: ev.Dropped) -> SegmentRow:
         """Return the segment whose descriptors the broker has closed; it is gone, unless a holder of it died."""
-        self.dropping.discard(event.segment)
         row = self._books.ledger.segments[event.segment]
         if not row.uncertain:
             self._books.record(ft.SegmentEnded(row.segment, None))
@@ -339,7 +336,6 @@ class Segments:
         if row.state == "ending" and not busy:
             self._books.record(ft.SegmentMoved(row.segment, "last session left"))
             self._books.emit(fx.Drop(row.segment))
-            self.dropping.add(row.segment)
 
     # --- looking ---
 
