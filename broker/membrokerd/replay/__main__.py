@@ -14,17 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from ..restart.records import Unusable
-from .changes import Changes, Misfit
+from .changes import Changes, Unplayable
 from .figures import Tally
 from .past import Past
 from .reading import Part, read
 from .world import World
 
 PROGRESS_SECONDS = 0.5
-
-
-class _Bad(Exception):
-    """The command cannot be done. The message says what to do."""
 
 
 def main() -> int:
@@ -34,7 +30,7 @@ def main() -> int:
     changes = Changes(asked["location"], asked["capacity"], quotas)
     try:
         print(json.dumps(replay(asked["files"], changes)))
-    except _Bad as error:
+    except Unplayable as error:
         print(f"membroker: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -51,14 +47,12 @@ def replay(names: list[str], changes: Changes) -> dict[str, Any]:
     happened, replayed = Tally(), Tally()
     for number, (name, part) in enumerate(parts):
         if part.is_journal and changes.capacity is None:
-            raise _Bad(f"{name} is a journal, which does not say the capacity: give one with --capacity")
+            raise Unplayable(f"{name} is a journal, which does not say the capacity: give one with --capacity")
         try:
             past = Past(part, happened)
             World(part, past, changes, replayed).run(_progress(number, len(parts), len(part.rows)))
-        except Misfit as error:
-            raise _Bad(str(error)) from error
         except (AssertionError, KeyError, IndexError, ValueError) as error:
-            raise _Bad(f"{name} contradicts itself: no daemon has recorded it like this ({error!r})") from error
+            raise Unplayable(f"{name} contradicts itself: no daemon has recorded it like this ({error!r})") from error
     return {
         "parts": len(parts),
         "journal": any(part.is_journal for _, part in parts),
@@ -82,9 +76,11 @@ def _read(name: str) -> list[Part]:
     try:
         return read(Path(name))
     except Unusable as error:
-        raise _Bad(f"{name} {error}: give a trace that membrokerd has written (record = true), or a journal") from error
+        raise Unplayable(
+            f"{name} {error}: give a trace that membrokerd has written (record = true), or a journal"
+        ) from error
     except OSError as error:
-        raise _Bad(f"cannot read {name}: {error.strerror}; name a trace of membrokerd (record = true)") from error
+        raise Unplayable(f"cannot read {name}: {error.strerror}; name a trace of membrokerd (record = true)") from error
 
 
 def _time(seconds: int) -> str | None:

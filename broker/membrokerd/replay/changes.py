@@ -17,8 +17,8 @@ MAX_EXTENTS = 1 << 20
 MANY = 1 << 20
 
 
-class Misfit(ValueError):
-    """The numbers do not fit each other, or what was recorded. The message says what to change."""
+class Unplayable(Exception):
+    """What was asked for cannot be replayed. The message says what to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,12 @@ class Changes:
     quotas: Mapping[tuple[str, str | None], Mapping[str, int | None]] = field(default_factory=dict)
 
     def rules(self, recorded: policy.Rules) -> policy.Rules:
-        """Return the rules of a replay. Raises `Misfit`."""
+        """Return the rules of a replay. Raises `Unplayable`."""
         capacities = dict(recorded.capacities)
         if self.location not in capacities:
-            raise Misfit(f"the recorded broker lends no {self.location} memory: leave out --location {self.location}")
+            raise Unplayable(
+                f"the recorded broker lends no {self.location} memory: leave out --location {self.location}"
+            )
         if self.capacity is not None:
             capacities[self.location] = self.capacity
         tables = {"limit": recorded.limits, "guarantee": recorded.guarantees, "weight": recorded.weights}
@@ -74,13 +76,13 @@ class Changes:
     def _check(self, recorded: policy.Rules, rules: policy.Rules) -> None:
         for where, capacity in rules.capacities.items():
             if capacity > rules.granularity * MAX_EXTENTS:
-                raise Misfit(
+                raise Unplayable(
                     f"a capacity of {capacity} bytes of {where} memory in extents of {rules.granularity} bytes is more "
                     f"than a replay holds, {MAX_EXTENTS} extents: give a smaller --capacity"
                 )
         before = set(misfit_sentences({}, recorded))
         if problems := [one for one in misfit_sentences({}, rules) if one not in before]:
-            raise Misfit("; ".join(problems) + ": change one of these numbers")
+            raise Unplayable("; ".join(problems) + ": change one of these numbers")
 
     def left_of(self, row: ft.QuotaSet) -> Quota:
         """Return what a command of that time sets still, where it is not replaced."""

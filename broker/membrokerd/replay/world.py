@@ -23,7 +23,7 @@ from ..core.machine import Broker
 from ..core.names import Location, ModelName, SegmentName
 from ..core.rows import SessionRow
 from .answers import LAST, Answers
-from .changes import Changes, Misfit
+from .changes import Changes, Unplayable
 from .deaths import Deaths
 from .figures import Tally
 from .past import Loan, Past, Released, is_uncounted
@@ -87,7 +87,7 @@ class World:
                 self.now = max(self.now, deadline)
                 self._deadlines += 1
                 if self._deadlines > MAX_DEADLINES:
-                    raise Misfit(
+                    raise Unplayable(
                         f"a part of the recording has more than {MAX_DEADLINES:,} deadlines, as of recalls that are "
                         "never answered and repeated for months: give a shorter recording"
                     )

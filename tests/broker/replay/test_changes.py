@@ -10,7 +10,7 @@ from tests.support.sizes import MIB
 from membrokerd.core import facts as ft
 from membrokerd.core import policy
 from membrokerd.core.rows import Quota
-from membrokerd.replay.changes import MAX_EXTENTS, Changes, Misfit
+from membrokerd.replay.changes import MAX_EXTENTS, Changes, Unplayable
 
 RULES = policy.Rules(
     granularity=2 * MIB,
@@ -62,5 +62,5 @@ def test_a_number_takes_the_place_of_a_commanded_one() -> None:
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(changes: Changes, sentence: str) -> None:
-    with pytest.raises(Misfit, match=sentence):
+    with pytest.raises(Unplayable, match=sentence):
         changes.rules(RULES)
