@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .. import files, trace
@@ -23,7 +23,6 @@ MAX_FILE_BYTES = 64 << 20
 MAX_ROWS = 1_000_000
 RECORD_NS = 1_000_000
 """A journal has no times: its records are replayed a millisecond apart."""
-_NO_RULES = policy.Rules(granularity=1, capacities={"device": 0})
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +114,8 @@ def _read_journal(data: bytes) -> Part:
     header = parse(header_of(data, records[:1]))
     if header[:2] != ["membroker journal", 1]:
         raise Unusable("other-format", "is a journal in a format that this version does not know")
-    part = Part(trace.Begin("a journal", 0, 0, _NO_RULES), is_journal=True)
+    # It has no rules: there is no limit, and no capacity until one is given.
+    part = Part(trace.Begin("a journal", 0, 0, policy.Rules(1, {"device": 0})), is_journal=True)
     sizes: dict[Location, int] = {}
     for number, record in enumerate(records[1:]):
         for fact in decode(data[record.begin : record.end]):
@@ -124,11 +124,6 @@ def _read_journal(data: bytes) -> Part:
             part.add(number * RECORD_NS, fact)
             if len(part.rows) > MAX_ROWS:
                 raise Unusable("broken", f"has more than {MAX_ROWS:,} facts")
-    part.begin = trace.Begin("a journal", 0, 0, _rules_of(sizes))
+    if sizes:
+        part.begin = replace(part.begin, rules=policy.Rules(math.gcd(*sizes.values()), dict.fromkeys(sizes, 0)))
     return part
-
-
-def _rules_of(sizes: Mapping[Location, int]) -> policy.Rules:
-    """Return the rules for a journal, which has none: no limit at all, and no capacity until one is given."""
-    granularity = math.gcd(*sizes.values()) or 1
-    return policy.Rules(granularity=granularity, capacities=dict.fromkeys(sizes, 0) or {"device": 0})
