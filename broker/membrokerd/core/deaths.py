@@ -184,8 +184,7 @@ class Settling:
         return {location: self.unaccounted(location) for location in self._used}
 
     def _see(self, seen: ev.Seen) -> None:
-        for location in self._used:
-            self._used[location] = seen.get(location)
+        self._used = {location: seen.get(location) for location in self._used}
 
     def _settle(self, now: int) -> None:
         """Credit the deaths that are due, newest first, up to the bound of one step."""
@@ -230,8 +229,5 @@ class Settling:
         if charged:
             self._books.record(ft.LocationSettled(row.session, death.location, proven))
         if not any(other.owner == row.session for other in self.deaths):
-            self._end(row, now)
-
-    def _end(self, row: SessionRow, now: int) -> None:
-        self._books.record(ft.SessionMoved(row.session, "settled", now))
-        self._sessions.end(row, now)
+            self._books.record(ft.SessionMoved(row.session, "settled", now))
+            self._sessions.end(row, now)
