@@ -196,9 +196,9 @@ class ResumingReferee:
 
     def at_the_end(self) -> None:
         """Nobody is left in the middle."""
-        assert not self.world.broker.resuming.stated
-        assert not self.world.broker.resuming._expected
-        assert not self.world.broker.resuming._answers
+        assert not self.world.broker.sessions.stated
+        assert not self.world.broker.sessions._expected
+        assert not self.world.broker.sessions._answers
 
     def report(self) -> str:
         """Return what happened, in a line or two."""

@@ -12,38 +12,37 @@ from typing import Any
 import pytest
 from tests.simulation.faults import Fault, notice
 
-from membrokerd.core import books, resuming, segments, stock
+from membrokerd.core import books, segments, sessions, stock
 from membrokerd.core import deaths as settling
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core import machine as broker_module
+from membrokerd.core.sessions import Sessions
 
 SEEDS = [20_301, 20_308, 20_304, 20_353, 20_464, *range(20_302, 20_313), 20_272, 20_276, 20_317, *range(20_400, 20_424)]
 """The first three are of worlds in which most faults show."""
 
-Resuming = resuming.Resuming
-
 
 def _behind(monkeypatch: pytest.MonkeyPatch, name: str, more: Callable[[Any], None]) -> None:
     """Let the core do something more behind one of its methods."""
-    method = getattr(Resuming, name)
+    method = getattr(Sessions, name)
 
     def and_more(self: Any, *arguments: Any) -> Any:
         result = method(self, *arguments)
         more(self)
         return result
 
-    monkeypatch.setattr(Resuming, name, and_more)
+    monkeypatch.setattr(Sessions, name, and_more)
 
 
 def _states(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, ev.StateHolds], Mapping[str, Any]]) -> None:
     """Let the core take Holds for others than they are: `change` says which of their fields, from the session's row."""
-    reconcile = Resuming._reconcile
+    reconcile = Sessions._reconcile
 
     def bent(self: Any, row: Any, event: ev.StateHolds) -> None:
         reconcile(self, row, dataclasses.replace(event, **change(row, event)))
 
-    monkeypatch.setattr(Resuming, "_reconcile", bent)
+    monkeypatch.setattr(Sessions, "_reconcile", bent)
 
 
 # --- a resume with a fault ---
@@ -77,21 +76,21 @@ def _declared_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _unknown_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resuming, "MAX_TOLD", 0)
+    monkeypatch.setattr(sessions, "MAX_TOLD", 0)
 
 
 def _anybody_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    resume = Resuming.resume
+    resume = Sessions.resume
 
     def lax(self: Any, event: ev.ResumeSession, now: int) -> None:
         row = self._books.ledger.sessions.get(event.session)
         resume(self, dataclasses.replace(event, process=row.process if row else ""), now)
 
-    monkeypatch.setattr(Resuming, "resume", lax)
+    monkeypatch.setattr(Sessions, "resume", lax)
 
 
 def _holds_without_a_hello(monkeypatch: pytest.MonkeyPatch) -> None:
-    state_holds = Resuming.state_holds
+    state_holds = Sessions.state_holds
 
     def lax(self: Any, event: ev.StateHolds, now: int) -> None:
         row = self._books.ledger.sessions.get(event.session)
@@ -99,7 +98,7 @@ def _holds_without_a_hello(monkeypatch: pytest.MonkeyPatch) -> None:
             self._expected.add(event.session)
         state_holds(self, event, now)
 
-    monkeypatch.setattr(Resuming, "state_holds", lax)
+    monkeypatch.setattr(Sessions, "state_holds", lax)
 
 
 def _the_name_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,26 +106,26 @@ def _the_name_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
         for session in list(self._answers):
             self._books.emit(self._answers.pop(session))
 
-    monkeypatch.setattr(Resuming, "answer_ready", at_once)
+    monkeypatch.setattr(Sessions, "answer_ready", at_once)
 
 
 def _taken_up_in_the_middle_of_a_packet(monkeypatch: pytest.MonkeyPatch) -> None:
-    proceed = Resuming.proceed
+    proceed = Sessions.proceed
 
     def hasty(self: Any, session: int, now: int) -> None:
         with pytest.MonkeyPatch.context() as bent:
             bent.setattr(self._lending, "making_of", lambda session: False)
             proceed(self, session, now)
 
-    monkeypatch.setattr(Resuming, "proceed", hasty)
+    monkeypatch.setattr(Sessions, "proceed", hasty)
 
 
 def _asked_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Resuming, "under_way", lambda self, session: False)
+    monkeypatch.setattr(Sessions, "under_way", lambda self, session: False)
 
 
 def _nobody_tells_who_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Resuming, "give_up", lambda self, session: None)
+    monkeypatch.setattr(Sessions, "give_up", lambda self, session: None)
 
 
 def _the_dead_are_taken_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,14 +133,14 @@ def _the_dead_are_taken_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def deaf(self: Any, event: ev.ProcessDied, now: int) -> None:
         with pytest.MonkeyPatch.context() as bent:
-            bent.setattr(Resuming, "give_up", lambda self, session: None)
+            bent.setattr(Sessions, "give_up", lambda self, session: None)
             process_died(self, event, now)
 
     monkeypatch.setattr(settling.Settling, "process_died", deaf)
 
 
 def _anybody_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse = Resuming._refuse_forget
+    refuse = Sessions._refuse_forget
 
     def lax(self: Any, session: int) -> Any:
         row = self._books.ledger.sessions.get(session)
@@ -149,7 +148,7 @@ def _anybody_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
             self._books.record(ft.SessionMoved(session, "connection lost", 0))
         return refuse(self, session)
 
-    monkeypatch.setattr(Resuming, "_refuse_forget", lax)
+    monkeypatch.setattr(Sessions, "_refuse_forget", lax)
 
 
 # --- a restart with a fault ---
@@ -172,22 +171,22 @@ def _holders_are_lost_by_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _everybody_is_still_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_over = Resuming._take_over_session
+    take_over = Sessions._take_over_session
 
     def lax(self: Any, row: Any, now: int) -> None:
         if row.state != "open":
             take_over(self, row, now)
 
-    monkeypatch.setattr(Resuming, "_take_over_session", lax)
+    monkeypatch.setattr(Sessions, "_take_over_session", lax)
 
 
 def _who_was_leaving_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Resuming, "_take_over_session", lambda self, row, now: self._sessions.detach(row, now))
+    monkeypatch.setattr(Sessions, "_take_over_session", lambda self, row, now: self.detach(row, now))
 
 
 def _nothing_is_ever_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_over = Resuming._take_over_segment
-    monkeypatch.setattr(Resuming, "_take_over_segment", lambda self, row, *, lost: take_over(self, row, lost=False))
+    take_over = Sessions._take_over_segment
+    monkeypatch.setattr(Sessions, "_take_over_segment", lambda self, row, *, lost: take_over(self, row, lost=False))
 
 
 def _nobody_drops_what_was_being_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +194,8 @@ def _nobody_drops_what_was_being_dropped(monkeypatch: pytest.MonkeyPatch) -> Non
         if row.state != "dropping":
             method(self, row, lost=lost)
 
-    method = Resuming._take_over_segment
-    monkeypatch.setattr(Resuming, "_take_over_segment", take_over)
+    method = Sessions._take_over_segment
+    monkeypatch.setattr(Sessions, "_take_over_segment", take_over)
 
 
 def _a_seal_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,8 +203,8 @@ def _a_seal_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         if row.state != "sealing":
             method(self, row, lost=lost)
 
-    method = Resuming._take_over_segment
-    monkeypatch.setattr(Resuming, "_take_over_segment", take_over)
+    method = Sessions._take_over_segment
+    monkeypatch.setattr(Sessions, "_take_over_segment", take_over)
 
 
 def _ids_of_another_epoch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from . import facts as ft
 from .books import Books
 from .lending import Lending
 from .names import Location
-from .resuming import Resuming
 from .rows import SegmentRow, SessionRow
 from .segments import Segments
 from .sessions import Sessions
@@ -48,16 +47,13 @@ class Death:
 class Settling:
     """The deaths that are not settled, newest last, and the figures of the last audit."""
 
-    def __init__(
-        self, books: Books, lending: Lending, segments: Segments, sessions: Sessions, resuming: Resuming
-    ) -> None:
+    def __init__(self, books: Books, lending: Lending, segments: Segments, sessions: Sessions) -> None:
         self.unproven: Counter[Location] = Counter()
         """Credits made by the time limit and not by the device's figure: those bytes may still be held."""
         self._books = books
         self._lending = lending
         self._segments = segments
         self._sessions = sessions
-        self._resuming = resuming
         self.deaths: list[Death] = []
         """While there are any, the device must be audited often."""
         self._used: dict[Location, int | None] = dict.fromkeys(books.rules.capacities)
@@ -95,7 +91,7 @@ class Settling:
         self._keep_references()
         self._see(event.seen)
         references = {location: self._reference(location, now) for location in self._used}
-        self._resuming.give_up(row.session)
+        self._sessions.give_up(row.session)
         self._books.record(ft.SessionMoved(row.session, "process died", now))
         self._lending.give_up(row, now)
         self._segments.give_up(row.session)

@@ -1,6 +1,6 @@
 """The machine: `step(event, now)` is the only way into the core. It hands each event to the part that answers for it.
 
-The parts stand in a straight stack: books, recalls, schedule, waiting, lending, segments, models, sessions, resuming,
+The parts stand in a straight stack: books, recalls, schedule, waiting, lending, segments, models, sessions,
 settling. Each is given the books and the parts below it that it uses, and knows nothing above it. Where one event
 concerns several parts, the machine calls them in turn.
 """
@@ -21,7 +21,6 @@ from .lending import Lending
 from .models import Models
 from .names import ModelName
 from .recalls import Recalls
-from .resuming import Resuming
 from .schedule import Schedule
 from .segments import Segments
 from .sessions import Sessions
@@ -53,16 +52,15 @@ class Broker:
         segments = self.segments = Segments(books, stock, waiting, lending)
         models = self.models = Models(books, recalls)
         sessions = self.sessions = Sessions(books, recalls, lending, segments)
-        resuming = self.resuming = Resuming(books, recalls, lending, segments, sessions)
-        settling = self.settling = Settling(books, lending, segments, sessions, resuming)
+        settling = self.settling = Settling(books, lending, segments, sessions)
         self._handlers: dict[type, Callable[[Any, int], None]] = {
             ev.OpenSession: sessions.open,
-            ev.ResumeSession: resuming.resume,
-            ev.StateHolds: resuming.state_holds,
-            ev.ForgetSession: resuming.forget,
+            ev.ResumeSession: sessions.resume,
+            ev.StateHolds: sessions.state_holds,
+            ev.ForgetSession: sessions.forget,
             ev.Restarted: self._restarted,
             ev.SetDraining: self._set_draining,
-            ev.ConnectionLost: self._connection_lost,
+            ev.ConnectionLost: sessions.connection_lost,
             ev.ProcessDied: settling.process_died,
             ev.Goodbye: sessions.goodbye,
             ev.RegisterModel: models.register,
@@ -137,7 +135,7 @@ class Broker:
         row = books.ledger.sessions.get(session)
         if row is None or row.state not in ("open", "detached"):
             return deny(Reason.TOKEN_REJECTED)
-        if self.resuming.under_way(session):
+        if self.sessions.under_way(session):
             return deny(Reason.DELIVERY_FAILED)
         if books.stopping and not isinstance(event, _RELEASES):
             return deny(Reason.STOPPING)
@@ -160,40 +158,26 @@ class Broker:
 
     def _made(self, event: ev.Made, now: int) -> None:
         self.lending.made(event)
-        self._packet_decided(event.session, now)
+        self.sessions.packet_decided(event.session, now)
         self.stock.fill()
 
     def _not_made(self, event: ev.NotMade, now: int) -> None:
         self.lending.not_made(event, now)
-        self._packet_decided(event.session, now)
+        self.sessions.packet_decided(event.session, now)
 
     def _not_delivered(self, event: ev.NotDelivered, now: int) -> None:
         self.lending.not_delivered(event)
-        self._packet_decided(event.session, now)
-
-    def _packet_decided(self, session: int, now: int) -> None:
-        """Go on with a Goodbye or a resume that waited for the packets of the session being made."""
-        row = self.books.ledger.sessions.get(session)
-        if row is not None and row.state == "leaving":
-            self.sessions.finish_leaving(row, now)
-        elif session in self.resuming.stated:
-            self.resuming.proceed(session, now)
+        self.sessions.packet_decided(event.session, now)
 
     def _elapsed(self, _: ev.Elapsed, now: int) -> None:
         self.segments.elapsed(now)
         self.recalls.elapsed(now)
 
-    def _connection_lost(self, event: ev.ConnectionLost, now: int) -> None:
-        row = self.books.ledger.sessions.get(event.session)
-        if row is not None:
-            self.resuming.give_up(row.session)
-            self.sessions.detach(row, now)
-
     def _dropped(self, event: ev.Dropped, now: int) -> None:
         row = self.segments.dropped(event)
         if row.uncertain:
             self.settling.segment_dropped(row, now)
-        self.resuming.answer_ready()
+        self.sessions.answer_ready()
 
     def _audit(self, event: ev.Audit, now: int) -> None:
         self.settling.audit(event, now)
@@ -203,7 +187,7 @@ class Broker:
 
     def _restarted(self, event: ev.Restarted, now: int) -> None:
         self.settling.restarted(event.seen, now)
-        self.resuming.restarted(event, now)
+        self.sessions.restarted(event, now)
 
     def _set_draining(self, event: ev.SetDraining, now: int) -> None:
         self.books.draining = event.draining

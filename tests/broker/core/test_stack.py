@@ -14,13 +14,12 @@ from membrokerd.core.deaths import Settling
 from membrokerd.core.lending import Lending
 from membrokerd.core.machine import Broker
 from membrokerd.core.models import Models
-from membrokerd.core.resuming import Resuming
 from membrokerd.core.segments import Segments
 from membrokerd.core.sessions import Sessions
 from membrokerd.core.stock import Stock
 from membrokerd.core.waiting import Waiting
 
-STACK = (Books, Stock, Waiting, Lending, Segments, Models, Sessions, Resuming, Settling, Broker)
+STACK = (Books, Stock, Waiting, Lending, Segments, Models, Sessions, Settling, Broker)
 
 
 def _held(value: Any) -> list[Any]:

@@ -37,7 +37,7 @@ from membroker.wire import frames as handoff
 from membroker.wire import names
 from membrokerd import __version__
 from membrokerd.config import descriptor_limits as limits
-from membrokerd.core import policy, resuming
+from membrokerd.core import policy, sessions
 from membrokerd.core.denied import Reason, deny
 from membrokerd.daemon import DEFAULT_MAX_SESSIONS
 from membrokerd.edge.errors import to_status
@@ -264,8 +264,8 @@ def test_the_page_has_the_limits_as_they_are() -> None:
         "protocol version": names.PROTOCOL_VERSION,
         "protocol revision": names.PROTOCOL_REVISION,
         "ids of a Holds": names.MAX_IDS_PER_FRAME,
-        "unknown ids of a ResumeResponse": resuming.MAX_TOLD,
-        "models of a ResumeResponse": resuming.MAX_MODELS_TOLD,
+        "unknown ids of a ResumeResponse": sessions.MAX_TOLD,
+        "models of a ResumeResponse": sessions.MAX_MODELS_TOLD,
         "connections that have not said Hello": listener.MAX_SILENT,
         "seconds until a Hello must have come": int(listener.HELLO_SECONDS),
         "seconds that the last answer waits for room": int(connection.LINGER_SECONDS),
