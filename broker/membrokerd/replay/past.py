@@ -308,12 +308,15 @@ class Past:
 
     # --- what is not in the trace ---
 
-    def typical_life(self, loan: Loan) -> int | None:
-        """Return how long the model's loans lasted, most often; None: until their sessions ended.
+    def life_of(self, loan: Loan) -> list[Released]:
+        """Return how a loan is released. What was never granted lasts as long as the model's loans did most often.
 
-        For a loan that was never granted: nobody can know how long its program would have kept it.
+        Nobody can know how long its program would have kept it. None of them was released: until its session ends.
         """
-        return self._typical.get((loan.name, loan.location, loan.is_segment))
+        typical = self._typical.get((loan.name, loan.location, loan.is_segment))
+        if loan.granted_at is not None or typical is None:
+            return loan.life
+        return [Released(typical, 0, (range(loan.count),))]
 
     def _typical_lives(self) -> dict[tuple[ModelName, Location, bool], int]:
         lives: defaultdict[tuple[ModelName, Location, bool], list[int]] = defaultdict(list)

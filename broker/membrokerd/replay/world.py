@@ -26,7 +26,7 @@ from .answers import LAST, Answers
 from .changes import Changes, Unplayable
 from .deaths import Deaths
 from .figures import Tally
-from .past import Loan, Past, Released, is_uncounted
+from .past import Loan, Past, is_uncounted
 from .reading import Part
 
 AUDIT_NS = 100_000_000
@@ -285,10 +285,7 @@ class World:
         if isinstance(result, fx.SegmentView):
             self._seal(loan, session, result)
             return
-        life = loan.life
-        if loan.granted_at is None and (after := self._past.typical_life(loan)) is not None:
-            life = [Released(after, 0, (range(loan.count),))]
-        for after, index, positions in life:
+        for after, index, positions in self._past.life_of(loan):
             ids = self.extents[loan]
             self.do_later(
                 self.now + after,
@@ -301,11 +298,9 @@ class World:
         number, name = segment.segment, segment.name
         self._request(ev.SealSegment, session, number)
         self._request(ev.DetachSegment, session, number)
-        after = loan.life[-1].after if loan.life else None
-        if loan.granted_at is None:
-            after = self._past.typical_life(loan)
-        if after is not None:
-            self.do_later(self.now + after, LAST, lambda: self._request(ev.DeleteSegment, None, name, number))
+        if life := self._past.life_of(loan):
+            delete_at = self.now + life[-1].after
+            self.do_later(delete_at, LAST, lambda: self._request(ev.DeleteSegment, None, name, number))
 
     def release(self, session: int, ids: Iterable[int]) -> None:
         """Let a session release what it has of these extents."""
