@@ -5,8 +5,6 @@ A model begins with the first session that registers it, and ends a while after 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from membroker.wire.names import valid_model
 
 from . import effects as fx
@@ -16,7 +14,6 @@ from . import policy
 from .admission import misfits
 from .books import Books
 from .denied import Denied, Reason, deny
-from .names import Location
 from .recalls import Recalls
 from .rows import ModelRow, Quota
 
@@ -37,20 +34,16 @@ class Models:
         row, virtual = self._books.ledger.models.get(event.name), event.virtual_capacity
         if row is None:
             self._books.record(ft.ModelBegan(event.name, virtual, dict(event.limits)))
-        elif (virtual, dict(event.limits)) != (row.virtual_capacity, row.limits):
-            self._ask(row, virtual, event.limits)
+        else:  # the numbers that no session has set yet; the others are the same
+            more = {where: size for where, size in event.limits.items() if where not in row.limits}
+            new = virtual if row.virtual_capacity is None else None
+            if more or new is not None:
+                self._books.record(ft.ModelAsked(row.name, new, more))
         if event.name not in self._books.ledger.sessions[event.session].models:
             self._books.record(ft.ModelJoined(event.name, event.session))
         if event.answers is not None:
             self._recalls.set_answers(event.session, event.name, event.answers, now)
         self._books.answer(event.call, fx.Registered(event.name))
-
-    def _ask(self, row: ModelRow, virtual: int | None, limits: Mapping[Location, int]) -> None:
-        """Take the numbers that no session has set yet; the others are the same."""
-        more = {where: size for where, size in limits.items() if where not in row.limits}
-        new = virtual if row.virtual_capacity is None else None
-        if more or new is not None:
-            self._books.record(ft.ModelAsked(row.name, new, more))
 
     def _refuse_model(self, event: ev.RegisterModel) -> Denied | None:
         row = self._books.ledger.models.get(event.name)
