@@ -137,13 +137,13 @@ class Lending:
             self._books.emit(fx.Answer(call.call, call.result))
 
     def _refuse_allocate(self, event: ev.Allocate) -> Denied | None:
-        books = self._books
+        books, wanted_fits = self._books, 0 <= event.wanted_bytes <= policy.MAX_BYTES
         return (
             self.refuse_borrower(event.session, event.name)
             or self.refuse_call(event.session)
             or books.refuse_debit()
             or policy.check_extents(books.rules, event.location, event.extent_bytes, event.count, event.wait_ns)
-            or (policy.check_wanted(event.wanted_bytes) if event.wanted_bytes else None)  # most requests have none
+            or (None if wanted_fits else deny(Reason.INVALID_ARGUMENT, what="wanted_bytes is negative"))
             or books.admission.admit(event.name, event.location, event.extent_bytes * event.count, event.session)
         )
 

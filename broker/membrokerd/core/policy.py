@@ -136,13 +136,6 @@ def check_wait(wait_ns: int) -> Denied | None:
     return deny(Reason.INVALID_ARGUMENT, what="a wait is between 0 and 24 hours")
 
 
-def check_wanted(wanted_bytes: int) -> Denied | None:
-    """Return why no call can say that so much will be wanted, or None."""
-    if 0 <= wanted_bytes <= MAX_BYTES:
-        return None
-    return deny(Reason.INVALID_ARGUMENT, what="wanted_bytes is negative")
-
-
 def gate(free: int | None, size: int, reserve: int) -> bool:
     """Say whether the device itself can hold `size` more bytes and keep `reserve` free (None: it cannot say)."""
     return free is None or free - size >= reserve
