@@ -242,6 +242,7 @@ def _the_dead_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _models_are_not_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Admission, "_unused_by_models", lambda *_: 0)
+    monkeypatch.setattr(Admission, "_unfirm_by_models", lambda *_: 0)
 
 
 def _tenants_are_not_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,10 +89,6 @@ class Admission:
         """Return the tenants to which something is guaranteed."""
         return self._guarantees[location].keys()
 
-    def has_guarantees(self, location: Location) -> bool:
-        """Say whether anything is guaranteed at a location."""
-        return bool(self._guarantees[location])
-
     def is_guaranteed(self, name: ModelName, location: Location, size: int) -> bool:
         """Say whether the model would stay within its own guarantee, or that of its tenant, with `size` more bytes."""
         own, _, slack = self._unused(name, location)
@@ -147,8 +143,6 @@ class Admission:
 
     def _unfirm_by_models(self, tenant: str, location: Location) -> int:
         """Return what of the guarantees of the tenant's models is not firm; kept like `_unused_by_models`."""
-        if not self._recallable.is_possible:
-            return self._unused_by_models(tenant, location)
         key, revision = (tenant, location), self._recallable.revision
         charge = self._ledger.tenants.get(key)
         known = self._unfirm_sums.get(key)
@@ -178,9 +172,6 @@ class Admission:
 
     def _unfirm(self, name: ModelName, location: Location) -> int:
         """Return the room that the guarantees of a model and its tenant have for bytes that cannot be recalled."""
-        if not self._recallable.is_possible:
-            own, _, slack = self._unused(name, location)
-            return own + slack
         row = self._guarantees[location].get(name.tenant)
         if row is None:
             return 0

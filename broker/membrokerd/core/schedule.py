@@ -188,7 +188,7 @@ class Schedule:
 
     def _guaranteed(self, location: Location, waiters: Iterable[Waiter]) -> list[Waiter]:
         admission = self._books.admission
-        if not admission.has_guarantees(location):
+        if not admission.tenants(location):
             return []
         return [one for one in waiters if admission.is_guaranteed(one.name, location, one.size)]
 
