@@ -6,9 +6,9 @@ which ends with the daemon, and quotas, which are kept elsewhere.
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from . import facts as ft
 from . import lifecycles
@@ -21,8 +21,8 @@ def story(ledger: Ledger) -> Iterator[ft.Fact]:
 
     The rows are copied at once, and told as the facts are asked for: meanwhile the ledger may change.
     """
-    sessions = [_copy_session(row) for row in ledger.sessions.values()]
-    segments = [_copy_segment(row) for row in ledger.segments.values()]
+    sessions = [_copy(row) for row in ledger.sessions.values()]
+    segments = [replace(row, holders=dict(row.holders)) for row in ledger.segments.values()]
     began = [ft.ModelBegan(row.name, row.virtual_capacity, row.limits) for row in ledger.models.values()]
     carried = [_carry(row) for row in ledger.models.values()]
     unaccounted = [
@@ -33,17 +33,9 @@ def story(ledger: Ledger) -> Iterator[ft.Fact]:
     return _tell(sessions, segments, began, [*carried, *unaccounted])
 
 
-def _copy_session(row: SessionRow) -> SessionRow:
-    copied = copy.copy(row)
-    copied.models, copied.extents = set(row.models), dict(row.extents)
-    copied.charges = {key: copy.copy(charge) for key, charge in row.charges.items() if charge.declared}
-    return copied
-
-
-def _copy_segment(row: SegmentRow) -> SegmentRow:
-    copied = copy.copy(row)
-    copied.holders = dict(row.holders)
-    return copied
+def _copy(row: SessionRow) -> SessionRow:
+    declared = {key: replace(charge) for key, charge in row.charges.items() if charge.declared}
+    return replace(row, models=set(row.models), extents=dict(row.extents), charges=declared)
 
 
 def _tell(
