@@ -13,7 +13,7 @@ from . import policy
 from .effects import SegmentView
 from .machine import Broker
 from .names import Location, ModelName, SegmentName
-from .rows import ModelRow, SessionRow
+from .rows import SessionRow
 from .values import value
 
 MOST_MODELS = 64
@@ -67,7 +67,7 @@ class ModelLocationView:
 
 @value
 class ModelView:
-    """One model."""
+    """One model. A pool of it reserves `virtual_capacity` addresses by default: as registered, else the capacity."""
 
     name: ModelName
     virtual_capacity: int
@@ -176,7 +176,7 @@ def take_model(broker: Broker, name: ModelName) -> ModelView:
     row = broker.ledger.models[name]
     return ModelView(
         row.name,
-        virtual_capacity(broker, row),
+        row.virtual_capacity or broker.ledger.totals["device"].capacity,
         tuple(
             ModelLocationView(
                 where,
@@ -262,11 +262,6 @@ def take_tenants(broker: Broker, configured: Iterable[str]) -> tuple[TenantView,
         )
         for tenant in sorted({*configured, *models, *others})
     )
-
-
-def virtual_capacity(broker: Broker, row: ModelRow) -> int:
-    """Return the addresses that a pool of this model reserves by default: as registered, else the capacity."""
-    return row.virtual_capacity or broker.ledger.totals["device"].capacity
 
 
 def take_session(broker: Broker, row: SessionRow) -> SessionView:
