@@ -1,7 +1,7 @@
 """`Balloon`: which groups of a KV cache get memory next, and which ones go.
 
-Owns the choice, and how far its sweeps have come. It decides, and does nothing: it must never call a broker, a driver
-or an engine, nor take a lock or look at a clock. Its caller asks the engine what is in use, and passes the answer in.
+Owns the choice, and how far its sweeps have come. It decides, and does nothing: it asks an engine what its blocks are
+used for, and must never call another verb of it, a broker or a driver, nor take a lock or look at a clock.
 
 An engine is told the number of all blocks once. Those without memory are held out of its free list, so its own count of
 free blocks is right at any time. To grow is to map a group and hand its blocks out; to shrink is to hold blocks again,
@@ -11,10 +11,11 @@ wait for a fence, and unmap.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from ..errors import InvalidRequest
+from .engine import Engine
 from .groups import ASKED, DRAINING, HELD, MAPPED, RETIRING, Groups
 from .layout import MAX_BLOCKS, Layout
 
@@ -80,16 +81,7 @@ class Balloon(Groups):
 
     # Shrinking
 
-    def choose(
-        self,
-        want: int,
-        size: int,
-        unused: Callable[[Sequence[int]], Collection[int]],
-        warmth: Callable[[Sequence[int]], float],
-        cost: Callable[[Sequence[int]], float] = len,
-        *,
-        most: int = MAX_BLOCKS,
-    ) -> list[int]:
+    def choose(self, want: int, size: int, engine: Engine, *, most: int = MAX_BLOCKS) -> list[int]:
         """Choose groups to release, begin to drain them, and return them. Nothing goes below the floor.
 
         `size` is what others want back in bytes, what is going already included. Until so many bytes go, all groups are
@@ -100,22 +92,17 @@ class Balloon(Groups):
         With a `size` of 0 groups go that the engine does not want: free ones, sparse ones, and the coldest cached ones
         beyond `keep`. A call looks at about `most` blocks for that, or for what has become free, and the next one goes
         on from there: see `is_sweeping`.
-
-        `unused(blocks)` returns those of the engine's blocks that no request uses, `warmth(blocks)` when their
-        cached contents were used last (a larger number is later), or 0 without any. `cost(blocks)` is what preemption
-        costs the engine until none of these is used.
         """
-        ask = _Ask(unused, warmth, cost)
         if size > self.going_bytes:
-            return self._choose_asked(size, ask)
-        return self._choose_free(size, ask, most) if size else self._choose_spare(want, ask, most)
+            return self._choose_asked(size, engine)
+        return self._choose_free(size, engine, most) if size else self._choose_spare(want, engine, most)
 
     @property
     def is_sweeping(self) -> bool:
         """Whether the last `choose` has not looked at all groups, and the next one goes on."""
         return self._next < self.layout.groups
 
-    def _choose_asked(self, size: int, ask: _Ask) -> list[int]:
+    def _choose_asked(self, size: int, engine: Engine) -> list[int]:
         chosen = list[int]()
 
         def drain(looks: Iterable[_Look]) -> None:
@@ -124,30 +111,30 @@ class Balloon(Groups):
                     return
                 self._drain(look.group, chosen)
 
-        looks = [self._look(group, ask) for group in self.groups_in(MAPPED) if group not in self.first]
+        looks = [self._look(group, engine) for group in self.groups_in(MAPPED) if group not in self.first]
         drain(sorted((one for one in looks if not one.used), key=lambda one: (one.warmth, -one.group)))
         if self.going_bytes < size:  # costs take the engine's time
-            costs = {one: self._cost(one.group, ask) for one in looks if one.used}
+            costs = {one: self._cost(one.group, engine) for one in looks if one.used}
             drain(sorted(costs, key=lambda one: (costs[one], one.used, -one.group)))
         return chosen
 
-    def _choose_free(self, size: int, ask: _Ask, most: int) -> list[int]:
+    def _choose_free(self, size: int, engine: Engine, most: int) -> list[int]:
         chosen = list[int]()
         for group in self._next_groups(most) if size > self.retiring_bytes else ():
-            if not self._look(group, ask).used:
+            if not self._look(group, engine).used:
                 self._drain(group, chosen)
         return chosen
 
     def _drain(self, group: int, chosen: list[int]) -> None:
         if self.staying_bytes - self._bytes[group] >= self.floor:
-            self._move(group, "chosen")
+            self.move(group, "chosen")
             self._cached.pop(group, None)
             chosen.append(group)
 
-    def _cost(self, group: int, ask: _Ask) -> float:
-        return ask.cost([block for block in self.layout.members(group) if self._out[block]])
+    def _cost(self, group: int, engine: Engine) -> float:
+        return engine.cost([block for block in self.layout.members(group) if self._out[block]])
 
-    def _choose_spare(self, want: int, ask: _Ask, most: int) -> list[int]:
+    def _choose_spare(self, want: int, engine: Engine, most: int) -> list[int]:
         left, chosen = self.available - want - self.ahead, list[int]()
         if left < 0:
             self._next = self.layout.groups
@@ -160,14 +147,14 @@ class Balloon(Groups):
                 self._drain(look.group, chosen)
 
         for group in self._next_groups(most):
-            look = self._look(group, ask)
+            look = self._look(group, engine)
             if not look.warmth and 2 * look.used <= len(self.layout.members(group)):
                 spare(look)
         cached = sum(self._bytes[group] for group in self._cached)
         for group in sorted(self._cached, key=self._cached.__getitem__):
             if cached <= self.keep:
                 break
-            look = self._look(group, ask)  # it may be busy by now
+            look = self._look(group, engine)  # it may be busy by now
             cached -= self._bytes[group]
             if not look.used:
                 spare(look)
@@ -185,12 +172,12 @@ class Balloon(Groups):
             self._next = self.layout.groups
         return found
 
-    def _look(self, group: int, ask: _Ask) -> _Look:
+    def _look(self, group: int, engine: Engine) -> _Look:
         """Look at a group, and note whether it has nothing but cached contents."""
         members = self.layout.members(group)
         with_engine = [block for block in members if self._out[block]]
-        free = ask.unused(with_engine)
-        used, warmth = len(with_engine) - len(free), ask.warmth(list(free)) if free else 0.0
+        free = engine.unused(with_engine)
+        used, warmth = len(with_engine) - len(free), engine.warmth(list(free)) if free else 0.0
         if warmth and not used:
             self._cached[group] = warmth
         else:
@@ -215,30 +202,22 @@ class Balloon(Groups):
     def revive(self, want: int) -> list[int]:
         """Stop releasing what the engine wants again, the lowest groups first; return them. Nothing is borrowed."""
         revived = []
-        for group in sorted({*self.groups_in(DRAINING), *self.groups_in(RETIRING)} - self._final):
+        for group in sorted([*self.groups_in(DRAINING), *self.groups_in(RETIRING)]):
             if self.available >= want:
                 break
-            self._move(group, "wanted")
+            self.move(group, "wanted")
             revived.append(group)
         return revived
 
     def reconsider(self) -> None:
         """Stop draining: none of these groups is to go any more, unless it is chosen again."""
         for group in self.groups_in(DRAINING):
-            self._move(group, "wanted")
+            self.move(group, "wanted")
 
     def check(self) -> None:
         """Assert what always holds. For tests: it looks at every block."""
         super().check()
         assert self.ceiling is None or self.charged_bytes <= self.ceiling
-
-
-class _Ask(NamedTuple):
-    """The questions to the engine."""
-
-    unused: Callable[[Sequence[int]], Collection[int]]
-    warmth: Callable[[Sequence[int]], float]
-    cost: Callable[[Sequence[int]], float]
 
 
 class _Look(NamedTuple):

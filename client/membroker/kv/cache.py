@@ -25,7 +25,7 @@ from ..session.recalls import DEFERRED
 from .balloon import Balloon
 from .borrower import Borrower
 from .engine import Engine
-from .groups import DRAINING, MAPPED, RETIRING
+from .groups import DOOMED, DRAINING, MAPPED, RETIRING
 from .layout import Layout
 from .ranks import Ranks
 from .releaser import Releaser, mapped
@@ -92,8 +92,8 @@ class ElasticCache(Closing):
         first = self._first_ranges()
         pool.allocate_ranges(first, wait=wait)
         for group in self._balloon.first:
-            self._balloon.asked(group)
-            self._balloon.mapped(group)
+            self._balloon.move(group, "asked")
+            self._balloon.move(group, "mapped")
         lender: Any = pool if isinstance(pool, Ranks) else pool._lender
         self._model: Any = lender if hasattr(lender, "on_recall") else None
         self._callback = self.answer
@@ -292,7 +292,7 @@ class ElasticCache(Closing):
                 logger.info("the broker was not told that recalls are not answered any more: %s", error)
         for thread in self._threads:
             thread.join(CLOSE_SECONDS)
-        groups = [group for state in (MAPPED, DRAINING, RETIRING) for group in self._balloon.groups_in(state)]
+        groups = [group for state in (MAPPED, DRAINING, RETIRING, DOOMED) for group in self._balloon.groups_in(state)]
         if not self._pool.closed:
             self._pool.deallocate_ranges(mapped(self._pool, (r for group in groups for r in self.layout.ranges(group))))
 

@@ -12,17 +12,19 @@ from typing import Final
 from ..errors import InvalidRequest
 from .layout import Layout
 
-HELD, ASKED, MAPPED, DRAINING, RETIRING, LEAVING = range(6)
+HELD, ASKED, MAPPED, DRAINING, RETIRING, DOOMED, LEAVING = range(7)
 """Without memory / being borrowed and mapped / with memory / to go, and blocks of it are still in use / to go, and the
-work that may use it has not passed the fence / being unmapped."""
+work that may use it has not passed the fence / the same, and it cannot stay, because others wait for it, or a part may
+have no memory any more / being unmapped."""
 
 LIFECYCLE: Final[Mapping[int, Mapping[str, int]]] = {
     HELD: {"asked": ASKED},
     ASKED: {"mapped": MAPPED, "refused": HELD},
     MAPPED: {"chosen": DRAINING},
     DRAINING: {"all held": RETIRING, "wanted": MAPPED},
-    RETIRING: {"fence passed": LEAVING, "wanted": MAPPED},
-    LEAVING: {"unmapped": HELD, "failed": RETIRING},
+    RETIRING: {"fence passed": LEAVING, "wanted": MAPPED, "others wait": DOOMED},
+    DOOMED: {"fence passed": LEAVING},
+    LEAVING: {"unmapped": HELD, "failed": DOOMED},
 }
 """`LIFECYCLE[state][cause]` is the next state of a group."""
 
@@ -47,8 +49,6 @@ class Groups:
         self._missing = [len(layout.touched(block)) for block in range(layout.blocks)]
         self._out = bytearray(layout.blocks)
         self._ready: set[int] = set()
-        self._final: set[int] = set()
-        """Retiring groups that cannot be revived: others wait for them, or a part may have no memory any more."""
         self._always = frozenset(always)
         self.first = sorted({group for block in always for group in layout.touched(block)})
         """The groups of `always`."""
@@ -86,7 +86,7 @@ class Groups:
     @property
     def retiring_bytes(self) -> int:
         """Bytes with memory that no request uses, and that are being released."""
-        return self._charged[RETIRING] + self._charged[LEAVING]
+        return self._charged[RETIRING] + self._charged[DOOMED] + self._charged[LEAVING]
 
     @property
     def charged_bytes(self) -> int:
@@ -112,19 +112,24 @@ class Groups:
         """Return whether the engine has a block."""
         return bool(self._out[block])
 
+    def move(self, group: int, cause: str) -> None:
+        """Note what has happened to a group, as in `LIFECYCLE`. Blocks that have all of their groups are ready."""
+        before = self._states[group]
+        after = LIFECYCLE[before].get(cause)
+        assert after is not None, f"group {group} in state {before} cannot be {cause!r}"
+        self._states[group] = after
+        self._charged[before] -= self._bytes[group]
+        self._charged[after] += self._bytes[group]
+        change = (before == MAPPED) - (after == MAPPED)
+        if change:
+            for block in self.layout.members(group):
+                self._missing[block] += change
+                if not self._missing[block] and not self._out[block]:
+                    self._ready.add(block)
+                else:
+                    self._ready.discard(block)
+
     # What comes
-
-    def asked(self, group: int) -> None:
-        """Note that a group is being borrowed."""
-        self._move(group, "asked")
-
-    def refused(self, group: int) -> None:
-        """Note that it was not lent."""
-        self._move(group, "refused")
-
-    def mapped(self, group: int) -> None:
-        """Note that it has memory now. Blocks that have all of their groups are ready."""
-        self._move(group, "mapped")
 
     def take(self) -> list[int]:
         """Return the blocks that have become usable, in ascending order. The engine has them from now on."""
@@ -143,28 +148,22 @@ class Groups:
         return sorted(block for block in members if self._out[block])
 
     def held(self, blocks: Iterable[int]) -> None:
-        """Note that the engine has given blocks up: they are out of its free list, and no request uses them."""
+        """Note that the engine has given blocks up: they are out of its free list, and no request uses them.
+
+        If the memory of one stays, the next `take` returns it.
+        """
         for block in blocks:
             assert self._out[block], f"the engine does not have block {block}"
             assert block not in self._always, f"the engine keeps block {block}"
-            assert self._missing[block], f"all memory of block {block} stays"
             self._out[block] = 0
             self._count -= 1
+            if not self._missing[block]:
+                self._ready.add(block)
 
     def staying_blocks(self) -> list[int]:
         """Return the engine's blocks whose memory stays, without those of `always`."""
         members = {block for group in self.groups_in(MAPPED) for block in self.layout.members(group)}
         return sorted(one for one in members if self._out[one] and not self._missing[one] and one not in self._always)
-
-    def stowed(self, blocks: Iterable[int]) -> None:
-        """Note that the engine has given up blocks whose memory stays: the next `take` returns them."""
-        for block in blocks:
-            assert self._out[block], f"the engine does not have block {block}"
-            assert block not in self._always, f"the engine keeps block {block}"
-            assert not self._missing[block], f"memory of block {block} goes"
-            self._out[block] = 0
-            self._count -= 1
-            self._ready.add(block)
 
     def retire(self, groups: Iterable[int], *, final: bool = False) -> list[int]:
         """Return those draining groups of which the engine has no block any more. They wait for a fence from now on.
@@ -173,24 +172,10 @@ class Groups:
         """
         ended = [group for group in groups if not any(map(self._out.__getitem__, self.layout.members(group)))]
         for group in ended:
-            self._move(group, "all held")
-        if final:
-            self._final.update(self.groups_in(RETIRING))
+            self.move(group, "all held")
+        for group in self.groups_in(RETIRING) if final else ():
+            self.move(group, "others wait")
         return ended
-
-    def leaving(self, group: int) -> None:
-        """Note that a retiring group has passed its fence, and is being unmapped: it cannot be revived now."""
-        self._move(group, "fence passed")
-
-    def unmapped(self, group: int) -> None:
-        """Note that it has no memory any more."""
-        self._move(group, "unmapped")
-        self._final.discard(group)
-
-    def failed(self, group: int) -> None:
-        """Note that it could not be unmapped, or only a part of it: it is tried again, and cannot be revived."""
-        self._move(group, "failed")
-        self._final.add(group)
 
     def check(self) -> None:
         """Assert what always holds. For tests: it looks at every block."""
@@ -203,19 +188,3 @@ class Groups:
         assert self._count == self._out.count(1)
         for state in LIFECYCLE:
             assert self._charged[state] == sum(self._bytes[group] for group in self.groups_in(state))
-
-    def _move(self, group: int, cause: str) -> None:
-        before = self._states[group]
-        after = LIFECYCLE[before].get(cause)
-        assert after is not None, f"group {group} in state {before} cannot be {cause!r}"
-        self._states[group] = after
-        self._charged[before] -= self._bytes[group]
-        self._charged[after] += self._bytes[group]
-        change = (before == MAPPED) - (after == MAPPED)
-        if change:
-            for block in self.layout.members(group):
-                self._missing[block] += change
-                if not self._missing[block] and not self._out[block]:
-                    self._ready.add(block)
-                else:
-                    self._ready.discard(block)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from .balloon import Balloon
 from .engine import Engine, Fence
-from .groups import DRAINING, RETIRING
+from .groups import DOOMED, DRAINING, RETIRING
 
 LINGER_SECONDS: Final = 0.25
 """What the engine needed in this time or the time before is kept: need goes up and down with each batch."""
@@ -122,7 +122,7 @@ class CacheState:
         with self._lock:
             found = self._next_question()
             if found is not None:
-                self._balloon.asked(found[0])
+                self._balloon.move(found[0], "asked")
             return found
 
     def _next_question(self) -> tuple[int, bool] | None:
@@ -137,12 +137,9 @@ class CacheState:
     def answered(self, group: int, *, is_granted: bool) -> None:
         """Note that a group was borrowed and mapped, or refused."""
         with self._lock:
-            if is_granted:
-                self._balloon.mapped(group)
-                self._grants += 1
-            else:
-                self._balloon.refused(group)
-                self._refusals += 1
+            self._balloon.move(group, "mapped" if is_granted else "refused")
+            self._grants += is_granted
+            self._refusals += not is_granted
             self._changed.notify_all()
 
     def pause_ahead(self, seconds: float) -> None:
@@ -184,21 +181,21 @@ class CacheState:
                 balloon.reconsider()  # others may go sooner than what drains for want of use, or have gone
                 self._is_asked_anew = False
             draining = balloon.groups_in(DRAINING) if size else balloon.next_draining(BLOCKS_PER_TURN)
-            self._hold_unused(engine, draining)
+            self._hold_unused(engine, balloon.draining_blocks(draining))
             is_due = now >= self._look_at
             if is_due or balloon.is_sweeping or size:
-                verbs = engine.unused, engine.warmth, engine.cost
-                chosen = balloon.choose(max(self._peaks), size, *verbs, most=BLOCKS_PER_TURN)
-                self._hold_unused(engine, chosen)
+                chosen = balloon.choose(max(self._peaks), size, engine, most=BLOCKS_PER_TURN)
+                self._hold_unused(engine, balloon.draining_blocks(chosen))
                 draining += chosen
             if size:
                 if (busy := balloon.draining_blocks(draining)) and engine.preempt(busy):
-                    self._hold_unused(engine, draining)
+                    self._hold_unused(engine, busy)
                 self._tried = list(self._recalls.values())
                 if not balloon.going_bytes:
                     self._owed = 0  # there is no more
             if self._suspended:
-                self._stow(engine)
+                self._hold_unused(engine, balloon.staying_blocks())
+                self._left_bytes = -1 if balloon.staying_blocks() else balloon.staying_bytes
             if is_due:
                 self._look_at = now + LINGER_SECONDS
                 self._peaks = [self._want, self._peaks[0]]
@@ -209,20 +206,10 @@ class CacheState:
                 self._looks_left -= 1
             return retired
 
-    def _hold_unused(self, engine: Engine, groups: Collection[int]) -> None:
-        blocks = self._balloon.draining_blocks(groups) if groups else []
+    def _hold_unused(self, engine: Engine, blocks: Sequence[int]) -> None:
         if blocks and (unused := engine.unused(blocks)):
             engine.hold(list(unused))
             self._balloon.held(unused)
-
-    def _stow(self, engine: Engine) -> None:
-        """Let the engine hold what stays, too, and note how much that is. The caller holds the lock."""
-        balloon = self._balloon
-        if (blocks := balloon.staying_blocks()) and (unused := engine.unused(blocks)):
-            engine.hold(list(unused))
-            balloon.stowed(unused)
-            blocks = balloon.staying_blocks()
-        self._left_bytes = -1 if blocks else balloon.staying_bytes
 
     def retire(self, groups: Collection[int], fence: Fence) -> None:
         """Release groups once the fence has passed."""
@@ -237,20 +224,20 @@ class CacheState:
     def leave(self, group: int, fence: Fence) -> bool:
         """Note that a group is being unmapped, and return True; False if the engine has wanted it again meanwhile."""
         with self._lock:
-            if self._fences.get(group) is not fence or self._balloon.state(group) != RETIRING:
+            if self._fences.get(group) is not fence or self._balloon.state(group) not in (RETIRING, DOOMED):
                 return False
-            self._balloon.leaving(group)
+            self._balloon.move(group, "fence passed")
             return True
 
     def stayed(self, group: int) -> None:
         """Note that it could not be unmapped, or only a part of it."""
         with self._lock:
-            self._balloon.failed(group)
+            self._balloon.move(group, "failed")
 
     def left(self, group: int) -> None:
         """Note that it was unmapped and released."""
         with self._lock:
-            self._balloon.unmapped(group)
+            self._balloon.move(group, "unmapped")
             self._fences.pop(group, None)
             self._owed = max(0, self._owed - self._balloon.layout.bytes_of(group))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Collection, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.support.sizes import MIB
@@ -12,7 +14,7 @@ from tests.support.toy_engine import Request, ToyEngine
 
 from membroker.errors import InvalidRequest
 from membroker.kv.balloon import Balloon
-from membroker.kv.groups import ASKED, DRAINING, HELD, LEAVING, MAPPED, RETIRING
+from membroker.kv.groups import ASKED, DOOMED, DRAINING, HELD, LEAVING, MAPPED, RETIRING
 from membroker.kv.layout import Layout, Strided
 
 BASE = 1 << 40
@@ -31,8 +33,8 @@ def layer_major(layers: int, block: int, blocks: int) -> Layout:
 def with_memory(balloon: Balloon, groups: int) -> list[int]:
     """Map the lowest groups, and return the blocks that this makes usable."""
     for group in range(groups):
-        balloon.asked(group)
-        balloon.mapped(group)
+        balloon.move(group, "asked")
+        balloon.move(group, "mapped")
     return balloon.take()
 
 
@@ -44,14 +46,19 @@ def cold(blocks: Sequence[int]) -> float:
     return 0.0
 
 
+def asking(unused: Any = all_unused, warmth: Any = cold, cost: Any = len) -> Any:
+    """An engine that answers what the balloon asks."""
+    return SimpleNamespace(unused=unused, warmth=warmth, cost=cost)
+
+
 def test_a_straddling_block_comes_with_its_second_page() -> None:
     """Blocks of 768 KiB: block 2 has bytes in the pages 0 and 1, and is usable once both are mapped."""
     balloon = Balloon(block_major(768 << 10, 20), always=())
     assert with_memory(balloon, 1) == [0, 1]
     assert balloon.next_to_map(3) == (1, True)
-    balloon.asked(1)
+    balloon.move(1, "asked")
     assert balloon.state(1) == ASKED
-    balloon.mapped(1)
+    balloon.move(1, "mapped")
     assert balloon.take() == [2, 3, 4]
     assert balloon.take() == []
 
@@ -72,16 +79,16 @@ def test_what_is_mapped_next() -> None:
 
 
 def with_memory_of(balloon: Balloon, group: int) -> None:
-    balloon.asked(group)
-    balloon.mapped(group)
+    balloon.move(group, "asked")
+    balloon.move(group, "mapped")
     balloon.take()
 
 
 def test_a_refusal_changes_nothing() -> None:
     balloon = Balloon(block_major(MIB, 20), always=())
-    balloon.asked(0)
+    balloon.move(0, "asked")
     assert balloon.charged_bytes == PAGE
-    balloon.refused(0)
+    balloon.move(0, "refused")
     assert (balloon.charged_bytes, balloon.state(0), balloon.next_to_map(1)) == (0, HELD, (0, True))
     balloon.check()
 
@@ -98,17 +105,19 @@ def test_free_groups_go_first_and_the_highest_of_them() -> None:
     def warmth(blocks: Sequence[int]) -> float:
         return max((warm.get(block, 0.0) for block in blocks), default=0.0)
 
-    assert balloon.choose(3, 0, unused, warmth) == [3, 4], "one cached page is kept"
-    assert balloon.choose(3, 4 * PAGE, unused, warmth) == [2, 1], "a recall takes that too, and what is busy last"
-    assert balloon.choose(3, 9 * PAGE, unused, warmth) == [], "never the group of block 0"
+    assert balloon.choose(3, 0, asking(unused, warmth)) == [3, 4], "one cached page is kept"
+    assert balloon.choose(3, 4 * PAGE, asking(unused, warmth)) == [2, 1], (
+        "a recall takes that too, and what is busy last"
+    )
+    assert balloon.choose(3, 9 * PAGE, asking(unused, warmth)) == [], "never the group of block 0"
 
 
 def test_what_the_engine_wants_stays_but_for_a_recall() -> None:
     balloon = Balloon(block_major(MIB, 10), ahead=PAGE, floor=2 * PAGE)
     with_memory(balloon, 5)
-    assert balloon.choose(8, 0, all_unused, cold) == []
-    assert balloon.choose(5, 0, all_unused, cold) == [4], "7 of 10 blocks are wanted, or ahead"
-    assert balloon.choose(8, 9 * PAGE, all_unused, cold) == [3, 2], "and the floor stays"
+    assert balloon.choose(8, 0, asking()) == []
+    assert balloon.choose(5, 0, asking()) == [4], "7 of 10 blocks are wanted, or ahead"
+    assert balloon.choose(8, 9 * PAGE, asking()) == [3, 2], "and the floor stays"
 
 
 def test_a_recall_takes_the_busy_groups_that_cost_least() -> None:
@@ -123,7 +132,7 @@ def test_a_recall_takes_the_busy_groups_that_cost_least() -> None:
     def cost(blocks: Sequence[int]) -> float:
         return max((used[block] for block in blocks if block in used), default=0.0)
 
-    assert balloon.choose(10, 3 * PAGE, unused, cold, cost) == [4, 2, 3]
+    assert balloon.choose(10, 3 * PAGE, asking(unused, cost=cost)) == [4, 2, 3]
 
 
 def test_what_has_become_free_goes_instead_of_what_drains() -> None:
@@ -136,7 +145,7 @@ def test_what_has_become_free_goes_instead_of_what_drains() -> None:
         return [block for block in blocks if block not in used]
 
     def choose() -> list[int]:
-        return balloon.choose(10, PAGE, unused, cold, most=2)
+        return balloon.choose(10, PAGE, asking(unused), most=2)
 
     assert choose() == [4], "all are busy"
     used.discard(4)
@@ -161,7 +170,7 @@ def test_a_sweep_looks_at_few_groups_at_a_time() -> None:
 
     looks = []
     for _ in range(3):
-        balloon.choose(1, 0, unused, cold, most=6)
+        balloon.choose(1, 0, asking(unused), most=6)
         looks.append((asked[:], balloon.is_sweeping))
         asked.clear()
     assert looks == [
@@ -169,11 +178,11 @@ def test_a_sweep_looks_at_few_groups_at_a_time() -> None:
         ([12, 13, 10, 11, 8, 9], True),
         ([6, 7, 4, 5, 2, 3], True),
     ]
-    balloon.choose(1, 0, unused, cold, most=6)
+    balloon.choose(1, 0, asking(unused), most=6)
     assert (asked, balloon.is_sweeping) == ([], False), "block 0 is always there"
-    balloon.choose(1, 0, unused, cold, most=1)
+    balloon.choose(1, 0, asking(unused), most=1)
     assert asked == [18, 19]
-    balloon.choose(20, 0, unused, cold)
+    balloon.choose(20, 0, asking(unused))
     assert not balloon.is_sweeping, "there is nothing to spare now"
 
 
@@ -186,10 +195,10 @@ def test_a_busy_group_goes_when_its_last_request_ends() -> None:
     def unused(blocks: Sequence[int]) -> list[int]:
         return [block for block in blocks if block not in used]
 
-    assert balloon.choose(10, 0, unused, cold) == [3], "a request of 10 blocks more would miss those of the group 2"
+    assert balloon.choose(10, 0, asking(unused)) == [3], "a request of 10 blocks more would miss those of the group 2"
     balloon.held([12, 13, 14, 15])
     assert balloon.retire(balloon.groups_in(DRAINING)) == [3]
-    assert balloon.choose(9, 0, unused, cold) == [2]
+    assert balloon.choose(9, 0, asking(unused)) == [2]
     assert balloon.draining_blocks(balloon.groups_in(DRAINING)) == [8, 9, 10, 11]
     balloon.held([9, 10, 11])
     assert (
@@ -201,9 +210,9 @@ def test_a_busy_group_goes_when_its_last_request_ends() -> None:
     balloon.held([8])
     assert balloon.retire(balloon.groups_in(DRAINING)) == [2]
     for group in (2, 3):
-        balloon.leaving(group)
+        balloon.move(group, "fence passed")
         assert balloon.state(group) == LEAVING
-        balloon.unmapped(group)
+        balloon.move(group, "unmapped")
     assert (balloon.charged_bytes, balloon.available) == (2 * PAGE, 8)
 
 
@@ -212,7 +221,7 @@ def test_draining_groups_are_looked_at_in_turn() -> None:
     balloon = Balloon(block_major(512 << 10, 40))
     with_memory(balloon, 10)
     used = set(range(4, 40, 4))
-    chosen = balloon.choose(15, 0, lambda blocks: [block for block in blocks if block not in used], cold)
+    chosen = balloon.choose(15, 0, asking(lambda blocks: [block for block in blocks if block not in used]))
     assert chosen == [9, 8, 7, 6, 5, 4, 3, 2]
     assert [balloon.next_draining(12) for _ in range(4)] == [[2, 3, 4], [5, 6, 7], [8, 9, 2], [3, 4, 5]]
     assert balloon.next_draining(1000) == [6, 7, 8, 9, 2, 3, 4, 5]
@@ -221,16 +230,16 @@ def test_draining_groups_are_looked_at_in_turn() -> None:
 def test_what_is_wanted_again_comes_back_without_a_request() -> None:
     balloon = Balloon(block_major(MIB, 10))
     with_memory(balloon, 5)
-    assert balloon.choose(2, 0, all_unused, cold) == [4, 3, 2, 1]
+    assert balloon.choose(2, 0, asking()) == [4, 3, 2, 1]
     balloon.held([2, 3, 4, 5, 6, 7])
     assert balloon.retire(balloon.groups_in(DRAINING)) == [1, 2, 3]
-    balloon.leaving(1)
+    balloon.move(1, "fence passed")
     assert balloon.revive(6) == [2]
     assert balloon.take() == [4, 5]
     assert balloon.revive(7) == [3], "group 4 was draining, and the engine has its blocks still"
     assert [balloon.state(group) for group in range(5)] == [MAPPED, LEAVING, MAPPED, MAPPED, DRAINING]
-    balloon.failed(1)
-    assert balloon.state(1) == RETIRING
+    balloon.move(1, "failed")
+    assert balloon.state(1) == DOOMED
     balloon.check()
 
 
@@ -274,8 +283,8 @@ class Machine:
         self.recalled = 0
         self.quiet_steps = 0
         for group in self.balloon.first:
-            self.balloon.asked(group)
-            self.balloon.mapped(group)
+            self.balloon.move(group, "asked")
+            self.balloon.move(group, "mapped")
 
     def look(self, block: int) -> None:
         """A kernel uses a block."""
@@ -312,7 +321,7 @@ class Machine:
         balloon, engine = self.balloon, self.engine
         before = balloon.staying_bytes
         most = self.rng.choice([1, 20, 1000])
-        chosen = balloon.choose(want, self.recalled, engine.unused, engine.warmth, most=most)
+        chosen = balloon.choose(want, self.recalled, engine, most=most)
         assert set(chosen).isdisjoint(balloon.first)
         assert not chosen or balloon.staying_bytes >= balloon.floor, f"{before} bytes are below the floor now"
         draining = balloon.groups_in(DRAINING) if self.recalled else [*balloon.next_draining(most), *chosen]
@@ -329,25 +338,25 @@ class Machine:
         self.balloon.held(blocks)
 
     def unmap(self) -> None:
-        for group in self.balloon.groups_in(RETIRING):
+        for group in self.balloon.groups_in(RETIRING) + self.balloon.groups_in(DOOMED):
             if self.step_number >= self.fences[group]:
                 members = self.balloon.layout.members(group)
                 assert not any(self.balloon.is_out(block) or block in self.engine.used for block in members)
                 assert all(self.last_use[block] < self.step_number for block in members), "used in this very step"
-                self.balloon.leaving(group)
+                self.balloon.move(group, "fence passed")
                 if self.rng.random() < 0.05:
-                    self.balloon.failed(group)
+                    self.balloon.move(group, "failed")
                 else:
-                    self.balloon.unmapped(group)
+                    self.balloon.move(group, "unmapped")
 
     def borrow(self, want: int) -> None:
         while not self.recalled and (found := self.balloon.next_to_map(want)):
             group, _ = found
-            self.balloon.asked(group)
+            self.balloon.move(group, "asked")
             if self.balloon.charged_bytes > self.room or self.rng.random() < 0.1:
-                self.balloon.refused(group)
+                self.balloon.move(group, "refused")
                 return
-            self.balloon.mapped(group)
+            self.balloon.move(group, "mapped")
 
     def drain(self) -> None:
         """No more requests come, all memory is there: everything ends, and only what must stay stays."""

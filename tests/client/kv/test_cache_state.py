@@ -12,7 +12,7 @@ from tests.support.fake_lender import PAGE
 from tests.support.sizes import MIB
 
 from membroker.kv.balloon import Balloon
-from membroker.kv.groups import DRAINING, MAPPED, RETIRING
+from membroker.kv.groups import DOOMED, DRAINING, MAPPED
 from membroker.kv.state import CacheState
 
 
@@ -51,7 +51,7 @@ def test_what_waits_for_its_fence_goes_after_the_answer_too() -> None:
     assert state.hold(engine) == [4]
     state.settled(has_engine=True)
     state.want(10)
-    assert balloon.state(4) == RETIRING
+    assert balloon.state(4) == DOOMED
 
 
 def test_a_recall_keeps_what_had_gone_before_it_from_coming_back() -> None:
@@ -65,7 +65,7 @@ def test_a_recall_keeps_what_had_gone_before_it_from_coming_back() -> None:
     assert state.hold(engine) == []
     state.settled(has_engine=True)
     state.want(10)
-    assert balloon.state(4) == RETIRING
+    assert balloon.state(4) == DOOMED
 
 
 def test_a_recall_takes_free_groups_and_not_those_that_drain_already() -> None:
@@ -78,5 +78,5 @@ def test_a_recall_takes_free_groups_and_not_those_that_drain_already() -> None:
     assert balloon.groups_in(DRAINING) == [4], "half of it is used, and 8 blocks are wanted"
     state.recalled(Recall("m", PAGE, time.monotonic() + 1.0))
     assert state.hold(engine) == [3]
-    assert (balloon.state(3), balloon.state(4)) == (RETIRING, MAPPED)
+    assert (balloon.state(3), balloon.state(4)) == (DOOMED, MAPPED)
     assert not engine.asked
