@@ -29,36 +29,26 @@ class Line:
 
     def __call__(self, name: str, *arguments: object) -> Any:
         """Call a function of this name there, and return its answer. Raises what it raises."""
-        self.begin(name, *arguments)
-        return self.end()
-
-    def begin(self, name: str, *arguments: object) -> None:
-        """Call, without waiting for the answer: `end` returns it."""
-        self._lock.acquire()
-        with suppress(OSError):  # `end` raises
-            self._connection.send((name, arguments))
-
-    def end(self) -> Any:
-        """Wait for the answer to what was begun. Raises what the other process has raised."""
-        try:
-            found, error = self._connection.recv()
-        except (EOFError, OSError) as ended:
-            raise ClosedError("a rank of this engine has ended") from ended
-        finally:
-            self._lock.release()
+        with self._lock:
+            try:
+                self._connection.send((name, arguments))
+                found, error = self._connection.recv()
+            except (EOFError, OSError) as ended:
+                raise ClosedError("a rank of this engine has ended") from ended
         if error is not None:
             raise error
         return found
-
-    def hang_up(self) -> None:
-        """End the connection: a call of another thread that waits for its answer raises `ClosedError` at once."""
-        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as same:
-            same.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection, when no thread waits for an answer any more. Idempotent."""
         with self._lock:
             self._connection.close()
+
+
+def hang_up(connection: Connection) -> None:
+    """End a connection: another thread that waits for the other process hears at once that there is none."""
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.shutdown(socket.SHUT_RDWR)
 
 
 def answer(connection: Connection, calls: Mapping[str, Callable[..., object]]) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from multiprocessing import AuthenticationError, current_process
 from multiprocessing.connection import Connection, Listener
 from typing import Any, Final
@@ -26,7 +27,7 @@ CONNECTIONS: Final = 3
 for the rank's own questions, in the other direction."""
 NO_ENGINE: Final = "its engine does not serve yet, or has ended"
 _AGAIN_SECONDS: Final = 0.005
-"""How often a rank asks whether the engine is awake."""
+"""How often it is asked whether the engine is awake."""
 
 
 class Rank:
@@ -67,23 +68,12 @@ class Rank:
         self.address = str(listener.address)
         threading.Thread(target=self._accept, args=(listener,), name="membroker-kv-rank", daemon=True).start()
 
-    @contextmanager
-    def awake(self) -> Iterator[None]:
+    def awake(self) -> AbstractContextManager[None]:
         """Wake the engine, wait for that, and let it not sleep during the block, as `Sleeper.awake` does.
 
         Raises `ClosedError`.
         """
-        if self._scheduler is None:
-            yield
-            return
-        is_awake = self._scheduler("use", 1)
-        try:
-            while not is_awake:
-                time.sleep(_AGAIN_SECONDS)
-                is_awake = self._scheduler("use", 0)
-            yield
-        finally:
-            self._scheduler("use", -1)
+        return nullcontext() if self._scheduler is None else awake(partial(self._scheduler, "use"))
 
     def _accept(self, listener: Listener) -> None:
         with listener:
@@ -150,6 +140,19 @@ class Rank:
                 status: SleepStatus = self._scheduler("sleep", request)
                 return status
         return SleepStatus("unsupported", detail=NO_ENGINE)
+
+
+@contextmanager
+def awake(keep_awake: Callable[[int], bool]) -> Iterator[None]:
+    """Keep an engine awake during a block, by the `keep_awake` of its `Sleeper`, and begin it when it is awake."""
+    is_awake = keep_awake(1)
+    try:
+        while not is_awake:
+            time.sleep(_AGAIN_SECONDS)
+            is_awake = keep_awake(0)
+        yield
+    finally:
+        keep_awake(-1)
 
 
 def _accept_one(listener: Listener) -> Connection:

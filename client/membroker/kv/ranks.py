@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 from multiprocessing import current_process
@@ -24,11 +25,9 @@ from ..errors import ClosedError, MembrokerError
 from ..session.recalls import DEFERRED
 from ..types import MemoryStats, SleepRequest, SleepStatus
 from .engine import Fence
-from .lines import Line, answer
+from .lines import Line, answer, hang_up
 from .rank import CONNECTIONS, NO_ENGINE
 
-_LOOK_SECONDS: Final = 0.2
-"""How often the thread that hears the ranks looks whether it should end."""
 _AGAIN_SECONDS: Final = 0.005
 """How often the ranks are asked which steps are over."""
 _UNDO_SECONDS: Final = 1.0
@@ -128,10 +127,9 @@ class Ranks(Closing):
     def close(self) -> None:
         """End the connections, also while a thread waits for a rank. The ranks keep what is allocated."""
         self.closed = True
-        self._hearing.join()
         for rank in self._ranks:
-            rank.ask.hang_up()
-            rank.tell.hang_up()
+            rank.hang_up()
+        self._hearing.join()
         self._undo.close()
 
     # What the ranks ask
@@ -141,8 +139,8 @@ class Ranks(Closing):
             rank.heard: {"recall": partial(self._recalled, rank), "sleep": self._slept, "use": self._used}
             for rank in self._ranks
         }
-        while asked and not self.closed:
-            for one in wait(list(asked), _LOOK_SECONDS):
+        while asked:
+            for one in wait(list(asked)):
                 assert isinstance(one, Connection)
                 if not answer(one, asked[one]):
                     del asked[one]
@@ -218,13 +216,14 @@ class _Link(Closing):
     def __init__(self, address: str) -> None:
         with ExitStack() as undo:
             try:
-                asking, telling, self.heard = (
+                self._connections = [
                     undo.enter_context(Client(address, "AF_UNIX", bytes(current_process().authkey)))
                     for _ in range(CONNECTIONS)
-                )
+                ]
             except (EOFError, OSError) as error:
                 raise ClosedError(f"a rank of this engine has ended, or another `Ranks` has it: {error!r}") from error
             undo.pop_all()
+        asking, telling, self.heard = self._connections
         self.ask, self.tell = Line(asking), Line(telling)
         self.recall: RankRecall | None = None
 
@@ -234,6 +233,10 @@ class _Link(Closing):
         if recall is not None and recall.number == number:  # else another one has come since
             recall.remaining = remaining
 
+    def hang_up(self) -> None:
+        for one in self._connections:
+            hang_up(one)
+
     def close(self) -> None:
         self.ask.close()
         self.tell.close()
@@ -242,13 +245,7 @@ class _Link(Closing):
 
 def _ask_all(ranks: Sequence[_Link], name: str, *arguments: object) -> None:
     """Ask all ranks at the same time, and wait until all have answered. Raises the first error."""
-    errors: list[MembrokerError] = []
-    for rank in ranks:
-        rank.ask.begin(name, *arguments)
-    for rank in ranks:
-        try:
-            rank.ask.end()
-        except MembrokerError as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        answers = [threads.submit(rank.ask, name, *arguments) for rank in ranks]
+    for one in answers:
+        one.result()

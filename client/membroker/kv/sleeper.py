@@ -11,8 +11,8 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from typing import Final, NoReturn
 
 from ..closing import Closing
@@ -21,6 +21,7 @@ from ..pool.pool import VirtualMemoryPool
 from ..types import SleepRequest, SleepStatus
 from ..vmm.sizes import format_size
 from .cache import CLOSE_SECONDS, ElasticCache
+from .rank import awake
 from .ranks import Ranks, RankWeights
 
 logger = logging.getLogger("membroker")
@@ -104,19 +105,12 @@ class Sleeper(Closing):
         self._wake_wanted = self._state != AWAKE
         self._changed.notify_all()
 
-    @contextmanager
-    def awake(self) -> Iterator[None]:
+    def awake(self) -> AbstractContextManager[None]:
         """Wake, wait until the weights are there, and do not sleep during the block.
 
         It is for code that uses weights or blocks. Raises `ClosedError`.
         """
-        is_awake = self.keep_awake(1)
-        try:
-            if not is_awake:
-                self._wait_until_awake()
-            yield
-        finally:
-            self.keep_awake(-1)
+        return awake(self.keep_awake)
 
     def keep_awake(self, more: int) -> bool:
         """Count `more` users of the weights or blocks, begin to wake for them, and return whether it is awake.
@@ -318,15 +312,6 @@ class Sleeper(Closing):
         else:
             self._moved = left
         return time.monotonic()
-
-    def _wait_until_awake(self) -> None:
-        with self._changed:
-            while self._state != AWAKE:
-                if self._closed:
-                    self._fail()
-                self._want_wake()
-                if self._state != AWAKE:
-                    self._changed.wait(BORROW_SECONDS)
 
     def _fail(self) -> NoReturn:
         raise ClosedError("this engine was closed while it slept")
