@@ -14,21 +14,16 @@ from typing import Any
 
 from ..capture import strided
 from ..layout import Strided
+from .requests import Store
 
 
-class Blocks:
-    """The blocks of `cache`, by number. `look` notes which are free; the other methods answer from that."""
+class Blocks(Store):
+    """The blocks of `cache`."""
 
     def __init__(self, cache: Any) -> None:
-        self._cache = cache
-        self._lists = cache._block_manager
-        self.count = cache.num_blocks + 2
-        self.always = (cache.num_blocks, cache.num_blocks + 1)
-        self.block_tokens = cache.block_size
-        self._held = 0
-        self._free: set[int] = set()
-        self._cached: dict[int, float] = {}
-        """The free blocks with cached contents, and when each was first seen so."""
+        count = int(cache.num_blocks)
+        super().__init__(count + 2, (count, count + 1), cache.block_size)
+        self._cache, self._lists = cache, cache._block_manager
 
     @staticmethod
     def is_kv_tensor(shape: tuple[int, ...], dtype: Any) -> bool:
@@ -46,10 +41,6 @@ class Blocks:
         now = time.monotonic()
         self._free = set(self._lists._uninit_block_ids)
         self._cached = {block: self._cached.get(block, now) for block in self._lists._init_block_ids}
-
-    def used(self) -> int:
-        """Return how many blocks are in use, those for padding included."""
-        return int(self.count) - self._held - len(self._free) - len(self._cached)
 
     def lacking(self, wanted: Iterable[tuple[str, int]]) -> int:
         """Return how many blocks requests lack in all. Each is an id and the tokens for which it wants room."""
@@ -72,14 +63,6 @@ class Blocks:
         """Return False, as for `make_room`."""
         return False
 
-    def unused(self, blocks: Sequence[int]) -> list[int]:
-        """Return those without a request."""
-        return [block for block in blocks if block in self._free or block in self._cached]
-
-    def warmth(self, blocks: Sequence[int]) -> float:
-        """Return when a request with one of these cached blocks ended last, or 0."""
-        return max((self._cached[block] for block in blocks if block in self._cached), default=0.0)
-
     def hold(self, blocks: Sequence[int]) -> None:
         """Take unused blocks out of the lists, with what is cached in them."""
         lists, held = self._lists, set(blocks)
@@ -89,11 +72,9 @@ class Blocks:
             if lists._hash_to_id.get(known.hash) == block:
                 del lists._hash_to_id[known.hash]
         lists._uninit_block_ids = deque(block for block in lists._uninit_block_ids if block not in held)
-        self._free -= held
-        self._held += len(held)
+        super().hold(blocks)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Put blocks into the free list."""
         self._lists._uninit_block_ids.extend(blocks)
-        self._free.update(blocks)
-        self._held -= len(blocks)
+        super().release(blocks)

@@ -7,8 +7,9 @@ thread rests.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from transformers.generation.continuous_batching.requests import RequestStatus
 
@@ -16,58 +17,65 @@ from ..engine import Fence
 from ..layout import Strided
 
 
-class Store(Protocol):
-    """The blocks of a cache and its lists of free ones, as one version of transformers has them."""
+class Store(ABC):
+    """The blocks of a cache by number, and its lists of free ones, as one version of transformers has them.
 
-    count: int
-    """How many blocks the tensors have, those of `always` included."""
-    always: Collection[int]
-    """The blocks for padding."""
-    block_tokens: int
+    `count` is how many blocks the tensors have, those of `always` included, which are for padding. `look` notes which
+    blocks no request uses; `used`, `unused` and `warmth` answer from that.
+    """
 
+    def __init__(self, count: int, always: Collection[int], block_tokens: int) -> None:
+        self.count, self.always, self.block_tokens = count, always, block_tokens
+        self._held = 0
+        self._free: set[int] = set()
+        self._cached: dict[int, float] = {}
+        """The unused blocks with cached contents, and when each was first seen so."""
+
+    @abstractmethod
     def parts(self) -> list[Strided]:
         """Return where the blocks are in memory."""
-        ...
 
+    @abstractmethod
     def look(self) -> None:
-        """Note which blocks no request uses now. `used`, `unused` and `warmth` answer from that."""
-        ...
+        """Note which blocks no request uses now."""
+
+    @abstractmethod
+    def lacking(self, wanted: Iterable[tuple[str, int]]) -> int:
+        """Return how many blocks requests lack in all. Each is an id and the tokens for which it wants room."""
+
+    @abstractmethod
+    def users(self, blocks: Collection[int]) -> list[str]:
+        """Return the ids of the requests that use any of these blocks."""
+
+    @abstractmethod
+    def make_room(self, wanted: int) -> None:
+        """Evict cached contents until so many blocks are free."""
+
+    @abstractmethod
+    def can_evict(self) -> bool:
+        """Return whether transformers finds more room when it evicts cached contents."""
 
     def used(self) -> int:
         """Return how many blocks are in use, those for padding included."""
-        ...
-
-    def lacking(self, wanted: Iterable[tuple[str, int]]) -> int:
-        """Return how many blocks requests lack in all. Each is an id and the tokens for which it wants room."""
-        ...
-
-    def users(self, blocks: Collection[int]) -> list[str]:
-        """Return the ids of the requests that use any of these blocks."""
-        ...
-
-    def make_room(self, wanted: int) -> None:
-        """Evict cached contents until so many blocks are free."""
-        ...
-
-    def can_evict(self) -> bool:
-        """Return whether transformers finds more room when it evicts cached contents."""
-        ...
+        return self.count - self._held - len(self._free) - len(self._cached)
 
     def unused(self, blocks: Sequence[int]) -> list[int]:
         """Return those without a request."""
-        ...
+        return [block for block in blocks if block in self._free or block in self._cached]
 
     def warmth(self, blocks: Sequence[int]) -> float:
-        """Return when cached contents of these were last of use, or 0."""
-        ...
+        """Return when a request with one of these cached blocks ended last, or 0."""
+        return max((self._cached[block] for block in blocks if block in self._cached), default=0.0)
 
     def hold(self, blocks: Sequence[int]) -> None:
         """Take unused blocks out of the lists, with what is cached in them."""
-        ...
+        self._free.difference_update(blocks)
+        self._held += len(blocks)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Put blocks into the free list."""
-        ...
+        self._free.update(blocks)
+        self._held -= len(blocks)
 
 
 class Requests:

@@ -13,22 +13,16 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from ..layout import Strided
+from .requests import Store
 
 
-class Sectors:
-    """The sectors of `cache`, by number. `look` notes which are free; the other methods answer from that."""
+class Sectors(Store):
+    """The sectors of `cache`."""
 
     def __init__(self, cache: Any) -> None:
-        self._cache = cache
-        self._pool = cache.pool
+        super().__init__(int(cache.num_sectors) + 2, (0, 1), cache.tokens_per_sector)
+        self._cache, self._pool = cache, cache.pool
         self._allocators = list(cache.cache_allocators.values())
-        self.count = cache.num_sectors + 2
-        self.always = (0, 1)
-        self.block_tokens = cache.tokens_per_sector
-        self._held = 0
-        self._free: set[int] = set()
-        self._cached: dict[int, float] = {}
-        """The unused sectors with cached contents, and when each was first seen so."""
 
     @staticmethod
     def is_kv_tensor(shape: tuple[int, ...], dtype: Any) -> bool:
@@ -51,10 +45,6 @@ class Sectors:
             for sector, cached in Counter(block // one.blocks_per_sector for block in one.ledger.cached_blocks).items():
                 if cached + len(free.get(sector, ())) == one.blocks_per_sector:
                     self._cached[sector] = before.get(sector, now)
-
-    def used(self) -> int:
-        """Return how many sectors are in use, those for padding included."""
-        return int(self.count) - self._held - len(self._free) - len(self._cached)
 
     def lacking(self, wanted: Iterable[tuple[str, int]]) -> int:
         """Return how many sectors requests lack in all. Each is an id and the tokens for which it wants room."""
@@ -80,21 +70,12 @@ class Sectors:
         """Return whether anything is cached: transformers evicts all of it at a time."""
         return any(one.ledger.cached_blocks for one in self._allocators)
 
-    def unused(self, blocks: Sequence[int]) -> list[int]:
-        """Return those without a request."""
-        return [block for block in blocks if block in self._free or block in self._cached]
-
-    def warmth(self, blocks: Sequence[int]) -> float:
-        """Return when a request with one of these cached sectors ended last, or 0."""
-        return max((self._cached[block] for block in blocks if block in self._cached), default=0.0)
-
     def hold(self, blocks: Sequence[int]) -> None:
         """Take unused sectors out of the free ones, with what is cached in them."""
         held = set(blocks)
         self._evict(held.intersection(self._cached))
         self._pool.free_sectors = [sector for sector in self._pool.free_sectors if sector not in held]
-        self._free -= held
-        self._held += len(held)
+        super().hold(blocks)
 
     def make_room(self, wanted: int) -> None:
         """Evict cached contents until so many sectors are free: the coldest, and of a prompt its end first.
@@ -125,5 +106,4 @@ class Sectors:
         """Put sectors among the free ones. transformers takes the last one of the list first: the lowest."""
         self._pool.free_sectors.extend(blocks)
         self._pool.free_sectors.sort(reverse=True)
-        self._free.update(blocks)
-        self._held -= len(blocks)
+        super().release(blocks)
