@@ -7,7 +7,7 @@ for the device or for a rank, once the engine has started; they run in the sched
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,13 +68,14 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
             self._memory = memory.begin(self._settings, vllm_config, kv_cache_config)
         elif not self._has_ranks:
             self._memory = memory.current()
-        self._pool: Any = None
-        self._ranks: Ranks | None = None
+        self._pool: Any
         self._steps: Scheduled
+        self._cache: ElasticCache
+        self._blocks: Blocks
         self._sleeper: Sleeper
-        self._cache: ElasticCache | None = None
-        self._blocks: Blocks | None = None
-        self._rests = False
+        self._rests = True
+        """Whether the engine needs no step: its cache rests, or it does not serve yet."""
+        self._ending = ExitStack()
 
     # The worker's side
 
@@ -106,17 +107,10 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
         order = attn_backend.get_kv_cache_stride_order(include_num_layers_dimension=True)
         self._memory.register(kv_cache, order.index(1 + self._block_dimension(attn_backend)), uniform=True)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Load nothing: all contents are in the engine's own blocks."""
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        """All contents are in the engine's own blocks: nothing is loaded, saved or waited for."""
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Wait for nothing."""
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Save nothing."""
-
-    def wait_for_save(self) -> None:
-        """Wait for nothing."""
+    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = update_state_after_alloc = _nothing
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Settle the fences of the step, which is launched now. No request waits for a transfer."""
@@ -149,9 +143,10 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
         if len({rank.layout for rank in ranks}) != 1:
             raise InvalidRequest("the ranks of this engine have KV caches that differ: membroker cannot serve it")
         layout = Layout(*ranks[0].layout)
-        self._ranks = Ranks([rank.address for rank in ranks], layout.page_size)
-        cache = self._settings.elastic(self._ranks, layout)
-        self._serve(cache, self._ranks.passed, self._ranks.weights, self._ranks.also)
+        pools = self._ending.enter_context(Ranks([rank.address for rank in ranks], layout.page_size))
+        cache = self._ending.enter_context(self._settings.elastic(pools, layout))
+        self._serve(cache, pools.passed, pools.weights, pools.also)
+        self._ending.push(self._sleeper)
 
     def _serve(
         self,
@@ -166,28 +161,25 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
             raise InvalidRequest(
                 f"vLLM's scheduler has {pool.num_gpu_blocks} blocks, and its worker {cache.layout.blocks}"
             )
-        self._steps = Scheduled(passed)
-        self._cache, self._blocks = (
-            cache,
-            Blocks(
-                pool,
-                block_tokens=config.cache_config.block_size,
-                most_tokens=config.model_config.max_model_len,
-                most_requests=config.scheduler_config.max_num_seqs,
-                new_fence=self._steps.fence,
-            ),
+        self._steps, self._cache = Scheduled(passed), cache
+        self._blocks = Blocks(
+            pool,
+            block_tokens=config.cache_config.block_size,
+            most_tokens=config.model_config.max_model_len,
+            most_requests=config.scheduler_config.max_num_seqs,
+            new_fence=self._steps.fence,
         )
         cache.attach(self._blocks)
         self._sleeper = Sleeper(
             cache, weights, kept=why_kept(config), keep_pinned=self._settings.keep_pinned, also=also
         )
+        self._rests = False
 
     def on_new_request(self, request: Any) -> None:
         """Note a request, and ask for its memory before it is scheduled."""
-        cache, blocks = self._sides()
-        blocks.add(request)
+        self._blocks.add(request)
         self._rests = False
-        cache.grow()
+        self._cache.grow()
         self._sleeper.wake()
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
@@ -196,17 +188,13 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
         The answer is always that nothing is stored elsewhere. If free blocks are missing, vLLM keeps the request first
         in line.
         """
-        cache, blocks = self._sides()
-        if ready := cache.take():
-            blocks.release(ready)
+        if ready := self._cache.take():
+            self._blocks.release(ready)
         return 0, False
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Nothing was loaded."""
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """End the scheduling of a step: the cache takes its turn, or rests if there is no request."""
-        cache, blocks = self._sides()
+        cache, blocks = self._cache, self._blocks
         self._steps.begin()
         if self._rests:
             cache.wake()
@@ -224,7 +212,7 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request. vLLM frees its blocks."""
-        self._sides()[1].finish(request, block_ids)
+        self._blocks.finish(request, block_ids)
         return False, None
 
     def has_pending_push_work(self) -> bool:
@@ -232,23 +220,14 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
 
         With requests this says nothing: vLLM steps for them, unless it is paused, and then it waits to be idle.
         """
-        return self._blocks is not None and not self._rests and not self._blocks.has_requests
+        return not self._rests and not self._blocks.has_requests
 
     def shutdown(self) -> None:
         """Release all memory."""
         if self._memory is not None:
             self._memory.close()
-        if self._ranks is not None:
-            with suppress(MembrokerError):  # vLLM ends the ranks first, and their memory goes with them
-                if self._cache is not None:
-                    self._sleeper.close()
-                    self._cache.close()
-            self._ranks.close()
-
-    def _sides(self) -> tuple[ElasticCache, Blocks]:
-        assert self._cache is not None
-        assert self._blocks is not None
-        return self._cache, self._blocks
+        with suppress(MembrokerError):  # vLLM ends the ranks first, and their memory goes with them
+            self._ending.close()
 
     def _block_dimension(self, backend: Any) -> int:
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec

@@ -58,7 +58,8 @@ class Memory:
         self._cache: ElasticCache | None = None
         self.sleeper: Sleeper | None = None
         """The engine's, if its scheduler is in this process."""
-        self._rank: Rank | None = None
+        self.rank: Rank | None = None
+        """This one, if its scheduler is in another process."""
         self.weights: Weights | None = None
         self.launched = Launched()
 
@@ -182,19 +183,14 @@ class Memory:
         tensors = tuple(replace(one, address=one.address - pool.base_address) for one in self._tensors)
         arguments = (0, pool.page_size, self._cache_config.num_blocks, tensors, tokens)
         assert self.weights is not None
-        self._rank = Rank(pool, self.launched.passed, weights=self.weights.pool, also=self.empty_torch)
-        return self._rank.address, arguments
+        self.rank = Rank(pool, self.launched.passed, weights=self.weights.pool, also=self.empty_torch)
+        return self.rank.address, arguments
 
     def empty_torch(self) -> None:
         """Release what PyTorch keeps for its next use."""
         if self._tensor_device.type == "cuda":
             with torch.cuda.device(self._tensor_device):
                 torch.cuda.empty_cache()
-
-    def awake(self) -> AbstractContextManager[None]:
-        """Wait until the engine is awake, and keep it so during a block."""
-        keeper = self.sleeper or self._rank
-        return nullcontext() if keeper is None else keeper.awake()
 
     # The end
 
@@ -230,7 +226,8 @@ def begin(settings: Settings, config: Any, cache_config: Any) -> Memory:
 
 def awake() -> AbstractContextManager[None]:
     """Wait until this process's engine is awake, and keep it so during a block. At its start it does nothing."""
-    return nullcontext() if _current is None else _current.awake()
+    keeper = None if _current is None else _current.sleeper or _current.rank
+    return nullcontext() if keeper is None else keeper.awake()
 
 
 def current() -> Memory:
