@@ -85,7 +85,6 @@ class ElasticCache(Closing):
             always=always,
         )
         self._state = CacheState(self._balloon, len(always))
-        self._engine: Engine | None = None
         self._closed = False
         self._first_gone = False
         """Whether the groups that always have memory have none, because the engine sleeps."""
@@ -121,11 +120,10 @@ class ElasticCache(Closing):
         released before, because that needs the engine's fences.
         """
         self._check_open()
-        if self._engine is not None:
+        if self._releaser.engine is not None:
             raise InvalidRequest("this cache has an engine already")
         engine.hold([block for block in range(self.layout.blocks) if not self._balloon.is_out(block)])
-        self._engine = engine
-        self._releaser.attach(engine)
+        self._releaser.engine = engine
         self.turn()
 
     def grow(self) -> int:
@@ -252,7 +250,7 @@ class ElasticCache(Closing):
         doing, and no page is released before its end. Use it beside `Client.defer_recalls`, which does the same for
         the other threads of the library.
         """
-        with self._releaser.capturing():
+        with self._releaser.driver:
             yield
 
     # These wait.
@@ -330,9 +328,9 @@ class ElasticCache(Closing):
 
     def _check_attached(self) -> Engine:
         self._check_open()
-        if self._engine is None:
+        if self._releaser.engine is None:
             raise InvalidRequest("this cache has no engine: attach one")
-        return self._engine
+        return self._releaser.engine
 
     def _serving(self) -> Engine:
         engine = self._check_attached()

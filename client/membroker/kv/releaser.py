@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from ..errors import ClosedError
 from ..pool.pool import VirtualMemoryPool
@@ -40,20 +39,17 @@ class Releaser:
         self._state = state
         self._borrower = borrower
         self._closed = False
-        self._engine: Engine | None = None
+        self.engine: Engine | None = None
+        """What is served."""
         self._rested: Fence | None = None
         """The fence of the last rest."""
         self.is_resting = False
         """Whether this thread makes the engine's turns."""
-        # Held while this thread calls the engine for one that rests: `wake` waits for it.
         self._turns = threading.Lock()
-        # Held while a fence is looked at and pages are unmapped: `capturing` takes it.
-        self._driver = threading.Lock()
+        """Held while this thread calls the engine for one that rests: `wake` waits for it."""
+        self.driver = threading.Lock()
+        """Held while a fence is looked at and pages are unmapped."""
         self._wanted = threading.Event()
-
-    def attach(self, engine: Engine) -> None:
-        """Serve `engine`."""
-        self._engine = engine
 
     def look(self) -> None:
         """Look at what is to go."""
@@ -77,16 +73,10 @@ class Releaser:
         while self._rested is not None:
             if self._closed:
                 raise ClosedError("this cache is closed")
-            with self._driver:
+            with self.driver:
                 if self._rested.query():
                     return
             time.sleep(FENCE_SECONDS)
-
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Keep away from the device during a block."""
-        with self._driver:
-            yield
 
     def close(self) -> None:
         """End `run`."""
@@ -113,7 +103,7 @@ class Releaser:
     def _turn_at_rest(self) -> None:
         """Do what `ElasticCache.turn` does, for an engine that rests."""
         with self._turns:
-            engine, fence = self._engine, self._rested
+            engine, fence = self.engine, self._rested
             if engine is None or fence is None or not self.is_resting:
                 return
             self._borrower.want(min(engine.need(), self._layout.blocks))
@@ -123,13 +113,13 @@ class Releaser:
     def _release_passed(self) -> None:
         """Unmap and release the groups whose fence has passed."""
         for group, fence in self._state.retiring():
-            if not self._driver.acquire(blocking=False):
+            if not self.driver.acquire(blocking=False):
                 return  # a graph is being captured
             try:
                 if fence.query() and self._state.leave(group, fence):
                     self._unmap(group, fence)
             finally:
-                self._driver.release()
+                self.driver.release()
 
     def _unmap(self, group: int, fence: Fence) -> None:
         try:
@@ -142,7 +132,7 @@ class Releaser:
 
     def _settle(self) -> None:
         """Answer the open recalls for which it is time."""
-        while (recall := self._state.settled(has_engine=self._engine is not None)) is not None:
+        while (recall := self._state.settled(has_engine=self.engine is not None)) is not None:
             try:
                 recall.done()
             except Exception:
