@@ -133,3 +133,10 @@ def check_names(source: str, given: Mapping[str, Any], kind: Any) -> None:
     unknown = sorted(str(name) for name in given if name not in known)
     if unknown:
         raise InvalidRequest(f"{source} has {unknown[0]!r}, and membroker knows: {', '.join(known)}")
+
+
+def refuse(begin: str, refusals: Mapping[str, bool]) -> None:
+    """Raise `InvalidRequest` with the first sentence of `refusals` that applies. `begin` are its first words."""
+    for sentence, applies in refusals.items():
+        if applies:
+            raise InvalidRequest(f"{begin} {sentence}")

@@ -49,7 +49,6 @@ class Memory:
         index = config.gpu_id if device.type == "cuda" else None
         if lent.type != device.type or lent.index != index:
             raise InvalidRequest(f"this engine computes on {device} {index}, and the broker lends memory of {lent}")
-        self._layout: Layout | None = None
         self._cache: ElasticCache | None = None
         self._allocator: Allocator | None = None
         self._blocks: Blocks | None = None
@@ -86,7 +85,7 @@ class Memory:
         size = bytes_of_first(layout, blocks)
         self.settings.check_fits(size, longest, self._client, self._model, "--context-length", logger)
         say_wait(layout.bytes_of(0), self._model, logger)
-        self._layout, self._cache = layout, self.settings.elastic(pool, layout)
+        self._cache = self.settings.elastic(pool, layout)
         logger.info(
             "membroker: the KV cache of model %r is %s, in %d groups of %d MiB: %d pages of %d tokens, %.1f GiB of "
             "addresses",
@@ -101,10 +100,10 @@ class Memory:
 
     def allocator(self, plain: Any) -> Allocator:
         """Return the allocator in place of SGLang's own."""
-        if self._layout is None:
+        if self._cache is None:
             raise InvalidRequest("SGLang has made a KV cache that membroker.kv.sglang does not serve")
         self._allocator = Allocator(plain)
-        assert self._allocator.pages == self._layout.blocks
+        assert self._allocator.pages == self._cache.layout.blocks
         return self._allocator
 
     @contextmanager

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ...arguments import bytes_of
 from ...errors import InvalidRequest
-from ..bounds import Bounds, check_names
+from ..bounds import Bounds, check_names, refuse
 
 VARIABLE: Final = "MEMBROKER_SGLANG"
 PAGES: Final[Mapping[bool, str]] = {True: "64MiB", False: "2MiB"}
@@ -87,6 +87,4 @@ def check_supported(config: Any) -> None:
             args.page_size < MIN_PAGE_TOKENS
         ),
     }
-    for sentence, applies in refusals.items():
-        if applies:
-            raise InvalidRequest(f"membroker.kv.sglang {sentence}")
+    refuse("membroker.kv.sglang", refusals)

@@ -13,7 +13,7 @@ from typing import Any, Final
 from ...arguments import bytes_of, name_of, seconds_of
 from ...errors import InvalidRequest
 from ...wire.names import MAX_WAIT_SECONDS, NAMES, valid_model
-from ..bounds import Bounds, check_names
+from ..bounds import Bounds, check_names, refuse
 
 BLOCK_MAJOR, LAYER_MAJOR = "block-major", "layer-major"
 PAGES: Final[Mapping[str, str]] = {BLOCK_MAJOR: "64MiB", LAYER_MAJOR: "2MiB"}
@@ -174,7 +174,7 @@ def check_supported(config: Any) -> None:
             config.scheduler_config.watermark > 0
         ),
     }
-    _refuse("membroker.kv.vllm", refusals)
+    refuse("membroker.kv.vllm", refusals)
 
 
 def check_shareable(config: Any) -> None:
@@ -193,13 +193,7 @@ def check_shareable(config: Any) -> None:
         ),
         "was not tested with LoRA: leave --enable-lora out": config.lora_config is not None,
     }
-    _refuse("--load-format membroker shares weights read-only, and this engine", refusals)
-
-
-def _refuse(begin: str, refusals: Mapping[str, bool]) -> None:
-    for sentence, applies in refusals.items():
-        if applies:
-            raise InvalidRequest(f"{begin} {sentence}")
+    refuse("--load-format membroker shares weights read-only, and this engine", refusals)
 
 
 def is_block_major(config: Any) -> bool:
