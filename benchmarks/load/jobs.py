@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from time import monotonic_ns
-from typing import Protocol
 
 import grpc
 
@@ -34,32 +33,24 @@ ASKED = CAPACITY // 8
 PAUSE_SECONDS = 0.02
 
 
-class Job(Protocol):
-    """One piece of work. `once` returns the moments at which its parts began, and the last one ended."""
+class Job:
+    """One piece of work. It may name its `parts`, and is done `warm_up` times before anything is measured."""
 
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """The names of its parts, where it has several."""
-        ...
-
-    @property
-    def warm_up(self) -> int:
-        """How often it is done before anything is measured."""
-        ...
+    parts: tuple[str, ...] = ()
+    warm_up = 0
 
     def once(self) -> tuple[int, ...]:
-        """Do it once."""
-        ...
+        """Do it once, and return the moments at which its parts began, and the last one ended."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Let go of everything."""
-        ...
+        raise NotImplementedError
 
 
-class PacketEcho:
+class PacketEcho(Job):
     """The bare equivalent of the handoff: a packet and its answer, with a descriptor when the server lends."""
 
-    parts = ()
     warm_up = 200
 
     def __init__(self, path: Path, size: int, lends: bool, core: int | None) -> None:
@@ -70,7 +61,6 @@ class PacketEcho:
         self._socket.connect(os.fspath(path))
 
     def once(self) -> tuple[int, ...]:
-        """Send, receive, close what was lent."""
         begun = monotonic_ns()
         self._socket.send(self._payload)
         if self._lends:
@@ -81,14 +71,12 @@ class PacketEcho:
         return begun, monotonic_ns()
 
     def close(self) -> None:
-        """Hang up."""
         self._socket.close()
 
 
-class GrpcEcho:
+class GrpcEcho(Job):
     """The bare equivalent of a gRPC call: a message of plain bytes there and back."""
 
-    parts = ()
     warm_up = 200
 
     def __init__(self, path: Path, size: int) -> None:
@@ -97,44 +85,43 @@ class GrpcEcho:
         self._call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(METHOD)
 
     def once(self) -> tuple[int, ...]:
-        """Call and wait."""
         begun = monotonic_ns()
         self._call(self._payload, wait_for_ready=True)
         return begun, monotonic_ns()
 
     def close(self) -> None:
-        """Close the channel."""
         self._channel.close()
 
 
-class LibraryWorker:
+class LibraryJob(Job):
+    """What a client of the library does with a model."""
+
+    def __init__(self, endpoint: Path, transport: str = "handoff", model: str = MODEL) -> None:
+        self._client = membroker.connect(endpoint, transport=transport, client="benchmarks", timeout=60)
+        self._model = self._client.register_model(model)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class LibraryWorker(LibraryJob):
     """What an honest worker does: borrow one extent of 2 MiB, mapped, and give it back."""
 
     parts = ("allocate", "close")
     warm_up = 200
 
-    def __init__(self, endpoint: Path, transport: str) -> None:
-        self._client = membroker.connect(endpoint, transport=transport, client="benchmarks", timeout=60)
-        self._model = self._client.register_model(MODEL)
-
     def once(self) -> tuple[int, ...]:
-        """Allocate and close."""
         begun = monotonic_ns()
         buffer = self._model.allocate(EXTENT)
         held = monotonic_ns()
         buffer.close()
         return begun, held, monotonic_ns()
 
-    def close(self) -> None:
-        """End the session."""
-        self._client.close()
-
 
 class Neighbour(LibraryWorker):
     """A worker that borrows and releases a hundred times a second, and works meanwhile."""
 
     def once(self) -> tuple[int, ...]:
-        """Allocate and close, after a pause."""
         time.sleep(0.01)
         return super().once()
 
@@ -145,22 +132,17 @@ class RefusedWorker(LibraryWorker):
     parts = ()
 
     def once(self) -> tuple[int, ...]:
-        """Be refused."""
         begun = monotonic_ns()
         with suppress(OutOfMemory):
             self._model.allocate(FAR_TOO_MUCH, wait=0).close()
         return begun, monotonic_ns()
 
 
-class Borrower:
+class Borrower(LibraryJob):
     """Borrows all it can get, and answers recalls: after a while, or at once and with pages that nobody uses."""
 
-    parts = ()
-    warm_up = 0
-
     def __init__(self, endpoint: Path, model: str, answer_seconds: float | None) -> None:
-        self._client = membroker.connect(endpoint, client="benchmarks", timeout=60)
-        self._model = self._client.register_model(model)
+        super().__init__(endpoint, model=model)
         self._pool = self._model.pool(virtual_capacity=CAPACITY, page_size=PAGE)
         self._answer_seconds = answer_seconds
         self._growing = Lock()
@@ -175,7 +157,6 @@ class Borrower:
                 self._pool.shrink(recall.remaining)
 
     def once(self) -> tuple[int, ...]:
-        """Borrow until it is refused."""
         begun = monotonic_ns()
         with suppress(OutOfMemory):
             while True:
@@ -187,24 +168,17 @@ class Borrower:
         time.sleep(PAUSE_SECONDS)
         return begun, monotonic_ns()
 
-    def close(self) -> None:
-        """End the session."""
-        self._client.close()
 
-
-class Claimant:
+class Claimant(LibraryJob):
     """Waits until others have borrowed all memory, and then asks for some that it is entitled to, up to its half."""
 
     parts = ("wait",)
-    warm_up = 0
 
     def __init__(self, endpoint: Path) -> None:
-        self._client = membroker.connect(endpoint, client="benchmarks", timeout=60)
-        self._model = self._client.register_model(MODEL)
+        super().__init__(endpoint)
         self._held: list[membroker.Buffer] = []
 
     def once(self) -> tuple[int, ...]:
-        """Ask once."""
         if len(self._held) * ASKED >= CAPACITY // 2:
             while self._held:
                 self._held.pop().close()
@@ -216,48 +190,41 @@ class Claimant:
         self._held.append(self._model.allocate(ASKED, wait=10))
         return begun, monotonic_ns()
 
-    def close(self) -> None:
-        """End the session."""
-        self._client.close()
 
-
-class RawWorker:
-    """The same round trips without the library: nothing is imported or mapped, and the release is waited for."""
-
-    parts = ("allocate", "release")
-    warm_up = 200
+class RawJob(Job):
+    """What a raw session does with a model."""
 
     def __init__(self, endpoint: Path) -> None:
         self._session = RawSession(endpoint)
         self._model = self._session.register(MODEL)
 
+    def close(self) -> None:
+        self._session.close()
+
+
+class RawWorker(RawJob):
+    """The round trips of an honest worker without the library: nothing is mapped, and the release is waited for."""
+
+    parts = ("allocate", "release")
+    warm_up = 200
+
     def once(self) -> tuple[int, ...]:
-        """Allocate and release."""
         begun = monotonic_ns()
         ids = self._session.allocate(self._model)
         held = monotonic_ns()
         self._session.release(ids)
         return begun, held, monotonic_ns()
 
-    def close(self) -> None:
-        """End the session."""
-        self._session.close()
 
-
-class Filler:
+class Filler(RawJob):
     """Fills the books the first time, and gives everything back the second."""
 
-    parts = ()
-    warm_up = 0
-
     def __init__(self, endpoint: Path, extents: int) -> None:
-        self._session = RawSession(endpoint)
-        self._model = self._session.register(MODEL)
+        super().__init__(endpoint)
         self._extents = extents
         self._ids: list[int] = []
 
     def once(self) -> tuple[int, ...]:
-        """Borrow all, or release all."""
         begun = monotonic_ns()
         if self._ids:
             self._session.release(self._ids)
@@ -266,16 +233,9 @@ class Filler:
             self._ids = self._session.allocate(self._model, self._extents)
         return begun, monotonic_ns()
 
-    def close(self) -> None:
-        """End the session."""
-        self._session.close()
 
-
-class Idle:
+class Idle(Job):
     """Sessions that are open and do nothing; as many as the broker has room for."""
-
-    parts = ()
-    warm_up = 0
 
     def __init__(self, endpoint: Path, sessions: int) -> None:
         self._sessions: list[RawSession] = []
@@ -284,11 +244,9 @@ class Idle:
                 self._sessions.append(RawSession(endpoint))
 
     def once(self) -> tuple[int, ...]:
-        """Do nothing."""
         return (monotonic_ns(),) * 2
 
     def close(self) -> None:
-        """End the sessions."""
         for session in self._sessions:
             session.close()
 
