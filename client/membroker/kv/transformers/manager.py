@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -206,7 +206,8 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
             bounds["ahead"] = layout.bytes_of(0)
         self._most_tokens = self._tokens_that_fit(layout, store)
         cache = ElasticCache(pool, layout, always=store.always, **bounds)  # type: ignore[arg-type]
-        requests = Requests(store, processor.scheduler, self._recorder(processor))
+        stream = processor.inputs_and_outputs.compute_stream
+        requests = Requests(store, processor.scheduler, Over if stream is None else stream.record_event)
         processor.scheduler.cache_of_blocks, processor.scheduler.requests = cache, requests
         try:
             cache.attach(requests)
@@ -242,10 +243,6 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
             low, high = (middle, high) if store.lacking([("", middle)]) <= blocks else (low, middle - 1)
         return low
 
-    def _recorder(self, processor: Any) -> Any:
-        stream = processor.inputs_and_outputs.compute_stream
-        return Over if stream is None else stream.record_event
-
     def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
         goes_on: bool = super()._generation_loop_body(batch_processor, bootstrapping)
         if not (batch_processor.has_pending_requests() or self.cache.is_resting):
@@ -253,19 +250,13 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
         return goes_on
 
     def _generation_step(self) -> None:
-        with self._capturing():
-            super()._generation_step()
-
-    def _capturing(self) -> AbstractContextManager[Any]:
-        """Keep the library's threads away from the device if this step captures a CUDA graph."""
         config, tensors = self.continuous_batching_config, self.batch_processor.inputs_and_outputs
-        if not any(config.cuda_graph_booleans) or tensors.get_graph() is not None:
-            return nullcontext()
-        both = ExitStack()
-        both.enter_context(self.cache.capturing())
-        if isinstance(self._pool._lender, Model):
-            both.enter_context(self._pool._lender._session.reconnecting.notices.held_up())
-        return both
+        with ExitStack() as undisturbed:
+            if any(config.cuda_graph_booleans) and tensors.get_graph() is None:  # this step captures a CUDA graph
+                undisturbed.enter_context(self.cache.capturing())
+                if isinstance(self._pool._lender, Model):
+                    undisturbed.enter_context(self._pool._lender._session.reconnecting.notices.held_up())
+            super()._generation_step()
 
     def _run_generation_loop(self) -> None:
         try:
