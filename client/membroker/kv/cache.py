@@ -95,12 +95,11 @@ class ElasticCache(Closing):
             self._balloon.move(group, "mapped")
         lender: Any = pool if isinstance(pool, Ranks) else pool._lender
         self._model: Any = lender if hasattr(lender, "on_recall") else None
-        self._callback = self.answer
         self._borrower = Borrower(pool, layout, self._state, self._borrowed)
         self._releaser = Releaser(pool, layout, self._state, self._borrower)
         if self._model is not None:  # from here on recalls may come
             try:
-                self._model.on_recall(self._callback)
+                self._model.on_recall(self.answer)
             except BaseException:
                 pool.deallocate_ranges(first)
                 raise
@@ -320,7 +319,7 @@ class ElasticCache(Closing):
         model = self._model
         if model is None or isinstance(model, Ranks):
             return model is not None
-        return bool(model._recalls.callback_of(model.resource_name) == self._callback)
+        return bool(model._recalls.callback_of(model.resource_name) == self.answer)
 
     def _check_open(self) -> None:
         if self._closed or self._pool.closed:
