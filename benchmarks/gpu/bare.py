@@ -9,70 +9,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from membroker.vmm import AccessFlags, Driver, DriverError, Handle, Location, open_driver
+from membroker.vmm import AccessFlags, DriverError, Handle, Location, open_driver
 from membroker.vmm.sizes import GIB
 
 TWIN_BYTES = 256 * GIB
 """The capacity of the host driver: a figure only, since nothing is written."""
 
 
-class Bare(Protocol):
-    """One GPU in this process. Handles are the driver's own; all handles of a call are released together."""
-
-    @property
-    def driver(self) -> Driver:
-        """The library's driver of the same GPU, for other questions."""
-        ...
-
-    def reserve(self, size: int) -> int:
-        """Reserve addresses."""
-        ...
-
-    def unreserve(self, address: int, size: int) -> None:
-        """Give addresses back."""
-        ...
-
-    def back(self, address: int, size: int) -> list[Any]:
-        """Create one extent, map it, and open it for access."""
-        ...
-
-    def back_pages(self, address: int, page: int, count: int, *, access_each: bool) -> list[Any]:
-        """Create and map so many extents side by side; open each for access as it comes, or all of them at the end."""
-        ...
-
-    def back_imported(self, address: int, descriptors: Sequence[tuple[int, int]], *, read_only: bool) -> list[Any]:
-        """Import descriptors, each with its size, map them side by side, and open all for access."""
-        ...
-
-    def unback(self, address: int, size: int, handles: Sequence[Any]) -> None:
-        """Wait for the GPU, unmap everything in one call, and release the handles."""
-        ...
-
-    def export(self, size: int) -> int:
-        """Create an extent that a descriptor alone keeps, and return that."""
-        ...
-
-    def pin(self, size: int) -> int:
-        """Allocate page-locked memory of the host."""
-        ...
-
-    def unpin(self, address: int) -> None:
-        """Free it."""
-        ...
-
-    def copy(self, target: int, source: int, size: int) -> None:
-        """Copy between mapped and pinned memory, and wait."""
-        ...
-
-    def close(self) -> None:
-        """Release the GPU."""
-        ...
-
-
 class CudaBare:
-    """A GPU by cuda-bindings. The library's driver beside it keeps the primary context, which both use."""
+    """A GPU by cuda-bindings. The library's driver beside it keeps the primary context, which both use.
+
+    Handles are the bindings' own; all handles of a call are released together.
+    """
 
     def __init__(self) -> None:
         self.driver = open_driver("cuda", 0, context=True)
@@ -98,17 +48,20 @@ class CudaBare:
         self._grants_to_read = [_grant(cuda, place, cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ)]
 
     def reserve(self, size: int) -> int:
+        """Reserve addresses."""
         result, address = self._cuda.cuMemAddressReserve(size, 0, 0, 0)
         if int(result):
             _check("cuMemAddressReserve", result)
         return int(address)
 
     def unreserve(self, address: int, size: int) -> None:
+        """Give addresses back."""
         (result,) = self._cuda.cuMemAddressFree(address, size)
         if int(result):
             _check("cuMemAddressFree", result)
 
     def back(self, address: int, size: int) -> list[Any]:
+        """Create one extent, map it, and open it for access."""
         cuda = self._cuda
         result, extent = cuda.cuMemCreate(size, self._properties, 0)
         if int(result):
@@ -122,6 +75,7 @@ class CudaBare:
         return [extent]
 
     def back_pages(self, address: int, page: int, count: int, *, access_each: bool) -> list[Any]:
+        """Create and map so many extents side by side; open each for access as it comes, or all of them at the end."""
         cuda, extents = self._cuda, []
         for at in range(address, address + page * count, page):
             result, extent = cuda.cuMemCreate(page, self._properties, 0)
@@ -140,6 +94,7 @@ class CudaBare:
         return extents
 
     def back_imported(self, address: int, descriptors: Sequence[tuple[int, int]], *, read_only: bool) -> list[Any]:
+        """Import descriptors, each with its size, map them side by side, and open all for access."""
         cuda, extents, at = self._cuda, [], address
         for descriptor, size in descriptors:
             result, extent = cuda.cuMemImportFromShareableHandle(descriptor, self._kind)
@@ -155,6 +110,7 @@ class CudaBare:
         return extents
 
     def unback(self, address: int, size: int, handles: Sequence[Any]) -> None:
+        """Wait for the GPU, unmap everything in one call, and release the handles."""
         cuda = self._cuda
         _check("cuCtxSynchronize", cuda.cuCtxSynchronize()[0])
         _check("cuMemUnmap", cuda.cuMemUnmap(address, size)[0])
@@ -164,6 +120,7 @@ class CudaBare:
                 _check("cuMemRelease", result)
 
     def export(self, size: int) -> int:
+        """Create an extent that a descriptor alone keeps, and return that."""
         cuda = self._cuda
         result, extent = cuda.cuMemCreate(size, self._properties, 0)
         _check("cuMemCreate", result)
@@ -174,19 +131,23 @@ class CudaBare:
         return int(descriptor)
 
     def pin(self, size: int) -> int:
+        """Allocate page-locked memory of the host."""
         result, address = self._cuda.cuMemHostAlloc(size, 1)
         _check("cuMemHostAlloc", result)
         return int(address)
 
     def unpin(self, address: int) -> None:
+        """Free it."""
         _check("cuMemFreeHost", self._cuda.cuMemFreeHost(address)[0])
 
     def copy(self, target: int, source: int, size: int) -> None:
+        """Copy between mapped and pinned memory, and wait."""
         cuda = self._cuda
         _check("cuMemcpyAsync", cuda.cuMemcpyAsync(target, source, size, self._stream)[0])
         _check("cuStreamSynchronize", cuda.cuStreamSynchronize(self._stream)[0])
 
     def close(self) -> None:
+        """Release the GPU."""
         _check("cuStreamDestroy", self._cuda.cuStreamDestroy(self._stream)[0])
         self.driver.close()
 
@@ -204,7 +165,7 @@ def _check(call: str, result: Any) -> None:
 
 
 class HostBare:
-    """Any driver of the library; here the host driver."""
+    """The same by the library's host driver."""
 
     def __init__(self) -> None:
         self.driver = open_driver("host", total_bytes=TWIN_BYTES)
@@ -263,6 +224,9 @@ class HostBare:
 
     def _open(self, address: int, size: int) -> None:
         self.driver.set_access(address, size, AccessFlags.READ_WRITE)
+
+
+Bare = CudaBare | HostBare
 
 
 def open_bare(kind: str) -> Bare:
