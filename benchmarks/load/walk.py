@@ -7,7 +7,6 @@ that whatever else the machine does is shared. The CPU time is that of the daemo
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import sys
 import time
@@ -15,34 +14,25 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from membroker.session.handshake import open_session
-from membroker.session.rpc import CONTROL_SECONDS, GrpcCalls
 from membroker.v1 import broker_pb2 as pb
-from membroker.v1.handoff_pb2 import Ack, Frame, Hello
+from membroker.v1.handoff_pb2 import Ack, Frame
 from membroker.wire import frames as handoff
-from membroker.wire.names import PROTOCOL_VERSION
 
 from .daemon import Daemon, running
-from .wire import CONNECT_SECONDS, allocate_frame
+from .wire import RawSession, allocate_frame
 
 TURN = 200
 """Pages that one daemon lends before the other has its turn."""
 
 
-class Caller:
+class Caller(RawSession):
     """A session that borrows a page and releases it, with the packets that the library would send."""
 
     def __init__(self, daemon: Daemon) -> None:
-        endpoint = daemon.endpoint()
-        hello = Hello(protocol_version=PROTOCOL_VERSION, client="benchmarks")
-        self._daemon = daemon
-        self._socket, self._notices, welcome = open_session(endpoint / "handoff.sock", hello, CONNECT_SECONDS)
-        request = pb.RegisterModelRequest(request_id=2, model_id="walk")
-        self._model = (
-            GrpcCalls(endpoint / "grpc.sock", welcome.token).call("RegisterModel", request, CONTROL_SECONDS).name
-        )
-        self._counts = welcome.protocol_revision > 0
-        self._request_ids, self._taken = itertools.count(3), 0
+        super().__init__(daemon.endpoint())
+        self._daemon, self._model = daemon, self.register("walk")
+        self._counts = self._welcome.protocol_revision > 0
+        self._taken = 0
         self.cpu: list[float] = []
         """Seconds of the daemon's CPU for each page, turn by turn."""
         self.round_trips: list[float] = []
@@ -53,11 +43,6 @@ class Caller:
         for _ in range(TURN):
             self._borrow()
         self.cpu.append((self._daemon.cpu_seconds() - before) / TURN)
-
-    def close(self) -> None:
-        """Hang up."""
-        self._socket.close()
-        self._notices.close()
 
     def _borrow(self) -> None:
         request = allocate_frame(self._model, 1, next(self._request_ids))
@@ -76,7 +61,7 @@ class Caller:
 
     def _send(self, frame: Frame) -> None:
         frame.acknowledged = self._taken if self._counts else 0
-        handoff.send(self._socket, handoff.encode(frame))
+        super()._send(frame)
 
 
 def walked(trees: Mapping[str, Path | None], turns: int, stock: str = "64MiB") -> dict[str, Caller]:

@@ -40,8 +40,8 @@ class RawSession:
 
     def __init__(self, endpoint: Path) -> None:
         hello = Hello(protocol_version=names.PROTOCOL_VERSION, client="benchmarks")
-        self._socket, self._notices, welcome = open_session(endpoint / "handoff.sock", hello, CONNECT_SECONDS)
-        self._calls = GrpcCalls(endpoint / "grpc.sock", welcome.token)
+        self._socket, self._notices, self._welcome = open_session(endpoint / "handoff.sock", hello, CONNECT_SECONDS)
+        self._calls = GrpcCalls(endpoint / "grpc.sock", self._welcome.token)
         self._request_ids = itertools.count(2)
 
     def register(self, model: str) -> str:
