@@ -17,3 +17,9 @@ def load() -> Any:
         return importlib.import_module("matplotlib.pyplot")
     except ImportError as error:
         raise NoMatplotlib(f"--plot needs matplotlib ({error}): pip install matplotlib") from error
+
+
+def without_frame(axes: Any) -> None:
+    """Draw no line above, and none at the right."""
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

@@ -44,3 +44,10 @@ def print_tables(tables: Iterable[Table], stream: TextIO) -> None:
     """Write tables with an empty line between them."""
     stream.write("\n".join(render(table, stream) for table in tables))
     stream.flush()
+
+
+def markdown(table: Table) -> str:
+    """Return a table as Markdown."""
+    heads = [column.lstrip(">") for column in table.columns]
+    lines = [heads, ["---:" if column.startswith(">") else "---" for column in table.columns], *table.rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -14,7 +14,7 @@ from typing import TextIO
 from membroker.cli.tables import NONE, Table
 from membroker.vmm.sizes import GIB
 
-from ..report import folded, print_tables
+from ..report import folded, markdown, print_tables
 from .figures import OFFLOAD, WORKERS, Row, Section, Share
 from .targets import Goal
 
@@ -43,11 +43,11 @@ def show(facts: Mapping[str, str], sections: Sequence[Section], goals: Sequence[
 
 def show_markdown(facts: Mapping[str, str], sections: Sequence[Section], goals: Sequence[Goal], stream: TextIO) -> None:
     """Print everything as Markdown."""
-    print(_markdown(_facts_table(facts)), file=stream)
+    print(markdown(_facts_table(facts)), file=stream)
     for title, note, tables in _chapters(sections, goals):
         print(f"\n### {title}\n\n{folded(note)}", file=stream)
         for table in tables:
-            print(f"\n{_markdown(table)}", file=stream)
+            print(f"\n{markdown(table)}", file=stream)
 
 
 def write_json(facts: Mapping[str, str], sections: Sequence[Section], goals: Sequence[Goal], path: Path) -> None:
@@ -184,9 +184,3 @@ def _ratio(value: float | None) -> str:
 
 def _gap(milliseconds: float) -> str:
     return f"{milliseconds:g} ms" if milliseconds else "none"
-
-
-def _markdown(table: Table) -> str:
-    heads = [column.lstrip(">") for column in table.columns]
-    lines = [heads, ["---:" if column.startswith(">") else "---" for column in table.columns], *table.rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -8,7 +8,7 @@ from typing import Any
 
 from membroker.vmm.sizes import MIB, format_size
 
-from ..plotting import load
+from ..plotting import load, without_frame
 from .trace import TENANTS, Numbers, Trace
 
 COLOURS = "#0072b2", "#009e73", "#d55e00"
@@ -44,8 +44,7 @@ def draw(numbers: Numbers, used: Sequence[tuple[float, Mapping[str, int]]], path
     for axes in (whole, *each):
         axes.set_ylabel("MiB")
         axes.set_xlim(0, numbers.seconds)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        without_frame(axes)
     figure.legend(*each[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9, frameon=False)
     each[-1].set_xlabel("seconds")
     figure.savefig(path, dpi=90)

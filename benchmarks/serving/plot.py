@@ -8,7 +8,7 @@ from typing import Any
 
 from membroker.vmm.sizes import GIB
 
-from ..plotting import load
+from ..plotting import load, without_frame
 from .figures import Run, ttft
 
 COLOURS = "#0072b2", "#009e73", "#d55e00"
@@ -55,7 +55,7 @@ def _memory(axes: Any, run: Run) -> None:
         axes.text(0.5, 0.5, "not told", transform=axes.transAxes, ha="center")
     axes.stackplot([one.moment for one in samples], sizes, labels=names, colors=colours, step="post", linewidth=0)
     axes.set_title(run.arm, loc="left", fontweight="bold")
-    _plain(axes)
+    without_frame(axes)
 
 
 def _first_tokens(axes: Any, run: Run) -> None:
@@ -68,7 +68,7 @@ def _first_tokens(axes: Any, run: Run) -> None:
     axes.axhline(1.0, color="black", linewidth=0.8, linestyle=(0, (5, 3)))
     axes.set_yscale("log")
     axes.set_xlabel("seconds; a cross was never answered")
-    _plain(axes)
+    without_frame(axes)
 
 
 def _against_load(part: Any, runs: Sequence[Run], loads: Sequence[float]) -> None:
@@ -86,12 +86,7 @@ def _against_load(part: Any, runs: Sequence[Run], loads: Sequence[float]) -> Non
     ):
         panel.set_title(title, loc="left", fontsize=10)
         panel.set_xlabel("load")
-        _plain(panel)
+        without_frame(panel)
     for panel in axes[:2]:
         panel.set_yscale("log")
     axes[2].legend(fontsize=9, frameon=False)
-
-
-def _plain(axes: Any) -> None:
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)

@@ -15,7 +15,7 @@ from membroker.vmm.sizes import GIB
 
 from ..goals import Goal
 from ..goals import table as goals_table
-from ..report import folded, print_tables
+from ..report import folded, markdown, print_tables
 from .figures import ModelFigures, Run, Sample
 from .summary import Total, break_even, totals
 
@@ -87,13 +87,6 @@ def _sentences(runs: Sequence[Run]) -> list[str]:
     traces = dict.fromkeys(run.trace for run in runs)
     several = [trace for trace in traces if len({run.load for run in runs if run.trace == trace}) > 1]
     return [sentence for trace in several if (sentence := break_even(runs, trace)) is not None]
-
-
-def markdown(table: Table) -> str:
-    """Return a table as Markdown."""
-    heads = [column.lstrip(">") for column in table.columns]
-    lines = [heads, ["---:" if column.startswith(">") else "---" for column in table.columns], *table.rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def write_json(
