@@ -134,7 +134,7 @@ def test_an_idle_scheduler_lets_the_thread_that_unmaps_have_the_interpreter(bloc
     """SGLang's idle loop spins, so each of 200 calls that give up the interpreter would wait 5 ms to have it again."""
     going = [200]
     memory: Any = Memory.__new__(Memory)
-    memory._blocks = blocks
+    memory.blocks = blocks
     memory._cache = SimpleNamespace(turn=lambda: None, stats=lambda: SimpleNamespace(going_bytes=going[0]))
 
     def unmap() -> None:

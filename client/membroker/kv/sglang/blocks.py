@@ -19,10 +19,13 @@ from .allocator import Allocator
 
 
 class Blocks:
-    """The pages and requests of one SGLang scheduler. `new_fence` returns a fence behind all work that was launched."""
+    """The pages and requests of one SGLang scheduler. `new_fence` returns a fence behind all work that was launched.
+
+    The scheduler launches what it has scheduled at once.
+    """
 
     def __init__(self, scheduler: Any, allocator: Allocator, new_fence: Callable[[], Fence]) -> None:
-        self._scheduler, self._allocator, self._new_fence = scheduler, allocator, new_fence
+        self._scheduler, self._allocator, self.fence = scheduler, allocator, new_fence
         self._tree = scheduler.tree_cache
         self._page = int(allocator.page_size)
         self._running: Any = scheduler.running_batch
@@ -109,10 +112,6 @@ class Blocks:
         """Put pages into the free list."""
         self._allocator.release(blocks)
         self.has_grown = True
-
-    def fence(self) -> Fence:
-        """Return a fence behind all work that was launched. The scheduler launches what it has scheduled at once."""
-        return self._new_fence()
 
     def preempt(self, blocks: Sequence[int]) -> bool:
         """Let the scheduler retract the requests that use these pages, when it next decodes."""

@@ -51,7 +51,8 @@ class Memory:
             raise InvalidRequest(f"this engine computes on {device} {index}, and the broker lends memory of {lent}")
         self._cache: ElasticCache | None = None
         self._allocator: Allocator | None = None
-        self._blocks: Blocks | None = None
+        self.blocks: Blocks
+        """The scheduler's pages and requests, once it is attached."""
 
     # At the start
 
@@ -120,8 +121,8 @@ class Memory:
         if type(tree).__name__ not in ("RadixCache", "ChunkCache"):
             raise InvalidRequest(f"membroker.kv.sglang does not support the prefix cache {type(tree).__name__}")
         is_cuda = torch.device(scheduler.device).type == "cuda"
-        self._blocks = Blocks(scheduler, allocator, (lambda: _Fence(scheduler.forward_stream)) if is_cuda else Over)
-        self._opened.attach(self._blocks)
+        self.blocks = Blocks(scheduler, allocator, (lambda: _Fence(scheduler.forward_stream)) if is_cuda else Over)
+        self._opened.attach(self.blocks)
 
     # In the scheduler's loop
 
@@ -137,12 +138,6 @@ class Memory:
         if blocks.is_idle and self._opened.stats().going_bytes:
             # An idle scheduler spins. Each page that the other thread unmaps would then wait 5 ms for the interpreter.
             time.sleep(IDLE_SECONDS)
-
-    @property
-    def blocks(self) -> Blocks:
-        """The scheduler's pages and requests."""
-        assert self._blocks is not None
-        return self._blocks
 
     @property
     def held_tokens(self) -> int:

@@ -87,7 +87,7 @@ class Requests:
     def __init__(self, store: Store, scheduler: Any, record: Callable[[], Fence]) -> None:
         self._store = store
         self._scheduler = scheduler
-        self._record = record
+        self.fence = record  # steps are launched before the next ones are scheduled
         self.unused, self.warmth, self.hold, self.release = store.unused, store.warmth, store.hold, store.release
 
     def need(self) -> int:
@@ -98,10 +98,6 @@ class Requests:
     def cost(self, blocks: Sequence[int]) -> float:
         """Return how many of these blocks are used: to count their requests takes longer."""
         return len(blocks) - len(self.unused(blocks))
-
-    def fence(self) -> Fence:
-        """Return a fence behind all steps. Steps are launched before the next ones are scheduled."""
-        return self._record()
 
     def preempt(self, blocks: Sequence[int]) -> bool:
         """Let the requests that use these blocks begin again, as transformers does when it finds no room.

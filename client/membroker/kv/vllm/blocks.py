@@ -33,7 +33,7 @@ class Blocks:
             raise InvalidRequest(f"vLLM's null block is number {pool.null_block.block_id}, and membroker expects 0")
         self._pool = pool
         self._block_tokens, self._most_tokens, self._most_requests = block_tokens, most_tokens, most_requests
-        self._new_fence = new_fence
+        self.fence = new_fence
         self._requests: dict[str, Any] = {}
         self._held = 0
         self._squeezed: list[Any] = []
@@ -165,10 +165,6 @@ class Blocks:
         table = self._pool.blocks
         self._pool.free_blocks([table[block] for block in blocks])
         self._held -= len(blocks)
-
-    def fence(self) -> Fence:
-        """Return a fence behind the step that is being scheduled."""
-        return self._new_fence()
 
     def preempt(self, blocks: Sequence[int]) -> bool:
         """Let vLLM preempt: it does so when a running request needs a block and none is free.

@@ -143,7 +143,8 @@ class Memory:
     def capturing(self) -> Iterator[None]:
         """Keep the library's threads away from the device while vLLM warms up and captures its graphs."""
         assert self._client is not None
-        with self._opened.capturing(), self._client.defer_recalls():
+        assert self._cache is not None
+        with self._cache.capturing(), self._client.defer_recalls():
             yield
 
     def declare(self) -> None:
@@ -210,11 +211,6 @@ class Memory:
         size, weights = self.settings.declare, self.weights
         declared = 0 if size is None or size == AUTO else bytes_of("declare", size)
         return declared + (0 if weights is None or weights.pool is None else weights.pool.physical_usage_bytes)
-
-    @property
-    def _opened(self) -> ElasticCache:
-        assert self._cache is not None
-        return self._cache
 
 
 def begin(settings: Settings, config: Any, cache_config: Any) -> Memory:
