@@ -16,7 +16,7 @@ import sys
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any, Final
@@ -58,8 +58,8 @@ class Counts:
 class Client:
     """One engine, and its callers."""
 
-    def __init__(self, engine: Any, counts: Counts, vocabulary: int, longest: int, sleeper: Any = None) -> None:
-        self._engine, self._counts, self._sleeper = engine, counts, sleeper
+    def __init__(self, engine: Any, counts: Counts, vocabulary: int, longest: int, awake: Any) -> None:
+        self._engine, self._counts, self._awake = engine, counts, awake
         self._text = random.Random(1).choices(range(3, vocabulary), k=longest + PROMPTS)
         self._ids = count()
         self._begin = 0.0
@@ -74,7 +74,7 @@ class Client:
         """Ask one request at a time, and return the tokens and times: nothing else is in the batch."""
         self._begin = time.monotonic()
         found, tokens = [], []
-        async with Awake(self._sleeper):
+        async with self._awake:
             for number, (prompt, answer) in enumerate(lengths):
                 one, text = Answer(f"sample {number}", self._now()), list[int]()
                 await self._ask(one, number, prompt, answer, text)
@@ -84,7 +84,7 @@ class Client:
 
     async def burst(self, requests: int, prompt: int, answer: int) -> dict[str, Any]:
         """Ask many requests at once, so that what vLLM compiles or allocates at first use is there."""
-        async with Awake(self._sleeper):
+        async with self._awake:
             await asyncio.gather(*[self._ask(Answer("warm", 0.0), i, prompt, answer) for i in range(requests)])
         return {}
 
@@ -126,7 +126,7 @@ class Client:
                 if due >= end:
                     return
 
-        async with Awake(self._sleeper), asyncio.TaskGroup() as group:
+        async with self._awake, asyncio.TaskGroup() as group:
             for caller in range(callers):
                 group.create_task(call(caller))
 
@@ -162,35 +162,20 @@ class Client:
         await asyncio.sleep(max(0.0, moment - self._now()))
 
 
-class Awake:
-    """While inside, the engine is awake, and no other one is: all engines lock the same file. Without one, always."""
-
-    def __init__(self, sleeper: Sleeper | None) -> None:
-        self._sleeper = sleeper
-
-    async def __aenter__(self) -> None:
-        if self._sleeper is not None:
-            await self._sleeper.wake()
-
-    async def __aexit__(self, *error: object) -> None:
-        if self._sleeper is not None:
-            await self._sleeper.sleep()
-
-
 class Sleeper:
-    """An engine in vLLM's sleep mode."""
+    """An engine in vLLM's sleep mode. Inside it is awake, and no other one is: all engines lock the same file."""
 
     def __init__(self, engine: Any, lock: str) -> None:
         self._engine, self._path = engine, lock
         self._lock: Any = None
 
-    async def wake(self) -> None:
+    async def __aenter__(self) -> None:
         """Wait until the other engines sleep, and wake this one."""
-        self._lock = open(self._path)  # noqa: SIM115 - closed by `sleep`
+        self._lock = open(self._path)  # noqa: SIM115 - closed at the end
         await asyncio.to_thread(fcntl.flock, self._lock, fcntl.LOCK_EX)
         await self._engine.wake_up()
 
-    async def sleep(self) -> None:
+    async def __aexit__(self, *error: object) -> None:
         """Let it sleep: its weights go to the host, and its KV cache is dropped."""
         await self._engine.sleep(level=1)
         self._lock.close()
@@ -224,10 +209,11 @@ async def serve(tell: Any) -> None:
     setup, counts, began = json.loads(await lines.readline()), Counts(), time.monotonic()
     engine = _engine(setup["keywords"], counts)
     try:
-        sleeper = Sleeper(engine, setup["lock"]) if setup["lock"] else None
-        if sleeper is not None:
+        awake: Any = nullcontext()
+        if setup["lock"]:
+            awake = Sleeper(engine, setup["lock"])
             await engine.sleep(level=1)
-        client = Client(engine, counts, setup["vocabulary"], setup["keywords"]["max_model_len"], sleeper)
+        client = Client(engine, counts, setup["vocabulary"], setup["keywords"]["max_model_len"], awake)
         gc.freeze()  # collections of what the start made would delay answers
         cache = engine.vllm_config.cache_config
         tell({"seconds": time.monotonic() - began, "cache_tokens": cache.num_gpu_blocks * cache.block_size})

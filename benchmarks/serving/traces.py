@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -186,10 +186,3 @@ def t5(seed: int, scale: Scale) -> Trace:
 
 
 TRACES: dict[str, Callable[[int, Scale], Trace]] = {"a2": a2, "t1": t1, "t2": t2, "t3": t3, "t4": t4, "t5": t5}
-
-
-def only(trace: Trace, models: Sequence[int]) -> Trace:
-    """Return the trace with no work for the other models."""
-    return Trace(
-        trace.name, trace.seconds, tuple(work if i in models else Work() for i, work in enumerate(trace.works))
-    )

@@ -6,7 +6,7 @@ import statistics
 from itertools import pairwise
 
 import pytest
-from benchmarks.serving.traces import MODELS, TRACES, Request, Scale, Trace, Work, only
+from benchmarks.serving.traces import MODELS, TRACES, Request, Scale, Trace
 
 OPEN = ("a2", "t1", "t2", "t4")
 CLOSED = ("t3", "t5")
@@ -124,8 +124,3 @@ def test_less_load_is_fewer_requests_in_the_same_time(name: str) -> None:
 def test_less_load_is_fewer_callers(name: str) -> None:
     """And a shorter trace has as many."""
     assert [TRACES[name](1, scale).works[0].turns[0].callers for scale in SCALES] == [128, 64, 128]
-
-
-def test_a_model_can_have_the_load_alone() -> None:
-    trace = TRACES["a2"](1, Scale())
-    assert only(trace, (1,)).works == (Work(), trace.works[1], Work())
