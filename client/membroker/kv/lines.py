@@ -46,7 +46,7 @@ class Line:
 
 
 def hang_up(connection: Connection) -> None:
-    """End a connection: another thread that waits for the other process hears at once that there is none."""
+    """End a connection. A call of another thread that waits for its answer raises `ClosedError` at once."""
     with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as same:
         same.shutdown(socket.SHUT_RDWR)
 
