@@ -29,12 +29,23 @@ class Line:
 
     def __call__(self, name: str, *arguments: object) -> Any:
         """Call a function of this name there, and return its answer. Raises what it raises."""
-        with self._lock:
-            try:
-                self._connection.send((name, arguments))
-                found, error = self._connection.recv()
-            except (EOFError, OSError) as ended:
-                raise ClosedError("a rank of this engine has ended") from ended
+        self.begin(name, *arguments)
+        return self.end()
+
+    def begin(self, name: str, *arguments: object) -> None:
+        """Call, without waiting for the answer: `end` returns it."""
+        self._lock.acquire()
+        with suppress(OSError):  # `end` raises
+            self._connection.send((name, arguments))
+
+    def end(self) -> Any:
+        """Wait for the answer to what was begun. Raises what the other process has raised."""
+        try:
+            found, error = self._connection.recv()
+        except (EOFError, OSError) as ended:
+            raise ClosedError("a rank of this engine has ended") from ended
+        finally:
+            self._lock.release()
         if error is not None:
             raise error
         return found

@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 from multiprocessing import current_process
@@ -245,7 +244,13 @@ class _Link(Closing):
 
 def _ask_all(ranks: Sequence[_Link], name: str, *arguments: object) -> None:
     """Ask all ranks at the same time, and wait until all have answered. Raises the first error."""
-    with ThreadPoolExecutor(len(ranks)) as threads:
-        answers = [threads.submit(rank.ask, name, *arguments) for rank in ranks]
-    for one in answers:
-        one.result()
+    errors: list[MembrokerError] = []
+    for rank in ranks:
+        rank.ask.begin(name, *arguments)
+    for rank in ranks:
+        try:
+            rank.ask.end()
+        except MembrokerError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
