@@ -236,6 +236,7 @@ def _setup(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Setu
         max_num_seqs=options.max_num_seqs,
         recall_seconds=options.recall_seconds,
         exact=options.exact,
+        watermark=options.watermark,
         settings=settings,
     )
 
@@ -286,6 +287,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--load", type=float, nargs="+", metavar="FACTOR", help="of the request rates; each is a run of its own")
     add("--tokens", type=float, metavar="FACTOR", help="shortens prompts and answers")
     add("--drain", type=float, default=45.0, metavar="SECONDS", help="for answers after the trace; by default 45")
+    add("--watermark", type=float, default=0.0, help="vLLM's own, for all arms: the part of the cache that stays free")
     add("--exact", action="store_true", help="batch-invariant kernels (slower): answers under load are comparable")
     add("--setting", action="append", default=[], metavar="NAME=VALUE", help="for membroker's connector: ahead=256MiB")
     add("--recall-seconds", type=float, default=1.0, help="the broker's; by default 1, as the broker's own default")

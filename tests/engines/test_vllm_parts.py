@@ -79,7 +79,9 @@ def pool() -> BlockPool:
 
 @pytest.fixture
 def blocks(pool: BlockPool) -> Blocks:
-    return Blocks(pool, block_tokens=16, most_tokens=128, most_requests=2, new_fence=Scheduled(lambda: 0).fence)
+    return Blocks(
+        pool, block_tokens=16, most_tokens=128, most_requests=2, watermark=0, new_fence=Scheduled(lambda: 0).fence
+    )
 
 
 class TestBlocks:

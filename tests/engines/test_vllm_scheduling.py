@@ -36,6 +36,29 @@ def test_a_full_cache_preempts_as_plain_vllm_does(tmp_path: Path, monkeypatch: p
     assert elastic.tokens < 1.2 * plain.tokens
 
 
+def test_a_watermark_leaves_room_to_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM then admits fewer requests to a full cache, and preempts fewer. What stays free is borrowed, too."""
+    preempted = []
+    for watermark in (0.0, 0.05):
+        with running({"capacity": 2 * LIMIT}) as daemon, membroker.connect(daemon.endpoint()) as client:
+            model = client.register_model("chat", limit=LIMIT)
+            elastic = Scheduling(tmp_path, monkeypatch, model=model, watermark=watermark)
+            elastic.add(8, 256, 500)
+            for _ in range(100):
+                elastic.cache.wait(0.1)  # returns when there is more memory
+                elastic.step()
+                if len(elastic.scheduler.running) == 8:
+                    break
+            assert len(elastic.scheduler.running) == 8, "no memory was borrowed for what stays free"
+            while elastic.step():
+                pass
+            elastic.serve(*REQUESTS)
+            preempted.append(elastic.preemptions)
+            elastic.cache.close()
+    print(f"preemptions: {preempted[0]} without a watermark, {preempted[1]} with one")
+    assert preempted[1] < preempted[0] / 2
+
+
 def test_one_step_preempts_many_for_a_recall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step with long prompts takes half a second, so a request in each step would be too slow."""
     with running({"capacity": 2 * LIMIT}) as daemon, membroker.connect(daemon.endpoint()) as client:

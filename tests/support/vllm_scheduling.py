@@ -52,6 +52,7 @@ class Scheduling:
         blocks: int = 0,
         model: Model | None = None,
         caches_prefixes: bool = False,
+        watermark: float = 0.0,
     ):
         (directory / "config.json").write_text(json.dumps(CONFIG))
         over: dict[str, Any] = {}
@@ -79,6 +80,7 @@ class Scheduling:
             max_num_batched_tokens=8192,
             block_size=BLOCK_TOKENS,
             enable_prefix_caching=caches_prefixes,
+            watermark=watermark,
             kv_cache_memory_bytes=1 << 30,
             dtype="float32",
             **over,

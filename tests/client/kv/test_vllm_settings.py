@@ -119,7 +119,6 @@ def a_config(**other: Any) -> Any:
         },
         "speculative_config": None,
         "cache_config": {"cache_dtype": "auto"},
-        "scheduler_config": {"watermark": 0.0},
     }
     for name, value in other.items():
         part, _, key = name.partition("__")
@@ -147,7 +146,6 @@ def a_config(**other: Any) -> Any:
         ({"model_config__enable_sleep_mode": True}, "sleep mode"),
         ({"model_config__enable_cumem_allocator": True}, "sleep mode"),
         ({"cache_config__cache_dtype": "fp8"}, "quantized"),
-        ({"scheduler_config__watermark": 0.01}, "--watermark 0"),
         ({"model_config__disable_cascade_attn": False}, "--no-disable-cascade-attn"),
     ],
 )

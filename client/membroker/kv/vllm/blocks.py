@@ -23,16 +23,25 @@ class Blocks:
     """The free list, reference counts and requests of one vLLM engine.
 
     `pool` is vLLM's `BlockPool`. A block has `block_tokens` tokens, and a request at most `most_tokens`; at most
-    `most_requests` run at a time. `new_fence` returns a fence behind the step that is being scheduled.
+    `most_requests` run at a time. vLLM admits a request beside others only if `watermark` blocks stay free. `new_fence`
+    returns a fence behind the step that is being scheduled.
     """
 
     def __init__(
-        self, pool: Any, *, block_tokens: int, most_tokens: int, most_requests: int, new_fence: Callable[[], Fence]
+        self,
+        pool: Any,
+        *,
+        block_tokens: int,
+        most_tokens: int,
+        most_requests: int,
+        watermark: int,
+        new_fence: Callable[[], Fence],
     ) -> None:
         if pool.null_block.block_id != 0:
             raise InvalidRequest(f"vLLM's null block is number {pool.null_block.block_id}, and membroker expects 0")
         self._pool = pool
         self._block_tokens, self._most_tokens, self._most_requests = block_tokens, most_tokens, most_requests
+        self._watermark = watermark
         self.fence = new_fence
         self._requests: dict[str, Any] = {}
         self._held = 0
@@ -127,8 +136,9 @@ class Blocks:
     # The verbs of `membroker.kv.Engine`
 
     def need(self) -> int:
-        """Return the blocks in use, and those that requests need besides."""
-        return self._used() + self._more
+        """Return the blocks in use, those that requests need besides, and those that are to stay free."""
+        is_waiting = len(self._running) < len(self._requests)
+        return self._used() + self._more + self._watermark * is_waiting
 
     def unused(self, blocks: Sequence[int]) -> Collection[int]:
         """Return the blocks without a reference. A step in flight may still use them: the fence is behind it."""

@@ -167,6 +167,7 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
             block_tokens=config.cache_config.block_size,
             most_tokens=config.model_config.max_model_len,
             most_requests=config.scheduler_config.max_num_seqs,
+            watermark=int(config.scheduler_config.watermark * pool.num_gpu_blocks),
             new_fence=self._steps.fence,
         )
         cache.attach(self._blocks)

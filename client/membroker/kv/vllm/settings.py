@@ -170,9 +170,6 @@ def check_supported(config: Any) -> None:
         "does not support cascade attention: leave --no-disable-cascade-attn out": (
             not config.model_config.disable_cascade_attn  # it takes each reference to a block for a request's
         ),
-        "needs --watermark 0, because a watermark counts blocks that have no memory": (
-            config.scheduler_config.watermark > 0
-        ),
     }
     refuse("membroker.kv.vllm", refusals)
 
