@@ -355,7 +355,7 @@ class HostDriver:
     def _check_usable(self, call: str) -> None:
         if self._closed:
             raise DriverError(call, "EBADF", errno.EBADF, "this driver is closed")
-        if self._process is not Process.here:
+        if self._process.pid != os.getpid():  # the hook that begins a child's `Process` may not have run yet
             hint = "this driver was made before a fork: abandon it in the child, and open a new one"
             raise DriverError(call, "ECHILD", errno.ECHILD, hint)
 

@@ -35,7 +35,7 @@ class Process:
     here: ClassVar[Process]
 
     def __init__(self) -> None:
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self.lock = threading.Lock()
         self.addresses = AddressTable()
         self.budget = MappingBudget()
@@ -71,7 +71,7 @@ class Process:
 
     def unreserve_all(self, owner: int) -> None:
         """Release all reservations of one driver, and what is mapped in them."""
-        if self._pid != os.getpid():  # in a forked child, where `begin` may not have run yet
+        if self.pid != os.getpid():  # in a forked child, where `begin` may not have run yet
             # The table of the parent, which a thread of the parent may have been changing. Only this line reads it.
             reservations = self.addresses.reservations(owner)
         else:

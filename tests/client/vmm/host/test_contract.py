@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import socket
@@ -165,6 +166,29 @@ def test_a_forked_childs_calls_raise_and_leave_the_parents_events_alone(driver: 
     driver.create(GRANULARITY)
     with forked(body) as (_child, run_body):
         run_body()
+
+
+def test_a_child_of_a_fork_in_c_is_refused_too(driver: HostDriver) -> None:
+    """A C extension forks, so no hook of Python runs in the child. What it released would be the parent's."""
+    child = ctypes.PyDLL(None).fork()
+    if not child:
+        told = "not refused"
+        try:
+            driver.synchronize()
+        except DriverError as error:
+            told = error.name
+        os._exit(0 if told == "ECHILD" else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_mark_is_waited_for_once(driver: HostDriver) -> None:
+    """As with CUDA, whose event is destroyed then: a second wait must not pass on a machine without a GPU."""
+    copier = driver.copier()
+    mark = copier.mark()
+    copier.wait(mark)
+    with pytest.raises(KeyError):
+        copier.wait(mark)
+    copier.close()
 
 
 def test_a_queued_packet_keeps_the_memory(driver: HostDriver) -> None:
