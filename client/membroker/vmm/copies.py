@@ -7,6 +7,7 @@ written too early shows on any machine.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -15,8 +16,8 @@ from .driver import AccessFlags
 
 def is_pinned(blocks: Mapping[int, int], address: int, size: int) -> bool:
     """Return whether [address, address + size) lies inside one of `blocks`: the size of each, by its address."""
-    # The list is copied in one step, because another thread may pin or unpin meanwhile.
-    return any(start <= address and 0 < size <= start + length - address for start, length in list(blocks.items()))
+    # The list of keys is copied in one step, because another thread may pin or unpin meanwhile.
+    return any(start <= address and 0 < size <= start + blocks.get(start, 0) - address for start in list(blocks))
 
 
 class HostCopier:
@@ -26,6 +27,9 @@ class HostCopier:
         self._check = check
         self._queue: deque[tuple[int, int, int]] = deque()
         self._queued = self._moved = 0
+        self._marks: dict[int, int] = {}
+        """By number: how many copies were queued before it. Each is waited for once, as an event of CUDA."""
+        self._numbers = itertools.count()
 
     def copy(self, target: int, source: int, size: int) -> None:
         """Queue a copy."""
@@ -35,12 +39,15 @@ class HostCopier:
         self._queued += 1
 
     def mark(self) -> int:
-        """Return how many copies were queued."""
-        return self._queued
+        """Return a number that stands for all copies before it."""
+        number = next(self._numbers)
+        self._marks[number] = self._queued
+        return number
 
     def wait(self, mark: int) -> None:
         """Make the copies. Raises if their memory was unmapped or protected in the meantime."""
-        while self._moved < mark:
+        queued = self._marks.pop(mark)
+        while self._moved < queued:
             target, source, size = self._queue.popleft()
             self._moved += 1
             self._check(target, size, AccessFlags.READ_WRITE)
