@@ -7,7 +7,6 @@ raised.
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -58,8 +57,12 @@ class Line:
 
 def hang_up(connection: Connection) -> None:
     """End a connection. A call of another thread that waits for its answer raises `ClosedError` at once."""
-    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as same:
-        same.shutdown(socket.SHUT_RDWR)
+    with suppress(OSError):
+        same = socket.socket(fileno=connection.fileno())
+        try:
+            same.shutdown(socket.SHUT_RDWR)
+        finally:
+            same.detach()  # the connection keeps its descriptor
 
 
 def answer(connection: Connection, calls: Mapping[str, Callable[..., object]]) -> bool:

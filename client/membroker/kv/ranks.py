@@ -141,7 +141,7 @@ class Ranks(Closing):
         while asked:
             for one in wait(list(asked)):
                 assert isinstance(one, Connection)
-                if not answer(one, asked[one]):
+                if self.closed or not answer(one, asked[one]):
                     del asked[one]
 
     def _recalled(self, rank: _Link, number: int, remaining: int, deadline: float) -> bool:
