@@ -102,6 +102,8 @@ class Sleeper(Closing):
         if self._state == FALLING and not self._is_committed:
             self._state = AWAKE
             self._cache.resume()
+        if self._wake_wanted and self._state != AWAKE:
+            return  # its thread has been told
         self._wake_wanted = self._state != AWAKE
         self._changed.notify_all()
 

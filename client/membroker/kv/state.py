@@ -194,8 +194,10 @@ class CacheState:
                 if not balloon.going_bytes:
                     self._owed = 0  # there is no more
             if self._suspended:
-                self._hold_unused(engine, balloon.staying_blocks())
-                self._left_bytes = -1 if balloon.staying_blocks() else balloon.staying_bytes
+                blocks = balloon.staying_blocks()
+                if self._hold_unused(engine, blocks):
+                    blocks = balloon.staying_blocks()
+                self._left_bytes = -1 if blocks else balloon.staying_bytes
             if is_due:
                 self._look_at = now + LINGER_SECONDS
                 self._peaks = [self._want, self._peaks[0]]
@@ -206,10 +208,14 @@ class CacheState:
                 self._looks_left -= 1
             return retired
 
-    def _hold_unused(self, engine: Engine, blocks: Sequence[int]) -> None:
-        if blocks and (unused := engine.unused(blocks)):
-            engine.hold(list(unused))
-            self._balloon.held(unused)
+    def _hold_unused(self, engine: Engine, blocks: Sequence[int]) -> bool:
+        """Hold those of the blocks that no request uses; return whether there were any."""
+        if not (blocks and (unused := engine.unused(blocks))):
+            return False
+        assert set(unused) <= set(blocks), "the engine gave blocks up that it was not asked for"
+        engine.hold(list(unused))
+        self._balloon.held(unused)
+        return True
 
     def retire(self, groups: Collection[int], fence: Fence) -> None:
         """Release groups once the fence has passed."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from tests.client.kv.test_balloon import all_unused, block_major, cold, with_memory
 from tests.support.fake_lender import PAGE
 from tests.support.sizes import MIB
@@ -80,3 +81,15 @@ def test_a_recall_takes_free_groups_and_not_those_that_drain_already() -> None:
     assert state.hold(engine) == [3]
     assert (balloon.state(3), balloon.state(4)) == (DOOMED, MAPPED)
     assert not engine.asked
+
+
+def test_an_engine_that_gives_up_other_blocks_is_told_so() -> None:
+    """Else it would be left without a free block after each turn, and nothing would say why."""
+    balloon = Balloon(block_major(MIB, 10))
+    with_memory(balloon, 5)
+    state, engine = CacheState(balloon, 1), an_engine(set())
+    engine.unused = lambda blocks: range(balloon.available)
+    state.want(8)
+    state.recalled(Recall("m", PAGE, time.monotonic()))
+    with pytest.raises(AssertionError, match="not asked for"):
+        state.hold(engine)
