@@ -14,7 +14,7 @@ from itertools import chain, islice
 from typing import ClassVar, Final
 
 from ..closing import Closing
-from ..errors import ClosedError
+from ..errors import ClosedError, ProtocolError
 from ..interrupts import Operation, Step, completed, device_failures, settle, uninterrupted
 from .lender import Owner
 from .region import Region
@@ -276,6 +276,8 @@ class Placing:
     def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
         """Map the next extents."""
         offsets = list(islice(self._rest, len(extent_ids)))
+        if len(offsets) < len(extent_ids):
+            raise ProtocolError("the broker delivered more extents than were requested")
         self._placed += offsets
         self._ids.extend(extent_ids)
         self._memory.region.bind_descriptors(offsets, extent_ids, descriptors, extent_bytes)

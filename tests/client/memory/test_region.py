@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 from tests.support.fake_lender import PAGE, FlakyDriver
 
+from membroker.errors import ProtocolError
+from membroker.memory.lifetime import MappedMemory, Placing
+from membroker.memory.local_source import LocalSource
 from membroker.memory.region import Region
 from membroker.vmm.driver import DriverError, Handle, Location
 from membroker.vmm.host.driver import HostDriver
@@ -46,6 +49,15 @@ def clear(region: Region) -> None:
         region.unbind(offset, size)
         region.forget(region.offsets(offset, size))
     region.close()
+
+
+def test_more_extents_than_were_requested_are_refused(driver: HostDriver) -> None:
+    """A broker with a bug delivers another one: nothing of that packet is mapped."""
+    memory = MappedMemory(LocalSource(driver), driver, 2 * PAGE, "buffer")
+    with pytest.raises(ProtocolError, match="more extents"):
+        Placing(memory, [0, PAGE]).place([1, 2, 3], [-1, -1, -1], PAGE)
+    assert not memory.region.extents
+    memory.end()
 
 
 def test_extents_side_by_side(driver: HostDriver) -> None:
