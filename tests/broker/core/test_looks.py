@@ -10,6 +10,12 @@ from typing import Any
 import pytest
 from benchmarks.load import core
 
+from membrokerd.core import effects as fx
+from membrokerd.core import events as ev
+from membrokerd.core import policy, shares
+from membrokerd.core.machine import Broker
+from membrokerd.core.names import ModelName
+
 MOST_CALLS = 3_200
 
 
@@ -34,3 +40,45 @@ def test_one_look_at_many_requests_that_wait(capsys: pytest.CaptureFixture[str])
         print(f"\none look at the requests that wait: {calls.total():,} Python calls")
     assert calls["Shares.divide"] == 1, calls.most_common(20)
     assert calls.total() <= MOST_CALLS, calls.most_common(20)
+
+
+GRANULE = 2 << 20
+
+
+def test_declarations_that_waited_are_granted_by_shares_of_one_division(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release has room for 8 declarations that were put aside, each of another model, while a request waits."""
+    divisions, divide = Counter[str](), shares.Shares.divide
+
+    def counted(self: shares.Shares, *arguments: Any, **named: Any) -> Any:
+        divisions["all"] += 1
+        return divide(self, *arguments, **named)
+
+    monkeypatch.setattr(shares.Shares, "divide", counted)
+    broker = Broker(policy.Rules(granularity=GRANULE, capacities={"device": 64 * GRANULE}), epoch=1)
+    lender = joined(broker, 1, answers=True)
+    lent = broker.step(ev.Allocate(100, lender, 100, name_of(1), "device", GRANULE, 64, 0, False, 0), 0).facts[0]
+    broker.step(ev.Made(lender, 100, 0), 0)
+    broker.step(ev.Acknowledge(lender, 100, 0), 0)
+    waiting, *declaring = [(number, joined(broker, number, answers=False)) for number in range(2, 11)]
+    for number, session in declaring:
+        call = ev.Declare(200 + number, session, 200, name_of(number), "device", GRANULE)
+        assert broker.step(call, 0).effects == [fx.DrainInputs(200 + number)], "it is put aside until all input is read"
+    number, session = waiting
+    call = ev.Allocate(300, session, 300, name_of(number), "device", GRANULE, 24, 10**10, False, 0)
+    broker.step(call, 0)
+    divisions.clear()
+    answers = broker.step(ev.Release(400, lender, 400, tuple(range(lent.first, lent.first + 16))), 0).effects
+    assert sum(getattr(one, "call", None) in range(203, 211) for one in answers) == 8
+    assert divisions["all"] <= 2
+
+
+def name_of(number: int) -> ModelName:
+    return ModelName(f"tenant{number}", "model")
+
+
+def joined(broker: Broker, number: int, *, answers: bool) -> int:
+    """Return a session of a tenant of its own, with a model."""
+    opened = ev.OpenSession(number, name_of(number).tenant, 0, 0, f"process {number}", False, "token")
+    session: int = broker.step(opened, 0).effects[0].result.session  # type: ignore[attr-defined]
+    broker.step(ev.RegisterModel(number, session, number, name_of(number), None, {}, False, answers), 0)
+    return session
