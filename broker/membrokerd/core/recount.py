@@ -68,7 +68,8 @@ def _recount_session(row: SessionRow) -> None:
         charge = charges.setdefault((name, location), Charge())
         charge.bytes += size
         charge.extents += 1
-    _same(f"session {row.session}, by model", row.charges, charges)
+    for key in row.charges.keys() | charges.keys():
+        _same(f"session {row.session}, {key}", row.charges.get(key), charges.get(key))
     sums: dict[Location, tuple[int, int]] = {}
     for (_, where), charge in charges.items():
         size, extents = sums.get(where, (0, 0))
