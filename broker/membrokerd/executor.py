@@ -209,7 +209,7 @@ class Executor:
         try:
             return self._timed("processes", self._driver.processes)
         except Exception as error:  # noqa: BLE001 - as above
-            if isinstance(error, DriverError):
+            if isinstance(error, DriverError | OSError):
                 logs.warn("the driver does not say which processes use the device", error=str(error))
             return _failed("processes", error, {})
 
