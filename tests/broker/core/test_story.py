@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 from tests.simulation.world import CAPACITIES, World
 
+from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
+from membrokerd.core import policy
 from membrokerd.core.facts_of import story
 from membrokerd.core.ledger import Ledger, replay
-from membrokerd.core.names import ModelName
+from membrokerd.core.machine import Broker
+from membrokerd.core.names import ModelName, SegmentName
 from membrokerd.core.recount import recount
 
 NAME = ModelName("acme", "llama")
@@ -170,3 +173,27 @@ def test_what_a_segment_is_charged_no_more(credited: range) -> None:
     ):
         ledger.apply(fact)
     assert books(told(story(ledger))) == books(ledger)
+
+
+def test_a_successor_settles_by_proof_what_was_being_dropped() -> None:
+    """A writer dies, and the broker dies amid the drop. Its memory goes while the next daemon finishes the drop.
+
+    The figure from before the drop is that of the successor's own audit: it shows that the bytes have come back.
+    """
+    size, second = 2 << 20, 10**9
+    rules = policy.Rules(granularity=size, capacities={"device": 64 * size}, segment_extent_bytes=size)
+    first = Broker(rules, epoch=1)
+    session = first.step(ev.OpenSession(1, "acme", 0, 0, "a process", False, "token"), 0).effects[0].result.session
+    first.step(ev.RegisterModel(2, session, 2, NAME, None, {}, False, None), 0)
+    first.step(ev.CreateSegment(3, session, 3, SegmentName(*NAME, "weights"), "device", 4 * size, 0), 0)
+    first.step(ev.Made(session, 3, 0), 0)
+    first.step(ev.Acknowledge(session, 3, 0), 0)
+    first.step(ev.ProcessDied(session, {"device": 4 * size}), 1)
+    (segment,) = first.ledger.segments
+    second_daemon = Broker(rules, 2, list(story(first.ledger)))
+    second_daemon.step(ev.Restarted(lost=frozenset(), seen={"device": 4 * size}), second)
+    second_daemon.step(ev.Audit({"device": 4 * size}), 2 * second)
+    second_daemon.step(ev.Audit({"device": 0}), 3 * second)
+    second_daemon.step(ev.Dropped(segment), 3 * second + 1)
+    settled = second_daemon.step(ev.Audit({"device": 0}), 4 * second).facts
+    assert [fact.proven for fact in settled if isinstance(fact, ft.SegmentEnded)] == [True]
