@@ -311,7 +311,8 @@ class Past:
     def life_of(self, loan: Loan) -> list[Released]:
         """Return how a loan is released. What was never granted lasts as long as the model's loans did most often.
 
-        Nobody can know how long its program would have kept it. None of them was released: until its session ends.
+        Nobody can know how long its program would have kept it. If none of the model's loans was released, it lasts
+        until its session ends.
         """
         typical = self._typical.get((loan.name, loan.location, loan.is_segment))
         if loan.granted_at is not None or typical is None:

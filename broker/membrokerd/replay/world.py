@@ -47,7 +47,7 @@ class World:
         self.now = part.begin.now
         self._index: float = 0
         self._numbers = itertools.count(1 << 63)
-        """Beyond those in a trace: a request that is in the trace has its call there."""
+        """Beyond those that a daemon gives: a request that is in the trace has its call there."""
         self._later: list[tuple[int, float, int, Callable[[], None] | tuple[int, list[range]]]] = []
         self._events: deque[ev.Event] = deque()
         self._replies: dict[int, Reply] = {}

@@ -180,7 +180,7 @@ def _within(least: int, most: int) -> Callable[[Any], int]:
 
 
 _id, size = _within(0, _MAX_ID), _within(0, MAX_BYTES)
-"""`size` is a number of bytes, or any other from 0 to MAX_BYTES."""
+"""`size` reads a number of bytes, or any other number from 0 to MAX_BYTES."""
 
 
 def size_or_none(value: Any) -> int | None:
