@@ -29,7 +29,7 @@ class HostCopier:
         self._queued = self._moved = 0
         self._marks: dict[int, int] = {}
         """By number: how many copies were queued before it. Each is waited for once, as an event of CUDA."""
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(1)
 
     def copy(self, target: int, source: int, size: int) -> None:
         """Queue a copy."""
@@ -46,8 +46,8 @@ class HostCopier:
 
     def wait(self, mark: int) -> None:
         """Make the copies. Raises if their memory was unmapped or protected in the meantime."""
-        queued = self._marks.pop(mark)
-        while self._moved < queued:
+        until = self._marks.pop(mark)
+        while self._moved < until:
             target, source, size = self._queue.popleft()
             self._moved += 1
             self._check(target, size, AccessFlags.READ_WRITE)
