@@ -5,6 +5,7 @@ A block that is used without memory ends the engine's process, or its context on
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -130,13 +131,18 @@ def test_an_engine_serves_with_what_it_has(roomy: Daemon, story: Story) -> None:
 def test_a_recall_takes_memory_from_an_idle_engine_and_from_a_busy_one(story: Story) -> None:
     """Another tenant wants what it is guaranteed. It gets it from cached prefixes, and from a burst by preemption.
 
-    Before, the other tenant has all memory while the engine starts: the engine says so, and starts when there is some.
+    What preempted requests have returns from host memory. Before, the other tenant has all memory while the engine
+    starts: the engine says so, and starts when there is some.
     """
     unit = story.unit
     tenants = {"red": {}, "blue": {"guarantee": 96 * unit}}
     with (
         story.build.running({"capacity": 128 * unit, "tenants": tenants, "recall_seconds": 30.0}) as daemon,
-        story.engine(daemon.endpoint("red"), {"model": "chat", "keep": 1024 * unit}) as engine,
+        story.engine(
+            daemon.endpoint("red"),
+            {"model": "chat", "keep": 1024 * unit, "swap_space": 64 * unit},
+            environment={"VLLM_LOGGING_LEVEL": "DEBUG"},
+        ) as engine,
         membroker.connect(daemon.endpoint("blue")) as blue,
     ):
         owner = blue.register_model("owner")
@@ -154,6 +160,7 @@ def test_a_recall_takes_memory_from_an_idle_engine_and_from_a_busy_one(story: St
             assert used(daemon, "chat") <= 32 * unit
             assert engine.is_busy, "the memory came when the requests had ended"
             story.compare(engine.answer(), "long")
+        assert re.search(r"[1-9]\d* return", engine.log()), "preempted requests were computed again"
         story.check(engine, "burst")
 
 

@@ -14,7 +14,7 @@ from tests.support.sizes import MIB
 import membroker
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it")
-from tests.support.vllm_scheduling import BLOCK, Scheduling
+from tests.support.vllm_scheduling import BLOCK, BLOCK_TOKENS, Scheduling
 from vllm.v1.request import RequestStatus
 
 LIMIT = 80 << 20
@@ -59,6 +59,22 @@ def test_a_watermark_leaves_room_to_grow(tmp_path: Path, monkeypatch: pytest.Mon
     assert preempted[1] < preempted[0] / 2
 
 
+def test_what_is_preempted_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room in host memory a request goes on where it was, but for its last block or two."""
+    tokens = []
+    for swap_space in (None, 2 * LIMIT):
+        with running({"capacity": 2 * LIMIT}) as daemon, membroker.connect(daemon.endpoint()) as client:
+            model = client.register_model("chat", limit=LIMIT)
+            elastic = Scheduling(tmp_path, monkeypatch, model=model, swap_space=swap_space)
+            elastic.serve(*REQUESTS)
+            again = elastic.tokens - REQUESTS[0] * (REQUESTS[1] + REQUESTS[2] - 1)
+            tokens.append(again / elastic.preemptions)
+            elastic.cache.close()
+    print(f"a request that was preempted computed {tokens[0]:.0f} tokens again, and {tokens[1]:.0f} with swap space")
+    assert tokens[0] > 1000
+    assert tokens[1] <= 2 * BLOCK_TOKENS
+
+
 def test_one_step_preempts_many_for_a_recall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step with long prompts takes half a second, so a request in each step would be too slow."""
     with running({"capacity": 2 * LIMIT}) as daemon, membroker.connect(daemon.endpoint()) as client:
@@ -79,14 +95,17 @@ def test_one_step_preempts_many_for_a_recall(tmp_path: Path, monkeypatch: pytest
         elastic.cache.close()
 
 
-def test_no_block_is_lost_while_memory_comes_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("swap_space", [None, 3 * MIB, LIMIT], ids=["no-swap", "little-swap", "swap"])
+def test_no_block_is_lost_while_memory_comes_and_goes(
+    swap_space: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests with common prefixes come, end and are aborted, amid recalls. Each step every reference is counted."""
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     dice, text = random.Random(seed), [7] * 400
     with running({"capacity": 2 * LIMIT}) as daemon, membroker.connect(daemon.endpoint()) as client:
         model = client.register_model("chat", limit=LIMIT)
-        elastic = Scheduling(tmp_path, monkeypatch, model=model, caches_prefixes=True)
+        elastic = Scheduling(tmp_path, monkeypatch, model=model, caches_prefixes=True, swap_space=swap_space)
         squeezed = 0
         for number in range(1500):
             if dice.random() < 0.15 and len(elastic.scheduler.requests) < 60:
@@ -103,9 +122,13 @@ def test_no_block_is_lost_while_memory_comes_and_goes(tmp_path: Path, monkeypatc
                 elastic.cache.shrink(dice.randint(1, LIMIT // 2 // MIB) * MIB)
             if elastic.step():
                 squeezed += _check_references(elastic.scheduler)
-        print(f"{squeezed} steps with a recall, {elastic.preemptions} preemptions")
+        while elastic.step():
+            pass
+        print(f"{squeezed} steps with a recall, {elastic.preemptions} preemptions, {elastic.loaded} blocks came back")
         assert squeezed
         assert elastic.preemptions
+        assert (elastic.loaded > 0) == (swap_space is not None)
+        assert elastic.free_slots == (swap_space or 0) // BLOCK, "a slot was lost"
         elastic.cache.close()
 
 

@@ -1,11 +1,13 @@
 """vLLM's own scheduler, two steps in flight as on a GPU, without a model: what it preempts is what is measured.
 
-vLLM's CPU build cannot schedule asynchronously, so that a whole engine shows nothing of this on a CPU.
+vLLM's CPU build cannot schedule asynchronously, so that a whole engine shows nothing of this on a CPU. In place of a
+model each step writes to the blocks of its requests which token it would compute, and looks at those before.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +43,7 @@ IN_FLIGHT = 2
 class Scheduling:
     """A scheduler with `blocks` blocks; over a `model`, with an elastic cache in place of that.
 
-    `tokens` were scheduled, `preemptions` counts requests that lost their blocks.
+    `tokens` were scheduled, `preemptions` counts requests that lost their blocks, and `loaded` blocks that came back.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Scheduling:
         model: Model | None = None,
         caches_prefixes: bool = False,
         watermark: float = 0.0,
+        swap_space: int | None = None,
     ):
         (directory / "config.json").write_text(json.dumps(CONFIG))
         over: dict[str, Any] = {}
@@ -71,6 +74,7 @@ class Scheduling:
                 "kv_connector": "Membroker",
                 "kv_connector_module_path": "membroker.kv.vllm",
                 "kv_role": "kv_producer",
+                "kv_connector_extra_config": {} if swap_space is None else {"swap_space": swap_space},
             }
         config = EngineArgs(
             model=str(directory),
@@ -95,7 +99,18 @@ class Scheduling:
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256) if caches_prefixes else None
         self.scheduler = AsyncScheduler(config, cache_config, StructuredOutputManager(config), block_size=BLOCK_TOKENS)
         self._under_way = deque[tuple[Any, list[list[int]]]]()
-        self.preemptions = self.tokens = 0
+        self.preemptions = self.tokens = self.loaded = 0
+        self._written: dict[int, dict[int, int]] = {}
+        """The tokens in each block, by their places in a request."""
+        self._swapped: dict[int, dict[int, int]] = {}
+        """The same of each slot of host memory."""
+        self._seen: dict[str, int] = {}
+        """How many tokens of a request were computed."""
+
+    @property
+    def free_slots(self) -> int:
+        """Return how many slots of host memory have nothing in them."""
+        return len(set(self.scheduler.connector._swap._free))
 
     def serve(self, requests: int, prompt: int, answer: int) -> None:
         """Schedule steps until so many requests have their answers."""
@@ -121,15 +136,41 @@ class Scheduling:
         step = scheduler.schedule()
         self.preemptions += len(step.preempted_req_ids or ())
         self.tokens += step.total_num_scheduled_tokens
-        if step.kv_connector_metadata is not None:
-            self._launched.end(step.kv_connector_metadata.number, step.kv_connector_metadata.fenced)
+        if (told := step.kv_connector_metadata) is not None:
+            self._swapped.update({slot: dict(self._written[block]) for block, slot in told.saves})
+            self._written.update({block: dict(self._swapped[slot]) for block, slot in told.loads})
+            self.loaded += len(told.loads)
+            self._launched.end(told.number, told.fenced)
         names = step.num_scheduled_tokens
-        steps.append((step, [[] if scheduler.requests[name].is_prefill_chunk else [7] for name in names]))
+        for name in step.preempted_req_ids or ():
+            self._seen.pop(name, None)
+        for name, tokens in names.items():
+            self._compute(scheduler.requests[name], tokens)
+        answers = [[] if scheduler.requests[name].is_prefill_chunk else [_answer(name)] for name in names]
+        steps.append((step, answers))
         while len(steps) >= IN_FLIGHT or (steps and not step.total_num_scheduled_tokens):
             self._end(*steps.popleft())
         return True
+
+    def _compute(self, request: Request, tokens: int) -> None:
+        """Write the next tokens of a request to its blocks. What it had before must be there."""
+        name, known = request.request_id, request.all_token_ids
+        table = [block.block_id for block in self.scheduler.kv_cache_manager.get_blocks(name).blocks[0]]
+        begin, end = request.num_computed_tokens - tokens, request.num_computed_tokens
+        resumed = self._seen.get(name) != begin
+        for place in range(0 if resumed else max(0, begin - BLOCK_TOKENS), end):
+            block, token = table[place // BLOCK_TOKENS], known[place] if place < len(known) else _answer(name)
+            if place >= begin:
+                self._written.setdefault(block, {})[place % BLOCK_TOKENS] = token
+            assert self._written[block].get(place % BLOCK_TOKENS) == token, f"token {place} of request {name}"
+        self._seen[name] = end
 
     def _end(self, step: Any, tokens: list[list[int]]) -> None:
         names = list(step.num_scheduled_tokens)
         places = {name: place for place, name in enumerate(names)}
         self.scheduler.update_from_output(step, ModelRunnerOutput(names, places, tokens))
+
+
+def _answer(name: str) -> int:
+    """Return the token with which a request is answered again and again."""
+    return 1 + zlib.crc32(name.encode()) % 500

@@ -59,11 +59,12 @@ class Layout:
         self.page_size = page_size
         self.blocks = blocks
         self.block_tokens = block_tokens
-        joined = _joined(base, blocks, tensors)
-        self.block_bytes = sum(one.size for one in joined)
+        self.tensors: Sequence[Strided] = _joined(base, blocks, tensors)
+        """By address. Those that interleave are one."""
+        self.block_bytes = sum(one.size for one in self.tensors)
         """Bytes of one block in all tensors together."""
-        self._pages, tables = _groups(base, page_size, blocks, joined)
-        self._touched = _touched(base, page_size, blocks, joined, tables)
+        self._pages, tables = _groups(base, page_size, blocks, self.tensors)
+        self._touched = _touched(base, page_size, blocks, self.tensors, tables)
         self._members: list[list[int]] = [[] for _ in self._pages]
         for block, groups in enumerate(self._touched):
             for group in groups:

@@ -24,7 +24,8 @@ class Blocks:
 
     `pool` is vLLM's `BlockPool`. A block has `block_tokens` tokens, and a request at most `most_tokens`; at most
     `most_requests` run at a time. vLLM admits a request beside others only if `watermark` blocks stay free. `new_fence`
-    returns a fence behind the step that is being scheduled.
+    returns a fence behind the step that is being scheduled. `save` is told of a request that was preempted, and of the
+    blocks that it had.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Blocks:
         most_requests: int,
         watermark: int,
         new_fence: Callable[[], Fence],
+        save: Callable[[Any, Sequence[int]], None],
     ) -> None:
         if pool.null_block.block_id != 0:
             raise InvalidRequest(f"vLLM's null block is number {pool.null_block.block_id}, and membroker expects 0")
@@ -43,6 +45,7 @@ class Blocks:
         self._block_tokens, self._most_tokens, self._most_requests = block_tokens, most_tokens, most_requests
         self._watermark = watermark
         self.fence = new_fence
+        self._save = save
         self._requests: dict[str, Any] = {}
         self._held = 0
         self._squeezed: list[Any] = []
@@ -80,7 +83,8 @@ class Blocks:
     def note(self, step: Any) -> None:
         """Note which requests a step has admitted, the blocks that it has given to them and to others, and the need."""
         for name in step.preempted_req_ids or ():
-            self._running.pop(name, None)
+            if blocks := self._running.pop(name, None):
+                self._save(self._requests[name], blocks)
             self._preempted.add(name)
         admitted = {new.req_id: new.block_ids[0] for new in step.scheduled_new_reqs}
         others = step.scheduled_cached_reqs

@@ -1,11 +1,12 @@
 """The KV connector `Membroker`: vLLM's scheduler tells it of requests and steps, and its worker of tensors.
 
-Owns the calls of vLLM, and decides when the cache takes its turn. It transfers nothing. No hook waits for the broker,
-for the device or for a rank, once the engine has started; they run in the scheduler's thread.
+Owns the calls of vLLM, and decides when the cache takes its turn. No hook waits for the broker, for the device or for
+a rank, once the engine has started; they run in the scheduler's thread.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
+from ...arguments import bytes_of
 from ...errors import InvalidRequest, MembrokerError
 from ...pool.pool import VirtualMemoryPool
 from ..cache import ElasticCache
@@ -31,6 +33,9 @@ from .blocks import Blocks
 from .settings import BLOCK_MAJOR, check_cache, check_supported, has_ranks, is_block_major, settings_of
 from .sleep import why_kept
 from .steps import Scheduled
+from .swap import Copies, Swap, slots_in
+
+logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
 
 STARVED_SECONDS = 0.005
 """How long a step waits for blocks if no request runs. vLLM looks at new requests and aborts only between steps."""
@@ -38,10 +43,16 @@ STARVED_SECONDS = 0.005
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """The number of a step, and of the last one with a fence: they tell the worker's side when to record an event."""
+    """What each rank is to do with a step.
+
+    The step's number, and that of the last one with a fence, tell when to record an event. Blocks are saved in slots of
+    host memory, and then loaded from others.
+    """
 
     number: int
     fenced: int
+    saves: Copies
+    loads: Copies
 
 
 @dataclass
@@ -72,6 +83,7 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
         self._steps: Scheduled
         self._cache: ElasticCache
         self._blocks: Blocks
+        self._swap: Swap
         self._sleeper: Sleeper
         self._rests = True
         """Whether the engine needs no step: its cache rests, or it does not serve yet."""
@@ -108,9 +120,15 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
         self._memory.register(kv_cache, order.index(1 + self._block_dimension(attn_backend)), uniform=True)
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        """All contents are in the engine's own blocks: nothing is loaded, saved or waited for."""
+        """Copies are in the order of the engine's own work: nothing is waited for."""
 
-    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = update_state_after_alloc = _nothing
+    wait_for_layer_load = save_kv_layer = wait_for_save = _nothing
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Save what preempted requests had, and load what resumed ones have kept, before the step writes any block."""
+        if self.has_connector_metadata() and (space := self._memory.swap_space) is not None:
+            step = self._get_connector_metadata()
+            space.copy(step.saves, step.loads)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Settle the fences of the step, which is launched now. No request waits for a transfer."""
@@ -162,13 +180,16 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
                 f"vLLM's scheduler has {pool.num_gpu_blocks} blocks, and its worker {cache.layout.blocks}"
             )
         self._steps, self._cache = Scheduled(passed), cache
+        size, tokens = self._settings.swap_space, config.cache_config.block_size
+        self._swap = Swap(0 if size is None else slots_in(bytes_of("swap_space", size), cache.layout), tokens)
         self._blocks = Blocks(
             pool,
-            block_tokens=config.cache_config.block_size,
+            block_tokens=tokens,
             most_tokens=config.model_config.max_model_len,
             most_requests=config.scheduler_config.max_num_seqs,
             watermark=int(config.scheduler_config.watermark * pool.num_gpu_blocks),
             new_fence=self._steps.fence,
+            save=self._swap.save,
         )
         cache.attach(self._blocks)
         self._sleeper = Sleeper(
@@ -186,12 +207,24 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Publish the blocks that have got memory. Nothing is held here: a prefix that was found is not referenced yet.
 
-        The answer is always that nothing is stored elsewhere. If free blocks are missing, vLLM keeps the request first
-        in line.
+        The answer is how many tokens host memory has beyond those, and that they are there when the step begins. If
+        free blocks are missing, vLLM keeps the request first in line.
         """
         if ready := self._cache.take():
             self._blocks.release(ready)
-        return 0, False
+        return max(0, self._swap.tokens(request) - num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Load what host memory has of a request that is scheduled now, if vLLM takes it."""
+        if num_external_tokens:
+            self._swap.load(request, blocks.get_block_ids()[0], num_external_tokens)
+        else:
+            self._swap.drop(request.request_id)
+
+    def reset_cache(self) -> bool:
+        """Forget what host memory has: vLLM wants all requests to be computed again."""
+        self._swap.clear()
+        return True
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """End the scheduling of a step: the cache takes its turn, or rests if there is no request."""
@@ -209,11 +242,17 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
             if blocks.is_starved:
                 cache.wait(STARVED_SECONDS)
             cache.turn()
-        return StepMetadata(self._steps.number, self._steps.fenced)
+        saves, loads = self._swap.step()
+        if saves or loads:
+            logger.debug(
+                "membroker: preempted requests: %d blocks go to host memory, %d return", len(saves), len(loads)
+            )
+        return StepMetadata(self._steps.number, self._steps.fenced, saves, loads)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request. vLLM frees its blocks."""
         self._blocks.finish(request, block_ids)
+        self._swap.drop(request.request_id)
         return False, None
 
     def has_pending_push_work(self) -> bool:

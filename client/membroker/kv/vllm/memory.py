@@ -33,6 +33,7 @@ from .seams import has_layouts
 from .settings import AUTO, BLOCK_MAJOR, LAYER_MAJOR, PAGES, Settings, endpoint_of
 from .sleep import Weights
 from .steps import Launched, recorded
+from .swap import SwapSpace
 
 logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
 
@@ -62,6 +63,7 @@ class Memory:
         """This one, if its scheduler is in another process."""
         self.weights: Weights | None = None
         self.launched = Launched()
+        self.swap_space: SwapSpace | None = None
 
     def capture(self, device: Any, *, block_major: bool) -> Capture:
         """Connect to the broker, reserve addresses, and return the mode that makes the KV tensors of them.
@@ -126,6 +128,10 @@ class Memory:
                 f"the broker did not lend the {format_size(needed)} that vLLM's warm-up needs within "
                 f"{START_SECONDS:.0f} seconds: free some, or lower --max-num-batched-tokens and --max-num-seqs"
             )
+        if settings.swap_space is not None:
+            size = bytes_of("swap_space", settings.swap_space)
+            self.swap_space = SwapSpace(model.driver, layout, size, on_gpu=self._tensor_device.type == "cuda")
+            logger.info("membroker: %s of host memory keep what preempted requests have", format_size(size))
         logger.info(
             "membroker: the KV cache of model %r is %s, in %d groups of %d MiB: %d blocks of %d tokens, %.1f GiB of "
             "addresses (vLLM's %s runner)",
@@ -200,7 +206,7 @@ class Memory:
         global _current
         if _current is self:
             _current = None
-        for one in (self.sleeper, self._cache, self._client, self.weights):
+        for one in (self.swap_space, self.sleeper, self._cache, self._client, self.weights):
             with suppress(MembrokerError):  # the memory goes with this process
                 if one is not None:
                     one.close()

@@ -35,6 +35,9 @@ class Settings(Bounds):
     With `weights` "borrowed" these are in a pool of the broker's memory: in the books, and released while the engine
     sleeps. `keep_pinned` is that of `membroker.kv.Sleeper`. `declare` is what the engine uses besides, and is charged
     for (`Model.declare`): a size, or "auto" for what PyTorch has reserved when the engine has warmed up, and a context.
+
+    `swap_space` is how much host memory each rank pins for the contents of preempted requests. Without it vLLM computes
+    them again.
     """
 
     layout: str = BLOCK_MAJOR
@@ -42,12 +45,15 @@ class Settings(Bounds):
     weights: str = OWN
     keep_pinned: bool = False
     declare: int | str | None = None
+    swap_space: int | str | None = None
 
     def __post_init__(self) -> None:
         _check_endpoint(self.endpoint)
         Bounds.__post_init__(self)
         if self.declare not in (None, AUTO):
             bytes_of("declare", self.declare)
+        if self.swap_space is not None:
+            bytes_of("swap_space", self.swap_space)
         if self.layout not in PAGES:
             raise InvalidRequest(f"layout is {' or '.join(PAGES)}, not {self.layout!r}")
         if self.weights not in (OWN, BORROWED):
