@@ -144,8 +144,6 @@ def environment(arm: Arm, setup: Setup, endpoint: Path | None, directory: Path) 
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
-        # Else it takes the block size of a reduction that is faster at the start: other rounding, so other tokens.
-        "TORCHINDUCTOR_DETERMINISTIC": "1",
         "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # as `vllm serve`
         **arm.environment,
     }
