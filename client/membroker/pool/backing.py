@@ -6,7 +6,7 @@ user's requests and converts offsets to pages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -94,11 +94,8 @@ class Backing:
             with Operation(self.holding) as operation:
                 runs = self._claims.claim(operation, choose, self._table.check_unused)
                 with self._lock:
-                    missing, before = [], []
-                    for pages in runs:
-                        missing += self._table.unbacked(pages)
-                        before.append((pages, self._table.picture(pages)))
-                operation.undo.append(partial(self._restore, before))
+                    missing = [run for pages in runs for run in self._table.unbacked(pages)]
+                operation.undo.append(partial(self._take_back, runs))
                 if missing:
                     offsets = [range(run.start * size, run.stop * size, size) for run in missing]
                     placing = Placing(self.holding, *offsets)
@@ -125,14 +122,14 @@ class Backing:
             self._ahead.took(sum(map(len, runs)), self._table.spare)
         return runs
 
-    def _restore(self, before: Iterable[tuple[range, bytes]]) -> None:
-        """Reset claimed pages to their states in `before`. Pages that the driver failed to unmap become spare."""
+    def _take_back(self, runs: Sequence[range]) -> None:
+        """Make claimed pages unused again: spare if they have memory, as after a failure to unmap, and free if not."""
+        extents = self.holding.region.extents
         with self._lock:
-            for pages, states in before:
-                self._table.restore(pages, states)
-                for page in pages:
-                    if page * self._page_size in self.holding.region.extents:
-                        self._table.set(range(page, page + 1), SPARE)
+            for pages in runs:
+                self._table.set(pages, FREE)
+                for run in as_runs(page for page in pages if page * self._page_size in extents):
+                    self._table.set(run, SPARE)
 
     def drop(self, choose: Choose, after: Fence | None = None) -> None:
         """Release used pages, or keep all of them as spare pages. Drop the bytes of offloaded pages.

@@ -298,18 +298,6 @@ class PageTable:
             self._states[first:end] = after
             del claimed[-1]
 
-    def picture(self, pages: range) -> bytes:
-        """Return the states of pages, for `restore`."""
-        return bytes(self._states[pages.start : pages.stop])
-
-    def restore(self, pages: range, picture: bytes) -> None:
-        """Reset claimed pages to their states in `picture`. Safe to run again."""
-        first, end = pages.start, pages.stop
-        more = picture.count(SPARE | _PENDING) - self._states.count(SPARE | _PENDING, first, end)
-        self._states[first:end] = picture
-        self.spare += more
-        self.begins.pop(first, None)
-
 
 def as_runs(pages: Iterable[int]) -> list[range]:
     """Return ascending pages as runs."""
