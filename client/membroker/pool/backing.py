@@ -17,16 +17,14 @@ from ..memory.lender import Source
 from ..memory.lifetime import MappedMemory, Placing
 from ..memory.local_source import add_asked
 from ..memory.views import Span
-from ..types import MemoryStats, Move, PoolMapping
+from ..types import Move
 from ..vmm.driver import AccessFlags, Location
 from . import compaction
 from .ahead import MOST_PER_CALL, Ahead
 from .claims import Choose, Claims
 from .offload import OffloadedPages
 from .page_store import PageStore
-from .page_table import FREE, OFFLOADED, SPARE, USED, PageTable, alike, as_runs
-
-_STATES = {SPARE: "spare", OFFLOADED: "offloaded"}
+from .page_table import FREE, OFFLOADED, SPARE, USED, PageTable, as_runs
 
 
 class Fence(Protocol):
@@ -55,13 +53,13 @@ class Backing:
     ) -> None:
         self.holding = MappedMemory(source, pool, count * page_size, "pool", alignment=page_size)
         self._table = PageTable(count, page_size)
-        self._claims = Claims(self._table, self.holding)
-        self._lock = self._claims.lock
+        self.claims = Claims(self._table, self.holding)
+        self._lock = self.claims.lock
         self.spare_pages = spare_pages
         self._source = source
         self._page_size = page_size
         self._location = location
-        self._offloaded = OffloadedPages(self._claims, source, location)
+        self._offloaded = OffloadedPages(self.claims, source, location)
         self.holding.spare = self._give_asked
         # How often pages were kept as spare pages, and how often before the last wait for the device.
         self._keeps = 0
@@ -92,7 +90,7 @@ class Backing:
         size = self._page_size
         try:
             with Operation(self.holding) as operation:
-                runs = self._claims.claim(operation, choose, self._table.check_unused)
+                runs = self.claims.claim(operation, choose, self._table.check_unused)
                 with self._lock:
                     missing = [run for pages in runs for run in self._table.unbacked(pages)]
                 operation.undo.append(partial(self._take_back, runs))
@@ -140,7 +138,7 @@ class Backing:
         if most and self._keep_spare(choose, most):
             return
         with Operation(self.holding) as operation:
-            runs = self._claims.claim(operation, choose, self._claims.check_droppable)
+            runs = self.claims.claim(operation, choose, self.claims.check_droppable)
             used = []
             with self._lock:
                 for pages in runs:
@@ -164,7 +162,7 @@ class Backing:
             for pages in runs:
                 if self._offloaded.size and table.runs_of(OFFLOADED, pages):
                     return False
-                self._claims.check_idle(pages)
+                self.claims.check_idle(pages)
                 if table.restricted and not table.restricted.keys().isdisjoint(pages):
                     return False
             self._keeps += 1
@@ -187,7 +185,7 @@ class Backing:
         """Release every spare page of `pages`, or of the pool, that no other call has claimed; return their number."""
         wanted = range(self._table.count) if pages is None else pages
         with Operation(self.holding) as operation:
-            runs = self._claims.claim(operation, lambda table: table.spare_runs(wanted))
+            runs = self.claims.claim(operation, lambda table: table.spare_runs(wanted))
             if runs:
                 self._unbind(runs, operation)
         return sum(map(len, runs))
@@ -230,7 +228,7 @@ class Backing:
         """
         with Operation(self.holding) as operation:
             count = -(-size // self._page_size)
-            runs = self._claims.claim(operation, lambda _: self._clean_runs(count, is_asked_for))
+            runs = self.claims.claim(operation, lambda _: self._clean_runs(count, is_asked_for))
             if runs:
                 operation.forward(partial(self._let_go, runs))
         return bool(runs)
@@ -254,7 +252,7 @@ class Backing:
     def offload(self, pages: range, segment: PageStore | None, progress: Progress | None) -> int:
         """Copy the used ones of `pages` to the host, release the spare ones, and return the number of bytes copied."""
         with Operation(self.holding) as operation:
-            runs = self._claims.claim(operation, lambda table: table.runs_of(USED, pages), self._claims.check_idle)
+            runs = self.claims.claim(operation, lambda table: table.runs_of(USED, pages), self.claims.check_idle)
             if runs:
                 self._source.driver.synchronize()
             copied = self._offloaded.offload(runs, segment, progress)
@@ -264,7 +262,7 @@ class Backing:
     def restore(self, pages: range, progress: Progress | None, until: float | None, *, keep_pinned: bool) -> int:
         """Restore the offloaded ones of `pages`, and return the number of bytes copied."""
         with Operation(self.holding) as operation:
-            runs = self._claims.claim(operation, lambda table: table.runs_of(OFFLOADED, pages))
+            runs = self.claims.claim(operation, lambda table: table.runs_of(OFFLOADED, pages))
             return self._offloaded.restore(runs, progress, until, keep_pinned=keep_pinned)
 
     def restore_from(
@@ -274,11 +272,9 @@ class Backing:
         for run in found:
             self.trim(run)
         with Operation(self.holding) as operation:
-            runs = self._claims.claim(operation, lambda _: list(found), self._claims.check_free)
+            runs = self.claims.claim(operation, lambda _: list(found), self.claims.check_free)
             if runs:
                 self._offloaded.adopt(segment, found)
-                with self._lock:
-                    self._table.begins.update((run.start, 0) for run in runs)
             return self._offloaded.restore(runs, progress, until)
 
     def _unbind(self, runs: Sequence[range], operation: Operation, after: Fence | None = None) -> None:
@@ -304,9 +300,9 @@ class Backing:
     def protect(self, pages: range, access: AccessFlags) -> None:
         """Set the access of used pages. A reduction waits for the work on the device."""
         lowered = access is not AccessFlags.READ_WRITE
-        check = self._claims.check_idle if lowered else self._table.check_used
+        check = self.claims.check_idle if lowered else self._table.check_used
         with Operation(self.holding) as operation:
-            self._claims.claim(operation, lambda _: [pages], check)
+            self.claims.claim(operation, lambda _: [pages], check)
             if lowered:
                 self._source.driver.synchronize()
             self.holding.region.protect(access, *self._bytes(pages))
@@ -316,11 +312,7 @@ class Backing:
     def compact(self, on_move: Callable[[Move], object]) -> list[Move]:
         """Release the spare pages, then move runs of used pages to lower addresses, and return the moves."""
         self.trim()
-        return compaction.compact(self._claims, on_move)
-
-    def planned_moves(self) -> list[Move]:
-        """Return the moves that `compact` would make now."""
-        return compaction.plan(self._claims)
+        return compaction.compact(self.claims, on_move)
 
     # What there is
 
@@ -333,48 +325,6 @@ class Backing:
         """Return those of `pages` that are used, as runs. Raises `NotMapped` if one of them is claimed."""
         with self._lock:
             return self._table.runs_of(USED, pages)
-
-    def stats(self) -> MemoryStats:
-        """Return the present figures."""
-        with self._lock:
-            mapped, spare = len(self.holding.region.extents), self._table.spare
-            largest, free = self._table.largest_free_run()
-            offloaded = self._offloaded.size
-        return MemoryStats(
-            virtual_capacity_bytes=self._table.count * self._page_size,
-            physical_usage_bytes=mapped * self._page_size,
-            mapped_pages=mapped,
-            largest_free_run_bytes=largest * self._page_size,
-            fragmentation_ratio=1 - largest / free if free else 0.0,
-            spare_pages=spare,
-            offloaded_bytes=offloaded,
-        )
-
-    def mappings(self, *, by_page: bool) -> list[PoolMapping]:
-        """Return a row for each run of equal pages, or for each page, by offset."""
-        with self._lock:
-            runs, pins = list(self._table.runs()), self._claims.pinned(pages_only=True)
-            extents, restricted = self.holding.extents, self._table.restricted.copy()
-        # The lock is released here: the rest takes long with many pages, and allocations go on meanwhile.
-        pinned = {page for pages in pins for page in pages}
-        rows = []
-        for pages, state, busy in runs:
-            common = "changing" if busy else _STATES.get(state)
-            single = (range(page, page + 1) for page in pages)
-            for run in single if by_page else alike(pages, pinned, restricted):
-                offset, end = run.start * self._page_size, run.stop * self._page_size
-                access = restricted.get(run.start, AccessFlags.READ_WRITE)
-                behind = map(extents.get, range(offset, end, self._page_size))
-                rows.append(
-                    PoolMapping(
-                        offset,
-                        end - offset,
-                        common or ("pinned" if run.start in pinned else "used"),
-                        access.name.lower(),
-                        tuple(extent for extent in behind if extent is not None),
-                    )
-                )
-        return rows
 
     def view(self, keeper: object, pages: range, offset: int, size: int) -> memoryview:
         """Return bytes of used pages, writable if all of these pages are. Raises `InvalidRequest` without access."""

@@ -170,7 +170,7 @@ class OffloadedPages:
     # On the host
 
     def adopt(self, segment: PageStore, found: Mapping[range, int]) -> None:
-        """Mark free pages offloaded, with their bytes in a segment: runs, with the offset of each in it, in bytes."""
+        """Allocate free pages as offloaded ones: runs, with the offset of each run's bytes in a segment."""
         self._holding.beside = self._give_up_all
         keeping = ExitStack()
         keeping.enter_context(segment.kept())
@@ -180,6 +180,7 @@ class OffloadedPages:
             self._places.update(places)
             for run in found:
                 self._table.set(run, OFFLOADED)
+                self._table.begins[run.start] = 0
 
     def drop(self, pages: range) -> None:
         """Drop the bytes of the offloaded ones among these claimed pages."""

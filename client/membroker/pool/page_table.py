@@ -9,8 +9,7 @@ To add a state, add a constant: every state other than `FREE` and `SPARE` is tak
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Set
-from itertools import groupby
+from collections.abc import Iterable, Iterator
 
 from ..errors import AlreadyMapped, InvalidOffset, NotMapped, Offloaded, OutOfVirtualMemory
 from ..vmm.driver import AccessFlags
@@ -102,6 +101,10 @@ class PageTable:
     def spare_runs(self, pages: range) -> list[range]:
         """Return those of `pages` that are spare and not claimed, as runs."""
         return [run for run, state, busy in self.runs(pages) if state == SPARE and not busy]
+
+    def offloaded(self) -> int:
+        """Return the number of offloaded pages."""
+        return self._states.translate(_RELEASE).count(OFFLOADED)
 
     def largest_free_run(self) -> tuple[int, int]:
         """Return the length of the largest run of free or spare pages, and the number of all free or spare pages."""
@@ -308,13 +311,3 @@ def as_runs(pages: Iterable[int]) -> list[range]:
         else:
             runs.append(range(page, page + 1))
     return runs
-
-
-def alike(pages: range, pinned: Set[int], restricted: Mapping[int, AccessFlags]) -> Iterator[range]:
-    """Split a run at the boundaries of pins, and where the access changes."""
-    if not (pinned or restricted):
-        yield pages
-        return
-    for _, run in groupby(pages, lambda page: (page in pinned, restricted.get(page))):
-        first, *rest = run
-        yield range(first, first + len(rest) + 1)

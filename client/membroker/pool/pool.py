@@ -19,6 +19,7 @@ from ..memory.views import Span
 from ..types import MemoryStats, Move, PoolMapping
 from ..vmm.driver import AccessFlags, Location
 from ..vmm.sizes import MIB, format_size, is_power_of_two
+from . import compaction, report
 from .ahead import Ahead
 from .backing import Backing, Fence
 from .offloading import Offloading
@@ -108,7 +109,7 @@ class VirtualMemoryPool(Offloading):
     def stats(self) -> MemoryStats:
         """Return the pool's present figures; `MemoryStats` explains their limits. Raises `ClosedError`."""
         self._holding.check_open()
-        return self._backing.stats()
+        return report.stats(self._backing.claims)
 
     def mappings(self, *, by_page: bool = False) -> list[PoolMapping]:
         """Return rows with state, access and extents, by offset: one for each run of equal pages, or for each page.
@@ -116,7 +117,7 @@ class VirtualMemoryPool(Offloading):
         Raises `ClosedError`.
         """
         self._holding.check_open()
-        return self._backing.mappings(by_page=by_page)
+        return report.mappings(self._backing.claims, by_page=by_page)
 
     # Backing addresses
 
@@ -311,7 +312,7 @@ class VirtualMemoryPool(Offloading):
         if on_move is not None and not callable(on_move):
             raise InvalidRequest(f"on_move is a function that is called with each move, not {on_move!r}")
         if dry_run:
-            return self._backing.planned_moves()
+            return compaction.plan(self._backing.claims)
         tell = on_move or (lambda move: None)
         return uninterrupted(lambda: self._backing.compact(tell), self._holding.interrupted)
 
