@@ -28,7 +28,7 @@ from ..wire import frames as handoff
 from ..wire.descriptors import close_each
 from ..wire.names import MAX_IDS_PER_FRAME
 from .call import LOOK_SECONDS, Call, Outcome, incomplete, outcome_of
-from .inventory import Inventory
+from .inventory import HeldResources, Inventory
 from .rpc import GrpcCalls
 from .shared_socket import SharedSocket
 
@@ -151,6 +151,21 @@ class Connection(SharedSocket):
             self.send(frame)
         else:
             self.call(frame, timeout=answer_within)
+
+    def catch_up(self, told: HeldResources, timeout: float) -> HeldResources:
+        """Tell the broker what is less than it was told at a resume; return what it knows then: what is held.
+
+        Nothing is more, because every call has ended that could bring something.
+        """
+        now = self._inventory.held()
+        gone = told.minus(now)
+        self.release(gone.extents)
+        for generation in gone.segments.elements():
+            self.detach(generation)
+        for (model, location), less in told.lowered_to(now).items():
+            request = broker_pb2.DeclareMemoryRequest(model=model, location=location, declared_bytes=less)
+            self.call(pb.Frame(declare=request), timeout=timeout)
+        return now
 
     def answer_recall(self, recall_id: int, size: int) -> None:
         """Answer a recall, behind the releases, as far as it was of `size` bytes.

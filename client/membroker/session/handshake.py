@@ -6,9 +6,10 @@ raises.
 
 from __future__ import annotations
 
+import logging
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +18,12 @@ from ..v1 import handoff_pb2 as pb
 from ..wire import frames as handoff
 from ..wire.names import PROTOCOL_VERSION
 from .endpoint import DESCRIPTORS_SHORT, open_socket, set_timeout, silent
-from .inventory import HeldResources
+from .inventory import HeldResources, Inventory
+
+logger = logging.getLogger("membroker")
+
+REJECTED = "TOKEN_REJECTED"
+"""The reason of an error when the broker does not know the session."""
 
 
 def pauses() -> Iterator[float]:
@@ -32,10 +38,11 @@ def pauses() -> Iterator[float]:
 
 
 def open_session(path: Path, hello: pb.Hello, timeout: float) -> tuple[socket.socket, socket.socket, pb.Welcome]:
-    """Open a session on the handoff socket at `path`; return that socket, the one of notices, and the Welcome.
+    """Open or resume a session on the handoff socket at `path`; return that socket, that of notices, and the Welcome.
 
     `timeout`, in seconds, bounds each of connecting, sending the Hello and receiving the Welcome. Raises
-    `BrokerUnavailable`, `AccessDenied`, `TooMany`, `ProtocolError`, `DescriptorLimit`.
+    `BrokerUnavailable`, `AccessDenied`, `TooMany`, `ProtocolError`, `DescriptorLimit`, and an error with the reason
+    `REJECTED` instead of a session that is not the one of the Hello.
     """
     connection = open_socket(path, timeout)
     try:
@@ -48,12 +55,14 @@ def open_session(path: Path, hello: pb.Hello, timeout: float) -> tuple[socket.so
 
 
 def reconcile(
-    connection: socket.socket, path: Path, held: HeldResources, request_id: int, timeout: float
-) -> pb.ResumeResponse:
-    """State what a session holds, on the handoff socket over which it is resumed; return the broker's answer.
+    connection: socket.socket, path: Path, inventory: Inventory, request_id: int, timeout: float
+) -> tuple[HeldResources, Sequence[str]]:
+    """State what a session holds, on the handoff socket over which it is resumed, and forget what the broker does not.
 
-    `timeout`, in seconds, bounds each step. Raises the broker's refusal, `BrokerUnavailable` and `ProtocolError`.
+    Return what the broker knows of it, and the models that it lists. `timeout`, in seconds, bounds each step. Raises
+    the broker's refusal, `BrokerUnavailable` and `ProtocolError`.
     """
+    held = inventory.held()
     set_timeout(connection, timeout)
     try:
         for holds in held.frames():
@@ -70,7 +79,16 @@ def reconcile(
         raise from_status(reply.error)
     if not reply.HasField("resume"):
         raise ProtocolError("the broker did not answer the last Holds with a ResumeResponse")
-    return reply.resume
+    extents, generations = reply.resume.unknown_extent_ids, reply.resume.unknown_generations
+    if extents or generations:
+        logger.warning(
+            "the broker does not know %d extents and %d segments that this process holds: they stay mapped "
+            "until they are closed, and are charged to nobody",
+            *(len(extents), len(generations)),
+        )
+        inventory.forget(extents, generations)
+        held = held.without(extents, generations)
+    return held, reply.resume.models
 
 
 def _greet(connection: socket.socket, path: Path, hello: pb.Hello) -> tuple[socket.socket, pb.Welcome]:
@@ -83,6 +101,8 @@ def _greet(connection: socket.socket, path: Path, hello: pb.Hello) -> tuple[sock
         raise _unanswered(path, error) from error
     try:
         welcome = _welcome_of(packet)
+        if hello.resume_token and not welcome.resumed:
+            raise MembrokerError("it opened another session, as a broker does that cannot resume", REJECTED)
         return socket.socket(fileno=packet.descriptors[0]), welcome
     except BaseException:
         handoff.close_all(packet.descriptors)

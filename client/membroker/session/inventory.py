@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress, repeat
 from typing import TypeVar
 
@@ -55,11 +55,7 @@ class HeldResources:
         """Return this without extents and segments that the broker does not know."""
         unknown = set(generations)
         known = Counter({generation: times for generation, times in self.segments.items() if generation not in unknown})
-        return HeldResources(self.extents.difference(extents), known, self.declarations)
-
-    def is_empty(self) -> bool:
-        """Say whether there is neither an extent nor a segment."""
-        return not self.extents and not self.segments
+        return replace(self, extents=self.extents.difference(extents), segments=known)
 
     def frames(self) -> Iterator[pb.Holds]:
         """Yield the frames that state all of it; the last one is marked."""

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +27,7 @@ from ..v1 import broker_pb2
 from ..v1 import handoff_pb2 as pb
 from ..wire.names import MAX_WAIT_SECONDS
 from .connection import Connection
-from .handshake import open_session, pauses, reconcile
+from .handshake import REJECTED, open_session, pauses, reconcile
 from .inventory import HeldResources, Inventory
 from .notices import Notices
 from .rpc import CONTROL_SECONDS, METHODS, GrpcCalls
@@ -63,7 +62,6 @@ LIFECYCLE: Final[Mapping[str, Mapping[str, str]]] = {
 NOTICING_SECONDS = 1.0
 """How long the end of the handoff connection may follow the failure of a call by gRPC that has the same cause."""
 REMINDER_SECONDS = 60.0
-REJECTED = "TOKEN_REJECTED"
 _UNANSWERED = ("", "STOPPING", "DELIVERY_FAILED", REJECTED)
 """Reasons of errors after which a call is repeated on the next connection, if there is one."""
 
@@ -248,7 +246,6 @@ class ReconnectingConnection:
         """Begin to reconnect, if this is the present connection."""
         with self._changed.lock:
             if connection is not self.connection or not self._move("connection lost"):
-                self._changed.tell_all()
                 return
             self._trouble = ""
             self._grpc.patient = False
@@ -267,8 +264,9 @@ class ReconnectingConnection:
         lost.close()
         self._grpc.cancel_frames()
         for pause in itertools.chain([0.0] if lost.interrupted else [], pauses()):
-            if not self._pause(pause):
-                return
+            with self._changed.lock:
+                if not self._reconnects_for(pause):
+                    return
             try:
                 self._resume(begun)
             except (MembrokerError, OSError) as error:
@@ -284,13 +282,12 @@ class ReconnectingConnection:
                 reminded = time.monotonic()
                 logger.warning("no broker for %.0f s, still reconnecting: %s", reminded - begun, self._trouble)
 
-    def _pause(self, seconds: float) -> bool:
-        """Wait, and say whether the session is still to be resumed."""
+    def _reconnects_for(self, seconds: float) -> bool:
+        """Wait that long, or until the session is resumed or over; say whether it is neither. The lock is held."""
         deadline = time.monotonic() + seconds
-        with self._changed.lock:
-            while self._state == "reconnecting" and (left := deadline - time.monotonic()) > 0:
-                self._changed.wait(left)
-            return self._state == "reconnecting"
+        while self._state == "reconnecting" and (left := deadline - time.monotonic()) > 0:
+            self._changed.wait(left)
+        return self._state == "reconnecting"
 
     def _resume(self, begun: float) -> None:
         """Try once to resume the session, and let all calls use the new connection."""
@@ -300,30 +297,17 @@ class ReconnectingConnection:
             undo.callback(notices.close)
             undo.callback(setattr, self, "_attempt", ())
             self._attempt = handoff, notices
-            if not welcome.resumed:
-                raise MembrokerError("it opened another session, as a broker does that cannot resume", REJECTED)
-            held = self.inventory.held()
-            answer = reconcile(handoff, self._path, held, next(self._request_ids), self._timeout)
-            extents, generations = answer.unknown_extent_ids, answer.unknown_generations
-            if extents or generations:
-                logger.warning(
-                    "the broker does not know %d extents and %d segments that this process holds: they stay mapped "
-                    "until they are closed, and are charged to nobody",
-                    *(len(extents), len(generations)),
-                )
-                self.inventory.forget(extents, generations)
-                held = held.without(extents, generations)
-            connection = self._open(handoff, welcome.protocol_revision, answer.models)
+            told, models = reconcile(handoff, self._path, self.inventory, next(self._request_ids), self._timeout)
+            connection = self._open(handoff, welcome.protocol_revision, models)
             undo.callback(connection.close)
-            while not self._use(connection, notices, held, begun):
-                held = self._catch_up(connection, held)
+            while not self._use(connection, notices, told, begun):
+                told = connection.catch_up(told, self._timeout)
             undo.pop_all()
 
-    def _use(self, connection: Connection, notices: socket.socket, held: HeldResources, begun: float) -> bool:
+    def _use(self, connection: Connection, notices: socket.socket, told: HeldResources, begun: float) -> bool:
         """Let all calls use the new connection, unless less is held now than the broker was told."""
         with self._changed.lock:
-            now = self.inventory.held()
-            if not held.minus(now).is_empty() or held.lowered_to(now):
+            if self.inventory.held() != told:
                 return False
             if connection.lost or not self._move("resumed"):
                 raise BrokerUnavailable(f"the connection to the broker at {self._path} ended again")
@@ -332,18 +316,6 @@ class ReconnectingConnection:
             self.notices.listen(notices, connection)
             self.notices.tell(Resumed(time.monotonic() - begun))
         return True
-
-    def _catch_up(self, connection: Connection, held: HeldResources) -> HeldResources:
-        """Tell the broker what is less than in `held`; return what it believes then."""
-        now = self.inventory.held()
-        gone = held.minus(now)
-        connection.release(gone.extents)
-        for generation in gone.segments.elements():
-            connection.detach(generation)
-        for (model, location), less in held.lowered_to(now).items():
-            request = broker_pb2.DeclareMemoryRequest(model=model, location=location, declared_bytes=less)
-            connection.call(pb.Frame(declare=request), timeout=self._timeout)
-        return replace(held.minus(gone), declarations=now.declarations)
 
     def _reject(self, error: Exception) -> None:
         """Give up: the broker does not know the session."""
@@ -374,9 +346,7 @@ class ReconnectingConnection:
     def say_goodbye(self, *, wait: bool) -> None:
         """End the session at the broker; `wait` for the next connection as long as the goodbye, or a call, may take."""
         with self._changed.lock:
-            deadline = time.monotonic() + (min(self._timeout, self._patience()) if wait else 0.0)
-            while self._state == "reconnecting" and (left := deadline - time.monotonic()) > 0:
-                self._changed.wait(left)
+            self._reconnects_for(min(self._timeout, self._patience()) if wait else 0.0)
             self._move("goodbye")
         self.connection.say_goodbye(self._timeout)
 

@@ -25,7 +25,7 @@ from membroker.errors import (
     WriterDied,
 )
 from membroker.session.connection import Connection
-from membroker.session.inventory import Inventory, Kind
+from membroker.session.inventory import HeldResources, Inventory, Kind
 from membroker.wire import frames as handoff
 from membroker.wire import names
 
@@ -134,7 +134,7 @@ class TestCall:
         broker.reply(request_id, 1)
         assert isinstance(caller.end().error, KeyboardInterrupt)
         assert taker.undone == 1
-        assert inventory.held().is_empty()
+        assert inventory.held() == HeldResources()
 
     def test_packets_that_an_interrupted_call_left_are_closed(self, pair: tuple[Connection, Broker]) -> None:
         """Another thread has read them for it: they end with the connection, or their memory would stay in use."""
