@@ -18,6 +18,7 @@ from ..memory.lender import Placement
 from ..v1.broker_pb2 import AllocateExtentsRequest
 from ..v1.handoff_pb2 import Frame, Reply
 from ..wire import frames as handoff
+from ..wire.names import MAX_WAIT_SECONDS
 from .endpoint import DESCRIPTORS_SHORT
 
 LOOK_SECONDS = 1.0
@@ -80,6 +81,13 @@ class Taken:
             del self._arrived[first]
             self.count += 1
         return self.count > before
+
+
+def let_wait(frame: Frame, until: float) -> None:
+    """State in a request how long it may wait from now on: until then on the monotonic clock."""
+    left = max(0.0, until - time.monotonic())
+    request = getattr(frame, str(frame.WhichOneof("kind")))
+    request.wait.FromNanoseconds(min(int(left * 1e9), MAX_WAIT_SECONDS * 10**9))
 
 
 def outcome_of(reply: Reply) -> Outcome:

@@ -25,7 +25,7 @@ from ..memory.lender import Placement
 from ..types import Disconnected, Forgotten, Resumed
 from ..v1 import broker_pb2
 from ..v1 import handoff_pb2 as pb
-from ..wire.names import MAX_WAIT_SECONDS
+from .call import let_wait
 from .connection import Connection
 from .handshake import REJECTED, open_session, pauses, reconcile
 from .inventory import HeldResources, Inventory
@@ -152,7 +152,7 @@ class ReconnectingConnection:
         connection = self.connection
         while True:
             if until is not None:
-                _let_wait(frame, until)
+                let_wait(frame, until)
             try:
                 return connection.call(frame, placement, timeout=timeout, note=note)
             except (BrokerUnavailable, AccessDenied) as error:
@@ -374,10 +374,3 @@ class ReconnectingConnection:
         self.connection.abandon()
         self.notices.abandon()
         self._grpc.abandon()
-
-
-def _let_wait(frame: pb.Frame, until: float) -> None:
-    """State in a request how long it may wait from now on."""
-    left = max(0.0, until - time.monotonic())
-    request = getattr(frame, str(frame.WhichOneof("kind")))
-    request.wait.FromNanoseconds(min(int(left * 1e9), MAX_WAIT_SECONDS * 10**9))
