@@ -7,7 +7,6 @@ keeper that is starting. It does not know which descriptors a keeper should have
 from __future__ import annotations
 
 import asyncio
-import errno
 import itertools
 import os
 import select
@@ -24,14 +23,13 @@ from typing import Any, NamedTuple
 from membroker.wire.frames import close_all
 
 from ..observe import logs
+from ..sending import Retry
 from . import keeper as fdstore
 
 ANSWER_SECONDS = 5.0
 """How long a keeper may take to answer while a connection is being opened."""
 START_SECONDS = 5.0
 """How long a keeper may take to start listening."""
-IN_FLIGHT_SECONDS = 0.05
-"""How long to wait before sending again when this user has as many descriptors in flight as the kernel allows."""
 WINDOW = 8
 """How many requests may be unanswered. The keeper closes a connection that does not read its answers."""
 _CREDENTIALS = struct.Struct("3i")
@@ -78,6 +76,7 @@ class KeeperConnection:
             self._sock.close()
             raise
         self.pid: int = _CREDENTIALS.unpack(raw)[0]
+        self._retry = Retry(self._sock, self._flush)
         self._io.add_reader(self._sock, self._readable)
 
     def ask(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> asyncio.Future[_Answer]:
@@ -98,18 +97,12 @@ class KeeperConnection:
             request = self._unsent[0]
             try:
                 fdstore.send(self._sock, {"number": request.number, **request.message}, request.descriptors)
-            except BlockingIOError:
-                self._io.add_writer(self._sock, self._flush)
-                return
             except OSError as error:
-                if error.errno == errno.ETOOMANYREFS:
-                    self._io.call_later(IN_FLIGHT_SECONDS, self._flush)
-                else:
+                if not self._retry.after(error):
                     self.lose(error)
                 return
             self._unanswered.append(self._unsent.popleft())
-        if not self.closed:
-            self._io.remove_writer(self._sock)
+        self._retry.stop()
 
     def _readable(self) -> None:
         try:
@@ -163,7 +156,7 @@ class KeeperConnection:
             return
         self.closed = True
         self._io.remove_reader(self._sock)
-        self._io.remove_writer(self._sock)
+        self._retry.stop()
         self._sock.close()
         for request in (*self._unanswered, *self._unsent):
             if not request.answer.done():

@@ -8,7 +8,6 @@ this module counts what systemd has. Everything here runs on the event loop's th
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import socket
 from collections import deque
@@ -18,9 +17,9 @@ from typing import NamedTuple
 from membroker.wire.frames import close_all, send
 
 from ..observe import sd_notify as notify
+from ..sending import Retry
 from .descriptor_store import Done, Kept, sort
 from .keeper_client import Put
-from .keeper_connection import IN_FLIGHT_SECONDS
 
 _FIRST_INHERITED = 3
 _BARRIER = "BARRIER=1"
@@ -62,6 +61,7 @@ class SystemdMirror:
         self._io = asyncio.get_running_loop()
         self._sock = connection
         self._sock.setblocking(False)
+        self._retry = Retry(self._sock, self._flush)
         self._maximum = maximum
         self._names = set(names)
         self._unsent: deque[_Message] = deque()
@@ -103,7 +103,7 @@ class SystemdMirror:
 
     def close(self) -> None:
         """Disconnect. systemd keeps what it has."""
-        self._io.remove_writer(self._sock)
+        self._retry.stop()
         self._names.clear()
         self._unsent.clear()
         self._fail(ConnectionError("the broker is stopping"))
@@ -114,19 +114,14 @@ class SystemdMirror:
             message = self._unsent[0]
             try:
                 send(self._sock, message.text.encode(), message.descriptors)
-            except BlockingIOError:
-                self._io.add_writer(self._sock, self._flush)
-                return
             except OSError as error:
-                if error.errno == errno.ETOOMANYREFS:
-                    self._io.call_later(IN_FLIGHT_SECONDS, self._flush)
-                else:
+                if not self._retry.after(error):
                     self._io.call_soon(self._fail, error)
                 return
             self._unsent.popleft()
             if message.put is not None and message.text == _BARRIER:
                 message.put.close_writer()
-        self._io.remove_writer(self._sock)
+        self._retry.stop()
 
     # --- puts: systemd handles their barriers in order, so only the first is watched ---
 

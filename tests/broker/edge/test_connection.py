@@ -6,6 +6,7 @@ The core is a fake lender: it delivers and answers as a test tells it to. Socket
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
 import socket
@@ -34,11 +35,13 @@ from membrokerd.core.machine import Broker
 from membrokerd.core.names import ModelName
 from membrokerd.core.rows import SessionRow
 from membrokerd.edge.convert import from_result
+from membrokerd.edge.handoff import outbox
 from membrokerd.edge.handoff.connection import Connection
 from membrokerd.edge.handoff.entrance import Entrance
 from membrokerd.edge.handoff.outbox import Traffic
 from membrokerd.edge.handoff.peer import Peer
 from membrokerd.loop import Reply
+from membrokerd.sending import IN_FLIGHT_SECONDS
 
 PAGE = 2 * MIB
 SESSION = 7
@@ -372,6 +375,28 @@ def test_a_full_socket_is_not_read() -> None:
         await lender.until(lambda: 9 in lender.asked)
 
     play(story)
+
+
+def test_a_connection_that_ends_while_too_many_descriptors_are_in_flight(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its delivery was to be sent again a little later. Nothing is sent then, and nothing fails."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ETOOMANYREFS, "Too many references: cannot splice")
+
+    async def story(lender: Lender) -> None:
+        await lender.begin(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(outbox.handoff, "send", refuse)
+            lender.deliver(1)
+            lender.flush()
+        assert lender.connection._outgoing
+        lender.connection.close("the test is over")
+        await asyncio.sleep(2 * IN_FLIGHT_SECONDS)
+
+    play(story)
+    assert not caplog.records
 
 
 def test_a_connection_that_ends_with_a_reply_in_its_queue() -> None:

@@ -337,7 +337,7 @@ class Connection:
         self._closed = True
         self._handshake.end()
         self._io.remove_reader(self._sock)
-        self._io.remove_writer(self._sock)
+        self._outbox.stop()
         hang_up(self._sock)
         if self._notices is not None:
             self._notices.close()

@@ -7,7 +7,6 @@ never end a connection itself, nor decide what is sent.
 from __future__ import annotations
 
 import asyncio
-import errno
 import socket
 from collections import Counter, deque
 from collections.abc import Callable
@@ -17,9 +16,7 @@ from membroker.wire import frames as handoff
 
 from ...failpoints import reach
 from ...observe import logs
-
-IN_FLIGHT_SECONDS = 0.05
-"""How long a delivery waits when as many descriptors of this user are in flight as the kernel allows."""
+from ...sending import Retry
 
 
 class Traffic:
@@ -50,7 +47,7 @@ class Outbox:
         self._traffic = traffic
         self._end = end
         self._io = asyncio.get_running_loop()
-        self._is_blocked = False
+        self._retry = Retry(sock, self._send_all)
 
     def put(self, frame: pb.Frame, descriptors: list[int]) -> None:
         """Queue a packet. It is sent with the next flush."""
@@ -60,7 +57,7 @@ class Outbox:
 
     def flush(self) -> None:
         """Send what is queued, unless the socket is full."""
-        if self.packets and not self._is_blocked:
+        if self.packets and not self._retry.is_pending:
             self._send_all()
 
     def _send_all(self) -> None:
@@ -73,18 +70,11 @@ class Outbox:
                 handoff.send(self._sock, handoff.encode(frame), descriptors)
                 if descriptors:
                     reach("delivered")
-            except BlockingIOError:
-                self._wait()
-                self._io.add_writer(self._sock, self._send_all)
-                return
             except OSError as error:
-                if error.errno != errno.ETOOMANYREFS:
+                if self._retry.after(error):
+                    self._io.remove_reader(self._sock)
+                else:
                     self._end(error.strerror or "broken")
-                    return
-                # Counted over all processes of this user: this peer may not be the cause.
-                self._wait()
-                self._io.remove_writer(self._sock)
-                self._io.call_later(IN_FLIGHT_SECONDS, self._send_all)
                 return
             except Exception as error:  # noqa: BLE001 - a packet that can never be sent must not block the others
                 logs.fault(error)
@@ -94,20 +84,18 @@ class Outbox:
             self._close(frame, descriptors)
         if self.is_ending:
             self._end("done")
-        elif self._is_blocked:
-            self._is_blocked = False
-            self._io.remove_writer(self._sock)
+        elif self._retry.is_pending:
+            self._retry.stop()
             self._io.add_reader(self._sock, self._read)
-
-    def _wait(self) -> None:
-        if not self._is_blocked:
-            self._is_blocked = True
-            self._io.remove_reader(self._sock)
 
     def _close(self, frame: pb.Frame, descriptors: list[int]) -> None:
         handoff.close_all(descriptors)
         if frame.HasField("delivery"):
             self._traffic.descriptors -= len(descriptors)
+
+    def stop(self) -> None:
+        """Send nothing any more: the socket is about to be closed."""
+        self._retry.stop()
 
     def drop_all(self) -> list[pb.Frame]:
         """Close everything that is queued, and return the frames that are not sent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import select
@@ -17,8 +18,10 @@ from tests.support.keepers import content_of, memfd
 from tests.support.mirrors import end, keeping, keeping_not_long, play, until
 
 from membroker.wire.descriptors import close_all
+from membrokerd.restart import systemd as systemd_mirror
 from membrokerd.restart.descriptor_store import Kept, Store
 from membrokerd.restart.systemd import SystemdMirror, open_systemd, systemd_available
+from membrokerd.sending import IN_FLIGHT_SECONDS
 
 
 class Systemd:
@@ -135,6 +138,32 @@ def test_barriers_count_in_the_order_of_the_puts(directory: Path) -> None:
         assert order == [1, 2, 3]
 
     play_systemd(directory, 5, story)
+
+
+def test_too_many_descriptors_are_in_flight(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """systemd was busy and reads again. Meanwhile this user's workers read nothing, and have what the kernel allows."""
+    refusals = 0
+
+    def refuse(*_: object) -> None:
+        nonlocal refusals
+        refusals += 1
+        raise OSError(errno.ETOOMANYREFS, "Too many references: cannot splice")
+
+    async def story(systemd: Systemd, mirror: SystemdMirror, store: Store) -> None:
+        systemd.rest()
+        putting = keeping(store, 1, dict.fromkeys(range(1, 1001), b"kept"))
+        assert mirror._unsent, "the socket has room for all of it"
+        with monkeypatch.context() as patch:
+            patch.setattr(systemd_mirror, "send", refuse)
+            systemd.work()
+            await until(lambda: refusals)
+            await asyncio.sleep(4 * IN_FLIGHT_SECONDS)
+            assert refusals < 50, "it asks the kernel in every turn of the loop"
+        await putting
+        assert len(systemd.stored) == 1000
+        await keeping(store, 2, {1: b"more"})
+
+    play_systemd(directory, 2000, story)
 
 
 def test_systemd_drops_what_is_dropped_or_replaced(directory: Path) -> None:
