@@ -7,12 +7,11 @@ decides nothing.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from membroker.wire.frames import close_all
+from membroker.wire.descriptors import close_all, copy_all
 
 from .core import effects as fx
 from .core import events as ev
@@ -157,12 +156,9 @@ class Packets:
 
     def _send(self, packet: fx.Make | fx.Send) -> None:
         """Deliver copies of what the store keeps: a segment may end while they are queued."""
-        copies: list[int] = []
         try:
-            for descriptor in self._store.lend(packet.segment, packet.ids):
-                copies.append(os.dup(descriptor))
+            copies = copy_all(self._store.lend(packet.segment, packet.ids))
         except OSError as error:
-            close_all(copies)
             self._not_made(packet, Denied(Reason.DESCRIPTORS_EXHAUSTED, {"driver_says": str(error)}))
             return
         self._deliver(packet, copies)

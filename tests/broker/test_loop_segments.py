@@ -12,7 +12,6 @@ from tests.support.loop_world import SECONDS, Late, World, play
 from tests.support.sizes import MIB
 
 from membroker.vmm import DriverError
-from membrokerd import packets as packets_module
 from membrokerd.core.denied import Denied, Reason
 
 SEALED = 0x0010
@@ -149,7 +148,7 @@ def scarce(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         nonlocal left
         left = at
 
-    monkeypatch.setattr(packets_module.os, "dup", dup)
+    monkeypatch.setattr(os, "dup", dup)
     return fail
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from membroker.wire.descriptors import close_all
+from membroker.wire.descriptors import close_all, copy_all
 
 from ..observe import logs
 
@@ -181,16 +181,13 @@ class Store:
             if error is not None and not (self._closed and all(map(_DRIVER.fullmatch, fresh))):
                 logs.warn("a restart would lose descriptors", names=" ".join(fresh), error=str(error))
 
-        copies: dict[str, int] = {}
         try:
-            for name, descriptor in fresh.items():
-                copies[name] = os.dup(descriptor)
+            copies = list(zip(fresh, copy_all(fresh.values()), strict=True))
         except OSError as error:
-            close_all(copies.values())
             put(error)
             return
-        self._copies |= copies
-        self._mirror.put(list(copies.items()), put)
+        self._copies.update(copies)
+        self._mirror.put(copies, put)
 
     # --- the mirror ---
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from membroker.wire.frames import close_all
+from membroker.wire.descriptors import close_all, copy_all
 from membroker.wire.names import MAX_DESCRIPTORS
 
 from ..observe import logs
@@ -37,14 +36,9 @@ class Put:
     """
 
     def __init__(self, items: Sequence[tuple[str, int]], done: Done, late: Callable[[], None]) -> None:
-        self.copies: dict[str, int] = {}
+        copies = copy_all(descriptor for _, descriptor in items)
+        self.copies = dict(zip((name for name, _ in items), copies, strict=True))
         self._done = done
-        try:
-            for name, descriptor in items:
-                self.copies[name] = os.dup(descriptor)
-        except OSError:
-            close_all(self.copies.values())
-            raise
         self._timer = asyncio.get_running_loop().call_later(PUT_SECONDS, late)
 
     def end(self, error: OSError | None) -> None:
@@ -185,10 +179,8 @@ class KeeperMirror:
         close_all(descriptor for _, descriptor in items)
         found, filled = {name for name, _ in items}, set[str]()
         while batch := self._unfilled(filled):
-            copies: list[int] = []
+            copies = copy_all(descriptor for _, descriptor in batch)
             try:
-                for _, descriptor in batch:
-                    copies.append(os.dup(descriptor))
                 async with asyncio.timeout(PUT_SECONDS):
                     await connection.ask({"put": [name for name, _ in batch]}, copies)
             except BaseException:

@@ -1,4 +1,4 @@
-"""Descriptors that travel with a packet (SCM_RIGHTS): how they are sent, received and closed.
+"""Descriptors that travel with a packet (SCM_RIGHTS): how they are sent, received, copied and closed.
 
 The only file that uses SCM_RIGHTS. The handoff and the keeper of descriptors use it, and know what a packet means. The
 keeper must start fast, so this imports only a little of the standard library.
@@ -51,6 +51,18 @@ def _descriptors_in(control: list[tuple[int, int, bytes]]) -> list[int]:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             found.frombytes(content[: len(content) - len(content) % _DESCRIPTOR])
     return found.tolist()
+
+
+def copy_all(descriptors: Iterable[int]) -> list[int]:
+    """Return a copy of each descriptor (CLOEXEC). Raises `OSError`, and has made none then."""
+    copies: list[int] = []
+    try:
+        for descriptor in descriptors:
+            copies.append(os.dup(descriptor))
+    except OSError:
+        close_all(copies)
+        raise
+    return copies
 
 
 def close_each(descriptors: list[int]) -> None:
