@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from membroker.arguments import bytes_of
+
 from . import shapes
 from .traces import MODELS
 
@@ -166,9 +168,10 @@ def environment(arm: Arm, setup: Setup, endpoint: Path | None, directory: Path) 
 def broker_config(setup: Setup) -> str:
     """Return the configuration of the broker: one tenant, with a guarantee of a third for each model."""
     models = "".join(f"[tenants.bench.models.m{model}]\nguarantee = {setup.third}\n" for model in range(MODELS))
+    host = MODELS * bytes_of("swap_space", setup.settings.get("swap_space", 0))
     return (
-        f'driver = "{setup.device}"\ncapacity = {setup.budget}\nrecall_seconds = {setup.recall_seconds}\n'
-        f"[metrics]\nport = 0\n{models}"
+        f'driver = "{setup.device}"\ncapacity = {setup.budget}\nhost_capacity = {host}\n'
+        f"recall_seconds = {setup.recall_seconds}\n[metrics]\nport = 0\n{models}"
     )
 
 

@@ -136,8 +136,9 @@ def test_a_recall_takes_memory_from_an_idle_engine_and_from_a_busy_one(story: St
     """
     unit = story.unit
     tenants = {"red": {}, "blue": {"guarantee": 96 * unit}}
+    lent = {"capacity": 128 * unit, "host_capacity": 64 * unit}
     with (
-        story.build.running({"capacity": 128 * unit, "tenants": tenants, "recall_seconds": 30.0}) as daemon,
+        story.build.running({**lent, "tenants": tenants, "recall_seconds": 30.0}) as daemon,
         story.engine(
             daemon.endpoint("red"),
             {"model": "chat", "keep": 1024 * unit, "swap_space": 64 * unit},
@@ -149,6 +150,8 @@ def test_a_recall_takes_memory_from_an_idle_engine_and_from_a_busy_one(story: St
         with owner.allocate(128 * unit):
             until(lambda: "waits up to" in engine.log(), START_SECONDS)
         engine.ready()
+        (books,) = (one.books for one in daemon.models() if one.name.endswith("/chat"))
+        assert 63 * unit < books[1].declared_bytes <= 64 * unit, "the host memory for preempted requests is charged"
         story.check(engine, "burst")
         assert used(daemon, "chat") > 96 * unit
         with owner.allocate(96 * unit, wait=60.0):

@@ -15,8 +15,10 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.support.daemons import running
 from tests.support.sizes import MIB
 
+import membroker
 from membroker import DeviceFailure, InvalidRequest, LocalSource, VirtualMemoryPool
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it")
@@ -35,6 +37,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from membroker.kv import Layout
 from membroker.kv.capture import Capture
+from membroker.kv.layout import Strided
 from membroker.kv.seams import load
 from membroker.kv.vllm import memory, seams
 from membroker.kv.vllm.blocks import Blocks
@@ -42,6 +45,8 @@ from membroker.kv.vllm.connector import Membroker
 from membroker.kv.vllm.settings import Settings, settings_of
 from membroker.kv.vllm.sleep import Weights, why_kept
 from membroker.kv.vllm.steps import Launched, Scheduled
+from membroker.kv.vllm.swap import Swap, SwapSpace
+from membroker.memory.lender import source_of
 
 BLOCKS = 16
 SERVED = SimpleNamespace(model_config=SimpleNamespace(served_model_name="m"))
@@ -80,7 +85,13 @@ def pool() -> BlockPool:
 @pytest.fixture
 def blocks(pool: BlockPool) -> Blocks:
     return Blocks(
-        pool, block_tokens=16, most_tokens=128, most_requests=2, watermark=0, new_fence=Scheduled(lambda: 0).fence
+        pool,
+        block_tokens=16,
+        most_tokens=128,
+        most_requests=2,
+        watermark=0,
+        new_fence=Scheduled(lambda: 0).fence,
+        save=Swap(0, 16).save,
     )
 
 
@@ -174,7 +185,8 @@ class TestBlocks:
 
     def test_the_cost_of_blocks_is_the_requests_from_their_first_user_on(self, pool: BlockPool, blocks: Blocks) -> None:
         """vLLM preempts the youngest request first, until the blocks are free."""
-
+        for name in "abc":
+            blocks.add(a_request(name, 32))
         taken = pool.get_new_blocks(7)
         assert [one.block_id for one in taken] == [1, 2, 3, 4, 5, 6, 7]
         pool.touch([taken[0]])  # a prefix of two requests
@@ -415,3 +427,45 @@ def test_the_commands_of_the_page_are_vllms() -> None:
     assert given.kv_cache_memory_bytes == 60 << 30
     assert resolve_obj_by_qualname(given.worker_cls).__name__ == "Worker"
     assert KVConnectorFactory.get_connector_class(given.kv_transfer_config) is Membroker
+
+
+def test_what_is_swapped_comes_back_byte_for_byte() -> None:
+    """K and V apart, with gaps between blocks. What is saved in a step is read before anything is loaded."""
+    with running({"host_capacity": 2 * MIB}) as daemon, membroker.connect(daemon.endpoint()) as client:
+        model = client.register_model("chat")
+        pool = VirtualMemoryPool(model, 4 * MIB, 2 * MIB)
+        pool.allocate(0, 4 * MIB)
+        keys, values = (Strided(pool.base_address + half * 2 * MIB, 4096, 3000) for half in (0, 1))
+        layout, driver = Layout(pool.base_address, 2 * MIB, 16, [keys, values]), model.driver
+
+        def contents(block: int) -> bytes:
+            return b"".join(driver.read(one.address + block * one.stride, 4096) for one in (keys, values))
+
+        def fill(block: int, byte: int) -> None:
+            for one, more in ((keys, 0), (values, 100)):
+                driver.write(one.address + block * one.stride, bytes([byte + more]) * 4096)
+
+        for block in range(8):
+            fill(block, block)
+        space = SwapSpace(source_of(model), layout, 100_000, on_gpu=False)
+        assert model.stats().books["host"].declared_bytes == 16 * 6000
+        space.copy([(1, 0), (2, 15)], [])
+        fill(1, 91)
+        space.copy([(3, 7)], [(3, 0), (4, 15)])
+        space.copy([], [(5, 7)])
+        expected = {1: (91, 91), 2: (2, 2), 3: (1, 3), 4: (2, 4), 5: (3, 5), 6: (6, 6)}  # of the block, and of its gap
+        for block, (byte, gap) in expected.items():
+            halves = [bytes([byte + more]) * 3000 + bytes([gap + more]) * 1096 for more in (0, 100)]
+            assert contents(block) == b"".join(halves), f"block {block}"
+        space.close()
+        assert model.stats().books["host"].declared_bytes == 0
+
+
+@pytest.mark.parametrize(("size", "said"), [(5999, "at least 5.9 KiB, one block"), (4 * MIB, "host")])
+def test_swap_space_that_cannot_be_had(size: int, said: str) -> None:
+    with running({"host_capacity": 2 * MIB}) as daemon, membroker.connect(daemon.endpoint()) as client:
+        model = client.register_model("chat")
+        layout = Layout(0, 2 * MIB, 16, [Strided(0, 6000, 6000)])
+        with pytest.raises(membroker.MembrokerError, match=said):
+            SwapSpace(source_of(model), layout, size, on_gpu=False)
+        assert model.stats().books["host"].declared_bytes == 0

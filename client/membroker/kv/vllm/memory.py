@@ -19,6 +19,7 @@ from ...adapters.torch.package import torch
 from ...arguments import bytes_of
 from ...client import Client, connect
 from ...errors import InvalidRequest, MembrokerError
+from ...memory.lender import source_of
 from ...model import Model
 from ...pool.pool import VirtualMemoryPool
 from ...vmm.sizes import format_size, round_up
@@ -130,8 +131,8 @@ class Memory:
             )
         if settings.swap_space is not None:
             size = bytes_of("swap_space", settings.swap_space)
-            self.swap_space = SwapSpace(model.driver, layout, size, on_gpu=self._tensor_device.type == "cuda")
-            logger.info("membroker: %s of host memory keep what preempted requests have", format_size(size))
+            self.swap_space = SwapSpace(source_of(model), layout, size, on_gpu=self._tensor_device.type == "cuda")
+            logger.info("membroker: %s of host memory are pinned for what preempted requests have", format_size(size))
         logger.info(
             "membroker: the KV cache of model %r is %s, in %d groups of %d MiB: %d blocks of %d tokens, %.1f GiB of "
             "addresses (vLLM's %s runner)",

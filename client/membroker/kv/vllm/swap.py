@@ -13,7 +13,8 @@ from typing import Any
 
 from ...adapters.torch.package import torch
 from ...errors import InvalidRequest
-from ...vmm import Driver
+from ...memory.lender import Source
+from ...vmm import Location
 from ...vmm.sizes import format_size
 from ..layout import Layout
 
@@ -72,12 +73,21 @@ class Swap:
 
 
 class SwapSpace:
-    """Pinned host memory for the blocks of `layout`, as many as fit into `size` bytes."""
+    """Pinned host memory for the blocks of `layout`, as many as fit into `size` bytes. `source` is charged for it.
 
-    def __init__(self, driver: Driver, layout: Layout, size: int, *, on_gpu: bool) -> None:
-        self._driver, self._layout = driver, layout
+    Raises `OutOfMemory` if the broker does not lend so much host memory, and `DriverError` if there is not so much.
+    """
+
+    def __init__(self, source: Source, layout: Layout, size: int, *, on_gpu: bool) -> None:
+        self._source, self._layout = source, layout
         self._copy = _copy_on_gpu if on_gpu else _copy_on_cpu
-        self._address = driver.pin(slots_in(size, layout) * layout.block_bytes)
+        self._size = slots_in(size, layout) * layout.block_bytes
+        source.charge(self._size, Location.HOST)
+        try:
+            self._address = source.driver.pin(self._size)
+        except BaseException:
+            source.credit(self._size, Location.HOST)
+            raise
 
     def copy(self, saves: Copies, loads: Copies) -> None:
         """Queue the copies of a step on the current stream: all that is to be saved, and then what is to be loaded."""
@@ -100,7 +110,8 @@ class SwapSpace:
 
     def close(self) -> None:
         """Wait for the copies, and free the memory."""
-        self._driver.unpin(self._address)
+        self._source.driver.unpin(self._address)
+        self._source.credit(self._size, Location.HOST)
 
 
 def slots_in(size: int, layout: Layout) -> int:
