@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.sizes import MIB
+from tests.support.vllm_engine import BUILDS
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it")
 pytestmark = pytest.mark.timeout(600)
@@ -38,7 +39,7 @@ def test_three_engines_over_a_broker_answer_as_one_alone(tmp_path: Path) -> None
     path = os.pathsep.join([str(ROOT / "client"), str(ROOT / "broker"), str(ROOT)])
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.serving", *command],
-        env={**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path)},
+        env={**os.environ, **BUILDS["cpu"].environment, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path)},
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -75,7 +76,7 @@ def test_sleep_is_timed_over_a_broker(tmp_path: Path) -> None:
     command = ["--device", "host", "--ways", "vllm", "kept", "--rounds", "1", "--json", str(file)]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.serving.sleep", *command],
-        env={**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path)},
+        env={**os.environ, **BUILDS["cpu"].environment, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path)},
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -125,7 +125,11 @@ BUILDS: Mapping[str, Build] = {
             # On a GPU this is the default, "uni". The CPU build makes "mp" of that.
             "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
         },
-        environment={"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
+        environment={
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "TORCH_COMPILE_DISABLE": "1",  # else each start runs g++ for 10 s, to sample at random
+        },
         layout="layer-major",
         unit=MIB,
         times=1,
