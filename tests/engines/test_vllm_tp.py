@@ -101,7 +101,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         plain = stack.enter_context(
             Engine(build, model, enable_prefix_caching=False, **(options if build.on_gpu else {}))
         )
-        engine = stack.enter_context(Engine(build, model, Path("/nowhere"), settings, **shared, **options))
+        engine = stack.enter_context(Engine(build, model, Path("/nowhere"), settings, fresh=True, **shared, **options))
         plain.ready()
         expected = {name: plain.generate(*batches[name]) for name in ("one", "burst", "long")}
         assert len({tuple(one) for one in expected["burst"]}) > len(expected["burst"]) / 2, "the answers are all alike"

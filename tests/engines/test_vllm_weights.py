@@ -84,7 +84,8 @@ def how(engine: Engine) -> list[str]:
 def test_engines_that_start_at_once_have_one_copy_and_outlive_its_writer(
     qwen: Path, plugins: dict[str, str], tokens: Callable[..., Any]
 ) -> None:
-    """One publishes and the other attaches, whichever comes first. The publisher is killed; the next one attaches.
+    """One publishes and the other attaches, whichever comes first. The publisher is killed; the next one attaches,
+    and finds the entry point in each of its processes.
 
     When the last engine has left, nothing is charged any more.
     """
@@ -101,7 +102,7 @@ def test_engines_that_start_at_once_have_one_copy_and_outlive_its_writer(
             writer.kill()
             until(lambda: segments(daemon) == [("sealed", 1)])
             assert other.generate(*PROMPTS) == expected
-            with sharing(qwen, daemon, plugins, "three") as three:
+            with sharing(qwen, daemon, plugins, "three", fresh=True) as three:
                 assert three.ready().generate(*PROMPTS) == expected
                 assert how(three) == ["attached"]
         until(lambda: segments(daemon) == [])

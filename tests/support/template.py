@@ -29,7 +29,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = {"stdin", "stdout", "stderr", "cwd", "env", "text"}
+OPTIONS = {"stdin", "stdout", "stderr", "cwd", "env", "text", "process_group"}
+EARLY = ("LD_", "OMP_", "HF_", "TORCH_", "VLLM_")
+"""How the names of variables begin that are read when something is linked or imported."""
 CLONE_PARENT = 0x8000
 CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())
 """The number of the system call. Its arguments after the flags are zeros, so their order does not matter."""
@@ -59,8 +61,10 @@ class PythonProcess(subprocess.Popen[Any]):
             return
         stdin, _, _, stdout, _, stderr = streams
         inherited = [number if given == -1 else given for number, given in enumerate((stdin, stdout, stderr))]
-        linked = tuple(sorted(item for item in environment.items() if item[0].startswith("LD_")))
-        self.pid = _template(self._imported, linked).fork(args[1:], environment, cwd or os.getcwd(), inherited)
+        early = tuple(sorted(item for item in environment.items() if item[0].startswith(EARLY)))
+        self.pid = _template(self._imported, early).fork(args[1:], environment, cwd or os.getcwd(), inherited)
+        if rest[-1] >= 0:
+            os.setpgid(self.pid, rest[-1])
         self._child_created = True
         self._close_pipe_fds(*streams)  # type: ignore[attr-defined]
 
@@ -86,14 +90,14 @@ def _needs_exec(environment: Mapping[str, str]) -> bool:
 class _Template:
     """The test's side of a template, which ends with this process."""
 
-    def __init__(self, modules: Sequence[str], linked: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, modules: Sequence[str], early: Sequence[tuple[str, str]]) -> None:
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._forking = threading.Lock()
         self._owner = os.getpid()
         with other:
             command = [sys.executable, "-c", "from tests.support.template import serve; serve()", *modules]
             self._process = subprocess.Popen(
-                command, stdin=other, cwd=ROOT, env={**os.environ, **ONE_THREAD, **dict(linked)}
+                command, stdin=other, cwd=ROOT, env={**os.environ, **ONE_THREAD, **dict(early)}
             )
         atexit.register(self._end)
 
@@ -120,9 +124,9 @@ class _Template:
 
 
 @functools.cache
-def _template(modules: tuple[str, ...], linked: tuple[tuple[str, str], ...]) -> _Template:
-    """Return the template with these modules, to which the linker was told this."""
-    return _Template(modules, linked)
+def _template(modules: tuple[str, ...], early: tuple[tuple[str, str], ...]) -> _Template:
+    """Return the template with these modules, which were imported with these variables."""
+    return _Template(modules, early)
 
 
 # --- The template's side ---

@@ -4,12 +4,14 @@ The first argument is the keywords of `vllm.LLM` as JSON. A request is `{"prompt
 and its answer the generated tokens, greedily and always n of each. With `"answers"` instead of `"tokens"` it is, for
 each prompt and the answer that is given, by how much some token of the answer was less likely than the likeliest one
 at its place, as the largest difference of logarithms. `{"call": name, "keywords": {...}}` calls a method of each
-worker, and its answer is null. The engine itself runs in a process of its own, as under `vllm serve`.
+worker, and its answer is null. The engine itself runs in a process of its own, as under `vllm serve`. It is a fork if
+the second argument is "fork".
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from typing import Any
@@ -21,11 +23,29 @@ def main() -> None:
     os.dup2(2, 1)
     from vllm import LLM
 
+    if sys.argv[2:] == ["fork"]:
+        _fork()
     llm = LLM(**json.loads(sys.argv[1]))
     print("null", file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
         print(json.dumps(_answer(llm, asked)), file=answers, flush=True)
+
+
+def _fork() -> None:
+    """Let vLLM fork its processes. Its CPU build sets this variable with each configuration, to "spawn"."""
+    from vllm.platforms import current_platform
+
+    update = current_platform.check_and_update_config
+
+    def and_fork(config: Any) -> None:
+        update(config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    current_platform.check_and_update_config = and_fork
+    for one in logging.getLogger("vllm").handlers:  # a fork of the template has another stdout than the template
+        assert isinstance(one, logging.StreamHandler)
+        one.setStream(sys.stdout)
 
 
 def _answer(llm: Any, asked: dict[str, Any]) -> Any:
