@@ -132,7 +132,9 @@ class Memory:
         if settings.swap_space is not None:
             size = bytes_of("swap_space", settings.swap_space)
             self.swap_space = SwapSpace(source_of(model), layout, size, on_gpu=self._tensor_device.type == "cuda")
-            logger.info("membroker: %s of host memory are pinned for what preempted requests have", format_size(size))
+            logger.info(
+                "membroker: %s of host memory are pinned for the KV cache of preempted requests", format_size(size)
+            )
         logger.info(
             "membroker: the KV cache of model %r is %s, in %d groups of %d MiB: %d blocks of %d tokens, %.1f GiB of "
             "addresses (vLLM's %s runner)",

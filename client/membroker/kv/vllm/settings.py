@@ -36,8 +36,8 @@ class Settings(Bounds):
     sleeps. `keep_pinned` is that of `membroker.kv.Sleeper`. `declare` is what the engine uses besides, and is charged
     for (`Model.declare`): a size, or "auto" for what PyTorch has reserved when the engine has warmed up, and a context.
 
-    `swap_space` is how much host memory each rank pins for the contents of preempted requests. Without it vLLM computes
-    them again.
+    `swap_space` is how much host memory each rank pins for the KV cache of preempted requests. Without it vLLM computes
+    that again.
     """
 
     layout: str = BLOCK_MAJOR

@@ -1,4 +1,4 @@
-"""The contents of preempted requests in host memory, so that vLLM need not compute them again.
+"""The KV cache of preempted requests in host memory, so that vLLM need not compute it again.
 
 Owns the slots, each of one block, and what is in them (`Swap`, where vLLM schedules), and the copies (`SwapSpace`, on
 each rank). Both kinds of copies are in the order of the engine's own stream: behind the steps before, and in front of
