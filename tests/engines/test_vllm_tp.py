@@ -7,6 +7,7 @@ memory in one rank ends that rank, and so its engine.
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -88,14 +89,18 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     options: dict[str, Any] = {
         "tensor_parallel_size": 2,
         "distributed_executor_backend": "mp",
-        "environment": {"PYTHONPATH": os.pathsep.join([str(plugins), os.environ.get("PYTHONPATH", "")])},
+        "environment": {
+            "PYTHONPATH": os.pathsep.join([str(plugins), os.environ.get("PYTHONPATH", "")]),
+            "VLLM_LOGGING_LEVEL": "DEBUG",
+        },
     }
     tenants = {"red": {}, "blue": {"guarantee": 48 * build.unit}}
-    config = {"capacity": 64 * build.unit, "tenants": tenants, "recall_seconds": 30.0}
+    lent = {"capacity": 64 * build.unit, "host_capacity": 32 * build.unit}
+    config = {**lent, "tenants": tenants, "recall_seconds": 30.0}
     with ExitStack() as stack:
         daemons = [stack.enter_context(build.running(config, device)) for device in range(2)]
         endpoints = {"endpoint": [str(one.endpoint()) for one in daemons]}
-        settings = {"model": "chat", "keep": 1 << 40, **endpoints}
+        settings = {"model": "chat", "keep": 1 << 40, "swap_space": 32 * build.unit, **endpoints}
         shared = {"load_format": "membroker", "model_loader_extra_config": endpoints}
         # Two more ranks would look for work all the time, with a core each: on a CPU, plain vLLM has one process.
         plain = stack.enter_context(
@@ -151,7 +156,7 @@ def test_a_rank_that_is_refused_keeps_the_other_from_using_the_group(ranks: Rank
 
 
 def test_a_recall_by_the_second_broker_amid_a_burst(ranks: Ranks) -> None:
-    """vLLM preempts, and computes again."""
+    """vLLM preempts, and each rank has its part of the KV cache back from host memory."""
     ranks.engine.ask(*ranks.story.batches["long"])
     until(lambda: min(ranks.used()) > ranks.left)
     with ExitStack() as stack:
@@ -159,6 +164,7 @@ def test_a_recall_by_the_second_broker_amid_a_burst(ranks: Ranks) -> None:
         assert max(ranks.used()) <= ranks.left + ranks.story.group
         assert ranks.engine.is_busy, "the memory came when the requests had ended"
     ranks.story.compare(ranks.engine.answer(), "long")
+    assert re.search(r"[1-9]\d* return", ranks.engine.log()), "preempted requests were computed again"
 
 
 def test_a_broker_is_killed_in_a_burst(ranks: Ranks) -> None:
