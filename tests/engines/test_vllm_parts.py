@@ -430,7 +430,7 @@ def test_the_commands_of_the_page_are_vllms() -> None:
 
 
 def test_what_is_swapped_comes_back_byte_for_byte() -> None:
-    """K and V apart, with gaps between blocks. What is saved in a step is read before anything is loaded."""
+    """K and V apart, with gaps between blocks."""
     with running({"host_capacity": 2 * MIB}) as daemon, membroker.connect(daemon.endpoint()) as client:
         model = client.register_model("chat")
         pool = VirtualMemoryPool(model, 4 * MIB, 2 * MIB)
@@ -449,10 +449,12 @@ def test_what_is_swapped_comes_back_byte_for_byte() -> None:
             fill(block, block)
         space = SwapSpace(source_of(model), layout, 100_000, on_gpu=False)
         assert model.stats().books["host"].declared_bytes == 16 * 6000
-        space.copy([(1, 0), (2, 15)], [])
+        space.save([(1, 0), (2, 15)])
         fill(1, 91)
-        space.copy([(3, 7)], [(3, 0), (4, 15)])
-        space.copy([], [(5, 7)])
+        space.save([(3, 7)])
+        space.load([(3, 0), (4, 15)])
+        space.load([(5, 7)])
+        space.load([])
         expected = {1: (91, 91), 2: (2, 2), 3: (1, 3), 4: (2, 4), 5: (3, 5), 6: (6, 6)}  # of the block, and of its gap
         for block, (byte, gap) in expected.items():
             halves = [bytes([byte + more]) * 3000 + bytes([gap + more]) * 1096 for more in (0, 100)]

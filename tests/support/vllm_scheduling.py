@@ -1,7 +1,7 @@
 """vLLM's own scheduler, two steps in flight as on a GPU, without a model: what it preempts is what is measured.
 
 vLLM's CPU build cannot schedule asynchronously, so that a whole engine shows nothing of this on a CPU. In place of a
-model each step writes to the blocks of its requests which token it would compute, and looks at those before.
+model each step writes to the blocks of its requests what it would compute, and looks at what is there from before.
 """
 
 from __future__ import annotations
@@ -101,16 +101,36 @@ class Scheduling:
         self._under_way = deque[tuple[Any, list[list[int]]]]()
         self.preemptions = self.tokens = self.loaded = 0
         self._written: dict[int, dict[int, int]] = {}
-        """The tokens in each block, by their places in a request."""
+        """What is in each block: for each token a number that depends on all tokens before it, as in a KV cache."""
         self._swapped: dict[int, dict[int, int]] = {}
         """The same of each slot of host memory."""
         self._seen: dict[str, int] = {}
         """How many tokens of a request were computed."""
+        self._numbers: dict[str, list[int]] = {}
+        """What is to be computed for each token of a request."""
+        self.weights = 0
+        """Other weights compute other numbers."""
 
     @property
-    def free_slots(self) -> int:
-        """Return how many slots of host memory have nothing in them."""
-        return len(set(self.scheduler.connector._swap._free))
+    def slots(self) -> list[int]:
+        """Return all slots of host memory, those with something in them and those without."""
+        swap = self.scheduler.connector._swap
+        return sorted([*swap._free, *(slot for slots in swap._kept.values() for slot in slots)])
+
+    def forget(self, name: str) -> None:
+        """Compute a request whose tokens have changed from its beginning."""
+        self._numbers.pop(name, None)
+        self._seen.pop(name, None)
+
+    def change_weights(self) -> bool:
+        """Let all requests be computed again with other weights; return whether vLLM could."""
+        while self._under_way:
+            self._end(*self._under_way.popleft())
+        done = bool(self.scheduler.reset_prefix_cache(reset_running_requests=True))
+        self.weights += 1
+        self._numbers.clear()
+        self._seen.clear()
+        return done
 
     def serve(self, requests: int, prompt: int, answer: int) -> None:
         """Schedule steps until so many requests have their answers."""
@@ -155,14 +175,17 @@ class Scheduling:
     def _compute(self, request: Request, tokens: int) -> None:
         """Write the next tokens of a request to its blocks. What it had before must be there."""
         name, known = request.request_id, request.all_token_ids
+        numbers = self._numbers.setdefault(name, [self.weights])
         table = [block.block_id for block in self.scheduler.kv_cache_manager.get_blocks(name).blocks[0]]
         begin, end = request.num_computed_tokens - tokens, request.num_computed_tokens
+        for place in range(len(numbers) - 1, end):
+            numbers.append(hash((numbers[-1], known[place] if place < len(known) else _answer(name))))
         resumed = self._seen.get(name) != begin
         for place in range(0 if resumed else max(0, begin - BLOCK_TOKENS), end):
-            block, token = table[place // BLOCK_TOKENS], known[place] if place < len(known) else _answer(name)
+            block, number = table[place // BLOCK_TOKENS], numbers[place + 1]
             if place >= begin:
-                self._written.setdefault(block, {})[place % BLOCK_TOKENS] = token
-            assert self._written[block].get(place % BLOCK_TOKENS) == token, f"token {place} of request {name}"
+                self._written.setdefault(block, {})[place % BLOCK_TOKENS] = number
+            assert self._written[block].get(place % BLOCK_TOKENS) == number, f"token {place} of request {name}"
         self._seen[name] = end
 
     def _end(self, step: Any, tokens: list[list[int]]) -> None:

@@ -98,6 +98,16 @@ def test_each_rank_has_an_endpoint() -> None:
         endpoint_of(listed, SimpleNamespace(rank=0, world_size=1))
 
 
+SWAP_BESIDE_ANOTHER = {
+    "kv_connector": "MultiConnector",
+    "is_kv_consumer": False,
+    "is_kv_producer": True,
+    "kv_connector_extra_config": {
+        "connectors": [{"kv_connector": "Membroker", "kv_connector_extra_config": {"swap_space": "1GiB"}}]
+    },
+}
+
+
 def a_config(**other: Any) -> Any:
     """A `VllmConfig` that is served, with some values replaced: `parallel_config__world_size=2`."""
     config: Any = {
@@ -140,6 +150,7 @@ def a_config(**other: Any) -> Any:
         ({"kv_transfer_config": None}, '"kv_role": "kv_producer"'),
         ({"kv_transfer_config__is_kv_producer": False}, '"kv_role": "kv_producer"'),
         ({"kv_transfer_config__is_kv_consumer": True}, "preempts many requests at once"),
+        ({"kv_transfer_config": SWAP_BESIDE_ANOTHER}, "swap_space beside another connector"),
         ({"model_config__use_mla": True}, "MLA"),
         ({"model_config__is_encoder_decoder": True}, "encoder-decoder"),
         ({"speculative_config": object()}, "speculative"),

@@ -82,10 +82,10 @@ class Blocks:
 
     def note(self, step: Any) -> None:
         """Note which requests a step has admitted, the blocks that it has given to them and to others, and the need."""
-        for name in step.preempted_req_ids or ():
-            if blocks := self._running.pop(name, None):
-                self._save(self._requests[name], blocks)
-            self._preempted.add(name)
+        if step.preempted_req_ids:
+            for name in [one for one in self._running if one in step.preempted_req_ids]:  # resumed in this order, too
+                self._save(self._requests[name], self._running.pop(name))
+            self._preempted |= step.preempted_req_ids
         admitted = {new.req_id: new.block_ids[0] for new in step.scheduled_new_reqs}
         others = step.scheduled_cached_reqs
         for name, blocks in zip(others.req_ids, others.new_block_ids, strict=True):
@@ -115,6 +115,18 @@ class Blocks:
             # Rounded up to blocks, both, without a call for each request.
             more += (min(tokens, most) + size - 1) // size - (min(done, most) + size - 1) // size
         self._more = more
+
+    def were_reset(self, request: Any) -> bool:
+        """Return whether vLLM has preempted all requests at once to compute them again, as for new weights.
+
+        It is asked of a preempted request that may be resumed. This one had blocks, and no step has preempted it.
+        """
+        if request.request_id not in self._running:
+            return False
+        self._preempted |= self._running.keys()
+        self._running.clear()
+        self._users = None
+        return True
 
     @property
     def has_requests(self) -> bool:

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.request import RequestStatus
 
 from ...arguments import bytes_of
 from ...errors import InvalidRequest, MembrokerError
@@ -124,11 +125,15 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
 
     wait_for_layer_load = save_kv_layer = wait_for_save = _nothing
 
+    def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
+        """Save the KV cache of preempted requests, before this step writes to any of their blocks."""
+        if self._memory.swap_space is not None:
+            self._memory.swap_space.save(kv_connector_metadata.saves)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Save what preempted requests had, and load what resumed ones have kept, before the step writes any block."""
-        if self.has_connector_metadata() and (space := self._memory.swap_space) is not None:
-            step = self._get_connector_metadata()
-            space.copy(step.saves, step.loads)
+        """Load that of resumed requests, before this step reads it. A step without any may call this at its end."""
+        if self.has_connector_metadata() and self._memory.swap_space is not None:
+            self._memory.swap_space.load(self._get_connector_metadata().loads)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Settle the fences of the step, which is launched now. No request waits for a transfer."""
@@ -212,6 +217,10 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
         """
         if ready := self._cache.take():
             self._blocks.release(ready)
+        if request.status is not RequestStatus.PREEMPTED:
+            return 0, False
+        if self._blocks.were_reset(request):
+            self._swap.clear()
         return max(0, self._swap.tokens(request) - num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

@@ -162,6 +162,11 @@ def check_supported(config: Any) -> None:
             or not transfer.is_kv_producer
             or (transfer.is_kv_consumer and transfer.kv_connector != "MultiConnector")
         ),
+        "has no swap_space beside another connector, whose loads can fail: leave one of the two out": (
+            transfer is not None
+            and transfer.kv_connector == "MultiConnector"
+            and settings_in(transfer).swap_space is not None
+        ),
         "does not serve models with MLA yet": config.model_config.use_mla,
         "does not serve encoder-decoder models": config.model_config.is_encoder_decoder,
         "does not support speculative decoding yet: leave --speculative-config out": (

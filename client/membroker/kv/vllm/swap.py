@@ -3,6 +3,9 @@
 Owns the slots, each of one block, and what is in them (`Swap`, where vLLM schedules), and the copies (`SwapSpace`, on
 each rank). Both kinds of copies are in the order of the engine's own stream: behind the steps before, and in front of
 the step that they come with. So no request waits for a copy, and nothing is to be told back.
+
+It relies on three things. vLLM schedules a preempted request again, or ends it. A request that runs has computed all
+tokens in its blocks but those in the last one. And no step resumes a request that it has preempted.
 """
 
 from __future__ import annotations
@@ -45,8 +48,9 @@ class Swap:
             self._saves += zip(blocks, slots, strict=False)
 
     def tokens(self, request: Any) -> int:
-        """Return how many of a request's tokens are kept."""
-        return len(self._kept.get(request.request_id, ())) * self._block_tokens
+        """Return how many of a request's tokens are kept: fewer than it has."""
+        kept = len(self._kept.get(request.request_id, ())) * self._block_tokens
+        return kept if kept < request.num_tokens else 0
 
     def load(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
         """Put the last `tokens` of what is kept into the request's `blocks`, and keep nothing of it."""
@@ -65,7 +69,7 @@ class Swap:
             self.drop(request_id)
 
     def step(self) -> tuple[Copies, Copies]:
-        """Return what is to be saved before a step, and then loaded."""
+        """Return what is to be saved before a step, and what is to be loaded."""
         saves, loads = self._saves, self._loads
         self._saves, self._loads = [], []
         self._free += [slot for _, slot in loads]  # what is saved with the next step comes later
@@ -89,17 +93,21 @@ class SwapSpace:
             source.credit(self._size, Location.HOST)
             raise
 
-    def copy(self, saves: Copies, loads: Copies) -> None:
-        """Queue the copies of a step on the current stream: all that is to be saved, and then what is to be loaded."""
-        for copies, is_save in ((saves, True), (loads, False)):
-            if copies:
-                device, host, sizes = self._places(torch.tensor(copies, dtype=torch.int64))
-                source, target = (device, host) if is_save else (host, device)
-                self._copy(source, target, sizes)
+    def save(self, copies: Copies) -> None:
+        """Queue copies from blocks to slots, in the order of the current stream."""
+        if copies:
+            device, host, sizes = self._places(copies)
+            self._copy(device, host, sizes)
 
-    def _places(self, copies: Any) -> tuple[Any, Any, Any]:
+    def load(self, copies: Copies) -> None:
+        """Queue copies from slots to blocks, in the order of the current stream."""
+        if copies:
+            device, host, sizes = self._places(copies)
+            self._copy(host, device, sizes)
+
+    def _places(self, copies: Copies) -> tuple[Any, Any, Any]:
         """Return the addresses of all pieces of blocks, of the same in their slots, and the sizes."""
-        blocks, slots = copies.T
+        blocks, slots = torch.tensor(copies, dtype=torch.int64).T
         devices, hosts, sizes, within = [], [], [], 0
         for one in self._layout.tensors:
             devices.append(one.address + blocks * one.stride)
