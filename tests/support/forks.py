@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -16,6 +17,7 @@ def in_a_child(body: Callable[[], None]) -> None:
     if not child:
         with ExitStack() as failed:
             failed.callback(os._exit, 1)
+            failed.callback(traceback.print_exc)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(DEADLINE_SECONDS)
             body()
