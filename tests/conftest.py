@@ -32,6 +32,16 @@ def runtime_directory() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def little_to_collect() -> None:
+    """Leave out of each later garbage collection what the files before this one have left, imports above all.
+
+    Without that, a collection takes 35 ms at the end of a run instead of 1 ms.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Shared]:
     """The daemon of a file's tests with the marker `shared_daemon`; the first of them starts it."""
