@@ -54,7 +54,7 @@ def until(what: Callable[[], _T], seconds: float = DEADLINE_SECONDS) -> _T:
         waited = time.monotonic() - began
         assert waited < seconds, "it did not become true in time"
         # To look costs CPU time, most often in a daemon, too. A look in a long wait may be late by a twentieth of it.
-        time.sleep(min(0.002 + waited / 20, 0.025))
+        time.sleep(min(0.002 + waited / 20, 0.1))
 
 
 class Daemon:
