@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import pytest
 from tests.simulation.shrink import Failed, run
@@ -10,16 +11,23 @@ from tests.simulation.world import World
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 STEPS = 10_000
+NOWHERE: Mapping[str, int] = MappingProxyType({})
 SHORT_STORY = 80
 """Commands of a transcript."""
 TOLD = 900
 """Steps: what shows later has a story that takes minutes to be shortened. `make sim` would do it."""
 
 
-def notice(fault: Fault, seeds: Iterable[int], monkeypatch: pytest.MonkeyPatch) -> World:
-    """Play a few worlds around a core with a fault: one of them fails, and is returned."""
+def notice(
+    fault: Fault, seeds: Iterable[int], monkeypatch: pytest.MonkeyPatch, shown_in: Mapping[str, int] = NOWHERE
+) -> World:
+    """Play a few worlds around a core with a fault: one of them fails, and is returned.
+
+    The first one is what `shown_in` has for the name of the fault: others may show it much later, or not at all.
+    """
     fault(monkeypatch)
-    for seed in seeds:
+    name = fault.__name__.strip("_")
+    for seed in dict.fromkeys([*([shown_in[name]] if name in shown_in else []), *seeds]):
         world = World(seed)
         try:
             world.play_steps(STEPS)

@@ -41,9 +41,9 @@ def _hold(world: World) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [SEED, SEED + 1])
-def test_30_000_steps(seed: int) -> None:
+def test_20_000_steps(seed: int) -> None:
     """Without a stock, and with one: hundreds of sessions, most of which end in a way that nobody wished for."""
-    world = run(seed, 30_000)
+    world = run(seed, 20_000)
     _hold(world)
     assert world.referee.sessions > 200
 
@@ -454,7 +454,7 @@ FAULTS_OF_STOCK = (
 @pytest.mark.parametrize(
     ("fault", "seeds"),
     [(fault, [SEED + more for more in range(4)]) for fault in FAULTS]
-    + [(fault, [SEED + more for more in (1, 2, 3, 5, 6, 7, 9, 10)]) for fault in FAULTS_OF_STOCK],
+    + [(fault, [SEED + more for more in (1, 6, 2, 3, 5, 7, 9, 10)]) for fault in FAULTS_OF_STOCK],
     ids=lambda one: "" if isinstance(one, list) else one.__name__.strip("_"),
 )
 def test_a_core_with_a_fault_is_found_out(fault: Fault, seeds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
