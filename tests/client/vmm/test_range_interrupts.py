@@ -82,11 +82,13 @@ CALLS: dict[str, tuple[Callable[[Program], object], set[str]]] = {
 
 
 def in_time(work: Callable[[], object]) -> None:
-    """Do it in a thread, which must not wait for a lock that an interrupt has left."""
-    thread = threading.Thread(target=work, daemon=True)
+    """Do it in a thread, which must not wait for a lock that an interrupt has left, and not fail."""
+    done: list[object] = []
+    thread = threading.Thread(target=lambda: done.append(work()), daemon=True)
     thread.start()
     thread.join(10)
     assert not thread.is_alive(), "a lock was never released"
+    assert done, "it failed"
 
 
 @pytest.mark.parametrize("name", CALLS)
