@@ -236,17 +236,17 @@ def test_a_fence_passes_when_its_step_was_launched_and_is_over() -> None:
     scheduled.begin()
     fence = scheduled.fence()
     assert (scheduled.number, scheduled.fenced) == (2, 2)
-    launched.end(0, 0)
+    launched.begin(0, 0)
     events[-1].is_over = True
-    launched.end(1, 0)
+    launched.begin(1, 0)
     assert (fence.query(), len(events)) == (False, 1)
-    launched.end(2, scheduled.fenced)
+    launched.begin(2, scheduled.fenced)
     assert (fence.query(), len(events)) == (False, 2)
     events[-1].is_over = True
     assert fence.query()
     scheduled.begin()
     later = scheduled.fence()
-    launched.end(3, scheduled.fenced)
+    launched.begin(3, scheduled.fenced)
     assert (len(events), later.query()) == (3, False)
 
 
@@ -257,7 +257,7 @@ def test_a_fence_of_a_step_that_was_never_launched_passes_with_the_next_step() -
     fence = scheduled.fence()
     scheduled.begin()
     assert not fence.query()
-    launched.end(scheduled.number, scheduled.fenced)
+    launched.begin(scheduled.number, scheduled.fenced)
     assert fence.query()
 
 

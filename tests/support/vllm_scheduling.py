@@ -2,6 +2,7 @@
 
 vLLM's CPU build cannot schedule asynchronously, so that a whole engine shows nothing of this on a CPU. In place of a
 model each step writes to the blocks of its requests what it would compute, and looks at what is there from before.
+The blocks of a step must have memory until it has ended.
 """
 
 from __future__ import annotations
@@ -60,10 +61,13 @@ class Scheduling:
         (directory / "config.json").write_text(json.dumps(CONFIG))
         over: dict[str, Any] = {}
         self._launched = Launched()
-        self._launched.record = Over
+        self._launched.record = lambda: _Ended(self, self._begun - 1)
+        self._begun = self.ended = 0
+        """How many steps were launched, and how many of them have ended."""
+        self._pool: VirtualMemoryPool | None = None
         if model is not None:
             blocks = PAGES * PAGE // BLOCK
-            pool = VirtualMemoryPool(model, PAGES * PAGE, PAGE)
+            self._pool = pool = VirtualMemoryPool(model, PAGES * PAGE, PAGE)
             layout = Layout(pool.base_address, PAGE, blocks, [Strided(pool.base_address, BLOCK, BLOCK)], BLOCK_TOKENS)
             self.cache = ElasticCache(pool, layout)
             kept = SimpleNamespace(pool=None)  # vLLM's own weights
@@ -98,7 +102,7 @@ class Scheduling:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256) if caches_prefixes else None
         self.scheduler = AsyncScheduler(config, cache_config, StructuredOutputManager(config), block_size=BLOCK_TOKENS)
-        self._under_way = deque[tuple[Any, list[list[int]]]]()
+        self._under_way = deque[tuple[Any, list[list[int]], set[int]]]()
         self.preemptions = self.tokens = self.loaded = 0
         self._written: dict[int, dict[int, int]] = {}
         """What is in each block: for each token a number that depends on all tokens before it, as in a KV cache."""
@@ -154,20 +158,21 @@ class Scheduling:
         if not (scheduler.has_unfinished_requests() or steps):
             return False
         step = scheduler.schedule()
+        self._begun += 1
         self.preemptions += len(step.preempted_req_ids or ())
         self.tokens += step.total_num_scheduled_tokens
         if (told := step.kv_connector_metadata) is not None:
             self._swapped.update({slot: dict(self._written[block]) for block, slot in told.saves})
             self._written.update({block: dict(self._swapped[slot]) for block, slot in told.loads})
             self.loaded += len(told.loads)
-            self._launched.end(told.number, told.fenced)
+            self._launched.begin(told.number, told.fenced)
         names = step.num_scheduled_tokens
         for name in step.preempted_req_ids or ():
             self._seen.pop(name, None)
         for name, tokens in names.items():
             self._compute(scheduler.requests[name], tokens)
         answers = [[] if scheduler.requests[name].is_prefill_chunk else [_answer(name)] for name in names]
-        steps.append((step, answers))
+        steps.append((step, answers, {block for name in names for block in self._table(name)}))
         while len(steps) >= IN_FLIGHT or (steps and not step.total_num_scheduled_tokens):
             self._end(*steps.popleft())
         return True
@@ -176,7 +181,7 @@ class Scheduling:
         """Write the next tokens of a request to its blocks. What it had before must be there."""
         name, known = request.request_id, request.all_token_ids
         numbers = self._numbers.setdefault(name, [self.weights])
-        table = [block.block_id for block in self.scheduler.kv_cache_manager.get_blocks(name).blocks[0]]
+        table = self._table(name)
         begin, end = request.num_computed_tokens - tokens, request.num_computed_tokens
         for place in range(len(numbers) - 1, end):
             numbers.append(hash((numbers[-1], known[place] if place < len(known) else _answer(name))))
@@ -188,10 +193,27 @@ class Scheduling:
             assert self._written[block].get(place % BLOCK_TOKENS) == number, f"token {place} of request {name}"
         self._seen[name] = end
 
-    def _end(self, step: Any, tokens: list[list[int]]) -> None:
+    def _table(self, name: str) -> list[int]:
+        return [block.block_id for block in self.scheduler.kv_cache_manager.get_blocks(name).blocks[0]]
+
+    def _end(self, step: Any, tokens: list[list[int]], used: set[int]) -> None:
+        if self._pool is not None:
+            lost = [block for block in used if not self._pool.is_mapped(block * BLOCK, BLOCK)]
+            assert not lost, f"a step that is under way uses {len(lost)} blocks without memory"
+        self.ended += 1
         names = list(step.num_scheduled_tokens)
         places = {name: place for place, name in enumerate(names)}
         self.scheduler.update_from_output(step, ModelRunnerOutput(names, places, tokens))
+
+
+class _Ended(Over):
+    """The fence of the end of a step."""
+
+    def __init__(self, scheduling: Scheduling, step: int) -> None:
+        self._scheduling, self._step = scheduling, step
+
+    def query(self) -> bool:
+        return self._scheduling.ended >= self._step
 
 
 def _answer(name: str) -> int:

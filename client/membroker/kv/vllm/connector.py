@@ -126,21 +126,19 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
     wait_for_layer_load = save_kv_layer = wait_for_save = _nothing
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
-        """Save the KV cache of preempted requests, before this step writes to any of their blocks."""
+        """Save the KV cache of preempted requests, and settle the fences. vLLM calls this at the start of every step.
+
+        The step has not written to any of their blocks yet, and uses none that is to be released.
+        """
+        step = kv_connector_metadata
         if self._memory.swap_space is not None:
-            self._memory.swap_space.save(kv_connector_metadata.saves)
+            self._memory.swap_space.save(step.saves)
+        self._memory.launched.begin(step.number, step.fenced)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Load that of resumed requests, before this step reads it. A step without any may call this at its end."""
         if self.has_connector_metadata() and self._memory.swap_space is not None:
             self._memory.swap_space.load(self._get_connector_metadata().loads)
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Settle the fences of the step, which is launched now. No request waits for a transfer."""
-        if self.has_connector_metadata():
-            step = self._get_connector_metadata()
-            self._memory.launched.end(step.number, step.fenced)
-        return None, None
 
     def get_handshake_metadata(self) -> RankMetadata | None:
         """Tell the scheduler's process where this rank is. vLLM asks when the worker has warmed up."""

@@ -177,7 +177,7 @@ class Memory:
         """Return the cache, for the scheduler in this process."""
         if self._cache is None:
             raise InvalidRequest(_NO_WORKER)
-        self.launched.end(0, 0)
+        self.launched.begin(0, 0)
         return self._cache
 
     def serve(self) -> tuple[str, tuple[Any, ...]]:
@@ -188,7 +188,7 @@ class Memory:
         if self._cache is None or self._pool is None:
             raise InvalidRequest(_NO_WORKER)
         self._cache.close()
-        self.launched.end(0, 0)
+        self.launched.begin(0, 0)
         pool, tokens = self._pool, self._config.cache_config.block_size
         tensors = tuple(replace(one, address=one.address - pool.base_address) for one in self._tensors)
         arguments = (0, pool.page_size, self._cache_config.num_blocks, tensors, tokens)

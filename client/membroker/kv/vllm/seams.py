@@ -39,7 +39,6 @@ METHODS: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     (_CONNECTOR, "wait_for_layer_load", ("layer_name",)),
     (_CONNECTOR, "save_kv_layer", ("layer_name", "kv_layer", "attn_metadata")),
     (_CONNECTOR, "wait_for_save", ()),
-    (_CONNECTOR, "get_finished", ("finished_req_ids",)),
     (_CONNECTOR, "get_handshake_metadata", ()),
     (_CONNECTOR, "set_xfer_handshake_metadata", ("metadata",)),
     (_CONNECTOR, "reset_cache", ()),

@@ -29,13 +29,16 @@ class Scheduled:
         self.number += 1
 
     def fence(self) -> StepFence:
-        """Return a fence behind the step that is being scheduled."""
+        """Return a fence behind all steps before the one that is being scheduled.
+
+        It is for blocks that this step does not use. What the step saves of them is in front of the fence.
+        """
         self.fenced = self.number
         return StepFence(self.number, self._passed)
 
 
 class StepFence:
-    """The end of a step's work on every device, which may not have been launched yet."""
+    """The beginning of a step on every device. The step may not have been launched yet."""
 
     def __init__(self, number: int, passed: Callable[[], int]) -> None:
         self._number, self._passed = number, passed
@@ -56,8 +59,8 @@ class Launched:
         self._events: deque[tuple[int, Any]] = deque()
         self._recorded = self._passed = -1
 
-    def end(self, number: int, fenced: int) -> None:
-        """Note that all work of a step was launched. `fenced` is the last step that had a fence when it was scheduled.
+    def begin(self, number: int, fenced: int) -> None:
+        """Note that all work before a step was launched. `fenced` is the last step with a fence when it was scheduled.
 
         An event is recorded only if there is a fence since the last one.
         """
@@ -66,7 +69,7 @@ class Launched:
             self._recorded = number
 
     def passed(self) -> int:
-        """Return the last step with a fence that is over. One thread may call it."""
+        """Return the last step with a fence that all work before it is over. One thread may call it."""
         while self._events and self._events[0][1].query():
             self._passed = self._events.popleft()[0]
         return self._passed
