@@ -232,8 +232,8 @@ def test_a_fence_passes_when_its_step_was_launched_and_is_over() -> None:
     launched = Launched()
     launched.record = record
     scheduled = Scheduled(launched.passed)
-    scheduled.begin()
-    scheduled.begin()
+    scheduled.end()
+    scheduled.end()
     fence = scheduled.fence()
     assert (scheduled.number, scheduled.fenced) == (2, 2)
     launched.begin(0, 0)
@@ -244,7 +244,7 @@ def test_a_fence_passes_when_its_step_was_launched_and_is_over() -> None:
     assert (fence.query(), len(events)) == (False, 2)
     events[-1].is_over = True
     assert fence.query()
-    scheduled.begin()
+    scheduled.end()
     later = scheduled.fence()
     launched.begin(3, scheduled.fenced)
     assert (len(events), later.query()) == (3, False)
@@ -253,9 +253,9 @@ def test_a_fence_passes_when_its_step_was_launched_and_is_over() -> None:
 def test_a_fence_of_a_step_that_was_never_launched_passes_with_the_next_step() -> None:
     launched = Launched()
     scheduled = Scheduled(launched.passed)
-    scheduled.begin()
+    scheduled.end()
     fence = scheduled.fence()
-    scheduled.begin()
+    scheduled.end()
     assert not fence.query()
     launched.begin(scheduled.number, scheduled.fenced)
     assert fence.query()

@@ -159,6 +159,26 @@ def test_one_step_preempts_many_for_a_recall(tmp_path: Path, monkeypatch: pytest
         elastic.cache.close()
 
 
+def test_a_recall_during_a_step_is_answered_by_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step is under way then. A request of the next one fills a block in each step: it preempts the others."""
+    with running({"capacity": 2 * WHOLE}) as daemon, membroker.connect(daemon.endpoint()) as client:
+        elastic = Scheduling(tmp_path, monkeypatch, model=client.register_model("chat", limit=WHOLE))
+        elastic.cache.want(elastic.cache.layout.blocks)
+        for number in range(8 * BLOCK_TOKENS):
+            elastic.ask(str(number), [1] * (64 + number % BLOCK_TOKENS), 200)
+        scheduler = elastic.scheduler
+        while len(scheduler.running) < 8 * BLOCK_TOKENS or any(one.is_prefill_chunk for one in scheduler.running):
+            elastic.cache.wait(0.01)
+            assert elastic.step()
+        elastic.before_end, before = lambda: elastic.cache.shrink(WHOLE * 3 // 4), elastic.preemptions
+        elastic.step()
+        assert elastic.preemptions == before, "this step was scheduled before the recall"
+        elastic.step()
+        print(f"{elastic.preemptions - before} requests were preempted")
+        assert elastic.preemptions > before
+        elastic.cache.close()
+
+
 @pytest.mark.parametrize("swap_space", [None, 3 * MIB, LIMIT], ids=["no-swap", "little-swap", "swap"])
 def test_no_block_is_lost_while_memory_comes_and_goes(
     swap_space: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -112,6 +113,8 @@ class Scheduling:
         """How many tokens of a request were computed."""
         self._numbers: dict[str, list[int]] = {}
         """What is to be computed for each token of a request."""
+        self.before_end: Callable[[], object] | None = None
+        """What happens once, while a step is under way."""
         self.weights = 0
         """Other weights compute other numbers."""
 
@@ -200,10 +203,15 @@ class Scheduling:
         if self._pool is not None:
             lost = [block for block in used if not self._pool.is_mapped(block * BLOCK, BLOCK)]
             assert not lost, f"a step that is under way uses {len(lost)} blocks without memory"
+        if (happens := self.before_end) is not None:
+            self.before_end = None
+            happens()
         self.ended += 1
         names = list(step.num_scheduled_tokens)
         places = {name: place for place, name in enumerate(names)}
-        self.scheduler.update_from_output(step, ModelRunnerOutput(names, places, tokens))
+        self.scheduler.update_from_output(
+            step, ModelRunnerOutput(names, places, tokens, kv_connector_output=KVConnectorOutput())
+        )
 
 
 class _Ended(Over):

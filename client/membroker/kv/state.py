@@ -278,6 +278,12 @@ class CacheState:
 
     # What others want back
 
+    @property
+    def is_asked_back(self) -> bool:
+        """Whether memory is to be released for others."""
+        with self._lock:
+            return bool(self._asked_back())
+
     def owe(self, size: int) -> None:
         """Release so many bytes, whatever the engine wants."""
         with self._lock:

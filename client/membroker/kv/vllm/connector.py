@@ -235,8 +235,7 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """End the scheduling of a step: the cache takes its turn, or rests if there is no request."""
-        cache, blocks = self._cache, self._blocks
-        self._steps.begin()
+        cache, blocks, steps = self._cache, self._blocks, self._steps
         if self._rests:
             cache.wake()
         blocks.relax()
@@ -254,7 +253,14 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
             logger.debug(
                 "membroker: preempted requests: %d blocks go to host memory, %d return", len(saves), len(loads)
             )
-        return StepMetadata(self._steps.number, self._steps.fenced, saves, loads)
+        told = StepMetadata(steps.number, steps.fenced, saves, loads)
+        steps.end()
+        return told
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take a turn for a recall when a step has ended: so the next step preempts, and not the one after it."""
+        if self._cache.is_asked_back and not self._rests:
+            self._cache.turn()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request. vLLM frees its blocks."""

@@ -31,6 +31,7 @@ METHODS: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     (_CONNECTOR, "get_num_new_matched_tokens", ("request", "num_computed_tokens")),
     (_CONNECTOR, "update_state_after_alloc", ("request", "blocks", "num_external_tokens")),
     (_CONNECTOR, "build_connector_meta", ("scheduler_output",)),
+    (_CONNECTOR, "update_connector_output", ("connector_output",)),
     (_CONNECTOR, "request_finished", ("request", "block_ids")),
     (_CONNECTOR, "has_pending_push_work", ()),
     (_CONNECTOR, "register_kv_caches", ("kv_caches",)),

@@ -19,22 +19,22 @@ class Scheduled:
 
     def __init__(self, passed: Callable[[], int]) -> None:
         self.number = 0
-        """The step that is being scheduled."""
+        """The step that is scheduled now, or next."""
         self.fenced = 0
         """The last step with a fence behind it."""
         self._passed = passed
 
-    def begin(self) -> None:
-        """Schedule another step."""
-        self.number += 1
-
     def fence(self) -> StepFence:
-        """Return a fence behind all steps before the one that is being scheduled.
+        """Return a fence behind all steps before this one, and behind what this one saves.
 
-        It is for blocks that this step does not use. What the step saves of them is in front of the fence.
+        It is for blocks that this step does not use.
         """
         self.fenced = self.number
         return StepFence(self.number, self._passed)
+
+    def end(self) -> None:
+        """End the scheduling of a step."""
+        self.number += 1
 
 
 class StepFence:
