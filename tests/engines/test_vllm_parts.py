@@ -24,7 +24,12 @@ from membroker import DeviceFailure, InvalidRequest, LocalSource, VirtualMemoryP
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it")
 
 import torch
+from tests.support.vllm_empty import Empty
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorMetadata
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.import_utils import resolve_obj_by_qualname
@@ -32,7 +37,9 @@ from vllm.v1.attention.backends import utils
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from membroker.kv import Layout
@@ -41,7 +48,7 @@ from membroker.kv.layout import Strided
 from membroker.kv.seams import load
 from membroker.kv.vllm import memory, seams
 from membroker.kv.vllm.blocks import Blocks
-from membroker.kv.vllm.connector import Membroker
+from membroker.kv.vllm.connector import Membroker, StepMetadata
 from membroker.kv.vllm.settings import Settings, settings_of
 from membroker.kv.vllm.sleep import Weights, why_kept
 from membroker.kv.vllm.steps import Launched, Scheduled
@@ -259,6 +266,30 @@ def test_a_fence_of_a_step_that_was_never_launched_passes_with_the_next_step() -
     assert not fence.query()
     launched.begin(scheduled.number, scheduled.fenced)
     assert fence.query()
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_a_fence_is_behind_what_other_connectors_read(runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own offloading connector may still read what a preempted request had, and waits for that in its turn."""
+    order: list[str] = []
+    mine, other = object.__new__(Membroker), object.__new__(Empty)
+    mine._vllm_config = VllmConfig()
+    mine._memory = SimpleNamespace(
+        swap_space=SimpleNamespace(save=lambda copies: order.append("save"), load=lambda copies: order.append("load")),
+        launched=SimpleNamespace(begin=lambda number, fenced: order.append(f"event of step {number}")),
+    )
+    monkeypatch.setattr(Empty, "handle_preemptions", lambda self, kv_connector_metadata: order.append("other waits"))
+    both = object.__new__(MultiConnector)
+    both._connectors, both._extra_async_saves = [mine, other], {}
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", both)
+    step = SchedulerOutput.make_empty()
+    step.kv_connector_metadata = MultiKVConnectorMetadata((StepMetadata(3, 3, [], []), KVConnectorMetadata()))
+    if runner == "V1":
+        both.handle_preemptions(step.kv_connector_metadata)  # as the first thing of `execute_model`
+        KVConnectorModelRunnerMixin.kv_connector_no_forward(step, mine._vllm_config)
+    else:
+        ActiveKVConnector(mine._vllm_config, {}).no_forward(step)
+    assert order == ["save", "other waits", "event of step 3", "load"]
 
 
 @pytest.mark.parametrize("inner", ["NHD", "HND"])

@@ -126,14 +126,18 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
     wait_for_layer_load = save_kv_layer = wait_for_save = _nothing
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
-        """Save the KV cache of preempted requests, and settle the fences. vLLM calls this at the start of every step.
-
-        The step has not written to any of their blocks yet, and uses none that is to be released.
-        """
-        step = kv_connector_metadata
+        """Save the KV cache of preempted requests, before this step writes to any of their blocks."""
         if self._memory.swap_space is not None:
-            self._memory.swap_space.save(step.saves)
-        self._memory.launched.begin(step.number, step.fenced)
+            self._memory.swap_space.save(kv_connector_metadata.saves)
+
+    def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
+        """Settle the fences. vLLM calls this at the start of every step, and of steps without tokens.
+
+        The step uses none of the blocks that are to be released. All connectors have handled its preemptions now: one
+        that still reads blocks of a preempted request waits for that there.
+        """
+        super().bind_connector_metadata(connector_metadata)
+        self._memory.launched.begin(connector_metadata.number, connector_metadata.fenced)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Load that of resumed requests, before this step reads it. A step without any may call this at its end."""

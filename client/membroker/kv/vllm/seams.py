@@ -36,6 +36,7 @@ METHODS: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     (_CONNECTOR, "has_pending_push_work", ()),
     (_CONNECTOR, "register_kv_caches", ("kv_caches",)),
     (_CONNECTOR, "handle_preemptions", ("kv_connector_metadata",)),
+    (_CONNECTOR, "bind_connector_metadata", ("connector_metadata",)),
     (_CONNECTOR, "start_load_kv", ("forward_context",)),
     (_CONNECTOR, "wait_for_layer_load", ("layer_name",)),
     (_CONNECTOR, "save_kv_layer", ("layer_name", "kv_layer", "attn_metadata")),
