@@ -33,7 +33,7 @@ _AGAIN_SECONDS: Final = 0.005
 class Rank:
     """Lets the process that schedules decide what memory `pool` has: its `Ranks` has the `address` of this.
 
-    `passed` returns the last step whose work on this rank's device is over. `weights` and `also` are those of
+    `passed` returns the last step whose fence has passed on this rank's device. `weights` and `also` are those of
     `Sleeper`, for this rank. Threads serve one `Ranks`, until it is closed or this process ends. Nothing else may
     allocate in the pool, or answer the recalls of its model or an operator.
     """

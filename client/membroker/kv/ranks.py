@@ -94,7 +94,7 @@ class Ranks(Closing):
             rank.release(ranges)
 
     def passed(self) -> int:
-        """Return the last step that is over in every rank, as of a few milliseconds ago."""
+        """Return the last step whose fence has passed in every rank, as of a few milliseconds ago."""
         now = time.monotonic()
         if now >= self._asked_at + _AGAIN_SECONDS:
             self._asked_at = now

@@ -24,8 +24,8 @@ class Blocks:
 
     `pool` is vLLM's `BlockPool`. A block has `block_tokens` tokens, and a request at most `most_tokens`; at most
     `most_requests` run at a time. vLLM admits a request beside others only if `watermark` blocks stay free. `new_fence`
-    returns a fence behind the step that is being scheduled. `save` is told of a request that was preempted, and of the
-    blocks that it had.
+    returns a fence behind all steps before the one that is being scheduled: no block of this one is unused. `save` is
+    told of a request that was preempted, and of the blocks that it had.
     """
 
     def __init__(

@@ -15,13 +15,13 @@ from ..engine import Over
 
 
 class Scheduled:
-    """The scheduler's side. `passed` returns the last step whose work is over."""
+    """The scheduler's side. `passed` returns the last step whose fence has passed."""
 
     def __init__(self, passed: Callable[[], int]) -> None:
         self.number = 0
         """The step that is scheduled now, or next."""
         self.fenced = 0
-        """The last step with a fence behind it."""
+        """The last step with a fence at its beginning."""
         self._passed = passed
 
     def fence(self) -> StepFence:
