@@ -146,6 +146,7 @@ class Blocks:
     def relax(self) -> None:
         """End a squeeze: give vLLM back the blocks that were kept from it."""
         if self._squeezed:
+            self._pool.free_block_queue.num_free_blocks += 1
             self._pool.free_blocks(self._squeezed)
             self._squeezed, self._squeezed_used = [], 0
 
@@ -193,12 +194,13 @@ class Blocks:
         self._held -= len(blocks)
 
     def preempt(self, blocks: Sequence[int]) -> bool:
-        """Let vLLM preempt: it does so when a running request needs a block and none is free.
+        """Let vLLM preempt: it does so when a running request needs more blocks than are free.
 
-        So all free blocks are held until the end of the next step. vLLM then preempts its youngest requests until there
-        is room, and cannot admit them again. What the users of `blocks` have, and what younger requests have, is held
-        as well: it does not become free when they lose it. So one step preempts many; one in each step would take
-        seconds. The oldest of them makes the room, with its other blocks.
+        So all free blocks are held until the end of the next step, and one more counts as missing: then the first
+        request of that step lacks room, whether or not it fills a block. vLLM preempts its youngest requests until
+        there is room, and cannot admit them again. What the users of `blocks` have, and what younger requests have, is
+        held as well: it does not become free when they lose it. So one step preempts all of them; one in each step
+        would take seconds. The oldest of them makes the room, with its other blocks.
         """
         if not blocks or not self._requests:
             return False
@@ -211,12 +213,13 @@ class Blocks:
             self._squeezed = self._pool.free_block_queue.get_all_free_blocks() + [table[block] for block in used]
             self._squeezed_used = len(used)
             self._pool.touch(self._squeezed)
+            self._pool.free_block_queue.num_free_blocks -= 1
         return True
 
     def _used(self) -> int:
         """Return how many blocks are referenced by requests, the null block included."""
         pool = self._pool
-        kept = self._held + len(self._squeezed) - self._squeezed_used
+        kept = self._held + len(self._squeezed) - self._squeezed_used + bool(self._squeezed)
         return int(pool.num_gpu_blocks - pool.get_num_free_blocks() - kept)
 
     def _blocks_of(self, tokens: int) -> int:

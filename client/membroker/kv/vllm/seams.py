@@ -84,6 +84,7 @@ LAYOUT_ATTRIBUTES: Final = (
 )
 ATTRIBUTES: Final = (
     ("vllm.v1.core.block_pool:BlockPool", ("num_gpu_blocks", "blocks", "null_block", "free_block_queue")),
+    ("vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue", ("num_free_blocks",)),
     ("vllm.v1.core.kv_cache_utils:KVCacheBlock", ("block_id", "ref_cnt", "block_hash", "is_null")),
     ("vllm.v1.request:Request", ("request_id", "status", "num_tokens", "num_computed_tokens", "num_prompt_tokens")),
     ("vllm.v1.request:Request", ("skip_reading_prefix_cache",)),
