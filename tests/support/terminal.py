@@ -12,8 +12,8 @@ import subprocess
 import sys
 import termios
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import pyte
 
@@ -23,14 +23,58 @@ _IN_FOREGROUND = (
 )
 
 
+class _Screen(pyte.Screen):
+    """A screen that knows all that curses sends to a terminal of the type `screen`, or notes that it does not.
+
+    pyte skips what it does not know, such as the command by which curses scrolls several lines.
+    """
+
+    def __init__(self, columns: int, lines: int) -> None:
+        super().__init__(columns, lines)
+        self.is_whole = True
+        """Whether every command so far was known. Where one was not, the screen is no longer what a person sees."""
+
+    def scroll_up(self, count: int = 1) -> None:
+        """Move the lines between the margins up, and leave the cursor where it is."""
+        self._at_top(self.delete_lines, count)
+
+    def scroll_down(self, count: int = 1) -> None:
+        """Move the lines between the margins down, and leave the cursor where it is."""
+        self._at_top(self.insert_lines, count)
+
+    def _at_top(self, move: Callable[[int], None], count: int) -> None:
+        x, y = self.cursor.x, self.cursor.y
+        self.cursor.y = self.margins.top if self.margins else 0
+        move(count)
+        self.cursor.x, self.cursor.y = x, y
+
+    def delete_lines(self, count: int | None = None) -> None:
+        """As pyte, which leaves a line as it is where a line that was never written moves onto it."""
+        for number in range(self.lines):
+            self.buffer[number]  # which makes the line
+        super().delete_lines(count)
+
+    def set_keypad(self) -> None:
+        """Do nothing: what the keypad sends."""
+
+    def debug(self, *_: Any, **__: Any) -> None:
+        """Note a command that is unknown."""
+        self.is_whole = False
+
+
+class _Stream(pyte.ByteStream):
+    escape: ClassVar = {**pyte.ByteStream.escape, "=": "set_keypad", ">": "set_keypad"}
+    csi: ClassVar = {**pyte.ByteStream.csi, "S": "scroll_up", "T": "scroll_down"}
+
+
 class Terminal:
     """A program on a terminal of `columns` by `lines`. `screen` is what a person sees."""
 
     def __init__(self, arguments: Sequence[str], env: Mapping[str, str], columns: int = 120, lines: int = 24) -> None:
         self._master, self._slave = pty.openpty()
         self._lock = threading.Lock()
-        self._screen = pyte.Screen(columns, lines)
-        self._stream = pyte.ByteStream(self._screen)
+        self._screen = _Screen(columns, lines)
+        self._stream = _Stream(self._screen)
         self.output = b""
         self.before = termios.tcgetattr(self._slave)
         self._set_size(columns, lines)
@@ -58,8 +102,9 @@ class Terminal:
                 return
 
     def lines(self) -> list[str]:
-        """Return the lines of the screen, without spaces at their ends."""
+        """Return the lines of the screen, without spaces at their ends. It may be half drawn."""
         with self._lock:
+            assert self._screen.is_whole, f"a command that this screen does not know: {self.output!r}"
             return [line.rstrip() for line in self._screen.display]
 
     def text(self) -> str:

@@ -214,14 +214,17 @@ def test_a_daemon_that_stops_dies_and_comes_back(daemon: Daemon, red: membroker.
 
 
 def test_all_devices_of_a_machine() -> None:
-    """Two brokers; the second one comes while the screen is up."""
+    """Two brokers; the second one comes while the screen is up, dies, and comes back.
+
+    Why it is away takes several lines of a screen this narrow, which curses then scrolls away.
+    """
     with (
         tempfile.TemporaryDirectory(prefix="mb-") as directory,
         running({**CONFIG, "runtime_directory": f"{directory}/membroker"}) as first,
         membroker.connect(first.endpoint("red")) as one,
     ):
         one.register_model("chat")
-        with top(XDG_RUNTIME_DIR=directory) as terminal:
+        with top(XDG_RUNTIME_DIR=directory, columns=80) as terminal:
             until(lambda: names(terminal) == ["red/chat"])
             second = Daemon(Path(directory), {**CONFIG, "runtime_directory": f"{directory}/membroker"}, device=1)
             try:
@@ -229,6 +232,12 @@ def test_all_devices_of_a_machine() -> None:
                     other.register_model("draw")
                     until(lambda: sorted(names(terminal)) == ["blue/draw", "red/chat"])
                     until(lambda: row(terminal, "blue/draw")[-1:] == ["host-1"])  # the screen may be half drawn
+                    assert [line.split(" device:")[0] for line in terminal.lines()[:2]] == ["host", "host-1"]
+                    second.kill()
+                    until(lambda: "is dead and left its socket behind" in " ".join(terminal.text().split()))
+                    until(lambda: names(terminal) == ["red/chat"])
+                    second.start_again()
+                    until(lambda: sorted(names(terminal)) == ["blue/draw", "red/chat"])
                     assert [line.split(" device:")[0] for line in terminal.lines()[:2]] == ["host", "host-1"]
             finally:
                 second.stop()
