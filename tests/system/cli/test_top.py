@@ -85,7 +85,7 @@ def test_an_operator_sees_all_tenants_live_and_sorts_and_filters(
             chat.allocate("1GiB")
         until(lambda: row(terminal, "red/chat")[-1:] == ["1"])
         terminal.press("d")
-        until(lambda: names(terminal)[0] == "red/chat")
+        until(lambda: names(terminal)[:1] == ["red/chat"])
         terminal.press("n")
         until(lambda: names(terminal) == ["blue/night", "red/chat", "red/code"])
         terminal.press("R")
@@ -132,7 +132,7 @@ def test_a_wait_shows_its_bytes_and_the_shares(daemon: Daemon, red: membroker.Cl
         waiter.start()
         until(lambda: row(terminal, "blue/batch")[5:6] == ["512.0MiB"])
         assert row(terminal, "blue/batch")[4] != "-"
-        assert "waiting 512.0 MiB" in terminal.lines()[0]
+        until(lambda: "waiting 512.0 MiB" in terminal.lines()[0])  # the device may have been read before its models
         blue.close()
         waiter.join()
 
@@ -147,8 +147,7 @@ def test_it_survives_a_resize(daemon: Daemon, red: membroker.Client, size: tuple
     """A person pulls at the window, down to one cell, and back."""
     claims = {"COLUMNS": "40", "LINES": "5"}  # as a shell exports them that was smaller
     with red.register_model("chat").allocate("64MiB"), top("--endpoint", str(daemon.root), **claims) as terminal:
-        until(lambda: names(terminal) == ["red/chat"])
-        assert row(terminal, "red/chat")[-1] == "0", "all columns"
+        until(lambda: row(terminal, "red/chat")[-1:] == ["0"])  # all columns, for the row may be half drawn
         terminal.resize(*size)
         terminal.press("n")
         until(lambda: any(terminal.lines()) or size == (1, 1))
