@@ -144,6 +144,7 @@ class TestBlocks:
         assert not blocks.preempt([1]), "there is no request"
         blocks.add(a_request("a", 16))
         pool.get_new_blocks(1)
+        blocks.note(a_step({"a": [1]}))
         assert not blocks.preempt([]), "no block that should go is in use"
         before = pool.get_num_free_blocks(), blocks.need()
         assert blocks.preempt([1])
@@ -152,6 +153,21 @@ class TestBlocks:
         blocks.relax()
         blocks.relax()
         assert (pool.get_num_free_blocks(), blocks.need()) == before
+
+    def test_nothing_is_kept_for_blocks_that_no_preemption_frees(self, pool: BlockPool, blocks: Blocks) -> None:
+        """Another connector may still send the blocks of a request that has ended. They are no reason to preempt."""
+        sent = [one.block_id for one in pool.get_new_blocks(2)]
+        mine = [one.block_id for one in pool.get_new_blocks(BLOCKS - 3)]
+        blocks.add(ended := a_request("ended", 32))
+        blocks.note(a_step({"ended": sent}))
+        blocks.add(a_request("a", 16))
+        blocks.note(a_step({"a": mine}))
+        blocks.finish(ended, sent)
+        need = blocks.need()
+        for _ in range(3):
+            assert not blocks.preempt(sent)
+            blocks.relax()
+        assert (pool.get_num_free_blocks(), blocks.need()) == (0, need), "no block is free, and none is missing"
 
     def test_what_preempted_requests_lose_makes_no_room(self, pool: BlockPool, blocks: Blocks) -> None:
         """So vLLM goes on, until no request uses the blocks that are to go. The last one makes the room."""

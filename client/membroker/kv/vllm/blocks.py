@@ -201,11 +201,14 @@ class Blocks:
         there is room, and cannot admit them again. What the users of `blocks` have, and what younger requests have, is
         held as well: it does not become free when they lose it. So one step preempts all of them; one in each step
         would take seconds. The oldest of them makes the room, with its other blocks.
+
+        Nothing is held if no running request uses `blocks`: vLLM would preempt others for nothing.
         """
-        if not blocks or not self._requests:
+        lists = list(self._running.values())[self._oldest(blocks) :]
+        if not lists:
             return False
         if not self._squeezed:
-            oldest, *younger = list(self._running.values())[self._oldest(blocks) :] or [[]]
+            oldest, *younger = lists
             going, table = set(blocks), self._pool.blocks
             lists = [*reversed(younger), [block for block in oldest if block in going]]
             # In the order in which vLLM frees: `relax` keeps it, and the end of a cached prompt is evicted first.
