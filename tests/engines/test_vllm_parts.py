@@ -39,6 +39,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.request import RequestStatus
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
@@ -61,7 +62,7 @@ SERVED = SimpleNamespace(model_config=SimpleNamespace(served_model_name="m"))
 
 
 def a_request(name: str, tokens: int) -> Any:
-    return SimpleNamespace(request_id=name, num_tokens=tokens, num_computed_tokens=0)
+    return SimpleNamespace(request_id=name, num_tokens=tokens, num_computed_tokens=0, status=RequestStatus.RUNNING)
 
 
 def a_step(
@@ -168,6 +169,25 @@ class TestBlocks:
             assert not blocks.preempt(sent)
             blocks.relax()
         assert (pool.get_num_free_blocks(), blocks.need()) == (0, need), "no block is free, and none is missing"
+
+    def test_a_session_that_waits_for_its_next_part_is_not_preempted(self, pool: BlockPool, blocks: Blocks) -> None:
+        """It keeps its blocks. vLLM preempts only what runs: others would go, and these would stay."""
+        for name, table in (("a", [1, 2]), ("session", [3, 4]), ("b", [5])):
+            pool.get_new_blocks(len(table))
+            blocks.add(request := a_request(name, 16 * len(table)))
+            blocks.note(a_step({name: table}))
+            if name == "session":
+                session = request
+        assert (blocks.cost([3]), blocks.cost([1])) == (2, 3)
+        session.status = RequestStatus.WAITING_FOR_STREAMING_REQ
+        assert blocks.cost([3]) > blocks.cost([1]) == 3
+        assert not blocks.preempt([3, 4])
+        assert blocks.preempt([1, 3])
+        pool.free_blocks([pool.blocks[5]])
+        assert pool.get_num_free_blocks() == -1
+        pool.free_blocks([pool.blocks[2], pool.blocks[1]])
+        assert pool.get_num_free_blocks() == 0
+        blocks.relax()
 
     def test_what_preempted_requests_lose_makes_no_room(self, pool: BlockPool, blocks: Blocks) -> None:
         """So vLLM goes on, until no request uses the blocks that are to go. The last one makes the room."""

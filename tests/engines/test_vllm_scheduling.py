@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,32 @@ def test_a_recall_during_a_step_is_answered_by_the_next_one(tmp_path: Path, monk
         print(f"{elastic.preemptions} requests were preempted")
         assert elastic.preemptions > requests / 2
         elastic.cache.close()
+
+
+def test_a_waiting_session_has_nobody_preempted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the youngest, and vLLM cannot preempt it: a recall of a page takes one of the youngest that runs."""
+    requests, options = 40, SamplingParams(max_tokens=5, ignore_eos=True, detokenize=False)
+    with running({"capacity": 2 * WHOLE}) as daemon, membroker.connect(daemon.endpoint()) as client:
+        elastic = Scheduling(tmp_path, monkeypatch, model=client.register_model("chat", limit=WHOLE))
+        cache, layout, scheduler = elastic.cache, elastic.cache.layout, elastic.scheduler
+        assert cache.prepare(layout.blocks)
+        elastic.add(requests, 500, 400)
+        scheduler.add_request(Request("session", [1] * 1000, options, None, resumable=True))
+        while scheduler.requests["session"].status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
+            assert elastic.step()
+        groups = [layout.members(group) for group in range(layout.groups)]
+        free = sum(len(scheduler.connector._blocks.unused(list(group))) == len(group) for group in groups)
+        cache.shrink((free + 1) * PAGE)
+        steps = 0
+        while cache._state._owed and steps < 20:
+            assert elastic.step()
+            time.sleep(0.01)  # the cache's thread releases meanwhile
+            steps += 1
+        print(f"{elastic.preemptions} requests were preempted in {steps} steps")
+        assert 0 < elastic.preemptions < requests / 4
+        assert not cache._state._owed
+        scheduler.finish_requests("session", RequestStatus.FINISHED_ABORTED)
+        cache.close()
 
 
 @pytest.mark.parametrize("swap_space", [None, 3 * MIB, LIMIT], ids=["no-swap", "little-swap", "swap"])

@@ -7,10 +7,13 @@ scheduler's thread, or in the cache's while the engine rests.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any
+
+from vllm.v1.request import RequestStatus
 
 from ...errors import InvalidRequest
 from ..engine import Fence
@@ -59,8 +62,8 @@ class Blocks:
         """The blocks of each request that has any, the oldest request first: in the order of their admission."""
         self._preempted: set[str] = set()
         """The requests that were preempted, and are not resumed yet."""
-        self._users: dict[int, int] | None = None
-        """The place of the oldest request that uses a block, in that order; None: to be found again."""
+        self._users: dict[int, tuple[int, str]] | None = None
+        """The oldest request that uses a block, and its place in that order; None: to be found again."""
 
     # What the connector tells
 
@@ -169,16 +172,22 @@ class Blocks:
         return max(times, default=0.0)
 
     def cost(self, blocks: Sequence[int]) -> float:
-        """Return how many requests vLLM preempts until no request uses these blocks: the youngest go first."""
-        return len(self._running) - self._oldest(blocks)
+        """Return how many requests vLLM preempts until no request uses these blocks: the youngest go first.
 
-    def _oldest(self, blocks: Sequence[int]) -> int:
-        """Return the place of the oldest request that uses one of these blocks; the number of requests if none does."""
+        What a request has that vLLM cannot preempt goes last.
+        """
         if self._users is None:
             self._users = {}
-            for place, used in reversed(list(enumerate(self._running.values()))):
-                self._users.update(dict.fromkeys(used, place))
-        return min((self._users[block] for block in blocks if block in self._users), default=len(self._running))
+            for place, (name, used) in reversed(list(enumerate(self._running.items()))):
+                self._users.update(dict.fromkeys(used, (place, name)))
+        users = {self._users[block] for block in blocks if block in self._users}
+        if not all(self._can_preempt(name) for _, name in users):
+            return math.inf
+        return len(self._running) - min(users)[0] if users else 0
+
+    def _can_preempt(self, name: str) -> bool:
+        """Return whether vLLM can preempt a request with blocks. A session keeps them between its parts, and waits."""
+        return bool(self._requests[name].status == RequestStatus.RUNNING)
 
     def hold(self, blocks: Sequence[int]) -> None:
         """Forget what is cached there, and take a reference, which takes a block out of the free list."""
@@ -202,14 +211,16 @@ class Blocks:
         held as well: it does not become free when they lose it. So one step preempts all of them; one in each step
         would take seconds. The oldest of them makes the room, with its other blocks.
 
-        Nothing is held if no running request uses `blocks`: vLLM would preempt others for nothing.
+        Nothing is held if `blocks` have no user that vLLM can preempt: it would preempt others for nothing.
         """
-        lists = list(self._running.values())[self._oldest(blocks) :]
-        if not lists:
+        going, table = set(blocks), self._pool.blocks
+        names = [name for name in self._running if self._can_preempt(name)]
+        while names and going.isdisjoint(self._running[names[0]]):
+            del names[0]
+        if not names:
             return False
         if not self._squeezed:
-            oldest, *younger = lists
-            going, table = set(blocks), self._pool.blocks
+            oldest, *younger = [self._running[name] for name in names]
             lists = [*reversed(younger), [block for block in oldest if block in going]]
             # In the order in which vLLM frees: `relax` keeps it, and the end of a cached prompt is evicted first.
             used = dict.fromkeys(chain.from_iterable(map(reversed, lists)))
