@@ -241,6 +241,31 @@ class TestBlocks:
         blocks.note(a_step({}, {"b": [3, 7]}, resumed={"b"}))
         assert [blocks.cost(one) for one in ([7], [6], [5])] == [1, 2, 3]
 
+    def test_with_priorities_the_requests_that_matter_least_go_first(self, pool: BlockPool) -> None:
+        """vLLM then preempts those with the largest number, and of these the youngest."""
+        blocks = Blocks(
+            pool,
+            block_tokens=16,
+            most_tokens=128,
+            most_requests=4,
+            watermark=0,
+            by_priority=True,
+            new_fence=Scheduled(lambda: 0).fence,
+            save=Swap(0, 16).save,
+        )
+        for number, (name, priority) in enumerate({"a": 1, "b": 0, "c": 2, "d": 1}.items(), 1):
+            pool.get_new_blocks(1)
+            blocks.add(request := a_request(name, 16))
+            request.priority, request.arrival_time = priority, number
+            blocks.note(a_step({name: [number]}))
+        assert [blocks.cost([number]) for number in (1, 2, 3, 4)] == [3, 4, 1, 2]
+        assert blocks.preempt([4])
+        for number in (3, 4):
+            assert pool.get_num_free_blocks() == -1
+            pool.free_blocks([pool.blocks[number]])
+        blocks.relax()
+        assert list(blocks.unused([1, 2, 3, 4])) == [3, 4]
+
     def test_it_is_starved_while_requests_wait_and_none_runs(self, pool: BlockPool, blocks: Blocks) -> None:
         assert not blocks.is_starved
         blocks.add(request := a_request("a", 16))

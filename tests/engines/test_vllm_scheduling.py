@@ -186,24 +186,35 @@ def test_a_waiting_session_has_nobody_preempted(tmp_path: Path, monkeypatch: pyt
     requests, options = 40, SamplingParams(max_tokens=5, ignore_eos=True, detokenize=False)
     with running({"capacity": 2 * WHOLE}) as daemon, membroker.connect(daemon.endpoint()) as client:
         elastic = Scheduling(tmp_path, monkeypatch, model=client.register_model("chat", limit=WHOLE))
-        cache, layout, scheduler = elastic.cache, elastic.cache.layout, elastic.scheduler
-        assert cache.prepare(layout.blocks)
+        cache, scheduler = elastic.cache, elastic.scheduler
+        assert cache.prepare(cache.layout.blocks)
         elastic.add(requests, 500, 400)
         scheduler.add_request(Request("session", [1] * 1000, options, None, resumable=True))
         while scheduler.requests["session"].status is not RequestStatus.WAITING_FOR_STREAMING_REQ:
             assert elastic.step()
-        groups = [layout.members(group) for group in range(layout.groups)]
-        free = sum(len(scheduler.connector._blocks.unused(list(group))) == len(group) for group in groups)
-        cache.shrink((free + 1) * PAGE)
-        steps = 0
-        while cache._state._owed and steps < 20:
-            assert elastic.step()
-            time.sleep(0.01)  # the cache's thread releases meanwhile
-            steps += 1
+        steps = _recall_busy(elastic, 1)
         print(f"{elastic.preemptions} requests were preempted in {steps} steps")
         assert 0 < elastic.preemptions < requests / 4
-        assert not cache._state._owed
         scheduler.finish_requests("session", RequestStatus.FINISHED_ABORTED)
+        cache.close()
+
+
+def test_with_priorities_a_recall_is_answered_as_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM then preempts those that matter least, which came first here."""
+    with running({"capacity": 2 * WHOLE}) as daemon, membroker.connect(daemon.endpoint()) as client:
+        model = client.register_model("chat", limit=WHOLE)
+        elastic = Scheduling(tmp_path, monkeypatch, model=model, policy="priority")
+        cache, scheduler = elastic.cache, elastic.scheduler
+        assert cache.prepare(cache.layout.blocks)
+        for number in range(40):
+            elastic.ask(str(number), [1] * 500, 400, priority=int(number < 20))
+            elastic.step()
+        while scheduler.running[-1].is_prefill_chunk:
+            assert elastic.step()
+        steps = _recall_busy(elastic, 4)
+        print(f"{elastic.preemptions} requests were preempted in {steps} steps")
+        assert elastic.preemptions > 0
+        assert steps <= 4
         cache.close()
 
 
@@ -242,6 +253,20 @@ def test_no_block_is_lost_while_memory_comes_and_goes(
         assert (elastic.loaded > 0) == (swap_space is not None)
         assert elastic.slots == list(range((swap_space or 0) // BLOCK)), "a slot was lost, or is free twice"
         elastic.cache.close()
+
+
+def _recall_busy(elastic: Scheduling, pages: int) -> int:
+    """Let all free pages be released, and so many others; return after how many steps they are."""
+    cache, layout, steps = elastic.cache, elastic.cache.layout, 0
+    groups = [list(layout.members(group)) for group in range(layout.groups)]
+    free = sum(len(elastic.scheduler.connector._blocks.unused(group)) == len(group) for group in groups)
+    cache.shrink((free + pages) * PAGE)
+    while cache._state._owed and steps < 20:
+        assert elastic.step()
+        time.sleep(0.01)  # the cache's thread releases meanwhile
+        steps += 1
+    assert not cache._state._owed
+    return steps
 
 
 def _check_references(scheduler: Any) -> bool:

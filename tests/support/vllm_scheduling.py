@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -58,6 +58,7 @@ class Scheduling:
         caches_prefixes: bool = False,
         watermark: float = 0.0,
         swap_space: int | None = None,
+        policy: Literal["fcfs", "priority"] = "fcfs",
     ):
         (directory / "config.json").write_text(json.dumps(CONFIG))
         over: dict[str, Any] = {}
@@ -90,6 +91,7 @@ class Scheduling:
             block_size=BLOCK_TOKENS,
             enable_prefix_caching=caches_prefixes,
             watermark=watermark,
+            scheduling_policy=policy,
             kv_cache_memory_bytes=1 << 30,
             dtype="float32",
             **over,
@@ -150,10 +152,10 @@ class Scheduling:
         for number in range(requests):
             self.ask(str(number), [1] * prompt, answer)
 
-    def ask(self, name: str, prompt: list[int], answer: int) -> None:
+    def ask(self, name: str, prompt: list[int], answer: int, priority: int = 0) -> None:
         """Let a request come."""
         options = SamplingParams(max_tokens=answer, ignore_eos=True, detokenize=False)
-        self.scheduler.add_request(Request(name, prompt, options, None, block_hasher=self._hasher))
+        self.scheduler.add_request(Request(name, prompt, options, None, block_hasher=self._hasher, priority=priority))
 
     def step(self) -> bool:
         """Schedule a step, and end the oldest that is under way; return whether there is anything left to do."""

@@ -26,9 +26,10 @@ class Blocks:
     """The free list, reference counts and requests of one vLLM engine.
 
     `pool` is vLLM's `BlockPool`. A block has `block_tokens` tokens, and a request at most `most_tokens`; at most
-    `most_requests` run at a time. vLLM admits a request beside others only if `watermark` blocks stay free. `new_fence`
-    returns a fence behind all steps before the one that is being scheduled: no block of this one is unused. `save` is
-    told of a request that was preempted, and of the blocks that it had.
+    `most_requests` run at a time. vLLM admits a request beside others only if `watermark` blocks stay free. It preempts
+    the youngest request first, or with `by_priority` the youngest of those that matter least. `new_fence` returns a
+    fence behind all steps before the one that is being scheduled: no block of this one is unused. `save` is told of a
+    request that was preempted, and of the blocks that it had.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Blocks:
         most_tokens: int,
         most_requests: int,
         watermark: int,
+        by_priority: bool = False,
         new_fence: Callable[[], Fence],
         save: Callable[[Any, Sequence[int]], None],
     ) -> None:
@@ -46,7 +48,7 @@ class Blocks:
             raise InvalidRequest(f"vLLM's null block is number {pool.null_block.block_id}, and membroker expects 0")
         self._pool = pool
         self._block_tokens, self._most_tokens, self._most_requests = block_tokens, most_tokens, most_requests
-        self._watermark = watermark
+        self._watermark, self._by_priority = watermark, by_priority
         self.fence = new_fence
         self._save = save
         self._requests: dict[str, Any] = {}
@@ -63,7 +65,7 @@ class Blocks:
         self._preempted: set[str] = set()
         """The requests that were preempted, and are not resumed yet."""
         self._users: dict[int, tuple[int, str]] | None = None
-        """The oldest request that uses a block, and its place in that order; None: to be found again."""
+        """Of the requests that use a block the last to be preempted, and its place; None: to be found again."""
 
     # What the connector tells
 
@@ -86,7 +88,7 @@ class Blocks:
     def note(self, step: Any) -> None:
         """Note which requests a step has admitted, the blocks that it has given to them and to others, and the need."""
         if step.preempted_req_ids:
-            for name in [one for one in self._running if one in step.preempted_req_ids]:  # resumed in this order, too
+            for name in [one for one, _ in self._in_order() if one in step.preempted_req_ids]:  # resumed so, too
                 self._save(self._requests[name], self._running.pop(name))
             self._preempted |= step.preempted_req_ids
         admitted = {new.req_id: new.block_ids[0] for new in step.scheduled_new_reqs}
@@ -172,18 +174,25 @@ class Blocks:
         return max(times, default=0.0)
 
     def cost(self, blocks: Sequence[int]) -> float:
-        """Return how many requests vLLM preempts until no request uses these blocks: the youngest go first.
+        """Return how many requests vLLM preempts until no request uses these blocks, in its own order.
 
         What a request has that vLLM cannot preempt goes last.
         """
         if self._users is None:
             self._users = {}
-            for place, (name, used) in reversed(list(enumerate(self._running.items()))):
+            for place, (name, used) in reversed(list(enumerate(self._in_order()))):
                 self._users.update(dict.fromkeys(used, (place, name)))
         users = {self._users[block] for block in blocks if block in self._users}
         if not all(self._can_preempt(name) for _, name in users):
             return math.inf
         return len(self._running) - min(users)[0] if users else 0
+
+    def _in_order(self) -> list[tuple[str, list[int]]]:
+        """Return the requests with blocks, and these. vLLM preempts the last one first."""
+        found, requests = list(self._running.items()), self._requests
+        if self._by_priority:
+            found.sort(key=lambda one: (requests[one[0]].priority, requests[one[0]].arrival_time))
+        return found
 
     def _can_preempt(self, name: str) -> bool:
         """Return whether vLLM can preempt a request with blocks. A session keeps them between its parts, and waits."""
@@ -214,13 +223,13 @@ class Blocks:
         Nothing is held if `blocks` have no user that vLLM can preempt: it would preempt others for nothing.
         """
         going, table = set(blocks), self._pool.blocks
-        names = [name for name in self._running if self._can_preempt(name)]
-        while names and going.isdisjoint(self._running[names[0]]):
-            del names[0]
-        if not names:
+        lists = [used for name, used in self._in_order() if self._can_preempt(name)]
+        while lists and going.isdisjoint(lists[0]):
+            del lists[0]
+        if not lists:
             return False
         if not self._squeezed:
-            oldest, *younger = [self._running[name] for name in names]
+            oldest, *younger = lists
             lists = [*reversed(younger), [block for block in oldest if block in going]]
             # In the order in which vLLM frees: `relax` keeps it, and the end of a cached prompt is evicted first.
             used = dict.fromkeys(chain.from_iterable(map(reversed, lists)))

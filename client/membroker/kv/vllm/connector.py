@@ -195,6 +195,7 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
             most_tokens=config.model_config.max_model_len,
             most_requests=config.scheduler_config.max_num_seqs,
             watermark=int(config.scheduler_config.watermark * pool.num_gpu_blocks),
+            by_priority=config.scheduler_config.policy == "priority",
             new_fence=self._steps.fence,
             save=self._swap.save,
         )

@@ -87,7 +87,7 @@ ATTRIBUTES: Final = (
     ("vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue", ("num_free_blocks",)),
     ("vllm.v1.core.kv_cache_utils:KVCacheBlock", ("block_id", "ref_cnt", "block_hash", "is_null")),
     ("vllm.v1.request:Request", ("request_id", "status", "num_tokens", "num_computed_tokens", "num_prompt_tokens")),
-    ("vllm.v1.request:Request", ("skip_reading_prefix_cache",)),
+    ("vllm.v1.request:Request", ("skip_reading_prefix_cache", "priority", "arrival_time")),
     (f"{_OUTPUT}:SchedulerOutput", ("num_scheduled_tokens", "scheduled_new_reqs", "scheduled_cached_reqs")),
     (f"{_OUTPUT}:SchedulerOutput", ("preempted_req_ids",)),
     (f"{_OUTPUT}:NewRequestData", ("req_id", "block_ids")),
