@@ -264,16 +264,18 @@ def _absent(path: Path) -> str:
             f"{path.parent} is the operator's endpoint, where nothing is borrowed: name a tenant's, as in "
             f"{path.parent.with_name('tenants')}/NAME"
         )
-    if missing == path.parent and missing.parent.name == "tenants" and (there := _names_in(missing.parent)):
-        one = missing.with_name(_nearest(missing.name, there))
-        return (
-            f"{missing.parent.parent} has no tenant {missing.name!r}, but has {_some(there)}: name one's endpoint, as "
-            f"in --endpoint {one} or {VARIABLE}={one}"
-        )
+    if path.parent.parent.name == "tenants" and missing in (path, path.parent):
+        tenant, tenants = path.parent, path.parent.parent
+        if there := _open_in(tenants) or (_names_in(tenants) if missing == tenant else []):
+            one = tenant.with_name(_nearest(tenant.name, there))
+            return (
+                f"{tenants.parent} has no tenant {tenant.name!r}, but has {_some(there)}: name one's endpoint, as "
+                f"in --endpoint {one} or {VARIABLE}={one}"
+            )
     if missing == path:
         devices = _device_names_in(path.parent)
-        tenants = _names_in(path.parent) if path.parent.name == "tenants" else []
-        for what, inside in (("devices", devices), ("tenants", tenants)):
+        tenants_here = _open_in(path.parent) or _names_in(path.parent) if path.parent.name == "tenants" else []
+        for what, inside in (("devices", devices), ("tenants", tenants_here)):
             if inside:
                 return (
                     f"{path.parent} is no endpoint, but has the {what} {_some(inside)}: name one's directory, as in "
@@ -308,6 +310,11 @@ def _names_in(directory: Path) -> list[str]:
         return sorted(entry.name for entry in directory.iterdir())
     except OSError:
         return []
+
+
+def _open_in(tenants: Path) -> list[str]:
+    """Return the tenants at whose sockets a broker may listen. A tenant that was removed leaves its directory."""
+    return [name for name in _names_in(tenants) if _may_be_bound(tenants / name / "handoff.sock")]
 
 
 def _device_names_in(directory: Path) -> list[str]:

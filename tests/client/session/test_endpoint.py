@@ -215,6 +215,17 @@ class TestDiagnosis:
         (tenants / "red").rmdir()
         assert "Is membrokerd running, with this tenant?" in why(tenants / "default")
 
+    def test_a_directory_that_an_earlier_configuration_left(self, place: Path) -> None:
+        """A first daemon had no tenants, so `default` is there still. The one that runs has `red`, and had `blue`."""
+        tenants = place / "0" / "tenants"
+        for name in ("default", "blue", "red"):
+            (tenants / name).mkdir(parents=True)
+        assert f"{tenants / 'default'} has no handoff.sock" in why(tenants / "default"), "none runs"
+        with listening(tenants / "red" / "handoff.sock"):
+            for name in ("default", "green"):
+                assert f"{place / '0'} has no tenant {name!r}, but has red: name one's endpoint" in why(tenants / name)
+            assert f"{tenants} is no endpoint, but has the tenants red: name one's directory" in why(tenants)
+
     def test_a_runtime_directory(self, place: Path) -> None:
         (place / "gpu-1" / "tenants").mkdir(parents=True)
         message = why(place)
