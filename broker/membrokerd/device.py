@@ -118,12 +118,15 @@ def warn_of_guarantees(quotas: Mapping[policy.Key, Quota], rules: policy.Rules, 
     """Log which guarantees cannot be kept because of quotas that were set by command, and which are for no tenant."""
     for sentence in misfit_sentences(quotas, rules):
         logs.warn(f"{sentence}: see `membroker quota list --all`, and lower one by `quota set`")
-    kept = {tenant for (tenant, _, _), quota in quotas.items() if quota.guarantee}
-    for tenant in sorted(kept - config.tenants.keys()) if config.tenants else ():
-        logs.warn(
-            "memory is kept for a tenant that is not configured: `membroker quota set NAME --guarantee none` ends that",
-            tenant=tenant,
-        )
+    for (tenant, model, location), quota in sorted(quotas.items(), key=str) if config.tenants else ():
+        if quota.guarantee and tenant not in config.tenants:
+            name = tenant if model is None else f"{tenant}/{model}"
+            where = "" if location == "device" else f" --location {location}"
+            logs.warn(
+                "memory is kept for a tenant that is not configured: "
+                f"`membroker quota set {name}{where} --guarantee none` ends that",
+                tenant=tenant,
+            )
 
 
 def misfit_sentences(quotas: Mapping[policy.Key, Quota], rules: policy.Rules) -> list[str]:

@@ -260,12 +260,22 @@ def test_memory_that_is_kept_for_nobody_is_told_and_can_be_freed(daemon: Daemon,
     admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": 128 * MIB, "limit_bytes": 200 * MIB})
     said = reload(daemon, tenants={"blue": {}})
     assert "memory is kept for a tenant that is not configured" in said
+    assert "`membroker quota set red --guarantee none` ends that" in said
     assert admin.device().locations["device"].reserved_bytes == 128 * MIB
     admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": None})
     assert admin.device().locations["device"].reserved_bytes == 0
     with pytest.raises(MembrokerError, match="there is no tenant 'red'"):
         admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": MIB})
     admin.set_quota("tenants/red", DEVICE, {"limit_bytes": None})
+
+
+def test_memory_that_is_kept_for_a_model_of_nobody_is_told_by_the_models_name(daemon: Daemon, admin: Admin) -> None:
+    """The tenant itself has no quota, so a command with its name alone would be refused."""
+    admin.set_quota("tenants/red/models/chat", DEVICE, {"guarantee_bytes": 64 * MIB})
+    said = reload(daemon, tenants={"blue": {}})
+    assert "`membroker quota set red/chat --guarantee none` ends that" in said
+    admin.set_quota("tenants/red/models/chat", DEVICE, {"guarantee_bytes": None})
+    assert admin.device().locations["device"].reserved_bytes == 0
 
 
 def test_a_tenant_that_stays_after_its_removal_has_no_guarantee(daemon: Daemon, red: Client, admin: Admin) -> None:

@@ -37,8 +37,10 @@ def quota_set(options: argparse.Namespace) -> int:
         try:
             quota = admin.set_quota(options.name, location_of(options.location), numbers)
         except NotFound as error:
-            near = did_you_mean(parts_of(options.name)[0], [parts_of(name)[0] for name in known])
-            raise NotFound(f"{error}{near}", error.reason) from error
+            tenant = parts_of(options.name)[0]
+            tenants = {parts_of(name)[0] for name in known}
+            meant = ": `membroker quota list` shows what is set for it" if tenant in tenants else ""
+            raise NotFound(f"{error}{meant or did_you_mean(tenant, sorted(tenants))}", error.reason) from error
         notes = [] if options.json else list(_notes_on(quota, numbers, known, admin))
     line = (
         f"{tables.short_name(quota.name)} at the {quota.location}: limit {_in_words(quota.limit_bytes)}, "

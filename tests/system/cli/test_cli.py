@@ -204,6 +204,20 @@ def test_where_each_user_is_a_tenant_a_quota_names_a_user() -> None:
         assert [row[0] for row in rows(good("quota", "list", *at))[1:]] == ["uid-1000"]
 
 
+def test_a_quota_of_a_tenant_that_only_quotas_know_is_a_sentence() -> None:
+    """It was removed from the configuration, and one of its models was guaranteed memory: that is what can be ended."""
+    with running() as daemon:
+        at = ("--endpoint", str(daemon.admin))
+        good("quota", "set", "red/chat", "--guarantee", "2MiB", *at)
+        assert daemon.stop() == 0
+        daemon.config["tenants"] = {"blue": {}}
+        daemon.start_again()
+        status, out, err = run("quota", "set", "red", "--guarantee", "none", *at)
+        assert (status, out) == (1, "")
+        assert err.endswith("configuration: `membroker quota list` shows what is set for it\n")
+        good("quota", "set", "red/chat", "--guarantee", "none", *at)
+
+
 def test_a_quota_of_an_unknown_tenant_is_a_sentence(daemon: Daemon) -> None:
     for name, meant in (("nobody", ""), ("bleu", ", did you mean blue?"), ("bleu/chat", ", did you mean blue?")):
         status, out, err = run("quota", "set", name, "--limit", "1GiB", "--endpoint", str(daemon.admin))
