@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from tests.support.daemons import Daemon
+from tests.support.honest_worker import other_user
+from tests.support.workers import as_user
 
 from membroker.cli import doctor
 from membroker.cli import main as cli
@@ -61,6 +63,23 @@ def test_a_daemon_started_here_would_have_as_many_descriptors() -> None:
     said = subprocess.run([sys.executable, "-c", daemons], check=True, capture_output=True, text=True).stdout
     assert doctor.descriptor_limit() == int(said)
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+
+
+@pytest.mark.parametrize("exempt", [True, False])
+def test_as_many_sessions_as_a_daemon_started_here_would_have(exempt: bool) -> None:
+    """Root in a container has often CAP_SYS_ADMIN alone: the kernel then does not count descriptors in flight."""
+    if exempt and os.geteuid():
+        pytest.skip("needs root")
+    counts = (
+        "from membrokerd.config import descriptor_limits as limits; from membroker.cli import doctor;"
+        "here = dict(bounded=limits.in_flight_is_bounded());"
+        "print(doctor.in_flight_is_bounded() == here['bounded']);"
+        "print(*(f'{limits.sessions_for(most, **here):,}' for most in (200, 1024, 20_000)));"
+        "print(*(doctor.check_descriptors(most, **here).found.split()[-2] for most in (200, 1024, 20_000)))"
+    )
+    command = [*([] if exempt else as_user(other_user())), sys.executable, "-c", counts]
+    agrees, daemons, said = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert (agrees, said) == ("True", daemons)
 
 
 def test_1024_descriptors_are_enough_for_seven_sessions() -> None:
