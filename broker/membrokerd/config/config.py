@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -169,7 +170,7 @@ def load(
         directory = _default_runtime_directory(env, os.geteuid() if uid is None else uid)
         config = replace(config, runtime_directory=directory or Path())
         if directory is None:
-            where = 'XDG_RUNTIME_DIR is not set; write where, as in "/tmp/membroker-me"'
+            where = "XDG_RUNTIME_DIR is not set; write where, as in --runtime-directory /tmp/membroker-me"
             problems.setdefault("runtime_directory", where)
     problems |= dict(_misfits(config, problems))
     if problems:
@@ -182,14 +183,36 @@ def load(
 
 
 def _read(path: Path) -> dict[str, Any]:
+    text = ""
     try:
-        return tomllib.loads(files.read_file(path, files.MAX_TEXT_BYTES, follow=True).decode())
+        text = files.read_file(path, files.MAX_TEXT_BYTES, follow=True).decode()
+        return tomllib.loads(text)
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}; name a readable file with --config"]) from error
     except UnicodeDecodeError as error:
         raise ConfigError([f"{path}: is not UTF-8 text (byte {error.start}); TOML is always UTF-8"]) from error
     except (ValueError, RecursionError) as error:  # no TOML, a number of 5,000 digits, 10,000 lists in each other
-        raise ConfigError([f"{path}: is not TOML: {error}"]) from error
+        raise ConfigError([f"{path}: is not TOML: {error}{_meant(text, str(error))}"]) from error
+
+
+def _meant(text: str, why: str) -> str:
+    """Return the end of a sentence: the line that was meant, if quotes are missing or `true` was written as `True`."""
+    place = re.search(r"\(at line ([0-9]+), ", why)
+    if not place:
+        return ""
+    key, _, value = text.split("\n")[int(place[1]) - 1].partition("=")
+    key, value = key.strip(), value.partition("#")[0].strip()
+    instead = value.lower() if value.lower() in ("true", "false") else f'"{value}"'
+    if not value[:1].isalnum() or _is_toml(f"{key} = {value}") or not _is_toml(f"{key} = {instead}"):
+        return ""
+    return f"; write {key} = {instead}"
+
+
+def _is_toml(line: str) -> bool:
+    try:
+        return bool(tomllib.loads(line))
+    except (ValueError, RecursionError):
+        return False
 
 
 def _merge(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -295,6 +295,29 @@ def test_what_is_not_toml_is_shown_with_its_line(tmp_path: Path) -> None:
     assert "line 2" in found
 
 
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("capacity = 8GiB", '; write capacity = "8GiB"'),
+        ("capacity = 8 GiB  # all of it", '; write capacity = "8 GiB"'),
+        ("driver = host", '; write driver = "host"'),
+        ("record = True", "; write record = true"),
+        ("device = 1", ""),  # a second time
+        ("[tenants.red", ""),
+        ("capacity = = 3", ""),
+        ("capacity =", ""),
+        ('driver = "host', ""),
+        ("capacity", ""),
+    ],
+)
+def test_what_is_not_toml_because_quotes_are_missing_is_shown_as_it_was_meant(
+    tmp_path: Path, line: str, meant: str
+) -> None:
+    (found,) = problems(tmp_path, f"device = 0\n{line}\nstock_extents = 3\n")
+    assert found.startswith("is not TOML")
+    assert found.partition(")")[2] == meant
+
+
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.toml: cannot be read: No such file"):
         load(tmp_path / "nowhere.toml", {})
