@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 SWITCH_SECONDS = 0.0005
 GUARANTEE_STEP = 64 << 20
 """Engines take pages of up to this size."""
+RECALL_ROUNDS = 3
+"""How many times recall_seconds a guaranteed request should wait: one program does not answer, the next one does."""
 MAX_HOST_DEVICES = 64
 PR_SET_PDEATHSIG = 1
 
@@ -172,6 +174,13 @@ def _troubles(config: Config) -> Iterator[str]:
     ):
         yield why
     yield from _guarantee_troubles(config)
+    rounds = RECALL_ROUNDS * config.recall_seconds
+    if 0 < config.guarantee_wait_seconds < rounds:
+        yield (
+            f"guarantee_wait_seconds: {config.guarantee_wait_seconds:g} is less than {RECALL_ROUNDS} times "
+            f"recall_seconds, {rounds:g}: if a program does not answer a recall, a request within a guarantee may be "
+            "refused before others have answered; raise it, or lower recall_seconds"
+        )
     models = sum(1 for tenant in config.tenants.values() for model in tenant.models.values() if model.guarantee)
     headroom = CUDA_HEADROOM if config.headroom is None else config.headroom
     if config.driver != "host" and headroom < models * CONTEXT_BYTES["cuda"]:

@@ -444,6 +444,26 @@ def test_a_check_says_what_the_daemon_would_not_start_with_or_should_not() -> No
 
 
 @pytest.mark.parametrize(
+    ("times", "told"),
+    [
+        ({"recall_seconds": 3.5}, "guarantee_wait_seconds: 10 is less than 3 times recall_seconds, 10.5: if a program"),
+        ({"recall_seconds": 3.0}, ""),  # as docs/vllm.md has it
+        ({"guarantee_wait_seconds": 2.5}, "guarantee_wait_seconds: 2.5 is less than 3 times recall_seconds, 3: if a"),
+        ({"guarantee_wait_seconds": 0}, ""),  # nothing waits unless it says so
+    ],
+)
+def test_a_check_says_that_a_guaranteed_request_may_not_wait_long_enough(
+    tmp_path: Path, times: dict[str, float], told: str
+) -> None:
+    """`recall_seconds` is raised for a slow engine, and the time to wait is forgotten."""
+    path = tmp_path / "membrokerd.toml"
+    path.write_text(to_toml({**DEFAULTS, "runtime_directory": str(tmp_path), **times}))
+    ran = run_python(["-m", "membrokerd.cli", "--config", str(path), "--check-config"])
+    assert (ran.returncode, ran.stdout) == (0, f"{path}: good\n")
+    assert ran.stderr.startswith(f"{path}: {told}") if told else not ran.stderr
+
+
+@pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (("--captial", "8GiB"), "unrecognized arguments: --captial 8GiB, did you mean --capacity?"),
