@@ -93,8 +93,9 @@ def load(
 @contextmanager
 def _registered(client: Client, name: str, sizes: Mapping[str, Any]) -> Iterator[Model]:
     """Yield the model. A new one is unregistered on failure; otherwise its limits would stay in force for a minute."""
-    try:
-        model, made = client.register_model(name, **sizes, exclusive=True), True
+    made = all(one.name != f"{client.tenant}/models/{name}" for one in client.models())
+    try:  # a refusal counts as the model's, so only a model that is probably new is asked for so
+        model = client.register_model(name, **sizes, exclusive=made)
     except ModelAlreadyExists:
         model, made = client.register_model(name, **sizes), False
     try:

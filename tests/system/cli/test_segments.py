@@ -199,6 +199,10 @@ def test_at_the_host_and_with_the_models_own_numbers(model: Path) -> None:
 def test_models_and_sessions_show_segments(daemon: Daemon, model: Path) -> None:
     good("load", str(model), "m/weights", *at(daemon))
     with membroker.connect(daemon.endpoint(), client="w") as client, client.attach("weights"):
+        good("load", str(model), "m/more", *at(daemon))
+        figures = dict(row[-2:] for row in rows(io_of("models", "m", *at(daemon))))
+        assert figures["refused"] == "-", "a second segment of a model is no refusal"
+        good("delete", "m/more", *at(daemon))
         figures = dict(row[-2:] for row in rows(io_of("models", "m", *at(daemon))))
         assert figures["in segments"] == figures["used"] == "4.0 MiB"
         header, row, *_ = rows(io_of("sessions", *at(daemon)))
