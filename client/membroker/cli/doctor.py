@@ -261,7 +261,7 @@ def check_gpu() -> Check:
         driver = open_driver("cuda")
     except DriverUnavailable as error:
         if not any(Path("/dev").glob("nvidia[0-9]*")):
-            return Check("gpu", "ok", "no GPU: the host driver will be used")
+            return Check("gpu", "ok", 'no GPU: a daemon lends ordinary memory, or with driver = "cuda" does not start')
         return Check("gpu", "warn", f"the GPU is not usable: {error}", error.hint or "see `nvidia-smi`")
     except DriverError as error:
         return Check("gpu", "warn", f"the GPU is not usable: {error}", error.hint or "see `nvidia-smi`")

@@ -122,7 +122,9 @@ def test_no_gpu_is_no_fault_and_an_unusable_one_is_a_warning(monkeypatch: pytest
 
     monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(()))
     monkeypatch.setattr(doctor, "open_driver", absent)
-    assert doctor.check_gpu() == doctor.Check("gpu", "ok", "no GPU: the host driver will be used")
+    assert doctor.check_gpu() == doctor.Check(
+        "gpu", "ok", 'no GPU: a daemon lends ordinary memory, or with driver = "cuda" does not start'
+    )
     monkeypatch.setattr(doctor, "open_driver", broken)
     assert (doctor.check_gpu().status, doctor.check_gpu().advice) == ("warn", "reboot")
     monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([Path("/dev/nvidia0")]))
