@@ -36,7 +36,8 @@ class Gpu:
         # The bindings load libcuda at their first call, and raise a RuntimeError without it.
         except RuntimeError as error:
             hint = (
-                "there is no NVIDIA driver here (libcuda.so.1): install it, or take the host driver, which needs none"
+                'there is no NVIDIA driver here (libcuda.so.1): install it, or take the driver "host", which lends '
+                "ordinary memory"
             )
             raise DriverUnavailable("cuInit", "MISSING", 0, hint) from error
         except DriverError as error:
