@@ -5,6 +5,7 @@ Nothing slow is imported before `main` runs: Ctrl-C is quiet from then on, and `
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -117,7 +118,6 @@ def _end_with(parent: int) -> None:
     that another thread of the parent had, and the parent's event loop with it.
     """
     import ctypes
-    import os
 
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
@@ -173,6 +173,7 @@ def _troubles(config: Config) -> Iterator[str]:
         )
     ):
         yield why
+    yield from _memory_troubles(config)
     yield from _guarantee_troubles(config)
     rounds = RECALL_ROUNDS * config.recall_seconds
     if 0 < config.guarantee_wait_seconds < rounds:
@@ -190,6 +191,22 @@ def _troubles(config: Config) -> Iterator[str]:
         )
     if config.uid_tenants and config.default_limit is None:
         yield "there are no tenants and no default_limit: every local user may borrow the whole device"
+
+
+def _memory_troubles(config: Config) -> Iterator[str]:
+    """Yield why this machine has less memory than is lent of it: the kernel ends processes when it is used up."""
+    from membroker.vmm import format_size
+
+    lent = {"host_capacity": config.host_capacity}
+    if config.driver == "host":
+        lent["capacity"] = config.capacity or 0
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if sum(lent.values()) > memory:
+        keys = " and ".join(sorted(key for key, size in lent.items() if size))
+        yield (
+            f"{keys}: {format_size(sum(lent.values()))} of host memory is more than the {format_size(memory)} of this "
+            "machine: the kernel will end processes when it is used; lower it"
+        )
 
 
 def _guarantee_troubles(config: Config) -> Iterator[str]:

@@ -464,6 +464,24 @@ def test_a_check_says_that_a_guaranteed_request_may_not_wait_long_enough(
 
 
 @pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"capacity": "1PiB"}, "capacity: 1.0 PiB of host memory is more than the "),
+        ({"host_capacity": "1PiB"}, "capacity and host_capacity: 1.0 PiB of host memory is more than the "),
+        ({"driver": "cuda", "host_capacity": "1PiB"}, "host_capacity: 1.0 PiB of host memory is more than the "),
+        ({"driver": "cuda", "capacity": "1PiB"}, ""),  # of a GPU
+    ],
+)
+def test_a_check_says_that_this_machine_has_less_memory(tmp_path: Path, sizes: dict[str, str], told: str) -> None:
+    """A figure for a GPU with the host driver, or one of another machine for offloading."""
+    path = tmp_path / "membrokerd.toml"
+    path.write_text(to_toml({**DEFAULTS, "runtime_directory": str(tmp_path), **sizes}))
+    ran = run_python(["-m", "membrokerd.cli", "--config", str(path), "--check-config"])
+    assert (ran.returncode, ran.stdout) == (0, f"{path}: good\n")
+    assert ran.stderr.startswith(f"{path}: {told}") if told else not ran.stderr
+
+
+@pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (("--captial", "8GiB"), "unrecognized arguments: --captial 8GiB, did you mean --capacity?"),
