@@ -321,7 +321,7 @@ def check_broker(endpoint: str | None, env: Mapping[str, str]) -> Check:
         advice = _NOT_ADMITTED if isinstance(error, AccessDenied) else _NOT_THERE
         return Check("broker", "fail" if is_named else "warn", str(error), advice)
     except MembrokerError as error:
-        return Check("broker", "warn", str(error), "name the endpoint with --endpoint DIR")
+        return Check("broker", "warn", str(error), "name one with --device N, or --endpoint DIR")
     capacity = ", ".join(f"{format_size(books.capacity_bytes)} ({where})" for where, books in device.locations.items())
     return Check("broker", "ok", f"membrokerd {device.version} on {device.uuid} lends {capacity}")
 

@@ -65,7 +65,7 @@ def default_device(env: Mapping[str, str] = os.environ) -> Path:
         found = map(_devices_in, runtime_directories(env))
         devices, why = next(filter(None, found), []), f"no broker is alive: {_START}. "
     if len(devices) > 1:
-        listed = ", ".join(str(device / "tenants" / "default") for device in devices)
+        listed = _some([str(tenant) for device in devices for tenant in _endpoints_of(device / "tenants")])
         raise InvalidRequest(
             f"{why}{devices[0].parent} has {len(devices)} devices: name one with connect(endpoint=…), {VARIABLE}=… or "
             f"a command's --device N, of {listed}"
@@ -315,6 +315,11 @@ def _names_in(directory: Path) -> list[str]:
 def _open_in(tenants: Path) -> list[str]:
     """Return the tenants at whose sockets a broker may listen. A tenant that was removed leaves its directory."""
     return [name for name in _names_in(tenants) if _may_be_bound(tenants / name / "handoff.sock")]
+
+
+def _endpoints_of(tenants: Path) -> list[Path]:
+    """Return the open endpoints of a device; of a dead broker `default`, as nobody can say which will be open."""
+    return [tenants / name for name in _open_in(tenants) or ["default"]]
 
 
 def _device_names_in(directory: Path) -> list[str]:

@@ -99,9 +99,11 @@ class TestChoice:
             (place / "system" / "host" / "tenants" / "red").mkdir()
             with (
                 listening(place / "system" / "host" / "tenants" / "red" / "handoff.sock"),
-                pytest.raises(InvalidRequest, match=f"^{place / 'system'} has 2 devices"),
+                pytest.raises(InvalidRequest, match=f"^{place / 'system'} has 2 devices") as caught,
             ):
                 endpoint.find_endpoint(None, env)
+        listed = str(caught.value).partition("--device N, of ")[2]
+        assert listed == f"{card}, {place / 'system' / 'host' / 'tenants' / 'red'}", "those that can be entered"
         assert "the broker is dead" in why(endpoint.find_endpoint(None, env)), (
             "the user's own is the one that is missed"
         )
