@@ -224,13 +224,14 @@ def _fair(numbers: Mapping[str, int | str]) -> str:
     """Say what the model could have, what its session is asked to release, and how long the request waited."""
     if "share_bytes" not in numbers:
         return ""
-    share, obtainable = (format_size(int(numbers[key])) for key in ("share_bytes", "obtainable_bytes"))
+    share, obtainable = int(numbers["share_bytes"]), int(numbers["obtainable_bytes"])
+    has = f", {format_size(obtainable)} more than it has" if obtainable else ", and it has that much" if share else ""
     waited = f", and the request waited {int(numbers['waited_ms']) / 1000:.1f} s" if "waited_ms" in numbers else ""
     recalled = ""
     if "recalled_bytes" in numbers:
         size = format_size(int(numbers["recalled_bytes"]))
         recalled = f", and this session has not yet answered a recall of {size} of it"
-    return f"; its share is {share}, {obtainable} more than it has{recalled}{waited}"
+    return f"; its share is {format_size(share)}{has}{recalled}{waited}"
 
 
 def _missing(segment: int | str) -> str:

@@ -203,6 +203,12 @@ def test_a_refusal_for_want_of_room_tells_the_share() -> None:
     assert told.endswith("; its share is 20.0 MiB, 12.0 MiB more than it has, and the request waited 1.5 s")
 
 
+def test_a_refusal_beyond_the_share_says_so() -> None:
+    for share, said in ((20 * MIB, "; its share is 20.0 MiB, and it has that much"), (0, "; its share is 0 B")):
+        told = sentence(Reason.CAPACITY, **{**LEVEL, "share_bytes": share, "obtainable_bytes": 0})  # type: ignore[arg-type]
+        assert told.endswith(said)
+
+
 def test_a_refusal_says_what_the_session_is_asked_for() -> None:
     told = sentence(Reason.CAPACITY, **{**LEVEL, **SHARE, "recalled_bytes": 6 * MIB})  # type: ignore[arg-type]
     assert told.endswith("12.0 MiB more than it has, and this session has not yet answered a recall of 6.0 MiB of it")
