@@ -96,13 +96,14 @@ def forget(options: argparse.Namespace) -> int:
 
 def evict(options: argparse.Namespace) -> int:
     """End the process of a session, after a question unless --yes was given."""
-    if not (options.yes or _can_ask()):
-        options.parser.error("there is no terminal on which to ask before the process is ended: give --yes")
     with open_admin(options.endpoint) as admin:
         sessions = _of_one_process(admin.sessions(), options.name)
-        if sessions and not options.yes and not _is_confirmed(sessions):
-            print("nothing was ended", file=sys.stderr)
-            return 1
+        if sessions and not options.yes:
+            if not _can_ask():
+                options.parser.error("there is no terminal on which to ask before the process is ended: give --yes")
+            if not _is_confirmed(sessions):
+                print("nothing was ended", file=sys.stderr)
+                return 1
         session = admin.evict(options.name)
     sessions = sessions or [session]
     return tables.answer(

@@ -137,8 +137,10 @@ def test_another_process_is_not_listed_and_not_ended(daemon: Daemon, victim: Vic
         bystander.do("client.register_model('search').allocate('2MiB').close()")
 
 
-def test_what_the_broker_refuses(daemon: Daemon) -> None:
-    status, out, err = run(daemon, "sessions/1", "--yes")
+@pytest.mark.parametrize("options", [(), ("--yes",)], ids=["no terminal", "yes"])
+def test_what_the_broker_refuses(daemon: Daemon, options: tuple[str, ...]) -> None:
+    """It refuses a session that it does not know, whether or not somebody could be asked."""
+    status, out, err = run(daemon, "sessions/1", *options)
     assert (status, out) == (1, "")
     assert err == (
         "membroker: sessions/1 cannot be evicted: it is not known, or has ended "
