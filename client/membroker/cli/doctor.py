@@ -195,7 +195,7 @@ def check_descriptors(limit: int, *, bounded: bool = True) -> Check:
     """
     needs = DESCRIPTORS_PER_SESSION if bounded else OPEN_PER_SESSION
     sessions = max(0, limit - 1 - (0 if bounded else OPEN_BESIDE)) // needs
-    found = f"a daemon started from here may have {limit:,}, enough for {sessions:,} sessions"
+    found = f"a daemon started from here may have {limit:,}, enough for {sessions:,} session{'s' * (sessions != 1)}"
     advice = f"raise it: LimitNOFILE= in the unit, `ulimit -n` in a shell; {needs} for each session"
     status: Status = "fail" if not sessions else "warn" if sessions < FEW_SESSIONS else "ok"
     return Check("descriptors", status, found, "" if status == "ok" else advice)
