@@ -128,6 +128,7 @@ def a_config(**other: Any) -> Any:
             "disable_cascade_attn": True,
         },
         "speculative_config": None,
+        "ec_transfer_config": None,
         "cache_config": {"cache_dtype": "auto"},
     }
     for name, value in other.items():
@@ -154,6 +155,7 @@ def a_config(**other: Any) -> Any:
         ({"model_config__use_mla": True}, "MLA"),
         ({"model_config__is_encoder_decoder": True}, "encoder-decoder"),
         ({"speculative_config": object()}, "speculative"),
+        ({"ec_transfer_config": SimpleNamespace(is_ec_consumer=False)}, "encodes"),
         ({"model_config__enable_sleep_mode": True}, "sleep mode"),
         ({"model_config__enable_cumem_allocator": True}, "sleep mode"),
         ({"cache_config__cache_dtype": "fp8"}, "quantized"),
@@ -163,6 +165,7 @@ def a_config(**other: Any) -> Any:
 def test_an_engine_that_cannot_be_served_is_refused_in_a_sentence(other: dict[str, Any], said: str) -> None:
     check_supported(a_config())
     check_supported(a_config(parallel_config__distributed_executor_backend=UNI))
+    check_supported(a_config(ec_transfer_config=SimpleNamespace(is_ec_consumer=True)))
     check_supported(
         a_config(
             parallel_config__world_size=2,

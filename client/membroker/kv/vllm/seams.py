@@ -95,6 +95,7 @@ ATTRIBUTES: Final = (
     ("vllm.v1.kv_cache_interface:KVCacheConfig", ("num_blocks", "kv_cache_tensors", "kv_cache_groups")),
     ("vllm.v1.kv_cache_interface:FullAttentionSpec", ("block_size", "num_kv_heads", "head_size")),
     ("vllm.config:VllmConfig", ("offload_config", "lora_config", "weight_transfer_config")),
+    ("vllm.config:VllmConfig", ("ec_transfer_config",)),
     ("vllm.config.load:LoadConfig", ("load_format", "model_loader_extra_config", "device")),
 )
 

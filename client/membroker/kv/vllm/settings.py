@@ -168,6 +168,9 @@ def check_supported(config: Any) -> None:
             and settings_in(transfer).swap_space is not None
         ),
         "does not serve models with MLA yet": config.model_config.use_mla,
+        "does not serve an engine that only encodes: it has no KV cache to share": (
+            config.ec_transfer_config is not None and not config.ec_transfer_config.is_ec_consumer
+        ),
         "does not serve encoder-decoder models": config.model_config.is_encoder_decoder,
         "does not support speculative decoding yet: leave --speculative-config out": (
             config.speculative_config is not None
