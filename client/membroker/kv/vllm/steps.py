@@ -15,7 +15,7 @@ from ..engine import Over
 
 
 class Scheduled:
-    """The scheduler's side. `passed` returns the last step whose fence has passed."""
+    """The scheduler's side. `passed` is that of `Launched`, or the least of all ranks."""
 
     def __init__(self, passed: Callable[[], int]) -> None:
         self.number = 0
@@ -69,7 +69,7 @@ class Launched:
             self._recorded = number
 
     def passed(self) -> int:
-        """Return the last step with a fence that all work before it is over. One thread may call it."""
+        """Return the last step with a fence before which all work is over. One thread may call it."""
         while self._events and self._events[0][1].query():
             self._passed = self._events.popleft()[0]
         return self._passed
