@@ -17,16 +17,11 @@ from pathlib import Path
 
 from membroker.vmm import format_size
 from membroker.wire.frames import close_all
+from membroker.wire.sessions import in_flight_is_bounded, sessions_for
 
 from .config import quotas
 from .config.config import Config, ConfigError, TenantConfig, without_guarantees
-from .config.descriptor_limits import (
-    in_flight_is_bounded,
-    raise_descriptor_limit,
-    segment_extents_for,
-    sessions_for,
-    trouble,
-)
+from .config.descriptor_limits import raise_descriptor_limit, segment_extents_for, trouble
 from .core import effects as fx
 from .core import events as ev
 from .core import facts as ft

@@ -22,7 +22,7 @@ from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 from membroker.v1 import resources_pb2
-from membrokerd.config import descriptor_limits
+from membroker.wire.sessions import in_flight_is_bounded, sessions_for
 from membrokerd.core.snapshot import MOST_MODELS
 from membrokerd.edge.handoff.listener import HELLO_SECONDS
 
@@ -33,9 +33,7 @@ SESSIONS = 16
 """Of one process, and no more."""
 MAX_SESSIONS = min(
     512,
-    descriptor_limits.sessions_for(
-        resource.getrlimit(resource.RLIMIT_NOFILE)[1], bounded=descriptor_limits.in_flight_is_bounded()
-    ),
+    sessions_for(resource.getrlimit(resource.RLIMIT_NOFILE)[1], bounded=in_flight_is_bounded()),
 )
 """As many as a daemon of this user may have: an unprivileged one is bounded by descriptors in flight."""
 WINDOW = 128

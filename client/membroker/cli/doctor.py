@@ -24,15 +24,11 @@ from ..session.endpoint import VARIABLE, default_device
 from ..vmm import open_driver
 from ..vmm.driver import DriverError, DriverUnavailable, Location
 from ..vmm.sizes import MIB, format_size
-from ..wire.names import DESCRIPTORS_IN_FLIGHT, MAX_SOCKET_PATH_BYTES, MAX_TENANT_CHARACTERS
+from ..wire.names import MAX_SOCKET_PATH_BYTES, MAX_TENANT_CHARACTERS
+from ..wire.sessions import IN_FLIGHT_PER_SESSION, OPEN_PER_SESSION, in_flight_is_bounded, sessions_for
 from . import tables
 from .admin import open_admin, open_books
 
-DESCRIPTORS_PER_SESSION = DESCRIPTORS_IN_FLIGHT + 1
-OPEN_PER_SESSION, OPEN_BESIDE = 5, 64
-"""What a daemon keeps open: for each session, and for itself."""
-EXEMPT = 1 << 21 | 1 << 24
-"""CAP_SYS_ADMIN and CAP_SYS_RESOURCE: with one of them the kernel does not bound descriptors in flight."""
 FEW_SESSIONS = 16
 GUARANTEE_STEP = 64 * MIB
 """Engines take pages of up to this size."""
@@ -179,22 +175,13 @@ def descriptor_limit() -> int:
     return highest
 
 
-def in_flight_is_bounded() -> bool:
-    """Return whether the kernel bounds the descriptors in flight of a daemon of this user, as the daemon asks it."""
-    if Path("/proc/self/uid_map").read_text().split() != ["0", "0", "4294967295"]:
-        return True  # capabilities of another user namespace do not count
-    status = Path("/proc/self/status").read_text()
-    effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
-    return not int(effective, 16) & EXEMPT
-
-
 def check_descriptors(limit: int, *, bounded: bool = True) -> Check:
     """The kernel counts descriptors in flight, 128 for each session, against the broker's RLIMIT_NOFILE.
 
     Not those of a daemon that is exempt (`bounded` is false): its sessions need those alone that it keeps open.
     """
-    needs = DESCRIPTORS_PER_SESSION if bounded else OPEN_PER_SESSION
-    sessions = max(0, limit - 1 - (0 if bounded else OPEN_BESIDE)) // needs
+    needs = IN_FLIGHT_PER_SESSION if bounded else OPEN_PER_SESSION
+    sessions = max(0, sessions_for(limit, bounded=bounded))
     found = f"a daemon started from here may have {limit:,}, enough for {sessions:,} session{'s' * (sessions != 1)}"
     advice = f"raise it: LimitNOFILE= in the unit, `ulimit -n` in a shell; {needs} for each session"
     status: Status = "fail" if not sessions else "warn" if sessions < FEW_SESSIONS else "ok"
