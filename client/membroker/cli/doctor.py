@@ -181,7 +181,7 @@ def check_descriptors(limit: int, *, bounded: bool = True) -> Check:
     Not those of a daemon that is exempt (`bounded` is false): its sessions need those alone that it keeps open.
     """
     needs = IN_FLIGHT_PER_SESSION if bounded else OPEN_PER_SESSION
-    sessions = max(0, sessions_for(limit, bounded=bounded))
+    sessions = sessions_for(limit, bounded=bounded)
     found = f"a daemon started from here may have {limit:,}, enough for {sessions:,} session{'s' * (sessions != 1)}"
     advice = f"raise it: LimitNOFILE= in the unit, `ulimit -n` in a shell; {needs} for each session"
     status: Status = "fail" if not sessions else "warn" if sessions < FEW_SESSIONS else "ok"

@@ -28,8 +28,8 @@ def in_flight_is_bounded() -> bool:
 
 def sessions_for(descriptors: int, *, bounded: bool = True) -> int:
     """Return how many sessions this many descriptors allow; `bounded`: those in flight are limited too."""
-    kept_open = max(0, (descriptors - OPEN_BESIDE - 1) // OPEN_PER_SESSION)
-    return min(kept_open, (descriptors - 1) // IN_FLIGHT_PER_SESSION) if bounded else kept_open
+    most = (descriptors - OPEN_BESIDE - 1) // OPEN_PER_SESSION
+    return max(0, min(most, (descriptors - 1) // IN_FLIGHT_PER_SESSION) if bounded else most)
 
 
 def descriptors_for(sessions: int, *, bounded: bool = True) -> int:
