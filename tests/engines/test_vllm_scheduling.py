@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.daemons import running
+from tests.support.daemons import running, until
 from tests.support.sizes import MIB
 
 import membroker
@@ -263,7 +262,7 @@ def _recall_busy(elastic: Scheduling, pages: int) -> int:
     cache.shrink((free + pages) * PAGE)
     while cache._state._owed and steps < 20:
         assert elastic.step()
-        time.sleep(0.01)  # the cache's thread releases meanwhile
+        until(lambda: all(fence._number > elastic.ended for _, fence in cache._state.retiring()))
         steps += 1
     assert not cache._state._owed
     return steps
