@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import signal
 import sys
 import tempfile
@@ -58,6 +59,7 @@ examples:
   make bench-serving OPTIONS='--traces t1 --load 0.5 1 1.5'            figures against load
   make bench-serving OPTIONS='--arms alone alone-membroker --time 0.5' what the broker costs one model
   make bench-serving OPTIONS='--exact'                                 every answer is compared: batch-invariant kernels
+  make bench-serving OPTIONS='--engine max_num_batched_tokens=2048'     an argument of vLLM, for all arms
   python -m benchmarks.serving --read a.json b.json --plot both.png    arms that ran one by one, in one table and plot
   python -m benchmarks.serving --device host                           no GPU: a tiny model, numbers that mean little"""
 
@@ -224,10 +226,11 @@ def _setup(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Setu
             load()
         budget = bytes_of("--budget", options.budget)
         settings = dict(one.split("=", 1) for one in options.setting)
+        engine = {name: _value(text) for name, text in (one.split("=", 1) for one in options.engine)}
     except (NoMatplotlib, InvalidRequest) as error:
         parser.error(str(error))
     except ValueError:
-        parser.error("--setting takes NAME=VALUE")
+        parser.error("--setting and --engine take NAME=VALUE")
     return Setup(
         device=options.device,
         shape=options.model,
@@ -236,9 +239,17 @@ def _setup(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Setu
         max_num_seqs=options.max_num_seqs,
         recall_seconds=options.recall_seconds,
         exact=options.exact,
-        watermark=options.watermark,
+        engine=engine,
         settings=settings,
     )
+
+
+def _value(text: str) -> Any:
+    """Return what is written as JSON, and other text as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _device(kind: str) -> dict[str, str]:
@@ -287,8 +298,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--load", type=float, nargs="+", metavar="FACTOR", help="of the request rates; each is a run of its own")
     add("--tokens", type=float, metavar="FACTOR", help="shortens prompts and answers")
     add("--drain", type=float, default=45.0, metavar="SECONDS", help="for answers after the trace; by default 45")
-    add("--watermark", type=float, default=0.0, help="vLLM's own, for all arms: the part of the cache that stays free")
     add("--exact", action="store_true", help="batch-invariant kernels (slower): answers under load are comparable")
+    add(
+        "--engine",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="for vLLM, in all arms: max_num_batched_tokens=2048",
+    )
     add("--setting", action="append", default=[], metavar="NAME=VALUE", help="for membroker's connector: ahead=256MiB")
     add("--recall-seconds", type=float, default=1.0, help="the broker's; by default 1, as the broker's own default")
     add("--json", type=Path, metavar="FILE", help="write everything that was measured there, each request included")

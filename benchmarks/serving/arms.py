@@ -32,7 +32,8 @@ class Setup:
     max_num_seqs: int
     recall_seconds: float = 1.0
     exact: bool = False
-    watermark: float = 0.0
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """vLLM's own arguments, for all arms."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """For membroker's connector: `kv_connector_extra_config`."""
 
@@ -115,8 +116,8 @@ def keywords(arm: Arm, setup: Setup, model: int, directory: Path) -> dict[str, A
         "kv_cache_memory_bytes": setup.budget,
         "block_size": BLOCK_TOKENS[setup.device],
         "enable_prefix_caching": False,
-        "watermark": setup.watermark,
         "disable_log_stats": True,
+        **setup.engine,
     }
     if arm.is_divided:
         # Not by the size: that is part of the key of vLLM's compile cache, and each arm would compile again.
@@ -185,5 +186,5 @@ def describe(setup: Setup) -> dict[str, str]:
         "recall_seconds": f"{setup.recall_seconds:g}",
         **({"membroker's settings": str(dict(setup.settings))} if setup.settings else {}),
         **({"batch-invariant kernels": "yes"} if setup.exact else {}),
-        **({"vLLM's watermark": f"{setup.watermark:g}"} if setup.watermark else {}),
+        **({"vLLM's arguments": str(dict(setup.engine))} if setup.engine else {}),
     }

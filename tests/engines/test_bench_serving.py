@@ -34,6 +34,8 @@ def test_three_engines_over_a_broker_answer_as_one_alone(tmp_path: Path) -> None
         str(file),
         "--logs",
         str(tmp_path / "logs"),
+        "--engine",
+        "max_num_batched_tokens=1500",
         *SMALL,
     ]
     path = os.pathsep.join([str(ROOT / "client"), str(ROOT / "broker"), str(ROOT)])
@@ -67,6 +69,8 @@ def test_three_engines_over_a_broker_answer_as_one_alone(tmp_path: Path) -> None
     assert all(0 < one["idle_bytes"] <= 16 * MIB for one in runs[2]["models"]), "memory was not released"
     for arm in ("alone", "membroker"):
         assert f"\n{arm} " in done.stdout
+    logs = [path.read_text() for path in (tmp_path / "logs").glob("*-m?.log")]
+    assert ["max_num_batched_tokens=1500" in log for log in logs] == [True] * 4
 
 
 def test_sleep_is_timed_over_a_broker(tmp_path: Path) -> None:
