@@ -72,7 +72,14 @@ class Writer:
         reach("compacted")
 
     def _tell_broker(self) -> None:
-        self._broker.books.cannot_write = "no room for its journal" if self._journal.full else ""
+        books, path = self._broker.books, str(self._journal.path)
+        if self._journal.full and not books.cannot_write:
+            logs.warn(
+                "the journal cannot be written: nothing more is lent, and no session begins; make room there", path=path
+            )
+        elif books.cannot_write and not self._journal.full:
+            logs.log("the journal can be written again", path=path)
+        books.cannot_write = "no room for its journal" if self._journal.full else ""
 
     def close(self) -> None:
         """Abandon a compaction: the file that it would have replaced is whole."""

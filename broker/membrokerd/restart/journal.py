@@ -61,7 +61,7 @@ class Journal:
     """The journal at `path`. A file below `compact_bytes` is never due for compaction."""
 
     def __init__(self, path: Path, binding: Binding, compact_bytes: int = 4 * MIB) -> None:
-        self._path = path
+        self.path = path
         self._binding = binding
         self._compact_bytes = compact_bytes
         self.epoch = 0
@@ -86,7 +86,7 @@ class Journal:
         other. An incomplete last record is ignored, and a copy of the file is kept. Raises `OSError`.
         """
         try:
-            data = files.read_file(self._path, MAX_FILE_BYTES).rstrip(b"\0")
+            data = files.read_file(self.path, MAX_FILE_BYTES).rstrip(b"\0")
         except FileNotFoundError:
             return take(()), []
         try:
@@ -123,10 +123,10 @@ class Journal:
         """Keep the file under a second name before it is replaced. Return a sentence for the log."""
         torn = f"the journal's last record is incomplete: its {torn_bytes} bytes are ignored"
         try:
-            if self._path.stat().st_nlink > 1:  # an earlier start linked it and then failed
+            if self.path.stat().st_nlink > 1:  # an earlier start linked it and then failed
                 return [f"{torn}, and a copy of the file is kept already"]
             aside = self._name_aside("torn")
-            os.link(self._path, aside)
+            os.link(self.path, aside)
         except OSError as error:
             return [f"{torn}, and no copy could be kept: {error.strerror}"]
         return [f"{torn}, and the file is kept as {aside}"]
@@ -137,18 +137,18 @@ class Journal:
         Raises `OSError`.
         """
         aside = self._name_aside(reason)
-        self._path.rename(aside)
+        self.path.rename(aside)
         return aside
 
     def _name_aside(self, reason: str) -> Path:
         """Return the next free name for a file that is set aside, after removing the oldest ones."""
-        name = re.compile(re.escape(self._path.name) + r"\.[a-z-]+-(\d{1,9})")
-        found = [(name.fullmatch(path.name), path) for path in self._path.parent.iterdir()]
+        name = re.compile(re.escape(self.path.name) + r"\.[a-z-]+-(\d{1,9})")
+        found = [(name.fullmatch(path.name), path) for path in self.path.parent.iterdir()]
         others = sorted((int(match[1]), path) for match, path in found if match)
         for _, old in others[: 1 - _KEPT]:
             old.unlink()
         number = others[-1][0] + 1 if others else 1
-        return self._path.with_name(f"{self._path.name}.{reason}-{number}")
+        return self.path.with_name(f"{self.path.name}.{reason}-{number}")
 
     # --- this daemon's file ---
 
@@ -163,7 +163,7 @@ class Journal:
         The old file stays the journal, and is appended to, until the last step. A crash, an `OSError` or closing the
         generator before that leaves the old file in place. Raises `OSError`.
         """
-        fresh = self._path.with_name(f"{self._path.name}.new")
+        fresh = self.path.with_name(f"{self.path.name}.new")
         self._appended = appended = bytearray()
         try:
             descriptor = files.make_fresh(fresh)
@@ -178,7 +178,7 @@ class Journal:
                 room = _allocate(descriptor, end)
                 if self._descriptor >= 0 and room == end:  # no room for a reserve, which the old file may have
                     raise _disk_full()
-                fresh.rename(self._path)
+                fresh.rename(self.path)
             except BaseException:
                 os.close(descriptor)
                 fresh.unlink(missing_ok=True)
@@ -238,7 +238,7 @@ class Journal:
     def is_in_place(self) -> bool:
         """Return whether the open file is the one that a successor would find at the path."""
         try:
-            found, own = os.lstat(self._path), os.fstat(self._descriptor)
+            found, own = os.lstat(self.path), os.fstat(self._descriptor)
         except OSError:
             return False
         return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)

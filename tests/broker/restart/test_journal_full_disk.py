@@ -164,14 +164,23 @@ print(number, flush=True)
 
 
 def test_room_that_a_compaction_makes_is_used_at_once(path: Path) -> None:
-    """A full file that may not grow is compacted: the next request is admitted at once, without another event."""
+    """A full file that may not grow is compacted: the next request is admitted at once. The log says both, once."""
     script = """
-import asyncio
+import asyncio, logging
 from membrokerd.core import events as ev, policy
 from membrokerd.core.machine import Broker
 from membrokerd.loop import Loop
 from membrokerd.restart.descriptor_store import Store
 from membrokerd.writer import Writer
+
+class Lines(logging.Handler):
+    def emit(self, record):
+        if "journal" in record.getMessage():
+            lines.append(record.getMessage())
+
+lines = []
+logging.getLogger("membrokerd").addHandler(Lines())
+logging.getLogger("membrokerd").setLevel("INFO")
 
 async def main():
     journal.close()
@@ -198,6 +207,9 @@ async def main():
             go()
         await asyncio.sleep(0)  # on a busy machine the compaction is not over in its first portion
     loop.tell(ev.Elapsed())
+    began, ended = lines
+    assert began.startswith("the journal cannot be written: nothing more is lent, and no session begins")
+    assert ended == "the journal can be written again"
     print(len(broker.books.cannot_write))
 
 asyncio.run(main())
