@@ -80,7 +80,7 @@ def read(path: Path) -> Quotas:
     """Return the quotas of the file, or none if there is no file. Raises `HomeError`."""
     try:
         document = tomllib.loads(files.read_file(path, files.MAX_TEXT_BYTES, follow=True).decode())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
         advice = "let this user read it" if error.errno in (errno.EACCES, errno.EPERM) else _WHAT_TO_DO

@@ -206,6 +206,7 @@ def test_a_place_that_cannot_be_written_is_told_before_a_command_fails(
     said = trouble(tmp_path / "file" / "host")
     assert f"kept in {tmp_path / 'file' / 'host'} and {tmp_path / 'file'} is not a directory" in said
     assert "state_directory" in said
+    assert read(tmp_path / "file" / "host" / "quotas.toml") == {}, "the daemon starts"
     monkeypatch.setattr(os, "access", lambda *_, **__: False)
     assert f"{tmp_path} cannot be written by this user" in trouble(tmp_path / "kept" / "host")
 
