@@ -101,6 +101,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         try:
             self._keep_quotas()
         except OSError as error:  # nothing was lent under that limit: no other event was handled since the step
+            logs.warn("a quota by command is taken back: it cannot be kept", tenant=tenant, error=str(error))
             await self._ask(lambda call: ev.SetQuota(call, tenant, model, location, *before, undo=True))
             raise Refused(deny(Reason.INTERNAL, fault=_unkept(error))) from error
         return self._quota(tenant, model, location, self._shortfalls())
