@@ -40,7 +40,7 @@ _TABLE: Mapping[Reason, _Row] = {
     ),
     Reason.DEVICE_FULL: _Row(
         Code.RESOURCE_EXHAUSTED,
-        "the books allow {requested} more for {of}, but the device itself has not enough free {location} memory: "
+        "the books allow {requested} more for {of}, but the device itself has not enough free {location} memory{free}: "
         "something uses memory that this broker did not lend (`membroker status` shows it as unaccounted){says}",
         retry=True,
     ),
@@ -122,7 +122,9 @@ _TABLE: Mapping[Reason, _Row] = {
         Code.UNAUTHENTICATED, "the token is unknown here: its session has ended, or it belongs to another endpoint"
     ),
     Reason.ENDPOINT_FORBIDDEN: _Row(
-        Code.PERMISSION_DENIED, "uid {uid} is not among the uids that this endpoint's configuration admits"
+        Code.PERMISSION_DENIED,
+        "uid {uid} may not enter this endpoint: an operator adds it to the `uids` of this tenant in the daemon's "
+        "configuration, and reloads it",
     ),
     Reason.PEER_UNKNOWN: _Row(
         Code.PERMISSION_DENIED, "the kernel cannot say which process is at the other end: {what}"
@@ -206,6 +208,9 @@ class _Words(dict[str, object]):
         self.setdefault("whose", "session")
         self.setdefault("calls", "allocations in flight")
         self.setdefault("fault", "a fault of the broker, written in its log")
+        free, reserve = (numbers.get(key) for key in ("device_free_bytes", "reserve_bytes"))
+        kept = f", of which {format_size(int(reserve))} must stay free" if reserve else ""
+        self["free"] = "" if free is None else f" ({format_size(int(free))}{kept})"
         says = numbers.get("driver_says")
         self["says"] = f": {says}" if says else ""
         self["advice"] = _ADVICE.get(str(numbers.get("state")), _ATTACH)

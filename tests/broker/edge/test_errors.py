@@ -198,6 +198,12 @@ def test_the_sentence_has_the_numbers() -> None:
         assert shown in status.message
 
 
+def test_a_refusal_by_a_full_device_has_the_numbers() -> None:
+    numbers = {**MADE, "device_free_bytes": 6 * MIB, "available_bytes": 2 * MIB, "reserve_bytes": 4 * MIB}
+    status = to_status(deny(Reason.DEVICE_FULL, **numbers))
+    assert "not enough free device memory (6.0 MiB, of which 4.0 MiB must stay free): something" in status.message
+
+
 def test_a_refusal_for_want_of_room_tells_the_share() -> None:
     told = sentence(Reason.CAPACITY, **{**LEVEL, **SHARE, "waited_ms": 1_500})  # type: ignore[arg-type]
     assert told.endswith("; its share is 20.0 MiB, 12.0 MiB more than it has, and the request waited 1.5 s")
