@@ -117,7 +117,7 @@ def check_guarantees(rules: policy.Rules) -> None:
 def warn_of_guarantees(quotas: Mapping[policy.Key, Quota], rules: policy.Rules, config: Config) -> None:
     """Log which guarantees cannot be kept because of quotas that were set by command, and which are for no tenant."""
     for sentence in misfit_sentences(quotas, rules):
-        logs.warn(f"{sentence}: see `membroker quota list --all`, and lower one by `quota set`")
+        logs.warn(f"{sentence}: see `membroker quota list --all`, and lower one by `membroker quota set`")
     for (tenant, model, location), quota in sorted(quotas.items(), key=str) if config.tenants else ():
         if quota.guarantee and tenant not in config.tenants:
             name = tenant if model is None else f"{tenant}/{model}"

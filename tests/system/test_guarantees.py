@@ -160,7 +160,7 @@ def test_a_reload_changes_guarantees_or_says_why_not(daemon: Daemon, blue: Clien
         ({"limit": "4MiB", "guarantee": "8MiB"}, 'tenants.red.guarantee: the guarantee of tenants/red would be "8MiB"'),
         (
             {"guarantee": "512MiB"},
-            'tenants."*".guarantee: the guarantees of all tenants together would be "512MiB", more than capacity',
+            'tenants: the guarantees of all tenants together would be "512MiB", more than capacity',
         ),
     ],
 )

@@ -269,7 +269,7 @@ def _guarantee_misfits(config: Config) -> Iterator[tuple[str, str]]:
     for location, (_, key, _) in QUOTA_KEYS.items():
         for one in misfits(quotas, rules, location):
             of_model = ("models", one.model) if one.model else ()
-            path = ("tenants", one.tenant, *of_model, key) if one.tenant else ("tenants", "*", key)
+            path = ("tenants", one.tenant, *of_model, key) if one.tenant else ("tenants",)
             sizes = size_text(one.size), size_text(one.most)
             bound = ("host_capacity" if location == "host" else "capacity") if one.tenant is None else one.bound
             yield joined(path), f"{one.what} would be {sizes[0]}, more than {bound}, {sizes[1]}; write at most that"

@@ -271,7 +271,7 @@ class Keeper:
     def _put(self, names: list[str], packet: Packet) -> None:
         packet.check_descriptors(len(names))
         if len(self._kept.keys() | names) > self._most:
-            raise Refused(f"it has {len(self._kept)} descriptors and may have {self._most}: raise ulimit -n")
+            raise Refused(f"it has {len(self._kept)} descriptors and may have {max(0, self._most)}: raise ulimit -n")
         close_all(self._kept[name] for name in names if name in self._kept)
         self._kept.update(zip(names, packet.descriptors, strict=True))
         packet.descriptors.clear()
