@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -15,13 +16,15 @@ from contextlib import suppress
 from typing import Any
 
 from ..errors import BrokerUnavailable, ClosedError, MembrokerError, ProtocolError
-from ..interrupts import Condition, uninterrupted
+from ..interrupts import STOPPING_SECONDS, Condition, uninterrupted
 from ..v1 import handoff_pb2 as pb
 from ..wire import frames as handoff
 from ..wire.descriptors import close_each
 from .call import Taken
 
 _NOSIGNAL = int(socket.MSG_NOSIGNAL)
+_PATIENCE = struct.pack("@ll", int(STOPPING_SECONDS), 0)
+"""How long a send waits for a broker that reads nothing, as a `timeval`. Then the connection is lost."""
 
 
 class SharedSocket:
@@ -39,6 +42,7 @@ class SharedSocket:
         counts: bool,
         on_lost: Callable[[Any], None],
     ) -> None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _PATIENCE)
         self.socket = connection
         self.name = name
         self.changed = Condition()
@@ -62,7 +66,7 @@ class SharedSocket:
         raise NotImplementedError
 
     def send(self, frame: pb.Frame) -> None:
-        """Send a frame. Raises what ended the connection."""
+        """Send a frame. Raises what ended the connection, after 5 seconds in which the broker makes no room."""
         frame.acknowledged = self.taken.count if self.counts else 0
         try:
             self.socket.send(handoff.encode(frame), _NOSIGNAL)
@@ -189,6 +193,12 @@ class SharedSocket:
         """Note that the connection is lost, and why."""
         if isinstance(error, handoff.BrokenPacket):
             self.break_off(ProtocolError, f"the broker at {self.name} sent an invalid frame: {error}")
+        if isinstance(error, BlockingIOError):
+            self.break_off(
+                BrokerUnavailable,
+                f"the broker at {self.name} has read nothing for {STOPPING_SECONDS:g} s: it is stopped or overloaded; "
+                "what is mapped stays valid, and the session goes on when it reads",
+            )
         self.break_off(
             BrokerUnavailable,
             f"the broker at {self.name} is gone{self._stopping}: what is mapped stays valid; "
