@@ -53,7 +53,7 @@ class Holder(Generic[_L]):
         self._link = link
         self._holdings: set[Tracked] = set()
         self._lock = threading.Lock()
-        self._closed = self._ended = self._forked = False
+        self._closed = self._closing = self._ended = self._forked = False
         self._forgotten = weakref.finalize(self, link.later, link.end)
         self._forgotten.atexit = False
         _living.add(self)
@@ -81,7 +81,7 @@ class Holder(Generic[_L]):
     def untrack(self, memory: Tracked) -> None:
         """Forget memory that was released. The last one ends a closed holder."""
         self._holdings.discard(memory)
-        if self._closed and not self._holdings:
+        if self._closed and not (self._holdings or self._closing):
             self.later(self._end)
 
     def later(self, work: Callable[[], None]) -> None:
@@ -95,13 +95,14 @@ class Holder(Generic[_L]):
 
     def _close_now(self, *, wait: bool) -> None:
         with self._lock:
-            self._closed = True
+            self._closed = self._closing = True  # so it is this thread that ends the link, and waits for that
         self._end_waits(wait=wait)
         for memory in list(self._holdings):
             try:
                 memory.end()
             except Exception:
                 logger.exception("memory of a closed %s could not be released", self._name)
+        self._closing = False
         if not self._holdings:
             self._end(wait=wait)
 

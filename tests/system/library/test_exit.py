@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import struct
 import threading
 
 import pytest
@@ -17,7 +18,7 @@ from tests.support.processes import (
 from tests.support.sizes import MIB
 
 import membroker
-from membroker.session import reconnecting
+from membroker.session import reconnecting, shared_socket
 
 PAGE = 2 * MIB
 
@@ -165,3 +166,27 @@ class TestBrokerGone:
         assert errors == [membroker.BrokerUnavailable] * 4
         client.close()
         assert mapped_extents() == 0
+
+
+def test_a_stopped_daemon_with_a_full_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no room for so many releases. They give the connection up, and the resume says what is still held."""
+    monkeypatch.setattr(shared_socket, "_PATIENCE", struct.pack("@ll", 0, 200_000))
+    pages = 800
+    with running({"capacity": pages * PAGE}) as daemon, membroker.connect(daemon.endpoint()) as client:
+        pool = client.register_model("m", virtual_capacity=pages * PAGE).pool(page_size=PAGE)
+        pool.allocate(0, pages * PAGE)
+        with hold_still(daemon):
+            for page in range(pages):
+                pool.deallocate(page * PAGE, PAGE)
+        until(lambda: daemon.books().lent_bytes == 0)
+        pool.allocate(0, PAGE)
+
+
+def test_a_close_ends_the_session_by_itself(daemon: Daemon) -> None:
+    """It waits for the goodbye, and leaves the end to no other thread when the last memory goes."""
+    for _ in range(100):
+        client = membroker.connect(daemon.endpoint())
+        buffer = client.register_model("m").allocate(PAGE)
+        client.close()
+        assert buffer.closed
+        assert client._session.reconnecting._state == "closed"
