@@ -130,7 +130,7 @@ class Client(Closing):
 
     @property
     def capacities(self) -> dict[str, int]:
-        """The bytes that the broker may lend, by location."""
+        """The bytes that the broker could lend when this session began, by location. `device()` has today's."""
         limits = self._session.welcome.capacities
         return {messages.location_name(limit.location): limit.limit_bytes for limit in limits}
 

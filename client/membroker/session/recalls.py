@@ -293,7 +293,7 @@ class Recalls:
 def borrows_in_a_callback() -> InvalidRequest:
     """Return the error for a callback that borrows."""
     return InvalidRequest(
-        "a callback of on_recall cannot borrow memory, because the broker waits for its answer: return "
-        "membroker.DEFERRED, borrow in another thread, and call done() there. To offload, use memory that the process "
-        "has already: a segment, or pinned memory that restore(keep_pinned=True) kept"
+        "a callback of on_recall or on_sleep cannot borrow memory, because the broker waits for its answer: borrow in "
+        "another thread. In on_recall return membroker.DEFERRED, and call done() there. To offload, use memory that "
+        "the process has already: a segment, or pinned memory that restore(keep_pinned=True) kept"
     )
