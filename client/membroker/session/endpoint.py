@@ -268,9 +268,13 @@ def _absent(path: Path) -> str:
         tenant, tenants = path.parent, path.parent.parent
         if there := _open_in(tenants) or (_names_in(tenants) if missing == tenant else []):
             one = tenant.with_name(_nearest(tenant.name, there))
+            others = f"has {_some(there)}: name one's endpoint, as in --endpoint {one} or {VARIABLE}={one}"
+            if missing == tenant:
+                return f"{tenants.parent} has no tenant {tenant.name!r}, but {others}"
             return (
-                f"{tenants.parent} has no tenant {tenant.name!r}, but has {_some(there)}: name one's endpoint, as "
-                f"in --endpoint {one} or {VARIABLE}={one}"
+                f"{tenant} has no {path.name}: it was removed, or this tenant is not configured any more. If "
+                "`membroker tenants` lists it, `systemctl restart membrokerd`: workers keep their memory. If not, "
+                f"{tenants.parent} {others}"
             )
     if missing == path:
         devices = _device_names_in(path.parent)

@@ -224,8 +224,10 @@ class TestDiagnosis:
             (tenants / name).mkdir(parents=True)
         assert f"{tenants / 'default'} has no handoff.sock" in why(tenants / "default"), "none runs"
         with listening(tenants / "red" / "handoff.sock"):
-            for name in ("default", "green"):
-                assert f"{place / '0'} has no tenant {name!r}, but has red: name one's endpoint" in why(tenants / name)
+            assert f"{place / '0'} has no tenant 'green', but has red: name one's endpoint" in why(tenants / "green")
+            message = why(tenants / "default")
+            assert f"{tenants / 'default'} has no handoff.sock: it was removed, or this tenant is not" in message
+            assert f"{place / '0'} has red: name one's endpoint, as in --endpoint {tenants / 'red'}" in message
             assert f"{tenants} is no endpoint, but has the tenants red: name one's directory" in why(tenants)
 
     def test_a_runtime_directory(self, place: Path) -> None:
