@@ -29,6 +29,7 @@ SHOWN = 8
 """How many tenants or devices a message lists."""
 
 _START = "start one with `membrokerd` (under systemd: `systemctl start membrokerd`)"
+_IF_IT_RUNS = "If `pgrep -a membrokerd` shows one{}, its directory was removed, and its log says what to do"
 _DEVICE = re.compile(r"[0-9]{1,4}|(?=[0-9]*[A-Za-z-])[A-Za-z0-9-]{4,64}")
 
 
@@ -74,7 +75,7 @@ def default_device(env: Mapping[str, str] = os.environ) -> Path:
         return devices[0]
     raise BrokerAbsent(
         f"no broker was found under {' or '.join(map(str, runtime_directories(env)))}: {_START}, "
-        f"or name its endpoint's directory with {VARIABLE}=…"
+        f"or name its endpoint's directory with {VARIABLE}=…. {_IF_IT_RUNS.format('')}"
     )
 
 
@@ -107,7 +108,7 @@ def find_device(name: str, env: Mapping[str, str] = os.environ) -> Path:
     raise BrokerAbsent(
         f"no broker of device {name} was found under {' or '.join(map(str, looked))}"
         + (f", only of {there}" if there else "")
-        + f": start one with `membrokerd --device {name}`"
+        + f": start one with `membrokerd --device {name}`. {_IF_IT_RUNS.format(' of this device')}"
     )
 
 

@@ -110,8 +110,9 @@ class TestChoice:
 
     def test_no_device_at_all(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(endpoint, "SYSTEM", place / "system")
-        with pytest.raises(BrokerUnavailable, match="start one with `membrokerd`"):
+        with pytest.raises(BrokerUnavailable, match="start one with `membrokerd`") as caught:
             endpoint.find_endpoint(None, {"XDG_RUNTIME_DIR": str(place)})
+        assert "If `pgrep -a membrokerd` shows one, its directory was removed" in str(caught.value)
 
 
 class TestDevices:
@@ -155,6 +156,7 @@ class TestDevices:
         assert f"no broker of device {name} was found" in said
         assert ", only of gpu-1234abcd (0), gpu-99999999 (1), host (?), host-7 (?)" in said
         assert f"`membrokerd --device {name}`" in said
+        assert "If `pgrep -a membrokerd` shows one of this device, its directory was removed" in said
 
     @pytest.mark.parametrize("name", ["", "../..", "-1", "0x1", "a" * 65, "gpu 1", "12345"])
     def test_what_names_no_device(self, env: dict[str, str], name: str) -> None:
