@@ -44,6 +44,10 @@ _WAITED = (
     "it is recallable, and which are late. With a guarantee or a weight (`membroker quota set`) others have to release "
     "it."
 )
+_WAITS = (
+    "`membroker models --admin` shows which models have the memory, what of it is recallable, and which are late "
+    "(`membroker explain TENANT/MODEL --admin` names the session)."
+)
 
 
 def add_command(subparsers: Commands) -> None:
@@ -78,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
         )
     wanted = name if not name.startswith("sessions/") else decisions[0].model
     found = [model for known, model in models.items() if known == wanted or known.endswith(f"/models/{wanted}")]
-    lines = list(_story(decisions, capacities))
+    lines = list(_story(decisions, capacities, models.values()))
     if not decisions:
         lines = ["the broker remembers no refusal, no wait and no recall of it"]
         lines += [line for model in found for line in _counted(model)]
@@ -111,7 +115,9 @@ def _resource_name(text: str, known: Collection[str], *, admin: bool) -> str:
         raise
 
 
-def _story(decisions: Iterable[Decision], capacities: Mapping[str, int]) -> Iterator[str]:
+def _story(
+    decisions: Iterable[Decision], capacities: Mapping[str, int], models: Collection[ModelStatus]
+) -> Iterator[str]:
     """Yield the sentences about all decisions. Those that are alike are told once, and so is advice."""
     advised: set[str] = set()
     for _, alike in itertools.groupby(decisions, _kind):
@@ -119,9 +125,22 @@ def _story(decisions: Iterable[Decision], capacities: Mapping[str, int]) -> Iter
         yield from _told(newest)
         if older:
             yield f"    and {len(older)} more like it since {_at(older[-1])}"
-        if newest.kind == "refused" and (advice := _advice(newest, capacities)) not in advised:
-            advised.add(advice)
-            yield f"    {advice}"
+        if newest.kind == "refused":
+            advice = [_advice(newest, capacities)]
+        elif newest.kind == "waiting":
+            advice = [*_late(models, newest.location), _WAITS]
+        else:
+            advice = []
+        yield from (f"    {one}" for one in advice if one not in advised)
+        advised.update(advice)
+
+
+def _late(models: Iterable[ModelStatus], location: str) -> Iterator[str]:
+    """Yield which models are late. A tenant sees its own models only, an operator all."""
+    for model in models:
+        if (books := model.books.get(location)) and books.late_bytes:
+            name = tables.short_name(model.name)
+            yield f"{name} was asked to release {format_size(books.late_bytes)} and is late with it."
 
 
 def _kind(one: Decision) -> tuple[object, ...]:

@@ -141,6 +141,26 @@ def test_a_wait_is_explained_while_it_lasts_and_after(
 GUARANTEED = {"tenants": {"red": {"guarantee": "128MiB"}, "blue": {}}}
 
 
+def test_a_wait_for_a_program_that_is_late_names_it_to_the_operator() -> None:
+    """Blue's worker does not answer a recall, and red waits. Red is told what to ask for, and the operator the name."""
+    config = {**GUARANTEED, "recall_seconds": 0.3}
+    with running(config) as daemon, membroker.connect(daemon.endpoint("red")) as red:
+        chat = red.register_model("chat")
+        waiter = threading.Thread(target=lambda: chat.allocate("64MiB", wait=60).close())
+        with Session(daemon.endpoint("blue")) as blue:
+            blue.borrow(blue.register("batch", answers_recalls=True), 64 * MIB, 4)
+            waiter.start()
+            until(lambda: any(model.books[0].late_bytes for model in daemon.models()))
+            told = explain(daemon.endpoint("red"), "chat")
+            assert "`membroker models --admin` shows which models have the memory" in told
+            assert "`membroker explain TENANT/MODEL --admin` names the session" in told
+            assert "batch" not in told
+            late = "blue/batch was asked to release 64.0 MiB and is late with it."
+            assert late in explain(daemon.admin, "red/chat")
+            assert f"`membroker evict {blue.welcome.session}`" in explain(daemon.admin, "blue/batch")
+        waiter.join()
+
+
 def test_a_recall_is_explained_by_what_wanted_the_memory() -> None:
     """Blue had borrowed what is guaranteed to red. Blue is not told which model of red's wanted it back."""
     with (
