@@ -333,6 +333,15 @@ def check_guarantees(endpoint: str | None, env: Mapping[str, str]) -> Check:
             late = {model.name: sum(books.late_bytes for books in model.books.values()) for model in admin.models()}
     except MembrokerError:
         return Check("guarantees", "ok", "not checked: that needs a broker's admin endpoint")
+    for name, size in late.items():  # first, as it is often why guarantees cannot be kept
+        if size:
+            model = tables.short_name(name)
+            found = f"{model} owes {format_size(size)} that the broker has recalled"
+            advice = (
+                f"its worker is stopped or hangs: `membroker explain {model} --admin` names the session, and how to "
+                "end it"
+            )
+            return Check("guarantees", "warn", found, advice)
     for where, books in locations.items():
         if books.guarantee_shortfall_bytes:
             missing = format_size(books.guarantee_shortfall_bytes)
@@ -341,11 +350,6 @@ def check_guarantees(endpoint: str | None, env: Mapping[str, str]) -> Check:
                 "guarantees are more than the capacity (`membroker quota list --all`)"
             )
             found = f"{missing} of the {where} guarantees are neither free nor recallable now"
-            return Check("guarantees", "warn", found, advice)
-    for name, size in late.items():
-        if size:
-            found = f"{tables.short_name(name)} owes {format_size(size)} that the broker has recalled"
-            advice = "its worker is stopped or hangs: the daemon's log names the session; let it run, or restart it"
             return Check("guarantees", "warn", found, advice)
     for quota in quotas:
         size = quota.guarantee_bytes or 0
