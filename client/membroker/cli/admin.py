@@ -226,12 +226,15 @@ class Admin:
 
 
 @contextmanager
-def open_books(endpoint: str | None, admin: bool, env: Mapping[str, str] = os.environ) -> Iterator[Client | Admin]:
+def open_books(
+    endpoint: str | None, admin: bool, env: Mapping[str, str] = os.environ, *, observer: bool = True
+) -> Iterator[Client | Admin]:
     """Yield the books of a tenant's endpoint; with `admin`, or at an admin endpoint, those of the whole device.
 
-    A user that can enter the admin endpoint and no tenant's gets the admin's. Raises the library's errors.
+    A user that can enter the admin endpoint and no tenant's gets the admin's. An `observer` only reads. Raises the
+    library's errors.
     """
-    found = Admin(admin_socket(endpoint, env)) if is_admin(endpoint, admin, env) else _enter(endpoint, env)
+    found = Admin(admin_socket(endpoint, env)) if is_admin(endpoint, admin, env) else _enter(endpoint, env, observer)
     with closing(found):
         yield found
 
@@ -248,12 +251,12 @@ def _chosen(endpoint: str | None, env: Mapping[str, str]) -> Path | None:
     return Path(chosen).absolute() if chosen else None
 
 
-def _enter(endpoint: str | None, env: Mapping[str, str]) -> Client | Admin:
+def _enter(endpoint: str | None, env: Mapping[str, str], observer: bool) -> Client | Admin:
     chosen = _chosen(endpoint, env)
     whole = chosen is None or is_device(chosen)
     directory = find_endpoint(endpoint, env)
     try:
-        return Client(Session(directory, observer=True, client="membroker (command)"))
+        return Client(Session(directory, observer=observer, client="membroker (command)"))
     except (BrokerUnavailable, AccessDenied):
         if not whole:
             raise

@@ -10,11 +10,13 @@ import sys
 
 from ..arguments import parts_of
 from ..client import Client
+from ..errors import BrokerAbsent
 from ..safetensors import InvalidTensorIndex
+from ..session.endpoint import find_endpoint
 from ..types import SegmentStatus
 from ..vmm.sizes import format_size
 from . import commands, loading, tables
-from .admin import Admin, is_admin, open_admin
+from .admin import Admin, is_admin, open_books
 from .commands import Commands, add, listing
 from .loading import open_worker
 from .segment_name import SegmentName
@@ -52,7 +54,7 @@ def _show(options: argparse.Namespace) -> int:
     if is_admin(options.endpoint, options.admin):
         options.parser.error("the contents of a segment are read at its tenant's endpoint, not at the admin endpoint")
     with (
-        open_worker(options.endpoint) as client,
+        _reader(options) as client,
         client.attach(str(options.name.within(client.tenant)), timeout=0) as segment,
     ):
         try:
@@ -78,11 +80,27 @@ def _show(options: argparse.Namespace) -> int:
     )
 
 
+def _reader(options: argparse.Namespace) -> Client:
+    """Return a session that can attach. If none was chosen, say which endpoint the segment's tenant has."""
+    try:
+        return open_worker(options.endpoint)
+    except BrokerAbsent as error:
+        chosen = find_endpoint(options.endpoint)
+        own = chosen.with_name(options.name.tenant or chosen.name)
+        if own != chosen and (own / "handoff.sock").exists() and not (chosen / "handoff.sock").exists():
+            raise BrokerAbsent(
+                f"the contents of a segment are read at its tenant's endpoint: give --endpoint {own}"
+            ) from error
+        raise
+
+
 def _delete(options: argparse.Namespace) -> int:
-    admin = is_admin(options.endpoint, options.admin)
-    if admin and not options.name.tenant:
+    whole = bool(options.name.tenant)  # as the operator types it, and the list shows it: at no endpoint of a tenant
+    if not whole and is_admin(options.endpoint, options.admin):
         options.parser.error("at the admin endpoint a segment is TENANT/MODEL/SEGMENT")
-    with open_admin(options.endpoint) if admin else open_worker(options.endpoint) as books:
+    with (
+        open_books(options.endpoint, options.admin, observer=False) if whole else open_worker(options.endpoint)
+    ) as books:
         name = options.name.within(books.tenant) if isinstance(books, Client) else options.name
         before = _known_by(books, name)
         books.delete_segment(str(name))

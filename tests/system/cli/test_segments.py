@@ -184,6 +184,19 @@ def test_the_operator_sees_and_deletes_what_a_tenant_cannot(daemon: Daemon, mode
     until(lambda: is_clean(daemon))
 
 
+def test_the_operator_types_what_the_list_shows(daemon: Daemon, model: Path) -> None:
+    """Nobody names an endpoint, and there is no tenant `default`: the name of three parts has the tenant."""
+    good("load", str(model), "m/weights", *at(daemon))
+    device = ("--endpoint", str(daemon.admin.parent))
+    (name,) = (row[0] for row in rows(good(*device))[1:])
+    said = refused("show", name, *device)
+    assert f"are read at its tenant's endpoint: give --endpoint {daemon.endpoint('red')}" in said
+    assert "has no tenant 'default', but has" in refused("delete", "m/weights", *device)
+    assert "there is no segment" in refused("delete", "blue/m/weights", *device)
+    assert f"{name} is deleted" in good("delete", name, *device)
+    until(lambda: is_clean(daemon))
+
+
 def test_at_the_host_and_with_the_models_own_numbers(model: Path) -> None:
     """The first to register a model says its numbers, and here that is the loader: its workers must fit."""
     with running({"host_capacity": "64MiB"}) as daemon:
