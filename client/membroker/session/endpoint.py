@@ -147,7 +147,7 @@ def _devices_in(runtime: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise diagnose(runtime, error) from error
+        raise diagnose(Path(error.filename or runtime), error) from error
 
 
 def _is_device(entry: Path) -> bool:
@@ -300,7 +300,7 @@ def _absent(path: Path) -> str:
 
 
 def _is_admin(directory: Path) -> bool:
-    return directory.name == "admin" and directory.with_name("tenants").is_dir()
+    return directory.name == "admin" and is_device(directory.parent)
 
 
 def _nearest(name: str, known: list[str]) -> str:
@@ -337,7 +337,8 @@ def _some(names: list[str]) -> str:
 
 
 def _denied(path: Path) -> str:
-    closed = _first(path.parent, lambda part: not os.access(part, os.X_OK, effective_ids=True)) or path
+    real = Path(os.path.realpath(path))  # a device is also called by a link, its number, and anyone can enter that
+    closed = _first(real.parent, lambda part: not os.access(part, os.X_OK, effective_ids=True)) or real
     found = os.stat(closed) if closed.parent == closed or os.access(closed.parent, os.X_OK) else None
     if found is None:
         return f"permission denied: {closed}, for user {_user(os.geteuid())}"

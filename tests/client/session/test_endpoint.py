@@ -361,18 +361,17 @@ class TestTimes:
 class TestDenied:
     """Another tenant's endpoint, seen by a user who may not enter."""
 
-    def denied(self, directory: Path) -> str:
+    def denied(self, *arguments: Path, call: str = "membroker.connect(*sys.argv[1:])", **env: str) -> str:
         """Return what an ordinary user is told: ourselves, or as root user nobody."""
         script = (
-            "import os, sys, membroker\n"
-            "connect = membroker.connect\n"
+            "import os, sys, membroker, membroker.cli.doctor\n"
             "if os.geteuid() == 0:\n"
             "    os.setgroups([]); os.setresgid(*[65534] * 3); os.setresuid(*[65534] * 3)\n"
-            "try:\n    connect(sys.argv[1])\n"
+            f"try:\n    print({call})\n"
             "except membroker.AccessDenied as error:\n    print(error)\n"
         )
-        command = [sys.executable, "-c", script, str(directory)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        command = [sys.executable, "-c", script, *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **env})
         return done.stdout
 
     def test_a_socket_of_others(self, place: Path) -> None:
@@ -429,6 +428,22 @@ class TestDenied:
             os.chmod(place / "tenant", 0o700)
         assert f"permission denied: {place / 'tenant'} belongs to" in message
         assert "your own tenant's endpoint" in message
+
+    def test_a_device_whose_directory_is_closed(self, place: Path) -> None:
+        """Somebody has closed it. It is named, by its own name, and not the open directory around it."""
+        device = place / "membroker" / "host"
+        (device / "tenants" / "red").mkdir(parents=True)
+        device.with_name("0").symlink_to("host")
+        os.chmod(device, 0o000 if os.geteuid() else 0o700)
+        try:
+            named = self.denied(device.with_name("0") / "tenants" / "red")
+            found = self.denied(XDG_RUNTIME_DIR=str(place), MEMBROKER_ENDPOINT="")
+            check = self.denied(device / "admin", call="membroker.cli.doctor.check_guarantees(sys.argv[1], {})")
+        finally:
+            os.chmod(device, 0o700)
+        assert f"permission denied: {device} belongs to" in named
+        assert f"permission denied: {device} belongs to" in found
+        assert "found='not checked: that needs a broker" in check.replace('"', "'")
 
     def test_it_is_a_permission_error(self, place: Path) -> None:
         (place / "handoff.sock").touch()
