@@ -299,8 +299,9 @@ def check_runtime_directory(env: Mapping[str, str], uid: int) -> Check:
 def check_broker(endpoint: str | None, env: Mapping[str, str]) -> Check:
     """Check whether a broker runs and lets this user in. It fails only for a broker that was named."""
     is_named = bool(endpoint or env.get(VARIABLE))
-    if not is_named and not _has_device(env):
-        return Check("broker", "ok", "no broker runs here yet; start one with `membrokerd`")
+    if not is_named and (absent := _no_device(env)):
+        found, _, advice = absent.partition(": ")
+        return Check("broker", "warn", found, advice)
     try:
         with open_books(endpoint, False, env) as books:
             device = books.device()
@@ -309,19 +310,22 @@ def check_broker(endpoint: str | None, env: Mapping[str, str]) -> Check:
         return Check("broker", "fail" if is_named else "warn", str(error), advice)
     except MembrokerError as error:
         return Check("broker", "warn", str(error), "name one with --device N, or --endpoint DIR")
+    if device.draining:
+        found = f"membrokerd {device.version} on {device.uuid} lends nothing: it is drained"
+        return Check("broker", "warn", found, "`membroker undrain` lends again")
     capacity = ", ".join(f"{format_size(books.capacity_bytes)} ({where})" for where, books in device.locations.items())
     return Check("broker", "ok", f"membrokerd {device.version} on {device.uuid} lends {capacity}")
 
 
-def _has_device(env: Mapping[str, str]) -> bool:
-    """Say whether a broker runs or ran on this machine, whatever its state is."""
+def _no_device(env: Mapping[str, str]) -> str:
+    """Return the error's message if no broker runs or ran on this machine, else an empty text."""
     try:
         default_device(env)
-    except BrokerAbsent:
-        return False
+    except BrokerAbsent as error:
+        return str(error)
     except MembrokerError:  # several, or a directory that this user cannot read
         pass
-    return True
+    return ""
 
 
 def check_guarantees(endpoint: str | None, env: Mapping[str, str]) -> Check:

@@ -27,8 +27,9 @@ from .sleeping import find_model
 _DOCTOR = """
 What fails is followed by what to do. The exit status is 0 unless a check fails.
 
-A daemon that does not answer is a warning, unless --endpoint, --device or MEMBROKER_ENDPOINT names it. To check that a
-daemon is alive use `membroker status --device N`: its exit status is 1 if that daemon does not answer.
+If no daemon runs or answers, or it is drained, that is a warning. It is a failure if --endpoint, --device or
+MEMBROKER_ENDPOINT names a daemon and it does not answer. To check that a daemon is alive use `membroker status
+--device N`: its exit status is 1 if that daemon does not answer.
 
 `descriptors` is what a daemon could have if this user started it in this shell. A unit has limits of its own, and a
 running daemon logs them (`limits descriptors=… max_sessions=…`)."""

@@ -20,6 +20,7 @@ from tests.support.sizes import MIB
 
 from membroker.cli import doctor
 from membroker.cli import main as cli
+from membroker.v1 import admin_pb2
 from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm.driver import DriverError, DriverUnavailable
 from membrokerd.daemon import DEFAULT_MAX_SESSIONS
@@ -180,11 +181,24 @@ def test_who_is_late_is_told_before_what_that_breaks() -> None:
         assert "`membroker explain blue/batch --admin` names the session, and how to end it" in check.advice
 
 
+def test_a_drained_broker_is_a_warning(daemon: Daemon) -> None:
+    """Somebody drained it yesterday, and every request is refused."""
+    with daemon.admin_stub() as stub:
+        stub.Drain(admin_pb2.DrainRequest())
+        check = doctor.check_broker(str(daemon.endpoint("red")), {})
+        stub.Undrain(admin_pb2.UndrainRequest())
+    assert (check.status, check.advice) == ("warn", "`membroker undrain` lends again")
+    assert check.found.endswith(" on host lends nothing: it is drained")
+    assert doctor.check_broker(str(daemon.endpoint("red")), {}).status == "ok"
+
+
 def test_a_broker_that_is_dead_is_told_from_no_broker(daemon: Daemon) -> None:
     """The operator was paged, and this is the first command: it says what the other commands say."""
     with tempfile.TemporaryDirectory(prefix="mb-") as directory:
         env = {"XDG_RUNTIME_DIR": directory}
-        assert doctor.check_broker(None, env).found == "no broker runs here yet; start one with `membrokerd`"
+        none = doctor.check_broker(None, env)
+        assert (none.status, none.found.partition(" under ")[0]) == ("warn", "no broker was found")
+        assert none.advice.startswith("start one with `membrokerd`")
         Path(directory, "membroker").symlink_to(daemon.root.parent)
         assert doctor.check_broker(None, env).status == "ok"
         daemon.kill()
