@@ -245,7 +245,7 @@ def not_answering(path: Path) -> str:
     """Return the message for a broker that runs and does not answer."""
     return (
         f"the broker at {path} does not answer: it is stopped or overloaded. Look at it with "
-        "`pgrep -a membrokerd`, continue a stopped one with `kill -CONT`"
+        "`ps -C membrokerd -o pid,stat,args`, continue a stopped one (stat T) with `kill -CONT PID`"
     )
 
 

@@ -275,7 +275,7 @@ class TestDiagnosis:
         with listening(place / "handoff.sock"):
             message = why(place, timeout=0.05)
         assert "does not answer" in message
-        assert "kill -CONT" in message
+        assert "`ps -C membrokerd -o pid,stat,args`, continue a stopped one (stat T) with `kill -CONT PID`" in message
 
     def test_the_queue_of_connections_is_full(self, place: Path) -> None:
         with listening(place / "handoff.sock", backlog=0), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:
