@@ -124,7 +124,8 @@ def _story(
         newest, *older = alike
         yield from _told(newest)
         if older:
-            yield f"    and {len(older)} more like it since {_at(older[-1])}"
+            counted = "; `membroker models` counts all" if newest.kind == "refused" else ""
+            yield f"    and {len(older)} more like it since {_at(older[-1])}, among the last decisions{counted}"
         if newest.kind == "refused":
             advice = [_advice(newest, capacities)]
         elif newest.kind == "waiting":

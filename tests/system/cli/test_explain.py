@@ -80,7 +80,9 @@ def test_a_program_that_asks_again_and_again_is_told_of_once(daemon: Daemon, red
     lines = explain(daemon.endpoint("red"), "chat").splitlines()
     told = [line.partition("refused ")[2].partition(", sessions")[0] for line in lines if "Z  refused" in line]
     assert told == [f"(MODEL_LIMIT): {size}.0 MiB" for size in (10, 12, 10)]
-    assert [line.split()[1] for line in lines if " more like it since " in line] == ["2", "1"]
+    more = [line for line in lines if " more like it since " in line]
+    assert [line.split()[1] for line in more] == ["2", "1"]
+    assert all(line.endswith("Z, among the last decisions; `membroker models` counts all") for line in more)
     assert sum("`membroker quota set red/chat --limit SIZE`" in line for line in lines) == 1
     assert len(json.loads(explain(daemon.endpoint("red"), "chat", "--json"))["decisions"]) == len(sizes)
 
