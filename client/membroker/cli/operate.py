@@ -66,7 +66,8 @@ def _notes_on(quota: Quota, numbers: Mapping[str, int | None], known: Collection
     if guarantee is not None and quota.shortfall_bytes:
         yield (
             f"{format_size(quota.shortfall_bytes)} of all guarantees cannot be kept yet: others have borrowed that "
-            "memory. They get nothing more until they have released it (`membroker tenants`)"
+            "memory, and it cannot be recalled or is late (`membroker models --admin`). Until they have released it, "
+            "only programs that answer recalls borrow more"
         )
     if (limit or guarantee or weight is not None) and quota.name not in known:
         what = "model" if "/models/" in quota.name else "tenant"

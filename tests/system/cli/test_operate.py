@@ -162,6 +162,24 @@ def test_a_dead_process_needs_no_forgetting(daemon: Daemon) -> None:
     until(lambda: state(daemon, name) == "ended")
 
 
+# --- quota ---
+
+
+def test_a_guarantee_that_cannot_be_kept_yet_says_who_borrows_more(daemon: Daemon) -> None:
+    """Blue has 160 of 256 MiB in a program that answers no recalls. One that answers gets more all the same."""
+    with membroker.connect(daemon.endpoint("blue")) as client:
+        batch, engine = client.register_model("batch"), client.register_model("engine")
+        engine.on_recall(lambda _: None)
+        kept = batch.allocate("160MiB")
+        said = " ".join(good(daemon, "quota", "set", "red", "--guarantee", "128MiB").split())
+        assert "32.0 MiB of all guarantees cannot be kept yet" in said
+        assert "(`membroker models --admin`). Until they have released it, only programs that answer recalls" in said
+        with pytest.raises(membroker.OutOfMemory):
+            batch.allocate("16MiB")
+        engine.allocate("16MiB").close()
+        kept.close()
+
+
 # --- drain ---
 
 
