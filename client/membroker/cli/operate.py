@@ -84,7 +84,13 @@ def _known(admin: Admin) -> set[str]:
 def forget(options: argparse.Namespace) -> int:
     """Credit all that a detached session is charged, and end it."""
     with open_admin(options.endpoint) as admin:
-        session = admin.forget(options.name)
+        try:
+            session = admin.forget(options.name)
+        except NotFound as error:
+            if not any(one.name == options.name and one.state == "open" for one in admin.sessions()):
+                raise
+            instead = f"to end its process: `membroker evict {options.name}`"
+            raise NotFound(f"{error}; {instead}", error.reason) from error
     size = format_size(sum(books.used_bytes for books in session.books.values()))
     process = f"process {session.pid}" if session.pid else "process"  # in another pid namespace it has no number
     return tables.answer(

@@ -117,7 +117,9 @@ def test_a_session_that_comes_back_by_itself_is_no_longer_to_be_forgotten(
     awake, name = stopped
     awake.send(signal.SIGCONT)
     until(lambda: state(daemon, name) == "open")
-    assert f"{name} is open, its process is connected: only a detached session" in refused(daemon, "forget", name)
+    said = refused(daemon, "forget", name)
+    assert f"{name} is open, its process is connected: only a detached session" in said
+    assert said.endswith(f"; to end its process: `membroker evict {name}`\n")
     assert daemon.books().lent_bytes == 192 * MIB
     assert awake.ask("bytes(kept.view()[:4]).decode()") == "kept"
 
@@ -144,7 +146,9 @@ def test_a_session_whose_process_closed_its_connection(daemon: Daemon) -> None:
         }
         model.allocate("256MiB").close()
     assert state(daemon, name) == "ended"
-    assert f"{name} is not known, or has ended: only a detached session" in refused(daemon, "forget", name)
+    said = refused(daemon, "forget", name)
+    assert f"{name} is not known, or has ended: only a detached session" in said
+    assert "evict" not in said
 
 
 def test_a_dead_process_needs_no_forgetting(daemon: Daemon) -> None:
