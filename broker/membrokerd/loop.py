@@ -141,7 +141,8 @@ class Loop:
             self.packets.send_some()
         if broker.settling.deaths:
             self._schedule_audit(RELEASING_AUDIT_SECONDS)
-        timed = broker.waiting.deadline is not None or broker.recalls.deadline is not None
+        waiting = broker.waiting
+        timed = waiting.left_over or waiting.deadline is not None or broker.recalls.deadline is not None
         deadline = broker.deadline if timed else broker.segments.deadline
         if deadline != self._deadline:
             self._schedule_deadline()

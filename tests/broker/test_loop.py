@@ -194,3 +194,44 @@ def test_a_timer_that_comes_early_is_set_again(monkeypatch: pytest.MonkeyPatch) 
         await world.until(lambda: not world.charged())
 
     play(story)
+
+
+def test_grants_do_not_nest_in_grants() -> None:
+    """A packet that is made at once is told to the core inside the step that granted it, which grants nothing more."""
+
+    async def story(world: World) -> None:
+        holder, waiters = await world.open(), [await world.open() for _ in range(32)]
+        await world.allocate(holder, 32)
+        waits = [world.allocate(one, wait=SECONDS) for one in waiters]
+        given_back = asyncio.ensure_future(world.give_back(holder))
+        await asyncio.sleep(0)
+        assert world.charged() == 16 * 2 * MIB, "they have had their turn in one step"
+        await given_back
+        for one in waits:
+            assert (await one).count == 1
+        for session in waiters:
+            await world.give_back(session)
+
+    play(story, audit_seconds=3_600)
+
+
+def test_failures_do_not_nest_in_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A packet that fails at once makes room for the next that waits, whose packet fails as well."""
+
+    async def story(world: World) -> None:
+        holder, waiters = await world.open(), [await world.open() for _ in range(32)]
+        await world.allocate(holder, 32)
+        waits = [world.allocate(one, 8, size=8 * MIB, wait=SECONDS) for one in waiters]
+
+        def fail(*_: object, **__: object) -> list[int]:
+            raise OSError("the driver has a defect")
+
+        monkeypatch.setattr(world.driver, "lend", fail)
+        given_back = asyncio.ensure_future(world.give_back(holder))
+        await asyncio.sleep(0)
+        assert sum(one.done() for one in waits) == 16, "they have failed in one step"
+        await given_back
+        for one in waits:
+            assert isinstance(await one, Denied)
+
+    play(story, audit_seconds=3_600)

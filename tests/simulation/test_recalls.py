@@ -23,7 +23,7 @@ SHOWN_IN = {
     "an_answer_may_be_for_less_than_the_first_notice": 20_311,
     "any_release_counts": 20_375,
     "any_session_may_answer": 20_279,
-    "late_sessions_are_trusted": 20_303,
+    "late_sessions_are_trusted": 20_359,
     "late_sessions_can_be_asked": 20_311,
     "not_looked_at_again": 20_303,
     "raised_as_if_nothing_were_asked": 20_287,

@@ -93,6 +93,7 @@ class Broker:
         """Take one event at `now` (nanoseconds of CLOCK_BOOTTIME) and return what follows from it."""
         books, waiting = self.books, self.waiting
         step = books.begin_step()
+        waiting.begin_step(event)
         if waiting.busy:
             self.schedule.elapsed(now)
         taken: Any = event

@@ -25,6 +25,8 @@ from .traffic import Call
 
 MOST_AT_ONCE = 16
 """How many requests are granted or time out in one step. The others follow in the next: see `deadline`."""
+MOST_LOOKS = 10_000
+"""How many requests one step looks at for that: each turn looks at all that wait. At least one has its turn."""
 
 
 class Waiting:
@@ -54,8 +56,9 @@ class Waiting:
         self.deadline: int | None = None
         """When the first wait ends, in nanoseconds."""
         self.left_over = False
-        """Whether a step ended before every request had its turn: the next one should follow at once."""
+        """Whether a step ended before every request had its turn. The others have theirs at `Elapsed`, at once."""
         self._turns = 0
+        """How many requests were decided since `begin_step`."""
 
     def has(self, session: int, request_id: int) -> bool:
         """Say whether a request with this id waits."""
@@ -69,17 +72,28 @@ class Waiting:
         """Say whether a request that has room must wait for its turn, because others want it; or must go without."""
         waiter = self._deciding
         if waiter is not None and waiter.event is event:
-            return not self._has_turn and waiter.size > self._schedule.leaves(waiter, self._waiters.values())
+            return not self._has_turn and waiter.size > self._leaves(waiter)
         if event.location not in self._timed and not self._schedule.has_holds:
             return False
         if isinstance(event, ev.Allocate) and event.ahead:
             return not self._schedule.may_go_ahead(event, self._waiters.values())
         return True
 
+    def _leaves(self, waiter: Waiter) -> int:
+        """Return how many of the free bytes others leave to a request that is decided although its turn has not come.
+
+        While requests are left over, what they wait for is theirs.
+        """
+        left, location = self._schedule.leaves(waiter, self._waiters.values()), waiter.event.location
+        if self.left_over and not waiter.guaranteed:
+            free = self._books.ledger.totals[location].free
+            left = max(0, min(left, free - self.of_location(location)[0]))
+        return left
+
     def refuse(self, event: Debit, denied: Denied | None, name: ModelName, size: int, now: int) -> None:
         """Let a request wait for room, or refuse it. `denied` None: it has room, and waits for its turn."""
         if self._deciding is not None and self._is_final(event):
-            left = 0 if denied else self._schedule.leaves(self._deciding, self._waiters.values())
+            left = 0 if denied else self._leaves(self._deciding)
             self._refuse(event, denied or self._yielding(event, name, size, left), name, now)
             return
         if isinstance(event, ev.Allocate) and event.ahead:  # not a refusal that anybody feels: it is not counted
@@ -279,6 +293,17 @@ class Waiting:
 
     # --- whose turn it is ---
 
+    def begin_step(self, event: ev.Event) -> None:
+        """Let requests have their turn in this step: those that are left over, if time has passed.
+
+        The outcome of a packet may come inside the step that granted it. It shares the number of that step, or grants
+        would nest in grants until nobody waits.
+        """
+        if type(event) is ev.Elapsed:
+            self.left_over = False
+        if not isinstance(event, ev.Made | ev.NotMade):
+            self._turns = 0
+
     def next(self, now: int) -> Debit | None:
         """Return the request that is decided for good next, because its turn has come or its wait ends; or None.
 
@@ -289,14 +314,16 @@ class Waiting:
             self._report(self._deciding, "refused")
             self._schedule.divide_again()
             self._deciding = None
+        if self.left_over:
+            return None
         found = self._next(now) if self._timed or self._schedule.has_holds else None
         self.busy = bool(self._timed) or self._schedule.has_holds
-        self._turns += 1
-        self.left_over = found is not None and self._turns > MOST_AT_ONCE and not self._books.stopping
+        most = min(MOST_AT_ONCE, max(1, MOST_LOOKS // max(1, len(self._waiters))))
+        self.left_over = found is not None and self._turns >= most and not self._books.stopping
         if found is None or self.left_over:
             self._schedule.divide_again()
-            self._turns = 0
             return None
+        self._turns += 1
         waiter, has_turn = found
         return self._decide(waiter, has_turn=has_turn)
 

@@ -10,7 +10,7 @@ import pytest
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
-from membrokerd.core import policy
+from membrokerd.core import policy, waiting
 from membrokerd.core.denied import Denied, Reason, deny
 from membrokerd.core.machine import Broker
 from membrokerd.core.names import ModelName, SegmentName
@@ -324,3 +324,57 @@ def test_attaches_that_wait_are_bounded(story: Story) -> None:
     other = story.open()
     story.tell(ev.AttachSegment(story.call(), other, 2, SEGMENT, 10**9))
     assert other in story.broker.ledger.segments[segment].holders
+
+
+def crowd(story: Story) -> int:
+    """Let 40 requests for 2 bytes wait, then free all memory: 16 are granted. Return the session that freed it."""
+    holder, waiters = story.open(), [story.open() for _ in range(4)]
+    story.tell(ev.Declare(story.call(), holder, 2, MODEL, "device", 4096))
+    for session in waiters:
+        for number in range(10):
+            story.tell(ev.Allocate(story.call(), session, 2 + number, MODEL, "device", 2, 1, 1_000))
+    story.tell(ev.Declare(story.call(), holder, 3, MODEL, "device", 0))
+    return holder
+
+
+def lent(story: Story) -> int:
+    return story.broker.ledger.totals["device"].lent
+
+
+def test_those_who_are_left_over_have_their_turn_when_time_has_passed(story: Story) -> None:
+    """Other events grant them nothing: each is a step of its own in one turn of the event loop."""
+    session, seen = crowd(story), [lent(story)]
+    for number in range(4):
+        story.tell(ev.Declare(story.call(), session, 4 + number, MODEL, "device", 0))
+    seen.append(lent(story))
+    while story.broker.deadline == 0:
+        story.tell(ev.Elapsed())
+        seen.append(lent(story))
+    assert seen == [32, 32, 64, 80]
+
+
+@pytest.mark.parametrize("beside", [0, 2])
+def test_who_does_not_wait_overtakes_nobody_who_is_left_over(story: Story, beside: int) -> None:
+    """24 requests are left over, for 48 bytes. What is free beside these may go at once."""
+    session = crowd(story)
+    size = 4096 - lent(story) - 48 + beside
+    call = story.call()
+    story.tell(ev.Allocate(call, session, 4, MODEL, "device", size, 1, 0))
+    story.tell(ev.InputsDrained(call))
+    assert isinstance(story.answers.get(call), Denied) == bool(beside)
+    story.tell(ev.Elapsed())
+    story.tell(ev.Elapsed())
+    assert lent(story) == 80 + (0 if beside else size)
+
+
+def test_the_more_wait_the_fewer_have_their_turn_in_a_step(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn looks at all that wait. So a step looks at some 100 here."""
+    monkeypatch.setattr(waiting, "MOST_LOOKS", 100)
+    crowd(story)
+    seen = [lent(story) // 2]
+    while story.broker.deadline == 0:
+        story.tell(ev.Elapsed())
+        seen.append(lent(story) // 2 - sum(seen))
+    assert sum(seen) == 40
+    assert seen[0] == 2
+    assert seen == sorted(seen[:-1]) + seen[-1:]
