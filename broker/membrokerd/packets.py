@@ -161,6 +161,9 @@ class Packets:
         except OSError as error:
             self._not_made(packet, Denied(Reason.DESCRIPTORS_EXHAUSTED, {"driver_says": str(error)}))
             return
+        except KeyError:  # it was queued, and the last session that held the segment has died
+            self._not_made(packet, Denied(Reason.DELIVERY_FAILED))
+            return
         self._deliver(packet, copies)
 
     def seal(self, effect: fx.Seal) -> None:

@@ -12,6 +12,7 @@ from tests.support.loop_world import SECONDS, Late, World, play
 from tests.support.sizes import MIB
 
 from membroker.vmm import DriverError
+from membrokerd import packets as packets_module
 from membrokerd.core.denied import Denied, Reason
 
 SEALED = 0x0010
@@ -223,6 +224,31 @@ def test_a_segment_that_ends_while_copies_are_queued_leaks_nothing() -> None:
         assert [os.fstat(one).st_size for one in world.queues[reader].descriptors] == [4 * MIB] * 2
         assert world.used() == 8 * MIB
         world.queues[reader].close()
+
+    play(story)
+
+
+def test_a_segment_that_ends_while_its_packet_is_queued_holds_no_dead_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last session that held it dies between two turns, each of which has time for one packet."""
+    monkeypatch.setattr(packets_module, "SHARE_SECONDS", 0)
+
+    async def story(world: World) -> None:
+        writer, other, reader = await world.open(), await world.open(), await world.open()
+        made = await world.create(writer, 8 * MIB)
+        await world.allocate(reader)
+        world.attach(other, wait=SECONDS)
+        attached = world.attach(reader, wait=SECONDS)
+        await world.seal(writer, made.segment)
+        assert len(world.loop.packets.unsent) == 1, "the reader's packet is to be sent in the next turn"
+        for session in (writer, other):
+            world.detach(session, made.segment)
+        world.delete()
+        world.lose(reader)
+        world.loop.process_died(reader)
+        for queue in world.queues.values():
+            queue.close()
+        assert (await attached).reason is Reason.DELIVERY_FAILED
+        await world.until(lambda: reader not in world.loop.broker.ledger.sessions and not world.charged())
 
     play(story)
 
