@@ -94,6 +94,7 @@ class Broker:
         books, waiting = self.books, self.waiting
         step = books.begin_step()
         waiting.begin_step(event)
+        self.segments.begin_step()
         if waiting.busy:
             self.schedule.elapsed(now)
         taken: Any = event

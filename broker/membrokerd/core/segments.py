@@ -8,7 +8,7 @@ Goodbye or dies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from membroker.wire.names import valid_segment
@@ -29,6 +29,8 @@ from .waiting import Waiting
 _WRITING = ("writing", "sealing")
 _TOLD = {"sealing": "writing", "dropping": "ending"}
 """Internal states, and the public state that each is shown as."""
+MOST_AT_ONCE = 64
+"""How many attaches that wait are refused in one step. The others follow in the next: see `deadline`."""
 
 
 class WaitingAttach(NamedTuple):
@@ -37,6 +39,8 @@ class WaitingAttach(NamedTuple):
     event: ev.AttachSegment
     segment: int
     deadline: int
+    denied: Denied | None = None
+    """Why it is refused, if its segment has ended: its deadline is 0 then."""
 
 
 class Segments:
@@ -47,11 +51,20 @@ class Segments:
         self._stock = stock
         self._waiting = waiting
         self._lending = lending
-        self._attaches: list[WaitingAttach] = []
+        self._attaches: dict[int, WaitingAttach] = {}
+        """By call, in the order of their requests."""
+        self._calls: dict[int, dict[int, None]] = {}
+        """By segment: the calls that wait for its seal, in the same order. A segment without any has no entry."""
+        self._refused = 0
+        """How many of them were refused in this step."""
         self._sealing: dict[int, ev.SealSegment] = {}
         """By segment: the request to seal it that is to be answered."""
         self.deadline: int | None = None
-        """When the first of the waiting attaches times out, in nanoseconds."""
+        """When the first of the waiting attaches times out, in nanoseconds; 0 if some are to be refused at once."""
+
+    def begin_step(self) -> None:
+        """Let attaches be refused again."""
+        self._refused = 0
 
     # --- create and seal ---
 
@@ -145,7 +158,7 @@ class Segments:
             return
         self._books.record(ft.SegmentMoved(row.segment, "sealed"))
         self._answer_seal(row, self.view(row))
-        for one in self._take_waiting(lambda one: one.segment == row.segment):
+        for one in self._take(self._waiting_for(row.segment)):
             denied = self._lending.refuse_call(one.event.session) or self._books.refuse_debit()
             if denied:
                 self._books.answer(one.event.call, denied)
@@ -194,7 +207,8 @@ class Segments:
         else:
             self._lending.wait(event.session, event.request_id)
             deadline = now + event.wait_ns
-            self._attaches.append(WaitingAttach(event, row.segment, deadline))
+            self._attaches[event.call] = WaitingAttach(event, row.segment, deadline)
+            self._calls.setdefault(row.segment, {})[event.call] = None
             self.deadline = deadline if self.deadline is None else min(deadline, self.deadline)
 
     def _refuse_attach(self, event: ev.AttachSegment) -> Denied | None:
@@ -215,7 +229,7 @@ class Segments:
     def _refuse_waiting(self, tenant: str) -> Denied | None:
         """Return why no more attaches of a tenant may wait, or None: one seal begins all of them in one step."""
         limit = self._books.rules.max_waiting_per_tenant
-        if sum(1 for one in self._attaches if one.event.name.tenant == tenant) < limit:
+        if sum(1 for one in self._attaches.values() if one.event.name.tenant == tenant) < limit:
             return None
         return deny(Reason.TOO_MANY_REQUESTS, limit=limit, whose="tenant", calls="attaches that wait for a seal")
 
@@ -230,10 +244,8 @@ class Segments:
         self._lending.begin_call(event.session, call)
 
     def elapsed(self, now: int) -> None:
-        """Answer the attaches whose wait has timed out."""
-        for one in self._take_waiting(lambda one: one.deadline <= now):
-            row = self._books.ledger.segments[one.segment]
-            self._books.answer(one.event.call, deny(Reason.SEGMENT_NOT_SEALED, segment=str(row.full_name())))
+        """Answer the attaches whose wait has timed out, and those that were left over as their segment ended."""
+        self._refuse([one for one in self._attaches.values() if one.deadline <= now])
 
     def _call_done(self, session: int, call: Call) -> None:
         """Answer a create or an attach whose every packet is decided, or let a create wait for room on the device."""
@@ -300,7 +312,7 @@ class Segments:
 
     def give_up(self, session: int) -> None:
         """Fail the waiting attaches of a session that is disconnected, leaving or dead."""
-        for one in self._take_waiting(lambda one: one.event.session == session):
+        for one in self._take([one for one in self._attaches.values() if one.event.session == session]):
             self._books.answer(one.event.call, deny(Reason.DELIVERY_FAILED))
 
     def dropped(self, event: ev.Dropped) -> SegmentRow:
@@ -327,8 +339,7 @@ class Segments:
         self._books.record(ft.SegmentMoved(row.segment, cause))
         denied = deny(Reason.WRITER_DIED, segment=str(row.full_name()))
         self._answer_seal(row, denied)
-        for one in self._take_waiting(lambda one: one.segment == row.segment):
-            self._books.answer(one.event.call, denied)
+        self._refuse([one._replace(deadline=0, denied=denied) for one in self._waiting_for(row.segment)])
 
     def drop_if_left(self, row: SegmentRow) -> None:
         """Close the broker's own descriptors of a segment that is ending, once no session holds it."""
@@ -372,13 +383,35 @@ class Segments:
         segment = ledger.labels.get(name)
         return [] if segment is None else [ledger.segments[segment]]
 
-    def _take_waiting(self, wanted: Callable[[WaitingAttach], bool]) -> list[WaitingAttach]:
-        """Remove the waiting attaches that are `wanted`, and return them in the order of their requests."""
-        taken = [one for one in self._attaches if wanted(one)]
-        if not taken:
-            return taken
-        self._attaches = [one for one in self._attaches if not wanted(one)]
-        self.deadline = min((one.deadline for one in self._attaches), default=None)
-        for one in taken:
-            self._lending.wait_no_more(one.event.session, one.event.request_id)
-        return taken
+    # --- the attaches that wait ---
+
+    def _waiting_for(self, segment: int) -> list[WaitingAttach]:
+        """Return the attaches that wait for the seal of a segment, in the order of their requests."""
+        return [self._attaches[call] for call in self._calls.get(segment, ())]
+
+    def _refuse(self, waiting: list[WaitingAttach]) -> None:
+        """Refuse waiting attaches: as many as one step may, and the others when `Elapsed` comes, at once."""
+        most = len(waiting) if self._books.stopping else MOST_AT_ONCE - self._refused
+        for one in self._take(waiting[:most]):
+            self._refused += 1
+            self._books.answer(one.event.call, one.denied or self._not_sealed(one.segment))
+        for one in waiting[most:]:
+            self._attaches[one.event.call] = one
+            self.deadline = one.deadline if self.deadline is None else min(one.deadline, self.deadline)
+
+    def _not_sealed(self, segment: int) -> Denied:
+        return deny(Reason.SEGMENT_NOT_SEALED, segment=str(self._books.ledger.segments[segment].full_name()))
+
+    def _take(self, waiting: list[WaitingAttach]) -> list[WaitingAttach]:
+        """Remove these of the waiting attaches, and return them."""
+        first = False
+        for event, segment, *_ in waiting:
+            first |= self._attaches.pop(event.call).deadline == self.deadline
+            calls = self._calls[segment]
+            del calls[event.call]
+            if not calls:
+                del self._calls[segment]
+            self._lending.wait_no_more(event.session, event.request_id)
+        if first:
+            self.deadline = min((one.deadline for one in self._attaches.values()), default=None)
+        return waiting

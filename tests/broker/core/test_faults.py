@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -378,3 +379,49 @@ def test_the_more_wait_the_fewer_have_their_turn_in_a_step(story: Story, monkeyp
     assert sum(seen) == 40
     assert seen[0] == 2
     assert seen == sorted(seen[:-1]) + seen[-1:]
+
+
+def readers(story: Story, count: int) -> int:
+    """Let 16 attaches of each of so many sessions wait for the seal of a segment. Return its writer."""
+    writer = story.open()
+    story.write(writer, 2)
+    for session in [story.open() for _ in range(count)]:
+        for number in range(16):
+            story.tell(ev.AttachSegment(story.call(), session, 2 + number, SEGMENT, 10**9))
+    return writer
+
+
+def refused(story: Story) -> Counter[str]:
+    return Counter(answer.reason for answer in story.answers.values() if isinstance(answer, Denied))
+
+
+@pytest.mark.parametrize("why", [Reason.WRITER_DIED, Reason.SEGMENT_NOT_SEALED])
+def test_attaches_that_wait_are_refused_some_at_a_time(story: Story, why: Reason) -> None:
+    """The segment of 160 is deleted, or their time is over: one step refuses 64 of them at most."""
+    readers(story, 10)
+    if why is Reason.WRITER_DIED:
+        story.tell(ev.DeleteSegment(story.call(), None, 0, SEGMENT, 0))
+    else:
+        story.now = 10**9
+        story.tell(ev.Elapsed())
+    left = [160 - refused(story)[why]]
+    while story.broker.deadline is not None and story.broker.deadline <= story.now:
+        story.tell(ev.Elapsed())
+        left.append(160 - refused(story)[why])
+    assert left == [96, 32, 0]
+
+
+def test_an_attach_whose_refusal_is_left_over_ends_with_its_session(story: Story) -> None:
+    """It is answered once, and its request id is in use until then."""
+    writer = readers(story, 10)
+    story.tell(ev.Goodbye(story.call(), writer, 9))
+    last = writer + 10
+    again = story.call()
+    story.tell(ev.AttachSegment(again, last, 2, SEGMENT, 0))
+    assert story.answers[again].reason is Reason.REQUEST_ID_IN_USE
+    story.tell(ev.ConnectionLost(last))
+    assert refused(story)[Reason.DELIVERY_FAILED] == 16
+    story.tell(ev.Elapsed())
+    story.tell(ev.Elapsed())
+    assert refused(story) == {Reason.WRITER_DIED: 144, Reason.DELIVERY_FAILED: 16, Reason.REQUEST_ID_IN_USE: 1}
+    assert story.broker.deadline is None
