@@ -51,6 +51,8 @@ class RecallsReferee:
         self._referee = referee
         self.answering: dict[ModelName, set[int]] = {}
         self.asked: dict[Place, Asked] = {}
+        self.away: dict[Place, Asked] = {}
+        """In time, of sessions that have lost their connection: nobody counts on them, and their time goes on."""
         self.kept: dict[Place, tuple[int, int]] = {}
         self.ends: Counter[str] = Counter()
         self._stated: dict[int, ev.StateHolds] = {}
@@ -60,6 +62,10 @@ class RecallsReferee:
         self._kept_ended = False
         self._sizes: list[tuple[Place, int]] = []
         """Of the extents that a Release names."""
+        self._extents: dict[int, dict[int, tuple[Place, int]]] = {}
+        """By session that may resume in this step: its extents."""
+        self._not_held: defaultdict[int, list[tuple[Place, int]]] = defaultdict(list)
+        """By session that resumes in this step: what it has released meanwhile."""
         self.holds: dict[Any, Any] = {}
         self._asked_for: set[ModelName | None] = set()
         """As they were before the step."""
@@ -151,6 +157,15 @@ class RecallsReferee:
             extents = broker.ledger.sessions[event.session].extents
             loans = [extents[one] for one in set(event.ids) if one in extents]
             self._sizes = [((event.session, loan.name, loan.location), loan.extent_bytes) for loan in loans]
+        resuming = {*self._stated, *([event.session] if isinstance(event, ev.StateHolds) else [])}
+        self._extents = {
+            session: {
+                one: ((session, loan.name, loan.location), loan.extent_bytes)
+                for one, loan in broker.ledger.sessions[session].extents.items()
+            }
+            for session in resuming & {place[0] for place in [*self.asked, *self.away]}
+        }
+        self._not_held.clear()
 
     def follow(self, event: ev.Event, step: Step) -> None:
         """Take into the books what the step says. Other referees look at these books."""
@@ -195,21 +210,40 @@ class RecallsReferee:
                     self._released(place, size)
             case ft.ModelLeft():
                 self._forget(fact.session, [fact.name])
+            case ft.Credited(cause="not held") if fact.session in self._extents:
+                extents = self._extents[fact.session]
+                self._not_held[fact.session] += [extents[one] for one in fact.ids]
             case ft.SessionMoved(session, "connection lost"):
-                self.asked = {place: one for place, one in self.asked.items() if place[0] != session or one.late}
+                for place in [place for place, one in self.asked.items() if place[0] == session and not one.late]:
+                    self.away[place] = self.asked.pop(place)
             case ft.SessionMoved(session, "resumed"):
-                stated = self._stated.pop(session).answering
-                for name in self._world.broker.ledger.sessions[session].models:
-                    sessions = self.answering.setdefault(name, set())
-                    (sessions.add if name in stated else sessions.discard)(session)
-                self._again |= {one.number: one for place, one in self.asked.items() if place[0] == session}
+                self._resumed(session)
             case ft.SessionMoved(session, "goodbye" | "process died" | "forgotten"):
-                self._forget(session, [*self.answering, *(place[1] for place in [*self.asked, *self.kept])])
+                self._forget(session, [*self.answering, *(place[1] for place in [*self.asked, *self.away, *self.kept])])
+
+    def _resumed(self, session: int) -> None:
+        """What is not late goes on, with the rest of its time and of its bytes, if the session answers still."""
+        self.asked |= {place: self.away.pop(place) for place in list(self.away) if place[0] == session}
+        for place, size in self._not_held[session]:
+            self._released(place, size)
+        stated = self._stated.pop(session).answering
+        for name in self._world.broker.ledger.sessions[session].models:
+            sessions = self.answering.setdefault(name, set())
+            (sessions.add if name in stated else sessions.discard)(session)
+        for place, one in list(self.asked.items()):
+            if place[0] != session:
+                continue
+            if not one.late:
+                one.first = one.size = one.left
+            if one.late or place[1] in stated:
+                self._again[one.number] = one
+            else:
+                self._answered(session, [one.number], one.size)
 
     def _forget(self, session: int, names: Iterable[ModelName]) -> None:
         for name in set(names):
             self.answering.get(name, set()).discard(session)
-            for books in (self.asked, self.kept):
+            for books in (self.asked, self.away, self.kept):
                 for place in [place for place in books if place[:2] == (session, name)]:
                     del books[place]
 
@@ -269,6 +303,8 @@ class RecallsReferee:
         now = self._world.now
         self._kept_ended = any(until <= now for _, until in self.kept.values())
         self.kept = {place: (size, until) for place, (size, until) in self.kept.items() if until > now}
+        for place in [place for place, one in self.away.items() if one.deadline <= now]:
+            self.asked[place] = self.away.pop(place)
         for place, one in self.asked.items():
             if one.deadline <= now:
                 if not one.late:
@@ -293,12 +329,14 @@ class RecallsReferee:
             self._new.append((place, more))
             self.ends["raised"] += 1
             return
-        assert effect.within_ns == rules.recall_ns
         if one is not None and one.number == effect.recall:
+            within = rules.recall_ns if one.late else max(0, one.deadline - now)
+            assert effect.within_ns == within, "a repetition moves the deadline"
             assert self._again.pop(one.number, None) is one, "it is repeated too early"
             assert effect.size == one.left, "another size is asked for in the repetition"
             self.ends["repeated"] += 1
             return
+        assert effect.within_ns == rules.recall_ns
         assert one is None, "a session is asked twice at once"
         assert effect.recall > self._last_number, "a number is used twice"
         assert 0 < effect.size <= self.bytes_of(place), f"{effect} asks for what cannot be recalled"
@@ -317,7 +355,8 @@ class RecallsReferee:
             tuple(one): (it.number, it.size, it.left, it.late) for one, it in broker.books.recallable.recalls.items()
         }
         assert core == mine, f"the core follows the recalls {core}, and they are {mine}"
-        ends = [one.deadline for one in self.asked.values()] + [until for _, until in self.kept.values()]
+        asked = [*self.asked.values(), *self.away.values()]
+        ends = [one.deadline for one in asked] + [until for _, until in self.kept.values()]
         if ends:
             assert broker.deadline is not None
             assert broker.deadline <= min(ends), "the core is not told the time when it is late"
@@ -491,12 +530,13 @@ class RecallsReferee:
 
     def inherit(self) -> None:
         """A daemon begins: no session is connected, and nothing is asked."""
-        for books in (self.answering, self.asked, self.kept, self._stated):
+        for books in (self.answering, self.asked, self.away, self.kept, self._stated):
             books.clear()
 
     def at_the_end(self) -> None:
         """Every recall has ended."""
         assert not self.asked
+        assert not self.away
         assert not self._world.broker.books.recallable.recalls
 
     def report(self) -> str:

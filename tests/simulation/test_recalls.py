@@ -81,9 +81,9 @@ def _an_answer_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def _silence_is_forgiven_on_return(monkeypatch: pytest.MonkeyPatch) -> None:
     resumed = Recalls.resumed
 
-    def forgive(self: Any, session: int, answering: Any) -> None:
+    def forgive(self: Any, session: int, *rest: Any) -> None:
         self._state.recalls = {one: recall for one, recall in self._state.recalls.items() if one.session != session}
-        resumed(self, session, answering)
+        resumed(self, session, *rest)
 
     monkeypatch.setattr(Recalls, "resumed", forgive)
 
@@ -256,6 +256,16 @@ def _lost_and_still_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recalls, "detached", lambda *_: None)
 
 
+def _a_lost_connection_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    detached = Recalls.detached
+
+    def forget(self: Any, session: int) -> None:
+        detached(self, session)
+        self._away.clear()
+
+    monkeypatch.setattr(Recalls, "detached", forget)
+
+
 def _asked_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def moved(self: Any, row: Any) -> None:
         if row.state not in ("open", "detached"):
@@ -413,6 +423,7 @@ FAULTS: tuple[Fault, ...] = (
     _not_woken_for_it,
     _not_repeated,
     _lost_and_still_asked,
+    _a_lost_connection_ends_it,
     _asked_after_the_end,
     _more_than_the_excess,
     _what_is_coming_is_forgotten,

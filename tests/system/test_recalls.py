@@ -293,6 +293,29 @@ def test_a_silent_borrower_is_late_until_it_answers(stack: ExitStack, capsys: py
         assert len(re.findall("does not answer a recall", daemon.log())) == 1
 
 
+def test_a_borrower_that_only_reconnects_is_late(stack: ExitStack) -> None:
+    """A resume is no answer. It is asked again, by the same deadline, for what it still has of that."""
+    with lending(recall_seconds=2.0) as daemon, stack:
+        blue = Borrower(stack, daemon, "blue", ALL)
+        red = Borrower(stack, daemon, "red", answers=False)
+        red.ask(4)
+        first = blue.recalled()
+        blue.release(1)
+        blue.session.resume(blue.ids[1:], [blue.model])
+        again = blue.recalled()
+        assert (again.recall_id, again.bytes) == (first.recall_id, 2 * UNIT), "one was released, and one is not held"
+        assert again.within.ToNanoseconds() < first.within.ToNanoseconds()
+
+        def reconnected() -> bool:
+            blue.session.resume(blue.ids[1:], [blue.model])
+            return ended(daemon)["late"] == 1
+
+        until(reconnected)
+        assert numbers(daemon)["model_late_bytes", "blue"] == 2 * UNIT
+        refused = blue.session.call(allocate=allocation(blue.model, UNIT))
+        assert info(refused).metadata["recalled_bytes"] == str(2 * UNIT)
+
+
 @contextmanager
 def borrowing(daemon: Daemon, units: int) -> Iterator[Worker]:
     """A process of blue that has so many units and answers recalls, as far as it is told to."""

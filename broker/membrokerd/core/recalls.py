@@ -2,6 +2,7 @@
 
 A session that does not answer in time is late: what it has cannot be recalled any more, and it borrows nothing above
 its model's guarantee. An answer ends that, however late it comes. Until then the session is asked again and again.
+A lost connection is no answer: the time goes on.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class Recalls:
     def __init__(self, books: Books) -> None:
         self._books = books
         self._state = books.recallable
+        self._away: dict[Borrower, Recall] = {}
+        """Recalls that are not late, of sessions that have lost their connection. Nothing is expected of them."""
         self.deadline: int | None = None
         """When `elapsed` has something to do, in nanoseconds."""
 
@@ -60,13 +63,10 @@ class Recalls:
     def _say(self, one: Borrower, recall: Recall, size: int, within: int) -> None:
         self._books.emit(fx.Recall(one.session, recall.number, one.name, one.location, size, within))
 
-    def _say_again(self, one: Borrower, recall: Recall) -> None:
-        self._say(one, recall, recall.left, self._books.rules.recall_ns)
-
     def _set_deadline(self) -> None:
         state = self._state
-        ends = [recall.deadline for recall in state.recalls.values()] + [until for _, until in state.kept.values()]
-        self.deadline = min(ends, default=None)
+        ends = [recall.deadline for recalls in (state.recalls, self._away) for recall in recalls.values()]
+        self.deadline = min([*ends, *(until for _, until in state.kept.values())], default=None)
         state.changed()
 
     # --- what comes back ---
@@ -113,7 +113,11 @@ class Recalls:
         """Note which recalls are late, ask those sessions again, and end what is kept."""
         if self.deadline is None or self.deadline > now:
             return
-        state = self._state
+        state, sessions = self._state, self._books.ledger.sessions
+        for one in [one for one, recall in self._away.items() if recall.deadline <= now]:
+            recall, row = self._away.pop(one), sessions.get(one.session)
+            if row is not None and row.state == "detached":  # else it has ended meanwhile
+                state.recalls[one] = recall
         for one, (_, until) in list(state.kept.items()):
             if until <= now:
                 del state.kept[one]
@@ -123,7 +127,7 @@ class Recalls:
                 if not recall.late:
                     self._report(one, recall, "late", now)
                 recall.late, recall.deadline = True, now + self._books.rules.recall_ns
-                self._say_again(one, recall)
+                self._say(one, recall, recall.left, self._books.rules.recall_ns)
         self._set_deadline()
 
     def _report(self, one: Borrower, recall: Recall, result: fx.RecallResult, now: int) -> None:
@@ -141,16 +145,32 @@ class Recalls:
         self._state.set_answers(session, name, answers)
 
     def detached(self, session: int) -> None:
-        """End the recalls of a session that has lost its connection, except those that are late."""
+        """Put aside the recalls of a session that has lost its connection, except those that are late."""
         for one, recall in list(self._state.recalls.items()):
             if one.session == session and not recall.late:
-                del self._state.recalls[one]
+                self._away[one] = self._state.recalls.pop(one)
         self._set_deadline()
 
-    def resumed(self, session: int, answering: frozenset[ModelName]) -> None:
-        """Take what a session answers for from now on, and ask it again for what it owes."""
+    def resumed(self, session: int, answering: frozenset[ModelName], gone: Iterable[Loan], now: int) -> None:
+        """Take what a session answers for from now on, and ask it again for what it owes. It released what is gone.
+
+        A recall that is not late goes on, by its deadline: a session that only reconnects is late as any other. One
+        that does not answer any more keeps what it is asked for.
+        """
+        state = self._state
+        mine = [one for one in self._away if one.session == session]
+        state.recalls |= {one: self._away.pop(one) for one in mine}
+        self.released(session, gone, now)
         for name in self._books.ledger.sessions[session].models:
-            self._state.set_answers(session, name, name in answering)
-        for one, recall in self._state.recalls.items():
-            if one.session == session:
-                self._say_again(one, recall)
+            state.set_answers(session, name, name in answering)
+        for one, recall in list(state.recalls.items()):
+            if one.session != session:
+                continue
+            if recall.late:
+                self._say(one, recall, recall.left, self._books.rules.recall_ns)
+                continue
+            recall.first = recall.size = recall.left  # the notice that it hears now is its first
+            if one.name in answering:
+                self._say(one, recall, recall.left, max(0, recall.deadline - now))
+            else:
+                self.answer(ev.AnswerRecall(session, recall.number, recall.size), now)

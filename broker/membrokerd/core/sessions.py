@@ -16,7 +16,7 @@ from .books import Books
 from .denied import Denied, Reason, deny
 from .lending import Lending
 from .recalls import Recalls
-from .rows import SegmentRow, SessionRow
+from .rows import Loan, SegmentRow, SessionRow
 from .segments import Segments
 
 MAX_TOLD = 2_048
@@ -184,7 +184,7 @@ class Sessions:
         self._segments.give_up_seals(session)
         self._lending.forget(session, now)
         self._lending.begin(session)
-        self._reconcile(row, event)
+        gone = self._reconcile(row, event)
         self._books.record(ft.SessionMoved(session, "resumed", now))
         unknown_segments = [segment for segment in event.segments if segment not in row.segments]
         result = fx.Reconciled(
@@ -194,7 +194,7 @@ class Sessions:
         )
         self._answers[session] = fx.Answer(event.call, result)
         self.answer_ready()
-        self._recalls.resumed(session, event.answering)
+        self._recalls.resumed(session, event.answering, gone, now)
 
     def under_way(self, session: int) -> bool:
         """Say whether a resume is under way: the result of a request now would not be in the Holds."""
@@ -216,9 +216,10 @@ class Sessions:
         for session in [session for session in self._answers if session not in ending]:
             self._books.emit(self._answers.pop(session))
 
-    def _reconcile(self, row: SessionRow, event: ev.StateHolds) -> None:
-        """Credit what the process does not hold. What it states beyond the books is not believed."""
+    def _reconcile(self, row: SessionRow, event: ev.StateHolds) -> list[Loan]:
+        """Credit what the process does not hold, and return its extents. What it states beyond is not believed."""
         gone = tuple(sorted(row.extents.keys() - event.extents))
+        loans = [row.extents[one] for one in gone]
         if gone:
             self._books.record(ft.Credited(row.session, gone, "not held"))
         for (name, location), charge in list(row.charges.items()):
@@ -229,6 +230,7 @@ class Sessions:
             held = max(0, event.segments.get(segment, 0))
             if held < times:
                 self._segments.leave(row.session, segment, times - held, "not held")
+        return loans
 
     # --- forgetting ---
 
