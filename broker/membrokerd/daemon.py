@@ -290,7 +290,7 @@ class Daemon:
             self._loop,
             self._views,
             lambda: self._config.tenants,
-            lambda: quotas.write(self._quotas_path, self._loop.broker.ledger.quotas),
+            lambda rows: quotas.write(self._quotas_path, rows),
             self._drain,
             self._evictions,
         )

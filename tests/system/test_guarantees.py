@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.daemons import DEFAULTS, Daemon, running, to_toml, until
+from tests.support.raw import Session, allocation
 from tests.support.sizes import MIB
 from tests.support.template import run as run_python
 from tests.system.test_reload import hang_up, reload, written
@@ -18,6 +19,7 @@ from membroker import Client, MembrokerError, OutOfMemory
 from membroker.cli import doctor
 from membroker.cli.admin import Admin, Quota
 from membroker.v1 import admin_pb2
+from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm import Location
 
 DEVICE = Location.DEVICE
@@ -237,7 +239,7 @@ def test_the_doctor_looks_at_guarantees(daemon: Daemon, blue: Client, admin: Adm
 
 
 def test_a_command_that_cannot_be_written_changes_nothing(daemon: Daemon, admin: Admin) -> None:
-    """The numbers of before are in force again, although they do not fit each other."""
+    """The numbers of before stay in force, although they do not fit each other."""
     kept = daemon.directory / "kept" / "host" / "quotas.toml"
     admin.close()
     assert daemon.stop() == 0
@@ -253,6 +255,25 @@ def test_a_command_that_cannot_be_written_changes_nothing(daemon: Daemon, admin:
     kept.with_name("quotas.toml.new").rmdir()
     again.set_quota("tenants/blue", DEVICE, {"guarantee_bytes": 100 * MIB})
     again.close()
+
+
+def test_nothing_is_lent_under_a_number_that_cannot_be_written(daemon: Daemon, admin: Admin) -> None:
+    """A request waits that would be granted by the command."""
+    kept = daemon.directory / "kept" / "host" / "quotas.toml"
+    kept.with_name("quotas.toml.new").mkdir(parents=True)
+    with Session(daemon.endpoint("blue")) as blue:
+        request = allocation(blue.register("m"), 16 * MIB, 11)
+        request.wait.seconds = 3_600
+        blue.send(pb.Frame(request_id=100, allocate=request))
+        until(lambda: daemon.books().waiting_requests == 1)
+        with pytest.raises(MembrokerError, match="cannot be kept in"):
+            admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": 0})
+        books = daemon.books()
+        assert (books.waiting_requests, books.lent_bytes, books.reserved_bytes) == (1, 0, 96 * MIB)
+        kept.with_name("quotas.toml.new").rmdir()
+        admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": 0})
+        granted, ids = blue.answer(100)
+        assert (granted.count, len(ids)) == (11, 11)
 
 
 def test_memory_that_is_kept_for_nobody_is_told_and_can_be_freed(daemon: Daemon, admin: Admin) -> None:

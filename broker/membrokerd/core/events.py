@@ -321,7 +321,7 @@ class InputsDrained(Event):
 class SetQuota(Event):
     """An operator sets the quota of a model, or of a tenant (`model` is None). None leaves the configured number.
 
-    `undo`: the numbers of a moment ago, because the command could not be written down. It is never refused.
+    `undo`: numbers that a replay restores, because they were in force. It is never refused.
     """
 
     call: int

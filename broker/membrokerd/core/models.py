@@ -109,7 +109,7 @@ class Models:
 
     def set_quota(self, event: ev.SetQuota) -> None:
         """Set or remove the limit, the guarantee and the weight of a model or a tenant, as an operator orders."""
-        denied = self._refuse_quota(event)
+        denied = self.refuse_quota(event)
         if denied:
             self._books.answer(event.call, denied)
             return
@@ -117,7 +117,8 @@ class Models:
         self._books.record(ft.QuotaSet(event.tenant, event.model, event.location, *quota))
         self._books.answer(event.call, fx.Done())
 
-    def _refuse_quota(self, event: ev.SetQuota) -> Denied | None:
+    def refuse_quota(self, event: ev.SetQuota) -> Denied | None:
+        """Return why a quota cannot be set, or None."""
         books, key = self._books, (event.tenant, event.model, event.location)
         quotas, quota = books.ledger.quotas, Quota(event.limit, event.guarantee, event.weight)
         if event.undo:

@@ -41,7 +41,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         loop: Loop,
         views: Views,
         tenants: Callable[[], Collection[str]],
-        keep_quotas: Callable[[], None],
+        keep_quotas: Callable[[Mapping[policy.Key, Quota]], None],
         drain: Drain,
         evictions: Evictions,
     ) -> None:
@@ -93,17 +93,19 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         """Set a limit, a guarantee or a weight, or remove one that was set."""
         tenant, model = convert.parse_quota_name(request.name)
         location = convert.parse_location(request.location)
-        before = self._loop.broker.ledger.quotas.get((tenant, model, location), Quota())
+        broker, key = self._loop.broker, (tenant, model, location)
+        before = broker.ledger.quotas.get(key, Quota())
         after = convert.changed_quota(before, request)
         if before == Quota() or not only_removes(before, after):  # a quota of a removed tenant can still be removed
             self._check_tenant(tenant)
-        await self._ask(lambda call: ev.SetQuota(call, tenant, model, location, *after))
-        try:
-            self._keep_quotas()
-        except OSError as error:  # nothing was lent under that limit: no other event was handled since the step
-            logs.warn("a quota by command is taken back: it cannot be kept", tenant=tenant, error=str(error))
-            await self._ask(lambda call: ev.SetQuota(call, tenant, model, location, *before, undo=True))
+        if denied := broker.models.refuse_quota(ev.SetQuota(0, *key, *after)):
+            raise Refused(denied)
+        rows = {**broker.ledger.quotas, key: after}
+        try:  # before the step: that may lend under the new numbers at once
+            self._keep_quotas({one: quota for one, quota in rows.items() if quota != Quota()})
+        except OSError as error:
             raise Refused(deny(Reason.INTERNAL, fault=_unkept(error))) from error
+        await self._ask(lambda call: ev.SetQuota(call, *key, *after))
         return self._quota(tenant, model, location, self._shortfalls())
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
