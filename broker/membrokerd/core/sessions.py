@@ -8,6 +8,8 @@ those of an earlier one. What follows from the death of a process is in `deaths`
 
 from __future__ import annotations
 
+from collections import Counter
+
 from . import effects as fx
 from . import events as ev
 from . import facts as ft
@@ -23,6 +25,9 @@ MAX_TOLD = 2_048
 """How many unknown extents, and how many unknown segments, the answer to Holds lists at most."""
 MAX_MODELS_TOLD = 160
 """How many of the session's models the answer lists at most. All three lists together fit into one frame."""
+MAX_UNWRITTEN_RESUMES = 4
+"""How often a session may resume while the journal cannot be written. Its last room is for releases: 1 MiB, of which a
+resume takes about 112 bytes."""
 _NOT_FORGOTTEN = {
     "open": "is open, its process is connected",
     "leaving": "ends by itself, at its process's word",
@@ -44,6 +49,8 @@ class Sessions:
         """By session: Holds that wait until no packet of the session is being made."""
         self._expected: set[int] = set()
         """Sessions that said Hello again and have not stated their Holds yet."""
+        self._unwritten: Counter[int] = Counter()
+        """By session: resumes since the journal could not be written."""
         self._answers: dict[int, fx.Answer] = {}
         """By session: resumes that are done, but not answered: names of segments that they end must be free first."""
 
@@ -161,6 +168,13 @@ class Sessions:
         if self._books.stopping:
             self._books.answer(event.call, deny(Reason.STOPPING))
             return
+        if why := self._books.cannot_write:
+            if self._unwritten[row.session] == MAX_UNWRITTEN_RESUMES:
+                self._books.answer(event.call, deny(Reason.JOURNAL_FULL, driver_says=why))
+                return
+            self._unwritten[row.session] += 1
+        else:
+            self._unwritten.clear()
         self.give_up(row.session)
         self.detach(row, now)
         self._expected.add(row.session)
