@@ -312,9 +312,8 @@ class ElasticCache(Closing):
 
     def answer(self, recall: Recall) -> object:
         """Answer a recall of the pool's memory: the callback for `Model.on_recall`, and for one that passes it on."""
-        if recall.location != "device" or self._closed:
+        if recall.location != "device" or self._closed or not self._state.recalled(recall):
             return None
-        self._state.recalled(recall)
         self._releaser.look()
         return DEFERRED
 

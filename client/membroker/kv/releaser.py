@@ -17,7 +17,7 @@ from .borrower import Borrower
 from .engine import Engine, Fence
 from .layout import Layout
 from .ranks import Ranks
-from .state import FENCE_SECONDS, LOOK_SECONDS, CacheState
+from .state import FENCE_SECONDS, LOOK_SECONDS, CacheState, Recall
 
 logger = logging.getLogger("membroker")
 
@@ -84,7 +84,14 @@ class Releaser:
         self._wanted.set()
 
     def run(self) -> None:
-        """Release until this is closed, or the pool is."""
+        """Release until this is closed, or the pool is. Then answer the open recalls: nothing else will."""
+        try:
+            self._release()
+        finally:
+            for recall in self._state.end():
+                self._answer(recall)
+
+    def _release(self) -> None:
         again = 0.0
         while not (self._closed or self._pool.closed):
             self._wanted.wait(self._state.patience(again, at_rest=self.is_resting))
@@ -133,8 +140,11 @@ class Releaser:
     def _settle(self) -> None:
         """Answer the open recalls for which it is time."""
         while (recall := self._state.settled(has_engine=self.engine is not None)) is not None:
-            try:
-                recall.done()
-            except Exception:
-                logger.exception("a recall could not be answered")
+            self._answer(recall)
             self._borrower.retry()
+
+    def _answer(self, recall: Recall) -> None:
+        try:
+            recall.done()
+        except Exception:
+            logger.exception("a recall could not be answered")

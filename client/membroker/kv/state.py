@@ -84,6 +84,8 @@ class CacheState:
         self._fences: dict[int, Fence] = {}
         self._recalls: dict[object, Recall] = {}
         """The open ones, by model: each rank of an engine has a model of its own."""
+        self._answers = True
+        """Whether recalls are answered: until `end`."""
         self._tried: Collection[Recall] = ()
         """The recalls for which groups were chosen last."""
         self._is_asked_anew = False
@@ -289,12 +291,14 @@ class CacheState:
         with self._lock:
             self._owed, self._is_asked_anew = size, True
 
-    def recalled(self, recall: Recall) -> None:
-        """Release what a recall asks for, or asks for now: it may be open, and raised."""
+    def recalled(self, recall: Recall) -> bool:
+        """Release what a recall asks for, or asks for now: it may be open, and raised. False if it is not answered."""
         with self._lock:
-            self._is_asked_anew = True
-            self._recalls[recall.model] = recall
-            self._tried = [one for one in self._tried if one is not recall]
+            if self._answers:
+                self._is_asked_anew = True
+                self._recalls[recall.model] = recall
+                self._tried = [one for one in self._tried if one is not recall]
+            return self._answers
 
     def settled(self, *, has_engine: bool) -> Recall | None:
         """Return an open recall that is to be answered now and forget it, or return None.
@@ -308,6 +312,12 @@ class CacheState:
                 if is_over or has_no_more or not recall.remaining:
                     return self._recalls.pop(recall.model)
             return None
+
+    def end(self) -> list[Recall]:
+        """Return the open recalls, which are to be answered now. None is answered after that."""
+        with self._lock:
+            self._answers = False
+            return list(self._recalls.values())
 
     # Figures
 

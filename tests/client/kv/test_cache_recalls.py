@@ -183,6 +183,22 @@ def test_a_program_with_a_callback_of_its_own(lender: Recalled) -> None:
     lender.on_recall(None)
 
 
+@pytest.mark.parametrize("what", ["cache", "pool"])
+def test_a_recall_that_is_open_at_the_end_is_answered(lender: Recalled, what: str) -> None:
+    """A program passes recalls on. Without an answer the broker would lend its session nothing above the guarantee."""
+    engine = an_engine(preempts=False)
+    with serving(lender, engine, block=MIB) as cache:
+        lender.on_recall(lambda recall: cache.answer(recall))
+        engine.add(Request(20, decode_left=1 << 60))
+        steps(cache, engine, lambda: engine.running)
+        recall = lender.recall(4 * PAGE)
+        (cache if what == "cache" else cache._pool).close()
+        until(lambda: recall.answers)
+        until(lambda: not cache._threads[1].is_alive())
+        assert cache.answer(Recall(lender, PAGE)) is None, "there is no thread that would answer it"
+    lender.on_recall(None)
+
+
 @pytest.mark.parametrize("seconds", [0.0, 0.05])
 def test_a_deadline_that_is_over(lender: Recalled, seconds: float) -> None:
     """It is answered at once, and what goes has gone a little later: no page is stuck between."""

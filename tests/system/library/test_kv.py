@@ -170,6 +170,23 @@ def test_the_broker_dies_and_comes_back(seed: int) -> None:
         until(lambda: red.engine.finished == 2)
 
 
+def test_a_model_whose_cache_went_with_its_pool_answers_recalls() -> None:
+    """It has other memory. Blue gets its guarantee as that is released, and red may borrow again."""
+    config = {"capacity": 64 * MIB, "tenants": {"red": {}, "blue": {"guarantee": 48 * MIB}}, "recall_seconds": 0.5}
+    with running(config) as daemon, membroker.connect(daemon.endpoint()) as red:
+        model = red.register_model("m", virtual_capacity=64 * MIB)
+        pool, other = model.pool(page_size=PAGE), model.pool(page_size=PAGE)
+        cache = ElasticCache(pool, Layout(pool.base_address, PAGE, 4, [Strided(pool.base_address, PAGE, PAGE)]))
+        pool.close()
+        until(lambda: not any(thread.is_alive() for thread in cache._threads))
+        other.allocate(0, 56 * MIB)
+        with membroker.connect(daemon.endpoint("blue")) as blue, pytest.raises(membroker.OutOfMemory):
+            blue.register_model("m").allocate(32 * MIB, wait=2)
+        assert model.pending_recall is None
+        other.deallocate(0, PAGE)
+        other.allocate(0, PAGE)
+
+
 def test_an_engine_is_killed(daemon: Daemon, seed: int) -> None:
     """It had half of the memory, and dies with SIGKILL. The other one takes that, and serves on."""
     with worker() as dying, serving(daemon, "red", seed) as red:
