@@ -145,8 +145,8 @@ class ElasticCache(Closing):
         """
         self.grow()
         engine = self._serving()
-        if retired := self._state.hold(engine):
-            self._state.retire(retired, engine.fence())
+        if self._state.hold(engine):
+            self._state.retire(engine.fence())
             self._releaser.look()
 
     @property

@@ -114,8 +114,8 @@ class Releaser:
             if engine is None or fence is None or not self.is_resting:
                 return
             self._borrower.want(min(engine.need(), self._layout.blocks))
-            if retired := self._state.hold(engine):
-                self._state.retire(retired, fence)
+            if self._state.hold(engine):
+                self._state.retire(fence)
 
     def _release_passed(self) -> None:
         """Unmap and release the groups whose fence has passed."""

@@ -82,6 +82,8 @@ class CacheState:
         self._looks_left = 0
         """How many looks an engine at rest still has to make."""
         self._fences: dict[int, Fence] = {}
+        self._unfenced: set[int] = set()
+        """Groups that retire, and have no fence yet."""
         self._recalls: dict[object, Recall] = {}
         """The open ones, by model: each rank of an engine has a model of its own."""
         self._answers = True
@@ -112,6 +114,7 @@ class CacheState:
             if not (self._suspended or self._asked_back()):
                 for group in self._balloon.revive(blocks):
                     self._fences.pop(group, None)
+                    self._unfenced.discard(group)
             return self._next_question() is not None
 
     def take(self) -> list[int]:
@@ -175,7 +178,10 @@ class CacheState:
         return max([self._owed, *(recall.remaining for recall in self._recalls.values())])
 
     def hold(self, engine: Engine) -> list[int]:
-        """Choose what goes, and let the engine hold its unused blocks; return the groups that now need a fence."""
+        """Choose what goes, and let the engine hold its unused blocks; return the groups that now need a fence.
+
+        Those are among them for which the engine could give none before.
+        """
         now = time.monotonic()
         with self._lock:
             balloon, size = self._balloon, self._asked_back()
@@ -208,7 +214,8 @@ class CacheState:
                 self._looks_left = LOOKS_AT_REST
             elif is_due and self._looks_left:
                 self._looks_left -= 1
-            return retired
+            self._unfenced.update(retired)
+            return sorted(self._unfenced)
 
     def _hold_unused(self, engine: Engine, blocks: Sequence[int]) -> bool:
         """Hold those of the blocks that no request uses; return whether there were any."""
@@ -219,10 +226,11 @@ class CacheState:
         self._balloon.held(unused)
         return True
 
-    def retire(self, groups: Collection[int], fence: Fence) -> None:
-        """Release groups once the fence has passed."""
+    def retire(self, fence: Fence) -> None:
+        """Release the groups that need a fence once this one has passed."""
         with self._lock:
-            self._fences.update(dict.fromkeys(groups, fence))
+            self._fences.update(dict.fromkeys(self._unfenced, fence))
+            self._unfenced.clear()
 
     def retiring(self) -> list[tuple[int, Fence]]:
         """Return the groups that wait for a fence."""

@@ -9,6 +9,7 @@ import os
 import random
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 from tests.support.daemons import until
@@ -107,6 +108,29 @@ def test_nothing_goes_before_its_fence(lender: Recalled) -> None:
         engine.make_fence = Fence
         for fence in engine.fences:
             fence.passed = True
+        steps(cache, engine, lambda: lender.lent_bytes == PAGE)
+
+
+def broken(*_: object) -> Fence:
+    raise RuntimeError("a CUDA error")
+
+
+def test_a_fence_that_cannot_be_recorded_is_recorded_later(lender: Recalled) -> None:
+    """The turn fails, and has held the blocks already. The next one records the fence, and their pages go."""
+    engine = an_engine()
+    with serving(lender, engine) as cache:
+        engine.add(Request(20, decode_left=1))
+        steps(cache, engine, lambda: engine.finished)
+        engine.make_fence = broken
+
+        def fails() -> bool:
+            with suppress(RuntimeError):
+                step(cache, engine)
+                return False
+            return True
+
+        until(fails)
+        engine.make_fence = Fence
         steps(cache, engine, lambda: lender.lent_bytes == PAGE)
 
 

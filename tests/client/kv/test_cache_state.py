@@ -13,6 +13,7 @@ from tests.support.fake_lender import PAGE
 from tests.support.sizes import MIB
 
 from membroker.kv.balloon import Balloon
+from membroker.kv.engine import Over
 from membroker.kv.groups import DOOMED, DRAINING, MAPPED
 from membroker.kv.state import CacheState
 
@@ -62,11 +63,26 @@ def test_a_recall_keeps_what_had_gone_before_it_from_coming_back() -> None:
     state, engine = CacheState(balloon, 1), an_engine(set())
     state.want(8)
     assert state.hold(engine) == [4]
+    state.retire(Over())
     state.recalled(Recall("m", PAGE, time.monotonic()))
     assert state.hold(engine) == []
     state.settled(has_engine=True)
     state.want(10)
     assert balloon.state(4) == DOOMED
+
+
+def test_what_is_wanted_again_before_it_has_a_fence_stays() -> None:
+    """The engine could record no fence. A later one is for what still retires, and not for what is in use by then."""
+    balloon = Balloon(block_major(MIB, 10))
+    with_memory(balloon, 5)
+    state, engine = CacheState(balloon, 1), an_engine(set())
+    state.want(8)
+    assert state.hold(engine) == [4]
+    assert state.hold(engine) == [4]
+    state.want(10)
+    assert state.hold(engine) == []
+    state.retire(Over())
+    assert (state.retiring(), balloon.state(4)) == ([], MAPPED)
 
 
 def test_a_recall_takes_free_groups_and_not_those_that_drain_already() -> None:
