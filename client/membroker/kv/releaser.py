@@ -98,8 +98,10 @@ class Releaser:
             self._wanted.clear()
             try:
                 if time.monotonic() >= again:
-                    self._turn_at_rest()
-                    self._release_passed()
+                    try:
+                        self._turn_at_rest()
+                    finally:  # an engine that fails keeps no page of a step that is over
+                        self._release_passed()
             except ClosedError:
                 return
             except Exception:
@@ -118,15 +120,22 @@ class Releaser:
                 self._state.retire(fence)
 
     def _release_passed(self) -> None:
-        """Unmap and release the groups whose fence has passed."""
+        """Unmap and release the groups whose fence has passed. Raises the first failure, when it has tried them all."""
+        failure: Exception | None = None
         for group, fence in self._state.retiring():
             if not self.driver.acquire(blocking=False):
-                return  # a graph is being captured
+                break  # a graph is being captured
             try:
                 if fence.query() and self._state.leave(group, fence):
                     self._unmap(group, fence)
+            except ClosedError:
+                raise
+            except Exception as error:  # noqa: BLE001 - raised below
+                failure = failure or error
             finally:
                 self.driver.release()
+        if failure is not None:
+            raise failure
 
     def _unmap(self, group: int, fence: Fence) -> None:
         try:

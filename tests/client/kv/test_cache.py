@@ -115,6 +115,12 @@ def broken(*_: object) -> Fence:
     raise RuntimeError("a CUDA error")
 
 
+class Unrecorded(Fence):
+    """A fence that cannot be asked."""
+
+    query = broken
+
+
 def test_a_fence_that_cannot_be_recorded_is_recorded_later(lender: Recalled) -> None:
     """The turn fails, and has held the blocks already. The next one records the fence, and their pages go."""
     engine = an_engine()
@@ -132,6 +138,40 @@ def test_a_fence_that_cannot_be_recorded_is_recorded_later(lender: Recalled) -> 
         until(fails)
         engine.make_fence = Fence
         steps(cache, engine, lambda: lender.lent_bytes == PAGE)
+
+
+def test_a_fence_that_fails_keeps_its_own_pages_only(lender: Recalled) -> None:
+    """It was never recorded, say. Nobody knows when its step is over, so its pages stay; all others go."""
+    engine = an_engine()
+    engine.make_fence = lambda: Fence() if engine.fences else Unrecorded()
+    with serving(lender, engine, block=MIB) as cache:
+        engine.add(Request(9, decode_left=1))  # block 0 is in the first of five pages
+        engine.add(long := Request(10, decode_left=1 << 60))
+        steps(cache, engine, lambda: engine.fences)
+        kept = cache.stats().going_bytes
+        assert kept
+        long.decode_left = 1
+        steps(cache, engine, lambda: lender.lent_bytes == PAGE + kept)
+
+
+def test_an_engine_that_fails_at_rest_keeps_no_page_of_a_step_that_is_over(lender: Recalled) -> None:
+    engine, failed = an_engine(), threading.Event()
+    engine.make_fence = lambda: Fence(passed=False)
+
+    def need() -> int:
+        failed.set()
+        raise RuntimeError("a bug")
+
+    with serving(lender, engine) as cache:
+        engine.add(Request(20, decode_left=1))
+        steps(cache, engine, lambda: engine.finished)
+        steps(cache, engine, lambda: cache.stats().going_bytes == lender.lent_bytes - PAGE > 0)
+        cache.rest()
+        engine.need = need
+        assert failed.wait(30)
+        for fence in engine.fences:
+            fence.passed = True
+        until(lambda: lender.lent_bytes == PAGE)
 
 
 def test_a_refusal_is_not_asked_again_at_once(lender: Recalled) -> None:
