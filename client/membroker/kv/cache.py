@@ -134,7 +134,11 @@ class ElasticCache(Closing):
         self.want(engine.need())
         blocks = self.take()
         if blocks:
-            engine.release(blocks)
+            try:
+                engine.release(blocks)
+            except Exception:
+                self._state.untaken(blocks)
+                raise
         return len(blocks)
 
     def turn(self) -> None:

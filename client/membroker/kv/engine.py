@@ -71,7 +71,10 @@ class Engine(Protocol):
         ...
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Put these blocks into the free list, at its end if it has an order. They have memory now."""
+        """Put these blocks into the free list, at its end if it has an order. They have memory now.
+
+        If it raises, it must have put none there: the next `ElasticCache.grow` calls it again with all of them.
+        """
         ...
 
     def fence(self) -> Fence:

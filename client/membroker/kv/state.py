@@ -122,6 +122,11 @@ class CacheState:
         with self._lock:
             return [] if self._suspended else self._balloon.take()
 
+    def untaken(self, blocks: Collection[int]) -> None:
+        """Note that the engine does not have these blocks after all: the next `take` returns them again."""
+        with self._lock:
+            self._balloon.held(blocks)
+
     def question(self) -> tuple[int, bool] | None:
         """Return the group to borrow now, and whether it is needed, or None. The caller tells the answer."""
         with self._lock:

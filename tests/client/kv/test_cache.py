@@ -26,6 +26,10 @@ from membroker.pool.pool import VirtualMemoryPool
 from membroker.vmm.driver import DriverError
 
 
+def broken(*_: object) -> Fence:
+    raise RuntimeError("a CUDA error")
+
+
 def test_it_grows_and_shrinks(lender: Recalled) -> None:
     """Ten blocks are needed: they come, and after the request all but the first page goes, without a wait."""
     waits: list[None] = []
@@ -62,6 +66,21 @@ def test_the_scheduler_never_waits_for_the_broker(lender: Recalled) -> None:
         assert (engine.finished, len(engine.waiting)) == (1, 1)
         answer.set()
         steps(cache, engine, lambda: engine.finished == 2)
+
+
+def test_blocks_that_the_engine_could_not_take_come_again(lender: Recalled, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = an_engine()
+    with serving(lender, engine) as cache:
+        engine.add(Request(10))
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "release", broken)
+            cache.want(engine.need())
+            assert cache.wait(30)
+            with pytest.raises(RuntimeError):
+                cache.grow()
+        steps(cache, engine, lambda: engine.finished)
+        with cache._state._lock:
+            cache._balloon.check()
 
 
 def test_an_engine_without_blocks_waits_for_more(lender: Recalled) -> None:
@@ -109,10 +128,6 @@ def test_nothing_goes_before_its_fence(lender: Recalled) -> None:
         for fence in engine.fences:
             fence.passed = True
         steps(cache, engine, lambda: lender.lent_bytes == PAGE)
-
-
-def broken(*_: object) -> Fence:
-    raise RuntimeError("a CUDA error")
 
 
 class Unrecorded(Fence):
