@@ -61,6 +61,12 @@ class Borrower:
 
     def run(self) -> None:
         """Ask until this is closed, or the pool is."""
+        try:
+            self._ask()
+        finally:
+            self._state.end_growing()
+
+    def _ask(self) -> None:
         pause = 0.0
         while not (self._closed or self._pool.closed):
             question = self._state.question()

@@ -183,7 +183,11 @@ class ElasticCache(Closing):
         self._borrower.want(blocks)
 
     def take(self) -> list[int]:
-        """Return the blocks that have become usable since the last time. The engine has them from now on."""
+        """Return the blocks that have become usable since the last time. The engine has them from now on.
+
+        Raises `ClosedError`.
+        """
+        self._check_open()
         return self._state.take()
 
     @property
@@ -266,14 +270,17 @@ class ElasticCache(Closing):
     def wait(self, seconds: float) -> bool:
         """Wait up to `seconds` until more blocks have become usable, and return whether any have: `grow` returns them.
 
-        It is for an engine that has requests, and can run none of them without more memory.
+        It is for an engine that has requests, and can run none of them without more memory. Raises `ClosedError`, also
+        when the cache is closed meanwhile.
         """
+        self._check_open()
         return self._state.wait_for_ready(seconds_of("seconds", seconds))
 
     def prepare(self, blocks: int, wait: float = 60.0) -> bool:
         """Want so many blocks, and wait up to `wait` seconds until they have memory; return whether they do.
 
-        It is for the warm-up of an engine, before it serves.
+        It is for the warm-up of an engine, before it serves. Raises `ClosedError`, also when the cache is closed
+        meanwhile.
         """
         seconds = seconds_of("wait", wait)
         self.want(blocks)
@@ -289,6 +296,7 @@ class ElasticCache(Closing):
         if self._closed:
             return
         self._closed = True
+        self._state.end_growing()  # the thread that asks may still wait for an answer
         self._borrower.close()
         self._releaser.close()
         if self._is_asked:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from ..errors import ClosedError
 from .balloon import Balloon
 from .engine import Engine, Fence
 from .groups import DOOMED, DRAINING, RETIRING
@@ -103,6 +104,8 @@ class CacheState:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         """Told of each answer of the broker."""
+        self._grows = True
+        """Whether blocks can still come: until `end_growing`."""
 
     # Growing
 
@@ -157,14 +160,25 @@ class CacheState:
         self._ahead_at = time.monotonic() + seconds
 
     def wait_for(self, blocks: int, seconds: float) -> bool:
-        """Wait until so many blocks have memory; return whether they have."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._balloon.available >= blocks, seconds)
+        """Wait until so many blocks have memory; return whether they have. Raises `ClosedError`."""
+        return self._wait(lambda: self._balloon.available >= blocks, seconds)
 
     def wait_for_ready(self, seconds: float) -> bool:
-        """Wait until `take` would return any blocks; return whether it would."""
+        """Wait until `take` would return any blocks; return whether it would. Raises `ClosedError`."""
+        return self._wait(lambda: self._balloon.has_ready and not self._suspended, seconds)
+
+    def _wait(self, is_so: Callable[[], bool], seconds: float) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: self._balloon.has_ready and not self._suspended, seconds)
+            self._changed.wait_for(lambda: is_so() or not self._grows, seconds)
+            if is_so() or self._grows:
+                return is_so()
+        raise ClosedError("this cache, or its pool, is closed: no more blocks come")
+
+    def end_growing(self) -> None:
+        """Note that no more blocks come, and end all waits for them."""
+        with self._changed:
+            self._grows = False
+            self._changed.notify_all()
 
     @property
     def is_growing(self) -> bool:

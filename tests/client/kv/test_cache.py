@@ -9,6 +9,8 @@ import os
 import random
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -320,7 +322,7 @@ def test_prepare_and_attach(lender: Recalled) -> None:
             with pytest.raises(InvalidRequest, match="already"):
                 cache.attach(engine)
             steps(cache, engine, lambda: lender.lent_bytes == PAGE)
-        for call in (cache.grow, lambda: cache.want(1), lambda: cache.prepare(1), cache.stats):
+        for call in (cache.grow, lambda: cache.want(1), lambda: cache.prepare(1), cache.stats, cache.take):
             with pytest.raises(ClosedError):
                 call()
         cache.close()
@@ -486,6 +488,21 @@ def test_what_is_refused(lender: Recalled) -> None:
         with pytest.raises(OutOfMemory):
             ElasticCache(pool, layout)
     assert lender.callback is None
+
+
+@pytest.mark.parametrize("what", ["cache", "pool"])
+@pytest.mark.parametrize("call", [lambda cache: cache.wait(60), lambda cache: cache.prepare(BLOCKS)])
+def test_a_close_ends_what_waits_for_blocks(lender: Recalled, what: str, call: Callable[[ElasticCache], bool]) -> None:
+    """The broker has no more. Another thread waits for blocks, and hears at once that none will come."""
+    with serving(lender, an_engine()) as cache, ThreadPoolExecutor(1) as waiting:
+        lender.capacity = 0
+        waits = waiting.submit(call, cache)
+        until(lambda: cache._state._changed._waiters)
+        (cache if what == "cache" else cache._pool).close()
+        with pytest.raises(ClosedError):
+            waits.result(30)
+        with pytest.raises(ClosedError):
+            cache.wait(60)
 
 
 def test_a_closed_pool_ends_its_threads(lender: Recalled) -> None:
