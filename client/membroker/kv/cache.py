@@ -201,6 +201,8 @@ class ElasticCache(Closing):
     def shrink(self, size: int | str) -> None:
         """Release so many bytes soon, as for a recall: free pages first, and busy ones by preemption.
 
+        They are added to what an earlier call asked for and has not been released yet.
+
         Nothing is borrowed until that is done, or until nothing more can be released. What the engine does not need
         goes without it.
         """

@@ -314,9 +314,9 @@ class CacheState:
             return bool(self._asked_back())
 
     def owe(self, size: int) -> None:
-        """Release so many bytes, whatever the engine wants."""
+        """Release so many bytes more, whatever the engine wants."""
         with self._lock:
-            self._owed, self._is_asked_anew = size, True
+            self._owed, self._is_asked_anew = self._owed + size, True
 
     def recalled(self, recall: Recall) -> bool:
         """Release what a recall asks for, or asks for now: it may be open, and raised. False if it is not answered."""

@@ -304,6 +304,22 @@ def test_shrink(lender: Recalled) -> None:
         assert engine.preempted == 3
 
 
+def test_shrink_twice(lender: Recalled) -> None:
+    """The second call comes before anything was released for the first: both are met."""
+    engine = an_engine()
+    with serving(lender, engine, block=MIB) as cache:
+        engine.add(Request(40, decode_left=1 << 60))
+        steps(cache, engine, lambda: engine.running)
+        lent = lender.lent_bytes
+        lender.capacity = 0
+        cache.shrink(6 * PAGE)
+        cache.shrink(2 * PAGE)
+        steps(cache, engine, lambda: lender.lent_bytes == lent - 8 * PAGE)
+        engine.waiting[0].blocks_left = 1
+        engine.waiting[0].decode_left = 1
+        steps(cache, engine, lambda: engine.finished)
+
+
 def test_prepare_and_attach(lender: Recalled) -> None:
     """A warm-up writes to the lowest blocks before the engine has a scheduler; what is too much goes after it."""
     engine = an_engine()
