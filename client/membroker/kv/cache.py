@@ -86,6 +86,8 @@ class ElasticCache(Closing):
         )
         self._state = CacheState(self._balloon, len(always))
         self._closed = False
+        self._left: list[tuple[int, int]] = []
+        """What a close has still to release. The pool may be used for something else after that."""
         self._first_gone = False
         """Whether the groups that always have memory have none, because the engine sleeps."""
         first = self._first_ranges()
@@ -293,10 +295,16 @@ class ElasticCache(Closing):
     def close(self) -> None:
         """Wait for the device, release all memory, and end. Idempotent. The engine computes no more.
 
-        The pool stays open, with its addresses. Raises `DeviceFailure`; the memory then goes with the pool.
+        The pool stays open, with its addresses. Raises `BufferError` while a view of the memory lives, and
+        `DeviceFailure`. The memory then stays until this is called again, or goes with the pool.
         """
-        if self._closed:
-            return
+        if not self._closed:
+            self._end()
+        if self._left and not self._pool.closed:
+            self._pool.deallocate_ranges(mapped(self._pool, self._left))
+        self._left = []
+
+    def _end(self) -> None:
         self._closed = True
         self._state.end_growing()  # the thread that asks may still wait for an answer
         self._borrower.close()
@@ -309,8 +317,7 @@ class ElasticCache(Closing):
         for thread in self._threads:
             thread.join(CLOSE_SECONDS)
         groups = [group for state in (MAPPED, DRAINING, RETIRING, DOOMED) for group in self._balloon.groups_in(state)]
-        if not self._pool.closed:
-            self._pool.deallocate_ranges(mapped(self._pool, (r for group in groups for r in self.layout.ranges(group))))
+        self._left = [one for group in groups for one in self.layout.ranges(group)]
 
     def stats(self) -> CacheStats:
         """Return the present figures. Raises `ClosedError`."""

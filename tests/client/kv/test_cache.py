@@ -521,6 +521,24 @@ def test_a_close_ends_what_waits_for_blocks(lender: Recalled, what: str, call: C
             cache.wait(60)
 
 
+def test_a_close_that_failed_can_be_repeated(lender: Recalled) -> None:
+    """A view lives at first. A close after the one that released the memory leaves what came into the pool since."""
+    with VirtualMemoryPool(lender, BLOCKS * MIB, PAGE) as pool:
+        layout = Layout(pool.base_address, PAGE, BLOCKS, [Strided(pool.base_address, MIB, MIB)])
+        cache = ElasticCache(pool, layout)
+        assert cache.prepare(8)
+        view = pool.view(0, 10)
+        with pytest.raises(BufferError):
+            cache.close()
+        assert lender.lent_bytes == 4 * PAGE
+        del view
+        cache.close()
+        assert lender.lent_bytes == 0
+        pool.allocate(0, PAGE)
+        cache.close()
+        assert lender.lent_bytes == PAGE
+
+
 def test_a_closed_pool_ends_its_threads(lender: Recalled) -> None:
     """A client that closes takes the pool along: the cache's threads end by themselves."""
     engine = an_engine()
