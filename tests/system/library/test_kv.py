@@ -187,6 +187,26 @@ def test_a_model_whose_cache_went_with_its_pool_answers_recalls() -> None:
         other.allocate(0, PAGE)
 
 
+def test_a_pool_of_a_shared_pool_is_refused(daemon: Daemon) -> None:
+    """Its recalls would not reach the cache. Without a broker there are no recalls, and it will do."""
+
+    def a_cache(shared: membroker.SharedMemoryPool) -> ElasticCache:
+        shared.register_model("m", 16 * PAGE)
+        pool = shared.pool("m")
+        return ElasticCache(pool, Layout(pool.base_address, PAGE, 8, [Strided(pool.base_address, PAGE, PAGE)]))
+
+    with membroker.connect(daemon.endpoint()) as client, membroker.SharedMemoryPool(client, page_size=PAGE) as shared:
+        with pytest.raises(membroker.InvalidRequest, match=r"make one with Model\.pool"):
+            a_cache(shared)
+        assert shared.pool("m").physical_usage_bytes == 0
+    with (
+        membroker.LocalSource("host") as source,
+        membroker.SharedMemoryPool(source, page_size=PAGE) as shared,
+        a_cache(shared) as cache,
+    ):
+        assert cache.prepare(4)
+
+
 def test_an_engine_is_killed(daemon: Daemon, seed: int) -> None:
     """It had half of the memory, and dies with SIGKILL. The other one takes that, and serves on."""
     with worker() as dying, serving(daemon, "red", seed) as red:
