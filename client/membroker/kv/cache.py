@@ -51,7 +51,8 @@ class ElasticCache(Closing):
     `VirtualMemoryPool.allocate`, for these blocks. The floor is borrowed by the cache's thread.
 
     While this is open, it answers the recalls of the pool's model, in place of any callback that was set before. A
-    callback that is set later can pass them on, to `answer`: one that has more to release, or two caches of one model.
+    callback that is set later can pass them on, to `answer`, for a program that has more to release. Give each cache a
+    model of its own: it releases all that a recall asks for.
 
     Raises `InvalidRequest` for a layout of other pages, a pool with spare pages, a broker's memory in a pool of a
     `SharedMemoryPool`, or bounds that contradict each other; and what `VirtualMemoryPool.allocate` and
