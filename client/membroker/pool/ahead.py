@@ -10,8 +10,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Final
 
 from ..errors import ClosedError, MembrokerError
@@ -46,9 +45,6 @@ class Ahead:
         self._pause = 0.0
         self._resume_at = 0.0
         self._wake = threading.Event()
-        self._answered = threading.Event()
-        """Set unless the broker is being asked for pages."""
-        self._answered.set()
 
     def start(self, keep_ahead: Callable[[], bool]) -> None:
         """Keep pages ready from now on, by calls of a pool's method, as long as the pool lives.
@@ -75,19 +71,6 @@ class Ahead:
             lately = [*self._history.values(), self._taken if self._slice > oldest else 0]
             self.target = min(self._most, max(1, *lately))
         return self.target
-
-    @contextmanager
-    def asking(self) -> Iterator[None]:
-        """Note that pages are borrowed ahead during the block."""
-        self._answered.clear()
-        try:
-            yield
-        finally:
-            self._answered.set()
-
-    def wait(self) -> None:
-        """Wait until pages that are being borrowed ahead are there, or refused. The broker answers that at once."""
-        self._answered.wait(LOOK_SECONDS)
 
     @property
     def is_paused(self) -> bool:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Protocol
 
 from ..arguments import Progress
-from ..errors import AlreadyMapped, InvalidRequest, OutOfMemory
+from ..errors import AlreadyMapped, InvalidRequest, OutOfMemory, OutOfVirtualMemory
 from ..interrupts import Operation, uninterrupted
 from ..memory.lender import Source
 from ..memory.lifetime import MappedMemory, Placing
@@ -83,14 +83,15 @@ class Backing:
         """Map the missing pages of unused runs by one request to the source, all or nothing; mark them used, or spare.
 
         `asked` is the size that the user requested. The user's part of each run begins at byte `within` of its first
-        page. `until`, `ahead` and `wanted_bytes` are the source's.
+        page. `until`, `ahead` and `wanted_bytes` are the source's. Spare pages that are borrowed ahead are the wish of
+        the library, not of a user.
         """
         if self._table.spare and not spare and (pages := self._take_spare(choose, within[0])):
             return [pages]
         size = self._page_size
         try:
             with Operation(self.holding) as operation:
-                runs = self.claims.claim(operation, choose, self._table.check_unused)
+                runs = self.claims.claim(operation, choose, self._table.check_unused, own=spare and ahead)
                 with self._lock:
                     missing = [run for pages in runs for run in self._table.unbacked(pages)]
                 operation.undo.append(partial(self._take_back, runs))
@@ -111,7 +112,8 @@ class Backing:
                     operation.undo.clear()
         except OutOfMemory as error:
             if self._ahead is not None and not spare:
-                self._ahead.wait()  # what was asked ahead counts against the guarantee, and may be the rest of it
+                # What was asked ahead counts against the guarantee, and may be the rest of it.
+                self.claims.wait_for_own(range(self._table.count))
                 if found := self._take_spare(choose, within[0]):
                     return [found]
             add_asked(error, asked, "pages", size)
@@ -173,7 +175,10 @@ class Backing:
     def _take_spare(self, choose: Choose, within: int) -> range | None:
         """Allocate pages if they are one run and all of them are spare, and return them; otherwise return None."""
         with self._lock:
-            pages, *others = choose(self._table)
+            try:
+                pages, *others = choose(self._table)
+            except OutOfVirtualMemory:
+                return None  # the claim raises it, or waits for pages that the library changes
             if others or not self._table.take_spare(pages, within):
                 return None
             left = self._table.spare
@@ -208,8 +213,7 @@ class Backing:
             return False
         try:
             size = len(few) * self._page_size
-            with ahead.asking():
-                self.back(lambda table: [table.next_free(len(few))], size, None, spare=True, ahead=True)
+            self.back(lambda table: [table.next_free(len(few))], size, None, spare=True, ahead=True)
         except (OutOfMemory, AlreadyMapped):
             ahead.refused()
             return False
@@ -228,7 +232,7 @@ class Backing:
         """
         with Operation(self.holding) as operation:
             count = -(-size // self._page_size)
-            runs = self.claims.claim(operation, lambda _: self._clean_runs(count, is_asked_for))
+            runs = self.claims.claim(operation, lambda _: self._clean_runs(count, is_asked_for), own=True)
             if runs:
                 operation.forward(partial(self._let_go, runs))
         return bool(runs)

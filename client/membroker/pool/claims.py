@@ -1,17 +1,19 @@
 """Claims: a call claims the pages that it works on until it ends, and other calls refuse these pages meanwhile.
 
+The library itself claims free and spare pages too, to borrow ahead and to release. The user cannot know of such a
+claim: a call that needs one of these pages waits until it is over.
+
 Owns the lock of a pool's table, and the checks before a claim. It must never hold the lock during a call of the source
 or the driver: two borrowers that wait for each other would deadlock.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ..errors import AlreadyMapped
-from ..interrupts import Operation
+from ..errors import AlreadyMapped, OutOfVirtualMemory
+from ..interrupts import LOOK_SECONDS, Condition, Operation
 from ..memory.lifetime import MappedMemory
 from .page_table import USED, PageTable
 
@@ -23,29 +25,58 @@ class Claims:
     """The claims on the pages of `table`, whose memory is `holding`. The caller of a check holds `lock`."""
 
     def __init__(self, table: PageTable, holding: MappedMemory) -> None:
-        self.lock = threading.Lock()
+        self._own_ended = Condition()
+        self.lock = self._own_ended.lock
         self.table = table
         self.holding = holding
 
     def claim(
-        self, operation: Operation, choose: Choose, check: Callable[[range], None] | None = None
+        self,
+        operation: Operation,
+        choose: Choose,
+        check: Callable[[range], None] | None = None,
+        *,
+        own: bool = False,
     ) -> Sequence[range]:
-        """Claim the chosen runs of pages until the operation ends: all of them, or none if `check` raises."""
+        """Claim the chosen runs of pages until the operation ends: all of them, or none if `check` raises.
+
+        If they are refused because the library itself changes pages, it waits for that, and chooses again. A claim of
+        the library's `own` does not.
+        """
         claimed: list[range] = []
-        operation.ends.append(partial(self.release, claimed))
+        operation.ends.append(partial(self._release_own if own else self.release, claimed))
         with self.lock:
-            runs = choose(self.table)
-            if check is not None:
-                for pages in runs:
-                    check(pages)
+            while True:
+                runs: Sequence[range] = [range(self.table.count)]
+                try:
+                    runs = choose(self.table)
+                    if check is not None:
+                        for pages in runs:
+                            check(pages)
+                    break
+                except (AlreadyMapped, OutOfVirtualMemory):
+                    if own or not any(map(self.table.is_own, runs)):
+                        raise
+                self._own_ended.wait(LOOK_SECONDS)
             for pages in runs:
-                self.table.claim(pages, claimed)
+                self.table.claim(pages, claimed, own=own)
         return runs
+
+    def wait_for_own(self, pages: range) -> None:
+        """Wait until the library itself changes none of `pages`. Ctrl-C ends the wait."""
+        with self.lock:
+            while self.table.is_own(pages):
+                self._own_ended.wait(LOOK_SECONDS)
 
     def release(self, claimed: list[range]) -> None:
         """End each claim once, and remove it from the list."""
         with self.lock:
             self.table.release(claimed)
+
+    def _release_own(self, claimed: list[range]) -> None:
+        with self.lock:
+            self.table.release(claimed)
+            self._own_ended.tell_all()
 
     def check_idle(self, pages: range) -> None:
         """Raise `NotMapped` unless the pages are used, and `BufferError` if a view or a pin of them is alive."""

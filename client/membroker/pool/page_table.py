@@ -23,13 +23,18 @@ FIXED = 0x7F
 _PENDING = 0x80
 """A bit that is added to a state: a running call has claimed the page, and no other call may touch it."""
 
+_OWN = 0xC0
+"""The bits for a claim of the library's own: only of free and spare pages, and a user's call waits for its end."""
+
 _AVAILABLE = bytes((FREE, SPARE))
+_NOT_TAKEN = bytes((FREE, SPARE, FREE | _OWN, SPARE | _OWN))
 _CLAIM = bytes(byte | _PENDING for byte in range(256))
-_RELEASE = bytes(byte & ~_PENDING for byte in range(256))
+_CLAIM_OWN = bytes(byte | _OWN for byte in range(256))
+_RELEASE = bytes(byte & ~_OWN for byte in range(256))
 _SPARE_AS_FREE = bytes.maketrans(bytes((SPARE,)), bytes((FREE,)))
 _FREE_RUN = re.compile(b"%c+" % FREE)
 _ALLOCATED_RUN = re.compile(b"[%c%c%c%c]*" % (USED, OFFLOADED, USED | _PENDING, OFFLOADED | _PENDING))
-_TAKEN_RUN = re.compile(rb"(?s)([^%c%c])\1*" % (FREE, FREE | _PENDING))
+_TAKEN_RUN = re.compile(rb"(?s)([^%c%c%c])\1*" % (FREE, FREE | _PENDING, FREE | _OWN))
 
 
 class PageTable:
@@ -74,8 +79,8 @@ class PageTable:
         return range(first, next((page for page in range(first + 1, end) if page in self.begins), end))
 
     def top(self) -> int:
-        """Return the page after the highest one that is taken or claimed."""
-        return len(self._states.rstrip(_AVAILABLE))
+        """Return the page after the highest one that is taken, or claimed by a user's call."""
+        return len(self._states.rstrip(_NOT_TAKEN))
 
     def above(self, length: int) -> range:
         """Return the pages of the `length` bytes after the highest taken page. Raises `OutOfVirtualMemory`."""
@@ -101,6 +106,10 @@ class PageTable:
     def spare_runs(self, pages: range) -> list[range]:
         """Return those of `pages` that are spare and not claimed, as runs."""
         return [run for run, state, busy in self.runs(pages) if state == SPARE and not busy]
+
+    def is_own(self, pages: range) -> bool:
+        """Return whether the library itself has claimed one of them."""
+        return any(state >= _OWN for state in self._states[pages.start : pages.stop])
 
     def offloaded(self) -> int:
         """Return the number of offloaded pages."""
@@ -162,7 +171,7 @@ class PageTable:
         states = self._states[pages.start : pages.stop]
         used = len(states) - len(states.lstrip(bytes((USED,))))
         self._check_not_offloaded(pages.start + used)
-        changing = used < len(states) and states[used] & _PENDING
+        changing = used < len(states) and _PENDING <= states[used] < _OWN
         why = "is being changed by another call" if changing else "is not mapped"
         raise NotMapped(f"the page at offset {(pages.start + used) * self.page_size} {why}")
 
@@ -197,7 +206,7 @@ class PageTable:
         first, states = (0, self._states) if pages is None else (pages.start, self._states[pages.start : pages.stop])
         for run in _TAKEN_RUN.finditer(states):
             state = run[1][0]
-            yield range(first + run.start(), first + run.end()), state & ~_PENDING, bool(state & _PENDING)
+            yield range(first + run.start(), first + run.end()), state & ~_OWN, bool(state & _PENDING)
 
     def layout(self, pinned: Iterable[range], spare: int) -> bytearray:
         """Return a layout for `next_move`: `FREE`, `USED` or `FIXED` for each page, and `spare` for spare pages.
@@ -244,7 +253,7 @@ class PageTable:
         """Set the state of pages. Either all of them are claimed, and stay claimed, or all are used and not claimed."""
         first, end = pages.start, pages.stop
         before = self._states[first:end]
-        pending = before[0] & _PENDING
+        pending = before[0] & _OWN
         after = bytes((state | pending,)) * len(pages)
         more = len(pages) * (state == SPARE) - before.count(SPARE | pending)
         # There is no call between these two lines, because Ctrl-C is raised after a call.
@@ -282,12 +291,15 @@ class PageTable:
         self.restricted.update(restricted)
         self.begins.update(begins)
 
-    def claim(self, pages: range, claimed: list[range]) -> None:
-        """Claim pages that no call has claimed, and add them to `claimed`. Other calls then refuse them."""
+    def claim(self, pages: range, claimed: list[range], *, own: bool = False) -> None:
+        """Claim pages that no call has claimed, and add them to `claimed`. Other calls then refuse them.
+
+        A claim of the library's `own` is of free or spare pages.
+        """
         first, end = pages.start, pages.stop
         if end > len(self._states):
             self._states.extend(bytes(end - len(self._states)))
-        after = self._states[first:end].translate(_CLAIM)
+        after = self._states[first:end].translate(_CLAIM_OWN if own else _CLAIM)
         # As in `set`, no interrupt can come between these two lines.
         self._states[first:end] = after
         claimed += (pages,)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
 from tests.support.daemons import until
 from tests.support.fake_lender import PAGE, Lender
 
-from membroker.errors import InvalidRequest, OutOfMemory
+from membroker.errors import AlreadyMapped, InvalidRequest, OutOfMemory
+from membroker.interrupts import Condition
 from membroker.pool import ahead as ahead_module
 from membroker.pool.ahead import Ahead
 from membroker.pool.pool import VirtualMemoryPool
@@ -121,6 +124,122 @@ def test_a_call_that_is_refused_takes_what_is_on_its_way(lender: Lender) -> None
         lender.capacity = 0
         with pytest.raises(OutOfMemory):
             pool.allocate_anywhere(PAGE)
+
+
+class Held:
+    """A thread of the library that is stopped while it changes pages, until a user's call waits for them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began, self.waited, self.may_go_on = threading.Event(), threading.Event(), threading.Event()
+        self.on_wait: Callable[[], None] = self.may_go_on.set
+        wait = Condition.wait
+
+        def noticed(condition: Condition, seconds: float | None = None) -> None:
+            self.waited.set()
+            self.on_wait()
+            wait(condition, seconds)
+
+        monkeypatch.setattr(Condition, "wait", noticed)
+
+    def stop(self) -> None:
+        """Part of what the library's thread does."""
+        self.began.set()
+        assert self.may_go_on.wait(30)
+
+
+@pytest.fixture
+def asked_ahead(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    """The thread that borrows ahead, stopped while it asks."""
+    held, borrow = Held(monkeypatch), lender.borrow
+    monkeypatch.setattr(ahead_module, "LOOK_SECONDS", 0.02)
+
+    def slow(*args: object, ahead: bool = False, **options: object) -> None:
+        if ahead:
+            held.stop()
+        borrow(*args, **options)  # type: ignore[arg-type]
+
+    lender.borrow = slow  # type: ignore[method-assign,assignment]
+    yield held
+    held.may_go_on.set()
+    until(lambda: threads() == 0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda pool: pool.allocate(0, PAGE),
+        lambda pool: pool.allocate_ranges([(0, PAGE)]),
+        lambda pool: pool.allocate_anywhere(PAGE),
+        lambda pool: pool.grow(PAGE),
+        lambda pool: pool.prepare(PAGE),
+    ],
+    ids=["allocate", "allocate_ranges", "allocate_anywhere", "grow", "prepare"],
+)
+@pytest.mark.parametrize("lends", [True, False])
+def test_a_call_waits_for_pages_that_are_on_their_way(
+    lender: Lender, asked_ahead: Held, call: Callable[[VirtualMemoryPool], object], lends: bool
+) -> None:
+    """The user cannot know that the library borrows them; if it is refused, the call borrows for itself."""
+
+    def refuse() -> None:
+        lender.capacity = 0 if threading.current_thread().name == "membroker-ahead" else 1 << 40
+
+    if not lends:
+        lender.before_borrow = refuse
+    with VirtualMemoryPool(lender, 4 * PAGE, PAGE, ahead=4) as pool:
+        assert asked_ahead.began.wait(30)
+        call(pool)
+        assert asked_ahead.waited.is_set()
+        assert pool.stats().mapped_pages >= 1
+
+
+def test_shrink_undoes_a_grow_beside_pages_on_their_way(lender: Lender, asked_ahead: Held) -> None:
+    """Pages that the library borrows behind the highest allocated one are not allocated."""
+    with VirtualMemoryPool(lender, 64 * PAGE, PAGE) as pool:
+        pool.grow(2 * PAGE)
+        pool._backing._ahead = ahead = Ahead(4, PAGE)
+        ahead.start(pool._backing.keep_ahead)
+        assert asked_ahead.began.wait(30)
+        pool.shrink(2 * PAGE)
+        assert not asked_ahead.waited.is_set()
+
+
+def test_what_another_page_refuses_is_refused_at_once(lender: Lender, asked_ahead: Held) -> None:
+    """Pages on their way change nothing about a page that is allocated."""
+    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=4) as pool:
+        assert asked_ahead.began.wait(30)
+        pool.allocate(8 * PAGE, PAGE)
+        with pytest.raises(AlreadyMapped, match="is mapped already"):
+            pool.allocate(8 * PAGE, PAGE)
+        assert not asked_ahead.waited.is_set()
+
+
+def test_ctrl_c_ends_the_wait(lender: Lender, asked_ahead: Held) -> None:
+    """The broker may be away."""
+    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=4) as pool:
+        assert asked_ahead.began.wait(30)
+        asked_ahead.on_wait = lambda: signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            pool.allocate(0, PAGE)
+        asked_ahead.on_wait = asked_ahead.may_go_on.set
+        pool.allocate(0, PAGE)
+        assert pool.is_mapped(0)
+
+
+def test_a_call_waits_for_pages_that_are_being_released(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker has asked for spare pages, which the library releases in a thread of its own."""
+    held, give_back = Held(monkeypatch), lender.give_back
+    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=4) as pool:
+        pool.prepare(4 * PAGE)
+        lender.give_back = lambda ids: (held.stop(), give_back(ids))  # type: ignore[method-assign,assignment]
+        release = threading.Thread(target=pool._holding.give_spare, args=(4 * PAGE, lambda _: True))
+        release.start()
+        assert held.began.wait(30)
+        assert pool.grow(2 * PAGE) == pool.base_address
+        release.join()
+        assert held.waited.is_set()
+        assert pool.is_mapped(0, 2 * PAGE)
+        assert spare(pool) == 0
 
 
 def test_pages_that_are_asked_for_are_not_borrowed_again_at_once(lender: Lender) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.support.daemons import Daemon, until
 from tests.support.sizes import MIB
-from tests.support.workers import Worker, worker
+from tests.support.workers import PAGE, Worker, worker
 from tests.system.library.test_waiting import full, waiting
 
 
@@ -41,6 +41,22 @@ def test_pages_are_borrowed_before_they_are_needed(daemon: Daemon, pair: tuple[W
     assert daemon.books().lent_bytes == 24 * MIB
     one.do("pool.close()")
     until(lambda: daemon.books().lent_bytes == 0)
+
+
+@pytest.mark.parametrize("ahead", [8, "auto"])
+def test_a_program_of_one_thread_fills_its_pool(daemon: Daemon, pair: tuple[Worker, Worker], ahead: int | str) -> None:
+    """No page that the library is borrowing refuses a call, nor lets a `grow` skip it."""
+    one = pair[0]
+    one.connect(daemon)
+    one.do("model = client.register_model('m')")
+    for _ in range(5):
+        one.do(f"pool = model.pool(page_size=PAGE, virtual_capacity='1GiB', ahead={ahead!r})")
+        one.do("for page in range(20): pool.allocate(page * PAGE, PAGE)")
+        assert one.ask("[pool.grow(PAGE) - pool.base_address for _ in range(6)]") == [
+            page * PAGE for page in range(20, 26)
+        ]
+        one.do("pool.shrink(26 * PAGE)")
+        one.do("pool.close()")
 
 
 def test_nothing_is_borrowed_ahead_while_others_wait(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
