@@ -44,6 +44,8 @@ class Ahead:
         """How many spare pages are to be there, as last worked out."""
         self._pause = 0.0
         self._resume_at = 0.0
+        self.is_resting = False
+        """Whether nothing is borrowed ahead until the next page is taken."""
         self._wake = threading.Event()
 
     def start(self, keep_ahead: Callable[[], bool]) -> None:
@@ -56,6 +58,7 @@ class Ahead:
 
     def took(self, count: int, left: int) -> None:
         """Note that pages were taken, and `left` spare ones are there. Part of every allocation."""
+        self.is_resting = False
         now = int(time.monotonic() / SLICE_SECONDS)
         if now != self._slice:
             self._history[self._slice], self._slice, self._taken = self._taken, now, 0

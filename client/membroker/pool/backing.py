@@ -209,16 +209,30 @@ class Backing:
         if table.spare > 2 * target + self.spare_pages:
             self._give_spare((table.spare - target) * self._page_size, lambda _: True)
             return False
-        if missing <= 0 or not few or ahead.is_paused:
+        if missing <= 0 or not few or ahead.is_paused or ahead.is_resting:
             return False
         try:
             size = len(few) * self._page_size
-            self.back(lambda table: [table.next_free(len(few))], size, None, spare=True, ahead=True)
+            runs = self.back(partial(self._next_free, len(few)), size, None, spare=True, ahead=True)
         except (OutOfMemory, AlreadyMapped):
             ahead.refused()
             return False
         ahead.granted()
+        if runs and ahead.is_resting:  # they came too late: the pool has released its spare pages meanwhile
+            self._give_spare(size, lambda _: True)
+            return False
         return missing > len(few)
+
+    def _next_free(self, most: int, table: PageTable) -> list[range]:
+        """Choose what to borrow ahead: nothing if the pool has begun to rest. The caller holds the lock."""
+        assert self._ahead is not None
+        pages = table.next_free(most)
+        return [pages] if pages and not self._ahead.is_resting else []
+
+    def _rest(self) -> None:
+        """Borrow nothing ahead until the next allocation."""
+        if self._ahead is not None:
+            self._ahead.is_resting = True
 
     def _give_asked(self, size: int, is_asked_for: Callable[[int], bool]) -> None:
         """Release spare pages that the broker asks for, and borrow none ahead for a while: others need the memory."""
@@ -249,12 +263,14 @@ class Backing:
 
     def trim_all(self) -> int:
         """Free the host memory that is kept pinned, and release every spare page; return the number of pages."""
+        self._rest()
         with Operation(self.holding):
             uninterrupted(self._offloaded.trim)
         return self.trim()
 
     def offload(self, pages: range, segment: PageStore | None, progress: Progress | None) -> int:
         """Copy the used ones of `pages` to the host, release the spare ones, and return the number of bytes copied."""
+        self._rest()
         with Operation(self.holding) as operation:
             runs = self.claims.claim(operation, lambda table: table.runs_of(USED, pages), self.claims.check_idle)
             if runs:

@@ -26,10 +26,11 @@ class Offloading(Paged):
         """Copy the bytes of the pages that [offset, offset + size) touches to the host, and release their memory.
 
         Without a range it offloads the whole pool. It skips pages that are not allocated or are offloaded already, and
-        releases spare pages without a copy. The pages stay allocated and keep their addresses, but have no memory until
-        `restore`. Returns the number of bytes copied. `progress(done, total)` is called with bytes, and an exception
-        that it raises stops the copying. A call of the main thread runs it in another thread, so no interrupt is raised
-        in it: Ctrl-C stops the copying between two chunks.
+        releases spare pages without a copy; a pool that borrows ahead does so again from the next allocation on. The
+        pages stay allocated and keep their addresses, but have no memory until `restore`. Returns the number of bytes
+        copied. `progress(done, total)` is called with bytes, and an exception that it raises stops the copying. A call
+        of the main thread runs it in another thread, so no interrupt is raised in it: Ctrl-C stops the copying between
+        two chunks.
 
         The bytes go to pinned memory of this process, which its model is charged for at the location host (a
         declaration); or to `to`, a segment at that location that this process has created and not sealed. The segment

@@ -227,7 +227,8 @@ class VirtualMemoryPool(Offloading):
     def trim(self) -> int:
         """Release every spare page, and return the number of bytes released. Waits as `deallocate` does.
 
-        It also frees host memory that `restore` has kept pinned. Raises `DeviceFailure` and `ClosedError`.
+        A pool that borrows ahead does so again from the next allocation on. The call also frees host memory that
+        `restore` has kept pinned. Raises `DeviceFailure` and `ClosedError`.
         """
         self._holding.check_open()
         return self._backing.trim_all() * self._page_size

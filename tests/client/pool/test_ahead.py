@@ -29,6 +29,44 @@ def spare(pool: VirtualMemoryPool) -> int:
     return pool.stats().spare_pages
 
 
+class Held:
+    """A thread of the library that is stopped while it changes pages, until a user's call waits for them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began, self.waited, self.may_go_on = threading.Event(), threading.Event(), threading.Event()
+        self.on_wait: Callable[[], None] = self.may_go_on.set
+        wait = Condition.wait
+
+        def noticed(condition: Condition, seconds: float | None = None) -> None:
+            self.waited.set()
+            self.on_wait()
+            wait(condition, seconds)
+
+        monkeypatch.setattr(Condition, "wait", noticed)
+
+    def stop(self) -> None:
+        """Part of what the library's thread does."""
+        self.began.set()
+        assert self.may_go_on.wait(30)
+
+
+@pytest.fixture
+def asked_ahead(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    """The thread that borrows ahead, stopped while it asks."""
+    held, borrow = Held(monkeypatch), lender.borrow
+    monkeypatch.setattr(ahead_module, "LOOK_SECONDS", 0.02)
+
+    def slow(*args: object, ahead: bool = False, **options: object) -> None:
+        if ahead:
+            held.stop()
+        borrow(*args, **options)  # type: ignore[arg-type]
+
+    lender.borrow = slow  # type: ignore[method-assign,assignment]
+    yield held
+    held.may_go_on.set()
+    until(lambda: threads() == 0)
+
+
 def test_pages_are_there_before_they_are_wanted(lender: Lender) -> None:
     """Taking some lets the thread borrow as many again; the lowest free addresses come first."""
     with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=4) as pool:
@@ -59,6 +97,50 @@ def test_deallocated_pages_are_kept_as_far_as_they_are_wanted(lender: Lender) ->
         pool.deallocate(0, 2 * PAGE)
         assert pool.is_mapped(4 * PAGE, 2 * PAGE)
         assert spare(pool) == 2
+
+
+def looks_again(pool: VirtualMemoryPool) -> None:
+    """Wait until the thread has begun to look three times more, so that it has ended two looks."""
+    ahead = pool._ahead
+    assert ahead is not None
+    looks: list[int] = []
+    work_out = ahead.work_out
+
+    def noted() -> int:
+        looks.append(work_out())
+        return looks[-1]
+
+    ahead.work_out = noted  # type: ignore[method-assign]
+    until(lambda: len(looks) >= 3)
+
+
+@pytest.mark.parametrize("call", [VirtualMemoryPool.trim, VirtualMemoryPool.offload])
+def test_what_releases_the_spare_pages_lets_it_rest(
+    lender: Lender, monkeypatch: pytest.MonkeyPatch, call: Callable[[VirtualMemoryPool], int]
+) -> None:
+    """Until the next page is taken: the pool sleeps, or others need the memory."""
+    monkeypatch.setattr(ahead_module, "LOOK_SECONDS", 0.02)
+    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=4) as pool:
+        until(lambda: spare(pool) == 4)
+        call(pool)
+        looks_again(pool)
+        assert lender.lent_bytes == 0
+        pool.allocate_anywhere(PAGE)
+        until(lambda: spare(pool) == 4)
+
+
+@pytest.mark.parametrize("call", [VirtualMemoryPool.trim, VirtualMemoryPool.offload])
+def test_pages_that_come_after_their_release_go_back(
+    lender: Lender, asked_ahead: Held, call: Callable[[VirtualMemoryPool], int]
+) -> None:
+    """The call does not wait for them: the broker may be away."""
+    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=8, ahead=4) as pool:
+        assert asked_ahead.began.wait(30)
+        call(pool)
+        assert not asked_ahead.waited.is_set()
+        asked_ahead.may_go_on.set()
+        looks_again(pool)
+        assert lender.lent_bytes == 0
 
 
 def test_after_a_refusal_it_pauses(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,44 +206,6 @@ def test_a_call_that_is_refused_takes_what_is_on_its_way(lender: Lender) -> None
         lender.capacity = 0
         with pytest.raises(OutOfMemory):
             pool.allocate_anywhere(PAGE)
-
-
-class Held:
-    """A thread of the library that is stopped while it changes pages, until a user's call waits for them."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.began, self.waited, self.may_go_on = threading.Event(), threading.Event(), threading.Event()
-        self.on_wait: Callable[[], None] = self.may_go_on.set
-        wait = Condition.wait
-
-        def noticed(condition: Condition, seconds: float | None = None) -> None:
-            self.waited.set()
-            self.on_wait()
-            wait(condition, seconds)
-
-        monkeypatch.setattr(Condition, "wait", noticed)
-
-    def stop(self) -> None:
-        """Part of what the library's thread does."""
-        self.began.set()
-        assert self.may_go_on.wait(30)
-
-
-@pytest.fixture
-def asked_ahead(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    """The thread that borrows ahead, stopped while it asks."""
-    held, borrow = Held(monkeypatch), lender.borrow
-    monkeypatch.setattr(ahead_module, "LOOK_SECONDS", 0.02)
-
-    def slow(*args: object, ahead: bool = False, **options: object) -> None:
-        if ahead:
-            held.stop()
-        borrow(*args, **options)  # type: ignore[arg-type]
-
-    lender.borrow = slow  # type: ignore[method-assign,assignment]
-    yield held
-    held.may_go_on.set()
-    until(lambda: threads() == 0)
 
 
 @pytest.mark.parametrize(

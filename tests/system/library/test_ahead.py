@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.support.daemons import Daemon, until
+from tests.support.daemons import Daemon, running, until
 from tests.support.sizes import MIB
 from tests.support.workers import PAGE, Worker, worker
 from tests.system.library.test_waiting import full, waiting
@@ -57,6 +57,21 @@ def test_a_program_of_one_thread_fills_its_pool(daemon: Daemon, pair: tuple[Work
         ]
         one.do("pool.shrink(26 * PAGE)")
         one.do("pool.close()")
+
+
+def test_a_pool_that_sleeps_stays_free_of_charge() -> None:
+    """After an offload its thread looks, and borrows nothing until the next allocation."""
+    with running({"host_capacity": "64MiB"}) as daemon, worker() as one:
+        one.connect(daemon)
+        one.do("pool = client.register_model('m').pool(page_size=PAGE, virtual_capacity='1GiB', ahead=8)")
+        one.do("address = pool.allocate_anywhere(4 * PAGE)")
+        until(lambda: spare(one) == 8)
+        one.do("pool.offload(); looks, work_out = [], pool._ahead.work_out")
+        one.do("pool._ahead.work_out = lambda: (looks.append(1), work_out())[1]")
+        until(lambda: one.ask("len(looks)") >= 2)
+        assert daemon.books().lent_bytes == 0
+        one.do("pool.restore(); address = pool.allocate_anywhere(PAGE)")
+        until(lambda: spare(one) == 8)
 
 
 def test_nothing_is_borrowed_ahead_while_others_wait(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
