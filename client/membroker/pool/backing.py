@@ -6,7 +6,7 @@ user's requests and converts offsets to pages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Protocol
 
@@ -109,6 +109,8 @@ class Backing:
                             self._table.begins[pages.start] = offset
                     if spare:
                         self._table.fresh.update(*missing)
+                        if self._ahead is not None and not ahead:
+                            self._table.prepared.update(*runs)
                     operation.undo.clear()
         except OutOfMemory as error:
             if self._ahead is not None and not spare:
@@ -206,8 +208,9 @@ class Backing:
         target = ahead.work_out()
         with self._lock:
             missing, few = target - table.spare, table.next_free(min(MOST_PER_CALL, max(1, target - table.spare)))
-        if table.spare > 2 * target + self.spare_pages:
-            self._give_spare((table.spare - target) * self._page_size, lambda _: True)
+            kept = table.spare - table.prepared_left()
+        if kept > 2 * target + self.spare_pages:
+            self._give_surplus(kept - target)
             return False
         if missing <= 0 or not few or ahead.is_paused or ahead.is_resting:
             return False
@@ -219,7 +222,7 @@ class Backing:
             return False
         ahead.granted()
         if runs and ahead.is_resting:  # they came too late: the pool has released its spare pages meanwhile
-            self._give_spare(size, lambda _: True)
+            self._give_surplus(len(few))
             return False
         return missing > len(few)
 
@@ -228,6 +231,10 @@ class Backing:
         assert self._ahead is not None
         pages = table.next_free(most)
         return [pages] if pages and not self._ahead.is_resting else []
+
+    def _give_surplus(self, count: int) -> None:
+        """Release `count` spare pages as `_give_spare` does, but none that the user has prepared."""
+        self._give_spare(count * self._page_size, lambda _: True, self._table.prepared)
 
     def _rest(self) -> None:
         """Borrow nothing ahead until the next allocation."""
@@ -239,23 +246,23 @@ class Backing:
         if self._give_spare(size, is_asked_for) and self._ahead is not None:
             self._ahead.refused()
 
-    def _give_spare(self, size: int, is_asked_for: Callable[[int], bool]) -> bool:
+    def _give_spare(self, size: int, is_asked_for: Callable[[int], bool], but: Set[int] = frozenset()) -> bool:
         """Release spare pages that no work on the device can use, the highest ones first, without waiting for it.
 
-        Return whether there were any.
+        None of the pages `but`. Return whether there were any.
         """
         with Operation(self.holding) as operation:
             count = -(-size // self._page_size)
-            runs = self.claims.claim(operation, lambda _: self._clean_runs(count, is_asked_for), own=True)
+            runs = self.claims.claim(operation, lambda _: self._clean_runs(count, is_asked_for, but), own=True)
             if runs:
                 operation.forward(partial(self._let_go, runs))
         return bool(runs)
 
-    def _clean_runs(self, count: int, is_asked_for: Callable[[int], bool]) -> list[range]:
-        """Return the highest `count` clean spare pages, as runs. The caller holds the lock."""
+    def _clean_runs(self, count: int, is_asked_for: Callable[[int], bool], but: Set[int]) -> list[range]:
+        """Return the highest `count` clean spare pages that are not in `but`, as runs. The caller holds the lock."""
         table = self._table
         all_clean = self._is_never_busy or self._keeps == self._clean_keeps
-        spare = [page for run in table.spare_runs(range(table.count)) for page in run]
+        spare = [page for run in table.spare_runs(range(table.count)) for page in run if page not in but]
         clean = [page for page in spare if all_clean or page in table.fresh][-count:]
         if not clean or not is_asked_for(self.holding.region.extents[clean[0] * self._page_size][0]):
             return []

@@ -42,7 +42,8 @@ class PageTable:
 
     `spare` counts the spare pages. `restricted` has the access of each page that does not allow reads and writes.
     `begins` has the first page of each allocation, with the offset in bytes at which the allocation begins in it.
-    A spare page that is in `fresh` was never allocated since it was mapped; other pages in it mean nothing.
+    A spare page that is in `fresh` was never allocated since it was mapped; other pages in it mean nothing. `prepared`
+    has spare pages that the user wants to keep: `prepared_left` forgets those that are not spare any more.
     """
 
     def __init__(self, count: int, page_size: int) -> None:
@@ -52,6 +53,7 @@ class PageTable:
         self.restricted: dict[int, AccessFlags] = {}
         self.begins: dict[int, int] = {}
         self.fresh: set[int] = set()
+        self.prepared: set[int] = set()
         # It ends at the highest page that was ever claimed, because a pool may reserve terabytes of addresses.
         self._states = bytearray()
 
@@ -110,6 +112,11 @@ class PageTable:
     def is_own(self, pages: range) -> bool:
         """Return whether the library itself has claimed one of them."""
         return any(state >= _OWN for state in self._states[pages.start : pages.stop])
+
+    def prepared_left(self) -> int:
+        """Return the number of prepared pages that are still spare, and forget the others."""
+        self.prepared = {page for page in self.prepared if self._states[page] & ~_OWN == SPARE}
+        return len(self.prepared)
 
     def offloaded(self) -> int:
         """Return the number of offloaded pages."""
@@ -242,6 +249,8 @@ class PageTable:
         """Make pages spare. They are used, not claimed, and readable and writable."""
         if self.fresh:
             self.fresh.difference_update(pages)
+        if self.prepared:
+            self.prepared.difference_update(pages)
         if len(pages) == 1:  # as above
             self._states[pages.start] = SPARE
             self.spare += 1

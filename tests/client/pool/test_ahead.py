@@ -335,6 +335,30 @@ def test_what_is_too_many_goes_back(lender: Lender, monkeypatch: pytest.MonkeyPa
         lender.driver.before_synchronize = lambda: None
 
 
+def test_prepared_pages_are_no_surplus(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are kept until they are taken, beside those that are borrowed ahead."""
+    monkeypatch.setattr(ahead_module, "LOOK_SECONDS", 0.02)
+    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=4) as pool:
+        until(lambda: spare(pool) == 4)
+        pool.allocate(32 * PAGE, PAGE)
+        pool.prepare(16 * PAGE)
+        looks_again(pool)
+        assert spare(pool) == 20
+        pool.trim()
+        looks_again(pool)
+        assert spare(pool) == 0
+
+
+def test_only_what_was_prepared_and_not_taken_is_spared(lender: Lender) -> None:
+    """A page that was taken and came back is like any other."""
+    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=32, ahead=1) as pool:
+        pool.prepare(16 * PAGE)
+        assert pool.grow(4 * PAGE) == pool.base_address
+        pool.deallocate(0, 4 * PAGE)
+        pool._backing._give_surplus(64)
+        assert [(row.offset, row.size) for row in pool.mappings()] == [(4 * PAGE, 12 * PAGE)]
+
+
 def test_a_pool_that_is_garbage_ends(lender: Lender) -> None:
     """The thread does not keep it."""
     pools = [VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=2)]

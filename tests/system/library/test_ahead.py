@@ -74,6 +74,17 @@ def test_a_pool_that_sleeps_stays_free_of_charge() -> None:
         until(lambda: spare(one) == 8)
 
 
+def test_prepared_pages_stay(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
+    """The thread looks for a surplus, and does not count them."""
+    one = pair[0]
+    one.connect(daemon)
+    one.do("pool = client.register_model('m').pool(page_size=PAGE, virtual_capacity='1GiB', ahead=4)")
+    one.do("pool.prepare(32 * PAGE); looks, work_out = [], pool._ahead.work_out")
+    one.do("pool._ahead.work_out = lambda: (looks.append(1), work_out())[1]")
+    until(lambda: one.ask("len(looks)") >= 2)
+    assert daemon.books().lent_bytes >= 64 * MIB
+
+
 def test_nothing_is_borrowed_ahead_while_others_wait(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
     """The memory is full and one waits: what is released goes there, and no refusal of the other is counted."""
     one, two = pair
