@@ -296,7 +296,9 @@ class Backing:
         self, segment: PageStore, found: Mapping[range, int], progress: Progress | None, until: float | None
     ) -> int:
         """Restore pages from a segment: `found` has runs, with the offset of each in the segment, in bytes."""
+        self._rest()
         for run in found:
+            self.claims.wait_for_own(run)
             self.trim(run)
         with Operation(self.holding) as operation:
             runs = self.claims.claim(operation, lambda _: list(found), self.claims.check_free)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import random
+import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from tests.client.pool.offload.pages import digest, fill, sizes
@@ -19,6 +21,7 @@ from membroker.errors import (
     InvalidRequest,
     Offloaded,
 )
+from membroker.interrupts import Condition
 
 
 def run(offset: int) -> str:
@@ -192,6 +195,34 @@ wait()
             assert pool.stats().spare_pages == 1
             assert pool.restore_from(segment) == 4 * PAGE
             assert bytes(pool.view(3 * PAGE, 4)) == b"last"
+            segment.delete()
+
+    def test_a_new_pool_borrows_ahead(self, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What the library borrows at the segment's offsets meanwhile is in nobody's way."""
+        began, waited, wait = threading.Event(), threading.Event(), Condition.wait
+        with membroker.connect(daemon.endpoint()) as client:
+            model = client.register_model("m", virtual_capacity="1GiB")
+            first = model.pool(page_size=PAGE)
+            first.allocate(0, 4 * PAGE)
+            segment = model.create_segment("s", first.offload_size(), "host")
+            first.offload(to=segment)
+            pool = model.pool(page_size=PAGE, ahead=8)
+            source, borrow = pool._backing._source, pool._backing._source.borrow
+
+            def slow(*args: Any, ahead: bool = False, **options: Any) -> None:
+                if ahead:
+                    began.set()
+                    assert waited.wait(30)
+                borrow(*args, ahead=ahead, **options)
+
+            def noticed(condition: Condition, seconds: float | None = None) -> None:
+                waited.set()
+                wait(condition, seconds)
+
+            monkeypatch.setattr(source, "borrow", slow)
+            assert began.wait(30)
+            monkeypatch.setattr(Condition, "wait", noticed)
+            assert pool.restore_from(segment) == 4 * PAGE
             segment.delete()
 
     def test_no_room_to_come_back(self, daemon: Daemon) -> None:
