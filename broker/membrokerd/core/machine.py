@@ -93,9 +93,10 @@ class Broker:
         """Take one event at `now` (nanoseconds of CLOCK_BOOTTIME) and return what follows from it."""
         books, waiting = self.books, self.waiting
         step = books.begin_step()
-        waiting.begin_step(event)
-        self.segments.begin_step()
+        if self.segments.deadline is not None:
+            self.segments.begin_step()
         if waiting.busy:
+            waiting.begin_step(event)
             self.schedule.elapsed(now)
         taken: Any = event
         if type(event) is ev.InputsDrained:

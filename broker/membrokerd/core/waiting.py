@@ -318,6 +318,8 @@ class Waiting:
             return None
         found = self._next(now) if self._timed or self._schedule.has_holds else None
         self.busy = bool(self._timed) or self._schedule.has_holds
+        if not self.busy:
+            self._turns = 0
         most = min(MOST_AT_ONCE, max(1, MOST_LOOKS // max(1, len(self._waiters))))
         self.left_over = found is not None and self._turns >= most and not self._books.stopping
         if found is None or self.left_over:
