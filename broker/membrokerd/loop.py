@@ -143,7 +143,7 @@ class Loop:
             self._schedule_audit(RELEASING_AUDIT_SECONDS)
         waiting = broker.waiting
         timed = waiting.left_over or waiting.deadline is not None or broker.recalls.deadline is not None
-        deadline = broker.deadline if timed else broker.segments.deadline
+        deadline = broker.deadline if timed else broker.segments.attaches.deadline
         if deadline != self._deadline:
             self._schedule_deadline()
 

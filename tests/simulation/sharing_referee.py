@@ -117,7 +117,7 @@ class SharingReferee:
             self._judge_effect(effect)
         for segment in self.touched:
             self._compare(segment)
-        if self.waiting or self.world.broker.segments.deadline is not None:
+        if self.waiting or self.world.broker.segments.attaches.deadline is not None:
             self._judge_waiting(event)
 
     def _take_down(self, event: ev.Event, step: Step) -> None:
@@ -454,7 +454,7 @@ class SharingReferee:
             assert not late, "an attach waits longer than it wants to"
             deadlines.append(flight.deadline)
         first = min(deadlines, default=None)
-        assert broker.segments.deadline == first, "nobody will tell that an attach's time is over"
+        assert broker.segments.attaches.deadline == first, "nobody will tell that an attach's time is over"
 
     # --- the end ---
 
@@ -471,7 +471,7 @@ class SharingReferee:
         assert not any(left), f"segments are left: {left}"
         assert not self.waiting
         assert not self.seals
-        assert self.world.broker.segments.deadline is None
+        assert self.world.broker.segments.attaches.deadline is None
         assert not sharing.store
         assert not sharing.dropping
         assert not sharing.more

@@ -17,7 +17,7 @@ from tests.simulation.referee import EARLY_AT_MOST
 from tests.simulation.shrink import commands, run
 from tests.simulation.world import World
 
-from membrokerd.core import books, ledger, lending, models, policy, segments, stock
+from membrokerd.core import attaches, books, ledger, lending, models, policy, segments, stock
 from membrokerd.core import deaths as settling
 from membrokerd.core import effects as fx
 from membrokerd.core import facts as ft
@@ -155,7 +155,7 @@ def _no_death_is_a_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _the_lost_wait_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments.Segments, "give_up", lambda self, session: None)
+    monkeypatch.setattr(attaches.Attaches, "give_up", lambda self, session: None)
 
 
 def _no_word_of_a_dead_writer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def _no_word_of_a_dead_writer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _deaf_to_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments.Segments, "elapsed", lambda self, now: None)
+    monkeypatch.setattr(attaches.Attaches, "elapsed", lambda self, now: None)
 
 
 def _drop_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ class Settling:
         self._sessions.give_up(row.session)
         self._books.record(ft.SessionMoved(row.session, "process died", now))
         self._lending.give_up(row, now)
-        self._segments.give_up(row.session)
+        self._segments.attaches.give_up(row.session)
         self._segments.leave_all(row, "holder died")
         for location, reference in references.items():
             self.deaths.append(Death(row.session, location, now, reference))

@@ -93,8 +93,8 @@ class Broker:
         """Take one event at `now` (nanoseconds of CLOCK_BOOTTIME) and return what follows from it."""
         books, waiting = self.books, self.waiting
         step = books.begin_step()
-        if self.segments.deadline is not None:
-            self.segments.begin_step()
+        if self.segments.attaches.deadline is not None:
+            self.segments.attaches.begin_step()
         if waiting.busy:
             waiting.begin_step(event)
             self.schedule.elapsed(now)
@@ -121,7 +121,7 @@ class Broker:
         """When the core wants to hear `Elapsed`, in nanoseconds of CLOCK_BOOTTIME; None: not at all."""
         if self.waiting.left_over:
             return 0
-        ends = (self.segments.deadline, self.waiting.deadline, self.recalls.deadline, self.schedule.deadline)
+        ends = (self.segments.attaches.deadline, self.waiting.deadline, self.recalls.deadline, self.schedule.deadline)
         return min((at for at in ends if at is not None), default=None)
 
     def change_rules(self, rules: policy.Rules) -> None:
@@ -173,7 +173,7 @@ class Broker:
         self.sessions.packet_decided(event.session, now)
 
     def _elapsed(self, _: ev.Elapsed, now: int) -> None:
-        self.segments.elapsed(now)
+        self.segments.attaches.elapsed(now)
         self.recalls.elapsed(now)
 
     def _dropped(self, event: ev.Dropped, now: int) -> None:

@@ -9,7 +9,6 @@ Goodbye or dies.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from membroker.wire.names import valid_segment
 
@@ -17,6 +16,7 @@ from . import effects as fx
 from . import events as ev
 from . import facts as ft
 from . import policy
+from .attaches import Attaches
 from .books import Books
 from .denied import Denied, Reason, deny
 from .lending import Lending
@@ -29,42 +29,19 @@ from .waiting import Waiting
 _WRITING = ("writing", "sealing")
 _TOLD = {"sealing": "writing", "dropping": "ending"}
 """Internal states, and the public state that each is shown as."""
-MOST_AT_ONCE = 64
-"""How many attaches that wait are refused in one step. The others follow in the next: see `deadline`."""
-
-
-class WaitingAttach(NamedTuple):
-    """An attach that waits for the seal of a segment."""
-
-    event: ev.AttachSegment
-    segment: int
-    deadline: int
-    denied: Denied | None = None
-    """Why it is refused, if its segment has ended: its deadline is 0 then."""
 
 
 class Segments:
-    """The calls about segments, and those of them that wait."""
+    """The calls about segments. `attaches` are those of them that wait for a seal."""
 
     def __init__(self, books: Books, stock: Stock, waiting: Waiting, lending: Lending) -> None:
         self._books = books
         self._stock = stock
         self._waiting = waiting
         self._lending = lending
-        self._attaches: dict[int, WaitingAttach] = {}
-        """By call, in the order of their requests."""
-        self._calls: dict[int, dict[int, None]] = {}
-        """By segment: the calls that wait for its seal, in the same order. A segment without any has no entry."""
-        self._refused = 0
-        """How many of them were refused in this step."""
+        self.attaches = Attaches(books, lending)
         self._sealing: dict[int, ev.SealSegment] = {}
         """By segment: the request to seal it that is to be answered."""
-        self.deadline: int | None = None
-        """When the first of the waiting attaches times out, in nanoseconds; 0 if some are to be refused at once."""
-
-    def begin_step(self) -> None:
-        """Let attaches be refused again."""
-        self._refused = 0
 
     # --- create and seal ---
 
@@ -158,12 +135,12 @@ class Segments:
             return
         self._books.record(ft.SegmentMoved(row.segment, "sealed"))
         self._answer_seal(row, self.view(row))
-        for one in self._take(self._waiting_for(row.segment)):
-            denied = self._lending.refuse_call(one.event.session) or self._books.refuse_debit()
+        for attach in self.attaches.take_for(row.segment):
+            denied = self._lending.refuse_call(attach.session) or self._books.refuse_debit()
             if denied:
-                self._books.answer(one.event.call, denied)
+                self._books.answer(attach.call, denied)
             else:
-                self._begin_attach(one.event, row)
+                self._begin_attach(attach, row)
 
     def not_sealed(self, event: ev.NotSealed) -> None:
         """Take the segment back to `writing`, or end it if its writer is gone."""
@@ -202,14 +179,10 @@ class Segments:
             self._begin_attach(event, row)
         elif not event.wait_ns:
             self._books.answer(event.call, deny(Reason.SEGMENT_NOT_SEALED, segment=str(row.full_name())))
-        elif full := self._refuse_waiting(event.name.tenant):
+        elif full := self.attaches.refuse_one_more(event.name.tenant):
             self._books.answer(event.call, full)
         else:
-            self._lending.wait(event.session, event.request_id)
-            deadline = now + event.wait_ns
-            self._attaches[event.call] = WaitingAttach(event, row.segment, deadline)
-            self._calls.setdefault(row.segment, {})[event.call] = None
-            self.deadline = deadline if self.deadline is None else min(deadline, self.deadline)
+            self.attaches.wait(event, row.segment, now)
 
     def _refuse_attach(self, event: ev.AttachSegment) -> Denied | None:
         return (
@@ -226,13 +199,6 @@ class Segments:
             return deny(Reason.OBSERVER)
         return deny(Reason.SEGMENT_NOT_FOUND, segment=str(name)) if name.tenant != row.tenant else None
 
-    def _refuse_waiting(self, tenant: str) -> Denied | None:
-        """Return why no more attaches of a tenant may wait, or None: one seal begins all of them in one step."""
-        limit = self._books.rules.max_waiting_per_tenant
-        if sum(1 for one in self._attaches.values() if one.event.name.tenant == tenant) < limit:
-            return None
-        return deny(Reason.TOO_MANY_REQUESTS, limit=limit, whose="tenant", calls="attaches that wait for a seal")
-
     def _begin_attach(self, event: ev.AttachSegment, row: SegmentRow) -> None:
         self._books.record(ft.SegmentHeld(row.segment, event.session))
         call = Call(
@@ -242,10 +208,6 @@ class Segments:
             sends=True,
         )
         self._lending.begin_call(event.session, call)
-
-    def elapsed(self, now: int) -> None:
-        """Answer the attaches whose wait has timed out, and those that were left over as their segment ended."""
-        self._refuse([one for one in self._attaches.values() if one.deadline <= now])
 
     def _call_done(self, session: int, call: Call) -> None:
         """Answer a create or an attach whose every packet is decided, or let a create wait for room on the device."""
@@ -310,11 +272,6 @@ class Segments:
         for segment, times in list(row.segments.items()):
             self.leave(row.session, segment, times, cause)
 
-    def give_up(self, session: int) -> None:
-        """Fail the waiting attaches of a session that is disconnected, leaving or dead."""
-        for one in self._take([one for one in self._attaches.values() if one.event.session == session]):
-            self._books.answer(one.event.call, deny(Reason.DELIVERY_FAILED))
-
     def dropped(self, event: ev.Dropped) -> SegmentRow:
         """Return the segment whose descriptors the broker has closed; it is gone, unless a holder of it died."""
         row = self._books.ledger.segments[event.segment]
@@ -339,7 +296,7 @@ class Segments:
         self._books.record(ft.SegmentMoved(row.segment, cause))
         denied = deny(Reason.WRITER_DIED, segment=str(row.full_name()))
         self._answer_seal(row, denied)
-        self._refuse([one._replace(deadline=0, denied=denied) for one in self._waiting_for(row.segment)])
+        self.attaches.segment_ended(row.segment, denied)
 
     def drop_if_left(self, row: SegmentRow) -> None:
         """Close the broker's own descriptors of a segment that is ending, once no session holds it."""
@@ -382,36 +339,3 @@ class Segments:
             return [row for row in rows if (row.name.tenant, row.label) == (name.tenant, name.label)]
         segment = ledger.labels.get(name)
         return [] if segment is None else [ledger.segments[segment]]
-
-    # --- the attaches that wait ---
-
-    def _waiting_for(self, segment: int) -> list[WaitingAttach]:
-        """Return the attaches that wait for the seal of a segment, in the order of their requests."""
-        return [self._attaches[call] for call in self._calls.get(segment, ())]
-
-    def _refuse(self, waiting: list[WaitingAttach]) -> None:
-        """Refuse waiting attaches: as many as one step may, and the others when `Elapsed` comes, at once."""
-        most = len(waiting) if self._books.stopping else MOST_AT_ONCE - self._refused
-        for one in self._take(waiting[:most]):
-            self._refused += 1
-            self._books.answer(one.event.call, one.denied or self._not_sealed(one.segment))
-        for one in waiting[most:]:
-            self._attaches[one.event.call] = one
-            self.deadline = one.deadline if self.deadline is None else min(one.deadline, self.deadline)
-
-    def _not_sealed(self, segment: int) -> Denied:
-        return deny(Reason.SEGMENT_NOT_SEALED, segment=str(self._books.ledger.segments[segment].full_name()))
-
-    def _take(self, waiting: list[WaitingAttach]) -> list[WaitingAttach]:
-        """Remove these of the waiting attaches, and return them."""
-        first = False
-        for event, segment, *_ in waiting:
-            first |= self._attaches.pop(event.call).deadline == self.deadline
-            calls = self._calls[segment]
-            del calls[event.call]
-            if not calls:
-                del self._calls[segment]
-            self._lending.wait_no_more(event.session, event.request_id)
-        if first:
-            self.deadline = min((one.deadline for one in self._attaches.values()), default=None)
-        return waiting

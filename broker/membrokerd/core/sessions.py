@@ -112,7 +112,7 @@ class Sessions:
             self._books.record(ft.SessionMoved(row.session, "connection lost", now))
             self._lending.give_up(row, now)
             self._recalls.detached(row.session)
-            self._segments.give_up(row.session)
+            self._segments.attaches.give_up(row.session)
 
     def goodbye(self, event: ev.Goodbye, now: int) -> None:
         """Take a process's word that it has unmapped everything; the session ends when no packet is being made."""
@@ -123,7 +123,7 @@ class Sessions:
         self._books.record(ft.SessionMoved(row.session, "goodbye", now))
         self._books.answer(event.call, fx.Done())
         self._lending.give_up(row, now)
-        self._segments.give_up(row.session)
+        self._segments.attaches.give_up(row.session)
         self._segments.writer_leaves(row)
         self.finish_leaving(row, now)
 
