@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from membroker.arguments import bytes_of
+from membroker.vmm.sizes import round_up
 
 from . import shapes
 from .traces import MODELS
@@ -38,9 +39,9 @@ class Setup:
     """For membroker's connector: `kv_connector_extra_config`."""
 
     @property
-    def third(self) -> int:
-        """The part of one model when the budget is divided: whole pages, so that a guarantee of it is usable."""
-        return self.budget // MODELS // PAGE[self.device] * PAGE[self.device]
+    def weight_bytes(self) -> int:
+        """What one copy of the weights takes, in whole pages."""
+        return round_up(shapes.weight_bytes(self.shape), PAGE[self.device])
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +54,21 @@ class Arm:
     has_broker: bool = False
     is_divided: bool = False
     sleeps: bool = False
+    shares_weights: bool = False
     needs: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
 
+    def budget(self, setup: Setup) -> int:
+        """Return the KV cache memory of all models together: with one copy of the weights, that of the others too."""
+        return setup.budget + (MODELS - 1) * setup.weight_bytes * self.shares_weights
+
+    def third(self, setup: Setup) -> int:
+        """Return the part of one model when the budget is divided: whole pages, so that a guarantee of it is usable."""
+        return self.budget(setup) // MODELS // PAGE[setup.device] * PAGE[setup.device]
+
     def cache_bytes(self, setup: Setup) -> int:
         """Return how large the KV cache of each model can get."""
-        return setup.third if self.is_divided else setup.budget
+        return self.third(setup) if self.is_divided else self.budget(setup)
 
     @property
     def is_plain(self) -> bool:
@@ -72,6 +82,12 @@ ARMS: Final = {
     for arm in (
         Arm("static", "a third of the memory for each model", is_divided=True),
         Arm("membroker", "one broker, a third guaranteed to each model", has_broker=True),
+        Arm(
+            "membroker-shared",
+            "the same with one copy of the weights: what two more would take is KV cache",
+            has_broker=True,
+            shares_weights=True,
+        ),
         Arm("roomy", "all the memory for each model (three times the budget)"),
         Arm("alone", "the first model alone, with all the memory", models=(0,)),
         Arm("alone-membroker", "the first model alone, over the broker", models=(0,), has_broker=True),
@@ -97,6 +113,8 @@ def why_not(arm: Arm, trace: str, setup: Setup) -> str | None:
         return f"{arm.name} is left out of {trace}: only T3 has one busy model at a time"
     if arm.sleeps and setup.device == "host":
         return f"{arm.name} is left out: vLLM's CPU build has no sleep mode"
+    if arm.shares_weights and setup.device == "host":
+        return f"{arm.name} is left out: vLLM's CPU build repacks weights, so each engine has a copy of its own"
     return None
 
 
@@ -119,7 +137,7 @@ def keywords(arm: Arm, setup: Setup, model: int, directory: Path) -> dict[str, A
         "disable_log_stats": True,
         **setup.engine,
     }
-    if arm.is_divided:
+    if arm.cache_bytes(setup) != setup.budget:
         # Not by the size: that is part of the key of vLLM's compile cache, and each arm would compile again.
         block_bytes = BLOCK_TOKENS[setup.device] * shapes.token_bytes(setup.shape)
         found["num_gpu_blocks_override"] = arm.cache_bytes(setup) // block_bytes
@@ -133,6 +151,9 @@ def keywords(arm: Arm, setup: Setup, model: int, directory: Path) -> dict[str, A
             "kv_role": "kv_producer",
             "kv_connector_extra_config": dict(setup.settings),
         }
+    if arm.shares_weights:
+        found["model_loader_extra_config"] = {"load_format": found["load_format"], "model": "weights"}
+        found["load_format"] = "membroker"
     if arm.sleeps:
         found["enable_sleep_mode"] = True
     return found
@@ -166,12 +187,15 @@ def environment(arm: Arm, setup: Setup, endpoint: Path | None, directory: Path) 
     return found
 
 
-def broker_config(setup: Setup) -> str:
+def broker_config(arm: Arm, setup: Setup) -> str:
     """Return the configuration of the broker: one tenant, with a guarantee of a third for each model."""
-    models = "".join(f"[tenants.bench.models.m{model}]\nguarantee = {setup.third}\n" for model in range(MODELS))
+    third = arm.third(setup)
+    models = "".join(f"[tenants.bench.models.m{model}]\nguarantee = {third}\n" for model in range(MODELS))
+    # Besides the weights: the page of the segment by which an engine claims to load them.
+    weights = (setup.weight_bytes + PAGE[setup.device]) * arm.shares_weights
     host = MODELS * bytes_of("swap_space", setup.settings.get("swap_space", 0))
     return (
-        f'driver = "{setup.device}"\ncapacity = {setup.budget}\nhost_capacity = {host}\n'
+        f'driver = "{setup.device}"\ncapacity = {arm.budget(setup) + weights}\nhost_capacity = {host}\n'
         f"recall_seconds = {setup.recall_seconds}\n[metrics]\nport = 0\n{models}"
     )
 

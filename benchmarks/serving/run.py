@@ -188,7 +188,7 @@ class Stage:
         samples = self._watch.since(begin, now)
         denied = {name: count - refused.get(name, 0) for name, count in self._refusals().items()}
         after = [self._sample(engine, job.token_scale) for engine in self._engines]
-        guarantee = self._setup.third if self._daemon is not None else 0
+        guarantee = self._arm.third(self._setup) if self._daemon is not None else 0
         varies = self._daemon is not None or self._arm.needs or self._arm.sleeps
         static = None if varies else self._arm.cache_bytes(self._setup)
         seconds = job.trace.seconds
@@ -231,7 +231,7 @@ def stage(arm: Arm, setup: Setup, directory: Path, tell: Tell, *, is_first: bool
     with ExitStack() as ending:
         daemon = None
         if arm.has_broker:
-            daemon = ending.enter_context(running(lambda place: Daemon(place, arms.broker_config(setup))))
+            daemon = ending.enter_context(running(lambda place: Daemon(place, arms.broker_config(arm, setup))))
             ending.callback(_keep_log, daemon, directory / f"{arm.name}-broker.log")
         endpoint = None if daemon is None else daemon.endpoint()
         lock = directory / "lock"

@@ -74,6 +74,17 @@ def write(name: str) -> Path:
     return place
 
 
+def weight_bytes(name: str) -> int:
+    """Return the bytes of a model's weights."""
+    shape = SHAPES[name]
+    hidden, head, vocabulary = shape["hidden_size"], shape["head_dim"], shape["vocab_size"]
+    attention = 2 * hidden * head * (shape["num_attention_heads"] + shape["num_key_value_heads"])
+    norms = 2 * hidden + 2 * head * (shape["model_type"] == "qwen3")
+    layer = attention + 3 * hidden * shape["intermediate_size"] + norms
+    ends = vocabulary * hidden * (1 if shape["tie_word_embeddings"] else 2) + hidden
+    return int((shape["num_hidden_layers"] * layer + ends) * _ELEMENT_BYTES[shape["torch_dtype"]])
+
+
 def token_bytes(name: str) -> int:
     """Return the bytes of KV cache that one token takes."""
     shape = SHAPES[name]

@@ -13,6 +13,10 @@ import torch
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
+from membroker.kv.vllm import plugin
+
+plugin.register()  # vLLM finds `--load-format membroker` by an entry point, which a source tree does not have
+
 FOCUS = 4.0
 """Makes the scores of attention this much larger, so that few positions get most of it."""
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import io
 import json
 import math
 import re
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from benchmarks.serving import __main__ as serving
 from benchmarks.serving import arms, plot, report, sleep, summary
 from benchmarks.serving.figures import ModelFigures, Run, Sample, compare, of_model, quantile
 from benchmarks.serving.run import filled
-from benchmarks.serving.shapes import token_bytes
+from benchmarks.serving.shapes import token_bytes, weight_bytes
 from benchmarks.serving.targets import goals
 from tests.support.sizes import GIB, MIB
 
@@ -232,16 +234,34 @@ def test_runs_are_drawn(tmp_path: Path) -> None:
 
 def test_a_third_is_whole_pages_and_static_has_no_more() -> None:
     """18 GiB are three times 96 pages of 64 MiB; 1.75 MiB is a block of the shape of Qwen3-1.7B."""
-    assert SETUP.third == 96 * 64 * MIB
+    assert arms.ARMS["static"].third(SETUP) == 96 * 64 * MIB
     assert token_bytes("qwen3-1.7b") == 112 << 10
     assert token_bytes("llama-3.1-8b") == 128 << 10
     static = arms.keywords(arms.ARMS["static"], SETUP, 0, Path("shape"))
-    assert static["num_gpu_blocks_override"] * 16 * (112 << 10) <= SETUP.third
+    assert static["num_gpu_blocks_override"] * 16 * (112 << 10) <= arms.ARMS["static"].third(SETUP)
     ours = arms.keywords(arms.ARMS["membroker"], SETUP, 2, Path("shape"))
     assert ours["served_model_name"] == "m2"
     assert "num_gpu_blocks_override" not in ours
     differ = {key for key in {*static, *ours} if static.get(key) != ours.get(key)}
     assert differ == {"served_model_name", "num_gpu_blocks_override", "worker_cls", "kv_transfer_config"}
+
+
+def test_one_copy_of_the_weights_leaves_more_for_the_caches() -> None:
+    """8,030,261,248 parameters are 240 pages of 64 MiB: two of three copies are cache."""
+    assert weight_bytes("llama-3.1-8b") == 2 * 8_030_261_248
+    setup = arms.Setup("cuda", "llama-3.1-8b", 24 * GIB, 8192, 256)
+    plain, shared = arms.ARMS["membroker"], arms.ARMS["membroker-shared"]
+    assert (plain.budget(setup), shared.budget(setup)) == (24 * GIB, 54 * GIB)
+    assert tomllib.loads(arms.broker_config(plain, setup))["capacity"] == 24 * GIB
+    config = tomllib.loads(arms.broker_config(shared, setup))
+    assert config["capacity"] == (54 + 15) * GIB + 64 * MIB
+    assert {one["guarantee"] for one in config["tenants"]["bench"]["models"].values()} == {18 * GIB}
+    found = arms.keywords(shared, setup, 1, Path("shape"))
+    assert found["num_gpu_blocks_override"] * 16 * (128 << 10) == 54 * GIB
+    assert (
+        found["model_loader_extra_config"]["load_format"]
+        == arms.keywords(plain, setup, 1, Path("shape"))["load_format"]
+    )
 
 
 def test_a_device_can_be_filled_up_to_what_is_left() -> None:
@@ -261,6 +281,9 @@ def test_what_cannot_run_says_why() -> None:
     assert "only T3" in (arms.why_not(arms.ARMS["sleep"], "a2", SETUP) or "")
     assert arms.why_not(arms.ARMS["sleep"], "t3", SETUP) is None
     assert arms.why_not(arms.ARMS["membroker"], "a2", SETUP) is None
+    shared = arms.ARMS["membroker-shared"]
+    assert arms.why_not(shared, "a2", SETUP) is None
+    assert "repacks weights" in (arms.why_not(shared, "a2", dataclasses.replace(SETUP, device="host")) or "")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
