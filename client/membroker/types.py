@@ -112,7 +112,9 @@ class DeviceStatus:
     """The device of a broker, and its books by location (`"device"`, `"host"`).
 
     `granularity_bytes` is the unit of every extent. `revision` is a counter that each change of the books raises.
-    `pid` and `start_time` are the daemon's. `metrics_url` is empty if metrics are off.
+    `pid` and `start_time` are the daemon's. `metrics_url` is empty if metrics are off. While an operator drains the
+    device (`draining`), or the daemon's journal has no room on its disk (`journal_full`), it lends nothing more.
+    `driver_fallback` says that no GPU was usable, and the broker lends host memory instead.
     """
 
     uuid: str
@@ -128,6 +130,8 @@ class DeviceStatus:
     detached_sessions: int
     metrics_url: str
     draining: bool
+    journal_full: bool = False
+    driver_fallback: bool = False
 
 
 @renamed("used", "peak", "releasing", "declared", "limit", segments="segment_bytes")

@@ -73,6 +73,8 @@ class Views:
             sessions=books.sessions,
             detached_sessions=books.detached,
             draining=self.loop.broker.books.draining,
+            journal_full=bool(self.loop.broker.books.cannot_write),
+            driver_fallback=plan.fell_back,
         )
 
     def get_available(self, request: pb.GetAvailableRequest, tenant: str, session: int) -> pb.Available:

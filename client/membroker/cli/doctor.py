@@ -49,6 +49,10 @@ Status = Literal["ok", "warn", "fail"]
 
 
 _NOT_THERE = "if the daemon should run: `systemctl status membrokerd`, and its log, `journalctl -u membrokerd`"
+_MAKE_ROOM = (
+    "make room on the disk of its runtime directory (`df -h /run/membroker`): it then lends again by itself, and takes "
+    "releases meanwhile"
+)
 _NOT_ADMITTED = (
     "the tenant's `owner`, `group`, `mode` and `uids` in the daemon's configuration say which users may enter"
 )
@@ -306,15 +310,22 @@ def check_broker(endpoint: str | None, env: Mapping[str, str]) -> Check:
         with open_books(endpoint, False, env) as books:
             device = books.device()
     except (BrokerUnavailable, AccessDenied) as error:
+        if error.reason == "JOURNAL_FULL":  # no session begins, so a tenant cannot even read the books
+            return Check("broker", "fail", str(error), _MAKE_ROOM)
         advice = _NOT_ADMITTED if isinstance(error, AccessDenied) else _NOT_THERE
         return Check("broker", "fail" if is_named else "warn", str(error), advice)
     except MembrokerError as error:
         return Check("broker", "warn", str(error), "name one with --device N, or --endpoint DIR")
+    daemon = f"membrokerd {device.version} on {device.uuid}"
+    if device.journal_full:
+        return Check("broker", "fail", f"{daemon} lends nothing: its journal cannot be written", _MAKE_ROOM)
     if device.draining:
-        found = f"membrokerd {device.version} on {device.uuid} lends nothing: it is drained"
-        return Check("broker", "warn", found, "`membroker undrain` lends again")
+        return Check("broker", "warn", f"{daemon} lends nothing: it is drained", "`membroker undrain` lends again")
     capacity = ", ".join(f"{format_size(books.capacity_bytes)} ({where})" for where, books in device.locations.items())
-    return Check("broker", "ok", f"membrokerd {device.version} on {device.uuid} lends {capacity}")
+    if device.driver_fallback:
+        advice = 'the line `gpu` says why; with driver = "cuda" such a daemon does not start'
+        return Check("broker", "warn", f"{daemon} found no usable GPU, and lends host memory: {capacity}", advice)
+    return Check("broker", "ok", f"{daemon} lends {capacity}")
 
 
 def _no_device(env: Mapping[str, str]) -> str:

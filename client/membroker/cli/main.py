@@ -28,8 +28,8 @@ _DOCTOR = """
 What fails is followed by what to do. The exit status is 0 unless a check fails.
 
 If no daemon runs or answers, or it is drained, that is a warning. It is a failure if --endpoint, --device or
-MEMBROKER_ENDPOINT names a daemon and it does not answer. To check that a daemon is alive use `membroker status
---device N`: its exit status is 1 if that daemon does not answer.
+MEMBROKER_ENDPOINT names a daemon and it does not answer, and if a daemon cannot write its journal. To
+check that a daemon is alive use `membroker status --device N`: its exit status is 1 if that daemon does not answer.
 
 `descriptors` is what a daemon could have if this user started it in this shell. A unit has limits of its own, and a
 running daemon logs them (`limits descriptors=… max_sessions=…`)."""
@@ -44,6 +44,8 @@ is neither free nor recallable, so that the guarantees cannot be kept now. `wait
 
 What the device itself reports: `in use` is by all processes together. `unaccounted` is the part of it that is not in
 the books: CUDA contexts that are not declared, and processes that do not use the broker. `headroom` is never lent.
+
+A line `lending` says why the broker lends nothing more: it is drained, or its journal cannot be written.
 
 Without --endpoint or --device the command shows each broker that is alive, and leaves out those that are dead. The exit
 status is 1 if none is alive, or if a living or a named one does not answer."""

@@ -205,7 +205,7 @@ def _device_lines(snapshot: Snapshot, width: int) -> Iterator[tuple[str, int]]:
                 parts.append(f"{what} {format_size(size)}")
         sessions = snapshot.device.sessions
         parts.append(f"{sessions} session{'s' * (sessions != 1)}")
-        parts += ["DRAINED"] * snapshot.device.draining
+        parts += ["DRAINED"] * snapshot.device.draining + ["JOURNAL FULL"] * snapshot.device.journal_full
         for line in _filled(parts, ", ", width):
             yield line, curses.A_BOLD
 

@@ -27,6 +27,7 @@ from ..vmm.sizes import format_size
 from .admin import ProcessStatus, Quota, TenantBooks, TenantStatus
 
 NONE = "-"
+_SEE = ", see `membroker doctor`"
 COLUMNS = 10_000
 """Numbers are never cut or folded to fit; a terminal that is too narrow wraps the line."""
 
@@ -161,18 +162,20 @@ def metadata_table(metadata: Mapping[str, str]) -> Table:
 
 def device_table(device: DeviceStatus, endpoint: str) -> Table:
     """Return the properties of the device, one in each row. `endpoint` is where it is entered."""
+    driver = device.driver + f", as no usable GPU was found{_SEE}" * device.driver_fallback
     sessions = str(device.sessions) + (f", {device.detached_sessions} detached" if device.detached_sessions else "")
     return Table(
         ("device", device.uuid),
         [
             ["product", device.product],
-            ["driver", device.driver],
+            ["driver", driver],
             ["granularity", format_size(device.granularity_bytes)],
             ["membrokerd", f"{device.version}, pid {device.pid}, since {_time(device.start_time)}"],
             ["endpoint", endpoint],
             ["metrics", device.metrics_url or "off"],
             ["sessions", sessions],
             *([["lending", "no: it is drained, until `membroker undrain`"]] if device.draining else []),
+            *([["lending", f"no: its journal cannot be written{_SEE}"]] if device.journal_full else []),
         ],
     )
 

@@ -63,6 +63,8 @@ class Device(google.protobuf.message.Message):
     DETACHED_SESSIONS_FIELD_NUMBER: builtins.int
     METRICS_URL_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
+    JOURNAL_FULL_FIELD_NUMBER: builtins.int
+    DRIVER_FALLBACK_FIELD_NUMBER: builtins.int
     uuid: builtins.str
     """NVML's UUID ("GPU-…"), or "host"."""
     product: builtins.str
@@ -85,6 +87,10 @@ class Device(google.protobuf.message.Message):
     """Where Prometheus may scrape: "http://127.0.0.1:9710/metrics". Empty when metrics are off."""
     draining: builtins.bool
     """An operator drains the device: the broker lends nothing more."""
+    journal_full: builtins.bool
+    """The journal cannot be written, for want of room on its disk: the broker lends nothing more, and no session begins."""
+    driver_fallback: builtins.bool
+    """The configuration says `driver = "auto"`, no GPU was usable, and the broker lends host memory instead."""
     @property
     def locations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LocationBooks]:
         """The books of each location at which this broker lends."""
@@ -107,9 +113,11 @@ class Device(google.protobuf.message.Message):
         detached_sessions: builtins.int = ...,
         metrics_url: builtins.str = ...,
         draining: builtins.bool = ...,
+        journal_full: builtins.bool = ...,
+        driver_fallback: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["start_time", b"start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["detached_sessions", b"detached_sessions", "draining", b"draining", "driver", b"driver", "granularity_bytes", b"granularity_bytes", "locations", b"locations", "metrics_url", b"metrics_url", "pid", b"pid", "product", b"product", "revision", b"revision", "sessions", b"sessions", "start_time", b"start_time", "uuid", b"uuid", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["detached_sessions", b"detached_sessions", "draining", b"draining", "driver", b"driver", "driver_fallback", b"driver_fallback", "granularity_bytes", b"granularity_bytes", "journal_full", b"journal_full", "locations", b"locations", "metrics_url", b"metrics_url", "pid", b"pid", "product", b"product", "revision", b"revision", "sessions", b"sessions", "start_time", b"start_time", "uuid", b"uuid", "version", b"version"]) -> None: ...
 
 global___Device = Device
 

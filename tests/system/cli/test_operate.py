@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,6 +20,7 @@ from tests.support.raw import Session
 from tests.support.sizes import MIB
 from tests.support.template import PythonProcess
 from tests.support.template import run as run_python
+from tests.support.terminal import Terminal
 from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, worker
 
 import membroker
@@ -300,6 +303,54 @@ def test_a_deadline_that_is_no_time_drains_nothing(daemon: Daemon, engine: Worke
         stub.Drain(admin_pb2.DrainRequest(deadline=Timestamp(seconds=1 << 60)), timeout=DEADLINE_SECONDS)
     engine.do("model.allocate(PAGE).close()")
     assert told(engine) == []
+
+
+# --- a daemon that lends nothing by itself ---
+
+
+def test_a_full_disk_is_told(daemon: Daemon, engine: Worker) -> None:
+    """The disk of the runtime directory is full at night, and the pager goes off. Then there is room again.
+
+    A tenant gets no session to look with, so its doctor has the refusal alone.
+    """
+    assert "journal" not in good(daemon, "status") + good(daemon, "doctor")
+    pid, (_, hard) = daemon.process.pid, resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (PAGE, hard))
+    engine.do(
+        "refused = None\n"
+        "while refused is None:\n"
+        "    try:\n"
+        "        model.allocate(PAGE).close()\n"
+        "    except membroker.MembrokerError as error:\n"
+        "        refused = error\n"
+    )
+    assert engine.ask("refused.reason") == "JOURNAL_FULL"
+    assert re.search(r"lending +no: its journal cannot be written, see `membroker doctor`", good(daemon, "status"))
+    assert json.loads(good(daemon, "status", "--json"))["journal_full"] is True
+    for endpoint in (daemon.admin, daemon.endpoint("red")):
+        done = run_python([*COMMAND, "doctor", "--endpoint", str(endpoint)])
+        assert done.returncode == 1
+        assert re.search(r"^fail  broker: .*journal.*\n +make room on the disk .*`df -h", done.stdout, re.MULTILINE)
+    live = [*COMMAND, "top", "--interval", "0.1", "--endpoint", str(daemon.root)]
+    with closing(Terminal(live, {**os.environ, "TERM": "screen"}, columns=150)) as terminal:
+        until(lambda: terminal.lines()[0].endswith(", JOURNAL FULL"))
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
+    until(lambda: not daemon.device().journal_full)
+    assert "journal" not in good(daemon, "status") + good(daemon, "doctor")
+
+
+def test_host_memory_in_the_place_of_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`driver = "auto"` on a machine whose GPU cannot be used: engines get none of its memory, and why."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for driver, fell_back in (("auto", True), ("host", False)):
+        with running({"driver": driver}) as daemon:
+            driver_line = re.search(r"^driver +(.*)", good(daemon, "status"), re.MULTILINE)
+            assert driver_line is not None
+            assert driver_line[1] == "host" + ", as no usable GPU was found, see `membroker doctor`" * fell_back
+            checked = re.search(r"^(\w+) +broker: .* lends (.*)", good(daemon, "doctor"), re.MULTILINE)
+            assert checked is not None
+            expected = ("warn", "host memory: 256.0 MiB (device)") if fell_back else ("ok", "256.0 MiB (device)")
+            assert checked.groups() == expected
 
 
 # --- which broker, and whether it answers ---

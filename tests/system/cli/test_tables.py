@@ -104,6 +104,8 @@ def every_table(name: str) -> dict[str, tables.Table]:
         1,
         "http://127.0.0.1:9710/metrics",
         True,
+        True,
+        True,
     )
     return {
         "models": tables.models_table([model(name, **BUSY)]),
