@@ -87,7 +87,8 @@ class LocationBooks:
     (NVML on a GPU). `unaccounted_bytes` are in use on the device and not in the books. The last three are None if the
     device cannot tell. `reserved_bytes` are guaranteed to tenants and models that have not borrowed them, and lent only
     to sessions that answer recalls; `guarantee_shortfall_bytes` of them are neither free nor can be recalled.
-    `waiting_requests` requests of all tenants wait for `waiting_bytes`.
+    `waiting_requests` requests of all tenants wait for `waiting_bytes`. `gate_reserve_bytes` of the headroom must stay
+    free on the device after each loan; the rest is there for what is unaccounted.
     """
 
     location: str
@@ -104,6 +105,7 @@ class LocationBooks:
     guarantee_shortfall_bytes: int = 0
     waiting_bytes: int = 0
     waiting_requests: int = 0
+    gate_reserve_bytes: int = 0
 
 
 @renamed("granularity")

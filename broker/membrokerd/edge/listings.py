@@ -56,13 +56,14 @@ class Views:
         """Return the device and its books."""
         plan, figures = self.plan, self.loop.figures
         books, device = snapshot.take_device(self.loop.broker), plan.driver.device
+        kept = {"device": (plan.headroom, plan.gate_reserve)}
         return rpb.Device(
             uuid=device.uuid,
             product=device.name,
             driver=device.driver,
             granularity_bytes=device.granularity,
             locations=[
-                shown.from_location(row, figures.get(row.location), plan.headroom if row.location == "device" else 0)
+                shown.from_location(row, figures.get(row.location), *kept.get(row.location, (0, 0)))
                 for row in books.locations
             ],
             revision=books.revision,

@@ -37,7 +37,7 @@ _SEGMENT_STATES: Mapping[str, rpb.Segment.State.ValueType] = {
 }
 
 
-def from_location(row: LocationView, info: MemoryInfo | None, headroom: int) -> rpb.LocationBooks:
+def from_location(row: LocationView, info: MemoryInfo | None, headroom: int, gate_reserve: int) -> rpb.LocationBooks:
     """Return the books of a location as a message; `info` is what the device shows of it."""
     books = rpb.LocationBooks(
         location=LOCATION_NUMBERS[row.location],
@@ -47,6 +47,7 @@ def from_location(row: LocationView, info: MemoryInfo | None, headroom: int) -> 
         stock_bytes=row.stock,
         free_bytes=row.free,
         headroom_bytes=headroom,
+        gate_reserve_bytes=gate_reserve,
     )
     books.reserved_bytes, books.guarantee_shortfall_bytes = row.reserved, row.shortfall
     books.waiting_bytes, books.waiting_requests = row.waiting, row.waiting_requests

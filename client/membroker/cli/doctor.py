@@ -104,6 +104,7 @@ def examine(endpoint: str | None, env: Mapping[str, str] = os.environ) -> list[C
         ("packages", lambda: _of_daemon(check_packages(), is_named)),
         ("runtime directory", lambda: _of_daemon(check_runtime_directory(env, os.geteuid()), is_named)),
         ("broker", lambda: check_broker(endpoint, env)),
+        ("unaccounted", lambda: check_unaccounted(endpoint, env)),
         ("guarantees", lambda: check_guarantees(endpoint, env)),
     )
     return [_look(name, look) for name, look in looks]
@@ -337,6 +338,30 @@ def _no_device(env: Mapping[str, str]) -> str:
     except MembrokerError:  # several, or a directory that this user cannot read
         pass
     return ""
+
+
+def check_unaccounted(endpoint: str | None, env: Mapping[str, str]) -> Check:
+    """What is in use beyond the books must fit into the headroom, or the device has less room than the books say."""
+    try:
+        with open_books(endpoint, False, env) as books:
+            locations = books.device().locations
+    except MembrokerError:
+        return Check("unaccounted", "ok", "not checked: that needs a broker")
+    told = []
+    for where, one in locations.items():
+        if one.unaccounted_bytes is None:
+            continue
+        room = one.headroom_bytes - one.gate_reserve_bytes
+        found = f"{format_size(one.unaccounted_bytes)} of {where} memory are in use and not in the books"
+        if one.unaccounted_bytes > room:
+            advice = (
+                "`membroker processes` names who uses more than it is charged (from a container, `nvidia-smi` on the "
+                "host): end it, let it declare what it allocates, or raise `headroom`"
+            )
+            found += f", more than the {format_size(room)} that the headroom has for it"
+            return Check("unaccounted", "warn", found, advice)
+        told.append(found)
+    return Check("unaccounted", "ok", "; ".join(told) or "not checked: the device does not tell what is in use")
 
 
 def check_guarantees(endpoint: str | None, env: Mapping[str, str]) -> Check:

@@ -31,6 +31,9 @@ If no daemon runs or answers, or it is drained, that is a warning. It is a failu
 MEMBROKER_ENDPOINT names a daemon and it does not answer, and if a daemon cannot write its journal. To
 check that a daemon is alive use `membroker status --device N`: its exit status is 1 if that daemon does not answer.
 
+`unaccounted` warns of memory that is in use and not in the books, when the headroom has no room for it: the device then
+has less than the books call free.
+
 `descriptors` is what a daemon could have if this user started it in this shell. A unit has limits of its own, and a
 running daemon logs them (`limits descriptors=… max_sessions=…`)."""
 

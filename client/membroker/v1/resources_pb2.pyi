@@ -143,6 +143,7 @@ class LocationBooks(google.protobuf.message.Message):
     GUARANTEE_SHORTFALL_BYTES_FIELD_NUMBER: builtins.int
     WAITING_BYTES_FIELD_NUMBER: builtins.int
     WAITING_REQUESTS_FIELD_NUMBER: builtins.int
+    GATE_RESERVE_BYTES_FIELD_NUMBER: builtins.int
     location: global___Location.ValueType
     capacity_bytes: builtins.int
     """What the broker may lend."""
@@ -170,6 +171,8 @@ class LocationBooks(google.protobuf.message.Message):
     waiting_bytes: builtins.int
     """What requests wait for at this location, and how many wait."""
     waiting_requests: builtins.int
+    gate_reserve_bytes: builtins.int
+    """The part of `headroom_bytes` that must stay free on the device after each loan."""
     def __init__(
         self,
         *,
@@ -187,9 +190,10 @@ class LocationBooks(google.protobuf.message.Message):
         guarantee_shortfall_bytes: builtins.int = ...,
         waiting_bytes: builtins.int = ...,
         waiting_requests: builtins.int = ...,
+        gate_reserve_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_device_total_bytes", b"_device_total_bytes", "_device_used_bytes", b"_device_used_bytes", "_unaccounted_bytes", b"_unaccounted_bytes", "device_total_bytes", b"device_total_bytes", "device_used_bytes", b"device_used_bytes", "unaccounted_bytes", b"unaccounted_bytes"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_device_total_bytes", b"_device_total_bytes", "_device_used_bytes", b"_device_used_bytes", "_unaccounted_bytes", b"_unaccounted_bytes", "capacity_bytes", b"capacity_bytes", "device_total_bytes", b"device_total_bytes", "device_used_bytes", b"device_used_bytes", "free_bytes", b"free_bytes", "guarantee_shortfall_bytes", b"guarantee_shortfall_bytes", "headroom_bytes", b"headroom_bytes", "lent_bytes", b"lent_bytes", "location", b"location", "releasing_bytes", b"releasing_bytes", "reserved_bytes", b"reserved_bytes", "stock_bytes", b"stock_bytes", "unaccounted_bytes", b"unaccounted_bytes", "waiting_bytes", b"waiting_bytes", "waiting_requests", b"waiting_requests"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_device_total_bytes", b"_device_total_bytes", "_device_used_bytes", b"_device_used_bytes", "_unaccounted_bytes", b"_unaccounted_bytes", "capacity_bytes", b"capacity_bytes", "device_total_bytes", b"device_total_bytes", "device_used_bytes", b"device_used_bytes", "free_bytes", b"free_bytes", "gate_reserve_bytes", b"gate_reserve_bytes", "guarantee_shortfall_bytes", b"guarantee_shortfall_bytes", "headroom_bytes", b"headroom_bytes", "lent_bytes", b"lent_bytes", "location", b"location", "releasing_bytes", b"releasing_bytes", "reserved_bytes", b"reserved_bytes", "stock_bytes", b"stock_bytes", "unaccounted_bytes", b"unaccounted_bytes", "waiting_bytes", b"waiting_bytes", "waiting_requests", b"waiting_requests"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_device_total_bytes", b"_device_total_bytes"]) -> typing.Literal["device_total_bytes"] | None: ...
     @typing.overload

@@ -17,6 +17,7 @@ import pytest
 from tests.support.daemons import Daemon, running, until
 from tests.support.raw import Session, allocation
 from tests.support.sizes import MIB
+from tests.support.workers import worker
 
 from membroker.cli import doctor
 from membroker.cli import main as cli
@@ -35,7 +36,7 @@ def test_this_machine_passes_and_nothing_is_left_behind(monkeypatch: pytest.Monk
         assert sorted(os.listdir("/proc/self/fd")) == before
         assert os.listdir(directory) == []
     assert {name for name, check in checks.items() if check.status == "fail"} == set()
-    assert len(checks) == 13
+    assert len(checks) == 14
     assert all(check.found and (check.status == "ok") == (not check.advice) for check in checks.values())
 
 
@@ -149,7 +150,7 @@ def test_what_cannot_be_looked_at_is_a_failure_not_a_crash(monkeypatch: pytest.M
     checks = {check.name: check for check in doctor.examine("/nowhere", {})}
     assert checks["peers"].status == "fail"
     assert "Operation not permitted" in checks["peers"].found
-    assert len(checks) == 13
+    assert len(checks) == 14
 
 
 def test_another_system_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +180,32 @@ def test_who_is_late_is_told_before_what_that_breaks() -> None:
         check = doctor.check_guarantees(str(daemon.admin), {})
         assert (check.status, check.found) == ("warn", "blue/batch owes 64.0 MiB that the broker has recalled")
         assert "`membroker explain blue/batch --admin` names the session, and how to end it" in check.advice
+
+
+def test_memory_that_no_session_explains_is_a_warning() -> None:
+    """An engine keeps what it said it released. That fits into the headroom at first, as a context does on a GPU."""
+    config = {"headroom": "32MiB", "gate_reserve": "8MiB"}
+    lie = "client._session.reconnecting.release(list(pool._holding.extents.values())[{}])"
+    with running(config) as daemon, worker() as liar:
+        endpoint = str(daemon.endpoint("red"))
+        liar.connect(daemon)
+        liar.do("pool = client.register_model('m').pool(page_size='2MiB'); pool.allocate(0, '32MiB')")
+        assert "0 B of device memory are in use and not in the books" in doctor.check_unaccounted(endpoint, {}).found
+        liar.do(lie.format(":12"))
+        until(lambda: daemon.books().unaccounted_bytes == 24 * MIB)
+        check = doctor.check_unaccounted(endpoint, {})
+        assert (check.status, check.found) == ("ok", "24.0 MiB of device memory are in use and not in the books")
+        liar.do(lie.format("12:13"))
+        until(lambda: daemon.books().unaccounted_bytes == 26 * MIB)
+        check = doctor.check_unaccounted(endpoint, {})
+        assert (check.status, check.found) == (
+            "warn",
+            "26.0 MiB of device memory are in use and not in the books, more than the 24.0 MiB that the headroom has "
+            "for it",
+        )
+        assert check.advice.startswith("`membroker processes` names who uses more than it is charged")
+        liar.kill()
+    assert doctor.check_unaccounted(endpoint, {}).found == "not checked: that needs a broker"
 
 
 def test_a_drained_broker_is_a_warning(daemon: Daemon) -> None:
