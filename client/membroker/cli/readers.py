@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,9 @@ from ..session.endpoint import VARIABLE, is_device, living_devices
 from ..types import DeviceStatus, ModelStatus
 from ..vmm.driver import DriverError
 from .admin import Admin, TenantStatus, open_books
+
+LATE_SECONDS = 2
+"""A broker that has not answered for so long since it was asked again is silent. A shorter delay is not shown."""
 
 
 class Row(NamedTuple):
@@ -42,14 +45,25 @@ class Row(NamedTuple):
 
 @dataclass(slots=True)
 class Snapshot:
-    """What one device's broker said last. `trouble`: why it says nothing now."""
+    """What one device's broker said last, at `read_at` of `time.time`. `trouble`: why it says nothing now.
+
+    It is asked again when `time.monotonic` is `due`. `silent_seconds` have passed since, or 0 if those are few.
+    """
 
     name: str
+    read_at: float = 0.0
+    due: float = 0.0
+    silent_seconds: int = 0
     device: DeviceStatus | None = None
     tenants: Mapping[str, TenantStatus] = field(default_factory=dict)
     models: Sequence[ModelStatus] = ()
     rates: Mapping[str, float] = field(default_factory=dict)
     trouble: str = ""
+
+    def at(self, now: float) -> Snapshot:
+        """Return the snapshot as it is at `now`, of `time.monotonic`: the same in each second of a silence."""
+        silent = int(now - self.due)
+        return self if self.device is None or silent < LATE_SECONDS else replace(self, silent_seconds=silent)
 
 
 class Readers:
@@ -74,7 +88,8 @@ class Readers:
     def snapshots(self) -> list[Snapshot]:
         """Return the last snapshot of each device, by name."""
         self._look()
-        return [self._known[name] for name in sorted(self._known)]
+        now = time.monotonic()
+        return [self._known[name].at(now) for name in sorted(self._known)]
 
     def _look(self) -> None:
         places = [self._endpoint] if self._endpoint else []
@@ -105,7 +120,8 @@ class Readers:
                 rates = {name: max(0, count - before.get(name, count)) / (now - at) for name, count in moved.items()}
                 tenants = books.tenants() if isinstance(books, Admin) else []
                 by_name = {parts_of(one.name)[0]: one for one in tenants}
-                self._known[place] = Snapshot(_device_name(place), device, by_name, models, rates)
+                due = time.monotonic() + self._interval
+                self._known[place] = Snapshot(_device_name(place), time.time(), due, 0, device, by_name, models, rates)
                 before, at = moved, now
                 self._read_once.release()
                 time.sleep(self._interval)

@@ -6,11 +6,11 @@ Owns the terminal while it runs. `curses` leaves it as it was, at an exception t
 from __future__ import annotations
 
 import curses
-import operator
 import os
 import signal
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -81,7 +81,7 @@ class Screen:
         pressed = True
         while True:
             found = self._snapshots()
-            if pressed or len(found) != len(drawn) or any(map(operator.is_not, found, drawn)):
+            if pressed or found != drawn:
                 self._draw(found)
                 drawn = found
             try:
@@ -208,6 +208,10 @@ def _device_lines(snapshot: Snapshot, width: int) -> Iterator[tuple[str, int]]:
         parts += ["DRAINED"] * snapshot.device.draining + ["JOURNAL FULL"] * snapshot.device.journal_full
         for line in _filled(parts, ", ", width):
             yield line, curses.A_BOLD
+    if snapshot.silent_seconds:
+        at = time.strftime("%H:%M:%SZ", time.gmtime(snapshot.read_at))
+        told = f"{snapshot.name}: no answer for {snapshot.silent_seconds} s, these numbers are from {at}"
+        yield told, curses.A_STANDOUT
 
 
 def _filled(parts: Iterable[str], separator: str, width: int) -> Iterator[str]:

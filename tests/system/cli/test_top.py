@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from datetime import UTC, datetime, time, timedelta
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,10 @@ from tests.support.terminal import Terminal
 
 import membroker
 from membroker.cli.admin import Admin
+from membroker.cli.readers import Snapshot
 
 COMMAND = ("-m", "membroker.cli.main", "top", "--interval", "0.1")
+SILENT = re.compile(r"^host: no answer for [2-9] s, these numbers are from (\d\d:\d\d:\d\d)Z$", re.MULTILINE)
 CONFIG = {"capacity": "1GiB", "tenants": {"red": {"guarantee": "256MiB"}, "blue": {}}}
 
 
@@ -210,6 +214,32 @@ def test_a_daemon_that_stops_dies_and_comes_back(daemon: Daemon, red: membroker.
         until(lambda: row(terminal, "red/chat")[1:2] == ["64.0MiB"])
         terminal.press("q")
         assert terminal.wait(DEADLINE_SECONDS) == 0
+
+
+def test_numbers_of_a_silent_broker_are_marked(daemon: Daemon, red: membroker.Client) -> None:
+    """The daemon stands in a debugger. What the screen shows was true once, and the operator is told when."""
+    with red.register_model("chat").allocate("64MiB"), top("--endpoint", str(daemon.root)) as terminal:
+        until(lambda: row(terminal, "red/chat")[1:2] == ["64.0MiB"])
+        before = datetime.now(UTC).replace(microsecond=0)
+        with hold_still(daemon):
+            found = until(lambda: SILENT.search(terminal.text()))
+            told = datetime.combine(before.date(), time.fromisoformat(found[1]), UTC)
+            since = (told - before + timedelta(seconds=2)) % timedelta(days=1)  # midnight may have passed
+            assert since <= timedelta(seconds=DEADLINE_SECONDS), "not the time of the last answer"
+            assert row(terminal, "red/chat")[1:2] == ["64.0MiB"]
+        until(lambda: not SILENT.search(terminal.text()))
+        until(lambda: row(terminal, "red/chat")[1:2] == ["64.0MiB"])
+
+
+def test_a_short_delay_is_not_shown_and_a_long_one_counts_seconds(daemon: Daemon) -> None:
+    """A busy broker answers late now and then: a mark that comes and goes would be noise."""
+    with closing(Admin(daemon.admin / "grpc.sock")) as admin:
+        read = Snapshot("host", due=100.0, device=admin.device())
+    assert all(read.at(now) is read for now in (99.0, 100.0, 101.9))
+    assert [read.at(now).silent_seconds for now in (102.0, 102.9, 103.0)] == [2, 2, 3]
+    assert read.at(102.0) == read.at(102.9), "so it is not drawn again"
+    lost = Snapshot("host", due=100.0, trouble="the broker is dead")
+    assert lost.at(200.0) is lost
 
 
 def test_all_devices_of_a_machine() -> None:
