@@ -117,9 +117,11 @@ class Daemon:
             self._home.endpoint("tenants", name)
         journal = Journal(self._home.state / "journal", Binding(boot_id(), self._plan.driver.device.uuid))
         stack.callback(journal.close)
-        books, kept = self._read_journal(journal), await self._open_store(stack)
+        (books, is_whole), kept = self._read_journal(journal), await self._open_store(stack)
         plan = self._plan = self._take_driver(kept, books.charged)
         stack.callback(plan.driver.close)
+        if not is_whole:
+            warn_of_holders([row for row in plan.driver.processes() if row[0] != os.getpid()], books.by_pid)
         executor = Executor(plan.driver, plan.gate_reserve, self._observe_driver)
         stack.callback(executor.stop)
         anchor = executor.drop_anchor()
@@ -179,8 +181,8 @@ class Daemon:
         self._quotas_path = directory / "quotas.toml"
         return [ft.QuotaSet(*key, *quota) for key, quota in quotas.read(self._quotas_path).items()]
 
-    def _read_journal(self, journal: Journal) -> Books:
-        """Return the predecessor's books. If some are missing, log the processes that may still hold memory."""
+    def _read_journal(self, journal: Journal) -> tuple[Books, bool]:
+        """Return the predecessor's books, and False if some of them are missing."""
         try:
             books, notes = journal.read(rebuild_books)
         except OSError as error:
@@ -190,10 +192,7 @@ class Daemon:
             ) from error
         for note in notes:
             logs.warn(note)
-        if notes or (not books.story and self._home.had_predecessor()):
-            listed = self._plan.driver.processes()
-            warn_of_holders([row for row in listed if row[0] != os.getpid()], books.by_pid)
-        return books
+        return books, not notes and bool(books.story or not self._home.had_predecessor())
 
     def _begin_journal(self, journal: Journal, broker: Broker) -> None:
         try:

@@ -83,6 +83,23 @@ def test_a_liar_is_named_and_shown_and_the_honest_are_not(transport: str) -> Non
         assert not {honest.pid, reader.pid} & {*daemon.suspects()}
 
 
+def test_two_brokers_of_a_machine_show_their_own_workers(transport: str) -> None:
+    """Two host drivers side by side, as on a developer's machine. One that lost its journal names its own worker."""
+    with running() as mine, running() as other, workers(2) as (one, two):
+        borrow(one, mine, "red", transport, 64 * MIB)
+        borrow(two, other, "red", transport, 32 * MIB)
+        assert processes(mine).keys() == {one.pid}
+        assert processes(other).keys() == {two.pid}
+        mine.kill()
+        (mine.root / "state" / "journal").unlink()
+        mine.start_again()
+        until(
+            lambda: f"worker may still hold memory; until it ends it counts as unaccounted pid={one.pid}" in mine.log()
+        )
+        assert f"pid={two.pid}" not in mine.log()
+        assert processes(mine).keys() == {one.pid}
+
+
 def test_a_forked_child_that_keeps_its_dead_parents_memory_is_named(transport: str) -> None:
     """Its parent's charge ends after `settle_seconds`. The child has no session, and is named all the same."""
     with running({"audit_seconds": 0.05, "settle_seconds": 0.3}) as daemon, workers(1) as (parent,):

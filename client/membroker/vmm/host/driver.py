@@ -301,11 +301,11 @@ class HostDriver:
     def processes(self) -> list[tuple[int, int]]:
         """Return (pid, bytes) of the processes that map the device's extents. Only root sees those of other users.
 
-        The host driver cannot tell its extents from those of another host driver on this machine.
+        As in `memory`, these are the extents of this driver and its predecessors, and of no other on this machine.
         """
         self._check_usable("scandir")
         with driver_call("scandir"):
-            return extents.holders(os.geteuid() or None)
+            return extents.holders(os.geteuid() or None, self._watch.inodes())
 
     def _check_room(self, size: int, location: Location) -> None:
         strangers = self.stranger_bytes if location is Location.DEVICE else 0

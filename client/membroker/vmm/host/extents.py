@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+from collections.abc import Container
 
 from ..driver import Location
 from ..errno import driver_call, invalid, translated
@@ -66,8 +67,8 @@ def check(descriptor: int, size: int) -> None:
         raise invalid("fcntl", "the descriptor is not an extent: its size is not sealed")
 
 
-def holders(uid: int | None) -> list[tuple[int, int]]:
-    """Return the processes of user `uid`, or of all, that map extents of the device, as (pid, bytes mapped).
+def holders(uid: int | None, inodes: Container[int]) -> list[tuple[int, int]]:
+    """Return the processes of user `uid`, or of all, that map device extents of these inodes, as (pid, bytes mapped).
 
     An extent mapped at several addresses counts once. Processes that cannot be read, that end in the meantime, or that
     hold only a descriptor are missing. The figures name suspects and are never booked.
@@ -77,19 +78,20 @@ def holders(uid: int | None) -> list[tuple[int, int]]:
         if not entry.name.isdecimal():
             continue
         try:
-            if uid in (None, os.stat(entry.path).st_uid) and (size := _mapped_bytes(entry.path)):
+            if uid in (None, os.stat(entry.path).st_uid) and (size := _mapped_bytes(entry.path, inodes)):
                 found.append((int(entry.name), size))
         except OSError:
             continue
     return sorted(found)
 
 
-def _mapped_bytes(process: str) -> int:
+def _mapped_bytes(process: str, inodes: Container[int]) -> int:
     marker, extents = f"/memfd:{EXTENT_NAME} ".encode(), {}
     with open(f"{process}/maps", "rb") as maps:
         for line in maps:
             if marker in line:
                 addresses, _access, offset, _device, inode, _path = line.split(maxsplit=5)
-                first, last = addresses.split(b"-")
-                extents[inode, offset] = int(last, 16) - int(first, 16)
+                if int(inode) in inodes:
+                    first, last = addresses.split(b"-")
+                    extents[inode, offset] = int(last, 16) - int(first, 16)
     return sum(extents.values())

@@ -72,6 +72,10 @@ class ExtentWatch:
             self._drain(self._descriptors["watches"])
         return self.counted[location]
 
+    def inodes(self) -> set[int]:
+        """Return the inodes of the living extents: /proc/PID/maps shows them, too."""
+        return set(_living_watches(self._descriptors["watches"]).values()) if self._descriptors else set()
+
     def close(self) -> None:
         """Close the descriptors and forget the counts. Freed extents are no longer noticed."""
         # Forget first: if another thread forks now, the child closes only what is still known, and nothing twice.
@@ -97,7 +101,7 @@ class ExtentWatch:
         _check_kind(watches, "anon_inode:inotify", "watches")
         _check_kind(table, f"/memfd:{_table.NAME} (deleted)", "table")
         living = _living_watches(watches)
-        entries = _table.read(table, living, self._granularity)
+        entries = _table.read(table, living.keys(), self._granularity)
         # One entry may be missing: the process died while it created that extent. No other process has the extent, so
         # it does not count.
         if len(living) - len(entries) > 1:
@@ -126,8 +130,7 @@ class ExtentWatch:
 
     def _recount(self, watches: int) -> None:
         """Drop every entry whose watch the kernel no longer lists. Needed after lost events."""
-        living = _living_watches(watches)
-        for number in self._entries.keys() - living:
+        for number in self._entries.keys() - _living_watches(watches).keys():
             self._forget(number)
 
     def _forget(self, number: int) -> None:
@@ -152,7 +155,8 @@ def _check_kind(descriptor: int, link: str, name: str) -> None:
         raise invalid("readlink", f"the survivor `{name}` (descriptor {descriptor}) is {found}, not {link}")
 
 
-def _living_watches(watches: int) -> set[int]:
-    """Return the numbers of the watches that the kernel still has (`inotify wd:HEX …` in fdinfo)."""
+def _living_watches(watches: int) -> dict[int, int]:
+    """Return number and inode of the watches that the kernel still has (`inotify wd:HEX ino:HEX …` in fdinfo)."""
     with driver_call("open"), open(f"/proc/self/fdinfo/{watches}", encoding="ascii") as lines:
-        return {int(line.split()[1].removeprefix("wd:"), 16) for line in lines if line.startswith("inotify ")}
+        found = [line.split(maxsplit=3) for line in lines if line.startswith("inotify ")]
+    return {int(number.removeprefix("wd:"), 16): int(inode.removeprefix("ino:"), 16) for _, number, inode, _ in found}

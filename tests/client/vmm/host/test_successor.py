@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import pytest
 from tests.support.host_driver import copies, lent, make_host, mapped, open_descriptors, used
@@ -210,7 +210,12 @@ def test_processes_are_named_with_the_bytes_they_map(driver: HostDriver) -> None
         child.send_descriptor(descriptor)
         child.wait_for_reply()
         assert (child.pid, TRUTH_BYTES) in driver.processes()
-        assert holders(os.getuid() + 1) == []
+        successor = HostDriver(survivors=copies(driver))
+        assert (child.pid, TRUTH_BYTES) in successor.processes()
+        successor.close()
+        with closing(HostDriver()) as other, lent(other):
+            assert child.pid not in dict(other.processes()), "another broker of this machine did not lend it"
+        assert holders(os.getuid() + 1, driver._watch.inodes()) == []
     os.close(descriptor)
     assert child.pid not in dict(driver.processes())
 
