@@ -104,7 +104,7 @@ class SharedMemoryPool(Closing):
         return hosted
 
     def _pool(self, source: Source | Lender, virtual_capacity: int | str, own: list[Budget]) -> VirtualMemoryPool:
-        counted = _Counted(source_of(source), [self._budget, *own])
+        counted = _Counted(source, [self._budget, *own])
         return VirtualMemoryPool(counted, virtual_capacity, self._page_size, self._location)
 
     def pool(self, model_id: str) -> VirtualMemoryPool:
@@ -227,8 +227,9 @@ class _Hosted:
 class _Counted:
     """A source whose extents count against budgets (a `Source`)."""
 
-    def __init__(self, source: Source, budgets: Sequence[Budget]) -> None:
-        self._source = source
+    def __init__(self, lender: Source | Lender, budgets: Sequence[Budget]) -> None:
+        self._as_lender = lender
+        self._source = source = source_of(lender)
         self._budgets = budgets
         self.track, self.untrack, self.later = source.track, source.untrack, source.later
         # The budgets count memory of extents: what the process allocates itself is charged by the lender only.

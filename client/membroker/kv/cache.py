@@ -19,11 +19,9 @@ from typing import Any, Final
 from ..arguments import bytes_of, seconds_of, whole_number
 from ..closing import Closing
 from ..errors import ClosedError, InvalidRequest, MembrokerError
-from ..memory.local_source import LocalSource
 from ..model import Recall
 from ..pool.pool import VirtualMemoryPool
 from ..session.recalls import DEFERRED
-from ..shared_pool import _Counted
 from .balloon import Balloon
 from .borrower import Borrower
 from .engine import Engine
@@ -54,9 +52,8 @@ class ElasticCache(Closing):
     callback that is set later can pass them on, to `answer`, for a program that has more to release. Give each cache a
     model of its own: it releases all that a recall asks for.
 
-    Raises `InvalidRequest` for a layout of other pages, a pool with spare pages, a broker's memory in a pool of a
-    `SharedMemoryPool`, or bounds that contradict each other; and what `VirtualMemoryPool.allocate` and
-    `Model.on_recall` raise.
+    Raises `InvalidRequest` for a layout of other pages, a pool with spare pages, or bounds that contradict each other;
+    and what `VirtualMemoryPool.allocate` and `Model.on_recall` raise.
     """
 
     def __init__(
@@ -77,9 +74,6 @@ class ElasticCache(Closing):
             )
         if isinstance(pool, VirtualMemoryPool) and (pool._backing.spare_pages or pool._ahead is not None):
             raise InvalidRequest("the pool of an elastic cache has no spare pages and borrows nothing ahead by itself")
-        lender: Any = pool if isinstance(pool, Ranks) else pool._lender
-        if isinstance(lender, _Counted) and not isinstance(lender._source, LocalSource):
-            raise InvalidRequest("a pool of a SharedMemoryPool hides recalls from a cache: make one with Model.pool()")
         self._pool = pool
         self.layout = layout
         """The blocks, and the pages that they lie in."""
@@ -102,6 +96,7 @@ class ElasticCache(Closing):
         for group in self._balloon.first:
             self._balloon.move(group, "asked")
             self._balloon.move(group, "mapped")
+        lender: Any = pool if isinstance(pool, Ranks) else pool._lender
         self._model: Any = lender if hasattr(lender, "on_recall") else None
         self._borrower = Borrower(pool, layout, self._state, self._borrowed)
         self._releaser = Releaser(pool, layout, self._state, self._borrower)

@@ -123,3 +123,8 @@ class Lender(Protocol):
 def source_of(lender: Source | Lender) -> Source:
     """Return the source of a lender, or the source itself if it is one."""
     return cast("Source", getattr(lender, "_as_source", lender))
+
+
+def lender_of(source: Source | Lender) -> Source | Lender:
+    """Return the lender of a source that counts what another one lends, or else `source` itself."""
+    return cast("Source | Lender", getattr(source, "_as_lender", source))

@@ -14,7 +14,7 @@ from ..arguments import access_of, bytes_of, check_page_size, deadline_of, locat
 from ..deprecated import renamed
 from ..errors import InvalidOffset, InvalidRequest
 from ..interrupts import device_failures, uninterrupted
-from ..memory.lender import Lender, Source, source_of
+from ..memory.lender import Lender, Source, lender_of, source_of
 from ..memory.views import Span
 from ..types import MemoryStats, Move, PoolMapping
 from ..vmm.driver import AccessFlags, Location
@@ -70,7 +70,7 @@ class VirtualMemoryPool(Offloading):
         with device_failures():
             self._backing = Backing(source_of(source), self, count, self._page_size, where, spare_pages, self._ahead)
         self._holding = self._backing.holding
-        self._lender = source  # keeps the callbacks of its recalls
+        self._lender = lender_of(source)  # keeps the callbacks of its recalls
         self._on_host = source.driver.device.driver == "host"
 
     # What it is

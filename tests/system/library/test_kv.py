@@ -85,20 +85,30 @@ class Server:
 
 
 @contextmanager
-def serving(daemon: Daemon, tenant: str, seed: int, **bounds: Any) -> Iterator[Server]:
-    with membroker.connect(daemon.endpoint(tenant)) as client:
-        model = client.register_model("m", virtual_capacity=BLOCKS * BLOCK + PAGE)
-        with model.pool(page_size=PAGE) as pool:
-            engine = ToyEngine(BLOCKS, random.Random(seed))
-            tensor = Strided(pool.base_address, BLOCK, BLOCK)
-            Memory([tensor], engine)
-            layout = Layout(pool.base_address, PAGE, BLOCKS, [tensor])
-            with ElasticCache(pool, layout, **bounds) as cache:
-                server = Server(cache, engine)
-                try:
-                    yield server
-                finally:
-                    server.end()
+def serving(daemon: Daemon, tenant: str, seed: int, *, shared: bool = False, **bounds: Any) -> Iterator[Server]:
+    with membroker.connect(daemon.endpoint(tenant)) as client, a_pool(client, shared) as pool:
+        engine = ToyEngine(BLOCKS, random.Random(seed))
+        tensor = Strided(pool.base_address, BLOCK, BLOCK)
+        Memory([tensor], engine)
+        layout = Layout(pool.base_address, PAGE, BLOCKS, [tensor])
+        with ElasticCache(pool, layout, **bounds) as cache:
+            server = Server(cache, engine)
+            try:
+                yield server
+            finally:
+                server.end()
+
+
+@contextmanager
+def a_pool(client: membroker.Client, shared: bool) -> Iterator[membroker.VirtualMemoryPool]:
+    capacity = BLOCKS * BLOCK + PAGE
+    if shared:
+        with membroker.SharedMemoryPool(client, page_size=PAGE) as models:
+            models.register_model("m", capacity)
+            yield models.pool("m")
+    else:
+        with client.register_model("m", virtual_capacity=capacity).pool(page_size=PAGE) as pool:
+            yield pool
 
 
 @pytest.fixture
@@ -127,12 +137,18 @@ def test_two_engines_trade_memory(daemon: Daemon, seed: int) -> None:
         assert daemon.books().lent_bytes == 2 * PAGE
 
 
-def test_a_busy_engine_gives_way_to_a_guarantee(seed: int) -> None:
+@pytest.mark.parametrize("shared", [False, True], ids=["own-pool", "shared-pool"])
+def test_a_busy_engine_gives_way_to_a_guarantee(seed: int, shared: bool) -> None:
     """Red has nearly all of the memory and work without end. Blue comes, and has its guarantee within the recall.
 
-    Red's youngest requests are preempted and go on later. Neither engine's scheduler was held up.
+    Red's youngest requests are preempted and go on later. Neither engine's scheduler was held up. It is so too where
+    the program counts the memory of its models in a `SharedMemoryPool`.
     """
-    with running(GUARANTEES) as daemon, serving(daemon, "red", seed) as red, serving(daemon, "blue", seed + 1) as blue:
+    with (
+        running(GUARANTEES) as daemon,
+        serving(daemon, "red", seed, shared=shared) as red,
+        serving(daemon, "blue", seed + 1) as blue,
+    ):
         red.engine.growth = 0.0
         work = [Request(12, decode_left=1 << 60) for _ in range(12)]
         for request in work:
@@ -187,24 +203,20 @@ def test_a_model_whose_cache_went_with_its_pool_answers_recalls() -> None:
         other.allocate(0, PAGE)
 
 
-def test_a_pool_of_a_shared_pool_is_refused(daemon: Daemon) -> None:
-    """Its recalls would not reach the cache. Without a broker there are no recalls, and it will do."""
-
-    def a_cache(shared: membroker.SharedMemoryPool) -> ElasticCache:
+@pytest.mark.parametrize("brokered", [True, False])
+def test_a_cache_in_a_pool_of_a_shared_pool(daemon: Daemon, brokered: bool) -> None:
+    """It stays within the limit of all models, and a model that is unregistered takes the memory of its cache along."""
+    lender = membroker.connect(daemon.endpoint()) if brokered else membroker.LocalSource("host")
+    with lender, membroker.SharedMemoryPool(lender, 6 * PAGE, page_size=PAGE) as shared:
         shared.register_model("m", 16 * PAGE)
         pool = shared.pool("m")
-        return ElasticCache(pool, Layout(pool.base_address, PAGE, 8, [Strided(pool.base_address, PAGE, PAGE)]))
-
-    with membroker.connect(daemon.endpoint()) as client, membroker.SharedMemoryPool(client, page_size=PAGE) as shared:
-        with pytest.raises(membroker.InvalidRequest, match=r"make one with Model\.pool"):
-            a_cache(shared)
-        assert shared.pool("m").physical_usage_bytes == 0
-    with (
-        membroker.LocalSource("host") as source,
-        membroker.SharedMemoryPool(source, page_size=PAGE) as shared,
-        a_cache(shared) as cache,
-    ):
-        assert cache.prepare(4)
+        layout = Layout(pool.base_address, PAGE, 8, [Strided(pool.base_address, PAGE, PAGE)])
+        with ElasticCache(pool, layout) as cache:
+            assert cache.prepare(6)
+            assert not cache.prepare(7, wait=0.2)
+            assert shared.global_stats().physical_usage_bytes == 6 * PAGE
+            shared.unregister_model("m")
+        assert shared.global_stats().physical_usage_bytes == 0
 
 
 def test_an_engine_is_killed(daemon: Daemon, seed: int) -> None:
