@@ -339,9 +339,17 @@ class Backing:
                 self._table.restrict(pages, access)
 
     def compact(self, on_move: Callable[[Move], object]) -> list[Move]:
-        """Release the spare pages, then move runs of used pages to lower addresses, and return the moves."""
+        """Release the spare pages, then move runs of used pages to lower addresses, and return the moves.
+
+        No page that the library changes by itself may lie in a hole. It waits for those that it borrows, releases all
+        spare ones, and waits for those that it is releasing.
+        """
+        self._rest()
+        everywhere = range(self._table.count)
+        self.claims.wait_for_own(everywhere)
         self.trim()
-        return compaction.compact(self.claims, on_move)
+        self.claims.wait_for_own(everywhere)
+        return uninterrupted(lambda: compaction.compact(self.claims, on_move), self.holding.interrupted)
 
     # What there is
 

@@ -216,11 +216,12 @@ class PageTable:
             yield range(first + run.start(), first + run.end()), state & ~_OWN, bool(state & _PENDING)
 
     def layout(self, pinned: Iterable[range], spare: int) -> bytearray:
-        """Return a layout for `next_move`: `FREE`, `USED` or `FIXED` for each page, and `spare` for spare pages.
+        """Return a layout for `next_move`: `FREE`, `USED` or `FIXED` for each page.
 
-        Fixed pages are those in `pinned`, claimed ones, and those in any other state.
+        It is `spare` for spare pages, and for those that the library itself has claimed. Fixed are those in `pinned`,
+        those that other calls have claimed, and those in any other state.
         """
-        moving = {FREE: FREE, USED: USED, SPARE: spare}
+        moving = {FREE: FREE, USED: USED} | dict.fromkeys((SPARE, FREE | _OWN, SPARE | _OWN), spare)
         layout = self._states.translate(bytes(moving.get(state, FIXED) for state in range(256)))
         for pages in pinned:
             layout[pages.start : pages.stop] = bytes((FIXED,)) * len(pages)

@@ -13,7 +13,7 @@ from typing import Literal
 from ..arguments import access_of, bytes_of, check_page_size, deadline_of, location_of, rounded_up, whole_number
 from ..deprecated import renamed
 from ..errors import InvalidOffset, InvalidRequest
-from ..interrupts import device_failures, uninterrupted
+from ..interrupts import device_failures
 from ..memory.lender import Lender, Source, lender_of, source_of
 from ..memory.views import Span
 from ..types import MemoryStats, Move, PoolMapping
@@ -295,8 +295,8 @@ class VirtualMemoryPool(Offloading):
 
         A contiguous run of allocated pages moves as one: its extents are mapped at lower addresses, and each page keeps
         its access. A run does not move while a view, a span or a pin of any part of it is alive, or another call is
-        changing it. Spare pages are released first. Each move waits for the work that this process has submitted to the
-        device.
+        changing it. Spare pages are released first, also those that are on their way; a pool that borrows ahead does so
+        again from the next allocation on. Each move waits for the work that this process has submitted to the device.
 
         Addresses in moved runs become invalid: update them from the moves. Meanwhile they must not be used, so another
         thread that works in the pool pins its range first. An allocation that was aligned to more than a page
@@ -314,8 +314,7 @@ class VirtualMemoryPool(Offloading):
             raise InvalidRequest(f"on_move is a function that is called with each move, not {on_move!r}")
         if dry_run:
             return compaction.plan(self._backing.claims)
-        tell = on_move or (lambda move: None)
-        return uninterrupted(lambda: self._backing.compact(tell), self._holding.interrupted)
+        return self._backing.compact(on_move or (lambda move: None))
 
     # Using it
 

@@ -17,6 +17,7 @@ from membroker.interrupts import Condition
 from membroker.pool import ahead as ahead_module
 from membroker.pool.ahead import Ahead
 from membroker.pool.pool import VirtualMemoryPool
+from membroker.types import Move
 
 
 def threads() -> int:
@@ -127,6 +128,57 @@ def test_what_releases_the_spare_pages_lets_it_rest(
         assert lender.lent_bytes == 0
         pool.allocate_anywhere(PAGE)
         until(lambda: spare(pool) == 4)
+
+
+def a_hole(pool: VirtualMemoryPool) -> list[Move]:
+    """Allocate two runs with a hole below each, and return the moves that close both."""
+    for page in (4, 10):
+        pool.allocate(page * PAGE, 2 * PAGE)
+    return [Move(4 * PAGE, 0, 2 * PAGE), Move(10 * PAGE, 2 * PAGE, 2 * PAGE)]
+
+
+def test_a_compaction_lets_it_rest(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It borrows at the lowest free addresses, into which runs are to move."""
+    monkeypatch.setattr(ahead_module, "LOOK_SECONDS", 0.02)
+    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=4) as pool:
+        moves = a_hole(pool)
+        until(lambda: spare(pool) == 4)
+        assert pool.compact(dry_run=True) == moves
+        assert pool.compact(on_move=lambda _: looks_again(pool)) == moves
+        assert lender.lent_bytes == 4 * PAGE
+        assert pool.allocate_anywhere(PAGE) == pool.base_address + 4 * PAGE
+        until(lambda: spare(pool) == 4)
+
+
+def test_a_compaction_waits_for_pages_that_are_on_their_way(lender: Lender, asked_ahead: Held) -> None:
+    """They lie in a hole. Ctrl-C ends the wait, because the broker may be away; then they come, and go back."""
+    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=4) as pool:
+        assert asked_ahead.began.wait(30)
+        moves = a_hole(pool)
+        assert not asked_ahead.waited.is_set()
+        asked_ahead.on_wait = lambda: signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            pool.compact()
+        asked_ahead.on_wait = asked_ahead.may_go_on.set
+        assert pool.compact(dry_run=True) == moves
+        assert pool.compact() == moves
+        looks_again(pool)
+        assert lender.lent_bytes == 4 * PAGE
+
+
+def test_a_compaction_waits_for_pages_that_are_being_released(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker has asked for spare pages, and the library is releasing them: a run moves to where they were."""
+    held, give_back = Held(monkeypatch), lender.give_back
+    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=4) as pool:
+        pool.prepare(4 * PAGE)
+        moves = a_hole(pool)
+        lender.give_back = lambda ids: (held.stop(), give_back(ids))  # type: ignore[method-assign,assignment]
+        release = threading.Thread(target=pool._holding.give_spare, args=(4 * PAGE, lambda _: True))
+        release.start()
+        assert held.began.wait(30)
+        assert pool.compact() == moves
+        release.join()
+        assert held.waited.is_set()
 
 
 @pytest.mark.parametrize("call", [VirtualMemoryPool.trim, VirtualMemoryPool.offload])
