@@ -18,7 +18,7 @@ from .core import events as ev
 from .core.denied import Denied, Reason
 from .core.machine import Broker
 from .core.names import Location
-from .executor import Executor
+from .executor import OWN, Executor
 from .failpoints import reach
 from .link import Link
 from .observe import logs
@@ -80,7 +80,7 @@ class Packets:
         if isinstance(packet, fx.Make) and packet.segment:
             kept = self._store.give_up(packet.segment, packet.ids)
             if kept:  # and then it could not be sent
-                self._executor.close(kept)
+                self._executor.close(packet.tenant, kept)
         self._tell(ev.NotMade(packet.session, packet.request_id, packet.part, failure.reason, failure.numbers))
 
     def refuse_unwritten(self, packet: fx.Make | fx.Send) -> None:
@@ -103,12 +103,12 @@ class Packets:
                 self._stock.setdefault(kind, []).extend(outcome)
             self._tell(ev.Stocked(*kind, made=not isinstance(outcome, Denied)))
 
-        self._executor.make(fx.Make(0, 0, 0, 1, range(1), effect.extent_bytes, effect.location), made)
+        self._executor.make(fx.Make(OWN, 0, 0, 0, 1, range(1), effect.extent_bytes, effect.location), made)
 
     def drop_stock(self, effect: fx.DropStock) -> None:
         """Close extents of the stock."""
         dropped = self._take_stock(effect.location, effect.extent_bytes, effect.count)
-        self._executor.close(dropped)
+        self._executor.close(OWN, dropped)
 
     def _take_stock(self, location: Location, extent_bytes: int, count: int) -> list[int]:
         kept = self._stock.get((location, extent_bytes), [])  # none after the stop, whatever the books say
@@ -169,18 +169,19 @@ class Packets:
     def seal(self, effect: fx.Seal) -> None:
         """Seal the extents of a segment."""
         segment = effect.segment
-        ids = self._broker.ledger.segments[segment].ids
+        row = self._broker.ledger.segments[segment]
 
         def sealed(failure: Denied | None) -> None:
             done = ev.Sealed(segment) if failure is None else ev.NotSealed(segment, failure.reason, failure.numbers)
             self._tell(done)
 
-        self._executor.seal(self._store.lend(segment, ids), sealed)
+        self._executor.seal(row.name.tenant, self._store.lend(segment, row.ids), sealed)
 
     def drop(self, effect: fx.Drop) -> None:
         """Close the broker's own descriptors of a segment, and the mirror's."""
         descriptors, ended = self._store.give_up(effect.segment), ev.Dropped(effect.segment)
-        self._executor.close(descriptors, lambda _: self._store.settle(lambda: self._tell(ended)))
+        tenant = self._broker.ledger.segments[effect.segment].name.tenant
+        self._executor.close(tenant, descriptors, lambda _: self._store.settle(lambda: self._tell(ended)))
 
     # --- delivered ---
 

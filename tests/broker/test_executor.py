@@ -24,7 +24,7 @@ from membroker.wire.frames import close_all
 from membrokerd import executor as executor_module
 from membrokerd.core.denied import Denied, Reason
 from membrokerd.core.effects import Make
-from membrokerd.executor import Executor, Figures
+from membrokerd.executor import OWN, Executor, Figures
 
 PAGE = 2 * MIB
 TOTAL = 64 * MIB
@@ -87,8 +87,8 @@ def driver() -> Iterator[Failing]:
     one.close()
 
 
-def packet(count: int, size: int = PAGE, location: Any = "device", segment: int = 0) -> Make:
-    return Make(1, 7, 0, 1, range(100, 100 + count), size, location, segment)
+def packet(count: int, size: int = PAGE, location: Any = "device", segment: int = 0, tenant: str = "red") -> Make:
+    return Make(tenant, 1, 7, 0, 1, range(100, 100 + count), size, location, segment)
 
 
 def run(driver: HostDriver, *work: Callable[[Executor, Callable[[Any], None]], None], reserve: int = 0) -> list[Any]:
@@ -117,11 +117,11 @@ def looks(executor: Executor, done: Callable[[Figures], None]) -> None:
 
 
 def seals(descriptors: list[int]) -> Callable[[Executor, Callable[[Any], None]], None]:
-    return lambda executor, done: executor.seal(descriptors, done)
+    return lambda executor, done: executor.seal("red", descriptors, done)
 
 
 def closes(descriptors: list[int]) -> Callable[[Executor, Callable[[Any], None]], None]:
-    return lambda executor, done: executor.close(descriptors, done)
+    return lambda executor, done: executor.close("red", descriptors, done)
 
 
 def descriptors() -> int:
@@ -362,13 +362,7 @@ def test_what_takes_long_is_made_on_the_thread(driver: Failing, by_the_clock: Ca
 
 def test_few_extents_wait_for_what_was_asked_before(driver: Failing) -> None:
     """The thread is at a large packet: a small one behind it is made after it, and told after it, on the thread."""
-    begun, go_on = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        begun.set()
-        assert go_on.wait(10)
-
-    driver.before_lend = wait
+    begun, go_on = hold(driver)
 
     def small(executor: Executor, done: Callable[[Any], None]) -> None:
         assert begun.wait(10)
@@ -380,6 +374,78 @@ def test_few_extents_wait_for_what_was_asked_before(driver: Failing) -> None:
     assert (len(large), len(one)) == (7, 1)
     close_all(large + one)
     assert driver.lent == [(7, ON_THREAD), (1, ON_THREAD)]
+
+
+def hold(driver: Failing) -> tuple[threading.Event, threading.Event]:
+    """Hold the next call of the driver. Return the events that it has begun, and that it may go on."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        assert go_on.wait(10)
+
+    driver.before_lend = wait
+    return begun, go_on
+
+
+def told_of(driver: Failing, ask: Callable[[Executor, Callable[[str], Callable[[Any], None]]], int]) -> list[str]:
+    """Return what is told, in its order, of all that `ask` asks for while the thread is at a large packet of red's.
+
+    `ask` says how much that is. Nothing that is made stays open.
+    """
+    begun, go_on = hold(driver)
+
+    def work(executor: Executor, done: Callable[[Any], None]) -> None:
+        told: list[str] = []
+
+        def tell(what: str) -> Callable[[Any], None]:
+            def heard(outcome: Any) -> None:
+                told.append(f"{what}: {outcome.reason}" if isinstance(outcome, Denied) else what)
+                if isinstance(outcome, list):
+                    close_all(outcome)
+                if len(told) == asked + 1:
+                    done(told)
+
+            return heard
+
+        executor.make(packet(5), tell("large"))
+        assert begun.wait(10)
+        asked = ask(executor, tell)
+        go_on.set()
+
+    (told,) = run(driver, work)
+    assert told[0] == "large"
+    return list(told[1:])
+
+
+def test_a_tenant_with_many_busy_sessions_does_not_keep_the_others_waiting(driver: Failing) -> None:
+    """Twenty sessions of red ask for a page each, and then one of blue: it comes after one of them, not after all."""
+
+    def ask(executor: Executor, tell: Callable[[str], Callable[[Any], None]]) -> int:
+        for number in range(20):
+            executor.make(packet(1), tell(f"red {number}"))
+        for tenant in ("blue", "green", "blue"):
+            executor.make(packet(1, tenant=tenant), tell(tenant))
+        return 23
+
+    told = told_of(driver, ask)
+    assert told[:6] == ["red 0", "blue", "green", "red 1", "blue", "red 2"]
+    assert told[6:] == [f"red {number}" for number in range(3, 20)]
+
+
+def test_what_the_daemon_lets_go_of_is_gone_before_any_tenant_has_its_packet(driver: Failing) -> None:
+    """The stock has filled the GPU. It is dropped for blue's request, and audits are due: the request finds room."""
+    (stock,) = run(driver, makes(packet(26, tenant=OWN)))
+
+    def ask(executor: Executor, tell: Callable[[str], Callable[[Any], None]]) -> int:
+        executor.make(packet(1, tenant="blue"), tell("small"))
+        executor.look(tell("audit"))
+        executor.look(tell("death"))
+        executor.close(OWN, stock, tell("dropped"))
+        executor.make(packet(20, tenant="blue"), tell("large"))
+        return 5
+
+    assert told_of(driver, ask) == ["audit", "death", "dropped", "small", "large"]
 
 
 def test_a_result_that_nobody_has_heard_of_is_still_before(driver: Failing) -> None:
@@ -402,8 +468,8 @@ def test_a_result_that_nobody_has_heard_of_is_still_before(driver: Failing) -> N
             return heard
 
         executor.make(packet(9), tell("large"))
-        executor.close([], lambda _: None)
-        executor._jobs.put(finished.set)  # behind all that was asked
+        executor.close("red", [], lambda _: None)
+        executor._asked.put(("red", finished.set))  # behind all that was asked
         assert finished.wait(10)
         executor.make(packet(1), tell("small"))
         assert done_first == []
@@ -417,31 +483,45 @@ def test_a_result_that_nobody_has_heard_of_is_still_before(driver: Failing) -> N
 
 
 def test_outcomes_keep_their_order_whatever_is_mixed(driver: Failing) -> None:
-    """A look sees every packet that was asked for before it, and none of those behind, wherever each was made."""
+    """A figure shows the packets that are told before it and none of those behind, wherever each was made.
+
+    The core counts on it: it knows which of its debits a figure can show.
+    """
     counts = (1, 8, 2, 1, 6, 4, 1)
     pieces = [piece for count in counts for piece in (makes(packet(count)), looks)]
-    told = run(driver, *pieces)
-    made, figures = told[::2], told[1::2]
-    assert [len(one) for one in made] == list(counts)
-    assert [seen["device"].used for seen in figures] == [sum(counts[: n + 1]) * PAGE for n in range(len(counts))]
-    for one in made:
-        close_all(one)
+    made: list[int] = []
+    packets: list[int] = []
+    for told in run(driver, *pieces):
+        if isinstance(told, list):
+            packets.append(len(told))
+            made += told
+        else:
+            assert told["device"].used == len(made) * PAGE
+    assert packets == list(counts)
+    close_all(made)
 
 
 def test_a_look_is_at_once_when_nothing_is_under_way_and_in_its_turn_otherwise(driver: Failing) -> None:
-    seen: list[Any] = []
+    seen: list[tuple[int, int]] = []
+    """What the device had in use by each figure, and the bytes of the packets that were told before."""
     held: list[int] = []
 
+    def note(figures: Figures) -> None:
+        shown = figures["device"]
+        assert shown is not None
+        seen.append((shown.used, len(held) * PAGE))
+
     def look_twice(executor: Executor, done: Callable[[Any], None]) -> None:
-        executor.look(lambda figures: seen.append(figures["device"]))
+        executor.look(note)
         assert len(seen) == 1
         executor.make(packet(6), held.extend)
-        executor.look(lambda figures: seen.append(figures["device"]))
-        executor.close([], done)
-        assert len(seen) == 1, "it overtook a packet"
+        executor.look(note)
+        executor.close("red", [], done)
+        assert len(seen) == 1, "a packet is under way: whether the figure shows it is told with its outcome"
 
     run(driver, look_twice)
-    assert [info.used for info in seen] == [0, 6 * PAGE]
+    assert len(seen) == 2
+    assert all(shown == told for shown, told in seen), seen
     close_all(held)
 
 
@@ -511,8 +591,12 @@ def test_what_is_closed_is_gone_before_the_next_look(driver: Failing) -> None:
     """The core counts on it: a figure that it gets after `Dropped` shows what went with it, one before does not."""
     before = descriptors()
     (made,) = run(driver, makes(packet(3, segment=9)))
-    seen, closed, after = run(driver, looks, closes(made), looks)
-    assert (seen["device"].used, closed, after["device"].used) == (3 * PAGE, None, 0)
+
+    def closes_and_looks(executor: Executor, done: Callable[[Any], None]) -> None:
+        executor.close("red", made, lambda _: executor.look(done))
+
+    seen, after = run(driver, looks, closes_and_looks)
+    assert (seen["device"].used, after["device"].used) == (3 * PAGE, 0)
     assert descriptors() == before
 
 

@@ -18,7 +18,7 @@ from membrokerd.core import policy
 from membrokerd.core.machine import Broker
 from membrokerd.core.names import ModelName, SegmentName
 from membrokerd.core.recount import recount
-from membrokerd.executor import Executor
+from membrokerd.executor import OWN, Executor
 from membrokerd.loop import Loop
 from membrokerd.restart.descriptor_store import Store
 from tests.support.sizes import MIB
@@ -132,20 +132,21 @@ class World:
         self._requests += 1
         return self._requests
 
-    async def open(self) -> int:
+    async def open(self, model: ModelName = MODEL) -> int:
         """Open a session with a connection that queues, under the model."""
         process = str(self.request())
-        opened = await self.ask(lambda call: ev.OpenSession(call, "t", 1, 1, process, False, "test"))
+        opened = await self.ask(lambda call: ev.OpenSession(call, model.tenant, 1, 1, process, False, "test"))
         session: int = opened.session
         self.loop.links[session] = self.queues[session] = Queue()
-        await self.ask(lambda call: ev.RegisterModel(call, session, self.request(), MODEL, None, {}, False))
+        await self.ask(lambda call: ev.RegisterModel(call, session, self.request(), model, None, {}, False))
         return session
 
     def allocate(
         self, session: int, count: int = 1, size: int = 2 * MIB, wait: float | None = None
     ) -> asyncio.Future[Any]:
         number, wait_ns = self.request(), None if wait is None else int(wait * 1e9)
-        return self.ask(lambda call: ev.Allocate(call, session, number, MODEL, "device", size, count, wait_ns))
+        (model,) = self.loop.broker.ledger.sessions[session].models
+        return self.ask(lambda call: ev.Allocate(call, session, number, model, "device", size, count, wait_ns))
 
     async def give_back(self, session: int) -> None:
         """Close all that was delivered, and release it."""
@@ -187,10 +188,10 @@ class World:
 
     def keep_busy(self) -> None:
         """Give the driver's thread work, so that what is asked for next waits for its turn there."""
-        self.loop.executor.close([], lambda _: None)
+        self.loop.executor.close(OWN, [], lambda _: None)
 
     async def look(self) -> None:
-        """Wait until the driver's thread has done all that it was asked."""
+        """Wait until the driver's thread has read what the device shows."""
         seen: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.loop.executor.look(seen.set_result)
         await seen

@@ -182,6 +182,7 @@ class Make(Effect):
     answer to the call if the whole packet is made: it can be sent with the packet, before the books learn of it.
     """
 
+    tenant: str
     session: int
     request_id: int
     part: int

@@ -179,7 +179,8 @@ class Lending:
             self._books.making[call.location] -= size * len(ids)  # it exists
             call.stocked.add(part)
         answer = call.result if parts == 1 else None
-        self._books.emit(fx.Make(session, number, part, parts, ids, size, call.location, call.segment, stocked, answer))
+        packet = (session, number, part, parts, ids, size, call.location, call.segment, stocked, answer)
+        self._books.emit(fx.Make(call.name.tenant, *packet))
 
     # --- outcomes ---
 

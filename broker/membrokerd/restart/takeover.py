@@ -20,7 +20,7 @@ from ..core.facts_of import story
 from ..core.ledger import Ledger
 from ..core.names import LOCATIONS, Location
 from ..core.recount import recount
-from ..executor import Executor
+from ..executor import OWN, Executor
 from ..observe import logs
 from ..observe.suspects import MOST_NAMED, command_of
 from .descriptor_store import Kept, Store
@@ -127,7 +127,7 @@ def take_descriptors(ledger: Ledger, store: Store, executor: Executor, kept: Kep
         store.forget_process(session)
     unknown = [segment for segment in kept.segments if segment not in ledger.segments]
     for segment in unknown:
-        executor.close(store.give_up(segment))
+        executor.close(OWN, store.give_up(segment))
     if unknown:
         logs.log("closing descriptors of segments that are not in the books", segments=len(unknown))
     lost = [

@@ -121,7 +121,7 @@ class Lender:
     def deliver(self, number: int, part: int = 0, parts: int = 1, extents: int = 1) -> None:
         """Queue a packet, as the loop does before the core hears of it."""
         ids = range(first := next(self.ids), first + extents)
-        packet = fx.Make(SESSION, number, part, parts, ids, PAGE, "device")
+        packet = fx.Make("red", SESSION, number, part, parts, ids, PAGE, "device")
         descriptors = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in ids]
         self.connection.deliver(packet, descriptors)
 

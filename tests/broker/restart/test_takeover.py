@@ -17,6 +17,7 @@ from membrokerd.core.denied import Reason
 from membrokerd.core.facts_of import story
 from membrokerd.core.machine import Broker
 from membrokerd.core.names import Location, ModelName, SegmentName
+from membrokerd.executor import OWN
 from membrokerd.restart import takeover as inheritance
 from membrokerd.restart.descriptor_store import Kept, Store
 from membrokerd.restart.records import MAX_IDS
@@ -153,7 +154,8 @@ def test_the_store_is_made_to_agree_with_the_books() -> None:
     closed: list[int] = []
 
     class Executor:
-        def close(self, descriptors: Sequence[int]) -> None:
+        def close(self, whose: str, descriptors: Sequence[int]) -> None:
+            assert whose == OWN
             closed.extend(descriptors)
 
     executor: Any = Executor()
