@@ -48,6 +48,11 @@ INLINE_BYTES = 2 << 30
 """What a packet may take, by the ones before it, and have, to be made in the event loop, where everybody waits for it.
 A create costs by the handle, and 80 us a GiB (H200)."""
 
+RESULTS_AHEAD = 8
+"""How many results the event loop need not have heard of when the thread goes on, so that no turn of the loop hears of
+more: to send a packet, or to book a death, takes it up to a millisecond. And jobs that wait are done in the tenants'
+turns, while results are heard in their order."""
+
 GATE_SECONDS = 0.2
 GATE_AMPLE = 1 << 30
 """Reading the device takes 15 us beside a worker (H200), half as long as a create. So what it showed, to an audit or
@@ -84,6 +89,8 @@ class Executor:
         """Jobs that the thread has not taken yet, each with its tenant, or `OWN`."""
         self._waiting: dict[str, deque[_Job]] = {}
         """Jobs that the thread has taken: by tenant, the one whose turn is next first. Only the thread uses it."""
+        self._ahead = threading.Semaphore(RESULTS_AHEAD)
+        """What is left of `RESULTS_AHEAD`."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="membrokerd-driver", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -163,6 +170,7 @@ class Executor:
         if self._thread.is_alive():
             self._stopping = True
             self._asked.put((OWN, lambda: None))  # it wakes the thread
+            self._ahead.release(self._unreported + 1)  # nobody hears of results any more
             self._thread.join()
         if self._anchor is not None:
             os.close(self._anchor)
@@ -170,6 +178,7 @@ class Executor:
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
+            self._ahead.acquire()
             job()
 
     def _next(self) -> _Job | None:
@@ -193,6 +202,7 @@ class Executor:
 
         def report(result: _T) -> None:
             self._unreported -= 1
+            self._ahead.release()
             done(result)
 
         def job() -> None:

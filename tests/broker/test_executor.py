@@ -24,7 +24,7 @@ from membroker.wire.frames import close_all
 from membrokerd import executor as executor_module
 from membrokerd.core.denied import Denied, Reason
 from membrokerd.core.effects import Make
-from membrokerd.executor import OWN, Executor, Figures
+from membrokerd.executor import OWN, RESULTS_AHEAD, Executor, Figures
 
 PAGE = 2 * MIB
 TOTAL = 64 * MIB
@@ -446,6 +446,56 @@ def test_what_the_daemon_lets_go_of_is_gone_before_any_tenant_has_its_packet(dri
         return 5
 
     assert told_of(driver, ask) == ["audit", "death", "dropped", "small", "large"]
+
+
+def test_a_turn_of_the_event_loop_hears_of_few_results(driver: Failing) -> None:
+    """The loop is busy, and the thread makes 20 packets. To send all in one turn would hold up everybody."""
+
+    async def main() -> list[int]:
+        loop = asyncio.get_running_loop()
+        executor = Executor(driver, 0)
+        executor.start(loop)
+        heard: list[int] = [0]
+        over = asyncio.Event()
+
+        def told(made: list[int]) -> None:
+            close_all(made)
+            heard[-1] += 1
+            if sum(heard) == 20:
+                over.set()
+
+        def next_turn() -> None:
+            heard.append(0)
+            if not over.is_set():
+                loop.call_soon(next_turn)
+
+        executor.close(OWN, [])
+        for _ in range(20):
+            executor.make(packet(1), told)
+        while len(driver.lent) < 20 and executor._ahead.acquire(blocking=False):
+            executor._ahead.release()  # the thread goes on
+        next_turn()
+        await asyncio.wait_for(over.wait(), 10)
+        executor.stop()
+        return heard
+
+    assert max(asyncio.run(main())) <= RESULTS_AHEAD
+
+
+def test_a_stop_waits_for_nobody_to_hear_of_results(driver: Failing) -> None:
+    """The daemon stops amid 20 packets, and its event loop waits for the thread: the thread ends all the same."""
+
+    async def main() -> None:
+        executor = Executor(driver, 0)
+        executor.start(asyncio.get_running_loop())
+        executor.close(OWN, [])
+        for _ in range(20):
+            executor.make(packet(1), close_all)
+        executor.stop()
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert len(driver.lent) == 20
 
 
 def test_a_result_that_nobody_has_heard_of_is_still_before(driver: Failing) -> None:
