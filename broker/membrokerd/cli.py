@@ -160,8 +160,6 @@ def _serve_all(config: Config, count: int, options: dict[str, Any]) -> int:
 
 def _troubles(config: Config) -> Iterator[str]:
     """Yield what is not wrong in the file but would be here and now, for this user."""
-    from membroker.wire.sessions import in_flight_is_bounded
-
     from .config import descriptor_limits as limits
     from .config import quotas
     from .device import CUDA_HEADROOM
@@ -169,9 +167,7 @@ def _troubles(config: Config) -> Iterator[str]:
 
     if config.state_directory and (why := quotas.trouble(config.state_directory)):
         yield f"state_directory: {why}"
-    if config.max_sessions and (
-        why := limits.trouble(config.max_sessions, limits.raise_descriptor_limit(), bounded=in_flight_is_bounded())
-    ):
+    if config.max_sessions and (why := limits.trouble(config.max_sessions, limits.raise_descriptor_limit())):
         yield why
     yield from _memory_troubles(config)
     yield from _guarantee_troubles(config)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from membroker.vmm import format_size
 from membroker.wire.frames import close_all
-from membroker.wire.sessions import in_flight_is_bounded, sessions_for
+from membroker.wire.sessions import sessions_for
 
 from .config import quotas
 from .config.config import Config, ConfigError, TenantConfig, without_guarantees
@@ -246,12 +246,10 @@ class Daemon:
     def _bounds(self) -> tuple[int, int]:
         """Return the maximum number of sessions, and of extents that all segments have together."""
         descriptors = raise_descriptor_limit()
-        bounded = in_flight_is_bounded()
         wanted = self._config.max_sessions
-        if wanted is not None and (why := trouble(wanted, descriptors, bounded=bounded)):
+        if wanted is not None and (why := trouble(wanted, descriptors)):
             raise HomeError(why)
-        possible = sessions_for(descriptors, bounded=bounded)
-        sessions = min(possible, DEFAULT_MAX_SESSIONS) if wanted is None else wanted
+        sessions = min(sessions_for(descriptors), DEFAULT_MAX_SESSIONS) if wanted is None else wanted
         extents = segment_extents_for(descriptors, sessions, self._plan.stock_extents)
         logs.log("limits", descriptors=descriptors, max_sessions=sessions, max_segment_extents=extents)
         return sessions, extents

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from membroker.wire.sessions import descriptors_for
 from membrokerd.config.config import Config, LogConfig, MetricsConfig, ModelConfig, TenantConfig, load
+from membrokerd.daemon import DEFAULT_MAX_SESSIONS
 from membrokerd.observe import catalog
 from membrokerd.reload import CHANGEABLE
 
@@ -160,7 +162,7 @@ def test_the_unit_has_what_a_broker_needs_and_not_what_breaks_one() -> None:
     assert settings["ExecReload"] == "/bin/sh -c 'kill -HUP $MAINPID'"
     assert settings["Restart"] == "on-failure", "a drained daemon that exits is to stay away"
     assert settings["StartLimitIntervalSec"] == "0"
-    assert int(settings["LimitNOFILE"]) >= 129 * 1024
+    assert int(settings["LimitNOFILE"]) >= descriptors_for(DEFAULT_MAX_SESSIONS)
     assert settings["RuntimeDirectory"] == "membroker"
     assert settings["ExecStartPre"].startswith("+-")
     breaking = {"PrivateUsers", "PrivateDevices", "PrivateNetwork", "ProtectProc", "ProtectClock", "DevicePolicy"}

@@ -427,7 +427,7 @@ def test_a_check_says_what_the_daemon_would_not_start_with_or_should_not() -> No
     with tempfile.TemporaryDirectory(prefix="mb-") as directory:
         os.chmod(directory, 0o755)
         path = Path(directory, "membrokerd.toml")
-        path.write_text(to_toml({"runtime_directory": "/run/m", "max_sessions": 7}))
+        path.write_text(to_toml({"runtime_directory": "/run/m", "max_sessions": 5}))
         limit = (
             "import resource,sys,os;resource.setrlimit(resource.RLIMIT_NOFILE,(800,)*2);"
             "os.execv(sys.argv[1],sys.argv[1:])"
@@ -437,8 +437,8 @@ def test_a_check_says_what_the_daemon_would_not_start_with_or_should_not() -> No
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (ran.returncode, ran.stdout) == (0, f"{path}: good\n")
         assert ran.stderr.splitlines() == [
-            f"{path}: max_sessions = 7 needs a limit of 904 descriptors and this process may have 800: raise it "
-            "(LimitNOFILE=, ulimit -n), or set max_sessions = 6",
+            f"{path}: max_sessions = 5 needs a limit of 973 descriptors and this process may have 800: raise it "
+            "(LimitNOFILE=, ulimit -n), or set max_sessions = 4",
             f"{path}: there are no tenants and no default_limit: every local user may borrow the whole device",
         ]
 

@@ -27,6 +27,7 @@ from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import broker_pb2_grpc
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire import frames as handoff
+from membroker.wire.sessions import descriptors_for
 
 # --- The broker's side ---
 
@@ -160,6 +161,43 @@ def test_an_honest_worker_while_the_broker_has_no_descriptor_left(daemon: Daemon
     until_clean(daemon, at_start)
 
 
+def test_sessions_that_never_read_leave_the_descriptors_of_others() -> None:
+    """A tenant has all the sessions that it may have, reads nothing, and borrows by gRPC all that its windows take.
+
+    The sockets are full, so the packets wait in the broker, open. No other limit holds: as root the kernel does not
+    count what is in flight. What each session may have open there, the broker has counted before it took the session.
+    """
+    with running({"capacity": "8GiB"}, descriptors=1024) as daemon, ExitStack() as stack:
+        at_start = descriptors_at_start(daemon)
+        one = stack.enter_context(honest(daemon))
+        sessions: list[Session] = []
+        with suppress(AssertionError):  # one too many
+            while len(sessions) < 16:
+                sessions.append(stack.enter_context(Session(daemon.endpoint())))
+        for session in sessions:
+            model = session.register("m")
+            request = raw.allocation(model, PAGE, 2 * 64)
+            _fill(session.sock)
+            answer = raw.grpc_call(session.endpoint, session.token, "AllocateExtents", request)
+            assert not isinstance(answer, Status), reason(answer)
+            assert answer.count == 2 * 64
+        assert daemon.descriptors() >= at_start + len(sessions) * 2 * 64
+        one.turns(20)
+        one.do("[model.allocate(300 * PAGE).close() for _ in range(2)]")
+        for session in sessions:
+            session.sock.close()
+        until(lambda: daemon.books().lent_bytes == 0)
+
+
+def _fill(sock: socket.socket) -> None:
+    """Ask on and on for what is refused, until the broker reads no more because the answers are not read."""
+    sock.setblocking(False)
+    frame = pb.Frame(request_id=1, release=bpb.ReleaseExtentsRequest(extent_ids=[1])).SerializeToString()
+    while select.select([], [sock], [], 0.2)[1]:
+        with suppress(BlockingIOError):
+            sock.send(frame)
+
+
 _SPARE = [(spare, first) for first in (False, True) for spare in range(first, 5)]
 
 
@@ -241,7 +279,7 @@ def _busy_seconds(daemon: Daemon) -> float:
     return sum(sum(map(int, task.read_text().split()[:2])) for task in tasks) / 1e9
 
 
-LIMIT = 400
+LIMIT = descriptors_for(3)
 """Enough for three sessions, by the daemon's own rule; too few for 64 silent connections of each of six tenants."""
 
 

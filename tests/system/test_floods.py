@@ -20,6 +20,8 @@ from tests.support.raw import Connection, hello, reason
 from tests.support.sizes import MIB
 from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, descriptors_at_start, until_clean, worker, workers
 
+from membroker.wire.sessions import descriptors_for
+
 SESSIONS = 16
 """Of one process, and no more."""
 CONNECTIONS = 10_000
@@ -142,7 +144,7 @@ def test_a_hundred_stopped_sessions_stop_nobody(state: State) -> None:
     next one at the sender's limit. The daemon has exactly the limit that it asks for so many sessions, and the kernel
     holds it to that. A window of one more packet would take the descriptors from the honest worker.
     """
-    descriptors = (STOPPED + 1) * (IN_FLIGHT + 1) + 1
+    descriptors = descriptors_for(STOPPED + 1)
     config = {"capacity": "40GiB", "max_sessions": STOPPED + 1, "settle_seconds": 1.0, "audit_seconds": 0.1}
     with unprivileged(config, descriptors) as daemon:
         at_start = descriptors_at_start(daemon)

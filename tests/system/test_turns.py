@@ -22,7 +22,7 @@ from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 from membroker.v1 import resources_pb2
-from membroker.wire.sessions import in_flight_is_bounded, sessions_for
+from membroker.wire.sessions import sessions_for
 from membrokerd.core.snapshot import MOST_MODELS
 from membrokerd.edge.handoff.listener import HELLO_SECONDS
 
@@ -31,11 +31,8 @@ pytestmark = pytest.mark.slow
 DETACHED = resources_pb2.Session.DETACHED
 SESSIONS = 16
 """Of one process, and no more."""
-MAX_SESSIONS = min(
-    512,
-    sessions_for(resource.getrlimit(resource.RLIMIT_NOFILE)[1], bounded=in_flight_is_bounded()),
-)
-"""As many as a daemon of this user may have: an unprivileged one is bounded by descriptors in flight."""
+MAX_SESSIONS = min(512, sessions_for(resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+"""As many as a daemon of this user may have by its descriptors."""
 WINDOW = 128
 """Descriptors that one delivery window can bring a session."""
 GENERATIONS = itertools.count(1 << 50)

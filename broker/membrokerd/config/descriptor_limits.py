@@ -6,10 +6,7 @@ import os
 import resource
 from pathlib import Path
 
-from membroker.wire.sessions import OPEN_BESIDE, OPEN_PER_SESSION, descriptors_for, sessions_for
-
-MAX_SEGMENT_EXTENTS = 4_096
-"""Each is a descriptor that the daemon keeps open: 4 TiB of segments in extents of 1 GiB."""
+from membroker.wire.sessions import MAX_SEGMENT_EXTENTS, OPEN_BESIDE, OPEN_PER_SESSION, descriptors_for, sessions_for
 
 
 def raise_descriptor_limit() -> int:
@@ -25,22 +22,18 @@ def raise_descriptor_limit() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def trouble(sessions: int, descriptors: int, *, bounded: bool) -> str:
+def trouble(sessions: int, descriptors: int) -> str:
     """Return why this process cannot have this many sessions, and what to do about it; "" if it can."""
-    possible = sessions_for(descriptors, bounded=bounded)
+    possible = sessions_for(descriptors)
     if sessions <= possible:
         return ""
     return (
-        f"max_sessions = {sessions} needs a limit of {descriptors_for(sessions, bounded=bounded)} descriptors and this "
-        f"process may have {descriptors}: raise it (LimitNOFILE=, ulimit -n), or set max_sessions = {possible}"
+        f"max_sessions = {sessions} needs a limit of {descriptors_for(sessions)} descriptors and this process "
+        f"may have {descriptors}: raise it (LimitNOFILE=, ulimit -n), or set max_sessions = {possible}"
     )
 
 
 def segment_extents_for(descriptors: int, sessions: int, stock: int) -> int:
-    """Return how many extents of segments may be kept open, with this many sessions and a stock of this size.
-
-    It is half of the descriptors that are left: the rest is for packets that wait for a full socket, and stay open
-    until the socket takes them.
-    """
+    """Return how many extents of segments may be kept open, with this many sessions and a stock of this size."""
     left = descriptors - OPEN_BESIDE - OPEN_PER_SESSION * sessions - stock - 1
-    return max(0, min(MAX_SEGMENT_EXTENTS, left // 2))
+    return max(0, min(MAX_SEGMENT_EXTENTS, left))

@@ -25,7 +25,7 @@ from ..vmm import open_driver
 from ..vmm.driver import DriverError, DriverUnavailable, Location
 from ..vmm.sizes import MIB, format_size
 from ..wire.names import MAX_SOCKET_PATH_BYTES, MAX_TENANT_CHARACTERS
-from ..wire.sessions import IN_FLIGHT_PER_SESSION, OPEN_PER_SESSION, in_flight_is_bounded, sessions_for
+from ..wire.sessions import OPEN_PER_SESSION, sessions_for
 from . import tables
 from .admin import open_admin, open_books
 
@@ -92,7 +92,7 @@ def examine(endpoint: str | None, env: Mapping[str, str] = os.environ) -> list[C
         ("python", lambda: check_python(sys.version_info[:3])),
         ("peers", check_peers),
         ("processes", check_process_identity),
-        ("descriptors", lambda: check_descriptors(descriptor_limit(), bounded=in_flight_is_bounded())),
+        ("descriptors", lambda: check_descriptors(descriptor_limit())),
         ("mappings", lambda: check_mappings(_sysctl("vm/max_map_count"))),
         (
             "inotify",
@@ -180,15 +180,11 @@ def descriptor_limit() -> int:
     return highest
 
 
-def check_descriptors(limit: int, *, bounded: bool = True) -> Check:
-    """The kernel counts descriptors in flight, 128 for each session, against the broker's RLIMIT_NOFILE.
-
-    Not those of a daemon that is exempt (`bounded` is false): its sessions need those alone that it keeps open.
-    """
-    needs = IN_FLIGHT_PER_SESSION if bounded else OPEN_PER_SESSION
-    sessions = sessions_for(limit, bounded=bounded)
+def check_descriptors(limit: int) -> Check:
+    """Each session may have 128 descriptors open in the broker, or in flight, and a few more."""
+    sessions = sessions_for(limit)
     found = f"a daemon started from here may have {limit:,}, enough for {sessions:,} session{'s' * (sessions != 1)}"
-    advice = f"raise it: LimitNOFILE= in the unit, `ulimit -n` in a shell; {needs} for each session"
+    advice = f"raise it: LimitNOFILE= in the unit, `ulimit -n` in a shell; {OPEN_PER_SESSION} for each session"
     status: Status = "fail" if not sessions else "warn" if sessions < FEW_SESSIONS else "ok"
     return Check("descriptors", status, found, "" if status == "ok" else advice)
 

@@ -35,8 +35,8 @@ from membroker.v1 import handoff_pb2 as pb
 from membroker.v1.resources_pb2 import LOCATION_DEVICE
 from membroker.wire import frames as handoff
 from membroker.wire import names
+from membroker.wire import sessions as limits
 from membrokerd import __version__
-from membrokerd.config import descriptor_limits as limits
 from membrokerd.core import policy, sessions
 from membrokerd.core.denied import Reason, deny
 from membrokerd.daemon import DEFAULT_MAX_SESSIONS
