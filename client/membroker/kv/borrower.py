@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from ..errors import ClosedError, MembrokerError, OutOfMemory
+from ..errors import ClosedError, MembrokerError, OutOfMemory, SessionLost
 from ..pool.pool import VirtualMemoryPool
 from .layout import Layout
 from .ranks import Ranks
@@ -60,7 +60,7 @@ class Borrower:
         self.retry()
 
     def run(self) -> None:
-        """Ask until this is closed, or the pool is."""
+        """Ask until this is closed, or the pool is, or the broker does not know its session any more."""
         try:
             self._ask()
         finally:
@@ -76,9 +76,9 @@ class Borrower:
                 continue
             group, is_needed = question
             error = self._borrow(group, self._state.wanted_bytes() if is_needed else 0, is_needed=is_needed)
-            if isinstance(error, ClosedError):
+            if isinstance(error, ClosedError | SessionLost):
                 if not (self._closed or self._pool.closed):
-                    logger.error("the cache borrows no memory any more, so its engine can stand still: %s", error)
+                    logger.error("the cache borrows no memory any more: start its engine again. %s", error)
                 return
             if error is None:
                 pause = 0.0
@@ -102,7 +102,7 @@ class Borrower:
                 self._pool.deallocate_ranges(ranges)
                 raise ClosedError("this cache is closed")
             self._told = None
-        except (OutOfMemory, ClosedError) as error:
+        except (OutOfMemory, ClosedError, SessionLost) as error:
             refusal = error.with_traceback(None)
         except Exception as error:
             if type(error) is not self._told:

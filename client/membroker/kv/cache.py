@@ -276,7 +276,7 @@ class ElasticCache(Closing):
         """Wait up to `seconds` until more blocks have become usable, and return whether any have: `grow` returns them.
 
         It is for an engine that has requests, and can run none of them without more memory. Raises `ClosedError`, also
-        when the cache is closed meanwhile.
+        when the cache is closed meanwhile, or no more blocks can come because the broker has forgotten the session.
         """
         self._check_open()
         return self._state.wait_for_ready(seconds_of("seconds", seconds))

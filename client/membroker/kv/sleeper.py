@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import Final, NoReturn
 
 from ..closing import Closing
-from ..errors import ClosedError, InvalidRequest, MembrokerError, OutOfMemory
+from ..errors import ClosedError, InvalidRequest, MembrokerError, OutOfMemory, SessionLost
 from ..pool.pool import VirtualMemoryPool
 from ..types import SleepRequest, SleepStatus
 from ..vmm.sizes import format_size
@@ -178,7 +178,8 @@ class Sleeper(Closing):
                     self._wake_up()
                 else:
                     self._fall_asleep()
-            except ClosedError as error:
+            except (ClosedError, SessionLost) as error:
+                self._cache._state.end_growing()  # an engine that cannot wake is not to wait for blocks
                 with self._changed:
                     if not self._closed:
                         self._ended = f"its engine can neither sleep nor wake any more: {error}"
@@ -282,7 +283,7 @@ class Sleeper(Closing):
                     self._weights.restore(wait=BORROW_SECONDS, keep_pinned=self._keep_pinned)
                 self._cache.resume(wait=BORROW_SECONDS)
                 break
-            except ClosedError:
+            except (ClosedError, SessionLost):
                 raise
             except MembrokerError as error:
                 what = "waits for memory" if isinstance(error, OutOfMemory) else "cannot wake yet"
@@ -323,8 +324,6 @@ class Sleeper(Closing):
     def close(self) -> None:
         """Answer no operator any more, and end the thread. Idempotent. An engine that sleeps stays asleep."""
         with self._changed:
-            if self._closed:
-                return
             self._closed = True
             self._changed.notify_all()
         if self._is_asked:

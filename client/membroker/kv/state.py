@@ -172,7 +172,7 @@ class CacheState:
             self._changed.wait_for(lambda: is_so() or not self._grows, seconds)
             if is_so() or self._grows:
                 return is_so()
-        raise ClosedError("this cache, or its pool, is closed: no more blocks come")
+        raise ClosedError("no more blocks come: this cache is closed, or its session is over, as the log says")
 
     def end_growing(self) -> None:
         """Note that no more blocks come, and end all waits for them."""

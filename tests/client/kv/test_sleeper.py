@@ -19,7 +19,7 @@ from tests.support.toy_engine import Fence, Request, ToyEngine
 from tests.support.toy_serving import Recalled, an_engine, serving, step, steps
 
 from membroker import SleepRequest, SleepStatus
-from membroker.errors import BrokerUnavailable, ClosedError, MembrokerError, OutOfMemory
+from membroker.errors import BrokerUnavailable, ClosedError, MembrokerError, OutOfMemory, SessionLost
 from membroker.kv import ElasticCache, Layout, Sleeper, Strided, sleeper
 from membroker.kv.balloon import Balloon
 from membroker.kv.state import CacheState
@@ -304,6 +304,24 @@ def test_it_says_that_it_can_wake_no_more(lender: Slept, caplog: pytest.LogCaptu
         one.cache.rest()
         one.until_asleep()
     assert not caplog.records
+
+
+def test_a_sleeping_engine_ends_whose_session_is_unknown(lender: Slept) -> None:
+    """The daemon's state was lost in its sleep. A request would wait forever: what waits for blocks ends."""
+
+    def unknown() -> None:
+        raise SessionLost("the broker does not know this session")
+
+    with scene(lender) as one:
+        one.cache.rest()
+        one.until_asleep()
+        lender.before_borrow = unknown
+        one.cache.wake()
+        one.sleeper.wake()
+        one.engine.add(Request(10))
+        with pytest.raises(ClosedError):
+            one.cache.wait(10.0)
+        assert "the broker does not know this session" in one.ask(wake=True).detail
 
 
 def test_the_driver_fails_while_it_falls_asleep(lender: Slept, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -63,6 +64,8 @@ class Server:
                 if self.engine.waiting or self.engine.running:
                     self._timed(self.cache.grow)
                     self.engine.step()
+                    if not self.engine.running:
+                        self.cache.wait(0.001)
                     self._timed(self.cache.turn)
                     time.sleep(0.001)  # the GPU computes
                 else:
@@ -184,6 +187,31 @@ def test_the_broker_dies_and_comes_back(seed: int) -> None:
         until(lambda: red.engine.finished == 1)
         red.engine.running[0].decode_left = 1
         until(lambda: red.engine.finished == 2)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_ends_whose_session_is_unknown(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    """The daemon's state was on a disk that went with its pod. The engine serves what fits, and ends when nothing does.
+
+    It can never borrow again. Its requests would wait forever, and whatever looks after it would not know.
+    """
+    with running() as daemon, serving(daemon, "red", seed) as red:
+        red.engine.growth = 0.0
+        running_one = Request(30, decode_left=1_000_000)
+        red.add(running_one)
+        until(lambda: red.engine.running)
+        daemon.kill()
+        shutil.rmtree(daemon.root / "state")
+        daemon.start_again()
+        red.add(Request(60, decode_left=2))
+        steps = red.engine.clock
+        until(lambda: red.engine.clock > steps + 50)
+        assert red.error is None
+        running_one.decode_left = 1
+        until(lambda: red.error)
+        assert isinstance(red.error, membroker.ClosedError)
+        assert "does not know this session" in caplog.text
+        red.error = None
 
 
 def test_a_model_whose_cache_went_with_its_pool_answers_recalls() -> None:
