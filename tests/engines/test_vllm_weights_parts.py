@@ -78,15 +78,20 @@ def fill(model: Any) -> None:
 
 
 class Files(BaseModelLoader):  # type: ignore[misc]
-    """Stands for one of vLLM's loaders, and counts how often it was used."""
+    """Stands for one of vLLM's loaders, and notes what it was asked for."""
 
     def __init__(self, load: Callable[[Any], None] = fill) -> None:
-        self.loads, self._load = 0, load
+        self.revisions: list[str | None] = []
+        self._load = load
+
+    @property
+    def loads(self) -> int:
+        return len(self.revisions)
 
     def download_model(self, model_config: Any) -> None: ...
 
     def load_weights(self, model: Any, model_config: Any) -> None:
-        self.loads += 1
+        self.revisions.append(model_config.revision)
         self._load(model)
 
 
@@ -103,7 +108,7 @@ def a_config(model: str = "org/small", **changes: Any) -> Any:
     about = {
         "model": model,
         "revision": None,
-        "hf_config": SimpleNamespace(to_dict=lambda: {"hidden_size": 256}, _commit_hash=None),
+        "hf_config": SimpleNamespace(to_dict=lambda: {"hidden_size": 256}),
         "dtype": torch.float32,
         "quantization": None,
         "quantization_config": None,
@@ -181,6 +186,24 @@ def test_the_second_engine_maps_what_the_first_has_loaded(daemon: Daemon, start:
     del second, value
     gc.collect()
     until(lambda: segments(daemon) == [])
+
+
+def test_a_branch_that_has_moved_is_another_model(
+    start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Someone pushes new weights to Hugging Face while an engine serves the old ones. The next engine has the new ones.
+
+    Each loads the commit in its segment's name: the branch may move again before it has downloaded the weights.
+    """
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    files, engines = Files(), []
+    for commit in ("a" * 40, "b" * 40):
+        (snapshot := tmp_path / "models--org--small" / "snapshots" / commit).mkdir(parents=True)
+        (snapshot / "config.json").write_text("{}")  # as vLLM reads it before
+        (branch := snapshot.parents[1] / "refs" / "main").parent.mkdir(exist_ok=True)
+        branch.write_text(commit)
+        engines += [start(files=files), start(files=files)]
+    assert files.revisions == ["a" * 40, "b" * 40]
 
 
 def test_the_weights_are_one_read_only_copy(daemon: Daemon, start: Callable[..., Any]) -> None:
@@ -425,11 +448,10 @@ def test_engines_that_write_to_their_weights_are_refused(changes: dict[str, Any]
 class TestNames:
     def name(self, settings: WeightSettings | None = None, prefix: str = "", **changes: Any) -> str:
         config = a_config(**changes)
-        return identity.digest_of(config, config.model_config, settings or WeightSettings(), prefix)
+        return identity.digest_of(config, identity.pinned(config.model_config), settings or WeightSettings(), prefix)
 
     def test_all_that_decides_the_bytes_is_in_the_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        other = SimpleNamespace(to_dict=lambda: {"hidden_size": 128}, _commit_hash=None)
-        commit = SimpleNamespace(to_dict=lambda: {"hidden_size": 256}, _commit_hash="abc")
+        other = SimpleNamespace(to_dict=lambda: {"hidden_size": 128})
         names = [
             self.name(),
             self.name(WeightSettings(load_format="dummy")),
@@ -438,7 +460,6 @@ class TestNames:
             self.name(model="org/other"),
             self.name(revision="v2"),
             self.name(hf_config=other),
-            self.name(hf_config=commit),
             self.name(dtype=torch.bfloat16),
             self.name(quantization="fp8"),
             self.name(rank=1, tensor_parallel_size=2),

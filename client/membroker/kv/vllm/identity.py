@@ -6,10 +6,12 @@ imports no vLLM.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
 import re
+from contextlib import suppress
 from typing import Any
 
 from ...wire.names import MAX_NAME_CHARACTERS, valid_model
@@ -25,17 +27,36 @@ def book_name(model_config: Any) -> str:
     return own if valid_model(own) else "weights"
 
 
+def pinned(model_config: Any) -> Any:
+    """Return a copy whose revision is a commit, for a model of Hugging Face: the one of its configuration.
+
+    A branch such as "main" is other files tomorrow. vLLM has just read the configuration, so the cache has its commit.
+    What is not in the cache, such as a directory or a model of ModelScope, keeps its revision.
+    """
+    from huggingface_hub import snapshot_download
+
+    found = copy.copy(model_config)
+    with suppress(OSError, ValueError):
+        if not os.path.exists(found.model):
+            folder = snapshot_download(str(found.model), revision=found.revision, local_files_only=True)
+            found.revision = os.path.basename(folder)
+    return found
+
+
 def digest_of(vllm_config: Any, model_config: Any, settings: WeightSettings, prefix: str) -> str:
-    """Return a digest of what decides the bytes of one rank's weights, for the name of their segment."""
+    """Return a digest of what decides the bytes of one rank's weights, for the name of their segment.
+
+    `model_config` is `pinned`.
+    """
     import vllm
 
-    parallel, hf_config = vllm_config.parallel_config, model_config.hf_config
+    parallel = vllm_config.parallel_config
     facts = {
         "vllm": vllm.__version__,
         "device": str(vllm_config.device_config.device_type),
         "files": _files(str(model_config.model)),
-        "hub": [model_config.revision, getattr(hf_config, "_commit_hash", None), *map(os.environ.get, _HUBS)],
-        "config": hf_config.to_dict(),
+        "hub": [model_config.revision, *map(os.environ.get, _HUBS)],
+        "config": model_config.hf_config.to_dict(),
         "dtype": str(model_config.dtype),
         "quantization": [model_config.quantization, repr(model_config.quantization_config)],
         "kind": [str(model_config.runner_type), str(model_config.convert_type), str(model_config.model_impl), prefix],

@@ -34,7 +34,7 @@ from ...safetensors import TensorIndex
 from ...segment import Segment
 from ...vmm.sizes import format_size
 from . import seams
-from .identity import book_name, digest_of
+from .identity import book_name, digest_of, pinned
 from .settings import check_shareable, endpoint_of, weight_settings_of
 
 logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
@@ -83,10 +83,8 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
         target = torch.device(self.load_config.device or vllm_config.device_config.device)
         with ExitStack() as undo, ExitStack() as claim:
             client = undo.enter_context(connect(endpoint, outage=_OUTAGE_SECONDS))
-            book, digest = (
-                settings.model or book_name(model_config),
-                digest_of(vllm_config, model_config, settings, prefix),
-            )
+            files = pinned(model_config)
+            book, digest = settings.model or book_name(files), digest_of(vllm_config, files, settings, prefix)
             shared = _Shared(client, book, digest, settings.wait)
             segment = shared.find(claim)
             with set_default_torch_dtype(model_config.dtype):
@@ -94,7 +92,7 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
                 with _building, target, nullcontext() if segment is None else hollow:
                     model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
                 if segment is None:
-                    segment = shared.publish(_stored(model), lambda: self._load(model, model_config))
+                    segment = shared.publish(_stored(model), lambda: self._load(model, files))
                 undo.callback(segment.close)
                 try:
                     _bind(_stored(model), segment, hollow.parameters)
