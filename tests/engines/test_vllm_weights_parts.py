@@ -24,6 +24,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines ins
 
 import torch
 from vllm.config.load import LoadConfig
+from vllm.config.multimodal import MultiModalConfig
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader import BaseModelLoader
 
@@ -103,6 +104,9 @@ def a_config(model: str = "org/small", **changes: Any) -> Any:
         "data_parallel_rank": 0,
         "data_parallel_size": 1,
         "enable_expert_parallel": False,
+        "prefill_context_parallel_size": 1,
+        "expert_placement_strategy": "linear",
+        "all2all_backend": "allgather_reducescatter",
         "enable_eplb": False,
     }
     about = {
@@ -117,6 +121,7 @@ def a_config(model: str = "org/small", **changes: Any) -> Any:
         "model_impl": "auto",
         "enable_sleep_mode": False,
         "enable_cumem_allocator": False,
+        "multimodal_config": None,
     }
     about.update({name: value for name, value in changes.items() if name in about})
     parallel.update({name: value for name, value in changes.items() if name in parallel})
@@ -451,6 +456,7 @@ class TestNames:
         return identity.digest_of(config, identity.pinned(config.model_config), settings or WeightSettings(), prefix)
 
     def test_all_that_decides_the_bytes_is_in_the_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Also which experts a rank has, and whether a model that sees is built without its eyes."""
         other = SimpleNamespace(to_dict=lambda: {"hidden_size": 128})
         names = [
             self.name(),
@@ -465,7 +471,16 @@ class TestNames:
             self.name(rank=1, tensor_parallel_size=2),
             self.name(tensor_parallel_size=2),
             self.name(runner_type="pooling"),
+            self.name(enable_expert_parallel=True),
+            self.name(enable_expert_parallel=True, expert_placement_strategy="round_robin"),
+            self.name(enable_expert_parallel=True, expert_placement_strategy="round_robin", all2all_backend="nixl_ep"),
+            self.name(multimodal_config=MultiModalConfig()),
+            self.name(multimodal_config=MultiModalConfig(limit_per_prompt={"image": 0})),
+            self.name(multimodal_config=MultiModalConfig(language_model_only=True)),
+            self.name(multimodal_config=MultiModalConfig(mm_encoder_tp_mode="data")),
         ]
+        few, more = (MultiModalConfig(limit_per_prompt={"image": number}) for number in (1, 2))
+        assert self.name(multimodal_config=few) == self.name(multimodal_config=more)
         monkeypatch.setattr("vllm.__version__", "0.24.1")
         names.append(self.name())
         monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")

@@ -67,11 +67,23 @@ def digest_of(vllm_config: Any, model_config: Any, settings: WeightSettings, pre
             parallel.pipeline_parallel_size,
             parallel.data_parallel_rank,
             parallel.data_parallel_size,
+            parallel.prefill_context_parallel_size,
             parallel.enable_expert_parallel,
+            parallel.expert_placement_strategy,
+            parallel.all2all_backend,  # with some, vLLM ignores the strategy
         ],
+        "modalities": _modalities(model_config.multimodal_config),
     }
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _modalities(config: Any) -> Any:
+    """Return which parts a multimodal model is built of, and how they are split. Other limits change no weight."""
+    if config is None:
+        return None
+    without = sorted(name for name in config.limit_per_prompt if not config.get_limit_per_prompt(name))
+    return [config.language_model_only, config.mm_encoder_only, config.mm_encoder_tp_mode, without]
 
 
 def _files(model: str) -> Any:
