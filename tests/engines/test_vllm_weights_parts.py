@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
 import os
 import re
@@ -498,6 +499,17 @@ class TestNames:
         assert self.name(model=str(tmp_path)) == before != self.name(model=str(file))
         os.utime(file, ns=(2, 2))
         assert self.name(model=str(tmp_path)) != before
+
+    def test_a_model_in_an_image_is_known_by_its_bytes(self, tmp_path: Path) -> None:
+        """A new image has another fine-tuned model at the same path. Such builds give all files the same time."""
+        names = []
+        for step in (b"first", b"second", b"first"):
+            for shard in range(3):
+                file = tmp_path / f"model-{shard}.safetensors"
+                file.write_bytes(b"the same header" + hashlib.shake_256(step + bytes([shard])).digest(1 << 20))
+                os.utime(file, ns=(0, 0))
+            names.append(self.name(model=str(tmp_path)))
+        assert names[0] == names[2] != names[1]
 
     @pytest.mark.parametrize(
         ("model", "name"),

@@ -87,9 +87,10 @@ def _modalities(config: Any) -> Any:
 
 
 def _files(model: str) -> Any:
-    """Return the path, size and time of each file of a model, or its name on Hugging Face.
+    """Return the path, size, time and a sample of each file of a model, or its name on Hugging Face.
 
-    A checkpoint that is written to the same path again is another one.
+    A checkpoint that is written to the same path again is another one. Where all files have one time, as in an image
+    that can be built again, only the sample tells one fine-tuned model from another.
     """
     root = os.path.realpath(model)
     if os.path.isdir(model):
@@ -99,8 +100,28 @@ def _files(model: str) -> Any:
     else:
         return model
     stats = [os.stat(path) for path in found]
-    return [root, [(path, one.st_size, one.st_mtime_ns) for path, one in zip(found, stats, strict=True)]]
+    pieces = max(2, _SAMPLES // max(1, len(found)))
+    return [
+        root,
+        [
+            (path, one.st_size, one.st_mtime_ns, _sample(path, one.st_size, pieces))
+            for path, one in zip(found, stats, strict=True)
+        ],
+    ]
+
+
+def _sample(path: str, size: int, pieces: int) -> str:
+    """Return a digest of so many pieces of a file, at equal distances."""
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        for number in range(pieces):
+            file.seek((2 * number + 1) * max(0, size - _PIECE_BYTES) // (2 * pieces))
+            digest.update(file.read(_PIECE_BYTES))
+    return digest.hexdigest()
 
 
 _HUBS = ("HF_ENDPOINT", "VLLM_USE_MODELSCOPE")
+_SAMPLES = 64
+"""About how many pieces of a model are read. Each may be a request to a network's storage."""
+_PIECE_BYTES = 4096
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".npz", ".gguf", ".index.json", "config.json")
