@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from array import array
+from contextlib import closing
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.support.daemons import until
+from tests.support.toy_serving import Recalled, an_engine, serving
 
 if find_spec("sglang") is None:
     pytest.skip("SGLang is not installed", allow_module_level=True)
@@ -19,7 +22,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, Ma
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from membroker import InvalidRequest
+from membroker import ClosedError, InvalidRequest, SessionLost
 from membroker.kv.sglang import hooks, seams
 from membroker.kv.sglang.allocator import Allocator
 from membroker.kv.sglang.blocks import Blocks
@@ -149,6 +152,27 @@ def test_an_idle_scheduler_lets_the_thread_that_unmaps_have_the_interpreter(bloc
         turns += 1
     thread.join()
     assert turns < 1000
+
+
+def test_an_engine_ends_that_can_borrow_no_more(blocks: Blocks, scheduler: Any) -> None:
+    """The broker has forgotten its session. What runs goes on, and the first request that finds nothing ends it."""
+
+    def unknown() -> None:
+        raise SessionLost("the broker does not know this session")
+
+    scheduler.running_batch.reqs.append(a_request(8, allocated=8))
+    scheduler.waiting_queue.append(a_request(40))
+    lender = Recalled()
+    with closing(lender.device), closing(lender.driver), serving(lender, an_engine()) as cache:
+        memory: Any = Memory.__new__(Memory)
+        memory.blocks, memory._cache = blocks, cache
+        lender.before_borrow = unknown
+        cache.want(20)
+        until(lambda: not cache._threads[0].is_alive())
+        memory.turn(scheduler.running_batch, None)
+        scheduler.running_batch.reqs.clear()
+        with pytest.raises(ClosedError):
+            memory.turn(scheduler.running_batch, None)
 
 
 class TestPrefixes:

@@ -49,8 +49,16 @@ class Blocks:
     @property
     def is_idle(self) -> bool:
         """Whether no request runs or waits."""
-        scheduler = self._scheduler
-        return not (scheduler.waiting_queue or scheduler.chunked_req) and next(self._under_way(), None) is None
+        return not self._scheduler.waiting_queue and self._runs_nothing
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether requests wait, and none runs."""
+        return bool(self._scheduler.waiting_queue) and self._runs_nothing
+
+    @property
+    def _runs_nothing(self) -> bool:
+        return not self._scheduler.chunked_req and next(self._under_way(), None) is None
 
     # The verbs of `membroker.kv.Engine`
 

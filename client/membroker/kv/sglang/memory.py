@@ -135,6 +135,8 @@ class Memory:
         if blocks.has_grown or was_preempting:
             blocks.has_grown = False
             running.batch_is_full = blocks.is_preempting  # if not, SGLang looks at waiting requests again
+        if blocks.is_starved:
+            self._opened.wait(0.0)  # raises if no memory can come any more: else the scheduler would spin forever
         if blocks.is_idle and self._opened.stats().going_bytes:
             # An idle scheduler spins. Each page that the other thread unmaps would then wait 5 ms for the interpreter.
             time.sleep(IDLE_SECONDS)
