@@ -158,7 +158,7 @@ def a_config(**other: Any) -> Any:
         ({"ec_transfer_config": SimpleNamespace(is_ec_consumer=False)}, "encodes"),
         ({"model_config__enable_sleep_mode": True}, "sleep mode"),
         ({"model_config__enable_cumem_allocator": True}, "sleep mode"),
-        ({"cache_config__cache_dtype": "fp8"}, "quantized"),
+        ({"cache_config__cache_dtype": "fp8"}, r"give the model's own type \(bfloat16"),
         ({"model_config__disable_cascade_attn": False}, "--no-disable-cascade-attn"),
     ],
 )
@@ -166,6 +166,7 @@ def test_an_engine_that_cannot_be_served_is_refused_in_a_sentence(other: dict[st
     check_supported(a_config())
     check_supported(a_config(parallel_config__distributed_executor_backend=UNI))
     check_supported(a_config(ec_transfer_config=SimpleNamespace(is_ec_consumer=True)))
+    check_supported(a_config(cache_config__cache_dtype="bfloat16"))
     check_supported(
         a_config(
             parallel_config__world_size=2,

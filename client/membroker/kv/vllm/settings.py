@@ -178,8 +178,9 @@ def check_supported(config: Any) -> None:
         "does not support vLLM's sleep mode: leave --enable-sleep-mode out": (
             config.model_config.enable_sleep_mode or config.model_config.enable_cumem_allocator
         ),
-        "was not tested with a quantized KV cache: leave --kv-cache-dtype at auto": (
-            config.cache_config.cache_dtype != "auto"
+        "was not tested with a quantized KV cache: leave --kv-cache-dtype out, or give the model's own type (bfloat16 "
+        "or float16) if its checkpoint quantizes the cache": (
+            config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16")
         ),
         "does not support cascade attention: leave --no-disable-cascade-attn out": (
             not config.model_config.disable_cascade_attn  # it takes each reference to a block for a request's
