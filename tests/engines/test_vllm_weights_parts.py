@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import Daemon, until
+from tests.support.sizes import MIB
 
 import membroker
 from membroker import InvalidRequest
@@ -265,6 +266,22 @@ def test_an_engine_takes_no_memory_for_weights_while_another_one_loads(
     assert (files.loads, len(built), len(models)) == (1, 3, 3)
     assert segments(daemon) == [("sealed", 3)]
     assert all(torch.equal(models[0].wide, one.wide) for one in models)
+
+
+def test_an_engine_says_that_it_waits_for_memory(
+    daemon: Daemon, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another model has nearly all of it. The engine has said nothing else yet, and would seem to hang."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    models: list[Any] = []
+    with membroker.connect(daemon.endpoint("blue")) as blue:
+        most = blue.capacities["device"]
+        with blue.register_model("owner").allocate(most - 2 * MIB):  # a page is left, for the claim
+            thread = threading.Thread(target=lambda: models.append(start(wait=50.0)))
+            thread.start()
+            until(lambda: re.search(r"waits up to \d+ s for the broker to lend", caplog.text))
+    thread.join(60)
+    assert models
 
 
 def wider() -> Any:

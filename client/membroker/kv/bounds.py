@@ -109,13 +109,13 @@ class Bounds:
             )
 
 
-def say_wait(needed: int, model: Model, log: logging.Logger) -> None:
-    """Say that the start waits for `needed` bytes, if the broker cannot lend them now."""
+def say_wait(needed: int, model: Model, log: logging.Logger, seconds: float = START_SECONDS) -> None:
+    """Say that the start waits `seconds` for `needed` bytes, if the broker cannot lend them now."""
     if needed > (free := model.available().now_bytes):
         log.warning(
             "membroker: waits up to %.0f s for the broker to lend %s, which the start needs: %s are free for model %r. "
             "`membroker status` says what has the rest",
-            START_SECONDS,
+            seconds,
             format_size(needed),
             format_size(free),
             model.name,

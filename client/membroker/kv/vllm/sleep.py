@@ -15,6 +15,7 @@ from ...adapters.torch import device_of
 from ...client import Client, connect
 from ...errors import InvalidRequest
 from ...pool.pool import VirtualMemoryPool
+from ..bounds import say_wait
 from ..weights import move_to_pool
 from .settings import BORROWED, endpoint_of, settings_in
 
@@ -72,6 +73,7 @@ class Weights:
             wanted = [one for one in module.parameters() if one.device == device]
             if not wanted:
                 raise InvalidRequest(f"this engine has no weights on {device}, whose memory the broker lends")
+            say_wait(sum(one.nbytes for one in wanted), model, logger, LEND_SECONDS)
             self.pool = move_to_pool(wanted, model, wait=LEND_SECONDS)
             undo.pop_all()
         self._client = client

@@ -33,6 +33,7 @@ from ...errors import InvalidRequest, MembrokerError, SegmentExists, SegmentNotF
 from ...safetensors import TensorIndex
 from ...segment import Segment
 from ...vmm.sizes import format_size
+from ..bounds import say_wait
 from . import seams
 from .identity import book_name, digest_of, pinned
 from .settings import check_shareable, endpoint_of, weight_settings_of
@@ -177,6 +178,7 @@ class _Shared:
         return None
 
     def _create(self, size: int) -> Segment:
+        say_wait(size, self._model, logger, self._left())
         while True:
             with suppress(SegmentExists):
                 return self._model.create_segment(_own(self.name), size, wait=self._left())
