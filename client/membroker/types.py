@@ -221,7 +221,8 @@ class Available:
 
     `now_bytes` is the most that one request could have got: the smallest of what the model's limit, the tenant's
     limit, the capacity and the device left, without what is kept for guarantees of others. `limit_bytes` is the model's
-    limit, or None if only the others apply. `guarantee_bytes` is what the model can be charged at any time.
+    limit, and `tenant_limit_bytes` that of all models of its tenant together; each is None if only the others apply.
+    `guarantee_bytes` is what the model can be charged at any time.
 
     `share_bytes` is what the model could have if it wanted as much as there is: the capacity is divided by weight among
     the models that hold or wait for memory, and only sessions that answer recalls are asked for what they have beyond
@@ -233,6 +234,7 @@ class Available:
     guarantee_bytes: int = 0
     obtainable_bytes: int = 0
     share_bytes: int = 0
+    tenant_limit_bytes: int | None = None
 
 
 @renamed("used")

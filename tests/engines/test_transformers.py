@@ -165,8 +165,12 @@ def test_a_request_that_can_never_run_is_refused(roomy: Daemon, model: Any, expe
         assert answer(manager, "one") == expected["one"]
     with serving(roomy.endpoint(), model, "large", limit="64MiB") as manager:
         assert len(tokens_of(manager.generate_batch(long))[0]) == 8
-    with running({"capacity": "32MiB"}) as daemon, serving(daemon.endpoint(), model, "any") as manager:
-        with pytest.raises(InvalidRequest, match="3008 tokens"):
+    for limits in ({"capacity": "32MiB"}, {"tenants": {"red": {"limit": "32MiB"}}}):
+        with (
+            running(limits) as daemon,
+            serving(daemon.endpoint(), model, "any") as manager,
+            pytest.raises(InvalidRequest, match="3008 tokens"),
+        ):
             manager.generate_batch(long)
         manager.stop()
         with pytest.raises(InvalidRequest, match="start the manager"):

@@ -26,9 +26,10 @@ def test_each_level_is_told_when_it_is_the_tightest(transport: str) -> None:
         blue.connect(daemon, "blue", transport)
         red.do("small, large = client.register_model('small', limit='12MiB'), client.register_model('large')")
         blue.do("other = client.register_model('other')")
-        assert red.ask("[small.available().now_bytes, small.available().limit_bytes]") == [12 * MIB, 12 * MIB]
-        assert red.ask("[large.available().now_bytes, large.available().limit_bytes]") == [48 * MIB, None]
-        assert blue.ask("[other.available().now_bytes, other.available().limit_bytes]") == [64 * MIB, None]
+        levels = "(lambda one: [one.now_bytes, one.limit_bytes, one.tenant_limit_bytes])({}.available())".format
+        assert red.ask(levels("small")) == [12 * MIB, 12 * MIB, 48 * MIB]
+        assert red.ask(levels("large")) == [48 * MIB, None, 48 * MIB]
+        assert blue.ask(levels("other")) == [64 * MIB, None, None]
 
         red.do("held = large.allocate('40MiB')")
         assert red.ask("[small.available().now_bytes, large.available('device').now_bytes]") == [8 * MIB, 8 * MIB]

@@ -85,8 +85,8 @@ class Bounds:
         model's name beside its cache, such as weights.
         """
         name, available = model.name, model.available()
-        most = client.capacities["device"]
-        limit = (most if available.limit_bytes is None else min(most, available.limit_bytes)) - besides
+        limits = client.capacities["device"], available.limit_bytes, available.tenant_limit_bytes
+        limit = min(one for one in limits if one is not None) - besides
         if self.ceiling is not None:
             limit = min(limit, bytes_of("ceiling", self.ceiling))
         may_borrow = f"{name!r} may borrow {max(0, limit)}" + f" beside {besides} for other memory" * bool(besides)

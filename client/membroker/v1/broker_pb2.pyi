@@ -440,6 +440,7 @@ class Available(google.protobuf.message.Message):
     GUARANTEE_BYTES_FIELD_NUMBER: builtins.int
     LIMIT_BYTES_FIELD_NUMBER: builtins.int
     SHARE_BYTES_FIELD_NUMBER: builtins.int
+    TENANT_LIMIT_BYTES_FIELD_NUMBER: builtins.int
     now_bytes: builtins.int
     """What one request could borrow now: the smallest of what the model's limit, the tenant's limit, the capacity (without
     what is kept for guarantees of others) and the device leave, rounded down to the granularity. 0 while the device is
@@ -455,6 +456,8 @@ class Available(google.protobuf.message.Message):
     """What the model could have now, if it wanted as much as there is: its part of the capacity, divided by weight among
     all models by what they have and wait for.
     """
+    tenant_limit_bytes: builtins.int
+    """The tenant's limit in force, for all its models together. Absent if only the capacity applies."""
     def __init__(
         self,
         *,
@@ -463,10 +466,14 @@ class Available(google.protobuf.message.Message):
         guarantee_bytes: builtins.int = ...,
         limit_bytes: builtins.int | None = ...,
         share_bytes: builtins.int = ...,
+        tenant_limit_bytes: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "limit_bytes", b"limit_bytes"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes", "now_bytes", b"now_bytes", "obtainable_bytes", b"obtainable_bytes", "share_bytes", b"share_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "_tenant_limit_bytes", b"_tenant_limit_bytes", "limit_bytes", b"limit_bytes", "tenant_limit_bytes", b"tenant_limit_bytes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "_tenant_limit_bytes", b"_tenant_limit_bytes", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes", "now_bytes", b"now_bytes", "obtainable_bytes", b"obtainable_bytes", "share_bytes", b"share_bytes", "tenant_limit_bytes", b"tenant_limit_bytes"]) -> None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_limit_bytes", b"_limit_bytes"]) -> typing.Literal["limit_bytes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_tenant_limit_bytes", b"_tenant_limit_bytes"]) -> typing.Literal["tenant_limit_bytes"] | None: ...
 
 global___Available = Available
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import membroker.kv.vllm
-from membroker import InvalidRequest
+from membroker import Available, InvalidRequest
 from membroker.kv.vllm.settings import (
     UNI,
     Settings,
@@ -59,6 +59,7 @@ def test_the_settings_of_one_connector_of_several_are_found() -> None:
     assert settings_in(None) == Settings()
 
 
+@pytest.mark.parametrize("limits", [(12, None), (None, 12), (13, 12)], ids=["model", "tenant", "both"])
 @pytest.mark.parametrize(
     ("bounds", "besides", "said"),
     [
@@ -72,15 +73,18 @@ def test_the_settings_of_one_connector_of_several_are_found() -> None:
     ],
 )
 def test_bounds_that_the_limits_rule_out(
-    bounds: dict[str, Any], besides: int, said: str | None, caplog: pytest.LogCaptureFixture
+    bounds: dict[str, Any],
+    besides: int,
+    said: str | None,
+    limits: tuple[int | None, int | None],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The broker has 16 bytes, and lends 12 of them to this model. The longest request needs 8.
+    """The broker has 16 bytes, and lends 12 of them to this model or its tenant. The longest request needs 8.
 
     These are guaranteed, if the model's weights do not use some of them.
     """
-    model: Any = SimpleNamespace(
-        name="chat", available=lambda: SimpleNamespace(limit_bytes=12, guarantee_bytes=8, now_bytes=0)
-    )
+    available = Available(now_bytes=0, limit_bytes=limits[0], guarantee_bytes=8, tenant_limit_bytes=limits[1])
+    model: Any = SimpleNamespace(name="chat", available=lambda: available)
     client: Any = SimpleNamespace(capacities={"device": 16})
     with nullcontext() if said is None else pytest.raises(InvalidRequest, match=said):
         settings_of(bounds).check_fits(8, 32, client, model, "--max-model-len", logging.getLogger(), besides=besides)

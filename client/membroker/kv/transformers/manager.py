@@ -226,7 +226,8 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
         if isinstance(lender, Model):
             capacities = lender._session.welcome.capacities
             limits += [one.limit_bytes for one in capacities if location_name(one.location) == "device"]
-            limits += [one for one in (lender.available().limit_bytes,) if one is not None]
+            available = lender.available()
+            limits += [one for one in (available.limit_bytes, available.tenant_limit_bytes) if one is not None]
         most = min(limits, default=layout.bytes_of(0) * layout.groups)
         first = {group for block in store.always for group in layout.touched(block)}
         order = [*first, *(group for group in range(layout.groups) if group not in first)]
