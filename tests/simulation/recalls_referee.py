@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tests.simulation import recallable_sums
 from tests.simulation.once import once_a_step
 from tests.simulation.shares import SLACK, divide
 
@@ -360,6 +361,7 @@ class RecallsReferee:
         if ends:
             assert broker.deadline is not None
             assert broker.deadline <= min(ends), "the core is not told the time when it is late"
+        recallable_sums.check(broker, self)
         self._judge_firm()
         for where in broker.books.rules.capacities:
             self._judge_questions(event, step, where, [one for one in self._new if one[0][2] == where])
@@ -537,7 +539,7 @@ class RecallsReferee:
         """Every recall has ended."""
         assert not self.asked
         assert not self.away
-        assert not self._world.broker.books.recallable.recalls
+        recallable_sums.check_nothing_is_left(self._world.broker)
 
     def report(self) -> str:
         """Return what happened, in a line."""

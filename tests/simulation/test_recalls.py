@@ -11,6 +11,7 @@ from tests.simulation.recalling import is_deaf
 from tests.simulation.world import World, is_crowded
 
 from membrokerd.core.admission import Admission
+from membrokerd.core.books import Books
 from membrokerd.core.recallable import Borrower, Recallable
 from membrokerd.core.recalls import Recalls
 from membrokerd.core.schedule import Schedule, Waiter
@@ -90,6 +91,33 @@ def _silence_is_forgiven_on_return(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _late_sessions_borrow_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recallable, "is_late", lambda *_: False)
+
+
+def _debits_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Books.record
+
+    def forget(self: Any, fact: Any) -> None:
+        possible, self.recallable.is_possible = self.recallable.is_possible, False
+        record(self, fact)
+        self.recallable.is_possible = self.recallable.is_possible or possible
+
+    monkeypatch.setattr(Books, "record", forget)
+
+
+def _credits_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recallable, "credited", Recallable.bound_kept)
+
+
+def _what_is_kept_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = Recallable.count
+    monkeypatch.setattr(Recallable, "count", lambda self, one: None if one in self.kept else count(self, one))
+
+
+def _a_lost_connection_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = Recallable.session_moved
+    monkeypatch.setattr(
+        Recallable, "session_moved", lambda self, row: None if row.state == "detached" else moved(self, row)
+    )
 
 
 # --- what is kept ---
@@ -406,6 +434,10 @@ FAULTS: tuple[Fault, ...] = (
     _an_answer_ends_nothing,
     _silence_is_forgiven_on_return,
     _late_sessions_borrow_on,
+    _debits_are_not_counted,
+    _credits_are_not_counted,
+    _what_is_kept_is_not_counted,
+    _a_lost_connection_is_not_counted,
     _kept_for_ever,
     _nothing_is_kept,
     _more_is_kept_than_there_is,

@@ -17,7 +17,7 @@ from .admission import Admission
 from .denied import Denied, Reason, deny
 from .ledger import replay
 from .names import Location, ModelName
-from .recallable import Recallable
+from .recallable import Borrower, Recallable
 
 COUNTER_BITS = 40
 """The low bits of an id are a counter; those above it are the epoch."""
@@ -73,6 +73,8 @@ class Books:
         self.ledger.apply(fact)
         if (follow := _FOLLOWED.get(type(fact))) is not None:
             follow(self, fact)
+        elif self.recallable.is_possible and type(fact) is ft.Debited:
+            self.recallable.count(Borrower(fact.session, fact.name, fact.location))
         self._facts.append(fact)
 
     def take_ids(self, count: int) -> range:
@@ -108,6 +110,6 @@ _FOLLOWED: dict[type, Callable[[Books, Any], None]] = {
     ft.ModelEnded: lambda books, fact: books.admission.refresh_model(fact.name),
     ft.ModelLeft: lambda books, fact: books.recallable.leave(fact.session, fact.name),
     ft.SessionMoved: lambda books, fact: books.recallable.session_moved(books.ledger.sessions[fact.session]),
-    ft.Credited: lambda books, fact: books.recallable.bound_kept(fact.session),
+    ft.Credited: lambda books, fact: books.recallable.credited(fact.session),
 }
 """What the sums beside the ledger make of a fact, once the ledger has it."""

@@ -1,11 +1,12 @@
 """Which lent bytes can be recalled: those in extents of a session that answers recalls of their model.
 
-Owns what each session answers for, the recall that it has not answered, and what it keeps. Must never ask for anything
-itself: `recalls` does.
+Owns what each session answers for, the recall that it has not answered, what it keeps, and the sums of all that. Must
+never ask for anything itself: `recalls` does.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -42,8 +43,24 @@ class Recall:
     late: bool = False
 
 
+class Counted(NamedTuple):
+    """What the sums have of one borrower: the bytes that can be recalled, and its recall."""
+
+    size: int = 0
+    left: int = 0
+    late: bool = False
+    wanted_by: ModelName | None = None
+
+
+_NOTHING = Counted()
+
+
 class Recallable:
-    """What can be recalled of one ledger."""
+    """What can be recalled of one ledger.
+
+    A tenant may have thousands of borrowers, so no question adds them up: `count` brings the sums up to date after each
+    change of what a borrower has, is asked for or keeps.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -56,6 +73,14 @@ class Recallable:
         """What a borrower did not release when it answered: bytes, and until when it is not asked for them."""
         self.revision = 0
         """Changes with everything that can change what is recallable, but for a debit or a credit."""
+        self._counted: dict[int, dict[Borrower, Counted]] = {}
+        """By session: its borrowers that are in a sum, have a recall or keep something. No entry is empty."""
+        self._bytes: Counter[object] = Counter()
+        """What can be recalled: by model and location, by tenant and location, by location."""
+        self._coming: Counter[object] = Counter()
+        """What recalls that are not late will bring: by model and location, by location, by the model that wants it."""
+        self._late: Counter[object] = Counter()
+        """What late recalls have not brought: by model and location."""
 
     def changed(self) -> None:
         """Note that a recall, what is kept, or the state of a session has changed."""
@@ -73,23 +98,34 @@ class Recallable:
         if not sessions:
             del self._answering[name]
         self.is_possible = bool(self._answering)
+        for location in self._ledger.totals:
+            self.count(Borrower(session, name, location))
         self.changed()
 
     def leave(self, session: int, name: ModelName) -> None:
         """Forget a session's part of a model: it has left the model, or ends."""
         if session in self._answering.get(name, ()):
             self.set_answers(session, name, answers=False)
-        self.recalls = {one: recall for one, recall in self.recalls.items() if one[:2] != (session, name)}
-        self.kept = {one: kept for one, kept in self.kept.items() if one[:2] != (session, name)}
+        for one in self.of_session(session):
+            if one.name == name:
+                self._forget(one)
 
     def session_moved(self, row: SessionRow) -> None:
         """Note that a session has lost its connection, is resumed, or ends."""
         if row.state not in ("open", "detached"):
             for name in [name for name, sessions in self._answering.items() if row.session in sessions]:
                 self.set_answers(row.session, name, answers=False)
-            self.recalls = {one: recall for one, recall in self.recalls.items() if one.session != row.session}
-            self.kept = {one: kept for one, kept in self.kept.items() if one.session != row.session}
+            for one in self.of_session(row.session):
+                self._forget(one)
+        elif self.is_possible:
+            for one in {*self.of_session(row.session), *(Borrower(row.session, *key) for key in row.charges)}:
+                self.count(one)
         self.changed()
+
+    def _forget(self, one: Borrower) -> None:
+        self.recalls.pop(one, None)
+        self.kept.pop(one, None)
+        self.count(one)
 
     def answers(self, session: int | None, name: ModelName) -> bool:
         """Say whether a session that is connected answers recalls of a model."""
@@ -108,9 +144,50 @@ class Recallable:
 
     def bound_kept(self, session: int) -> None:
         """Let a session keep no more than it has."""
-        for one, (size, until) in self.kept.items():
-            if one.session == session:
+        for one in self._counted.get(session, ()):
+            if one in self.kept:
+                size, until = self.kept[one]
                 self.kept[one] = min(size, self._extents_of(one)), until
+
+    def credited(self, session: int) -> None:
+        """Note that extents of a session were credited."""
+        if session in self._counted:
+            self.bound_kept(session)
+            for one, counted in list(self._counted[session].items()):
+                if one in self.kept or self._extents_of(one) != counted.size:
+                    self.count(one)
+
+    # --- the sums ---
+
+    def of_session(self, session: int) -> list[Borrower]:
+        """Return the borrowers of a session that have something to recall, a recall, or something that they keep."""
+        return sorted(self._counted.get(session, ()))
+
+    def count(self, one: Borrower) -> None:
+        """Bring the sums up to date: what a borrower has, is asked for or keeps has changed, or whether it answers."""
+        counted = self._counted.setdefault(one.session, {})
+        before, after = counted.pop(one, _NOTHING), self._count(one)
+        if after != _NOTHING or one in self.recalls or one in self.kept:
+            counted[one] = after
+        elif not counted:
+            del self._counted[one.session]
+        if before != after:
+            self._sum(one, before, -1)
+            self._sum(one, after, 1)
+
+    def _count(self, one: Borrower) -> Counted:
+        size = self.bytes_of(one) if self.answers(one.session, one.name) else 0
+        recall = self.recalls.get(one)
+        return Counted(size, recall.left, recall.late, recall.wanted_by) if recall else Counted(size)
+
+    def _sum(self, one: Borrower, counted: Counted, sign: int) -> None:
+        _, name, location = one
+        if counted.size:
+            _add(self._bytes, sign * counted.size, (name, location), (name.tenant, location), location)
+        if counted.late:
+            _add(self._late, sign * counted.left, (name, location))
+        elif counted.left:
+            _add(self._coming, sign * counted.left, (name, location), location, counted.wanted_by)
 
     # --- how much ---
 
@@ -142,25 +219,21 @@ class Recallable:
         is_early = now - recall.since <= recall.deadline - now
         return max(0, self.bytes_of(one) - recall.left) if is_early else 0
 
-    def able(self, location: Location, now: int) -> list[ModelName]:
-        """Return the models of which a session can be asked for something now."""
-        return [
-            name for name in self._answering if any(self.more_of(one, now) for one in self.borrowers(name, location))
-        ]
+    def is_able(self, name: ModelName, location: Location, now: int) -> bool:
+        """Say whether a session of a model can be asked for something now."""
+        return any(self.more_of(one, now) for one in self.borrowers(name, location))
 
     def of_model(self, name: ModelName, location: Location) -> int:
         """Return the bytes of a model that can be recalled."""
-        if name not in self._answering:
-            return 0
-        return sum(map(self.bytes_of, self.borrowers(name, location)))
+        return self._bytes.get((name, location), 0)
 
     def of_tenant(self, tenant: str, location: Location) -> int:
         """Return the bytes of a tenant's models that can be recalled."""
-        return sum(self.of_model(name, location) for name in self._answering if name.tenant == tenant)
+        return self._bytes.get((tenant, location), 0)
 
     def total(self, location: Location) -> int:
         """Return the bytes at a location that can be recalled."""
-        return sum(self.of_model(name, location) for name in self._answering)
+        return self._bytes.get(location, 0)
 
     def asked_of(self, session: int, name: ModelName, location: Location) -> int:
         """Return the bytes that a session is asked for and has neither released nor answered for."""
@@ -174,12 +247,19 @@ class Recallable:
 
     def asked_of_model(self, name: ModelName, location: Location, *, late: bool = False) -> int:
         """Return what the sessions of a model are asked for and have not released: in time, or `late`."""
-        return sum(
-            recall.left
-            for one, recall in self.recalls.items()
-            if one.name == name and one.location == location and recall.late == late
-        )
+        return (self._late if late else self._coming).get((name, location), 0)
 
     def coming(self, location: Location) -> int:
         """Return what the recalls at a location that are not late will bring."""
-        return sum(recall.left for one, recall in self.recalls.items() if one.location == location and not recall.late)
+        return self._coming.get(location, 0)
+
+    def is_coming_for(self, name: ModelName) -> bool:
+        """Say whether a recall that is not late will bring something that a model wants."""
+        return name in self._coming
+
+
+def _add(sums: Counter[object], change: int, *keys: object) -> None:
+    for key in keys:
+        sums[key] += change
+        if not sums[key]:
+            del sums[key]

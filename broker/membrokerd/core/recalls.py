@@ -55,6 +55,7 @@ class Recalls:
             else:
                 recall.size += part
                 recall.left += part
+            state.count(one)
             self._say(one, recall, recall.size, recall.deadline - now)
             self._set_deadline()
             left -= part
@@ -73,15 +74,18 @@ class Recalls:
 
     def released(self, session: int, loans: Iterable[Loan], now: int) -> None:
         """Count extents that a session has released. A recall ends with its last byte, unless it is late."""
-        recalls = self._state.recalls
+        recalls, changed = self._state.recalls, dict[Borrower, None]()
         for loan in loans:
             one = Borrower(session, loan.name, loan.location)
             recall = recalls.get(one)
             if recall is not None:
+                changed[one] = None
                 recall.left = max(0, recall.left - loan.extent_bytes)
                 if not recall.left and not recall.late:
                     del recalls[one]
                     self._report(one, recall, "returned", now)
+        for one in changed:
+            self._state.count(one)
         self._set_deadline()
 
     def answer(self, event: ev.AnswerRecall, now: int) -> None:
@@ -89,12 +93,13 @@ class Recalls:
 
         A raise that the session had not heard when it answered is taken back: it has not said that it keeps that.
         """
-        for one, recall in self._state.recalls.items():
-            if (one.session, recall.number) == (event.session, event.recall):
+        recalls = self._state.recalls
+        for one in self._state.of_session(event.session):
+            if one in recalls and recalls[one].number == event.recall:
+                recall = recalls.pop(one)
                 break
         else:
             return
-        del self._state.recalls[one]
         if (unheard := recall.size - max(recall.first, event.size)) > 0:
             recall.size -= unheard
             recall.left = max(0, recall.left - unheard)
@@ -105,6 +110,7 @@ class Recalls:
             more = max(before, recall.left) if recall.left == recall.size else recall.left
             self._state.kept[one] = before + more, now + KEPT_NS
             self._state.bound_kept(event.session)
+        self._state.count(one)
         if not recall.late:
             self._report(one, recall, "kept" if recall.left else "returned", now)
         self._set_deadline()
@@ -121,12 +127,14 @@ class Recalls:
         for one, (_, until) in list(state.kept.items()):
             if until <= now:
                 del state.kept[one]
+                state.count(one)
                 self._books.limits_changed = True
         for one, recall in state.recalls.items():
             if recall.deadline <= now:
                 if not recall.late:
                     self._report(one, recall, "late", now)
                 recall.late, recall.deadline = True, now + self._books.rules.recall_ns
+                state.count(one)
                 self._say(one, recall, recall.left, self._books.rules.recall_ns)
         self._set_deadline()
 
@@ -139,16 +147,19 @@ class Recalls:
     def set_answers(self, session: int, name: ModelName, answers: bool, now: int) -> None:
         """Note whether a session answers recalls of a model. One that does not any more keeps all it is asked for."""
         if not answers:
-            for one, recall in list(self._state.recalls.items()):
-                if one[:2] == (session, name):
+            for one in self._state.of_session(session):
+                recall = self._state.recalls.get(one)
+                if recall is not None and one.name == name:
                     self.answer(ev.AnswerRecall(session, recall.number, recall.size), now)
         self._state.set_answers(session, name, answers)
 
     def detached(self, session: int) -> None:
         """Put aside the recalls of a session that has lost its connection, except those that are late."""
-        for one, recall in list(self._state.recalls.items()):
-            if one.session == session and not recall.late:
-                self._away[one] = self._state.recalls.pop(one)
+        recalls = self._state.recalls
+        for one in self._state.of_session(session):
+            if one in recalls and not recalls[one].late:
+                self._away[one] = recalls.pop(one)
+                self._state.count(one)
         self._set_deadline()
 
     def resumed(self, session: int, answering: frozenset[ModelName], gone: Iterable[Loan], now: int) -> None:
@@ -158,13 +169,15 @@ class Recalls:
         that does not answer any more keeps what it is asked for.
         """
         state = self._state
-        mine = [one for one in self._away if one.session == session]
-        state.recalls |= {one: self._away.pop(one) for one in mine}
+        for one in [one for one in self._away if one.session == session]:
+            state.recalls[one] = self._away.pop(one)
+            state.count(one)
         self.released(session, gone, now)
         for name in self._books.ledger.sessions[session].models:
             state.set_answers(session, name, name in answering)
-        for one, recall in list(state.recalls.items()):
-            if one.session != session:
+        for one in state.of_session(session):
+            recall = state.recalls.get(one)
+            if recall is None:
                 continue
             if recall.late:
                 self._say(one, recall, recall.left, self._books.rules.recall_ns)

@@ -100,10 +100,9 @@ class Schedule:
 
     def elapsed(self, now: int) -> None:
         """End the holds that are over. While a recall for its model is open, a hold goes on: what comes is for that."""
-        asking = {recall.wanted_by for recall in self._books.recallable.recalls.values() if not recall.late}
         for key, hold in list(self._holds.items()):
             if hold.until <= now:
-                if key[0] in asking:
+                if self._books.recallable.is_coming_for(key[0]):
                     self._holds[key] = hold._replace(until=now + HOLD_NS)
                 else:
                     del self._holds[key]
@@ -282,9 +281,10 @@ class Schedule:
 
     def _excess(self, location: Location, shares: Mapping[ModelName, int], now: int) -> list[tuple[int, ModelName]]:
         """Return what models have above their shares, the most first: those that can be asked for some of it now."""
-        able = self._books.recallable.able(location, now)
-        excess = [(self._not_asked(name, location) - shares.get(name, 0), name) for name in able]
-        return sorted([one for one in excess if one[0] > 0], key=lambda one: (-one[0], one[1]))
+        models, is_able = self._books.ledger.models, self._books.recallable.is_able
+        excess = [(self._not_asked(name, location) - shares.get(name, 0), name) for name in models]
+        found = [one for one in excess if one[0] > 0 and is_able(one[1], location, now)]
+        return sorted(found, key=lambda one: (-one[0], one[1]))
 
     def _short(self, location: Location, waiting: Iterable[Waiter], shares: Mapping[ModelName, int]) -> int:
         """Return how many bytes are neither free nor recalled already of what requests, and the holds, want."""
