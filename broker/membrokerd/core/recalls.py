@@ -7,6 +7,7 @@ A lost connection is no answer: the time goes on.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
 
 from . import effects as fx
@@ -26,8 +27,11 @@ class Recalls:
     def __init__(self, books: Books) -> None:
         self._books = books
         self._state = books.recallable
-        self._away: dict[Borrower, Recall] = {}
+        self._away: dict[int, dict[Borrower, Recall]] = {}
         """Recalls that are not late, of sessions that have lost their connection. Nothing is expected of them."""
+        self._ends: list[tuple[int, Borrower]] = []
+        """When each recall is late or asked again, and when what is kept is not any more: a heap. What has ended before
+        that stays in it until then, or until it comes first."""
         self.deadline: int | None = None
         """When `elapsed` has something to do, in nanoseconds."""
 
@@ -52,23 +56,30 @@ class Recalls:
             if recall is None:
                 number, deadline = self._books.take_ids(1)[0], now + self._books.rules.recall_ns
                 state.recalls[one] = recall = Recall(number, part, part, part, now, deadline, wanted_by)
+                heapq.heappush(self._ends, (deadline, one))
             else:
                 recall.size += part
                 recall.left += part
             state.count(one)
             self._say(one, recall, recall.size, recall.deadline - now)
-            self._set_deadline()
             left -= part
+        if left < size:
+            self._set_deadline()
         return size - left
 
     def _say(self, one: Borrower, recall: Recall, size: int, within: int) -> None:
         self._books.emit(fx.Recall(one.session, recall.number, one.name, one.location, size, within))
 
     def _set_deadline(self) -> None:
-        state = self._state
-        ends = [recall.deadline for recalls in (state.recalls, self._away) for recall in recalls.values()]
-        self.deadline = min([*ends, *(until for _, until in state.kept.values())], default=None)
-        state.changed()
+        while self._ends and not self._is_end(*self._ends[0]):
+            heapq.heappop(self._ends)
+        self.deadline = self._ends[0][0] if self._ends else None
+        self._state.changed()
+
+    def _is_end(self, at: int, one: Borrower) -> bool:
+        """Say whether a recall of a borrower, or what it keeps, ends at this time."""
+        recall = self._state.recalls.get(one) or self._away.get(one.session, {}).get(one)
+        return (recall is not None and recall.deadline == at) or self._state.kept.get(one, (0, 0))[1] == at
 
     # --- what comes back ---
 
@@ -109,6 +120,7 @@ class Recalls:
             # Nothing came back: twice as much each time, so that one that keeps all is not asked for every extent.
             more = max(before, recall.left) if recall.left == recall.size else recall.left
             self._state.kept[one] = before + more, now + KEPT_NS
+            heapq.heappush(self._ends, (now + KEPT_NS, one))
             self._state.bound_kept(event.session)
         self._state.count(one)
         if not recall.late:
@@ -119,24 +131,30 @@ class Recalls:
         """Note which recalls are late, ask those sessions again, and end what is kept."""
         if self.deadline is None or self.deadline > now:
             return
-        state, sessions = self._state, self._books.ledger.sessions
-        for one in [one for one, recall in self._away.items() if recall.deadline <= now]:
-            recall, row = self._away.pop(one), sessions.get(one.session)
+        while self._ends and self._ends[0][0] <= now:
+            self._end(heapq.heappop(self._ends)[1], now)
+        self._set_deadline()
+
+    def _end(self, one: Borrower, now: int) -> None:
+        """Do what is due for a borrower, if anything is."""
+        state, away = self._state, self._away.get(one.session, {})
+        if one in away and away[one].deadline <= now:
+            recall, row = away.pop(one), self._books.ledger.sessions.get(one.session)
+            if not away:
+                del self._away[one.session]
             if row is not None and row.state == "detached":  # else it has ended meanwhile
                 state.recalls[one] = recall
-        for one, (_, until) in list(state.kept.items()):
-            if until <= now:
-                del state.kept[one]
-                state.count(one)
-                self._books.limits_changed = True
-        for one, recall in state.recalls.items():
-            if recall.deadline <= now:
-                if not recall.late:
-                    self._report(one, recall, "late", now)
-                recall.late, recall.deadline = True, now + self._books.rules.recall_ns
-                state.count(one)
-                self._say(one, recall, recall.left, self._books.rules.recall_ns)
-        self._set_deadline()
+        if one in state.kept and state.kept[one][1] <= now:
+            del state.kept[one]
+            self._books.limits_changed = True
+        if one in state.recalls and state.recalls[one].deadline <= now:
+            recall = state.recalls[one]
+            if not recall.late:
+                self._report(one, recall, "late", now)
+            recall.late, recall.deadline = True, now + self._books.rules.recall_ns
+            heapq.heappush(self._ends, (recall.deadline, one))
+            self._say(one, recall, recall.left, self._books.rules.recall_ns)
+        state.count(one)
 
     def _report(self, one: Borrower, recall: Recall, result: fx.RecallResult, now: int) -> None:
         told = recall.size, recall.size - recall.left, now - recall.since, result, recall.wanted_by
@@ -158,7 +176,7 @@ class Recalls:
         recalls = self._state.recalls
         for one in self._state.of_session(session):
             if one in recalls and not recalls[one].late:
-                self._away[one] = recalls.pop(one)
+                self._away.setdefault(session, {})[one] = recalls.pop(one)
                 self._state.count(one)
         self._set_deadline()
 
@@ -169,8 +187,9 @@ class Recalls:
         that does not answer any more keeps what it is asked for.
         """
         state = self._state
-        for one in [one for one in self._away if one.session == session]:
-            state.recalls[one] = self._away.pop(one)
+        back = self._away.pop(session, {})
+        state.recalls |= back
+        for one in back:
             state.count(one)
         self.released(session, gone, now)
         for name in self._books.ledger.sessions[session].models:
