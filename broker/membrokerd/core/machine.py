@@ -20,7 +20,7 @@ from .denied import Denied, Reason, deny
 from .lending import Lending
 from .models import Models
 from .names import ModelName
-from .recalls import Recalls
+from .recalls import MOST_AT_ONCE, Recalls
 from .schedule import Schedule
 from .segments import Segments
 from .sessions import Sessions
@@ -30,6 +30,8 @@ from .waiting import Waiting
 _REQUESTS = (ev.Request, ev.DeleteSegment)
 _RELEASES = (ev.Goodbye, ev.Release, ev.DetachSegment, ev.DeleteSegment)
 """Requests that are taken while the daemon stops."""
+_OUTCOMES = (ev.Made, ev.NotMade)
+"""Events that may come inside the step that has led to them."""
 
 
 class Broker:
@@ -95,6 +97,8 @@ class Broker:
         step = books.begin_step()
         if self.segments.attaches.deadline is not None:
             self.segments.attaches.begin_step()
+        if not isinstance(event, _OUTCOMES):
+            self.recalls.room = MOST_AT_ONCE
         if waiting.busy:
             waiting.begin_step(event)
             self.schedule.elapsed(now)
@@ -119,7 +123,7 @@ class Broker:
     @property
     def deadline(self) -> int | None:
         """When the core wants to hear `Elapsed`, in nanoseconds of CLOCK_BOOTTIME; None: not at all."""
-        if self.waiting.left_over:
+        if self.waiting.left_over or not self.recalls.room:
             return 0
         ends = (self.segments.attaches.deadline, self.waiting.deadline, self.recalls.deadline, self.schedule.deadline)
         return min((at for at in ends if at is not None), default=None)

@@ -19,6 +19,8 @@ from .rows import Loan
 
 KEPT_NS = 2_000_000_000
 """How long a borrower is not asked again for what it has kept."""
+MOST_AT_ONCE = 256
+"""How many sessions are asked in one step, and how many recalls end. The others follow in the next step, at once."""
 
 
 class Recalls:
@@ -34,6 +36,8 @@ class Recalls:
         that stays in it until then, or until it comes first."""
         self.deadline: int | None = None
         """When `elapsed` has something to do, in nanoseconds."""
+        self.room = MOST_AT_ONCE
+        """How many sessions may still be asked in this step. 0: some are left over for the next one, perhaps."""
 
     def ask(
         self,
@@ -50,8 +54,9 @@ class Recalls:
         state, left = self._state, size
         for more, one in sorted((-state.more_of(one, now), one) for one in state.borrowers(name, location)):
             part = min(left, -more)
-            if part <= 0:
+            if part <= 0 or not self.room:
                 break
+            self.room -= 1
             recall = state.recalls.get(one)
             if recall is None:
                 number, deadline = self._books.take_ids(1)[0], now + self._books.rules.recall_ns
@@ -128,10 +133,12 @@ class Recalls:
         self._set_deadline()
 
     def elapsed(self, now: int) -> None:
-        """Note which recalls are late, ask those sessions again, and end what is kept."""
+        """Note which recalls are late, ask those sessions again, and end what is kept: a portion of what is due."""
         if self.deadline is None or self.deadline > now:
             return
-        while self._ends and self._ends[0][0] <= now:
+        for _ in range(MOST_AT_ONCE):
+            if not self._ends or self._ends[0][0] > now:
+                break
             self._end(heapq.heappop(self._ends)[1], now)
         self._set_deadline()
 

@@ -109,6 +109,11 @@ class Schedule:
                     self.divide_again()
 
     @property
+    def is_left_over(self) -> bool:
+        """Whether this step has asked as many sessions as one step may. The next one asks the others, if it must."""
+        return not self._recalls.room
+
+    @property
     def has_holds(self) -> bool:
         """Whether a hold is in force."""
         return bool(self._holds)
@@ -268,7 +273,8 @@ class Schedule:
     def _recall(self, location: Location, waiting: Sequence[Waiter], waiters: Sequence[Waiter], now: int) -> None:
         """Ask the models that have more than their share for what these requests lack."""
         shares = self._shares(location, waiters)
-        if self._short(location, waiting, shares) <= 0 or not self._excess(location, shares, now):
+        lacking = self._short(location, waiting, shares) > 0 and self._excess(location, shares, now)
+        if not lacking or not self._recalls.room:
             return
         for name in {one.name for one in waiting}:
             self._hold(name, location, _wanted_by([one for one in waiting if one.name == name]), now)
@@ -339,6 +345,8 @@ class Schedule:
     def recall_above_limits(self, now: int) -> None:
         """Ask for what models and tenants have above their limits: a limit was lowered, or what was kept is not."""
         books = self._books
+        if self.is_left_over:
+            return
         books.limits_changed = False
         if not books.recallable.is_possible:
             return
@@ -353,6 +361,7 @@ class Schedule:
                 limit = policy.set_limit(books.ledger.quotas, books.rules, (name.tenant, None, location))
                 if limit is not None and above[name.tenant] > limit:
                     above[name.tenant] -= self._recalls.ask(name, location, above[name.tenant] - limit, now)
+        books.limits_changed = self.is_left_over
 
     def _not_asked(self, name: ModelName, location: Location) -> int:
         """Return what a model is charged and not asked for."""

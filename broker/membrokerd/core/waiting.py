@@ -346,8 +346,9 @@ class Waiting:
 
     def _state(self) -> object:
         """Return what changes with everything that can give a request its turn, but for the time."""
-        books = self._books
-        return books.ledger.revision, books.admission, books.recallable.revision, self._schedule.deadline
+        books, schedule = self._books, self._schedule
+        revisions = books.ledger.revision, books.admission, books.recallable.revision
+        return *revisions, schedule.deadline, schedule.is_left_over
 
     def share(self, name: ModelName, location: Location, session: int | None = None) -> tuple[int, int]:
         """Return what a model could have if it wanted as much as there is, and how much more than now that is.

@@ -128,3 +128,35 @@ def test_one_answer_costs_the_same_beside_many_open_recalls() -> None:
     few, many = lines
     asks = "Recalls.ask"  # another session of the same model is asked instead: the one that has the most
     assert _of_recalls(many, asks) <= _of_recalls(few, asks), (many - few).most_common(10)
+
+
+def test_many_sessions_are_asked_in_portions() -> None:
+    """A tenant wants 500 pages, each of another session: a step asks 256, and the next one, at once, the others.
+
+    Nobody answers. A second later all of these are late, and asked again, in portions as well.
+    """
+    crowd, portions = Crowd(64), []
+    asked = crowd.want(500)
+    while crowd.broker.deadline == 0:
+        portions.append(len(asked))
+        asked = [one for one in crowd.step(ev.Elapsed()) if isinstance(one, fx.Recall)]
+    assert [*portions, len(asked)] == [256, 244]
+    assert crowd.broker.deadline is not None
+    crowd.now, late = crowd.broker.recalls.deadline or 0, Counter[int]()
+    while (crowd.broker.deadline or 0) <= crowd.now:
+        effects = crowd.step(ev.Elapsed())
+        late.update(one.session for one in effects if isinstance(one, fx.Recalled))
+        assert sum(isinstance(one, fx.Recalled) for one in effects) <= 256
+        assert sum(isinstance(one, fx.Recall) for one in effects) <= 512
+    assert late.total() >= 500
+
+
+def test_a_limit_is_recalled_in_portions() -> None:
+    """An operator takes half of its memory from a tenant with a page in each of 600 parts: three steps ask for it."""
+    crowd = Crowd(64)
+    limit = ev.SetQuota(crowd.call(), "many", None, "device", 424 * GRANULE)
+    asked, portions = crowd.step(limit), []
+    while crowd.broker.deadline == 0:
+        portions.append(sum(isinstance(one, fx.Recall) for one in asked))
+        asked = crowd.step(ev.Elapsed())
+    assert [*portions, sum(isinstance(one, fx.Recall) for one in asked)] == [256, 256, 88]
