@@ -225,14 +225,14 @@ def _nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _owners_may_not_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept for a tenant is kept from the tenant, too."""
-    levels = Admission._levels
+    levels = Admission.levels
 
     def strict(self: Any, name: Any, location: Any, session: Any) -> Any:
         *lower, (*capacity, room) = levels(self, name, location, session)
         left = max(0, self._ledger.totals[location].free - self.reserved(location))
         return [*lower, (*capacity, min(room, left))]
 
-    monkeypatch.setattr(Admission, "_levels", strict)
+    monkeypatch.setattr(Admission, "levels", strict)
 
 
 def _the_dead_use_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def _without_guarantees(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _without_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Schedule, "_is_entitled", lambda *_: False)
+    monkeypatch.setattr(Schedule, "_within_share", lambda *_: -1)
 
 
 def _without_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,7 +186,7 @@ class Admission:
 
         `session` is the one that borrows extents; None: the bytes cannot be recalled, whichever session has them.
         """
-        for level in self._levels(name, location, session):
+        for level in self.levels(name, location, session):
             if size > level[-1]:
                 return over(level, name, location, size)
         return None
@@ -198,12 +198,12 @@ class Admission:
 
         `device_room` is what the device itself could hold besides; None: it cannot say.
         """
-        rooms = [room for *_, room in self._levels(name, location, session)]
+        rooms = [room for *_, room in self.levels(name, location, session)]
         if device_room is not None:
             rooms.append(device_room)
         return max(0, min(rooms)) // self._rules.granularity * self._rules.granularity
 
-    def _levels(self, name: ModelName, location: Location, session: int | None) -> list[Level]:
+    def levels(self, name: ModelName, location: Location, session: int | None) -> list[Level]:
         """Return each level that has a limit, the lowest first."""
         ledger, guarantees = self._ledger, self._guarantees[location]
         levels: list[Level] = []

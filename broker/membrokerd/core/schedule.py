@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from . import events as ev
 from . import policy
+from .admission import Level
 from .books import Books
 from .denied import Denied, Reason
 from .names import Location, ModelName
@@ -125,7 +126,7 @@ class Schedule:
         books = self._books
         waiters = [one for one in waiters if one.event.location == location]
         possible = books.recallable.is_possible
-        refusals: dict[tuple[ModelName, int, int | None], Denied | None] = {}
+        levels: dict[tuple[ModelName, int | None], list[Level]] = {}
         wanting, ready = [], set()
         for one in waiters:
             left = one.name not in books.ledger.sessions[one.event.session].models
@@ -133,15 +134,15 @@ class Schedule:
                 return one, False
             if one.met_full_device:
                 continue
-            key = (one.name, one.size, one.borrower if possible else None)
-            if key not in refusals:
-                refusals[key] = books.admission.admit(one.name, location, one.size, one.borrower)
-            denied = refusals[key]
-            if denied is None:
+            key = one.name, one.borrower
+            if key not in levels:
+                levels[key] = books.admission.levels(one.name, location, one.borrower)
+            refusing = [level[0] for level in levels[key] if one.size > level[-1]]
+            if not refusing:
                 ready.add(one)
             elif one.deadline is None:
                 continue
-            elif denied.reason is not Reason.CAPACITY or self.is_asked(one):
+            elif refusing[0] is not Reason.CAPACITY or self.is_asked(one):
                 return one, False
             elif not possible:
                 continue
@@ -173,12 +174,16 @@ class Schedule:
             if one in ready:
                 return one
         shares = self._shares(location, waiters)
-        entitled = [one for one in wanting if self._is_entitled(one, shares)]
-        oldest = next((one for one in entitled if not guaranteed), None)
-        if oldest is not None:
-            aged = now - oldest.since > 2 * self._books.rules.recall_ns
-            for one in [oldest] if aged else entitled:
-                if one in ready:
+        entitled: list[Waiter] = []
+        within: dict[tuple[ModelName, int | None], int] = {}
+        for one in wanting:
+            key = one.name, one.borrower
+            if key not in within:
+                within[key] = self._within_share(one, shares)
+            if one.size <= within[key]:
+                entitled.append(one)
+                aged = now - entitled[0].since > 2 * self._books.rules.recall_ns
+                if one in ready and not guaranteed and (one is entitled[0] or not aged):
                     return one
         if guaranteed or entitled:
             self._recall(location, guaranteed or entitled, waiters, now)
@@ -198,10 +203,13 @@ class Schedule:
 
     def _is_entitled(self, one: Waiter, shares: Mapping[ModelName, int]) -> bool:
         """Say whether a request stays within its model's share, and only the room is missing for it."""
+        return one.size <= self._within_share(one, shares)
+
+    def _within_share(self, one: Waiter, shares: Mapping[ModelName, int]) -> int:
+        """Return how much more a request's session can have within its model's share, if there is room."""
         admission, location = self._books.admission, one.event.location
-        if admission.lent(one.name, location) + one.size > shares.get(one.name, 0):
-            return False
-        return one.size <= admission.bound(one.name, location, one.borrower)
+        left = shares.get(one.name, 0) - admission.lent(one.name, location)
+        return min(left, admission.bound(one.name, location, one.borrower))
 
     def _held_beside(self, one: Waiter, shares: Mapping[ModelName, int]) -> int:
         """Return what the holds of other models keep from a request that is beyond its share."""
@@ -234,11 +242,11 @@ class Schedule:
         waiters = list(waiters)
         here = (other for other in waiters if other.deadline and other.event.location == location)
         others = [other for other in here if not other.met_full_device]
-        first = self._guaranteed(location, others)
+        first = set(self._guaranteed(location, others))
         shares = self.divide(location, [*waiters, one])
         held = 0
         if not self._is_entitled(one, shares):
-            first += [other for other in others if other not in first and self._is_entitled(other, shares)]
+            first |= {other for other in others if self._is_entitled(other, shares)}
             held = self._held_beside(one, shares)
         return max(0, free - sum(other.size for other in first) - held)
 

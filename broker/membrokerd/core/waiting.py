@@ -25,7 +25,7 @@ from .traffic import Call
 
 MOST_AT_ONCE = 16
 """How many requests are granted or time out in one step. The others follow in the next: see `deadline`."""
-MOST_LOOKS = 10_000
+MOST_LOOKS = 5_000
 """How many requests one step looks at for that: each turn looks at all that wait. At least one has its turn."""
 
 

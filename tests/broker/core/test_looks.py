@@ -45,6 +45,39 @@ def test_one_look_at_many_requests_that_wait(capsys: pytest.CaptureFixture[str])
 GRANULE = 2 << 20
 
 
+@pytest.mark.parametrize("answers", [False, True])
+def test_one_look_asks_once_for_each_model_how_much_it_may_have(*, answers: bool) -> None:
+    """A tenant's 240 requests, each of another size, are larger than what is free. Behind them small ones have room."""
+    broker = Broker(policy.Rules(granularity=GRANULE, capacities={"device": 1_024 * GRANULE}), epoch=1)
+    lender = joined(broker, 1, answers=False)
+    lent = broker.step(ev.Allocate(100, lender, 100, name_of(1), "device", GRANULE, 1_024), 0).facts[0]
+    for part in range(16):
+        broker.step(ev.Made(lender, 100, part), 0)
+        broker.step(ev.Acknowledge(lender, 100, part), 0)
+    for number in range(16):
+        session = joined(broker, 2, answers=answers)
+        for count in range(16):
+            size = 200 + 16 * number + count if number < 15 else 1
+            call = 1_000 + 16 * number + count
+            broker.step(ev.Allocate(call, session, call, name_of(2), "device", GRANULE, size, 10**10), 0)
+    calls = Counter[str]()
+
+    def count_calls(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            calls[frame.f_code.co_qualname] += 1
+
+    sys.setprofile(count_calls)
+    try:
+        facts = broker.step(ev.Release(400, lender, 400, tuple(range(lent.first, lent.first + 16))), 0).facts
+    finally:
+        sys.setprofile(None)
+    granted = len(facts) - 1
+    assert granted == 16
+    looks, sessions = granted + 1, 16
+    assert calls["Admission.bound"] <= looks * 2 * sessions, calls.most_common(10)
+    assert calls["over"] <= looks, "a refusal is put into words that nobody reads"
+
+
 def test_declarations_that_waited_are_granted_by_shares_of_one_division(monkeypatch: pytest.MonkeyPatch) -> None:
     """A release has room for 8 declarations that were put aside, each of another model, while a request waits."""
     divisions, divide = Counter[str](), shares.Shares.divide
