@@ -428,15 +428,15 @@ def _nowhere(said: dict[str, str], tokens: set[str]) -> None:
 # --- The page ---
 
 BESIDE = {
-    "test_no_number_that_is_guessed_is_anybodys": "a guessed id or generation gets the answer of one that is nobody's",
-    "test_a_name_that_is_anothers_is_as_unknown_as_none": "so does a name",
+    "test_no_number_that_is_guessed_is_anybodys": "a guessed id or generation is refused like one that does not exist",
+    "test_a_name_that_is_anothers_is_as_unknown_as_none": "another tenant's name is refused like an unknown name",
     "test_every_call_has_a_row": "every call of both services, and every frame, has a row",
     "test_who_mapped_a_segment_before_its_seal_still_writes": "host driver: a writer's mapping outlives the seal",
     "test_what_the_paths_are": "the modes of sockets and directories",
-    "test_whose_the_paths_are": "their owners",
+    "test_whose_the_paths_are": "the owners of sockets and directories",
     "test_a_fault_tells_no_token": "a fault in the broker puts no token into the log or an answer",
     "test_no_token_is_said_anywhere": "no token is in the log (debug), `/metrics`, a listing, a file, `environ`",
-    "test_no_token_is_said_anywhere_to_other_users": "nor after what other users and containers did",
+    "test_no_token_is_said_anywhere_to_other_users": "the same, after calls by other users and containers",
 }
 """What docs/trust.md says beside its cells, by the test that shows it."""
 
@@ -451,7 +451,7 @@ def tables() -> str:
         for row in sorted(rows, key=lambda row: (letters.index(row.number[0]), row.number)):
             lines.append(_line([row.number, row.what, *map(_word, row.cells.values()), row.enforced]))
         lines.append("")
-    lines += ["### Beside the cells", "", _line(["what", "shown by"]), _line(["---"] * 2)]
+    lines += ["### Further tests", "", _line(["what", "shown by"]), _line(["---"] * 2)]
     lines += [_line([what, f"`{test}`"]) for test, what in BESIDE.items()]
     return "\n".join(lines)
 

@@ -455,7 +455,7 @@ def borrow_as_s(me: Party, target: Any) -> Any:
 
 @row(
     "T5",
-    "take S's session up with S's token",
+    "resume S's session with S's token",
     "- TOKEN_REJECTED TOKEN_REJECTED ENOENT EACCES TOKEN_REJECTED TOKEN_REJECTED",
     "broker: a session is resumed by its own process, at its own endpoint",
 )
@@ -468,7 +468,7 @@ def resume_s(me: Party, target: Any) -> Any:
 
 @row(
     "D1",
-    "map, read and write an extent, by a descriptor that one was handed",
+    "map, read and write an extent, by a descriptor that another process has passed on",
     "yes yes yes yes yes yes yes",
     "nothing: a descriptor is a bearer capability",
 )
@@ -481,7 +481,7 @@ def map_extent(me: Party, target: Any) -> Any:
 
 @row(
     "D2",
-    "map and read a sealed segment, by a descriptor that one was handed",
+    "map and read a sealed segment, by a descriptor that another process has passed on",
     "yes yes yes yes yes yes yes",
     "nothing: a descriptor is a bearer capability",
 )

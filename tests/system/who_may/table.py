@@ -111,8 +111,8 @@ GROUPS: Mapping[str, str] = {
     "SM": "Sessions and models",
     "B": "Memory",
     "G": "Segments",
-    "L": "Looking",
-    "A": "The operator's",
+    "L": "Reading the books",
+    "A": "What only the operator may do",
     "TD": "Tokens and descriptors",
     "F": "Files and processes",
 }
