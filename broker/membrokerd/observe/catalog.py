@@ -33,7 +33,10 @@ TENANT_LIMIT = Spec(
     "membroker_tenant_limit_bytes", "gauge", "Limit of the tenant in force; absent if it has no limit.", _TENANT_AT
 )
 TENANT_GUARANTEE = Spec(
-    "membroker_tenant_guarantee_bytes", "gauge", "Bytes that the tenant is guaranteed, or its models are.", _TENANT_AT
+    "membroker_tenant_guarantee_bytes",
+    "gauge",
+    "Guarantee of the tenant; by default the sum of its models'.",
+    _TENANT_AT,
 )
 MODEL_VIRTUAL = Spec(
     "membroker_model_virtual_bytes", "gauge", "Bytes of addresses that a pool of the model reserves.", _MODEL
@@ -61,13 +64,13 @@ MODEL_WAITING_REQUESTS = Spec(
 MODEL_RECALLABLE = Spec(
     "membroker_model_recallable_bytes",
     "gauge",
-    "Bytes of the model that the broker can ask for: extents of sessions that answer recalls.",
+    "Bytes of the model that the broker can recall: extents of sessions that answer recalls.",
     _MODEL_AT,
 )
 MODEL_LATE = Spec(
     "membroker_model_late_bytes",
     "gauge",
-    "Bytes that the model's workers were asked for, and neither released nor answered for in time.",
+    "Bytes that the broker has recalled from the model's workers, and that they did not answer for in time.",
     _MODEL_AT,
 )
 MODEL_EXTENTS = Spec("membroker_model_extents", "gauge", "Extents that the model is charged for.", _MODEL_AT)
@@ -112,33 +115,38 @@ DEVICE_UNPROVEN = Spec(
     _AT,
 )
 DEVICE_STOCK = Spec(
-    "membroker_device_stock_bytes", "gauge", "Bytes created ahead of requests; the books count them as free.", _AT
+    "membroker_device_stock_bytes",
+    "gauge",
+    "Bytes of the warm pool, created ahead of requests; the books count them as free.",
+    _AT,
 )
 DEVICE_FREE = Spec("membroker_device_free_bytes", "gauge", "Capacity that is neither lent nor releasing.", _AT)
 DEVICE_RESERVED = Spec(
     "membroker_device_reserved_bytes",
     "gauge",
-    "Bytes that are guaranteed to tenants and models and not borrowed by them. They are lent only to be recalled.",
+    "Guaranteed bytes that their owners have not borrowed. Only sessions that answer recalls can borrow them.",
     _AT,
 )
 DEVICE_SHORTFALL = Spec(
     "membroker_device_guarantee_shortfall_bytes",
     "gauge",
-    "Reserved bytes that are neither free nor can be recalled: so much of the guarantees cannot be kept now.",
+    "Reserved bytes that are neither free nor recallable: this much of the guarantees cannot be kept now.",
     _AT,
 )
 DEVICE_UNACCOUNTED = Spec(
     "membroker_device_unaccounted_bytes",
     "gauge",
-    "Bytes in use on the device that the books do not explain; at least 0, absent if the device cannot tell.",
+    "Bytes in use on the device that are not in the books; at least 0, absent if the device cannot tell.",
     _AT,
 )
 DEVICE_HEADROOM = Spec("membroker_device_headroom_bytes", "gauge", "Bytes that the broker never lends.", _AT)
 DEVICE_GATE_RESERVE = Spec(
     "membroker_device_gate_reserve_bytes", "gauge", "Bytes that must stay free on the device after each loan.", _AT
 )
-DEVICE_GRANULARITY = Spec("membroker_device_granularity_bytes", "gauge", "Size that every extent is a multiple of.")
-MEMORY_TOTAL = Spec("membroker_device_memory_total_bytes", "gauge", "Bytes of memory that the location has.", _AT)
+DEVICE_GRANULARITY = Spec(
+    "membroker_device_granularity_bytes", "gauge", "The size of every extent is a multiple of this."
+)
+MEMORY_TOTAL = Spec("membroker_device_memory_total_bytes", "gauge", "Bytes of memory at the location.", _AT)
 MEMORY_USED = Spec("membroker_device_memory_used_bytes", "gauge", "Bytes in use at the location, by any process.", _AT)
 DESCRIPTORS = Spec(
     "membroker_memory_descriptors_open",
@@ -157,13 +165,13 @@ SEGMENT_ATTACHMENTS = Spec(
 SEGMENT_SAVED = Spec(
     "membroker_segment_saved_bytes",
     "gauge",
-    "Bytes that sharing saves: the size of each segment of the model, for each session that maps it but the first.",
+    "Bytes that sharing saves: each segment's size, once for each session that maps it except the first.",
     _MODEL_AT,
 )
 SESSIONS = Spec("membroker_sessions", "gauge", "Sessions of workers by state, without observers.", ("state",))
 OBSERVERS = Spec("membroker_observers", "gauge", "Sessions that only observe and cannot borrow.")
-SESSIONS_LIMIT = Spec("membroker_sessions_limit", "gauge", "Most sessions at a time, observers included.")
-DRAINING = Spec("membroker_device_draining", "gauge", "1 while an operator drains the device: it lends nothing more.")
+SESSIONS_LIMIT = Spec("membroker_sessions_limit", "gauge", "Maximum number of sessions, observers included.")
+DRAINING = Spec("membroker_device_draining", "gauge", "1 while the device is drained: the broker lends nothing more.")
 JOURNAL_FULL = Spec(
     "membroker_journal_full", "gauge", "1 while the journal cannot be written: the broker lends nothing more."
 )
@@ -172,7 +180,7 @@ NOTICES_DROPPED = Spec(
     "membroker_notices_dropped_total", "counter", "Notices dropped because a session did not read them."
 )
 EVICTIONS = Spec(
-    "membroker_evictions_total", "counter", "Processes that were sent SIGTERM because an operator evicts them."
+    "membroker_evictions_total", "counter", "Processes that were sent SIGTERM because an operator evicted them."
 )
 LOG_DROPPED = Spec(
     "membroker_log_lines_dropped_total", "counter", "Log lines dropped because stderr was not read fast enough."
@@ -187,13 +195,13 @@ REQUESTS = Spec(
 WAITS = Spec(
     "membroker_wait_seconds",
     "histogram",
-    "Time that a request waited for memory, by its result, and whether it was within a guarantee. Once a request.",
+    "Time that a request waited for memory, by its result and by whether it was within a guarantee.",
     ("result", "guaranteed"),
 )
 RECALLS = Spec(
     "membroker_recall_seconds",
     "histogram",
-    "Time from a recall of memory to its end: returned, kept in part, or late. Late ones count when they become late.",
+    "Time from a recall to its end: returned, kept in part, or late. A late recall counts when it becomes late.",
     ("result",),
 )
 STEPS = Spec("membroker_core_step_seconds", "histogram", "Time of one step of the core: books and rules.")
@@ -206,7 +214,7 @@ JOURNAL = Spec("membroker_journal_append_seconds", "histogram", "Time to append 
 STOCK_EXTENTS = Spec(
     "membroker_stock_extents_total",
     "counter",
-    "Extents of the stock: made ahead, used for a request, or dropped.",
+    "Extents of the warm pool: made ahead, used for a request, or dropped.",
     ("change",),
 )
 DRIVER_FALLBACK = Spec(
@@ -221,13 +229,15 @@ BUILD_INFO = Spec(
     ("version", "driver", "product"),
 )
 SCRAPE_TIME = Spec(
-    "membroker_scrape_time_seconds", "gauge", "Unix time of these figures; scrapes within a second share them."
+    "membroker_scrape_time_seconds",
+    "gauge",
+    "Unix time at which these figures were taken; scrapes within a second share them.",
 )
 DAEMON_UP = Spec("membroker_daemon_up", "gauge", "1 while the GPU's daemon answers, else 0.")
 DAEMON_RESTARTS = Spec(
     "membroker_daemon_restarts_total",
     "counter",
-    "How often the GPU's daemon was started again since its parent started.",
+    "How often the parent has restarted the GPU's daemon.",
 )
 
 ALL: Mapping[str, Spec] = {spec.name: spec for spec in globals().values() if isinstance(spec, Spec)}
