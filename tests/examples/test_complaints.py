@@ -60,7 +60,7 @@ def test_a_broker_that_is_drained(daemon: Daemon, name: str) -> None:
         status, said = refused(name, endpoint=daemon.endpoint())
         stub.Undrain(admin_pb2.UndrainRequest())
     assert status == 1
-    assert "an operator drains this device" in said
+    assert "an operator is draining this device" in said
 
 
 def test_no_daemon_was_started() -> None:

@@ -62,7 +62,7 @@ def test_the_rest_is_for_everybody_and_the_guarantee_for_its_owner(
     with membroker.connect(daemon.endpoint("blue"), transport=transport) as client:
         batch = client.register_model("batch")
         assert batch.available().now_bytes == 160 * MIB
-        with pytest.raises(OutOfMemory, match=r"96\.0 MiB of the rest is kept for others") as caught:
+        with pytest.raises(OutOfMemory, match=r"96\.0 MiB of the rest is reserved for others") as caught:
             batch.allocate("162MiB")
         assert (caught.value.level, caught.value.available_bytes) == ("capacity", 160 * MIB)
         with batch.allocate("160MiB"):
@@ -121,7 +121,7 @@ def test_numbers_that_do_not_fit_are_refused(admin: Admin) -> None:
     for name, sizes, said in (
         ("red/models/chat", {"guarantee_bytes": 130 * MIB}, "the guarantee of tenants/red/models/chat would be 130"),
         ("red/models/chat", {"guarantee_bytes": 100 * MIB}, "lower a guarantee, or raise the guarantee of the tenant"),
-        ("red/models/chat", {"limit_bytes": 32 * MIB}, r"more than its limit, 32\.0 MiB"),
+        ("red/models/chat", {"limit_bytes": 32 * MIB}, r"more than its limit \(32\.0 MiB\)"),
         ("red", {"guarantee_bytes": 32 * MIB}, "the guarantees of the models of tenants/red together would be 64"),
         ("blue", {"guarantee_bytes": 162 * MIB}, r"would be 258\.0 MiB of device memory, more than the capacity"),
     ):

@@ -26,7 +26,8 @@ class _Row(NamedTuple):
 
 
 _LEVEL = (
-    "{of} may hold {limit} of {location} memory and holds {used}{kept}: {requested} more does not fit, {available} does"
+    "{of} may hold {limit} of {location} memory and holds {used}{kept}: {requested} more does not fit, only "
+    "{available} does"
 )
 
 _TABLE: Mapping[Reason, _Row] = {
@@ -34,22 +35,25 @@ _TABLE: Mapping[Reason, _Row] = {
     Reason.TENANT_LIMIT: _Row(Code.RESOURCE_EXHAUSTED, "the tenant of " + _LEVEL, retry=True),
     Reason.CAPACITY: _Row(
         Code.RESOURCE_EXHAUSTED,
-        "the broker lends {limit} of {location} memory in all and {used} is out{kept}: {requested} more for {of} does "
-        "not fit, {available} does{fair}",
+        "the broker may lend {limit} of {location} memory and has lent {used}{kept}: {requested} more for {of} does "
+        "not fit, only {available} does{fair}",
         retry=True,
     ),
     Reason.DEVICE_FULL: _Row(
         Code.RESOURCE_EXHAUSTED,
-        "the books allow {requested} more for {of}, but the device itself has not enough free {location} memory{free}: "
-        "something uses memory that this broker did not lend (`membroker status` shows it as unaccounted){says}",
+        "the books allow {requested} more for {of}, but the device itself does not have enough free {location} "
+        "memory{free}: a process uses memory that this broker did not lend (`membroker status` shows it as "
+        "unaccounted){says}",
         retry=True,
     ),
     Reason.DRIVER_FAILED: _Row(Code.INTERNAL, "the driver failed{says}", retry=True),
     Reason.DESCRIPTORS_EXHAUSTED: _Row(
-        Code.RESOURCE_EXHAUSTED, "the broker ran out of something that is not memory{says}", retry=True
+        Code.RESOURCE_EXHAUSTED,
+        "the broker has run out of file descriptors or another system resource{says}",
+        retry=True,
     ),
     Reason.DELIVERY_FAILED: _Row(
-        Code.UNAVAILABLE, "the session's handoff connection is gone, so its descriptors cannot be delivered"
+        Code.UNAVAILABLE, "the session's handoff connection is lost, so the broker cannot deliver the memory"
     ),
     Reason.LOCATION_UNAVAILABLE: _Row(
         Code.FAILED_PRECONDITION, "this broker lends no {location} memory (`host_capacity` in its configuration)"
@@ -62,23 +66,21 @@ _TABLE: Mapping[Reason, _Row] = {
     Reason.INVALID_COUNT: _Row(Code.INVALID_ARGUMENT, "a count must be between 1 and {max_count}, not {count}"),
     Reason.INVALID_NAME: _Row(
         Code.INVALID_ARGUMENT,
-        "{name!r} is not a valid name: a model is tenants/TENANT/models/MODEL, a segment that and /segments/SEGMENT; "
-        "MODEL and SEGMENT are letters, digits and ._-, begin with a letter, a digit or _, and have at most 96 "
-        "characters; MODEL may have one slash inside, as in Qwen/Qwen3-8B",
+        "{name!r} is not a valid name: a model is tenants/TENANT/models/MODEL, and a segment is "
+        "tenants/TENANT/models/MODEL/segments/SEGMENT. MODEL and SEGMENT have at most 96 letters, digits and ._-, and "
+        "begin with a letter, a digit or _. MODEL may have one slash inside, as in Qwen/Qwen3-8B",
     ),
     Reason.INVALID_ARGUMENT: _Row(Code.INVALID_ARGUMENT, "{what}"),
-    Reason.INVALID_PAGE_TOKEN: _Row(Code.INVALID_ARGUMENT, "the page token is not one that this broker gave out"),
-    Reason.MODEL_NOT_FOUND: _Row(Code.NOT_FOUND, "this session has registered no model {of}"),
+    Reason.INVALID_PAGE_TOKEN: _Row(Code.INVALID_ARGUMENT, "this broker did not issue this page token"),
+    Reason.MODEL_NOT_FOUND: _Row(Code.NOT_FOUND, "this session has not registered the model {of}"),
     Reason.MODEL_CONFLICT: _Row(
         Code.FAILED_PRECONDITION,
-        "{of} is registered with {what} {registered}, not {asked}: leave the number out to join it as it is. A model "
-        "ends, and its numbers with it, when its last session unregisters it, or `model_grace_seconds` (60, unless "
-        "configured) after that session's end; and not before the last of its segments is deleted",
+        "{of} is registered with {what} {registered}, not {asked}: leave the number out to join it as it is. To change "
+        "the number, wait until the model has ended: when its last session unregisters it, or `model_grace_seconds` "
+        "(default 60) after that session ends, and all its segments are deleted",
     ),
     Reason.MODEL_EXISTS: _Row(Code.ALREADY_EXISTS, "{of} is registered already"),
-    Reason.MODEL_IN_USE: _Row(
-        Code.FAILED_PRECONDITION, "{of} is still charged {used} through this session: release that first"
-    ),
+    Reason.MODEL_IN_USE: _Row(Code.FAILED_PRECONDITION, "this session still holds {used} of {of}: release that first"),
     Reason.EXTENT_NOT_FOUND: _Row(Code.NOT_FOUND, "extent {extent} is not lent to this session"),
     Reason.SESSION_NOT_DETACHED: _Row(
         Code.FAILED_PRECONDITION,
@@ -92,69 +94,74 @@ _TABLE: Mapping[Reason, _Row] = {
         Code.DEADLINE_EXCEEDED, "{segment} is still being written: attach it with a longer wait", retry=True
     ),
     Reason.SEGMENT_NOT_WRITABLE: _Row(
-        Code.FAILED_PRECONDITION, "{segment} is {state}, and only the session that writes a segment seals it, once"
+        Code.FAILED_PRECONDITION,
+        "{segment} is {state}: only the session that writes a segment can seal it, and only once",
     ),
     Reason.WRITER_DIED: _Row(
         Code.ABORTED,
-        "{segment} will never be sealed: its writer died, left it or deleted it. Its name is free once its memory is",
+        "{segment} will never be sealed: its writer died, left it or deleted it. Create it again when its memory is "
+        "free",
         retry=True,
     ),
     Reason.SEGMENT_AMBIGUOUS: _Row(
-        Code.INVALID_ARGUMENT, "several models have a segment of that name: say which, as in {choices}"
+        Code.INVALID_ARGUMENT, "several models have a segment of that name: give its model, as in {choices}"
     ),
     Reason.TOO_MANY_SEGMENTS: _Row(
-        Code.RESOURCE_EXHAUSTED, "the {of} has {limit} {what}, which is its bound: delete some", retry=True
+        Code.RESOURCE_EXHAUSTED, "the {of} has {limit} {what}, which is the maximum: delete some", retry=True
     ),
     Reason.TOO_MANY_SESSIONS: _Row(
-        Code.RESOURCE_EXHAUSTED, "the {of} has {limit} sessions, which is its bound{detached}", retry=True
+        Code.RESOURCE_EXHAUSTED, "the {of} has {limit} sessions, which is the maximum{detached}", retry=True
     ),
     Reason.TOO_MANY_MODELS: _Row(
-        Code.RESOURCE_EXHAUSTED, "the tenant {tenant} has {limit} models, which is its bound", retry=True
+        Code.RESOURCE_EXHAUSTED, "the tenant {tenant} has {limit} models, which is the maximum", retry=True
     ),
     Reason.TOO_MANY_REQUESTS: _Row(
-        Code.RESOURCE_EXHAUSTED, "the {whose} has {limit} {calls}, which is its bound", retry=True
+        Code.RESOURCE_EXHAUSTED, "the {whose} has {limit} {calls}, which is the maximum", retry=True
     ),
     Reason.TOKEN_REQUIRED: _Row(
         Code.UNAUTHENTICATED,
-        "the call carries no `membroker-token`: open a session on this endpoint's handoff.sock, which gives one out",
+        "the call has no `membroker-token`: open a session on this endpoint's handoff.sock to get a token",
     ),
     Reason.TOKEN_REJECTED: _Row(
         Code.UNAUTHENTICATED, "the token is unknown here: its session has ended, or it belongs to another endpoint"
     ),
     Reason.ENDPOINT_FORBIDDEN: _Row(
         Code.PERMISSION_DENIED,
-        "uid {uid} may not enter this endpoint: an operator adds it to the `uids` of this tenant in the daemon's "
-        "configuration, and reloads it",
+        "uid {uid} may not use this endpoint: an operator must add it to the tenant's `uids` in the daemon's "
+        "configuration, and reload the daemon",
     ),
-    Reason.PEER_UNKNOWN: _Row(
-        Code.PERMISSION_DENIED, "the kernel cannot say which process is at the other end: {what}"
-    ),
+    Reason.PEER_UNKNOWN: _Row(Code.PERMISSION_DENIED, "the kernel cannot say which process is connecting: {what}"),
     Reason.UNSUPPORTED_VERSION: _Row(
         Code.FAILED_PRECONDITION, "the client speaks protocol version {version}, this broker speaks {supported}"
     ),
     Reason.PROTOCOL_VIOLATION: _Row(Code.INVALID_ARGUMENT, "{what}"),
     Reason.QUOTA_CONFLICT: _Row(
         Code.FAILED_PRECONDITION,
-        "{what} would be {asked} of {location} memory, more than {bound}, {limit}: lower a guarantee, or raise "
-        "{bound}, first",
+        "{what} would be {asked} of {location} memory, more than {bound} ({limit}): first lower a guarantee, or raise "
+        "{bound}",
     ),
     Reason.REQUEST_ID_IN_USE: _Row(Code.ALREADY_EXISTS, "a request with the id {request_id} is still in flight"),
-    Reason.OBSERVER: _Row(Code.PERMISSION_DENIED, "an observer reads the books and borrows nothing"),
+    Reason.OBSERVER: _Row(
+        Code.PERMISSION_DENIED,
+        "this session is an observer (`observer=True`): it can read the books, and cannot borrow",
+    ),
     Reason.STOPPING: _Row(Code.UNAVAILABLE, "the broker is stopping", retry=True),
     Reason.DRAINING: _Row(
-        Code.UNAVAILABLE, "an operator drains this device: nothing more is lent until `membroker undrain`", retry=True
+        Code.UNAVAILABLE,
+        "an operator is draining this device: it lends nothing more until `membroker undrain`",
+        retry=True,
     ),
     Reason.JOURNAL_FULL: _Row(
         Code.UNAVAILABLE,
-        "the broker cannot write down what it lends{says}: make room on the disk of its runtime directory",
+        "the broker cannot record what it lends{says}: make room on the disk of its runtime directory",
         retry=True,
     ),
     Reason.INTERNAL: _Row(Code.INTERNAL, "{fault}; the books are unchanged"),
 }
 assert set(_TABLE) == set(Reason)
 
-_ATTACH = "attach it, or delete it and wait until its last session has left"
-_WAIT = "its name is free again once its memory is, so wait and try again"
+_ATTACH = "attach it, or delete it and wait until the last session that holds it has left"
+_WAIT = "wait until its memory is free, and try again"
 _ADVICE = {
     "writing": f"{_ATTACH}; an attach waits for the seal",
     "sealed": _ATTACH,
@@ -201,9 +208,9 @@ class _Words(dict[str, object]):
         self.setdefault("of", numbers.get("model", "it"))
         self.setdefault("hint", "")
         lost = numbers.get("detached")
-        self["detached"] = f"; detached, and ended by `membroker forget SESSION`, are {lost}" if lost else ""
+        self["detached"] = f"; `membroker forget SESSION` ends those that are detached: {lost}" if lost else ""
         reserved = numbers.get("reserved_bytes")
-        self["kept"] = f", and {format_size(int(reserved))} of the rest is kept for others" if reserved else ""
+        self["kept"] = f", and {format_size(int(reserved))} of the rest is reserved for others" if reserved else ""
         self["fair"] = _fair(numbers)
         self.setdefault("whose", "session")
         self.setdefault("calls", "allocations in flight")
@@ -247,7 +254,9 @@ def _missing(segment: int | str) -> str:
     there = f"no segment {segment}"
     if where.endswith("/models/-"):  # a client's way to write that any model will do
         there = f"no segment {label} in any model of {where.removesuffix('/models/-')}"
-    return f"there is {there}, or it is deleted, or another tenant's: `membroker segments` lists those that there are"
+    return (
+        f"there is {there}; it may be deleted, or another tenant's: `membroker segments` lists all that this tenant has"
+    )
 
 
 def _apart(asked: int | str, registered: int | str) -> tuple[object, object]:

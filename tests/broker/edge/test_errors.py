@@ -201,7 +201,7 @@ def test_the_sentence_has_the_numbers() -> None:
 def test_a_refusal_by_a_full_device_has_the_numbers() -> None:
     numbers = {**MADE, "device_free_bytes": 6 * MIB, "available_bytes": 2 * MIB, "reserve_bytes": 4 * MIB}
     status = to_status(deny(Reason.DEVICE_FULL, **numbers))
-    assert "not enough free device memory (6.0 MiB, of which 4.0 MiB must stay free): something" in status.message
+    assert "not have enough free device memory (6.0 MiB, of which 4.0 MiB must stay free): a process" in status.message
 
 
 def test_a_refusal_for_want_of_room_tells_the_share() -> None:
@@ -230,15 +230,15 @@ def test_a_name_that_is_taken_comes_with_what_can_be_done() -> None:
         assert "attach it, or delete it" in sentence(Reason.SEGMENT_EXISTS, segment=SEGMENT, state=state)
     for state in ("ending", "releasing"):
         told = sentence(Reason.SEGMENT_EXISTS, segment=SEGMENT, state=state)
-        assert "wait and try again" in told
+        assert "wait until its memory is free, and try again" in told
         assert "attach" not in told
 
 
 def test_a_segment_that_is_not_there() -> None:
     """The message shows the misspelt name, and neither the wire's wildcard nor a generation."""
-    assert f"there is no segment {SEGMENT}, or" in sentence(Reason.SEGMENT_NOT_FOUND, segment=SEGMENT)
+    assert f"there is no segment {SEGMENT}; it may be" in sentence(Reason.SEGMENT_NOT_FOUND, segment=SEGMENT)
     anywhere = sentence(Reason.SEGMENT_NOT_FOUND, segment="tenants/red/models/-/segments/wieghts")
-    assert "there is no segment wieghts in any model of tenants/red, or" in anywhere
+    assert "there is no segment wieghts in any model of tenants/red; it may be" in anywhere
     assert "holds no segment of the generation 7" in sentence(Reason.SEGMENT_NOT_FOUND, segment=7)
 
 

@@ -161,7 +161,7 @@ def fails(capsys: pytest.CaptureFixture[str], disproved: str) -> None:
 @pytest.mark.parametrize(
     ("breakage", "disproved"),
     [
-        ("promises nothing", "an unused guarantee is not lent: the broker lends 256.0 MiB of device memory"),
+        ("promises nothing", "an unused guarantee is not lent: the broker may lend 256.0 MiB of device memory"),
         ("is slow", "the memory was back only after"),
         ("wants more", "a burst within the guarantee was refused"),
         ("holds more", "batch holds 1 bytes, and is not charged just that"),

@@ -126,7 +126,7 @@ def test_a_wait_is_explained_while_it_lasts_and_after(
     waiter.start()
     (now,) = until(lambda: blue.decisions("small") if waiter.is_alive() else [])
     assert (now.kind, now.size_bytes, now.guaranteed) == ("waiting", 16 * MIB, False)
-    assert "lends 256.0 MiB of device memory in all and 250.0 MiB is out" in now.why
+    assert "may lend 256.0 MiB of device memory and has lent 250.0 MiB" in now.why
     out = explain(daemon.endpoint("blue"), now.request)
     assert "until now: 16.0 MiB" in out
     assert "now: blue/small uses 0 B of device memory, has no limit and no guarantee of its own" in out
@@ -137,7 +137,7 @@ def test_a_wait_is_explained_while_it_lasts_and_after(
     assert (after.kind, after.result, after.request) == ("waited", "granted", now.request)
     out = explain(daemon.endpoint("blue"), "small")
     assert "s and got it: 16.0 MiB" in out
-    assert "The broker lends 256.0 MiB of device memory in all and 250.0 MiB is out" in out
+    assert "The broker may lend 256.0 MiB of device memory and has lent 250.0 MiB" in out
 
 
 GUARANTEED = {"tenants": {"red": {"guarantee": "128MiB"}, "blue": {}}}

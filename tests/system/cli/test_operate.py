@@ -103,7 +103,7 @@ def test_the_bytes_of_a_forgotten_session(daemon: Daemon, stopped: tuple[Worker,
     # Why the operator should rather have ended it: it has the memory still, and comes back to a broker without it.
     with membroker.connect(daemon.endpoint("blue")) as client:
         model = client.register_model("search")
-        with pytest.raises(membroker.OutOfMemory, match="but the device itself has not enough"):
+        with pytest.raises(membroker.OutOfMemory, match="but the device itself does not have enough"):
             model.allocate("128MiB")
         hung.send(signal.SIGCONT)
         assert hung.refused("client.register_model('chat').allocate(PAGE)").error == "SessionLost"
@@ -137,7 +137,7 @@ def test_a_session_whose_process_closed_its_connection(daemon: Daemon) -> None:
     until(lambda: state(daemon, name) == "detached")
     with membroker.connect(daemon.endpoint("blue")) as client:
         model = client.register_model("search")
-        with pytest.raises(membroker.OutOfMemory, match=r"192\.0 MiB is out"):
+        with pytest.raises(membroker.OutOfMemory, match=r"has lent 192\.0 MiB"):
             model.allocate("128MiB")
         forgotten = json.loads(good(daemon, "forget", name.removeprefix("sessions/"), "--json"))
         assert (forgotten["name"], forgotten["state"]) == (name, "detached")
@@ -202,7 +202,7 @@ def test_a_drain_refuses_tells_and_lists_and_an_undrain_lends_again(daemon: Daem
     for borrowing in ("model.allocate(PAGE)", "model.declare(PAGE)", "client.attach('chat/weights')"):
         refusal = engine.refused(borrowing)
         assert (refusal.error, refusal.reason) == ("BrokerUnavailable", "DRAINING")
-        assert refusal.message == "an operator drains this device: nothing more is lent until `membroker undrain`"
+        assert refusal.message == "an operator is draining this device: it lends nothing more until `membroker undrain`"
     assert re.search(r"lending +no: it is drained", good(daemon, "status"))
     assert 'membroker_device_draining{gpu_uuid="host"} 1.0' in daemon.metrics()
     engine.do("kept.close(); segment.delete(); segment.close()")

@@ -164,7 +164,7 @@ def test_a_scheduler_polls(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
     red.begin("held = model.allocate(128 * MIB, wait=0.5)")
     blue.do("waited_for(lambda: model.pending_recall); recall = model.pending_recall")
     blue.do("pool.shrink(recall.size // 2); assert recall.remaining == recall.size - recall.size // 2; recall.done()")
-    with pytest.raises(Refused, match=r"does not fit, 64\.0 MiB does"):
+    with pytest.raises(Refused, match=r"does not fit, only 64\.0 MiB does"):
         red.result()
     red.do("held = model.allocate(64 * MIB, wait=0)")
 

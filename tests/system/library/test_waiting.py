@@ -449,7 +449,7 @@ def test_a_thousand_waits_stop_nobody(state: State) -> None:
         late.do("model = client.register_model('late')")
         refused = late.refused("model.allocate(64 * MIB, wait=5)")
         assert (refused.error, refused.reason) == ("TooMany", "TOO_MANY_REQUESTS")
-        assert "the tenant has 1024 requests that wait for memory, which is its bound" in refused.message
+        assert "the tenant has 1024 requests that wait for memory, which is the maximum" in refused.message
         one.beside(state, "1,024 requests that wait")
         check_turns(daemon, state, "beside 1,024 requests that wait")
         assert waiting(daemon) == 4 * SESSIONS * 16
