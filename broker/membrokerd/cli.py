@@ -293,7 +293,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--capacity",
         metavar="SIZE",
-        help='how much may be lent, as in "64GiB"; default: all of the GPU but the headroom; with the host driver 1GiB',
+        help='how much may be lent, as in "64GiB"; default: the GPU without the headroom; with the host driver 1GiB',
     )
     parser.add_argument(
         "--headroom", metavar="SIZE", help="how much of the device is never lent; default: 2GiB of a GPU"
@@ -301,7 +301,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--runtime-directory",
         metavar="DIR",
-        help="where the endpoints' sockets are; default: $XDG_RUNTIME_DIR/membroker, for root /run/membroker",
+        help="where the sockets are; default: /run/membroker for root, else $XDG_RUNTIME_DIR/membroker",
     )
     parser.add_argument(
         "--metrics-port",
@@ -317,7 +317,7 @@ def _parser() -> argparse.ArgumentParser:
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         dest="log.level",
-        help="debug: also each loan, release and refusal",
+        help="debug adds each loan, release and refusal",
     )
     return parser
 

@@ -68,7 +68,7 @@ def test_the_command_takes_and_shows_the_name(daemon: Daemon, tmp_path: Path) ->
         assert one.ask("weights.resource_name") == f"{FULL}/segments/weights"
         assert f'"{FULL}/segments/weights"' in membroker(daemon, "sessions", "--json")
     told = membroker(daemon, "quota", "set", f"red/{NAME}", "--limit", "64MiB", endpoint=daemon.admin)
-    assert told.startswith(f"red/{NAME} at the device: limit 64.0 MiB")
+    assert told.startswith(f"red/{NAME}, device memory: limit 64.0 MiB")
     assert f"red/{NAME}/weights is deleted" in membroker(
         daemon, "segments", "delete", f"red/{NAME}/weights", "--admin", endpoint=daemon.admin
     )

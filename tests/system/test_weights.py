@@ -239,9 +239,9 @@ def test_the_command_sets_and_shows_weights_and_waits(
         return capsys.readouterr().out.splitlines()
 
     assert say("quota", "set", "blue/chat", "--weight", "2") == [
-        "blue/chat at the device: limit as configured, guarantee as configured, weight 2, used 0 B"
+        "blue/chat, device memory: limit as configured, guarantee as configured, weight 2, used 0 B"
     ]
-    assert "the quota waits for its first session" in say("quota", "set", "blue/batch", "--weight", "0")[1]
+    assert "the quota takes effect when there is" in say("quota", "set", "blue/batch", "--weight", "0")[1]
     table = [re.split(r"\s{2,}", line) for line in say("quota", "list", "--all")]
     assert table[0] == ["name", "guarantee", "limit", "weight", "used"]
     assert [(row[0], row[3]) for row in table[1:]] == [

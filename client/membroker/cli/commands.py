@@ -20,14 +20,14 @@ Command = Callable[[argparse.Namespace], int]
 
 ENDPOINTS = """
 
-A tenant's endpoint shows that tenant's own books. The admin endpoint, which only the operator can enter, shows the
-books of all tenants. The endpoint is --endpoint DIR or that of --device, else MEMBROKER_ENDPOINT, else that of the only
+A tenant's endpoint shows only that tenant's books. The admin endpoint, which only the operator can use, shows the
+books of all tenants. The command uses the endpoint of --endpoint or --device, else MEMBROKER_ENDPOINT, else the only
 broker on this machine; `membroker status` shows all brokers."""
 
 
 OPERATOR = """
 
-It uses the admin endpoint, which only the daemon's user and root can enter."""
+The command uses the admin endpoint, which only the daemon's user and root can use."""
 
 
 class Parser(argparse.ArgumentParser):

@@ -21,31 +21,30 @@ from .sleeping import find_model, unknown_model
 
 _NOTES = """
 REQUEST is `MembrokerError.request` of the exception, as in sessions/1c0000000001/requests/17. MODEL is a model's name,
-or TENANT/MODEL. The broker keeps the last 8 decisions of each model; they end with the daemon."""
+or TENANT/MODEL. The broker remembers the last 8 decisions about each model, and forgets them when it restarts."""
 _REQUEST = re.compile(r"sessions/[0-9a-f]{1,16}/requests/[0-9]{1,20}")
 _ADVICE = {
     "MODEL_LIMIT": "If an operator has set the limit, `membroker quota set {model} --limit SIZE` changes it. If the "
     "program has set it (`register_model`, `membroker run --limit`), change it there.",
-    "TENANT_LIMIT": "An operator raises it: `membroker quota set {tenant} --limit SIZE`.",
-    "CAPACITY": "With `wait=` a request gets memory as others release it. With a guarantee or a weight "
-    "(`membroker quota set`) others have to release it. `membroker models --admin` shows which models have the "
-    "memory.",
+    "TENANT_LIMIT": "An operator can raise the limit: `membroker quota set {tenant} --limit SIZE`.",
+    "CAPACITY": "With `wait=` a request gets memory when others release it. With a guarantee or a weight "
+    "(`membroker quota set`) others have to release memory. `membroker models --admin` shows which models have it.",
     "DEVICE_FULL": "`membroker processes` names the processes that use more than they are charged.",
     "DRIVER_FAILED": "The daemon's log has what the driver said.",
     "DESCRIPTORS_EXHAUSTED": "Raise the daemon's limit of open files (LimitNOFILE in its unit).",
     "TOO_MANY_REQUESTS": "Ask for fewer at a time, or for more bytes in each request.",
 }
 _TOO_LARGE = (
-    "It is more than this broker lends in all, so no wait helps: ask for less, or raise `capacity` in the daemon's "
-    "configuration."
+    "It is more than this broker may lend in all, so waiting does not help: ask for less, or raise `capacity` in the "
+    "daemon's configuration."
 )
 _WAITED = (
-    "It waited, and nobody released enough. `membroker models --admin` shows which models have the memory, what of "
+    "It waited, and nobody released enough. `membroker models --admin` shows which models have the memory, how much of "
     "it is recallable, and which are late. With a guarantee or a weight (`membroker quota set`) others have to release "
-    "it."
+    "memory."
 )
 _WAITS = (
-    "`membroker models --admin` shows which models have the memory, what of it is recallable, and which are late "
+    "`membroker models --admin` shows which models have the memory, how much of it is recallable, and which are late "
     "(`membroker explain TENANT/MODEL --admin` names the session)."
 )
 
@@ -56,7 +55,7 @@ def add_command(subparsers: Commands) -> None:
         subparsers,
         "explain",
         run,
-        "why requests were refused or waited, or memory was recalled",
+        "why requests were refused or waited, or why memory was recalled",
         "explain llama-7b\nexplain acme/llama-7b --admin\nexplain sessions/1c0000000001/requests/17",
         _NOTES,
         admin=True,
@@ -77,14 +76,14 @@ def run(options: argparse.Namespace) -> int:
         capacities = {location: one.capacity_bytes for location, one in books.device().locations.items()}
     if not decisions and name.startswith("sessions/"):
         raise InvalidRequest(
-            f"nothing is known of {name}: it was granted without a wait, or is older than the last 8 decisions of its "
-            "model, or it is another tenant's, or an argument of it was wrong, as its exception says"
+            f"the broker remembers nothing about {name}: it was granted without a wait, is older than the last 8 "
+            "decisions of its model, is another tenant's, or had a wrong argument, as its exception says"
         )
     wanted = name if not name.startswith("sessions/") else decisions[0].model
     found = [model for known, model in models.items() if known == wanted or known.endswith(f"/models/{wanted}")]
     lines = list(_story(decisions, capacities, models.values()))
     if not decisions:
-        lines = ["the broker remembers no refusal, no wait and no recall of it"]
+        lines = [f"the broker remembers no refusal, wait or recall of {options.name}"]
         lines += [line for model in found for line in _counted(model)]
     lines += [line for model in found for line in _now(model)]
     return tables.answer(options.json, {"decisions": decisions, "models": found}, *lines)
@@ -141,7 +140,7 @@ def _late(models: Iterable[ModelStatus], location: str) -> Iterator[str]:
     for model in models:
         if (books := model.books.get(location)) and books.late_bytes:
             name = tables.short_name(model.name)
-            yield f"{name} was asked to release {format_size(books.late_bytes)} and is late with it."
+            yield f"{name} was asked to release {format_size(books.late_bytes)} and is late."
 
 
 def _kind(one: Decision) -> tuple[object, ...]:
@@ -172,10 +171,10 @@ def _told(one: Decision) -> Iterator[str]:
         yield f"{at}  refused ({one.result}): {size}{where}, {one.request}"
         yield f"    {_sentence(one.why)}"
     elif one.kind in ("waited", "waiting"):
-        outcome = {"granted": "and got it", "cancelled": "and was given up by its program"}.get(one.result, "")
+        outcome = {"granted": "and got it", "cancelled": "until its program gave up"}.get(one.result, "")
         verb = f"waited {after} {outcome}" if one.kind == "waited" else f"has waited {after} until now"
         yield f"{at}  {verb}: {size}{where}, {one.request}"
-        why = _sentence(one.why) if one.why else "There was room when it came, and requests of others came first."
+        why = _sentence(one.why) if one.why else "There was room when it came, but requests of others came first."
         yield f"    {why}" + " It was within its guarantee, so it goes before others." * one.guaranteed
     else:
         yield f"{at}  recalled: {one.session} was asked to release {size}{where}"

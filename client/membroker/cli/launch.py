@@ -22,14 +22,14 @@ from . import commands
 from .commands import Commands
 
 _NOTES = """
-The program gets MEMBROKER_ENDPOINT, and with --model and --limit also MEMBROKER_MODEL and MEMBROKER_LIMIT: the name for
-`Client.register_model()` without a name, and the limit of that model where the program sets none. vLLM and
-SGLang over membroker take both. A program that sets its own limit keeps it, and is refused (ModelConflict) if the
-model is registered with another. To enforce a limit on every program, use `membroker quota set`.
+The program gets MEMBROKER_ENDPOINT, and with --model and --limit also MEMBROKER_MODEL and MEMBROKER_LIMIT. The model is
+the name for `Client.register_model()` without a name, and the limit applies to that model if the program sets none.
+vLLM and SGLang with membroker use both. A program that sets its own limit keeps it, and is refused (ModelConflict) if
+the model is registered with another limit. To enforce a limit on every program, use `membroker quota set`.
 
-The command becomes the program: the same process, terminal and exit status. If no broker can be entered, the
-program is not started and the exit status is 1. It is 127 if the program is not found, and 126 if it cannot be
-executed."""
+The command becomes the program: the same process, terminal and exit status. If it cannot connect to a broker, it does
+not start the program, and its exit status is 1. The exit status is 127 if the program is not found, and 126 if it
+cannot be executed."""
 
 
 def add_command(subparsers: Commands) -> None:
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     if not program:
         options.parser.error("the following arguments are required: COMMAND, as in `membroker run -- python serve.py`")
     if options.limit is not None and options.model is None:
-        options.parser.error("--limit is a model's: give --model, too")
+        options.parser.error("--limit is the limit of a model: give --model, too")
     with closing(Session(options.endpoint, observer=True, client="membroker run")) as session:
         environment = {**os.environ, VARIABLE: str(session.endpoint)}
     for variable in (MODEL_VARIABLE, LIMIT_VARIABLE):  # those of a program around this one are not meant

@@ -25,74 +25,76 @@ from .doctor import missing_packages, run_doctor
 from .sleeping import find_model
 
 _DOCTOR = """
-What fails is followed by what to do. The exit status is 0 unless a check fails.
+Each check that fails says what to do. The exit status is 0 unless a check fails.
 
-If no daemon runs or answers, or it is drained, that is a warning. It is a failure if --endpoint, --device or
-MEMBROKER_ENDPOINT names a daemon and it does not answer, and if a daemon cannot write its journal. To
-check that a daemon is alive use `membroker status --device N`: its exit status is 1 if that daemon does not answer.
+It is a warning if no daemon runs or answers, or if the daemon is drained. It is a failure if --endpoint, --device or
+MEMBROKER_ENDPOINT names a daemon that does not answer, or if a daemon cannot write its journal. To check only whether a
+daemon is alive, use `membroker status --device N`: its exit status is 1 if that daemon does not answer.
 
-`unaccounted` warns of memory that is in use and not in the books, when the headroom has no room for it: the device then
-has less than the books call free.
+`unaccounted` warns if more memory is in use outside the books than the headroom has room for: the device then has less
+free memory than the books say.
 
 `descriptors` is what a daemon could have if this user started it in this shell. A unit has limits of its own, and a
 running daemon logs them (`limits descriptors=… max_sessions=…`)."""
 
 _STATUS = """
-The books, one column for each location (`device` is the GPU's memory):
+The first part is from the books, with a column for each location (`device` is the GPU's memory):
 
 `lent`, `releasing` and `free` add up to `capacity`. `lent` is what workers and segments have. `releasing` is memory of
 dead workers: it is charged until the device shows it free. `free` can be lent. `reserved` is guaranteed to tenants or
 models that do not use it now: only programs that answer recalls can borrow it. `missing` is the part of `reserved` that
 is neither free nor recallable, so that the guarantees cannot be kept now. `waiting` is what requests wait for.
+`headroom` is never lent.
 
-What the device itself reports: `in use` is by all processes together. `unaccounted` is the part of it that is not in
-the books: CUDA contexts that are not declared, and processes that do not use the broker. `headroom` is never lent.
+The second part is what the device itself reports: `in use` counts all processes. `unaccounted` is the part of it that
+is not in the books: CUDA contexts that are not declared, and processes that do not use the broker.
 
 A line `lending` says why the broker lends nothing more: it is drained, or its journal cannot be written.
 
-Without --endpoint or --device the command shows each broker that is alive, and leaves out those that are dead. The exit
-status is 1 if none is alive, or if a living or a named one does not answer."""
+Without --endpoint or --device the command shows every broker that is alive. The exit status is 1 if none is alive, or
+if one that is alive or was named does not answer."""
 
 _MODELS = """
-`used` is what the model is charged. `recallable` is the part of it that the broker can ask back; `late` is what it
-asked back and did not get in time. `refused` counts refused requests since the model or the daemon began: `membroker
-explain MODEL` says why.
+`used` is what the model is charged. `recallable` is the part of it that the broker can recall; `late` is what the
+broker has recalled and did not get in time. `refused` counts refused requests since the model or the daemon began:
+`membroker explain MODEL` says why.
 
-With MODEL the command shows all figures of that one: also its addresses (virtual), its segments, what it declared, what
-its dead workers still hold (releasing), its peak, extents, weight and sessions, and its share, which is what the
-division by weight gives it while requests wait."""
+With MODEL the command shows all figures of that model: also its addresses (virtual), its segments, what it declared,
+what its dead workers still hold (releasing), its peak, extents, weight and sessions, and its share: what it gets, by
+weight, while requests wait."""
 
 _PROCESSES = """
-For each process that uses the device: what the driver sees it use, what its sessions are charged, and the size of the
-segments that it holds. The rest is its excess: on a GPU a context that it has not declared (518 MiB on an H200), memory
-of its own (cudaMalloc), or memory that it reported as released and kept. The broker cannot reclaim that memory; ask the
-process to release it, or end the process. Processes that the driver cannot see are not listed: those that hold memory
-through a descriptor alone, or live in another pid namespace; on the host driver, those of other users too, unless the
-broker runs as root. When `unaccounted` rises, the daemon's log names the processes whose excess is larger than a
-context."""
+For each process that uses the device, the command shows what the driver sees it use, what its sessions are charged, and
+the size of the segments that it holds. The rest is its excess: on a GPU a context that it has not declared (518 MiB on
+an H200), memory of its own (cudaMalloc), or memory that it reported as released and kept. The broker cannot reclaim
+that memory: let the process release it, or end the process.
+
+Processes that the driver cannot see are not listed: those that only hold a descriptor of memory, those in another pid
+namespace, and on the host driver those of other users, unless the broker runs as root. When `unaccounted` rises, the
+daemon's log names the processes whose excess is larger than a context."""
 
 _QUOTA = """
-A number takes effect at once, and is kept on disk over restarts; `none` removes it.
+A number takes effect at once, and is kept on disk across restarts; `none` removes it.
 
-A limit is the most that a model, or all models of a tenant together, may borrow. A guarantee is memory that they can
-have at any time: while they do not use it, it is lent only to programs that answer recalls. A guarantee of 0 takes the
-place of a configured one. Guarantees must fit: a model's within its limit, those of a tenant's models within the
-tenant's guarantee and limit, and all of them within the capacity; otherwise the command is refused with the numbers.
-What is above a lowered limit is recalled. Memory of programs that answer no recalls stays lent: if it stands in the way
-of a guarantee, the answer says how much (shortfall), and until that is released, only programs that answer recalls
-borrow more.
+A limit is the most that a model, or all models of a tenant together, may borrow. If you lower a limit, the broker
+recalls what is above it. A guarantee is memory that a model or tenant can have at any time: while it is unused, it is
+lent only to programs that answer recalls. A guarantee of 0 replaces a configured one. A model's guarantee must fit
+into its limit, those of a tenant's models into the tenant's guarantee and limit, and all of them into the capacity;
+otherwise the command is refused with the numbers. Programs that do not answer recalls keep their memory: if a guarantee
+cannot be kept because of that, the answer says how much is missing (shortfall), and until that is released, only
+programs that answer recalls borrow more.
 
-A weight, 0 to 1000, says how the memory above the guarantees is divided while requests wait for it; it is 1 where none
-is set. The memory is divided among tenants first, then among the models of each tenant, in proportion to their weights;
-what each has borrowed already is a part of what it gets. A waiting request that stays within its model's part goes
-before those that do not, and memory is recalled for it. Weight 0 is for work that can wait for all others: it gets what
-they leave."""
+A weight, 0 to 1000, by default 1, says how the memory above the guarantees is divided while requests wait for it: first
+among the tenants, then among the models of each tenant, in proportion to their weights. What each has borrowed already
+counts as part of its share. A waiting request within its model's share goes before those that are not, and the broker
+recalls memory for it. Weight 0 is for work that can wait for all others: it gets what they leave."""
 
 _FORGET = """
-A session is detached when its process lives and has no connection: it has been stopped since before the last restart of
-the daemon, or has closed its connection. It stays charged, since it may reconnect to the memory that it has mapped. A
-forgotten session is charged nothing, and its calls raise SessionLost. Nothing can unmap its memory, and the device may
-be too full to lend as much again while the process has it mapped. If you can end the process, do that instead."""
+A session is detached when its process is alive but has no connection: the process has been stopped since before the
+last restart of the daemon, or has closed its connection. The session stays charged, because the process may reconnect
+and still has the memory mapped. A forgotten session is charged nothing, and its calls raise SessionLost. Nothing can
+unmap its memory: while the process has it mapped, the device may be too full to lend it again. If you can end the
+process, do that instead."""
 
 _EVICT = """
 The daemon sends the session's process SIGTERM, and SIGKILL 10 s later if it still lives. All sessions of that process
@@ -100,20 +102,21 @@ end with it, also those of other tenants and models. The command shows them and 
 returns when SIGTERM is sent; `membroker sessions --admin` shows when the sessions are gone. Use it for a worker that is
 late for a recall (the log names it) or hangs, so that its memory can be lent again.
 
-Segments that are sealed stay, and so do the models' quotas; a segment that the process was writing ends. Children of
-the process live on, and a child that shares its memory keeps it. An orchestrator may start the process again: to keep
-it away, end it there. If the daemon stops before the 10 s are over, a process that is still alive is left alone.
+Sealed segments and the models' quotas stay; a segment that the process was writing ends. Children of the process live
+on, and a child that shares its memory keeps it. An orchestrator may start the process again: to prevent that, end it
+there. If the daemon stops within the 10 s, it sends no SIGKILL.
 
-Refused (status 1) if the daemon cannot signal the process: it belongs to another user and the daemon has no CAP_KILL,
-or it is in another pid namespace, as in most Kubernetes pods. Then end it where it runs; docs/systemd.md says what to
-add to the daemon instead."""
+The command is refused (status 1) if the daemon cannot signal the process, because it belongs to another user and the
+daemon has no CAP_KILL, or because it is in another pid namespace, as in most Kubernetes pods. End such a process where
+it runs; docs/systemd.md says how to let the daemon end other users' processes."""
 
 _DRAIN = """
-Borrowing, declaring more and attaching segments are refused (DRAINING). Every worker is told, now or when it connects:
-Client.on_notice. Memory stays lent until its worker releases it; sessions that hold some are listed. With --exit the
-daemon exits with status 0, so the systemd unit in deploy/ leaves it stopped (Restart=on-failure) until `systemctl start
-membrokerd`. Where it is always restarted, as in deploy/kubernetes, the next daemon lends again: remove it there.
-A second drain replaces the first, with its deadline and --exit."""
+The daemon refuses to lend memory, to accept larger declarations and to attach segments (DRAINING). It tells every
+worker, now or when it connects (Client.on_notice). Memory stays lent until its worker releases it; the command lists
+the sessions that hold some. With --exit the daemon exits with status 0, so the systemd unit in deploy/ leaves it
+stopped (Restart=on-failure) until `systemctl start membrokerd`. Where the daemon is always restarted, as in
+deploy/kubernetes, the next daemon lends again: remove it there. A second drain replaces the first, with its deadline
+and --exit."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -237,7 +240,7 @@ def _add_first(subparsers: Commands) -> None:
     add_bare(
         subparsers,
         "demo",
-        "the main job in a few seconds: no GPU, no root, no daemon",
+        "show what the broker does, in a few seconds: no GPU, no root, no daemon",
         "demo",
         "\nIt starts a daemon and workers of its own, and touches no others.",
     ).set_defaults(command=_demo)
@@ -246,7 +249,7 @@ def _add_first(subparsers: Commands) -> None:
         "doctor",
         run_doctor,
         "check whether this machine can run a broker",
-        "doctor\ndoctor --json\ndoctor --endpoint /run/membroker/gpu-12345678/tenants/acme    can this user enter it?",
+        "doctor\ndoctor --json\ndoctor --endpoint /run/membroker/gpu-12345678/tenants/acme    may this user connect?",
         _DOCTOR,
     )
 
@@ -266,15 +269,13 @@ def _add_books(subparsers: Commands) -> None:
         "models",
         _models,
         "what each model uses, may use and waits for",
-        "models\nmodels --admin --watch 1\nmodels llama-7b                           all that is known of one model\n"
+        "models\nmodels --admin --watch 1\nmodels llama-7b                           all figures of one model\n"
         "models --json | jq '.[].books.device'",
         _MODELS,
         admin=True,
     )
-    models.add_argument("name", metavar="MODEL", nargs="?", help="MODEL or TENANT/MODEL: all figures of this one")
-    models.add_argument(
-        "--watch", metavar="SECONDS", type=commands.seconds, help="show it again and again, until Ctrl-C"
-    )
+    models.add_argument("name", metavar="MODEL", nargs="?", help="MODEL or TENANT/MODEL: show all its figures")
+    models.add_argument("--watch", metavar="SECONDS", type=commands.seconds, help="repeat every SECONDS, until Ctrl-C")
     add(
         subparsers,
         "sessions",
@@ -315,7 +316,7 @@ def _add_ends(subparsers: Commands) -> None:
         subparsers,
         "evict",
         operate.evict,
-        "end the process of a session, and so free its memory",
+        "end the process of a session, to free its memory",
         "evict sessions/1c0000000001           show the process and its sessions, and ask\n"
         "evict sessions/1c0000000001 --yes     do not ask, as in a script",
         _EVICT + commands.OPERATOR,
@@ -332,7 +333,10 @@ def _add_ends(subparsers: Commands) -> None:
         _DRAIN + commands.OPERATOR,
     )
     drain.add_argument(
-        "--deadline", metavar="SECONDS", type=commands.seconds, help="when all should be released; the workers are told"
+        "--deadline",
+        metavar="SECONDS",
+        type=commands.seconds,
+        help="when all memory should be released; workers are told",
     )
     drain.add_argument("--exit", action="store_true", help="exit when nothing is charged, or at the deadline")
     add(subparsers, "undrain", operate.undrain, "lend again", "undrain", commands.OPERATOR)
@@ -349,7 +353,7 @@ def _add_quota(subparsers: Commands) -> None:
         "the limits, guarantees and weights that were set by command",
         "quota list\nquota list --all",
         commands.OPERATOR,
-    ).add_argument("--all", action="store_true", help="those in the configuration, too, with the numbers in force")
+    ).add_argument("--all", action="store_true", help="also those of the configuration: all numbers that are in force")
     change = add(
         actions,
         "set",
@@ -357,7 +361,7 @@ def _add_quota(subparsers: Commands) -> None:
         "set a limit, a guarantee or a weight, until it is removed",
         "quota set acme --limit 32GiB                a tenant\n"
         "quota set acme/llama-7b --guarantee 8GiB    one of its models can have 8 GiB at any time\n"
-        "quota set acme --weight 2                   twice the part of a tenant with weight 1\n"
+        "quota set acme --weight 2                   twice the share of a tenant with weight 1\n"
         "quota set acme --limit none                 use the configured limit again",
         _QUOTA + commands.OPERATOR,
     )
@@ -369,7 +373,7 @@ def _add_quota(subparsers: Commands) -> None:
         "--guarantee", metavar="SIZE|none", type=commands.limit, help="memory that it can have at any time"
     )
     change.add_argument(
-        "--weight", metavar="N|none", type=commands.weight, help="its part of the rest while requests wait, 0 to 1000"
+        "--weight", metavar="N|none", type=commands.weight, help="its part of the rest while requests wait: 0 to 1000"
     )
     commands.add_location(change)
 

@@ -43,7 +43,7 @@ def quota_set(options: argparse.Namespace) -> int:
             raise NotFound(f"{error}{meant or did_you_mean(tenant, sorted(tenants))}", error.reason) from error
         notes = [] if options.json else list(_notes_on(quota, numbers, known, admin))
     line = (
-        f"{tables.short_name(quota.name)} at the {quota.location}: limit {_in_words(quota.limit_bytes)}, "
+        f"{tables.short_name(quota.name)}, {quota.location} memory: limit {_in_words(quota.limit_bytes)}, "
         f"guarantee {_in_words(quota.guarantee_bytes)}, "
         f"weight {'as configured' if quota.weight is None else quota.weight}, used {format_size(quota.used_bytes)}"
     )
@@ -59,10 +59,10 @@ def _notes_on(quota: Quota, numbers: Mapping[str, int | None], known: Collection
     limit, guarantee, weight = (numbers.get(field) for field in ("limit_bytes", "guarantee_bytes", "weight"))
     if limit is not None:
         if quota.used_bytes > limit:
-            yield "it uses more than that: it keeps what it has, and gets nothing more until it releases some"
+            yield "it uses more than the limit: it borrows nothing more, and keeps what its programs do not release"
         capacity = admin.device().locations[quota.location].capacity_bytes
         if limit > capacity:
-            yield f"that is more than the capacity, {format_size(capacity)}, which is in force as well"
+            yield f"the limit is more than the capacity, {format_size(capacity)}, which applies as well"
     if guarantee is not None and quota.shortfall_bytes:
         yield (
             f"{format_size(quota.shortfall_bytes)} of all guarantees cannot be kept yet: others have borrowed that "
@@ -71,9 +71,9 @@ def _notes_on(quota: Quota, numbers: Mapping[str, int | None], known: Collection
         )
     if (limit or guarantee or weight is not None) and quota.name not in known:
         what = "model" if "/models/" in quota.name else "tenant"
-        yield f"there is no {what} of that name now: the quota waits for its first session (`membroker models --admin`)"
+        yield f"there is no {what} of that name now: the quota takes effect when there is (`membroker models --admin`)"
         if guarantee:
-            yield "the guaranteed memory is kept for it all the same"
+            yield "the guaranteed memory is reserved for it already"
 
 
 def _known(admin: Admin) -> set[str]:
@@ -157,7 +157,7 @@ def drain(options: argparse.Namespace) -> int:
         device = admin.drain(deadline, exits=options.exit)
         sessions, segments = _holders(admin, device, exits=options.exit)
     answer = {"device": device, "sessions": sessions, "segments": segments}
-    lines: list[str | tables.Table] = ["nothing more is lent, and the workers are told"]
+    lines: list[str | tables.Table] = ["the device lends nothing more, and the workers are told"]
     if not sessions and not segments:
         return tables.answer(
             options.json, answer, *lines, "nothing is charged" + (": the daemon exits" if options.exit else "")
@@ -190,4 +190,4 @@ def undrain(options: argparse.Namespace) -> int:
     """Lend again."""
     with open_device(options.endpoint) as admin:
         device = admin.undrain()
-    return tables.answer(options.json, device, "it lends again")
+    return tables.answer(options.json, device, "the device lends again")

@@ -21,17 +21,17 @@ from .commands import Commands
 from .doctor import missing_packages
 
 _NOTES = """
-FILE is a trace: `record = true` in membrokerd's configuration writes trace.jsonl, and before it trace-old.jsonl, in the
-device's state_directory. Give both, the old one first, to replay all of it. Each start of the daemon begins a new part
-of a trace, and each part is replayed from what was lent at its beginning.
+FILE is a trace. With `record = true` in its configuration, membrokerd writes trace.jsonl in the device's
+state_directory, and renames it to trace-old.jsonl when it is full. Give both, the old one first, to replay all of it.
+Each start of the daemon begins a new part of a trace, and each part is replayed from what was lent at its beginning.
 
-For each model two lines: what happened, and what happens with the numbers of the options. Without options the numbers
-are those of that time, and both lines should agree. The core is the daemon's own. Around it, programs do what they did:
-they ask at the same times, keep a loan as long as they did, and answer recalls as they did. A program that was refused
-may have asked again and again: granted now, each of these requests counts, and is kept as long as other loans of its
-model were (the median). So a replay says where requests fit, and not what programs would have done with the memory.
+The command shows two lines for each model: what happened, and what would have happened with the numbers of the options.
+Without options both lines should agree. The replay uses the daemon's own core. Programs do what they did: they ask at
+the same times, keep each loan for the same time, and answer recalls as they did. A program that was refused may have
+asked many times: if the replay grants these requests, each counts, and is kept for as long as other loans of its model
+(the median). So a replay says which requests fit, not what programs would have done with the memory.
 
-A model's limit that its program asked for stays in force: --limit raises the operator's limit only.
+The limit that a program asked for stays in force: --limit changes only the operator's limit.
 
 FILE may also be a daemon's journal (<runtime>/<device>/state/journal), with --capacity. A journal has no times and no
 refused requests, so it only shows which loans since its beginning would not have fit."""
@@ -48,7 +48,7 @@ def add_command(subparsers: Commands) -> None:
         subparsers,
         "replay",
         "re-run a recorded trace with another capacity or other limits",
-        "replay trace.jsonl                                  the same numbers: what happened, twice\n"
+        "replay trace.jsonl                                  the same numbers: both lines should agree\n"
         "replay trace.jsonl --capacity 48GiB                 would a smaller GPU do?\n"
         "replay trace-old.jsonl trace.jsonl --limit red=32GiB --guarantee red/chat=8GiB --weight blue=2\n"
         "replay trace.jsonl --capacity 48GiB --json | jq '.models[] | {name, refused: .replayed.refused}'",

@@ -25,18 +25,18 @@ SILENT_SECONDS = 5.0
 TIMEOUT_SECONDS = 60.0
 
 _SLEEP = """
-Every engine of the model releases its memory when its requests have ended: the KV cache down to its floor, and the
-weights, if they are borrowed (for vLLM: "weights": "borrowed"), to the host's memory. The command says what is kept,
-and why. The first request wakes the engine, and waits for that; `membroker wake` wakes it before. The command waits
-until the memory is released, or gives up after --timeout: an engine that still has requests then does not sleep.
+Every engine of the model releases its memory when its requests have ended: the KV cache down to its floor, and borrowed
+weights (for vLLM: "weights": "borrowed"), which it copies to host memory. The broker must lend that host memory
+(host_capacity). The command says what the engine keeps, and why. The first request wakes the engine, and waits until it
+is awake; `membroker wake` wakes it earlier. The command waits until the memory is released, or gives up after
+--timeout: an engine that still has requests then does not sleep.
 
-The status is 1 if the model is unknown or has no session, if its program cannot sleep, or if it was not done in time.
-The broker must lend host memory for weights (host_capacity)."""
+The exit status is 1 if the model is unknown or has no session, if its program cannot sleep, or after --timeout."""
 
 _WAKE = """
-Every engine of the model gets its weights and the first part of its KV cache back, before a request needs them. While
-the broker cannot lend the memory it waits, up to --timeout; the engine goes on waiting after that. A guarantee for the
-model makes sure that it gets its memory."""
+Every engine of the model gets its weights and the first part of its KV cache back before a request needs them. If the
+broker cannot lend the memory at once, the command waits for up to --timeout; the engine goes on waiting after that. A
+guarantee makes sure that the model gets its memory."""
 
 
 def add_commands(subparsers: commands.Commands) -> None:
@@ -56,7 +56,7 @@ def add_commands(subparsers: commands.Commands) -> None:
         subparsers,
         "wake",
         run_wake,
-        "let a sleeping model have its memory before it is used",
+        "give a sleeping model its memory back before it is used",
         "wake chat\nwake acme/chat --timeout 10",
         _WAKE + commands.OPERATOR,
     )
@@ -117,7 +117,7 @@ def unknown_model(text: str, known: Iterable[str], *, admin: bool) -> ModelNotFo
     listing = "membroker models" + " --admin" * admin
     names = list(map(tables.short_name, known))
     near = commands.did_you_mean(text, names + [name.partition("/")[2] for name in names])
-    return ModelNotFound(f"there is no model {text!r} now{near or ':'} `{listing}` shows those that there are")
+    return ModelNotFound(f"there is no model {text!r} now{near or ':'} `{listing}` lists all")
 
 
 class _Waiting:

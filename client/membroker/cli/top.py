@@ -13,11 +13,11 @@ from .commands import Commands
 from .readers import Readers
 
 _NOTES = """
-Each line is a model; with t each line is a tenant. `share` is what the division by weight gives a model while requests
-wait. `recalled` is what its programs are asked to release, and `late` the part for which no answer came in time.
-`rate` is how many extents were borrowed and released in a second, `refused` how many requests were refused since the
-model or the daemon began. A device whose broker does not answer is shown as such: first its last numbers stay,
-with their time, then the reason takes their place. The numbers are back when a broker is.
+Each line is a model or, after you press t, a tenant. `share` is what a model gets, by weight, while requests wait.
+`recalled` is what its programs are asked to release, and `late` the part that they did not answer for in time. `rate`
+is how many extents were borrowed and released per second. `refused` is how many requests were refused since the model
+or the daemon began. If a broker does not answer, its last numbers stay for a while, with their time; then the reason
+replaces them until the broker answers again.
 
 keys:
   u g s w r d n    sort by used, guarantee, share, waiting, rate, refused, name

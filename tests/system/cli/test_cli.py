@@ -83,7 +83,7 @@ def test_all_that_is_known_of_one_model(daemon: Daemon) -> None:
     for where, listing in ((red, "membroker models"), (admin, "membroker models --admin")):
         status, out, err = run("models", "lama-7b", "--endpoint", where)
         assert (status, out) == (1, "")
-        assert f"there is no model 'lama-7b' now, did you mean llama-7b? `{listing}` shows" in err
+        assert f"there is no model 'lama-7b' now, did you mean llama-7b? `{listing}` lists" in err
 
 
 @pytest.mark.usefixtures("worker")
@@ -159,9 +159,9 @@ def test_a_quota_is_set_listed_and_ended(daemon: Daemon, worker: membroker.Clien
     at = ("--endpoint", str(daemon.endpoint("red")))
     out = good("quota", "set", "red/llama-7b", "--limit", "2MiB", *at)
     assert out.splitlines()[0] == (
-        "red/llama-7b at the device: limit 2.0 MiB, guarantee as configured, weight as configured, used 4.0 MiB"
+        "red/llama-7b, device memory: limit 2.0 MiB, guarantee as configured, weight as configured, used 4.0 MiB"
     )
-    assert "it keeps what it has" in out
+    assert "it borrows nothing more" in out
     assert worker.models()[0].books["device"].limit_bytes == 2 * MIB
     assert rows(good("quota", "list", *at))[1] == ["red/llama-7b", "-", "2.0 MiB", "-", "4.0 MiB"]
     good("quota", "set", "tenants/red", "--limit", "128MiB", *at)
@@ -177,11 +177,11 @@ def test_a_quota_is_set_listed_and_ended(daemon: Daemon, worker: membroker.Clien
 def test_a_quota_for_nobody_yet_says_so(daemon: Daemon) -> None:
     """A limit may be there before who it is for; but so may a typing error, and a limit that limits nothing."""
     at = ("--endpoint", str(daemon.admin))
-    waits = "of that name now: the quota waits for its first session"
+    waits = "of that name now: the quota takes effect when there is"
     assert f"there is no model {waits}" in good("quota", "set", "red/lama-7b", "--limit", "2MiB", *at)
     assert len(good("quota", "set", "blue", "--limit", "2MiB", *at).splitlines()) == 1, "it is configured"
     out = good("quota", "set", "red", "--limit", "1GiB", *at)
-    assert out.splitlines()[1:] == ["that is more than the capacity, 256.0 MiB, which is in force as well"]
+    assert out.splitlines()[1:] == ["the limit is more than the capacity, 256.0 MiB, which applies as well"]
     assert len(good("quota", "set", "red", "--limit", "64MiB", *at).splitlines()) == 1
     assert len(good("quota", "set", "blue", "--limit", "none", *at).splitlines()) == 1
 
@@ -194,7 +194,7 @@ def test_where_each_user_is_a_tenant_a_quota_names_a_user() -> None:
         assert daemon.stop() == 0
         daemon.config["tenants"] = {}
         daemon.start_again()
-        assert "the quota waits for its first session" in good("quota", "set", "uid-1000", "--limit", "2MiB", *at)
+        assert "the quota takes effect when there is" in good("quota", "set", "uid-1000", "--limit", "2MiB", *at)
         for name in ("acme", "uid-", "uid-007", "red"):
             status, out, err = run("quota", "set", name, "--limit", "1GiB", *at)
             assert (status, out) == (1, "")

@@ -93,7 +93,7 @@ def test_no_wait_is_advised_for_more_than_the_broker_has(daemon: Daemon, red: me
     with model.allocate("32MiB"):
         for size, advice in (
             ("250MiB", "With `wait=` a request gets memory"),
-            ("300MiB", "no wait helps: ask for less"),
+            ("300MiB", "waiting does not help: ask for less"),
         ):
             with pytest.raises(membroker.OutOfMemory) as caught:
                 model.allocate(size)
@@ -113,7 +113,7 @@ def test_a_refusal_that_is_only_counted_is_told_by_its_count(daemon: Daemon, red
     counts = "1 LOCATION_UNAVAILABLE, 1 MODEL_CONFLICT"
     assert lines[1].startswith(f"refused since the model or the daemon began: {counts} (docs/troubleshooting.md")
     done = run_python([*COMMAND, caught.value.request, "--endpoint", str(daemon.endpoint("red"))])
-    assert "or an argument of it was wrong, as its exception says" in done.stderr
+    assert "or had a wrong argument, as its exception says" in done.stderr
 
 
 def test_a_wait_is_explained_while_it_lasts_and_after(
@@ -157,7 +157,7 @@ def test_a_wait_for_a_program_that_is_late_names_it_to_the_operator() -> None:
             assert "`membroker models --admin` shows which models have the memory" in told
             assert "`membroker explain TENANT/MODEL --admin` names the session" in told
             assert "batch" not in told
-            late = "blue/batch was asked to release 64.0 MiB and is late with it."
+            late = "blue/batch was asked to release 64.0 MiB and is late."
             assert late in explain(daemon.admin, "red/chat")
             assert f"`membroker evict {blue.welcome.session}`" in explain(daemon.admin, "blue/batch")
         waiter.join()
@@ -237,7 +237,7 @@ def test_an_operator_names_a_model_as_in_other_commands(daemon: Daemon, red: mem
         done = run_python([*COMMAND, name, "--endpoint", str(device)])
         assert done.returncode == 1
         meant = name.replace("chta", "chat")
-        wanted = f"there is no model '{name}' now, did you mean {meant}? `membroker models --admin` shows"
+        wanted = f"there is no model '{name}' now, did you mean {meant}? `membroker models --admin` lists"
         assert wanted in done.stderr, done.stderr
 
 
@@ -245,11 +245,11 @@ def test_what_is_unknown_is_a_sentence(daemon: Daemon, red: membroker.Client) ->
     red.register_model("quiet")
     for name in ("quiet", "red/quiet"):  # as `membroker models` shows it
         out = explain(daemon.endpoint("red"), name)
-        assert out.startswith("the broker remembers no refusal, no wait and no recall of it")
+        assert out.startswith("the broker remembers no refusal, wait or recall of")
         assert out.endswith("now: red/quiet uses 0 B of device memory, has no limit and no guarantee of its own\n")
     for name, complaint in (
         ("no-such-model", "no model"),
-        ("sessions/1/requests/1", "nothing is known of sessions/1/requests/1"),
+        ("sessions/1/requests/1", "the broker remembers nothing about sessions/1/requests/1"),
         ("../x", "is neither a model nor a request"),
     ):
         done = run_python([*COMMAND, name, "--endpoint", str(daemon.endpoint("red"))])

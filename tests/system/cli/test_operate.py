@@ -194,7 +194,7 @@ def test_a_drain_refuses_tells_and_lists_and_an_undrain_lends_again(daemon: Daem
     """A GPU is drained: the operator sees the sessions that remain, and each worker learns why it gets nothing."""
     engine.do("segment = model.create_segment('weights', 2 * MIB); segment.seal()")
     out = good(daemon, "drain")
-    assert out.startswith("nothing more is lent, and the workers are told\nstill holding memory:\n\n")
+    assert out.startswith("the device lends nothing more, and the workers are told\nstill holding memory:\n\n")
     assert re.search(rf"red +open +{engine.pid} +\d+[smh] +16\.0 MiB", out)
     assert re.search(r"red/chat/weights +sealed +2\.0 MiB", out)
     assert "`membroker segments delete TENANT/MODEL/SEGMENT --admin`" in out
@@ -208,7 +208,7 @@ def test_a_drain_refuses_tells_and_lists_and_an_undrain_lends_again(daemon: Daem
     engine.do("kept.close(); segment.delete(); segment.close()")
     until(lambda: daemon.books().lent_bytes == 0)
     assert good(daemon, "drain").splitlines()[1:] == ["nothing is charged"]
-    assert good(daemon, "undrain") == "it lends again\n"
+    assert good(daemon, "undrain") == "the device lends again\n"
     assert 'membroker_device_draining{gpu_uuid="host"} 0.0' in daemon.metrics()
     until(lambda: told(engine)[-1] == "Undrained")
     engine.do("kept = model.allocate(PAGE)")
