@@ -252,8 +252,12 @@ def _guarantee_what_is_lent(daemon: Daemon, watch: Prometheus) -> None:
         with worker() as owner:
             owner.connect(daemon, "red")
             owner.do("model = client.register_model('owner')")
-            assert owner.refused("model.allocate(128 * MIB, wait=0.05)").reason == "CAPACITY"
-            watch.until_fired("MembrokerGuaranteedRequestRefused")
+
+            def fires_amid_refusals() -> bool:
+                assert owner.refused("model.allocate(128 * MIB, wait=0.05)").reason == "CAPACITY"
+                return "MembrokerGuaranteedRequestRefused" in watch.firing()
+
+            until(fires_amid_refusals, SECONDS)
         request.ClearField("guarantee_bytes")
         admin.SetQuota(request)
         one.do("pool.close(); client.close()")
