@@ -47,7 +47,6 @@ BROKER_PACKAGES = {
 
 Status = Literal["ok", "warn", "fail"]
 
-
 _NOT_THERE = "if the daemon should run: `systemctl status membrokerd`, and its log, `journalctl -u membrokerd`"
 _MAKE_ROOM = (
     "make room on the disk of its runtime directory (`df -h /run/membroker`): it then lends again by itself, and takes "
@@ -351,8 +350,8 @@ def check_unaccounted(endpoint: str | None, env: Mapping[str, str]) -> Check:
         found = f"{format_size(one.unaccounted_bytes)} of {where} memory are in use and not in the books"
         if one.unaccounted_bytes > room:
             advice = (
-                "`membroker processes` names who uses more than it is charged (from a container, `nvidia-smi` on the "
-                "host): end it, let it declare what it allocates, or raise `headroom`"
+                "`membroker processes` shows which processes use more than they are charged (in a container, run "
+                "`nvidia-smi` on the host): end them, let them declare what they allocate, or raise `headroom`"
             )
             found += f", more than the {format_size(room)} that the headroom has for it"
             return Check("unaccounted", "warn", found, advice)

@@ -205,7 +205,7 @@ def test_memory_that_no_session_explains_is_a_warning() -> None:
             "26.0 MiB of device memory are in use and not in the books, more than the 24.0 MiB that the headroom has "
             "for it",
         )
-        assert check.advice.startswith("`membroker processes` names who uses more than it is charged")
+        assert check.advice.startswith("`membroker processes` shows which processes use more than they are charged")
         liar.kill()
     assert doctor.check_unaccounted(endpoint, {}).found == "not checked: that needs a broker"
 
