@@ -125,7 +125,7 @@ class Bench:
     def hear(self, *, fails: bool = False) -> None:
         """What the core asked for first has happened, or has failed; packets are acknowledged at once."""
         match self.asked.popleft() if self.asked else None:
-            case fx.Make(session, request_id, part) | fx.Send(session, request_id, part):
+            case fx.Make(session=session, request_id=request_id, part=part) | fx.Send(session, request_id, part):
                 packet = (session, request_id, part)
                 if fails:
                     self.tell(ev.NotMade(*packet, "DRIVER_FAILED", {}))

@@ -365,7 +365,7 @@ def test_who_is_refused_learns_which_sessions_to_forget(daemon: Daemon) -> None:
         refused.send(raw.hello(client="raw"))
         said = refused.last_words()
     assert raw.reason(said) == "TOO_MANY_SESSIONS"
-    assert "ended by `membroker forget SESSION`" in said.message
+    assert "`membroker forget SESSION` ends those that are detached" in said.message
     name = sessions[0].welcome.session
     assert f" {name}" in said.message
     raw.admin_call(daemon.admin, "ForgetSession", admin_pb2.ForgetSessionRequest(name=name))
