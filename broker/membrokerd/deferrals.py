@@ -16,12 +16,19 @@ from .link import Input
 from .turns import SHARE_SECONDS
 
 HEARING_SECONDS = 0.02
-"""How long a call waits at most for connections that had more queued than they may send in a turn or two."""
+"""How long a call waits at most for connections that had more queued than they may send in a turn or two.
+
+It is CPU time of the event loop, of which each turn takes some: where other processes have the cores, 20 ms on the
+clock may pass before anything is read, and the call would be refused for memory that was released before.
+"""
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Calls that were deferred in one turn, until when they wait, and what is to be read before: up to which byte."""
+    """Calls that were deferred in one turn, until when they wait, and what is to be read before: up to which byte.
+
+    `until` is of `time.thread_time`.
+    """
 
     calls: deque[int]
     until: float
@@ -64,7 +71,7 @@ class Deferrals:
         This reading comes first in the turn, because the event loop keeps the order of its calls.
         """
         self._scheduled = False
-        now, end = self._io.time(), time.perf_counter() + SHARE_SECONDS
+        now, end = time.thread_time(), time.perf_counter() + SHARE_SECONDS
         if self._new:
             unread = [(one, one.heard + queued) for one in self._inputs() if (queued := one.queued())]
             self._batches.append(_Batch(self._new, now + HEARING_SECONDS, unread))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 import pytest
 from tests.support.loop_world import MODEL, SECONDS, World, play
@@ -167,6 +168,26 @@ def test_a_refusal_waits_for_what_was_queued_and_no_longer(monkeypatch: pytest.M
         talker.unread, before = 0, talker.heard
         await world.allocate(session, size=1 << 40)
         assert talker.heard == before, "nobody had anything to say, and it was waited for"
+
+    play(story)
+
+
+def test_a_refusal_waits_for_what_was_queued_where_other_processes_have_the_cores() -> None:
+    """Each read takes twice as long on the clock as a call waits, and hardly any CPU time."""
+
+    async def story(world: World) -> None:
+        session, other = await world.open(), await world.open()
+        talker = world.queues[other]
+        talker.unread, talker.a_turn = 100, 30
+        read = talker.read
+
+        def slow() -> None:
+            time.sleep(2 * deferrals.HEARING_SECONDS)
+            read()
+
+        talker.read = slow  # type: ignore[method-assign]
+        await world.allocate(session, size=1 << 40)
+        assert talker.heard == 120
 
     play(story)
 
