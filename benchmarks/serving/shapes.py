@@ -70,7 +70,9 @@ def write(name: str) -> Path:
     """Write the config.json of a shape, and return its directory: always the same, as vLLM's compile cache knows it."""
     place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "membroker-bench" / name
     place.mkdir(parents=True, exist_ok=True)
-    (place / "config.json").write_text(json.dumps(SHAPES[name], indent=1))
+    file, text = place / "config.json", json.dumps(SHAPES[name], indent=1)
+    if not file.exists() or file.read_text() != text:  # a new time would make the engines' weights different ones
+        file.write_text(text)
     return place
 
 

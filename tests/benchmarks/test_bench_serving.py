@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from benchmarks.serving import __main__ as serving
-from benchmarks.serving import arms, plot, report, sleep, summary
+from benchmarks.serving import arms, plot, report, shapes, sleep, summary
 from benchmarks.serving.figures import ModelFigures, Run, Sample, compare, of_model, quantile
 from benchmarks.serving.run import filled
 from benchmarks.serving.shapes import token_bytes, weight_bytes
@@ -262,6 +262,17 @@ def test_one_copy_of_the_weights_leaves_more_for_the_caches() -> None:
         found["model_loader_extra_config"]["load_format"]
         == arms.keywords(plain, setup, 1, Path("shape"))["load_format"]
     )
+
+
+def test_a_model_keeps_its_time_between_two_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of another time are other weights: the second engine would load a copy of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = shapes.write("tiny") / "config.json"
+    before = config.stat()
+    shapes.write("tiny")
+    assert config.stat().st_mtime_ns == before.st_mtime_ns
+    config.write_text("{}")
+    assert json.loads((shapes.write("tiny") / "config.json").read_text())["vocab_size"] == 512
 
 
 def test_a_device_can_be_filled_up_to_what_is_left() -> None:
