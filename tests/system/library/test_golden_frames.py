@@ -257,7 +257,7 @@ def test_the_page_has_the_limits_as_they_are() -> None:
         "ids of a release": names.MAX_IDS_PER_FRAME,
         "extents of an allocate": names.MAX_EXTENTS_PER_CALL,
         "unacknowledged packets of a session": names.WINDOW,
-        "bytes of a segment's extents, but for the last": rules.segment_extent_bytes,
+        "bytes of each extent of a segment, except the last": rules.segment_extent_bytes,
         "segments of a tenant": rules.max_segments_per_tenant,
         "requests that wait for memory": rules.max_waiting_per_tenant,
         "seconds that a call may wait": names.MAX_WAIT_SECONDS,
@@ -276,11 +276,11 @@ def test_the_page_has_the_limits_as_they_are() -> None:
         "characters of the name of a tenant": names.MAX_TENANT_CHARACTERS,
     }
     texts = {
-        "unanswered calls that bring descriptors, waiting ones among them, by frames and gRPC": (
+        "unanswered calls that bring descriptors (by frame or gRPC, including calls that wait)": (
             f"{rules.max_calls_per_session}"
         ),
         "extents of all segments": f"{limits.MAX_SEGMENT_EXTENTS:,}, or what the broker's descriptors allow",
-        "sessions of a process": f"{rules.max_sessions_per_process}, detached ones among them",
+        "sessions of a process": f"{rules.max_sessions_per_process}, including detached sessions",
         "sessions in all": f"`max_sessions`: {DEFAULT_MAX_SESSIONS:,}, or what the broker's descriptors allow",
         "models of a tenant": f"`max_models_per_tenant`: {rules.max_models_per_tenant}",
         "characters of a client's name": f"{names.MAX_CLIENT_CHARACTERS}",
