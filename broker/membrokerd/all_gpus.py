@@ -82,7 +82,7 @@ def _gpus() -> list[str]:
     if not found:
         raise unusable[0]
     for why in unusable:
-        logs.warn("a GPU is left out", error=str(why))
+        logs.warn("no broker can use this GPU: it gets no daemon", error=str(why))
     return found
 
 
@@ -163,7 +163,7 @@ class _Child:
         except OSError as error:  # no memory, or too many processes
             logs.warn("a daemon cannot be started", gpu=self.uuid, error=error.strerror)
             return 1
-        logs.log("a daemon is started", gpu=self.uuid, child=self.process.pid)
+        logs.log("a daemon was started", gpu=self.uuid, child=self.process.pid)
         if self._stopping.is_set():
             self.send(signal.SIGTERM)
         return await self.process.wait()
@@ -209,7 +209,7 @@ class _Child:
         if not self._address.exists():
             self._listen_again()
         elif self.state == "ready" and self._silent_seconds > SILENT_SECONDS:
-            logs.warn("a daemon does not answer, and is killed", gpu=self.uuid)
+            logs.warn("a daemon does not answer: it gets SIGKILL", gpu=self.uuid)
             self._silent_seconds = 0.0
             self.send(signal.SIGKILL)
 
@@ -221,9 +221,14 @@ class _Child:
             self.close()
             self._listen()
         except OSError as error:
-            logs.warn("a daemon cannot be heard", gpu=self.uuid, path=self._address, error=error.strerror)
+            logs.warn(
+                "the parent cannot receive messages of a daemon",
+                gpu=self.uuid,
+                path=self._address,
+                error=error.strerror,
+            )
         else:
-            logs.warn("a socket of the parent was removed, and is there again", gpu=self.uuid, path=self._address)
+            logs.warn("a socket of the parent was removed and has been bound again", gpu=self.uuid, path=self._address)
 
     def close(self) -> None:
         """Remove the socket for notices."""

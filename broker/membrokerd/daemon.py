@@ -224,7 +224,7 @@ class Daemon:
             return self._plan
         if kept.driver.keys() != self._plan.driver.survivors().keys():
             logs.warn(
-                "the descriptor store has only some of the driver's descriptors, or another driver's: dropping them",
+                "the descriptor store has only some of the driver's descriptors, or another driver's: dropped them",
                 names=" ".join(sorted(kept.driver)),
             )
             self._store.forget_driver()
@@ -241,7 +241,12 @@ class Daemon:
         watch_processes(ledger, self._watch, kept)
         if ledger.sessions or ledger.segments:
             charged = sum(total.charged for total in ledger.totals.values())
-            logs.log("taken over", sessions=len(ledger.sessions), segments=len(ledger.segments), charged_bytes=charged)
+            logs.log(
+                "took over the books",
+                sessions=len(ledger.sessions),
+                segments=len(ledger.segments),
+                charged_bytes=charged,
+            )
 
     def _bounds(self) -> tuple[int, int]:
         """Return the maximum number of sessions, and of extents that all segments have together."""

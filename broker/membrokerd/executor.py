@@ -162,7 +162,7 @@ class Executor:
             self._rooms = {Location(where): (now, info.free) for where, info in figures.items() if info is not None}
             return figures
         except Exception as error:  # noqa: BLE001 - a GPU that fell off the bus must not end this thread
-            logs.warn("the device does not say what it has", error=str(error))
+            logs.warn("the device does not say how much memory it has", error=str(error))
             return {location.value: None for location in Location}
 
     def stop(self) -> None:

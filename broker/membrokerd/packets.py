@@ -210,7 +210,7 @@ class Packets:
             if self._making:
                 await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:
-            logs.log("stopping with packets unmade", packets=self._making)
+            logs.log("stopping before all packets were created", packets=self._making)
         for kept in self._stock.values():
             close_all(kept)
         self._stock.clear()

@@ -59,8 +59,8 @@ class Processes:
         # A context is not suspicious, but it can explain the rise.
         if not named and sum(process.excess for process in found) < rise.risen:
             logs.warn(
-                "more of the device is used beyond the books, and no process can be named: its holder has a descriptor "
-                "and no context, or is in a namespace that the driver cannot see",
+                "more device memory is in use that is not in the books, and the driver names no process that uses it: "
+                "the process has only a descriptor and no context, or is in a namespace that the driver cannot see",
                 risen=format_size(rise.risen),
                 unaccounted=format_size(rise.unaccounted),
             )

@@ -63,7 +63,7 @@ class Writer:
         try:
             yield from self._journal.compact(story(self._broker.ledger))
         except OSError as error:
-            logs.warn("the journal cannot be compacted, and grows on", error=error.strerror)
+            logs.warn("the journal cannot be compacted and keeps growing", error=error.strerror)
         finally:
             self._compacting = None
 
@@ -75,7 +75,8 @@ class Writer:
         books, path = self._broker.books, str(self._journal.path)
         if self._journal.full and not books.cannot_write:
             logs.warn(
-                "the journal cannot be written: nothing more is lent, and no session begins; make room there", path=path
+                "the journal cannot be written: the broker lends nothing more and begins no session; make room there",
+                path=path,
             )
         elif books.cannot_write and not self._journal.full:
             logs.log("the journal can be written again", path=path)

@@ -78,7 +78,7 @@ def test_a_rise_that_nobody_shows_is_said_and_one_of_contexts_is_not(
     said = named(story, caplog, context_bytes=600 * MIB)
     assert len(said) == lines
     for event, fields in said:
-        assert "no process can be named" in event
+        assert "the driver names no process that uses it" in event
         assert fields == {"risen": "32.0 MiB", "unaccounted": "32.0 MiB"}
 
 

@@ -65,7 +65,7 @@ class Parent:
 
     def pids(self, uuids: Sequence[str] = UUIDS) -> list[int]:
         """Return the last process of each device."""
-        started = dict(re.findall(r"a daemon is started gpu=(\S+) child=(\d+)", self.log()))
+        started = dict(re.findall(r"a daemon was started gpu=(\S+) child=(\d+)", self.log()))
         return [int(started[uuid]) for uuid in uuids]
 
     def endpoint(self, uuid: str) -> Path:

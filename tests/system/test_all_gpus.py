@@ -149,7 +149,7 @@ def test_a_reload_reaches_every_daemon(place: Path) -> None:
 def test_a_terminals_signal_while_the_daemons_start(place: Path, number: signal.Signals) -> None:
     """The terminal sends it to the whole group. A hangup reloads; Ctrl-C ends all without a traceback."""
     with running_all(place) as parent:
-        until(lambda: len(re.findall("a daemon is started", parent.log())) == 2)
+        until(lambda: len(re.findall("a daemon was started", parent.log())) == 2)
         os.killpg(parent.process.pid, number)
         if number == signal.SIGHUP:
             parent.wait_until_ready()
@@ -220,7 +220,7 @@ def test_a_daemon_that_hangs_is_killed_and_starts_again(place: Path) -> None:
         os.kill(before[1], signal.SIGSTOP)
         until(lambda: parent.pids()[1] != before[1] and parent.get("/readyz")[0] == 200)
         assert parent.pids()[0] == before[0]
-        assert "a daemon does not answer, and is killed gpu=host-1" in parent.log()
+        assert "a daemon does not answer: it gets SIGKILL gpu=host-1" in parent.log()
 
 
 def test_a_machine_that_was_frozen_loses_no_daemon(place: Path) -> None:

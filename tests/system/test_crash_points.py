@@ -140,7 +140,7 @@ def test_the_keeper_is_killed(crashed: Daemon, point: str) -> None:
         one.result()
         until(lambda: not crashing_daemon.path().exists())
         until(lambda: crashed.keeper() not in (0, before))
-        until(lambda: "the keeper of descriptors is filled again" in crashed.log())
+        until(lambda: "the keeper of descriptors has all descriptors again" in crashed.log())
         crashed.kill()
         crashed.start_again()
         check(crashed, one)

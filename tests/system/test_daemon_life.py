@@ -159,7 +159,7 @@ def test_a_new_daemon_without_the_books_names_the_old_ones_workers(daemon: Daemo
         before = len(daemon.log())
         with successor(daemon) as second:
             until(lambda: " ready " in second.log()[before:])  # the lines about holders stand before it
-            said = [line for line in second.log()[before:].splitlines() if "an earlier daemon's worker" in line]
+            said = [line for line in second.log()[before:].splitlines() if "a worker of an earlier daemon" in line]
             assert any(f"pid={holder.pid} " in line and "30.0 MiB" in line for line in said), said
             assert not any(f"pid={idle.pid} " in line for line in said), said
             assert second.books().lent_bytes == 0

@@ -131,7 +131,8 @@ def test_a_flipped_length_hides_no_records(daemon: Daemon) -> None:
         assert aside.read_bytes() == damaged
         until(lambda: "is damaged at its byte" in daemon.log())
         holder = (
-            f"an earlier daemon's worker may still hold memory; until it ends it counts as unaccounted pid={one.pid}"
+            "a worker of an earlier daemon may still hold memory, which counts as unaccounted until the worker ends "
+            f"pid={one.pid}"
         )
         until(lambda: holder in daemon.log())
         assert daemon.books().lent_bytes == 0
@@ -154,7 +155,7 @@ def test_a_torn_end_is_left_out_and_kept(daemon: Daemon) -> None:
         (aside,) = state(daemon).glob("journal.torn-*")
         assert aside.read_bytes() == torn
         until(lambda: "last record is incomplete" in daemon.log())
-        until(lambda: f"may still hold memory; until it ends it counts as unaccounted pid={one.pid}" in daemon.log())
+        until(lambda: f"which counts as unaccounted until the worker ends pid={one.pid}" in daemon.log())
         until(lambda: daemon.books().lent_bytes == PAGE)
 
 
@@ -195,7 +196,7 @@ def test_half_of_what_a_driver_needs_is_let_go(daemon: Daemon) -> None:
         client.sock.close()
         os.close(file)
         daemon.start_again()
-        until(lambda: "has only some of the driver's descriptors, or another driver's: dropping them" in daemon.log())
+        until(lambda: "has only some of the driver's descriptors, or another driver's: dropped them" in daemon.log())
         with worker() as one:
             one.connect(daemon)
             one.do("buffer = client.register_model('m').allocate('16MiB')")

@@ -134,7 +134,7 @@ def test_what_keeper_and_daemon_have_both_lost_is_told(patient: Daemon) -> None:
         patient.kill()
         kill(keeper)
         patient.start_again()
-        until(lambda: "some descriptors of a segment were not kept" in patient.log())
+        until(lambda: "some descriptors of a segment are missing" in patient.log())
         assert one.ask("segment.read(0, 7).decode()") == "weights"
         until(lambda: patient.books().lent_bytes == 8 * MIB)
         assert one.refused("client.attach('m/weights')").error == "SegmentNotFound"

@@ -93,9 +93,7 @@ def test_two_brokers_of_a_machine_show_their_own_workers(transport: str) -> None
         mine.kill()
         (mine.root / "state" / "journal").unlink()
         mine.start_again()
-        until(
-            lambda: f"worker may still hold memory; until it ends it counts as unaccounted pid={one.pid}" in mine.log()
-        )
+        until(lambda: f"counts as unaccounted until the worker ends pid={one.pid}" in mine.log())
         assert f"pid={two.pid}" not in mine.log()
         assert processes(mine).keys() == {one.pid}
 

@@ -58,7 +58,7 @@ def machine(debian: Path) -> Iterator[Machine]:
         one.run("systemctl", "enable", "--quiet", "--now", UNIT)
         yield one
         one.run("systemctl", "stop", UNIT)
-        for wrong in ("Traceback", "a fault of the broker", "some descriptors of a segment were not kept"):
+        for wrong in ("Traceback", "a fault of the broker", "some descriptors of a segment are missing"):
             assert wrong not in one.log(), one.log()
 
 

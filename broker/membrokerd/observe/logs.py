@@ -181,7 +181,7 @@ def log_fact(fact: ft.Fact) -> None:
             return
         if _allowance.unsaid:
             unsaid, _allowance.unsaid = _allowance.unsaid, 0
-            warn("lines about sessions, models and segments were left out: too many came and went", lines=unsaid)
+            warn("lines about sessions, models and segments were left out: there were too many", lines=unsaid)
     _emit(level, _event_of(type(fact)), dict(_fields_of(fact)))
 
 

@@ -229,7 +229,7 @@ def sort(items: Iterable[tuple[str, int]]) -> tuple[Kept, list[str]]:
             unknown.append(name)
             os.close(descriptor)
     if unknown:
-        logs.warn("dropping descriptors whose names no broker uses", names=unknown)
+        logs.warn("dropped descriptors with names that no broker uses", names=unknown)
     return kept, unknown
 
 

@@ -190,7 +190,7 @@ class KeeperMirror:
                 close_all(copies)
             filled |= {name for name, _ in batch}
         self._use(connection)
-        logs.log("the keeper of descriptors is filled again", pid=connection.pid, count=len(filled))
+        logs.log("the keeper of descriptors has all descriptors again", pid=connection.pid, count=len(filled))
         wanted = {name for name, _ in self._contents()}.union(*(put.remaining() for put in self._puts))
         self.drop(sorted((found | filled) - wanted))
         for put in list(self._puts):

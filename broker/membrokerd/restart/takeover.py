@@ -97,7 +97,7 @@ def warn_of_holders(listed: Iterable[tuple[int, int]], by_pid: Mapping[int, int]
     holders = sorted(((size, pid) for pid, size in listed if size > by_pid.get(pid, 0)), reverse=True)
     for size, pid in holders[:MOST_NAMED]:
         logs.warn(
-            "an earlier daemon's worker may still hold memory; until it ends it counts as unaccounted",
+            "a worker of an earlier daemon may still hold memory, which counts as unaccounted until the worker ends",
             pid=pid,
             command=command_of(pid),
             holds=format_size(size),
@@ -112,7 +112,7 @@ def cover_lent(capacities: Mapping[Location, int], charged: Mapping[Location, in
     for where, size in charged.items():
         if size > raised.get(where, -1):
             logs.warn(
-                "more is lent than the configured capacity: until the next start, the capacity is what is lent now",
+                "more is lent than the configured capacity: until the next start, the capacity is the amount lent now",
                 location=where,
                 capacity_bytes=raised.get(where, 0),
                 lent_bytes=size,
@@ -129,7 +129,7 @@ def take_descriptors(ledger: Ledger, store: Store, executor: Executor, kept: Kep
     for segment in unknown:
         executor.close(OWN, store.give_up(segment))
     if unknown:
-        logs.log("closing descriptors of segments that are not in the books", segments=len(unknown))
+        logs.log("closed descriptors of segments that are not in the books", segments=len(unknown))
     lost = [
         row
         for row in ledger.segments.values()
@@ -138,8 +138,8 @@ def take_descriptors(ledger: Ledger, store: Store, executor: Executor, kept: Kep
     ]
     for row in lost:
         logs.warn(
-            "some descriptors of a segment were not kept: it was still being created, or the descriptor store lost "
-            "them; it cannot be attached any more",
+            "some descriptors of a segment are missing: the segment was still being created, or the descriptor store "
+            "lost them; the segment cannot be attached any more",
             segment=str(row.full_name()),
             state=row.state,
         )

@@ -81,7 +81,7 @@ class Listener:
             self._turn_away(sock, error)
             return
         except OSError as error:
-            logs.log("cannot attest", endpoint=self._entrance.endpoint, error=error.strerror)
+            logs.log("the kernel does not identify the peer", endpoint=self._entrance.endpoint, error=error.strerror)
             sock.close()
             return
         connection = Connection(self._entrance, sock, peer, self._on_greeted, self._on_ended)
@@ -101,7 +101,7 @@ class Listener:
         try:
             handoff.send(sock, handoff.encode(reply))
         except OSError:
-            logs.debug("it did not wait for the answer", endpoint=self._entrance.endpoint)
+            logs.debug("a refused peer left before it got the answer", endpoint=self._entrance.endpoint)
         hang_up(sock)
 
     # --- what connections report ---

@@ -78,7 +78,7 @@ class Outbox:
                 return
             except Exception as error:  # noqa: BLE001 - a packet that can never be sent must not block the others
                 logs.fault(error)
-                self._end("a packet for it cannot be encoded")
+                self._end("a packet for this connection cannot be encoded")
                 return
             self.packets.popleft()
             self._close(frame, descriptors)

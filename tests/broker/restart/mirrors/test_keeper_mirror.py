@@ -290,7 +290,7 @@ def test_names_that_no_broker_uses_are_dropped(path: Path, caplog: pytest.LogCap
         with Client(path) as client:
             client.put({name: name.encode() for name in [*names, "segment.1.2"]})
         play(story())
-    said = [record.fields for record in caplog.records if "whose names no broker uses" in record.getMessage()]  # type: ignore[attr-defined]
+    said = [record.fields for record in caplog.records if "with names that no broker uses" in record.getMessage()]  # type: ignore[attr-defined]
     assert said == [{"names": names}]
 
 
