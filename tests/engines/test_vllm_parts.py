@@ -499,7 +499,7 @@ class TestSeams:
         monkeypatch.setattr("vllm.__version__", "0.25.1")
         monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
         seams.check()
-        assert "tested with vLLM 0.24.x, and not with 0.25.1" in caplog.text
+        assert "tested with vLLM 0.24.x, but not with 0.25.1" in caplog.text
 
     def test_an_attribute_that_is_gone_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(seams, "ATTRIBUTES", (("vllm.v1.core.block_pool:BlockPool", ("nothing_like_it",)),))

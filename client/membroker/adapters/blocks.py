@@ -115,7 +115,8 @@ class Lending:
                 address = self._freed.popleft()
                 if address not in self._blocks:
                     logger.error(
-                        "a framework freed %#x, which is not allocated: freed twice, or allocated elsewhere", address
+                        "a framework freed %#x, which is not allocated: a double free, or memory from elsewhere",
+                        address,
                     )
                     continue
                 chunk, size = self._blocks.pop(address)

@@ -78,7 +78,7 @@ class Borrower:
             error = self._borrow(group, self._state.wanted_bytes() if is_needed else 0, is_needed=is_needed)
             if isinstance(error, ClosedError | SessionLost):
                 if not (self._closed or self._pool.closed):
-                    logger.error("the cache borrows no memory any more: start its engine again. %s", error)
+                    logger.error("the cache can borrow no more memory: restart its engine. %s", error)
                 return
             if error is None:
                 pause = 0.0
@@ -107,7 +107,7 @@ class Borrower:
         except Exception as error:
             if type(error) is not self._told:
                 is_bug = not isinstance(error, MembrokerError)
-                logger.warning("no memory can be borrowed for the cache at the moment: %s", error, exc_info=is_bug)
+                logger.warning("the cache cannot borrow memory at the moment: %s", error, exc_info=is_bug)
             self._told = type(error)
             refusal = error.with_traceback(None)
         self._state.answered(group, is_granted=refusal is None)

@@ -314,7 +314,7 @@ class ElasticCache(Closing):
             try:
                 self._model.on_recall(None)
             except MembrokerError as error:
-                logger.info("the broker was not told that recalls are not answered any more: %s", error)
+                logger.info("could not tell the broker that this cache answers no more recalls: %s", error)
         for thread in self._threads:
             thread.join(CLOSE_SECONDS)
         groups = [group for state in (MAPPED, DRAINING, RETIRING, DOOMED) for group in self._balloon.groups_in(state)]

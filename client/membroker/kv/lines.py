@@ -76,7 +76,7 @@ def answer(connection: Connection, calls: Mapping[str, Callable[..., object]]) -
         except MembrokerError as refusal:
             error = refusal
         except Exception as failure:
-            logger.exception("a process of an engine could not do %r for another one", name)
+            logger.exception("this process of an engine failed to run %r for another process of the engine", name)
             error = MembrokerError(f"a process of this engine has failed to {name}: {failure!r}")
         connection.send((found, error))
         return True

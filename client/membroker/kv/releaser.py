@@ -105,7 +105,7 @@ class Releaser:
             except ClosedError:
                 return
             except Exception:
-                logger.exception("the cache could not release memory: it tries again in a second")
+                logger.exception("the cache could not release memory, and tries again in a second")
                 again = time.monotonic() + LOOK_SECONDS
             self._settle()
 
@@ -156,4 +156,4 @@ class Releaser:
         try:
             recall.done()
         except Exception:
-            logger.exception("a recall could not be answered")
+            logger.exception("the cache could not answer a recall")

@@ -182,15 +182,15 @@ class Sleeper(Closing):
                 self._cache._state.end_growing()  # an engine that cannot wake is not to wait for blocks
                 with self._changed:
                     if not self._closed:
-                        self._ended = f"its engine can neither sleep nor wake any more: {error}"
+                        self._ended = f"its engine can no longer sleep or wake: {error}"
                         logger.error("%s: %s", self._model.resource_name, self._ended)  # noqa: TRY400
                     self._closed = True
                     self._changed.notify_all()
                 return
             except Exception:
-                logger.exception("the engine could not fall asleep or wake up: it wakes when it is asked to")
+                logger.exception("the engine failed to fall asleep or wake up: wake it by `membroker wake`")
                 with self._changed:
-                    self._state, self._detail = ASLEEP, "it failed, and its log says why"
+                    self._state, self._detail = ASLEEP, "the engine failed, and its log says why"
                 time.sleep(BORROW_SECONDS)
 
     def _has_work(self) -> bool:

@@ -101,7 +101,7 @@ class Holder(Generic[_L]):
             try:
                 memory.end()
             except Exception:
-                logger.exception("memory of a closed %s could not be released", self._name)
+                logger.exception("could not release the memory of a closed %s", self._name)
         self._closing = False
         if not self._holdings:
             self._end(wait=wait)

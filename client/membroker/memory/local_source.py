@@ -289,7 +289,7 @@ def _work_off(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         try:
             piece()
         except BaseException:  # without this thread, no later work would run
-            logger.exception("what was left to do in the background has failed")
+            logger.exception("work in the background has failed")
         # Do not keep it until the next piece of work: it may be the last reference to a source.
         del piece
 

@@ -103,7 +103,7 @@ def _keep(reference: weakref.ref[Callable[[], bool]], wake: threading.Event) -> 
         except ClosedError:
             return
         except MembrokerError as error:
-            logger.info("no pages are borrowed ahead at the moment: %s", error)
+            logger.info("cannot borrow pages ahead at the moment: %s", error)
         except Exception:
-            logger.exception("borrowing ahead has failed")
+            logger.exception("borrowing pages ahead has failed")
         del keep_ahead

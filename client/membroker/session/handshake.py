@@ -83,7 +83,7 @@ def reconcile(
     if extents or generations:
         logger.warning(
             "the broker does not know %d extents and %d segments that this process holds: they stay mapped "
-            "until they are closed, and are charged to nobody",
+            "until they are closed, and are charged to no model",
             *(len(extents), len(generations)),
         )
         inventory.forget(extents, generations)

@@ -99,7 +99,7 @@ class Notices:
         elif kind == "stopping":
             if (connection := self._connected()) is not None:
                 connection.heard_stopping()
-            logger.info("the broker stops; what is mapped stays valid")
+            logger.info("the broker is stopping; mapped memory stays valid")
         elif kind == "recall":
             self._hear_recall(message.recall)
         elif kind == "sleep":

@@ -212,7 +212,7 @@ class Recalls:
     def _heard_again(self, one: OpenRecall, place: tuple[str, int], size: int) -> None:
         if place != one.place:
             logger.warning(
-                "the broker sent recall %d of %s again, for other memory, of %s: it is ignored",
+                "ignored: the broker sent recall %d of %s again, but for other memory, of %s",
                 one.recall_id,
                 one.place[0],
                 place[0],
@@ -239,7 +239,7 @@ class Recalls:
             except BaseException as error:  # sys.exit() too: the thread must go on, and the operator gets an answer
                 logger.exception("a callback for sleep has failed at %r", request)
                 status = SleepStatusMessage(
-                    state=SleepStatusMessage.UNSUPPORTED, detail=f"its program failed: {error!r}"[: messages.MAX_DETAIL]
+                    state=SleepStatusMessage.UNSUPPORTED, detail=f"the program failed: {error!r}"[: messages.MAX_DETAIL]
                 )
         connection.answer_sleep(sleep_id, status)
 
@@ -271,7 +271,10 @@ class Recalls:
                 if answering.callback(one.shown) is DEFERRED:
                     return
             except BaseException:  # sys.exit() too: the thread must go on, and the broker gets its answer
-                logger.exception("a callback for recalls has failed at %r: what it has not released is kept", one.shown)
+                logger.exception(
+                    "a callback for recalls has failed at %r: this session keeps the memory that it did not release",
+                    one.shown,
+                )
         one.done()
 
     def _give_spare(self, one: OpenRecall) -> None:
@@ -287,7 +290,7 @@ class Recalls:
             try:
                 memory.give_spare(one.remaining, is_asked_for)
             except Exception:
-                logger.exception("spare pages that the broker wants back could not be released")
+                logger.exception("could not release spare pages that the broker recalls")
 
 
 def borrows_in_a_callback() -> InvalidRequest:

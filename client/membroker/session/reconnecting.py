@@ -258,7 +258,7 @@ class ReconnectingConnection:
         begun = reminded = time.monotonic()
         level = logging.INFO if lost.interrupted else logging.WARNING
         gone = "disconnected, because an interrupt left a call half done" if lost.interrupted else "gone"
-        logger.log(level, "the broker at %s is %s: what is mapped stays valid, reconnecting", self._path, gone)
+        logger.log(level, "the broker at %s is %s: mapped memory stays valid, reconnecting", self._path, gone)
         # Calls in flight may still have memory mapped that the resume will not state.
         lost.wait_until_idle()
         lost.close()
@@ -321,8 +321,8 @@ class ReconnectingConnection:
         """Give up: the broker does not know the session."""
         with self._changed.lock:
             self._trouble = (
-                f"the broker at {self._path} does not know this session: {error}; what is mapped stays valid until it "
-                "is closed, and counts as unaccounted there; call connect() again"
+                f"the broker at {self._path} does not know this session: {error}; mapped memory stays valid until it "
+                "is closed, and counts as unaccounted at the broker; call connect() again"
             )
             if self._move("token rejected"):
                 logger.warning("%s", self._trouble)

@@ -172,7 +172,7 @@ class SharedSocket:
     def _interrupt(self) -> None:
         self.break_off(
             BrokerUnavailable,
-            f"an interrupt ended the connection to the broker at {self.name} in the middle of a call: what is mapped "
+            f"an interrupt ended the connection to the broker at {self.name} in the middle of a call: mapped memory "
             "stays valid, and the session goes on",
             interrupted=True,
         )
@@ -197,11 +197,11 @@ class SharedSocket:
             self.break_off(
                 BrokerUnavailable,
                 f"the broker at {self.name} has read nothing for {STOPPING_SECONDS:g} s: it is stopped or overloaded; "
-                "what is mapped stays valid, and the session goes on when it reads",
+                "mapped memory stays valid, and the session goes on when the broker reads again",
             )
         self.break_off(
             BrokerUnavailable,
-            f"the broker at {self.name} is gone{self._stopping}: what is mapped stays valid; "
+            f"the broker at {self.name} is gone{self._stopping}: mapped memory stays valid; "
             "start it again (`membrokerd`), and the session goes on",
         )
         if self.lost:

@@ -452,7 +452,7 @@ def test_it_says_that_its_thread_has_ended(lender: Recalled, caplog: pytest.LogC
         engine.add(Request(10))
         steps(cache, engine, lambda: caplog.records)
         until(lambda: not cache._threads[0].is_alive())
-    assert "start its engine again. this client is closed" in caplog.text
+    assert "restart its engine. this client is closed" in caplog.text
     caplog.clear()
     lender.before_borrow = lambda: None
     with serving(lender, another := an_engine()) as cache:

@@ -102,4 +102,4 @@ def test_the_plugin_does_nothing_without_its_variable(
     monkeypatch.setenv(VARIABLE, "{}")
     with caplog.at_level(logging.ERROR):
         plugin.register()
-    assert "this SGLang cannot be extended" in caplog.text
+    assert "membroker cannot extend this SGLang" in caplog.text

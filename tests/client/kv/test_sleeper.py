@@ -274,7 +274,7 @@ def test_it_holds_them_if_they_cannot_go_to_the_host(
         lender.capacity = 1 << 40
         until(lambda: one.ask(wake=True).state == "awake")
         one.serve()
-    assert "could not fall asleep" not in caplog.text
+    assert "failed to fall asleep" not in caplog.text
 
 
 def test_weights_stay_if_the_host_has_no_room(lender: Slept) -> None:
@@ -297,8 +297,8 @@ def test_it_says_that_it_can_wake_no_more(lender: Slept, caplog: pytest.LogCaptu
         with pytest.raises(ClosedError), one.sleeper.awake():
             pass
         answer = one.ask(wake=True)
-        assert (answer.state, "can neither sleep nor wake any more: " in answer.detail) == ("unsupported", True)
-    assert "can neither sleep nor wake any more: " in caplog.text
+        assert (answer.state, "can no longer sleep or wake: " in answer.detail) == ("unsupported", True)
+    assert "can no longer sleep or wake: " in caplog.text
     caplog.clear()
     with scene(lender) as one:
         one.cache.rest()
@@ -338,7 +338,7 @@ def test_the_driver_fails_while_it_falls_asleep(lender: Slept, monkeypatch: pyte
         one = Scene(lender, engine, cache, sleeper)
         one.cache.rest()
         monkeypatch.setattr(lender.driver, "unmap", flaky)
-        until(lambda: one.ask().detail == "it failed, and its log says why")
+        until(lambda: one.ask().detail == "the engine failed, and its log says why")
         assert lender.lent_bytes == 2 * PAGE
         one.serve()
         assert lender.lent_bytes == 4 * PAGE

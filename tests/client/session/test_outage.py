@@ -50,7 +50,7 @@ class TestOutage:
                 call()
             assert "nobody listens" in str(it.value)
         line(client)._outage = 0.0
-        with pytest.raises(membroker.BrokerUnavailable, match="is gone: what is mapped stays valid"):
+        with pytest.raises(membroker.BrokerUnavailable, match="is gone: mapped memory stays valid"):
             model(client).allocate(PAGE)
         line(client)._outage = 30.0
         broker.listen()
@@ -112,7 +112,7 @@ class TestOutage:
             assert list(broker.resume().extent_ids) == [extent_id]
             until(lambda: len(caplog.messages) >= 2)
         assert [message.partition("/")[0] for message in caplog.messages] == ["the broker at "] * 2
-        assert "is gone: what is mapped stays valid, reconnecting" in caplog.messages[0]
+        assert "is gone: mapped memory stays valid, reconnecting" in caplog.messages[0]
         assert "is back after" in caplog.messages[1]
         one.view()[:1] = b"x"
 

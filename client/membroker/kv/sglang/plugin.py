@@ -21,6 +21,6 @@ def register() -> None:
     try:
         from . import hooks
     except ImportError as error:
-        logger.error("%s is set, and this SGLang cannot be extended: %s", VARIABLE, error)  # noqa: TRY400
+        logger.error("%s is set, but membroker cannot extend this SGLang: %s", VARIABLE, error)  # noqa: TRY400
         return
     hooks.register(os.environ[VARIABLE])

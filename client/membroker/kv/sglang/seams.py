@@ -164,4 +164,4 @@ def check() -> None:
 
     seams.check("membroker.kv.sglang", f"SGLang {TESTED}", f"SGLang {sglang.__version__}", differences())
     if sglang.__version__ != TESTED:
-        logger.warning("membroker.kv.sglang was tested with SGLang %s, and not with %s", TESTED, sglang.__version__)
+        logger.warning("membroker.kv.sglang was tested with SGLang %s, but not with %s", TESTED, sglang.__version__)

@@ -140,5 +140,5 @@ def check() -> Any:
     written_for = f"transformers {' and '.join(f'{one.tested}x' for one in VERSIONS)}"
     seams.check("membroker.kv.transformers", written_for, installed, differences(found))
     if not transformers.__version__.startswith(found.tested):
-        logger.warning("membroker.kv.transformers was tested with %s, and not with %s", written_for, installed)
+        logger.warning("membroker.kv.transformers was tested with %s, but not with %s", written_for, installed)
     return seams.load(found.store)

@@ -132,9 +132,7 @@ class Memory:
         if settings.swap_space is not None:
             size = bytes_of("swap_space", settings.swap_space)
             self.swap_space = SwapSpace(source_of(model), layout, size, on_gpu=self._tensor_device.type == "cuda")
-            logger.info(
-                "membroker: %s of host memory are pinned for the KV cache of preempted requests", format_size(size)
-            )
+            logger.info("membroker: pinned %s of host memory for the KV cache of preempted requests", format_size(size))
         logger.info(
             "membroker: the KV cache of model %r is %s, in %d groups of %d MiB: %d blocks of %d tokens, %.1f GiB of "
             "addresses (vLLM's %s runner)",
@@ -169,7 +167,9 @@ class Memory:
             size = torch.cuda.memory_reserved(device) + CONTEXT_BYTES if device.type == "cuda" else 0
         assert self._model is not None
         self._model.declare(size)
-        logger.info("membroker: %s of memory that is vLLM's own are declared", format_size(bytes_of("declare", size)))
+        logger.info(
+            "membroker: declared %s of memory that vLLM allocates itself", format_size(bytes_of("declare", size))
+        )
 
     # The scheduler takes over
 

@@ -119,4 +119,4 @@ def check() -> None:
 
     seams.check("membroker.kv.vllm", f"vLLM {TESTED}x", f"vLLM {vllm.__version__}", differences())
     if not vllm.__version__.startswith(TESTED):
-        logger.warning("membroker.kv.vllm was tested with vLLM %sx, and not with %s", TESTED, vllm.__version__)
+        logger.warning("membroker.kv.vllm was tested with vLLM %sx, but not with %s", TESTED, vllm.__version__)

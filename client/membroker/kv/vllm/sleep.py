@@ -78,7 +78,7 @@ class Weights:
             undo.pop_all()
         self._client = client
         logger.info(
-            "membroker: %d bytes of weights of model %r are borrowed, moved in %.2f s",
+            "membroker: moved %d bytes of weights of model %r into borrowed memory in %.2f s",
             self.pool.physical_usage_bytes,
             name,
             time.monotonic() - begun,

@@ -154,7 +154,7 @@ class _Shared:
                     claim.close()
                 return found
             if not waits:
-                logger.info("membroker: waits up to %.0f s for the engine that loads %s", self._left(), self.name)
+                logger.info("membroker: waiting up to %.0f s for the engine that loads %s", self._left(), self.name)
             waits = True
             with suppress(SegmentNotFound, WriterDied):
                 self._client.attach(self._claim_name, timeout=self._left())

@@ -224,5 +224,5 @@ def test_a_log_of_a_hanging_driver_is_no_end(
         recall(broker, 1)
         broker.hear("recall_answer")
     assert remaining == [PAGE]
-    assert "spare pages that the broker wants back could not be released" in caplog.text
+    assert "could not release spare pages that the broker recalls" in caplog.text
     assert pool.stats().spare_pages == 1
