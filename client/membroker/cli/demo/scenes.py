@@ -101,9 +101,9 @@ def main() -> int:
 def _play(broker: Broker, stack: ExitStack) -> str:
     stage = Stage(broker)
     stage.say(
-        f"One broker lends {format_size(CAPACITY)} of one device in pages of {format_size(PAGE)}. Two tenants, red and "
-        "blue, enter by a directory each, and run one model each, in processes of their own. (The device is the host "
-        "driver's: real processes, real descriptors, no GPU.)"
+        f"One broker lends {format_size(CAPACITY)} of one device in pages of {format_size(PAGE)}. There are two "
+        "tenants, red and blue. Each has its own endpoint directory, and runs one model in its own processes. (The "
+        "device is the host driver's: real processes, real descriptors, no GPU.)"
     )
     red = Worker(broker.endpoint("red"), "chat", "64GiB")
     stack.callback(red.close)
@@ -122,11 +122,11 @@ def _play(broker: Broker, stack: ExitStack) -> str:
     back = _death(stage, red, blue)
     _scrape(stage)
     return (
-        f"Proved: {format_size(WEIGHTS)} of weights mapped by two workers and charged once, {format_size(traded)} of "
-        f"peaks shared {format_size(CAPACITY)} without a byte lent twice, a lent guarantee of {format_size(GUARANTEE)} "
-        f"back in {burst:.0f} ms without a refusal, two refusals with their numbers, a broker's death that {rounds} "
-        f"rounds were computed through and that held up borrowing for {away:.0f} ms, a SIGKILL settled in "
-        f"{back:.0f} ms, and metrics that add up."
+        f"Proved: {format_size(WEIGHTS)} of weights were mapped by two workers and charged once. Peaks of "
+        f"{format_size(traded)} together fit in {format_size(CAPACITY)}, and no byte was lent twice. A lent guarantee "
+        f"of {format_size(GUARANTEE)} came back in {burst:.0f} ms without a refusal. Two refusals had their numbers. "
+        f"While the broker was dead, the workers computed {rounds} rounds, and borrowing waited for {away:.0f} ms. The "
+        f"memory of a killed worker was free after {back:.0f} ms. The metrics add up."
     )
 
 
@@ -153,10 +153,10 @@ def _sharing(stage: Stage, writer: Worker, reader: Worker) -> None:
         writer.tell("let go")
         claim(reader.tell("sum")["sum"] == written, "the weights ended with their writer")
         stage.say(
-            f"One worker of red wrote {format_size(WEIGHTS)} as a segment and sealed it, another attached it by name. "
-            f"Mapped, that is {format_size(2 * WEIGHTS)}; charged, and in use on the device: {format_size(used)}. Both "
-            f"find the tensor in it by name and sum it up to {written:08x}. It stays when its writer lets go; deleted, "
-            "its bytes become free with its last reader."
+            f"One worker of red wrote {format_size(WEIGHTS)} as a segment and sealed it. Another attached it by name. "
+            f"The two have mapped {format_size(2 * WEIGHTS)}, but only {format_size(used)} are charged and in use on "
+            f"the device. Both find the tensor in it by name, and get the same sum, {written:08x}. The segment stays "
+            "when its writer closes it. After it is deleted, its bytes become free when the last reader closes it."
         )
         reader.tell("delete")
         claim(reader.tell("sum")["sum"] == written, "a deleted segment ended under its reader")
@@ -170,10 +170,10 @@ def _sharing(stage: Stage, writer: Worker, reader: Worker) -> None:
 def _trade(stage: Stage, red: Worker, blue: Worker) -> int:
     """Replay two bursts of requests with their peaks one after the other; returns the sum of both peaks in bytes."""
     numbers = random.Random(SEED)
-    with stage.scene("Trade: one takes what the other releases") as show:
+    with stage.scene("Trade: one model borrows what the other releases") as show:
         stage.say(
-            "Each reserves 64 GiB of addresses. Requests come in bursts; each holds pages of the cache, writes a "
-            "pattern into every page, and checks it before it releases the page."
+            "Each model reserves 64 GiB of addresses. Requests come in bursts. Each request borrows pages of the "
+            "cache, writes a pattern into every page, and checks it before it releases the page."
         )
         running: dict[Worker, list[tuple[int, int]]] = {red: [], blue: []}
         for step in range(STEPS):
@@ -188,7 +188,9 @@ def _trade(stage: Stage, red: Worker, blue: Worker) -> int:
     claim_soon(lambda: not stage.broker.memory().lent_bytes, "something was not released")
     peaks: int = sum(row.books["device"].peak_bytes for row in stage.broker.models().values())
     claim(peaks > CAPACITY, f"the peaks add up to {format_size(peaks)}, which proves no trade")
-    stage.say(f"{checked} pages were checked. Their peaks add up to {format_size(peaks)}, on {format_size(CAPACITY)}.")
+    stage.say(
+        f"{checked} pages were checked. The models' peaks add up to {format_size(peaks)}, on {format_size(CAPACITY)}."
+    )
     return peaks
 
 
@@ -215,7 +217,7 @@ def _serve(worker: Worker, running: list[tuple[int, int]], wanted: int, step: in
 def _burst(stage: Stage, red: Worker) -> float:
     """Lend red's unused guarantee to a batch model, then use it; returns how many milliseconds red waited."""
     broker = stage.broker
-    with stage.scene("Burst: a guarantee is lent while it is not used, and back when it is"):
+    with stage.scene("Burst: an unused guarantee is lent, and comes back when it is needed"):
         broker.guarantee("red", GUARANTEE)
         batch = Worker(broker.endpoint("blue"), "batch", "64GiB")
         try:
@@ -242,10 +244,10 @@ def _burst(stage: Stage, red: Worker) -> float:
             batch.close()
         stage.say(
             f"The operator guarantees red {format_size(GUARANTEE)}. red uses none of it, so a batch model of blue has "
-            f"borrowed all {format_size(CAPACITY)}. It may, because it answers recalls. Now requests come to red: the "
-            "broker recalls memory, the batch model ends its youngest requests, and red has waited "
-            f"{took:.0f} ms for {format_size(GUARANTEE)}. No request was refused. All pages held what was written into "
-            f"them: {finished} that were released, and the {format_size(left)} that the batch model has left."
+            f"borrowed all {format_size(CAPACITY)}. It may do that because it answers recalls. Now requests come to "
+            "red. The broker recalls memory, the batch model ends its youngest requests, and red gets "
+            f"{format_size(GUARANTEE)} after {took:.0f} ms. No request was refused. All pages held what was written "
+            f"into them: the {finished} that were released, and the {format_size(left)} that the batch model still has."
         )
         claim_soon(lambda: not broker.memory().lent_bytes, "something was not released")
         broker.guarantee("red", 0)
@@ -258,7 +260,7 @@ def _refusals(broker: Broker) -> int:
 
 
 def _refusal(stage: Stage, red: Worker, blue: Worker) -> None:
-    """Run one model into its limit, and the other into what is left of the device."""
+    """Let one model reach its limit, and the other the capacity of the device."""
     with stage.scene("Refusal: a limit is a sentence with numbers, not a crash"):
         answer = blue.tell("admit", request=1, pages=100)
         claim(answer.get("level") == "model" and answer["limit"] == 192 * MIB, f"no refusal at the limit: {answer}")
@@ -273,7 +275,7 @@ def _refusal(stage: Stage, red: Worker, blue: Worker) -> None:
 def _death_of_the_broker(stage: Stage, red: Worker, blue: Worker) -> tuple[int, float]:
     """Kill the broker under two workers; return the rounds computed without it, and the milliseconds to a borrowing."""
     broker = stage.broker
-    with stage.scene("Death: a broker that is killed costs its workers a moment, and nothing else"):
+    with stage.scene("Death: a broker that is killed costs its workers a short wait, and nothing else"):
         red.tell("publish", size=WEIGHTS)
         written = red.tell("sum")["sum"]
         (segment,) = broker.segments()
@@ -289,21 +291,21 @@ def _death_of_the_broker(stage: Stage, red: Worker, blue: Worker) -> tuple[int, 
         in_use = sum(held) + PAGE  # the broker's own, its anchor
         claim_soon(lambda: broker.memory().device_used_bytes == in_use, "the device and the workers' memory differ")
         stage.say(
-            f"red and blue compute on {COMPUTED_PAGES} pages each, and borrow and release another, over and over. "
-            f"In the middle of it the broker got a SIGKILL. For {(ready - dead) * 1000:.0f} ms there was none: red "
-            f"computed {rounds[0]} rounds, blue {rounds[1]}. Another was started in its place, and {away:.0f} ms after "
-            "the death both could borrow again. No call failed: they waited."
+            f"red and blue compute on {COMPUTED_PAGES} pages each, and borrow and release another page, over and over. "
+            f"Meanwhile the broker got a SIGKILL. For {(ready - dead) * 1000:.0f} ms no broker ran: in that time red "
+            f"computed {rounds[0]} rounds, blue {rounds[1]}. A new broker started, and {away:.0f} ms after the death "
+            "both could borrow again. No call failed: the calls waited."
         )
         stage.show_moment()
         _claim_segment_survived(broker, red, segment, written)
         for worker in (red, blue):
             worker.tell("finish work")
         stage.say(
-            f"Its books are right to the byte: red holds {format_size(held[0])}, blue {format_size(held[1])}, and the "
-            f"device shows that and the broker's own {format_size(PAGE)} in use. The weights are the segment that they "
-            "were: a worker that began afterwards "
-            f"attached them by name, and sums them up to {written:08x}, as red does. Then red and blue finished: every "
-            "page held what was written into it last."
+            f"The new broker's books are right to the byte: red holds {format_size(held[0])}, blue "
+            f"{format_size(held[1])}, and the device shows these and the broker's own {format_size(PAGE)} in use. The "
+            "segment with the weights is still there: a worker that started later attached it by name, and got the "
+            f"same sum as red, {written:08x}. Then red and blue finished: every page held what was written into it "
+            "last."
         )
         claim_soon(lambda: not broker.segments(), "a deleted segment's bytes did not become free")
         claim_soon(
@@ -335,7 +337,7 @@ def _claim_segment_survived(broker: Broker, red: Worker, segment: SegmentStatus,
 
 def _death(stage: Stage, red: Worker, blue: Worker) -> float:
     """Kill one worker in mid-flight; returns the milliseconds until its bytes may be lent again."""
-    with stage.scene("Death: a SIGKILL in mid-flight costs nobody else anything") as show:
+    with stage.scene("Death: a worker that is killed costs the others nothing") as show:
         red.order("churn", pages=40)
         claim(bool(red.hear().get("churning")), "the worker does not churn")
         show()
@@ -348,9 +350,9 @@ def _death(stage: Stage, red: Worker, blue: Worker) -> float:
     claim(location.device_used_bytes == location.lent_bytes + PAGE, "the device and the books differ")
     blue.tell("check")
     stage.say(
-        f"red, whose session began with the dead broker, was killed while it grew and shrank. The device showed its "
-        f"memory gone, and it could be lent again, {back:.0f} ms later. blue noticed nothing: all of its pages hold "
-        "what was written into them."
+        f"red was killed while it borrowed and released. Its session had begun with the first broker. {back:.0f} ms "
+        "later the device showed its memory free, and the broker could lend it again. blue noticed nothing: all of "
+        "its pages hold what was written into them."
     )
     return back
 
@@ -363,7 +365,7 @@ def _scrape(stage: Stage) -> None:
     used = _sum(text, "membroker_model_used_bytes")
     charged = _sum(text, "membroker_device_lent_bytes") + _sum(text, "membroker_device_releasing_bytes")
     claim(used == charged > 0, f"the models' sum is {used}, the device's figure {charged}")
-    stage.say(f"\n{url}: the models' sum is the device's figure, {format_size(int(used))}.")
+    stage.say(f"\n{url}: the sum over the models equals the device's figure, {format_size(int(used))}.")
 
 
 def _sum(text: str, name: str) -> float:
