@@ -148,7 +148,7 @@ def test_the_unit_of_one_gpu_of_several_is_the_other_one_with_its_number() -> No
     assert [line for line in each if line not in one] == [
         "Description=membroker, lends the memory of GPU %i",
         "PartOf=membrokerd.target",
-        "# A GPU has one daemon.",
+        "# Only one daemon may run on a GPU.",
         "Conflicts=membrokerd.service",
         exec_start.replace("membrokerd --config", "membrokerd --device %i --config"),
         "WantedBy=membrokerd.target",

@@ -8,7 +8,7 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 
-{{- /* What both pods have: where they run. */ -}}
+{{- /* The part of both pods that says where they run. */ -}}
 {{- define "membroker.node" -}}
 automountServiceAccountToken: false
 {{- with .Values.imagePullSecrets }}
@@ -25,7 +25,7 @@ priorityClassName: {{ . }}
 {{- end }}
 {{- end }}
 
-{{- /* A map of TOML keys. JSON's strings, numbers, booleans and lists are TOML's too; Helm has 8589934592 as a float. */ -}}
+{{- /* A map of TOML keys. JSON strings, numbers, booleans and lists are valid TOML, too. Helm stores 8589934592 as a float. */ -}}
 {{- define "membroker.toml" -}}
 {{- $path := .path -}}
 [{{ $path }}]
