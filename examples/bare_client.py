@@ -1,4 +1,4 @@
-"""A client made of the generated stubs and recvmsg alone: the handoff of docs/protocol.md, on the host driver.
+"""A client that uses only the generated stubs and recvmsg. It follows docs/protocol.md, on the host driver.
 
 python examples/bare_client.py ENDPOINT     (the directory of a tenant: <runtime>/host/tenants/default)
 """
@@ -30,9 +30,9 @@ def receive(broker: socket.socket) -> tuple[Frame, list[int]]:
 
 
 def borrow(broker: socket.socket, request: Frame) -> tuple[list[int], list[mmap.mmap], int]:
-    """Ask for extents; return their ids, their mappings, and how many packets of this connection were taken so far.
+    """Ask for extents. Return their ids, their mappings, and how many packets of this connection were taken so far.
 
-    `request.acknowledged` is how many were taken before.
+    `request.acknowledged` is how many packets were taken before.
     """
     taken = request.acknowledged
     ids: list[int] = []
@@ -67,13 +67,13 @@ def main(endpoint: str) -> None:
         for number, page in enumerate(pages):
             page[:6] = b"page %d" % number
         print(f"borrowed {len(ids)} pages for {model}: {', '.join(page[:6].decode() for page in pages)}")
-        for page in pages:  # unmap first: a release says that nothing is mapped any more
+        for page in pages:  # unmap first: a release promises that nothing is mapped any more
             page.close()
         release = broker_pb2.ReleaseExtentsRequest(extent_ids=ids)
         broker.send(Frame(request_id=4, acknowledged=taken, release=release).SerializeToString())
         print(f"released {receive(broker)[0].reply.release.released_bytes} bytes")
         broker.send(Frame(request_id=5, goodbye=Goodbye()).SerializeToString())
-        print(f"last word: {receive(broker)[0].reply.WhichOneof('result')}")
+        print(f"last answer: {receive(broker)[0].reply.WhichOneof('result')}")
         os.close(notices)
 
 

@@ -25,7 +25,7 @@ def column(buffer: membroker.GrowableBuffer) -> numpy.ndarray:
 
 
 def main() -> None:
-    """Append while the first array stays in use, then keep the best."""
+    """Append while the first array stays in use, then keep the smallest measurements."""
     random = numpy.random.default_rng(7)
     with (
         membroker.connect() as client,
@@ -39,17 +39,15 @@ def main() -> None:
             column(buffer)[offset // 8 :] = random.normal(size=BATCH)
         every = column(buffer)
         print(f"{len(every)} measurements in {buffer.size} bytes; {buffer.physical_usage_bytes} are charged")
-        print(f"their mean is {every.mean():.4f}, and the first is where it was: {first[0] == every[0]}")
+        print(f"their mean is {every.mean():.4f}; the first array is still valid: {first[0] == every[0]}")
         every.sort()
         del first, every  # an array keeps its bytes mapped
         buffer.resize(BATCH * 8)
-        print(
-            f"the least {BATCH} are kept, up to {column(buffer).max():.4f}; {buffer.physical_usage_bytes} are charged"
-        )
+        print(f"kept the smallest {BATCH}, up to {column(buffer).max():.4f}; {buffer.physical_usage_bytes} are charged")
 
 
 if __name__ == "__main__":
     try:
         main()
     except membroker.MembrokerError as error:  # no broker, no memory left, or a drained device
-        raise SystemExit(f"not to the end: {error}") from None
+        raise SystemExit(f"the example did not finish: {error}") from None

@@ -2,7 +2,7 @@
 
 python examples/growable_torch.py        (MEMBROKER_ENDPOINT, or the default endpoint; a GPU or the host driver)
 
-The usual cache is a new tensor for each token, `torch.cat` of the old one and the token. This one copies the token.
+A usual cache makes a new tensor for each token by `torch.cat`, which copies everything. This one copies only the token.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ except ImportError as error:
 
 HEADS, WIDTH = 8, 64
 ENTRY = 2 * HEADS * WIDTH
-"""Numbers of a token: its keys and its values."""
+"""How many numbers a token has: its keys and its values."""
 LONGEST = 1_000_000
-"""Tokens for which there are addresses; they cost nothing."""
+"""How many tokens have addresses. Addresses cost nothing."""
 
 
 class Cache:
@@ -37,7 +37,7 @@ class Cache:
         self.tokens += len(entries)
 
     def every(self) -> torch.Tensor:
-        """Return all of them: a tensor over the buffer's own bytes."""
+        """Return all entries: a tensor over the buffer's own bytes."""
         return tensor(self.buffer, torch.bfloat16, (self.tokens, 2, HEADS, WIDTH))
 
     def attend(self, query: torch.Tensor) -> torch.Tensor:
@@ -66,12 +66,15 @@ def main() -> None:
             cache.append(torch.randn(1, 2, HEADS, WIDTH, dtype=torch.bfloat16, device=device))
         charged = cache.buffer.physical_usage_bytes >> 20
         print(f"{cache.tokens} tokens, {charged} MiB are charged")
-        print(f"the beginning is as it was: {torch.equal(beginning, prompt)}, and finds other things now: ", end="")
+        print(
+            f"the prompt's entries are unchanged: {torch.equal(beginning, prompt)}; a query now gets another answer: ",
+            end="",
+        )
         print(not torch.equal(cache.attend(query), found))
         cache.forget(len(prompt))
         charged = cache.buffer.physical_usage_bytes >> 20
         print(f"{cache.tokens} tokens, {charged} MiB are charged")
-        print(f"they find what they found: {torch.equal(cache.attend(query), found)}")
+        print(f"the query gets its first answer again: {torch.equal(cache.attend(query), found)}")
         del beginning
         cache.buffer.close()
 
@@ -80,4 +83,4 @@ if __name__ == "__main__":
     try:
         main()
     except membroker.MembrokerError as error:  # no broker, no memory left, or a drained device
-        raise SystemExit(f"not to the end: {error}") from None
+        raise SystemExit(f"the example did not finish: {error}") from None

@@ -5,8 +5,9 @@ It needs PyTorch and a broker, and runs on the host driver too:
     membrokerd --driver host --capacity 32MiB &
     python examples/kv_engine.py
 
-Two engines serve in turn over one broker. Each needs more than half of its memory, and releases that when it is done.
-The tokens are those of an engine that has all of its memory from the beginning. docs/kv.md explains the protocol.
+Two engines serve in turn over one broker. Each needs more than half of the broker's memory, and releases it when it is
+done. The tokens are the same as those of an engine that has all of its memory from the beginning. docs/kv.md explains
+the protocol.
 """
 
 from __future__ import annotations
@@ -62,19 +63,19 @@ class Model:
 
 
 class Request:
-    """A prompt, and how long it and its answer are to be in the end."""
+    """A prompt, and the length of the prompt and its answer together."""
 
     def __init__(self, prompt: Sequence[int], answer: int) -> None:
         self.tokens, self.end = list(prompt), len(prompt) + answer
         self.computed, self.blocks = 0, list[int]()
 
     def missing(self) -> int:
-        """Return how many blocks it lacks for its tokens."""
+        """Return how many more blocks the request needs for its tokens."""
         return -(-len(self.tokens) // BLOCK_TOKENS) - len(self.blocks)
 
 
 class Done:
-    """The fence of a device that has computed everything when a call returns, as a CPU has."""
+    """The fence of a device, such as a CPU, whose work is done when a call returns."""
 
     def query(self) -> bool:
         """Return whether the work is over."""
@@ -94,7 +95,7 @@ class Engine:
         self.waiting, self.running = deque[Request](), list[Request]()
 
     def need(self) -> int:
-        """Return the blocks in use, one more for each running request, and those that waiting ones lack."""
+        """Return the blocks in use, plus one for each running request, plus those that waiting requests need."""
         return 1 + len(self.users) + len(self.running) + sum(request.missing() for request in self.waiting)
 
     def unused(self, blocks: Sequence[int]) -> Collection[int]:
@@ -106,7 +107,7 @@ class Engine:
         return 0.0
 
     def cost(self, blocks: Sequence[int]) -> float:
-        """Return how many requests use blocks: these begin again if the blocks go."""
+        """Return how many requests use these blocks, and would begin again without them."""
         return len({self.users[block] for block in blocks if block in self.users})
 
     def hold(self, blocks: Sequence[int]) -> None:
@@ -119,7 +120,7 @@ class Engine:
         self.free.extend(blocks)
 
     def fence(self) -> Done | torch.cuda.Event:
-        """Record an event behind the work of all steps."""
+        """Record an event after the work of all steps."""
         if not self.cache.is_cuda:
             return Done()
         event = torch.cuda.Event()
@@ -142,13 +143,13 @@ class Engine:
         request.blocks, request.computed = [], 0
 
     def give(self, request: Request) -> None:
-        """Give a request the blocks that it lacks."""
+        """Give a request the blocks that it still needs."""
         for _ in range(request.missing()):
             request.blocks.append(self.free.popleft())
             self.users[request.blocks[-1]] = request
 
     def step(self) -> None:
-        """Admit what has room, and compute one token of each running request."""
+        """Admit requests that have room, and compute one token of each running request."""
         while self.waiting and self.waiting[0].missing() <= len(self.free) - len(self.running):
             self.running.append(self.waiting.popleft())
             self.give(self.running[-1])
@@ -176,10 +177,10 @@ def run(engine: Engine, requests: Sequence[Request], elastic: ElasticCache | Non
     engine.waiting.extend(requests)
     while engine.waiting or engine.running:
         if elastic is not None:
-            elastic.grow()  # says what the engine needs, and releases blocks that have memory now
+            elastic.grow()  # reports what the engine needs, and puts blocks that have memory now into the free list
         engine.step()
         if elastic is not None:
-            elastic.turn()  # holds blocks that are to go
+            elastic.turn()  # takes blocks that will lose their memory out of the free list
         if not engine.running:
             time.sleep(0.001)
     if elastic is not None:
@@ -204,7 +205,7 @@ def elastic_engine(lender: membroker.Model, model: Model, device: torch.device) 
 
 
 def main() -> None:
-    """Serve with all memory from the beginning, and then by two engines that share what the broker has."""
+    """Serve with all memory from the beginning, then with two engines that share the broker's memory."""
     with membroker.connect() as client:
         lenders = [client.register_model(name, virtual_capacity="64MiB") for name in ("first", "second")]
         device = device_of(lenders[0].driver.device)
@@ -226,4 +227,4 @@ if __name__ == "__main__":
     try:
         main()
     except membroker.MembrokerError as error:  # no broker, no memory left, or a drained device
-        raise SystemExit(f"not to the end: {error}") from None
+        raise SystemExit(f"the example did not finish: {error}") from None

@@ -1,9 +1,9 @@
-"""NCCL over borrowed memory: one rank for each GPU, at that GPU's broker, or both GPUs in one process.
+"""NCCL over borrowed memory: one rank for each GPU, with that GPU's broker, or both GPUs in one process.
 
 torchrun --nproc-per-node 2 examples/nccl_all_reduce.py ENDPOINT ENDPOINT     rank N borrows at the Nth endpoint
 python examples/nccl_all_reduce.py --one-process ENDPOINT ENDPOINT            one process at both endpoints
 
-With --own the same runs in torch's own memory: a failure there too is not caused by the broker.
+With --own the example uses torch's own memory: a failure that also happens there is not caused by the broker.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def expect(numbers: Any, value: float) -> None:
 
 
 def as_a_rank(endpoints: list[str], own: bool) -> None:
-    """Be one of several processes, each with a GPU and a broker of its own."""
+    """Run as one of several processes, each with a GPU and a broker of its own."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     memory = Memory(endpoints[rank], own)
     total = ranks * (ranks + 1) / 2
@@ -122,7 +122,7 @@ def as_a_rank(endpoints: list[str], own: bool) -> None:
 
 
 def in_one_process(endpoints: list[str], own: bool) -> None:
-    """Be one process with all GPUs, at all brokers."""
+    """Run as one process with all GPUs and all brokers."""
     memories = [Memory(endpoint, own) for endpoint in endpoints]
     total = len(memories) * (len(memories) + 1) / 2
 
@@ -138,8 +138,8 @@ def in_one_process(endpoints: list[str], own: bool) -> None:
         source.fill_(5)
         target.fill_(0)
         torch.cuda.synchronize(target.device)
-        # Through the host: borrowed memory is mapped for its own GPU only, and a copy from GPU to GPU is
-        # cudaErrorInvalidValue (seen on two H200s, driver 580.159). NCCL needs no such mapping.
+        # Through the host: borrowed memory is mapped for its own GPU only, and a copy from GPU to GPU fails
+        # with cudaErrorInvalidValue (seen on two H200s, driver 580.159). NCCL needs no such mapping.
         target.copy_(source.cpu())
         torch.cuda.synchronize(source.device)
         expect(target, 5)
@@ -158,8 +158,8 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("endpoints", nargs="+", metavar="ENDPOINT", help="a tenant's endpoint at each GPU's broker")
-    parser.add_argument("--one-process", action="store_true", help="all GPUs in this process")
-    parser.add_argument("--own", action="store_true", help="torch's own memory, to compare with")
+    parser.add_argument("--one-process", action="store_true", help="use all GPUs in this process")
+    parser.add_argument("--own", action="store_true", help="use torch's own memory, for comparison")
     options = parser.parse_args()
     try:
         (in_one_process if options.one_process else as_a_rank)(options.endpoints, options.own)

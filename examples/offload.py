@@ -19,7 +19,7 @@ STEP = 1 << 20
 
 
 def bar(what: str) -> Callable[[int, int], None]:
-    """Return a callback that draws a line on stderr: again and again on a terminal, and once at the end elsewhere."""
+    """Return a callback that draws a line on stderr: repeatedly on a terminal, else once at the end."""
     begun, terminal = time.monotonic(), sys.stderr.isatty()
 
     def draw(done: int, total: int) -> None:
@@ -55,7 +55,7 @@ def main(size: int) -> None:
             print(f"asleep: {format_size(here)} on the device, {format_size(there)} on the host")
             pool.restore(progress=bar("restore"))
             here, after = pool.physical_usage_bytes, checksum(model.driver, address, size)
-            print(f"awake: {format_size(here)} on the device, {before:08x} before, {after:08x} now")
+            print(f"awake: {format_size(here)} on the device, checksum {before:08x} before, {after:08x} now")
 
 
 def size_of(text: str) -> int:
@@ -68,7 +68,7 @@ def size_of(text: str) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Put a pool to sleep and wake it.")
-    parser.add_argument("size", nargs="?", metavar="SIZE", type=size_of, default="64MiB", help="64MiB unless told")
+    parser.add_argument("size", nargs="?", metavar="SIZE", type=size_of, default="64MiB", help="default: 64MiB")
     try:
         main(parser.parse_args().size)
     except membroker.MembrokerError as error:

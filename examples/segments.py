@@ -1,8 +1,8 @@
-"""A worker of many that start together: the first loads the weights into a segment, all others attach it.
+"""One of many workers that start together. The first loads the weights into a segment, and all others attach it.
 
 python examples/segments.py [SECONDS]     (MEMBROKER_ENDPOINT, or the default endpoint; start as many as you like)
 
-It prints which of the two it did, and a sum of the weights. SECONDS is how long the loading takes.
+It prints whether it made or attached the segment, and a checksum of the weights. SECONDS is how long the loading takes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import membroker
 from membroker.segment import segment_size
 
 TENSORS = {"embed": ("F32", (1000, 256)), "norm": ("F32", (256,))}
-"""The dtype of the weights, in safetensors' words."""
+"""The tensors with their dtypes, as safetensors names them, and shapes."""
 
 
 def create_or_attach(
@@ -39,7 +39,7 @@ def create_or_attach(
             except (membroker.WriterDied, membroker.SegmentNotFound):
                 if time.monotonic() > end:
                     raise
-                time.sleep(0.1)  # its writer died, or it is deleted: its name is free when its memory is
+                time.sleep(0.1)  # its writer died, or it is deleted: the name is free when the memory is free
         else:
             try:
                 fill(segment)
@@ -53,7 +53,7 @@ def create_or_attach(
 def load(segment: membroker.Segment, seconds: float) -> None:
     """Write the weights, as if they came from a slow disk."""
     index = segment.lay_out(TENSORS, {"loaded_by": "examples/segments.py"})
-    print("loads", flush=True)
+    print("loading", flush=True)
     for number, tensor in enumerate(index.values(), 1):
         segment.write(tensor.offset, bytes([number]) * tensor.size)
         time.sleep(seconds / len(index))
@@ -79,14 +79,14 @@ def seconds_of(text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds <= 86_400:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 to 86400")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to 86400")
     return seconds
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Load the weights, or attach them where another worker was first.")
+    parser = argparse.ArgumentParser(description="Load the weights, or attach them if another worker was first.")
     parser.add_argument("seconds", nargs="?", metavar="SECONDS", type=seconds_of, default=0.0, help="how long it loads")
     try:
         main(parser.parse_args().seconds)
     except membroker.MembrokerError as error:  # no broker, no memory left, or a drained device
-        raise SystemExit(f"neither made nor attached: {error}") from None
+        raise SystemExit(f"could not make or attach the segment: {error}") from None

@@ -19,7 +19,7 @@ FAMILIES, MEMBERS = 12, 200
 
 
 def main() -> None:
-    """Write a row for each id that occurs, and read one that never did."""
+    """Write a row for each id that occurs, and read the row of an id that never occurred."""
     random = numpy.random.default_rng(7)
     with (
         membroker.connect() as client,
@@ -30,22 +30,20 @@ def main() -> None:
             for number in family + random.choice(MEMBERS, 20, replace=False):
                 seen[number] = table[number] + random.normal(size=WIDTH).astype("f4")  # absent is zero
                 table[number] = seen[number]
-        print(
-            f"a table of {table.size >> 30} GiB, of which {len(table.tiles())} of {table.tile_count} tiles have memory"
-        )
-        print(f"every id is found: {all((table[number] == row).all() for number, row in seen.items())}")
+        print(f"a table of {table.size >> 30} GiB: {len(table.tiles())} of {table.tile_count} tiles have memory")
+        print(f"every row is right: {all((table[number] == row).all() for number, row in seen.items())}")
         stranger = next(number for number in range(IDS) if number // table.tile_rows not in table.tiles())
-        print(f"id {stranger} never came: {table[stranger].any()}")
+        print(f"id {stranger} never occurred, so its row is zero: {not table[stranger].any()}")
         oldest = table.tiles()[0]
         view = numpy.from_dlpack(table.tensor(oldest))  # no copy: the host driver's memory itself
         print(f"the first tile has {int(view.any(axis=1).sum())} rows that are not zero")
         del view  # an array keeps its tile mapped
         table.drop(oldest)
-        print(f"without it {table.physical_usage_bytes >> 20} MiB are charged")
+        print(f"dropped it: {table.physical_usage_bytes >> 20} MiB are charged")
 
 
 if __name__ == "__main__":
     try:
         main()
     except membroker.MembrokerError as error:  # no broker, no memory left, or a drained device
-        raise SystemExit(f"not to the end: {error}") from None
+        raise SystemExit(f"the example did not finish: {error}") from None

@@ -16,11 +16,11 @@ except ImportError as error:
 
 BLOCKS = 4096
 TOKENS, HEADS, WIDTH = 1024, 8, 128
-"""Tokens of a block: 4 MiB with keys and values, which is one tile."""
+"""How many tokens a block has. With keys and values it has 4 MiB, which is one tile."""
 
 
 class PagedCache:
-    """Keys and values by the block. Kernels need only a block's number, since the stride is constant."""
+    """Keys and values in blocks. Kernels need only the number of a block, because the stride is constant."""
 
     def __init__(self, model: membroker.Model) -> None:
         self.array = model.sparse_array((BLOCKS, 2, TOKENS, HEADS, WIDTH), "BF16", tile_rows=1)
@@ -51,13 +51,15 @@ def main() -> None:
             cache.take(4)
         except membroker.OutOfMemory as refused:
             print(
-                f"a third is refused: {refused.requested_bytes >> 20} MiB asked, {refused.available_bytes >> 20} left"
+                f"a third is refused: {refused.requested_bytes >> 20} MiB asked, "
+                f"{refused.available_bytes >> 20} MiB left"
             )
         cache.array.drop(*requests.pop(0))
         third = cache.take(4)
-        print(f"the first has ended: blocks {third} are the third's")
-        print(f"which begin as zero: {not any(cache.block(block).any() for block in third)}", end=", ")
-        print(f"and the second has what it had: {all((cache.block(block) == 2).all() for block in requests[0])}")
+        print(f"the first request has ended: the third gets blocks {third}")
+        print(f"they begin as zeros: {not any(cache.block(block).any() for block in third)}", end="; ")
+        same = all((cache.block(block) == 2).all() for block in requests[0])
+        print(f"the second request's blocks are unchanged: {same}")
         cache.array.close()
 
 
@@ -65,4 +67,4 @@ if __name__ == "__main__":
     try:
         main()
     except membroker.MembrokerError as error:  # no broker, no memory left, or a drained device
-        raise SystemExit(f"not to the end: {error}") from None
+        raise SystemExit(f"the example did not finish: {error}") from None

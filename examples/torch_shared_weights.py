@@ -1,4 +1,4 @@
-"""N torch workers with one transformers model, whose weights are in memory once: all answer the same.
+"""Several torch workers share one copy of the weights of a transformers model, and all answer the same.
 
 python examples/torch_shared_weights.py [WORKERS]     (MEMBROKER_ENDPOINT, or the default endpoint; GPU or host driver)
 
@@ -32,7 +32,7 @@ WORDS = 64
 
 
 class Small(torch.nn.Module):  # type: ignore[misc,unused-ignore]
-    """A model that answers with tokens, its output weights tied to its input's, as a Llama of this size has them."""
+    """A model that answers with tokens. Its output weights are tied to its input weights, as in a small Llama."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Small(torch.nn.Module):  # type: ignore[misc,unused-ignore]
         self.head.weight = self.embed.weight
 
     def generate(self, tokens: Any, max_new_tokens: int, **_options: Any) -> Any:
-        """Append the likeliest token, again and again."""
+        """Append the most likely token, repeatedly."""
         for _ in range(max_new_tokens):
             state = self.block(torch.sin(3 * self.embed(tokens).sum(1)))
             tokens = torch.cat([tokens, self.head(state).argmax(-1, keepdim=True)], 1)
@@ -50,7 +50,7 @@ class Small(torch.nn.Module):  # type: ignore[misc,unused-ignore]
 
 
 def build() -> Any:
-    """Return the model, of random weights, or of none in `without_weights`."""
+    """Return the model with random weights, or without weights inside `without_weights`."""
     torch.manual_seed(0)
     if LlamaForCausalLM is None:
         return Small().eval()
@@ -63,7 +63,7 @@ def build() -> Any:
         num_key_value_heads=2,
         max_position_embeddings=128,
         tie_word_embeddings=True,
-        initializer_range=0.5,  # far from the usual 0.02, so that random weights have something to say
+        initializer_range=0.5,  # far above the usual 0.02, so that random weights give varied answers
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
@@ -110,15 +110,15 @@ def main(count: int) -> None:
             one.join()
         print(f"{sum(alike)} of {count} workers answer {expected[len(PROMPT[0]) :]}", flush=True)
         used = model.stats().books["device"].used_bytes
-        print(f"the model is charged {used >> 20} MiB, once for all", flush=True)
+        print(f"the model is charged {used >> 20} MiB, once for all workers", flush=True)
         client.delete_segment("shared/weights")
     sys.exit(0 if all(alike) else 1)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Publish weights once, and attach them in WORKERS processes.")
-    parser.add_argument("workers", nargs="?", metavar="WORKERS", type=int, default=3, help="3 unless told")
+    parser.add_argument("workers", nargs="?", metavar="WORKERS", type=int, default=3, help="default: 3")
     try:
         main(parser.parse_args().workers)
     except membroker.MembrokerError as error:  # no broker, no memory left, or a drained device
-        raise SystemExit(f"not to the end: {error}") from None
+        raise SystemExit(f"the example did not finish: {error}") from None

@@ -1,4 +1,4 @@
-"""A torch worker that trains a small model within a limit, and reaches it.
+"""A torch worker that trains a small model within a limit, and reaches the limit.
 
 python examples/torch_training.py [STEPS]     (MEMBROKER_ENDPOINT, or the default endpoint)
 
@@ -43,7 +43,7 @@ def train(module: Any, device: Any, steps: int) -> tuple[float, float]:
     return losses[0], losses[-1]
 
 
-def on_a_card(model: membroker.Model, steps: int) -> None:
+def on_a_gpu(model: membroker.Model, steps: int) -> None:
     """Train in the broker's memory, then ask for more than the limit."""
     with TorchMemory(model) as memory:
         with memory.use():
@@ -51,13 +51,13 @@ def on_a_card(model: membroker.Model, steps: int) -> None:
             first, last = train(module, memory.device, steps)
             print(f"trained {steps} steps, loss {first:.3f} to {last:.3f}; torch has {memory.lent_bytes >> 20} MiB")
             brokered = all(memory.owns(weight.grad) for weight in module.parameters())
-            print(f"every gradient is the broker's: {brokered}", flush=True)
+            print(f"every gradient is in borrowed memory: {brokered}", flush=True)
             try:
                 torch.empty(1 << 30, dtype=torch.uint8, device=memory.device)
             except torch.OutOfMemoryError:
-                print(f"refused by torch, which heard: {memory.last_denial}", flush=True)
+                print(f"torch refused it; the broker said: {memory.last_denial}", flush=True)
             again, last = train(module, memory.device, 1)
-            print(f"goes on all the same, loss {again:.3f}", flush=True)
+            print(f"training goes on, loss {again:.3f}", flush=True)
         del module
 
 
@@ -74,13 +74,13 @@ def on_the_host(model: membroker.Model, steps: int) -> None:
         first, last = train(module, "cpu", steps)
         print(f"trained {steps} steps, loss {first:.3f} to {last:.3f}; in {buffer.extent_size >> 20} MiB")
         places = [weight.grad.data_ptr() - buffer.address for weight in module.parameters()]
-        print(f"every gradient is the broker's: {all(0 <= place < size for place in places)}", flush=True)
+        print(f"every gradient is in borrowed memory: {all(0 <= place < size for place in places)}", flush=True)
         try:
             model.allocate("1GiB")
         except membroker.OutOfMemory as error:
             print(f"refused: {error}", flush=True)
         again, last = train(module, "cpu", 1)
-        print(f"goes on all the same, loss {again:.3f}", flush=True)
+        print(f"training goes on, loss {again:.3f}", flush=True)
         del module, weight
 
 
@@ -88,13 +88,13 @@ def main(steps: int) -> None:
     """Train inside a limit."""
     with membroker.connect() as client:
         model = client.register_model("training", limit=LIMIT)
-        (on_the_host if client.driver_kind == "host" else on_a_card)(model, steps)
+        (on_the_host if client.driver_kind == "host" else on_a_gpu)(model, steps)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train inside a limit.")
-    parser.add_argument("steps", nargs="?", metavar="STEPS", type=int, default=200, help="200 unless told")
+    parser.add_argument("steps", nargs="?", metavar="STEPS", type=int, default=200, help="default: 200")
     try:
         main(parser.parse_args().steps)
     except membroker.MembrokerError as error:  # no broker, no memory left, or a drained device
-        raise SystemExit(f"not to the end: {error}") from None
+        raise SystemExit(f"the example did not finish: {error}") from None

@@ -24,7 +24,7 @@ except ImportError as error:
 
 PAGE = 4 << 20
 LIMIT = 8 * PAGE
-"""What both may hold together."""
+"""The memory that both workers may hold together."""
 STEP = 4 * PAGE
 
 

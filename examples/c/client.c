@@ -1,10 +1,10 @@
-/* A client in C, without gRPC and without a protobuf library: docs/protocol.md, on the host driver.
+/* A client in C, without gRPC and without a protobuf library. It follows docs/protocol.md, on the host driver.
  *
  *   cc -std=gnu11 -O2 -o client client.c
  *   ./client ENDPOINT          (the directory of a tenant: <runtime>/host/tenants/default)
  *
  * It opens a session, registers a model, borrows 130 pages, writes to them, publishes a segment, attaches it, reads it,
- * gives everything back and leaves. Every call waits for its answer, so there is one call in flight at a time. */
+ * releases everything and says Goodbye. Every call waits for its answer, so there is one call in flight at a time. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -27,7 +27,7 @@ static void fail(const char *what)
     exit(1); /* The kernel closes and unmaps everything; the broker sees the process end. */
 }
 
-/* --- protobuf: what is written --- */
+/* --- protobuf: writing --- */
 
 struct message {
     size_t size;
@@ -67,7 +67,7 @@ static void put_text(struct message *to, unsigned field, const char *text)
     put_bytes(to, field, text, strlen(text));
 }
 
-/* --- protobuf: what is read --- */
+/* --- protobuf: reading --- */
 
 struct slice {
     const uint8_t *at, *end;
@@ -108,7 +108,7 @@ static unsigned get_field(struct slice *from, uint64_t *number, struct slice *by
     return (unsigned)(key >> 3);
 }
 
-/* Find one field of a message; 0 when it is not there, which is its default. */
+/* Find one field of a message. Return 0 if it is missing: then it has its default. */
 static int find(struct slice message, unsigned field, uint64_t *number, struct slice *bytes)
 {
     uint64_t value;
@@ -170,7 +170,7 @@ static void send_frame(struct broker *broker, unsigned kind, const struct messag
         perror("client: send"); /* The broker may have said why: the next receive tells. */
 }
 
-/* Receive one frame and its descriptors, and return the content of its kind; *kind is 0 when it is of none known. */
+/* Receive one frame and its descriptors, and return its content; *kind is 0 if the kind is unknown. */
 static struct slice receive_frame(struct broker *broker, unsigned *kind)
 {
     union {
@@ -192,7 +192,7 @@ static struct slice receive_frame(struct broker *broker, unsigned *kind)
             memcpy(broker->descriptors, CMSG_DATA(one), broker->count * sizeof(int));
         }
     if (packet.msg_flags & (MSG_TRUNC | MSG_CTRUNC))
-        fail("a packet was cut: this process has no descriptor left, or this is no broker");
+        fail("a packet was cut: this process has no descriptor left, or the peer is not a broker");
     struct slice frame = {broker->frame, broker->frame + size}, content;
     uint64_t number;
     for (*kind = WELCOME; *kind <= REPLY; (*kind)++)
@@ -202,7 +202,7 @@ static struct slice receive_frame(struct broker *broker, unsigned *kind)
     return frame;
 }
 
-/* Return the result of a Reply, of the field that is expected; a refusal ends the program with its sentence. */
+/* Return the result of a Reply, from the expected field. A refusal ends the program with its message. */
 static struct slice result_of(struct slice reply, unsigned expected)
 {
     uint64_t number;
@@ -238,12 +238,12 @@ struct memory {
     uint64_t ids[PAGES], generation;
 };
 
-/* Map the descriptors of one Delivery, and close them: only then is it taken. */
+/* Map the descriptors of one Delivery, and close them. Only then the Delivery is taken. */
 static void take(struct broker *broker, struct slice delivery, struct memory *memory, int access)
 {
     uint64_t size = number_in(delivery, 3), id;
     struct slice ids = message_in(delivery, 4);
-    if (!memory->base) { /* The first one: a segment says here how much it is. */
+    if (!memory->base) { /* The first Delivery: for a segment it has the size. */
         if (number_in(delivery, 7))
             memory->bytes = number_in(delivery, 7);
         memory->base = mmap(NULL, memory->bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -345,7 +345,7 @@ static void borrow_pages(struct broker *broker, const char *model, uint64_t gran
     for (size_t page = 0; page < memory.extents; page++)
         memset(memory.base + page * granularity, (int)page, 4096);
     printf("borrowed %zu pages, the last one reads %d\n", memory.extents, memory.base[129 * granularity + 4095]);
-    unmap(&memory); /* First: a release is this session's word that it has let go. */
+    unmap(&memory); /* First: a release promises that nothing is mapped any more. */
     for (size_t i = 0; i < memory.extents; i++)
         put_varint(&ids, memory.ids[i]);
     put_bytes(&release, 2, ids.bytes, ids.size);
@@ -396,7 +396,7 @@ int main(int count, char **arguments)
     borrow_pages(&broker, model, granularity);
     share_segment(&broker, model, granularity);
     call(&broker, GOODBYE, &nothing, 5);
-    printf("last word: goodbye\n");
+    printf("last answer: goodbye\n");
     close(broker.socket);
     return 0;
 }

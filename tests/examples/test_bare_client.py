@@ -55,7 +55,7 @@ def test_it_borrows_writes_and_gives_back(daemon: Daemon) -> None:
         f"welcome: tenants/red on host, granularity {2 * MIB}",
         "borrowed 2 pages for tenants/red/models/bare: page 0, page 1",
         f"released {4 * MIB} bytes",
-        "last word: goodbye",
+        "last answer: goodbye",
     ]
     assert not daemon.sessions()
     books = daemon.books()
@@ -70,7 +70,7 @@ def test_it_leaks_no_descriptor_and_no_mapping(daemon: Daemon) -> None:
     """A second session in the same process leaves exactly the descriptors that it found."""
     done = run("-c", _TWICE, str(EXAMPLE), str(daemon.endpoint()))
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("last word: goodbye") == 2
+    assert done.stdout.count("last answer: goodbye") == 2
 
 
 def test_a_refusal_is_the_brokers_own_sentence() -> None:

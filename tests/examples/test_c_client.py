@@ -47,7 +47,7 @@ def test_it_registers_borrows_shares_and_leaves(program: Path) -> None:
                 "borrowed 130 pages, the last one reads 129",
                 f"released {130 * PAGE} bytes",
                 f'segment tenants/red/models/from-c/segments/greeting: {2 * PAGE} bytes, reads "hello from C"',
-                "last word: goodbye",
+                "last answer: goodbye",
             ]
         assert not daemon.sessions()
         books = daemon.books()

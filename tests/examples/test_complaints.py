@@ -36,9 +36,9 @@ def refused(name: str, *arguments: str, endpoint: Path | str = "/nowhere") -> tu
     [
         ("bare_client.py", (), "ENDPOINT"),
         ("offload.py", ("banana",), "cannot read 'banana' as a size"),
-        ("segments.py", ("x",), "'x' is no number of seconds"),
+        ("segments.py", ("x",), "'x' is not a number of seconds"),
         ("segments.py", ("-1",), "SECONDS"),
-        ("segments.py", ("nan",), "'nan' is no number of seconds"),
+        ("segments.py", ("nan",), "'nan' is not a number of seconds"),
         ("torch_training.py", ("x",), "invalid int value: 'x'"),
         ("torch_shared_weights.py", ("x",), "invalid int value: 'x'"),
     ],
@@ -67,7 +67,7 @@ def test_no_daemon_was_started() -> None:
     """The first try of a reader of the engine, before any other page."""
     status, said = refused("kv_engine.py")
     assert status == 1
-    assert said.startswith("not to the end: /nowhere does not exist. Is membrokerd running")
+    assert said.startswith("the example did not finish: /nowhere does not exist. Is membrokerd running")
 
 
 def test_nobody_is_there(tmp_path: Path) -> None:

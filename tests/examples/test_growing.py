@@ -30,8 +30,8 @@ def test_a_column_that_grows(daemon: Daemon) -> None:
     counted, mean, kept = run(daemon, "growable_numpy.py")
     assert counted == "2000000 measurements in 16000000 bytes; 16777216 are charged"
     assert mean.startswith(("their mean is 0.00", "their mean is -0.00"))
-    assert mean.endswith("the first is where it was: True")
-    assert kept.startswith("the least 50000 are kept, up to -1.9")
+    assert mean.endswith("the first array is still valid: True")
+    assert kept.startswith("kept the smallest 50000, up to -1.9")
     assert kept.endswith("; 2097152 are charged")
 
 
@@ -40,9 +40,9 @@ def test_a_conversation_that_grows(daemon: Daemon) -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
     assert run(daemon, "growable_torch.py") == [
         "2200 tokens, 6 MiB are charged",
-        "the beginning is as it was: True, and finds other things now: True",
+        "the prompt's entries are unchanged: True; a query now gets another answer: True",
         "1000 tokens, 2 MiB are charged",
-        "they find what they found: True",
+        "the query gets its first answer again: True",
     ]
 
 
@@ -50,12 +50,12 @@ def test_a_table_of_a_terabyte(daemon: Daemon) -> None:
     """A tebibyte of addresses on a broker of 256 MiB: only the ids that came have memory."""
     pytest.importorskip("numpy")
     table, found, stranger, first, left = run(daemon, "sparse_numpy.py")
-    tiles = int(table.split("of which ")[1].split(" of ")[0])
-    assert table == f"a table of 1024 GiB, of which {tiles} of 524288 tiles have memory"
+    tiles = int(table.split(": ")[1].split(" of ")[0])
+    assert table == f"a table of 1024 GiB: {tiles} of 524288 tiles have memory"
     assert 12 <= tiles <= 24
-    assert (found, stranger) == ("every id is found: True", "id 0 never came: False")
+    assert (found, stranger) == ("every row is right: True", "id 0 never occurred, so its row is zero: True")
     assert first == "the first tile has 20 rows that are not zero"
-    assert left == f"without it {2 * (tiles - 1)} MiB are charged"
+    assert left == f"dropped it: {2 * (tiles - 1)} MiB are charged"
 
 
 def test_a_paged_cache(daemon: Daemon) -> None:
@@ -63,7 +63,7 @@ def test_a_paged_cache(daemon: Daemon) -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
     assert run(daemon, "sparse_torch.py") == [
         "two requests on cpu: 32 MiB",
-        "a third is refused: 16 MiB asked, 0 left",
-        "the first has ended: blocks [0, 1, 2, 3] are the third's",
-        "which begin as zero: True, and the second has what it had: True",
+        "a third is refused: 16 MiB asked, 0 MiB left",
+        "the first request has ended: the third gets blocks [0, 1, 2, 3]",
+        "they begin as zeros: True; the second request's blocks are unchanged: True",
     ]

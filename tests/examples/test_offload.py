@@ -12,7 +12,10 @@ from pathlib import Path
 from tests.support.daemons import Daemon, running, until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "offload.py"
-WORDS = r"asleep: 0 B on the device, 34\.0 MiB on the host\nawake: 34\.0 MiB on the device, (\w{8}) before, \1 now\n"
+WORDS = (
+    r"asleep: 0 B on the device, 34\.0 MiB on the host\n"
+    r"awake: 34\.0 MiB on the device, checksum (\w{8}) before, \1 now\n"
+)
 
 
 def start(daemon: Daemon, stderr: int) -> subprocess.Popen[str]:

@@ -121,7 +121,10 @@ def test_a_module_in_a_pool_of_torchs_is_published(daemon: Daemon) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("torch_training.py", ["every gradient is the broker's: True", "refused by torch, which heard: the model"]),
+        (
+            "torch_training.py",
+            ["every gradient is in borrowed memory: True", "torch refused it; the broker said: the model"],
+        ),
         ("torch_turns.py", ["worker 2 is refused", "worker 2 serves with 32 MiB: 2"]),
         ("torch_shared_weights.py", ["3 of 3 workers answer", "once for all"]),
     ],
