@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, running
 from tests.support.template import PythonProcess
+from tests.support.template import run as run_python
 
 from membroker.cli.demo import processes as demo_processes
 from membroker.cli.demo import scenes as demo
@@ -29,6 +30,7 @@ COMMAND = [sys.executable, "-m", "membroker.cli.main", "demo"]
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where the demo makes its directory. At the end nothing is in it, and no process knows it but this one."""
+    assert run_python(["-c", ""]).returncode == 0  # the tests' template starts here, and does not know the directory
     directory = Path(tempfile.mkdtemp(prefix="mb-"))
     monkeypatch.setenv("TMPDIR", str(directory))
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
