@@ -69,6 +69,9 @@ class Recallable:
         self.is_possible = False
         """Whether any session answers recalls."""
         self.recalls: dict[Borrower, Recall] = {}
+        self.away: dict[int, dict[Borrower, Recall]] = {}
+        """By session: recalls that are not late, while its connection is lost. Nothing is expected of them. No entry is
+        empty."""
         self.kept: dict[Borrower, tuple[int, int]] = {}
         """What a borrower did not release when it answered: bytes, and until when it is not asked for them."""
         self.revision = 0
@@ -106,6 +109,9 @@ class Recallable:
         """Forget a session's part of a model: it has left the model, or ends."""
         if session in self._answering.get(name, ()):
             self.set_answers(session, name, answers=False)
+        away = self.away.pop(session, {})
+        if staying := {one: recall for one, recall in away.items() if one.name != name}:
+            self.away[session] = staying
         for one in self.of_session(session):
             if one.name == name:
                 self._forget(one)
@@ -115,6 +121,7 @@ class Recallable:
         if row.state not in ("open", "detached"):
             for name in [name for name, sessions in self._answering.items() if row.session in sessions]:
                 self.set_answers(row.session, name, answers=False)
+            self.away.pop(row.session, None)
             for one in self.of_session(row.session):
                 self._forget(one)
         elif self.is_possible:

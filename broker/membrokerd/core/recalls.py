@@ -29,8 +29,6 @@ class Recalls:
     def __init__(self, books: Books) -> None:
         self._books = books
         self._state = books.recallable
-        self._away: dict[int, dict[Borrower, Recall]] = {}
-        """Recalls that are not late, of sessions that have lost their connection. Nothing is expected of them."""
         self._ends: list[tuple[int, Borrower]] = []
         """When each recall is late or asked again, and when what is kept is not any more: a heap. What has ended before
         that stays in it until then, or until it comes first."""
@@ -83,7 +81,7 @@ class Recalls:
 
     def _is_end(self, at: int, one: Borrower) -> bool:
         """Say whether a recall of a borrower, or what it keeps, ends at this time."""
-        recall = self._state.recalls.get(one) or self._away.get(one.session, {}).get(one)
+        recall = self._state.recalls.get(one) or self._state.away.get(one.session, {}).get(one)
         return (recall is not None and recall.deadline == at) or self._state.kept.get(one, (0, 0))[1] == at
 
     # --- what comes back ---
@@ -144,13 +142,11 @@ class Recalls:
 
     def _end(self, one: Borrower, now: int) -> None:
         """Do what is due for a borrower, if anything is."""
-        state, away = self._state, self._away.get(one.session, {})
+        state, away = self._state, self._state.away.get(one.session, {})
         if one in away and away[one].deadline <= now:
-            recall, row = away.pop(one), self._books.ledger.sessions.get(one.session)
+            state.recalls[one] = away.pop(one)
             if not away:
-                del self._away[one.session]
-            if row is not None and row.state == "detached":  # else it has ended meanwhile
-                state.recalls[one] = recall
+                del state.away[one.session]
         if one in state.kept and state.kept[one][1] <= now:
             del state.kept[one]
             self._books.limits_changed = True
@@ -183,7 +179,7 @@ class Recalls:
         recalls = self._state.recalls
         for one in self._state.of_session(session):
             if one in recalls and not recalls[one].late:
-                self._away.setdefault(session, {})[one] = recalls.pop(one)
+                self._state.away.setdefault(session, {})[one] = recalls.pop(one)
                 self._state.count(one)
         self._set_deadline()
 
@@ -194,7 +190,7 @@ class Recalls:
         that does not answer any more keeps what it is asked for.
         """
         state = self._state
-        back = self._away.pop(session, {})
+        back = state.away.pop(session, {})
         state.recalls |= back
         for one in back:
             state.count(one)
