@@ -25,9 +25,17 @@ def notice(
 
     The first one is what `shown_in` has for the name of the fault: others may show it much later, or not at all.
     """
-    fault(monkeypatch)
     name = fault.__name__.strip("_")
-    for seed in dict.fromkeys([*([shown_in[name]] if name in shown_in else []), *seeds]):
+    with monkeypatch.context() as faulty:
+        fault(faulty)
+        world = _first_to_fail(dict.fromkeys([*([shown_in[name]] if name in shown_in else []), *seeds]))
+    World(world.seed).play_steps(world.referee.judged + 1)  # it is the fault that was noticed, and not another one
+    fault(monkeypatch)
+    return world
+
+
+def _first_to_fail(seeds: Iterable[int]) -> World:
+    for seed in seeds:
         world = World(seed)
         try:
             world.play_steps(STEPS)

@@ -21,11 +21,14 @@ from membrokerd.core.waiting import Waiting
 SEEDS = [seed for seed in range(20_260, 20_340) if is_crowded(seed) and not is_deaf(seed)][:6]
 SEEDS.append(20_351)
 SHOWN_IN = {
+    "a_lost_connection_ends_it": 20_261,
     "an_answer_may_be_for_less_than_the_first_notice": 20_311,
     "any_release_counts": 20_375,
     "any_session_may_answer": 20_279,
-    "late_sessions_are_trusted": 20_359,
+    "late_sessions_are_trusted": 20_759,
+    "late_sessions_borrow_on": 20_285,
     "late_sessions_can_be_asked": 20_311,
+    "lost_and_still_asked": 20_261,
     "not_looked_at_again": 20_303,
     "raised_as_if_nothing_were_asked": 20_287,
     "raised_in_the_second_half": 20_303,
@@ -289,7 +292,7 @@ def _a_lost_connection_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def forget(self: Any, session: int) -> None:
         detached(self, session)
-        self._away.clear()
+        self._state.away.clear()
 
     monkeypatch.setattr(Recalls, "detached", forget)
 
