@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import AccessDenied, BrokerAbsent, BrokerUnavailable, MembrokerError
-from ..session.endpoint import VARIABLE, default_device
+from ..session.endpoint import VARIABLE, default_device, living_devices
 from ..vmm import open_driver
 from ..vmm.driver import DriverError, DriverUnavailable, Location
 from ..vmm.sizes import MIB, format_size
@@ -82,11 +82,11 @@ def run_doctor(options: argparse.Namespace) -> int:
 def examine(endpoint: str | None, env: Mapping[str, str] = os.environ) -> list[Check]:
     """Run every check on this machine, as this user.
 
-    With a named endpoint the daemon runs elsewhere, so what only a daemon needs cannot fail.
+    If an endpoint is named, or a daemon runs on this machine already, what only a daemon needs cannot fail.
     """
     if sys.platform != "linux":
         return [Check("system", "fail", sys.platform, "membroker needs Linux: memfd, pidfd and SCM_RIGHTS")]
-    is_named = bool(endpoint or env.get(VARIABLE))
+    why = "an endpoint is named" if endpoint or env.get(VARIABLE) else "one runs here" if living_devices(env) else ""
     looks: tuple[tuple[str, Callable[[], Check]], ...] = (
         ("python", lambda: check_python(sys.version_info[:3])),
         ("peers", check_peers),
@@ -100,8 +100,8 @@ def examine(endpoint: str | None, env: Mapping[str, str] = os.environ) -> list[C
         ("sealed memory", check_memfd),
         ("host driver", check_host_driver),
         ("gpu", check_gpu),
-        ("packages", lambda: _of_daemon(check_packages(), is_named)),
-        ("runtime directory", lambda: _of_daemon(check_runtime_directory(env, os.geteuid()), is_named)),
+        ("packages", lambda: _of_daemon(check_packages(), why)),
+        ("runtime directory", lambda: _of_daemon(check_runtime_directory(env, os.geteuid()), why)),
         ("broker", lambda: check_broker(endpoint, env)),
         ("unaccounted", lambda: check_unaccounted(endpoint, env)),
         ("guarantees", lambda: check_guarantees(endpoint, env)),
@@ -109,10 +109,10 @@ def examine(endpoint: str | None, env: Mapping[str, str] = os.environ) -> list[C
     return [_look(name, look) for name, look in looks]
 
 
-def _of_daemon(check: Check, is_named: bool) -> Check:
-    """Return the check of something that only a daemon needs; with a named endpoint none is started here."""
-    if is_named and check.status != "ok":
-        return Check(check.name, "ok", f"{check.found}; only a daemon needs it, and an endpoint is named")
+def _of_daemon(check: Check, why: str) -> Check:
+    """Return the check of something that only a daemon needs; `why` says why none is to be started here, if so."""
+    if why and check.status != "ok":
+        return Check(check.name, "ok", f"{check.found}; only a daemon needs it, and {why}")
     return check
 
 

@@ -237,6 +237,24 @@ def test_a_broker_that_is_dead_is_told_from_no_broker(daemon: Daemon) -> None:
     assert "journalctl -u membrokerd" in check.advice
 
 
+def test_beside_a_running_broker_what_only_a_daemon_needs_cannot_fail(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker's environment has only the library; the daemon has its own packages, and may be another user's."""
+    monkeypatch.setattr(doctor, "missing_packages", lambda: ["pydantic"])
+    with tempfile.TemporaryDirectory(prefix="mb-") as directory:
+        env = {"XDG_RUNTIME_DIR": directory}
+        alone = {check.name: check for check in doctor.examine(None, env)}
+        Path(directory, "membroker").symlink_to(daemon.root.parent)
+        beside = {check.name: check for check in doctor.examine(None, env)}
+        daemon.kill()
+        dead = {check.name: check for check in doctor.examine(None, env)}
+    assert (alone["packages"].status, alone["packages"].found) == ("fail", "missing: pydantic")
+    assert (beside["packages"].status, beside["broker"].status) == ("ok", "ok")
+    assert beside["packages"].found == "missing: pydantic; only a daemon needs it, and one runs here"
+    assert dead["packages"].status == "fail", "the next daemon may have to start from here"
+
+
 def test_an_endpoint_that_was_named_and_cannot_be_entered_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
