@@ -240,7 +240,7 @@ def _add_first(subparsers: Commands) -> None:
     add_bare(
         subparsers,
         "demo",
-        "show what the broker does, in a few seconds: no GPU, no root, no daemon",
+        "show what the broker does, in about 15 seconds: no GPU, no root, no daemon",
         "demo",
         "\nIt starts a daemon and workers of its own, and touches no others.",
     ).set_defaults(command=_demo)

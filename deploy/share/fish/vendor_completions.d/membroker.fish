@@ -58,7 +58,7 @@ complete -c membroker -f
 
 complete -c membroker -n _shtab_membroker_using -s h -l help -d 'show this help message and exit'
 complete -c membroker -n _shtab_membroker_using -l version -d 'show program'"'"'s version number and exit'
-complete -c membroker -n '_shtab_membroker_using; and test $_shtab_membroker_npos -eq 0' -a demo -d 'Show what the broker does, in a few seconds: no GPU, no root, no daemon.'
+complete -c membroker -n '_shtab_membroker_using; and test $_shtab_membroker_npos -eq 0' -a demo -d 'Show what the broker does, in about 15 seconds: no GPU, no root, no daemon.'
 complete -c membroker -n '_shtab_membroker_using demo' -s h -l help -d 'show this help message and exit'
 complete -c membroker -n '_shtab_membroker_using; and test $_shtab_membroker_npos -eq 0' -a doctor -d 'Check whether this machine can run a broker.'
 complete -c membroker -n '_shtab_membroker_using doctor' -s h -l help -d 'show this help message and exit'
