@@ -38,22 +38,25 @@ CLOSE_SECONDS: Final = 5.0
 
 
 class ElasticCache(Closing):
-    """The pages of `layout` in `pool`, as many as an engine needs. A context manager.
+    """The memory of an engine's KV cache: as many pages of `layout` in `pool` as the engine needs. A context manager.
 
-    With `Ranks` in place of a pool, it is the pages of every rank of an engine, and all sizes are those of one rank.
+    With `Ranks` in place of a pool, the cache has the same pages in every rank of an engine. All sizes are then those
+    of one rank.
 
-    Sizes are in bytes, or text. `floor` is what is never released; `ahead` is kept mapped beyond what the engine needs,
-    while no other model waits for memory; `keep` is the most that cached prefixes may occupy in pages that no request
-    uses; `ceiling` is the most that is borrowed (None: the model's limit alone). The blocks in `always` have memory
-    from here on, and the engine has them from the beginning: a null block, or blocks for padding. `wait` is that of
-    `VirtualMemoryPool.allocate`, for these blocks. The floor is borrowed by the cache's thread.
+    Sizes are in bytes, or text such as `"8GiB"`. `floor` is never released, and the cache's thread borrows it. `ahead`
+    is kept mapped beyond what the engine needs, while no other model waits for memory. `keep` is the most that cached
+    prefixes may occupy in pages that no request uses. `ceiling` is the most that is borrowed; with None only the
+    model's limit applies. The blocks in `always`, such as a null block or blocks for padding, have memory from the
+    start, and the engine has them from the start. `wait` is how long the constructor may wait for their memory, as in
+    `VirtualMemoryPool.allocate`.
 
-    While this is open, it answers the recalls of the pool's model, in place of any callback that was set before. A
-    callback that is set later can pass them on, to `answer`, for a program that has more to release. Give each cache a
-    model of its own: it releases all that a recall asks for.
+    While it is open, the cache answers the recalls of the pool's model, and replaces any callback that was set before.
+    A program that has more to release can set its own callback later, and pass recalls on to `answer`. Give each cache
+    a model of its own, because the cache releases everything that a recall asks for.
 
-    Raises `InvalidRequest` for a layout of other pages, a pool with spare pages, or bounds that contradict each other;
-    and what `VirtualMemoryPool.allocate` and `Model.on_recall` raise.
+    Raises `InvalidRequest` if the base address or the page size of `layout` is not the pool's, if the pool keeps spare
+    pages or borrows ahead, or if the bounds contradict each other; and what `VirtualMemoryPool.allocate` and
+    `Model.on_recall` raise.
     """
 
     def __init__(
@@ -116,10 +119,11 @@ class ElasticCache(Closing):
     # What the engine calls. None of these waits for the broker or the device.
 
     def attach(self, engine: Engine) -> None:
-        """Begin to serve `engine`: hold all of its blocks but `always`, and release those that have memory.
+        """Begin to serve `engine`: hold all blocks but those in `always`, and release those that have memory.
 
-        Call it once, in the scheduler thread, when the engine has warmed up and captured its graphs: nothing is
-        released before, because that needs the engine's fences.
+        Call it once, in the scheduler thread, after the engine has warmed up and captured its graphs. Nothing is
+        released before this call, because a release needs the engine's fences. Raises `ClosedError`, `InvalidRequest`
+        for a second engine, and what `engine.hold` raises.
         """
         self._check_open()
         if self._releaser.engine is not None:
@@ -129,7 +133,7 @@ class ElasticCache(Closing):
         self.turn()
 
     def grow(self) -> int:
-        """Tell what the engine needs, and give it the blocks that became usable; return their number.
+        """Ask for what the engine needs, give it the blocks that became usable, and return their number.
 
         It may be called at any point where the engine can take blocks, such as before it admits a request.
         """
@@ -145,10 +149,10 @@ class ElasticCache(Closing):
         return len(blocks)
 
     def turn(self) -> None:
-        """`grow`, and then shrink: hold blocks that are to go, and record a fence. Call it at the end of each step.
+        """Do what `grow` does, then hold blocks to release and record a fence. Call it at the end of each step.
 
-        At that point no block may be about to be used that `Engine.unused` returns, such as a prefix that was found
-        and is not referenced yet.
+        Do not call it while the engine is about to use a block that `Engine.unused` still returns, such as a block of a
+        prefix that was found and is not referenced yet.
         """
         self.grow()
         engine = self._serving()
@@ -158,11 +162,11 @@ class ElasticCache(Closing):
 
     @property
     def is_asked_back(self) -> bool:
-        """Whether others want memory back. Then a `turn` before the next step is scheduled saves the time of a step."""
+        """Whether others want memory back. A `turn` before the next step is scheduled then saves the time of a step."""
         return self._state.is_asked_back
 
     def rest(self) -> None:
-        """Say that the engine has no request, and calls nothing before `wake`. Then the cache shrinks by itself."""
+        """Tell the cache that the engine is idle and calls nothing before `wake`. The cache then shrinks by itself."""
         engine = self._serving()
         self.turn()
         self._releaser.rest(engine.fence())
@@ -177,16 +181,16 @@ class ElasticCache(Closing):
         self._releaser.wake()
 
     def want(self, blocks: int) -> None:
-        """Tell how many blocks the engine wants in all. What is missing is borrowed by another thread.
+        """Set how many blocks the engine wants in all. A thread of the cache borrows the missing ones.
 
-        `grow` does this. It is for a program that has no `Engine`, and for `prepare`.
+        `grow` calls this. Call it yourself only in a program that has no `Engine`.
         """
         blocks = min(whole_number("a number of blocks", blocks), self.layout.blocks)
         self._check_open()
         self._borrower.want(blocks)
 
     def take(self) -> list[int]:
-        """Return the blocks that have become usable since the last time. The engine has them from now on.
+        """Return the blocks that have become usable since the last call. They belong to the engine from now on.
 
         Raises `ClosedError`.
         """
@@ -195,19 +199,18 @@ class ElasticCache(Closing):
 
     @property
     def is_growing(self) -> bool:
-        """Whether blocks are on their way: `grow` would return some, or the broker is asked for what the engine wants.
+        """Whether blocks are on their way: `grow` would return some, or the broker is being asked for more.
 
-        It is so too while the broker refuses: `stats().refusals` counts that.
+        It is also True while the broker refuses. `stats().refusals` counts the refusals.
         """
         return self._state.is_growing
 
     def shrink(self, size: int | str) -> None:
-        """Release so many bytes soon, as for a recall: free pages first, and busy ones by preemption.
+        """Release `size` bytes soon, as for a recall: free pages first, then busy pages by preemption.
 
-        They are added to what an earlier call asked for and has not been released yet.
-
-        Nothing is borrowed until that is done, or until nothing more can be released. What the engine does not need
-        goes without it.
+        `size` is in bytes, or text, and is added to what earlier calls asked for and has not been released yet. Until
+        that is released, or nothing more can be, the cache borrows nothing. Memory that the engine does not need is
+        released without this call. Raises `ClosedError`, and `InvalidRequest` for an invalid size, or before `attach`.
         """
         length = bytes_of("what is to be released", size)
         self._check_attached()
@@ -219,7 +222,8 @@ class ElasticCache(Closing):
     def suspend(self) -> None:
         """Begin to release all but the floor, and give the engine no block before `resume`. The engine rests.
 
-        It returns at once. The engine may get requests meanwhile: they find no free block, and wait.
+        It returns at once. Requests that arrive in the meantime find no free block, and wait. Raises `ClosedError`, and
+        `InvalidRequest` before `attach`.
         """
         self._check_attached()
         self._state.suspend()
@@ -231,10 +235,10 @@ class ElasticCache(Closing):
         return self._state.is_empty
 
     def release_always(self) -> None:
-        """Release the groups of the blocks in `always` as well, if there is no floor. The cache is empty.
+        """Release the memory of the blocks in `always`, too, unless there is a floor. Call it when `is_empty` is True.
 
-        Waits until the engine's last step is over on every device. The engine computes nothing before `resume`. Raises
-        what `VirtualMemoryPool.deallocate` raises.
+        It waits until the engine's last step is over on every device. The engine must compute nothing before `resume`.
+        Raises what `VirtualMemoryPool.deallocate` raises.
         """
         self._releaser.wait_for_rest()
         if not self._balloon.floor:
@@ -242,9 +246,10 @@ class ElasticCache(Closing):
             self._pool.deallocate_ranges(mapped(self._pool, self._first_ranges()))
 
     def resume(self, wait: float | None = None) -> None:
-        """Map what `release_always` has released, and let the engine have blocks again.
+        """Borrow again what `release_always` released, and let the engine have blocks again.
 
-        `wait` is that of `VirtualMemoryPool.allocate`. Raises what that raises; the cache is still suspended then.
+        `wait` is that of `VirtualMemoryPool.allocate`. Raises what `VirtualMemoryPool.allocate` raises; the cache then
+        stays suspended.
         """
         self._check_open()
         if self._first_gone:
@@ -261,11 +266,11 @@ class ElasticCache(Closing):
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Keep the cache's own thread away from the device during a block that captures a CUDA graph.
+        """Keep the thread that releases memory away from the device during a block that captures a CUDA graph.
 
-        Looking at an event from any thread can end a capture. The block begins when the thread has finished what it is
-        doing, and no page is released before its end. Use it beside `Client.defer_recalls`, which does the same for
-        the other threads of the library.
+        A query of a CUDA event from any thread can end a capture. The block begins when the thread has finished its
+        current work, and no page is released before the end of the block. Use it together with `Client.defer_recalls`,
+        which holds up the other threads of the library.
         """
         with self._releaser.driver:
             yield
@@ -273,19 +278,20 @@ class ElasticCache(Closing):
     # These wait.
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds` until more blocks have become usable, and return whether any have: `grow` returns them.
+        """Wait up to `seconds` until more blocks have become usable. Return whether `grow` would return any.
 
-        It is for an engine that has requests, and can run none of them without more memory. Raises `ClosedError`, also
-        when the cache is closed meanwhile, or no more blocks can come because the broker has forgotten the session.
+        It is for an engine that has requests and can run none of them without more memory. Raises `ClosedError` if the
+        cache is closed, also during the wait, and if no more blocks can come because the broker has forgotten the
+        session.
         """
         self._check_open()
         return self._state.wait_for_ready(seconds_of("seconds", seconds))
 
     def prepare(self, blocks: int, wait: float = 60.0) -> bool:
-        """Want so many blocks, and wait up to `wait` seconds until they have memory; return whether they do.
+        """Want `blocks` blocks in all, wait up to `wait` seconds for their memory, and return whether they have it.
 
-        It is for the warm-up of an engine, before it serves. Raises `ClosedError`, also when the cache is closed
-        meanwhile.
+        It is for the warm-up of an engine, before it serves. Raises `ClosedError` if the cache is closed, also during
+        the wait.
         """
         seconds = seconds_of("wait", wait)
         self.want(blocks)
@@ -294,10 +300,10 @@ class ElasticCache(Closing):
         return has_come
 
     def close(self) -> None:
-        """Wait for the device, release all memory, and end. Idempotent. The engine computes no more.
+        """Wait for the device, release all memory, and end. Idempotent. The engine must compute nothing afterwards.
 
-        The pool stays open, with its addresses. Raises `BufferError` while a view of the memory lives, and
-        `DeviceFailure`. The memory then stays until this is called again, or goes with the pool.
+        The pool stays open and keeps its addresses. Raises `BufferError` while a view of the memory is alive, and
+        `DeviceFailure`. After such an error the memory stays until `close` succeeds or the pool is closed.
         """
         if not self._closed:
             self._end()
@@ -333,7 +339,7 @@ class ElasticCache(Closing):
         return f"<membroker.kv.ElasticCache of {self.layout!r}{', closed' * self._closed}>"
 
     def answer(self, recall: Recall) -> object:
-        """Answer a recall of the pool's memory: the callback for `Model.on_recall`, and for one that passes it on."""
+        """Answer a recall of the pool's memory: the callback for `Model.on_recall`, which other callbacks may call."""
         if recall.location != "device" or self._closed or not self._state.recalled(recall):
             return None
         self._releaser.look()

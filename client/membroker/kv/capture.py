@@ -34,18 +34,19 @@ MAX_PARTS = 1 << 16
 
 
 class Capture(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
-    """In a `with` block, each KV tensor of `torch.zeros` and `torch.empty` is addresses of `pool`, without memory.
+    """Within this block, `torch.zeros` and `torch.empty` make KV tensors over addresses of `pool`, without memory.
 
         with Capture(pool) as capture:
             engine.allocate_kv_cache()
 
-    A KV tensor is one on the pool's device with at least a page of bytes, for which `wanted(shape, dtype)` is true, if
-    that is given. Each begins at a page of its own, the first at byte `offset` of the pool. Pages are zero when they
-    are mapped, as `torch.zeros` promises. Nothing may read or write a tensor before its pages are mapped: that ends the
-    process on the host, and the CUDA context on a GPU. So an engine that fills its cache at once cannot be captured.
+    A KV tensor is a tensor on the pool's device with at least one page of bytes. If `wanted` is given,
+    `wanted(shape, dtype)` must also be true. Each KV tensor begins at a page boundary, the first at byte `offset` of
+    the pool. Pages are zero when they are mapped, as `torch.zeros` promises. Nothing may read or write a tensor before
+    its pages are mapped: such an access ends the process on the host, and the CUDA context on a GPU. So an engine that
+    fills its KV tensors right after it makes them cannot be captured.
 
-    The mode holds for the calling thread. Raises `OutOfVirtualMemory` from the call of torch if the pool's addresses
-    end.
+    Only calls of the current thread are captured. The torch call raises `OutOfVirtualMemory` if the pool has not enough
+    addresses left.
     """
 
     def __init__(
@@ -113,11 +114,11 @@ class Capture(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
 
 
 def strided(tensor: torch.Tensor, dimension: int) -> list[Strided]:
-    """Return where a KV tensor has its blocks, which are numbered along `dimension`.
+    """Return the parts of a KV tensor for a `Layout`. `dimension` is the dimension that numbers the blocks.
 
-    What lies within the stride of that dimension is one block. Each index of the dimensions outside of it, such as 0
-    for keys and 1 for values in the shape (2, blocks, ...), is a part of its own. Raises `InvalidRequest` for a tensor
-    that repeats elements, or has more than 65,536 parts.
+    Everything within the stride of that dimension belongs to one block. Each index of a dimension outside of it is a
+    separate part: in the shape (2, blocks, ...), 0 for keys and 1 for values. Raises `InvalidRequest` for an empty
+    tensor, for one whose blocks are not apart in memory, and for more than 65,536 parts.
     """
     dimension = range(tensor.dim())[dimension]
     lengths, strides = list(tensor.shape), [stride * tensor.element_size() for stride in tensor.stride()]

@@ -10,19 +10,19 @@ from typing import Protocol
 
 
 class Fence(Protocol):
-    """The end of work on the device. A `torch.cuda.Event` that was recorded is one."""
+    """A mark in the device's work, which passes when all work before it is over: a recorded `torch.cuda.Event`."""
 
     def query(self) -> bool:
         """Return whether the work is over, without waiting."""
         ...
 
     def synchronize(self) -> object:
-        """Return when the work is over. It is called only after `query` has returned True."""
+        """Wait until the work is over. The cache calls it only after `query` has returned True."""
         ...
 
 
 class Over:
-    """The fence of work that is over when a call returns, as on a CPU."""
+    """The fence of work that is already over, as on a CPU."""
 
     def query(self) -> bool:
         """Return True."""
@@ -36,10 +36,10 @@ class Engine(Protocol):
     """What an engine does with the blocks of its cache, by number.
 
     The engine has a free list of blocks, and counts the requests that use each block. The cache calls these verbs in
-    the engine's scheduler thread, inside `ElasticCache.grow` and `turn`, and in a thread of its own between
-    `ElasticCache.rest` and `wake`: never two at a time. They work on lists and return at once. A verb may not wait,
-    call the cache or a broker, or take a lock that the engine holds while it calls the cache. An exception ends the
-    call that it came from.
+    the engine's scheduler thread, inside `ElasticCache.attach`, `grow` and `turn`. Between `ElasticCache.rest` and
+    `wake` it calls them in a thread of its own. It never calls two at a time. The verbs work on lists and return at
+    once. A verb may not wait, call the cache or a broker, or take a lock that the engine holds while it calls the
+    cache. An exception propagates to the caller of `grow` or `turn`.
     """
 
     def need(self) -> int:
@@ -51,43 +51,44 @@ class Engine(Protocol):
         ...
 
     def unused(self, blocks: Sequence[int]) -> Collection[int]:
-        """Return those of `blocks` that no request uses. Cached contents, such as a prefix, are no use."""
+        """Return those of `blocks` that no request uses. A block whose contents are only cached is unused."""
         ...
 
     def warmth(self, blocks: Sequence[int]) -> float:
-        """Return when cached contents of these unused blocks were last of use: larger is later. 0 without any."""
+        """Return when cached contents of these unused blocks were last used: larger is later; 0 without any."""
         ...
 
     def cost(self, blocks: Sequence[int]) -> float:
-        """Return how many requests end up preempted if these blocks, some of which are used, are to become unused.
+        """Return how many requests would have to be preempted until no request uses any of these blocks.
 
-        A recall takes the pages with the least cost first. An engine that preempts its youngest requests until the
-        blocks are unused counts all of these. An estimate will do, such as the number of blocks that are used.
+        Some of the blocks are in use. A recall takes the pages with the lowest cost first. An engine that preempts its
+        youngest requests first counts all requests that it would preempt on the way. An estimate is enough, such as the
+        number of used blocks.
         """
         ...
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """Take these unused blocks out of the free list, and forget what is cached in them."""
+        """Take these unused blocks out of the free list, and drop what is cached in them."""
         ...
 
     def release(self, blocks: Sequence[int]) -> None:
         """Put these blocks into the free list, at its end if it has an order. They have memory now.
 
-        If it raises, it must have put none there: the next `ElasticCache.grow` calls it again with all of them.
+        If it raises, it must have put none of them there. The next `ElasticCache.grow` passes all of them again.
         """
         ...
 
     def fence(self) -> Fence:
-        """Return a fence behind every step that was scheduled so far, those included that have not begun.
+        """Return a fence that passes when every step scheduled so far is over, including steps that have not begun.
 
-        It is called in the scheduler thread only.
+        The cache calls it only in the scheduler thread.
         """
         ...
 
     def preempt(self, blocks: Sequence[int]) -> bool:
-        """Preempt the requests that use any of these blocks, now or in the next steps; return False if that cannot be.
+        """Preempt the requests that use any of these blocks, now or in the next steps; return False if it cannot.
 
-        The requests wait until there is room, and are computed again. Only a recall or `ElasticCache.shrink` leads to
-        this. It is called again with blocks that are still in use at the next turn.
+        The requests wait until there is room, and are computed again. The cache calls this only for a recall or for
+        `ElasticCache.shrink`. At the next turn it calls this again with the blocks that are still in use.
         """
         ...

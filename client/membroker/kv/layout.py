@@ -36,12 +36,13 @@ class Strided:
 class Layout:
     """`blocks` blocks of a KV cache in the pages of a pool at `base`. Immutable.
 
-    A *page* is the pool's: `page_size` bytes, numbered from `base`. A *group* is the pages that are borrowed, mapped
-    and released together, because the same blocks need them: the same page of every tensor if each layer has a tensor
-    (layer-major), and one page if a block has the bytes of all layers side by side (block-major). Groups are numbered
-    by the blocks in them, so a lower group has lower blocks. Every page of a tensor is in exactly one group.
+    A *page* is a page of the pool: `page_size` bytes, numbered from `base`. A *group* is a set of pages that are
+    borrowed, mapped and released together, because the same blocks need them. If each layer has its own tensor
+    (layer-major), a group is the same page of every tensor. If a block has the bytes of all layers side by side
+    (block-major), a group is one page. Groups are numbered by the blocks in them, so a lower group has lower blocks.
+    Every page of a tensor is in exactly one group.
 
-    A block may touch several groups. It can be used while all of them are mapped. `block_tokens` is the number of
+    A block may touch several groups, and can be used only while all of them are mapped. `block_tokens` is the number of
     tokens in a block. Pages that no tensor reaches are in no group.
 
     Raises `InvalidRequest` for sizes that are not positive, a tensor below `base`, blocks that overlap, tensors that
@@ -98,7 +99,7 @@ class Layout:
         return len(self._pages[group]) * self.page_size
 
     def tokens_of(self, group: int) -> int:
-        """Return the tokens of the blocks whose lowest group this is. Over all groups each block counts once."""
+        """Return how many tokens fit in the blocks whose lowest group this is: each block counts in one group only."""
         return self.block_tokens * sum(self._touched[block][0] == group for block in self._members[group])
 
     def __repr__(self) -> str:

@@ -31,7 +31,7 @@ _AGAIN_SECONDS: Final = 0.005
 
 
 class Rank:
-    """Lets the process that schedules decide what memory `pool` has: its `Ranks` has the `address` of this.
+    """Lets the process that schedules decide what memory `pool` has. Pass `address` to the `Ranks` of that process.
 
     `passed` returns the last step whose fence has passed on this rank's device. `weights` and `also` are those of
     `Sleeper`, for this rank. Threads serve one `Ranks`, until it is closed or this process ends. Nothing else may
@@ -69,7 +69,7 @@ class Rank:
         threading.Thread(target=self._accept, args=(listener,), name="membroker-kv-rank", daemon=True).start()
 
     def awake(self) -> AbstractContextManager[None]:
-        """Wake the engine, wait for that, and let it not sleep during the block, as `Sleeper.awake` does.
+        """Wake the engine, wait until it is awake, and keep it awake during the block, as `Sleeper.awake` does.
 
         Raises `ClosedError`.
         """

@@ -34,7 +34,7 @@ _UNDO_SECONDS: Final = 1.0
 
 
 class Ranks(Closing):
-    """The pools of the `Rank`s with these addresses, all with pages of `page_size` bytes.
+    """The pools of several processes as one: of the `Rank`s at `addresses`, with pages of `page_size` bytes.
 
     It has the methods of a pool that an `ElasticCache` calls, and those of a model that a `Sleeper` calls. Offsets
     count from the beginning of each pool, and the base address is 0. Every call raises `ClosedError` when a rank has
@@ -75,8 +75,8 @@ class Ranks(Closing):
     ) -> None:
         """Back the ranges in every rank, or in none, as `VirtualMemoryPool.allocate_ranges` does in one.
 
-        The ranks are asked in their order. So of two engines that want the same last pages of several brokers, one gets
-        them all. Raises what the first rank that is refused raises.
+        The ranks are asked in their order. So if two engines want the last pages of several brokers, one of them gets
+        all of these pages. Raises the error of the first rank that is refused.
         """
         until = deadline_of(wait)
         with ExitStack() as undo:

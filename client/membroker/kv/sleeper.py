@@ -40,16 +40,18 @@ AWAKE, BUSY, FALLING, ASLEEP, WAKING = "awake", "busy", "falling_asleep", "aslee
 
 
 class Sleeper(Closing):
-    """Answers `membroker sleep` and `membroker wake` for the engine of `cache`. A context manager.
+    """Lets an operator put the engine of `cache` to sleep and wake it (`membroker sleep`, `membroker wake`).
 
-    `weights` is a pool with the engine's weights, or `Ranks.weights`: they are copied to pinned host memory, and their
-    memory is released; addresses stay. Without it `kept` says in half a sentence why they stay. With `keep_pinned` the
-    host memory stays pinned after the first sleep, so that the next one is faster (`VirtualMemoryPool.restore`). `also`
-    is called when the cache is empty, to release what the engine has besides, such as memory that PyTorch keeps for its
-    next use.
+    It is a context manager. `weights` is a pool with the engine's weights, or `Ranks.weights`. When the engine falls
+    asleep, the weights are copied to pinned host memory and their device memory is released; their addresses do not
+    change. Without `weights` they stay on the device, and `kept` is half a sentence that tells the operator why. With
+    `keep_pinned` the host memory stays pinned after the first sleep, so the next sleep is faster
+    (`VirtualMemoryPool.restore`). `also` is called when the cache is empty, to release other memory of the engine, such
+    as PyTorch's own cache.
 
-    The engine sleeps only while its cache rests (`ElasticCache.rest`). It calls `wake` when a request comes, after
-    `ElasticCache.wake` or `grow`, and computes within `awake`. Raises what `Model.on_sleep` raises.
+    The engine sleeps only while its cache rests (`ElasticCache.rest`). The engine must call `wake` when a request
+    comes, after `ElasticCache.wake` or `grow`, and must compute inside `awake` blocks. Raises `InvalidRequest` if the
+    pool of `cache` has no model, and what `Model.on_sleep` raises.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class Sleeper(Closing):
     # What the engine calls
 
     def wake(self) -> None:
-        """Begin to wake, if it sleeps. It returns at once, and any thread may call it."""
+        """Begin to wake the engine if it sleeps. It returns at once, and any thread may call it."""
         if self._state == AWAKE:
             return
         with self._changed:
@@ -108,16 +110,17 @@ class Sleeper(Closing):
         self._changed.notify_all()
 
     def awake(self) -> AbstractContextManager[None]:
-        """Wake, wait until the weights are there, and do not sleep during the block.
+        """Wake the engine, wait until its weights are back, and keep it awake during the block.
 
         It is for code that uses weights or blocks. Raises `ClosedError`.
         """
         return awake(self.keep_awake)
 
     def keep_awake(self, more: int) -> bool:
-        """Count `more` users of the weights or blocks, begin to wake for them, and return whether it is awake.
+        """Add `more` to the number of users that keep the engine awake, and return whether it is awake now.
 
-        It returns at once. `awake` is the same for a user in this process. Raises `ClosedError`.
+        A negative number removes users. If the engine sleeps and has users, it begins to wake. The call returns at
+        once. `awake` does the same for a user in this process, and waits. Raises `ClosedError`.
         """
         with self._changed:
             self._users += more
@@ -135,7 +138,7 @@ class Sleeper(Closing):
     # What the operator asks
 
     def answer(self, request: SleepRequest) -> SleepStatus:
-        """Take an operator's word, and return how far the engine is: the callback for `Model.on_sleep`."""
+        """Take an operator's request, and return how far the engine is. It is the callback for `Model.on_sleep`."""
         with self._changed:
             if self._ended:
                 return SleepStatus("unsupported", detail=self._ended)
@@ -322,7 +325,7 @@ class Sleeper(Closing):
     # The end
 
     def close(self) -> None:
-        """Answer no operator any more, and end the thread. Idempotent. An engine that sleeps stays asleep."""
+        """Stop answering operators, and end the thread. Idempotent. An engine that sleeps stays asleep."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

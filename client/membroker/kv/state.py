@@ -56,11 +56,11 @@ class Recall(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Figures of one moment.
+    """Figures of a cache at one moment.
 
-    `blocks` have memory and are with the engine, or will be with its next `grow`; `wanted_blocks` is what it needs.
-    `charged_bytes` are borrowed, and `going_bytes` of them are to be released. `grants` and `refusals` count answers
-    of the broker since the beginning.
+    `blocks` is the number of blocks that have memory and that the engine has or gets with its next `grow`.
+    `wanted_blocks` is the number that the engine wants. `charged_bytes` are borrowed, and `going_bytes` of them will be
+    released. `grants` and `refusals` count the broker's answers since the cache was made.
     """
 
     blocks: int

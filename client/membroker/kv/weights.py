@@ -28,11 +28,13 @@ LARGE_PAGE, SMALL_PAGE = 64 * MIB, 2 * MIB
 def move_to_pool(tensors: Iterable[torch.Tensor], model: Model, *, wait: float | None = None) -> VirtualMemoryPool:
     """Move the memory of these tensors, such as a module's parameters, to a new pool of `model`; return the pool.
 
-    They stay the same objects, with the same shape, strides and contents. Tensors that share memory go on sharing it.
-    The pool is as large as they are together. Nothing may use them while the pool is offloaded, and the pool must
-    outlive them. `wait` is that of `VirtualMemoryPool.allocate`, and what that raises is raised. Raises
-    `InvalidRequest`, with the tensors moved, if anything else refers to the memory that they had: it would be a second
-    copy. Move weights before CUDA graphs are captured over them.
+    They stay the same objects, with the same shape, strides and contents. Tensors that share memory still share it
+    afterwards. The pool is as large as all of them together. Nothing may use the tensors while the pool is offloaded,
+    and the pool must outlive them. Move weights before you capture CUDA graphs that use them. `wait` is that of
+    `VirtualMemoryPool.allocate`.
+
+    Raises what `VirtualMemoryPool.allocate` raises. Raises `InvalidRequest` if another object still refers to the old
+    memory, because that would be a second copy; the tensors have been moved then.
     """
     groups: dict[int, list[torch.Tensor]] = {}
     for one in {id(one): one for one in tensors}.values():

@@ -48,13 +48,13 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
     text: `floor`, `ahead`, `keep` and `ceiling` are as for `membroker.kv.ElasticCache`. Without `ahead` one group of
     pages is kept mapped ahead.
 
-    The cache is made by `start`, and its memory is released by `stop`. With `keep_for_next_session=True` it rests: it
-    shrinks and answers recalls until the next `start`. The pool stays open. Until `stop` an operator can put the pool's
-    model to sleep: the manager then releases the cache until the next request.
+    `start` makes the cache, and `stop` releases its memory. With `stop(keep_for_next_session=True)` the cache stays and
+    rests: it shrinks and answers recalls until the next `start`. The pool stays open. Until `stop` an operator can put
+    the pool's model to sleep: the manager then releases the cache until the next request.
 
-    Raises `InvalidRequest` for a transformers whose classes differ from those that this was written for, a model that
-    is not on the pool's device or runs by tensor parallelism, and a `safety_margin`; `start` and `warmup` also for a
-    cache that does not fit into the pool's pages, and what `ElasticCache` raises.
+    Raises `InvalidRequest` for a version of transformers whose classes differ from those that this was written for, for
+    a model that is not on the pool's device or that uses tensor parallelism, and for a `safety_margin`. `start` and
+    `warmup` also raise it for a cache that does not fit into the pool's pages, and raise what `ElasticCache` raises.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     @property
     def cache(self) -> ElasticCache:
-        """The cache, from `start` to `stop`: its `stats` have the figures of the moment. Raises `InvalidRequest`."""
+        """The cache, from `start` to `stop`; `cache.stats()` has its figures. Raises `InvalidRequest` without one."""
         if self._cache is None:
             raise InvalidRequest("the manager has no cache before start, and after stop")
         return self._cache
@@ -125,7 +125,7 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
     # What transformers' own manager does, and this one differently
 
     def start(self) -> None:
-        """Make the cache if it was not made, and start the thread that generates."""
+        """Make the cache if it does not exist yet, and start the thread that generates."""
         if not self.is_running():
             config = self.continuous_batching_config
             flash = [config.auto_switch_to_flash] if hasattr(config, "auto_switch_to_flash") else []
@@ -154,7 +154,7 @@ class ElasticManager(ContinuousBatchingManager):  # type: ignore[misc]
         self._close()
 
     def add_request(self, input_ids: list[int], *args: Any, **kwargs: Any) -> Any:
-        """Add a request, as transformers does. Raises `InvalidRequest` if it can never have its memory."""
+        """Add a request, as transformers does. Raises `InvalidRequest` if it can never get the memory that it needs."""
         self._check_fits(len(input_ids), args[1] if len(args) > 1 else kwargs.get("max_new_tokens"))
         return super().add_request(input_ids, *args, **kwargs)
 

@@ -99,7 +99,7 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Ask a vLLM with layouts for block-major. It takes another one where the attention backend has no such."""
+        """Ask a vLLM that has layouts for block-major. It takes another layout if the attention backend lacks it."""
         if not seams.has_layouts():
             return None
         settings = settings_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
@@ -140,7 +140,10 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
         self._memory.launched.begin(connector_metadata.number, connector_metadata.fenced)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Load that of resumed requests, before this step reads it. A step without any may call this at its end."""
+        """Load the KV cache of resumed requests, before this step reads it.
+
+        A step that resumes none may call this at its end.
+        """
         if self.has_connector_metadata() and self._memory.swap_space is not None:
             self._memory.swap_space.load(self._get_connector_metadata().loads)
 
