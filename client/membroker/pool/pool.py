@@ -37,12 +37,13 @@ class VirtualMemoryPool(Offloading):
     the process's address space limits it. The base address is a multiple of the page size.
 
     Up to `spare_pages` pages stay mapped and charged when they are deallocated. They keep their bytes, and allocating
-    them again needs no call of the broker. `prepare` borrows spare pages in advance, `trim` releases them.
+    them again needs no call to the broker. `prepare` borrows spare pages in advance, `trim` releases them.
 
-    `ahead` lets a thread of the library borrow spare pages before they are needed: so many pages, or `"auto"`, as many
-    as were allocated in the busiest 20 ms of the last 10 seconds, at least one page and at most 1 GiB. An allocation
-    of few pages by `allocate_anywhere`, or at the lowest free addresses, then needs no call of the broker. The broker
-    lends nothing ahead that others wait for; after a refusal the pool pauses, for a second at most.
+    With `ahead`, a thread of the library borrows spare pages before they are needed. `ahead` is the number of pages
+    that it keeps ready. `"auto"` is as many pages as were allocated in the busiest 20 ms of the last 10 seconds, at
+    least one page and at most 1 GiB. An allocation of few pages by `allocate_anywhere`, or at the lowest free
+    addresses, then needs no call to the broker. The broker lends nothing ahead of need while others wait for memory.
+    After a refusal the thread pauses, for a second at most.
 
     The source is a `Model`, for memory that a broker lends, or a `LocalSource`, for use without a broker.
 
@@ -112,9 +113,10 @@ class VirtualMemoryPool(Offloading):
         return report.stats(self._backing.claims)
 
     def mappings(self, *, by_page: bool = False) -> list[PoolMapping]:
-        """Return rows with state, access and extents, by offset: one for each run of equal pages, or for each page.
+        """Return rows with the state, access and extents of the pool's pages, in the order of their offsets.
 
-        Raises `ClosedError`.
+        A row is a run of pages that are alike, or with `by_page` one page. Free pages have no row. Raises
+        `ClosedError`.
         """
         self._holding.check_open()
         return report.mappings(self._backing.claims, by_page=by_page)
@@ -124,10 +126,11 @@ class VirtualMemoryPool(Offloading):
     def allocate(self, offset: int, size: int | str, *, wait: float | None = None) -> int:
         """Back every page that [offset, offset + size) touches, and return the address of `offset`.
 
-        `wait` is how many seconds the call may wait until the broker has so much memory free, from 0 (not at all) to
-        24 hours, for all missing pages together. By default a request within the model's guarantee waits as long as
-        the broker is configured to let it, and any other does not. The limits of the model and its tenant refuse at
-        once. Without a broker nothing waits. Meanwhile other calls refuse these pages.
+        `wait` is how many seconds the call may wait until the broker has enough free memory for all missing pages
+        together, from 0 (not at all) to 24 hours. By default a request within the model's guarantee waits as long as
+        the broker's configuration allows, and any other request does not wait. A request that exceeds the limit of the
+        model or the tenant is refused at once. Without a broker no call waits. While the call waits, other calls on
+        these pages are refused.
 
         All or nothing: after an error, nothing more is mapped or charged than before. There is one exception: Ctrl-C
         after the mapping of the last page is raised at the end, and the pages are allocated. Raises `InvalidOffset`
@@ -150,12 +153,13 @@ class VirtualMemoryPool(Offloading):
         ahead: bool = False,
         wanted_bytes: int | str = 0,
     ) -> None:
-        """Back every page that any of the ranges touches, by one request: all of them, or none.
+        """Back every page that any of the ranges touches, in one request: all of them, or none.
 
-        A range is an offset and a size, as for `allocate`, and no two may touch one page. `wait` is that of `allocate`.
-        What is requested `ahead` of need is lent only while nobody waits for memory, and does not wait. A program that
-        allocates more soon says with `wanted_bytes` how much, this call included: while the call waits, others are
-        asked for all of that at once. Raises what `allocate` raises, and `InvalidRequest` for ranges that share a page.
+        A range is an offset and a size, as for `allocate`, and no two ranges may touch the same page. `wait` is that of
+        `allocate`. With `ahead`, the memory is requested ahead of need: the broker lends it only if nobody waits for
+        memory, and the call does not wait. `wanted_bytes` is for a program that will allocate more soon: the total that
+        it wants, including this call. While the call waits, the broker recalls that total from others at once. Raises
+        what `allocate` raises, and `InvalidRequest` for ranges that share a page.
         """
         until, wanted = deadline_of(wait), bytes_of("wanted_bytes", wanted_bytes)
         self._holding.check_open()
@@ -169,7 +173,7 @@ class VirtualMemoryPool(Offloading):
         """Back `size` bytes in the lowest free run of pages that holds them, and return its address.
 
         The address is a multiple of the page size and of `alignment`, a power of two in bytes. Spare pages count as
-        free; in a pool that borrows ahead a run of them goes first. `free` takes the address. `wait` is that of
+        free, and a pool that borrows ahead uses a run of them first. `free` takes the address. `wait` is that of
         `allocate`. Raises `OutOfVirtualMemory` if no free run of addresses is that long, and otherwise what `allocate`
         raises.
         """
@@ -216,7 +220,7 @@ class VirtualMemoryPool(Offloading):
     def prepare(self, size: int | str, *, wait: float | None = None) -> None:
         """Back the next `size` bytes after the highest allocated page ahead of need, as spare pages.
 
-        The next `grow`, or `allocate` there, needs no call of the broker. The pages are charged from now on, in
+        The next `grow`, or `allocate` there, needs no call to the broker. The pages are charged from now on, in
         addition to `spare_pages`. `wait` is that of `allocate`. Raises what `grow` raises.
         """
         until = deadline_of(wait)
@@ -239,8 +243,8 @@ class VirtualMemoryPool(Offloading):
         The bytes of offloaded pages are dropped, and freed on the host.
 
         Waits once for the work that this process has submitted to the device, because unmapping does not wait. With
-        `after`, such as a `torch.cuda.Event`, it calls `after.synchronize()` instead: record the event behind the last
-        work that may use the range. Neither may be done during a CUDA graph capture.
+        `after`, such as a `torch.cuda.Event`, it calls `after.synchronize()` instead: record the event after the last
+        work that may use the range. Do not call `deallocate` during a CUDA graph capture, with or without `after`.
 
         It does not wait for the broker: the broker reads the release before this session's next request, and before it
         refuses any session for lack of memory. Raises `NotMapped` when a page is not backed, `BufferError` while a view
@@ -254,10 +258,11 @@ class VirtualMemoryPool(Offloading):
         self._backing.drop(lambda _: [pages], after)
 
     def deallocate_ranges(self, ranges: Iterable[tuple[int, int | str]], *, after: Fence | None = None) -> None:
-        """Release every page that any of the ranges touches, after one wait.
+        """Release every page that any of the ranges touches, after a single wait for the device.
 
-        `ranges` are those of `allocate_ranges`, and `after` is that of `deallocate`. Raises what `deallocate` raises,
-        and nothing has changed then, except after a `DeviceFailure`: ranges that were unmapped before it are released.
+        `ranges` are those of `allocate_ranges`, and `after` is that of `deallocate`. Raises what `deallocate` raises;
+        nothing has changed then, except that after a `DeviceFailure` the ranges that were unmapped before it are
+        released.
         """
         self._holding.check_open()
         if after is not None:
@@ -267,7 +272,7 @@ class VirtualMemoryPool(Offloading):
             self._backing.drop(lambda _: runs, after)
 
     def free(self, address: int) -> None:
-        """Release the allocation at `address`, which `allocate`, `allocate_anywhere` or `grow` has returned.
+        """Release the allocation at `address`, an address that `allocate`, `allocate_anywhere` or `grow` returned.
 
         Parts that `deallocate` or `shrink` has released are skipped. Raises what `deallocate` raises, and `NotMapped`
         if no allocation begins there: a compaction moves allocations, and so changes their addresses.
@@ -295,15 +300,17 @@ class VirtualMemoryPool(Offloading):
 
         A contiguous run of allocated pages moves as one: its extents are mapped at lower addresses, and each page keeps
         its access. A run does not move while a view, a span or a pin of any part of it is alive, or another call is
-        changing it. Spare pages are released first, also those that are on their way; a pool that borrows ahead does so
-        again from the next allocation on. Each move waits for the work that this process has submitted to the device.
+        changing it. Spare pages are released first, including those that are just being borrowed; a pool that borrows
+        ahead does so again from the next allocation on. Each move waits for the work that this process has submitted to
+        the device.
 
-        Addresses in moved runs become invalid: update them from the moves. Meanwhile they must not be used, so another
-        thread that works in the pool pins its range first. An allocation that was aligned to more than a page
+        Addresses in moved runs become invalid: update them from the moves. They must not be used during the call, so a
+        thread that works in the pool must pin its range first. An allocation that was aligned to more than a page
         (`allocate_anywhere`) may lose its alignment: pin it. `on_move` is called after each move, while the pool still
         refuses all other calls on the old and the new addresses, and no interrupt is raised in it. So it can update
-        pointers before any other thread uses them. A call of the main thread runs it in another thread. An exception
-        that it raises ends the compaction; it has been called for every move made.
+        pointers before any other thread uses them. If the main thread calls `compact`, `on_move` runs in another
+        thread. An exception that `on_move` raises ends the compaction; `on_move` has then been called for every move
+        that was made.
 
         With `dry_run` nothing is changed, and the moves that it would make now are returned. Raises `InvalidRequest`,
         `CompactionFailed`, which has the moves that were made before, `DeviceFailure`, `ClosedError`. Each move happens
@@ -348,9 +355,9 @@ class VirtualMemoryPool(Offloading):
         """Keep the addresses [offset, offset + size) reserved while the result lives, whatever memory is there.
 
         Pages of the range can be allocated, deallocated and offloaded meanwhile, but `compact` moves nothing from or
-        into it. A closed pool keeps its memory until the result is gone, so deallocate before. The caller makes sure
-        that nothing uses an address while it has no memory: that ends the process on the host, and its CUDA context on
-        a GPU. Raises `InvalidOffset`, `InvalidRequest` and `ClosedError`.
+        into it. A closed pool keeps its memory until the result is gone, so deallocate first. The caller must make sure
+        that nothing uses an address while it has no memory: such an access ends the process on the host, and its CUDA
+        context on a GPU. Raises `InvalidOffset`, `InvalidRequest` and `ClosedError`.
         """
         self._holding.check_open()
         offset, length = whole_number("an offset", offset, InvalidOffset), bytes_of("a size", size)
@@ -359,7 +366,7 @@ class VirtualMemoryPool(Offloading):
 
     @contextmanager
     def pin(self, offset: int, size: int | str) -> Iterator[int]:
-        """Keep [offset, offset + size) at its address during a block, which gets the address.
+        """Keep [offset, offset + size) at its address during a block; `as` gives the address.
 
         As with a living span, the range cannot be deallocated or moved, and its access cannot be reduced. Raises what
         `span` raises.
