@@ -323,14 +323,15 @@ def _is_text(value: object) -> bool:
 def numpy_array(view: memoryview, info: TensorInfo, *, raw: bool = False) -> npt.NDArray[Any]:
     """Return the tensor in `view`, the image's bytes, as a NumPy array: no copy, writable exactly when `view` is.
 
-    The array keeps `view`'s memory alive. Its shape is `info.shape`. Its data is unaligned (`flags.aligned`) if the
-    image has it so, which NumPy handles.
+    The array keeps `view`'s memory alive. Its shape is `info.shape`. If the image has the tensor at an unaligned place,
+    the array is unaligned, too (`flags.aligned` is False); NumPy handles that.
 
     BF16 and F8 are dtypes of the package `ml_dtypes`; with `raw` they are uint16 and uint8, without that package. F4
-    and F6 are packed, and NumPy cannot do that: with `raw` they are `info.size` of uint8, without it they are refused.
+    and F6 are packed, which NumPy does not support: with `raw` the array is `info.size` elements of uint8, and without
+    it they are refused.
 
-    Raises `InvalidRequest` if the dtype needs `raw`, if the tensor lies outside `view`, or if NumPy cannot have the
-    shape (more than 64 dimensions). Raises `ImportError` without NumPy.
+    Raises `InvalidRequest` if the dtype needs `raw`, if the tensor lies outside `view`, or if NumPy does not support
+    the shape (more than 64 dimensions). Raises `ImportError` without NumPy.
     """
     try:
         import numpy as np

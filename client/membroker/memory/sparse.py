@@ -211,7 +211,7 @@ class SparseArray(AtAddress):
             return self._holding.span(self, offset, size)
 
     def back(self, *tiles: int, wait: float | None = None) -> None:
-        """Borrow memory for all absent ones of these tiles, in one request. All or nothing.
+        """Borrow memory for those of these tiles that have none, in one request. All or nothing.
 
         `wait` is that of `write`. Raises `InvalidOffset` for a tile outside of the array, `OutOfMemory`,
         `DeviceFailure`, `DescriptorLimit`, `BrokerUnavailable` and `ClosedError`.

@@ -34,10 +34,10 @@ class TorchMemory(Closing):
     `torch.OutOfMemoryError`. The broker's error is in `last_denial`, and in a note on the exception.
 
     **On a refusal**, the segments that torch only caches are released, and the allocation is tried again, also while
-    other threads allocate. `reclaimed_bytes` counts what refusals released, and `refusals` the allocations that were
-    refused nevertheless. A refusal does not release a segment with a live tensor, however small the tensor is; nor a
-    tensor that was used on a second stream (`record_stream`); nor anything during a graph capture. If not even 2 MiB
-    were free at the beginning of the outermost block of `use`, a refusal releases nothing until a `trim`.
+    other threads allocate. `reclaimed_bytes` counts what refusals released, and `refusals` counts the allocations that
+    failed even so. A refusal does not release a segment with a live tensor, however small the tensor is, nor a tensor
+    that was used on a second stream (`record_stream`). During a graph capture it releases nothing. If not even 2 MiB
+    were free at the beginning of the outermost block of `use`, a refusal releases nothing until `trim` is called.
 
     **Without a refusal, torch keeps its cache.** Until the first refusal or `trim` of a block,
     `torch.cuda.empty_cache()` releases none of it (3,000 of 3,000 MiB stayed, torch 2.11). `trim` releases every
@@ -92,7 +92,7 @@ class TorchMemory(Closing):
 
     @property
     def refusals(self) -> int:
-        """How often torch was refused memory, although all that could be released was."""
+        """How often torch was refused memory even after everything that could be released was released."""
         return self._lending.refusals
 
     @property
@@ -139,8 +139,8 @@ class TorchMemory(Closing):
     def capture(self, graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
         """Capture a CUDA graph in this block, with borrowed memory; `options` are those of `torch.cuda.graph`.
 
-        Each graph has its own memory, which `trim` releases once the graph is reset or garbage, and its tensors are
-        gone. Allocations of other threads during the block are not borrowed, and recalls wait for its end
+        Each graph has its own memory. `trim` releases it once the graph is reset or garbage-collected and its tensors
+        are gone. Allocations of other threads during the block are not borrowed, and recalls wait for its end
         (`Client.defer_recalls`). Raises the errors of `use`.
         """
         with self._model._session.reconnecting.notices.held_up(), _routing:
@@ -158,9 +158,9 @@ class TorchMemory(Closing):
         """Release all segments without a live tensor, and return how many bytes that was.
 
         Call it while no other thread allocates. If a tensor that was used on a second stream (`record_stream`) waits to
-        be freed, allocations of other threads are not borrowed for a moment. The workspaces of cuBLAS stay lent, and
-        2 MiB; after several blocks and trims within a second, 2 MiB for each. Waits for the work on the device, so do
-        not call it during a graph capture. Raises `InvalidRequest` during a `capture`, and `ClosedError`.
+        be freed, allocations of other threads are not borrowed for a moment. The workspaces of cuBLAS and 2 MiB stay
+        lent. After several blocks and trims within a second, 2 MiB stay lent for each. Waits for the work on the
+        device, so do not call it during a graph capture. Raises `InvalidRequest` during a `capture`, and `ClosedError`.
         """
         with _routing:
             self._check_open()

@@ -47,11 +47,11 @@ def tensor(source: Source, dtype: Any, shape: Sequence[int], offset: int = 0) ->
     """Return `shape` elements of `dtype` from byte `offset` of a buffer, pool, segment or array; nothing is copied.
 
     The result is a CUDA tensor on a GPU, and a CPU tensor on the host driver. `dtype` is a dtype of torch or NumPy, the
-    name of one, or its name in safetensors (`"BF16"`; an element of `"F4"` is torch's pair). The tensor, and every view
-    of it, keeps the memory: a closed owner releases it after the last of them, and after the work on the device. A
-    pool, a growable buffer or a sparse array refuses to release that part before (`BufferError`). torch has no
-    read-only tensors: writing to one over a sealed or attached segment ends the process on the host, and its CUDA
-    context on a GPU.
+    name of one, or its name in safetensors (`"BF16"`; an element of `"F4"` is torch's dtype for a pair of values). The
+    tensor, and every view of it, keeps the memory: a closed owner releases it when the last of them is gone and the
+    work on the device is over. Until then a pool, a growable buffer or a sparse array refuses to release that part
+    (`BufferError`). torch has no read-only tensors: writing to one over a sealed or attached segment ends the process
+    on the host, and its CUDA context on a GPU.
 
     Raises `InvalidRequest` for a range outside the source, an offset that is not a multiple of the element size, an
     invalid shape or an unknown dtype; `NotMapped` if a page or a tile has no memory; and `ClosedError`.
@@ -67,7 +67,7 @@ def address_tensor(pool: VirtualMemoryPool, dtype: Any, shape: Sequence[int], of
     and its CUDA context on a GPU; so does a kernel that still runs when a page is deallocated. The device and `dtype`
     are as for `tensor`. The bytes of a page are zero when it has been allocated.
 
-    A closed pool keeps its memory until the tensor is gone: deallocate before. Raises what `tensor` raises, except
+    A closed pool keeps its memory until the tensor is gone, so deallocate first. Raises what `tensor` raises, except
     `NotMapped`.
     """
     return _over(_Addresses(pool), dtype, shape, offset)
