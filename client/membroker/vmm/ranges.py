@@ -236,10 +236,10 @@ class MappedRange(Closable):
     """All of `memory`, mapped into `addresses` at `offset` bytes from their base.
 
     The mapping keeps both alive. The same memory may be mapped many times (aliasing), and memory of several devices
-    side by side. `access` is what the device of the addresses' driver may do, on whatever device the memory is, or a
-    mapping from drivers to what their devices may do; `{}` grants nothing yet. Raises `InvalidOffset` if the memory
-    does not fit, `InvalidRequest` for drivers of two kinds, `AlreadyMapped`, `ClosedError` and `DriverError`; nothing
-    is mapped then.
+    side by side. `access` is what the device of the addresses' driver may do, whichever device has the memory. It can
+    also be a mapping from drivers to what their devices may do; `{}` grants nothing yet. Raises `InvalidOffset` if the
+    memory does not fit, `InvalidRequest` for drivers of two kinds, `AlreadyMapped`, `ClosedError` and `DriverError`;
+    nothing is mapped then.
     """
 
     def __init__(

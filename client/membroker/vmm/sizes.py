@@ -35,8 +35,8 @@ _TEXT = re.compile(r"\s*(\d{1,20})(?:\.(\d{1,9}))?\s*([A-Za-z]*)\s*")
 def parse_size(size: int | str) -> int:
     """Return `size` in bytes; text is a number and a unit, as in `"8GiB"`, `"1.5 GiB"` or `"500MB"`.
 
-    An int of NumPy is an int, as whatever else has `__index__`; a bool or a float is not. Raises `ValueError` for a
-    negative number, an unknown unit, a fraction of a byte, or more than 2^63-1, and `TypeError` for another type.
+    NumPy's integers and other objects with `__index__` count as ints; a bool or a float does not. Raises `ValueError`
+    for a negative number, an unknown unit, a fraction of a byte, or more than 2^63-1, and `TypeError` for another type.
     """
     if isinstance(size, bool) or not (isinstance(size, str) or hasattr(size, "__index__")):
         raise TypeError(f'a size is an int of bytes or text such as "8GiB", not {type(size).__name__}')
