@@ -44,20 +44,21 @@ def connect(
     outage: float = 30.0,
     driver: Driver | None = None,
 ) -> Client:
-    """Open a session with the broker at `endpoint` and return its client, which ends it.
+    """Open a session with the broker at `endpoint`, and return its client. `Client.close` ends the session.
 
-    `endpoint` is a directory. Without it: MEMBROKER_ENDPOINT, or else the only broker of this machine.
-    `transport="grpc"` borrows by gRPC calls, which are slower; descriptors still come on the handoff socket.
-    An `observer` reads the books and borrows nothing. `client` is the name that people see in `membroker sessions`,
-    by default the program's. `driver` replaces the driver of the broker's device; the caller must close it.
+    `endpoint` is a directory. Without it, the environment variable MEMBROKER_ENDPOINT gives the directory; if that is
+    not set, the client connects to the only broker of this machine. `transport="grpc"` borrows by gRPC calls, which are
+    slower; descriptors still come on the handoff socket. An `observer` reads the books and borrows nothing. `client` is
+    the name that `membroker sessions` shows for this process; the default is the program's name. `driver` replaces the
+    driver of the broker's device; the caller must close it.
 
     If no broker is there yet, this waits up to `timeout` seconds, which also limits the first and the last call of the
     session. When the broker goes away later, mapped memory stays valid, and the session reconnects to the next broker,
     without a limit of time. Meanwhile a call waits `outage` seconds before it raises `BrokerUnavailable`; with 0 it
-    raises at once. Both are at most a week, and `timeout` is more than 0.
+    raises at once. `timeout` and `outage` are at most a week, and `timeout` is more than 0.
 
-    Raises `BrokerUnavailable` or `AccessDenied`, with the command that mends it, `InvalidRequest`, `ProtocolError`,
-    `TooMany` or `DescriptorLimit`.
+    Raises `BrokerUnavailable` and `AccessDenied`, whose messages name the command that solves the problem,
+    `InvalidRequest`, `ProtocolError`, `TooMany` and `DescriptorLimit`.
     """
     timeout = arguments.seconds_of("timeout", timeout, positive=True)
     outage = arguments.seconds_of("outage", outage)
@@ -87,7 +88,7 @@ def connect(
 
 @renamed(driver="driver_kind")
 class Client(Closing):
-    """One session of this process with one broker. Thread-safe. `connect()` makes it."""
+    """One session of this process with one broker. Thread-safe, and a context manager. `connect()` makes it."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -120,7 +121,7 @@ class Client(Closing):
 
     @property
     def broker_version(self) -> str:
-        """The version of the daemon that this session began with, or empty if it is too old to say."""
+        """The version of the daemon that opened this session; empty if that daemon is too old to report it."""
         return self._session.welcome.version
 
     @property
@@ -150,15 +151,16 @@ class Client(Closing):
     ) -> Model:
         """Register the model `name` of this tenant, or join it. This charges nothing.
 
-        Without a name it is MEMBROKER_MODEL, as `membroker run --model` sets it. MEMBROKER_LIMIT is the limit of that
-        model if none is given.
+        Without `name`, the environment variable MEMBROKER_MODEL gives the name; `membroker run --model` sets it. For
+        that model, MEMBROKER_LIMIT gives the limit if `limit` is not given.
 
-        `virtual_capacity` is how many bytes of addresses its pools reserve by default, `limit` and `host_limit`
-        the most that it may be charged at the device and at the host: bytes, or text such as `"8GiB"`. A limit
-        can lower what the broker's configuration allows, never raise it. A number left out is the registered one.
+        Sizes are in bytes, or text such as `"8GiB"`. `virtual_capacity` is how many bytes of addresses a pool of the
+        model reserves by default. `limit` and `host_limit` are the most that the model may be charged at the device and
+        at the host. They can lower what the broker's configuration allows, but never raise it. If the model is
+        registered already, a number that is left out keeps its registered value.
 
-        Raises `ModelConflict` if it is registered with other numbers, `ModelAlreadyExists` if `exclusive` and it is
-        registered, `InvalidRequest`, `TooMany`, `AccessDenied` (an observer), and `BrokerUnavailable`.
+        Raises `ModelConflict` if the model is registered with other numbers, `ModelAlreadyExists` if it is registered
+        and `exclusive` is true, `InvalidRequest`, `TooMany`, `AccessDenied` (an observer), and `BrokerUnavailable`.
         """
         chosen = os.environ.get(MODEL_VARIABLE)
         name = chosen if name is None else name
@@ -187,16 +189,16 @@ class Client(Closing):
     def attach(self, name: str, *, timeout: float = 60.0) -> Segment:
         """Attach a segment of this tenant, read-only.
 
-        `name` is the segment's own, or `model/segment` if several models have one of that name, or its resource name.
-        Waits up to `timeout` seconds, at most a day, while the segment is being written; after an outage of the broker
-        the wait begins again. Raises `SegmentNotFound` at once if it does not exist, `SegmentNotSealed` after the
-        timeout, `WriterDied`, `InvalidRequest`, `DeviceFailure`, `DescriptorLimit`, and `BrokerUnavailable`.
+        `name` is the segment's own name, `model/segment` if several models have a segment of that name, or its resource
+        name. Waits up to `timeout` seconds, at most a day, while the segment is being written. After an outage of the
+        broker the wait begins again. Raises `SegmentNotFound` at once if it does not exist, `SegmentNotSealed` after
+        the timeout, `WriterDied`, `InvalidRequest`, `DeviceFailure`, `DescriptorLimit`, and `BrokerUnavailable`.
         """
         self._session.check_open()
         return Segment.attach(self._session, self._segment_name(name), timeout)
 
     def delete_segment(self, name: str) -> SegmentStatus:
-        """Delete a segment of this tenant: it cannot be attached, and is free when the last session has left it.
+        """Delete a segment: it can no longer be attached, and its memory is free when its last session has left.
 
         `name` is as in `attach`. Returns its status, with the number of sessions that still hold it. Raises
         `SegmentNotFound`, `InvalidRequest`, and `BrokerUnavailable`.
@@ -206,7 +208,7 @@ class Client(Closing):
         return messages.value(SegmentStatus, self._session.delete_segment(request))
 
     def segments(self) -> list[SegmentStatus]:
-        """Return this tenant's segments, in the order they began."""
+        """Return this tenant's segments, in the order in which they were created."""
         found = rows_of(self._session.ask, "ListSegments", pb.ListSegmentsRequest(), "segments")
         return [messages.value(SegmentStatus, one) for one in found]
 
@@ -237,15 +239,15 @@ class Client(Closing):
         return [messages.value(ModelStatus, one) for one in found]
 
     def sessions(self) -> list[SessionStatus]:
-        """Return this tenant's sessions, in the order they began."""
+        """Return this tenant's sessions, in the order in which they were opened."""
         found = rows_of(self._session.ask, "ListSessions", pb.ListSessionsRequest(), "sessions")
         return [messages.value(SessionStatus, one) for one in found]
 
     def decisions(self, name: str) -> list[Decision]:
-        """Return why the last requests of a model were refused or waited, and its memory was recalled; newest first.
+        """Return why requests of a model were refused or had to wait, and why its memory was recalled. Newest first.
 
-        `name` is a model's, or that of a request, as `MembrokerError.request` has it. The broker keeps the last 8 of a
-        model in memory. Raises `ModelNotFound`, `InvalidRequest`, and `BrokerUnavailable`.
+        `name` is the name of a model, or the name of one request (`MembrokerError.request`). The broker keeps the last
+        8 decisions of each model, in memory. Raises `ModelNotFound`, `InvalidRequest`, and `BrokerUnavailable`.
         """
         if not arguments.name_of("model", name).startswith(("tenants/", "sessions/")):
             name = f"{self.tenant}/models/{name}"
@@ -255,9 +257,10 @@ class Client(Closing):
     def on_notice(self, callback: Callable[[Notice], object]) -> None:
         """Call `callback` with each `Draining`, `Undrained`, `Stopping`, `Disconnected`, `Resumed` and `Forgotten`.
 
-        The library's own thread calls it, one notice at a time, beginning with a drain that is under way. While it
-        runs, garbage-collected memory is not released, so return soon. An exception is logged. The callback and all
-        that it refers to live until the client is closed. Raises `InvalidRequest` for an object that is not callable.
+        A thread of the library calls it, with one notice at a time. If a drain is under way, `Draining` is the first.
+        While the callback runs, garbage-collected memory is not released, so return soon. An exception is logged. The
+        callback and all that it refers to live until the client is closed. Raises `InvalidRequest` for an object that
+        is not callable.
         """
         if not callable(callback):
             raise InvalidRequest(f"on_notice takes a function of one notice, not {callback!r}")
@@ -267,20 +270,22 @@ class Client(Closing):
     def defer_recalls(self) -> AbstractContextManager[None]:
         """Hold up recalls, and all work of the library's own threads, during a block: for a CUDA graph capture.
 
-        In the block no callback of `Model.on_recall` and of `on_notice` runs, no spare page goes back, and memory that
-        is garbage is not released: each would wait for the device, which ends every capture in this process. All of it
-        happens after the block, so a block that is longer than the time for an answer answers late. The block begins
-        when a running callback has returned, or after 5 seconds. `TorchMemory.capture` does this by itself.
+        During the block no callback of `Model.on_recall` or `on_notice` runs, no spare page is released, and no
+        garbage-collected memory is released. Each of these would wait for the device, and such a wait ends every
+        capture in this process. All of it happens after the block. A recall whose deadline passes during the block is
+        therefore answered late. If a callback is running, the block begins when it has returned, or after 5 seconds.
+        `TorchMemory.capture` calls this by itself.
         """
         self._session.check_open()
         return self._session.reconnecting.notices.held_up()
 
     def close(self) -> None:
-        """Release all that this client's pools and buffers hold, and end the session. Idempotent.
+        """Release all memory that this client's pools and buffers hold, and end the session. Idempotent.
 
-        Memory with living views stays mapped until the last view is gone, and so does the session, without further
-        calls. If the broker is away, this raises nothing: it waits for `timeout` seconds of `connect`, at most for its
-        `outage`. After that the session stays charged until this process ends, or an operator forgets the session.
+        Memory with living views stays mapped until the last view is gone. The session stays open until then, too, and
+        ends without another call. If the broker is unreachable, this raises nothing. It waits for the `timeout` that
+        was passed to `connect`, or for the `outage` if that is shorter. If the broker does not return in that time, the
+        session stays charged until this process ends or an operator forgets the session.
         """
         self._session.close()
 

@@ -54,8 +54,9 @@ class OutOfMemory(MembrokerError, MemoryError):
 
     `level` says which limit: `model`, `tenant`, `capacity`, `device` or `shared pool`. `requested_bytes`,
     `available_bytes` and `limit_bytes` are at that level. A smaller request could have got `available_bytes` at that
-    moment. `limit_bytes` is None if the level has no limit of its own (a GPU that other programs filled). A broker
-    whose capacity refused also says `share_bytes`, `obtainable_bytes` and, if the request waited, `waited_seconds`.
+    moment. `limit_bytes` is None if the level has no limit of its own (a GPU that other programs filled). If the
+    broker's capacity refused, `share_bytes`, `obtainable_bytes` and, if the request waited, `waited_seconds` are set,
+    too.
     """
 
     @property
@@ -85,16 +86,16 @@ class OutOfMemory(MembrokerError, MemoryError):
 
     @property
     def share_bytes(self) -> int | None:
-        """What the model could have at that moment, if it wanted as much as there is; None if the level has no shares.
+        """The bytes that the model could have had if it wanted all there is; None if the level has no shares.
 
         The capacity is divided among the models that hold or want memory: each has its guarantee, and the rest is
-        divided by weight. What others hold already stays theirs.
+        divided by weight. What others already hold is not taken from them.
         """
         return self._number("share_bytes")
 
     @property
     def obtainable_bytes(self) -> int | None:
-        """How much more than it held the model could get by waiting: up to `share_bytes`. None as there."""
+        """How many more bytes the model could get by waiting, up to `share_bytes`. None if the level has no shares."""
         return self._number("obtainable_bytes")
 
     @property
@@ -180,7 +181,7 @@ class ModelConflict(MembrokerError):
 
 
 class ModelAlreadyExists(MembrokerError):
-    """The model exists, and `exclusive=True` was asked; or a shared pool has it already."""
+    """The model exists and `exclusive=True` was passed, or a shared pool has a model of that name already."""
 
 
 class ModelInUse(MembrokerError):

@@ -89,10 +89,10 @@ class Model:
     ) -> VirtualMemoryPool:
         """Reserve addresses for `virtual_capacity` bytes (by default the model's) and return the pool.
 
-        No memory is borrowed yet. `spare_pages` is the number of deallocated pages that the pool may keep mapped, and
-        `ahead` that of pages borrowed before they are needed, or `"auto"`: see `VirtualMemoryPool`.
-        Raises `InvalidPageSize` unless `page_size` is a power of two and at least the granularity, `InvalidRequest`,
-        `ClosedError`, and `DeviceFailure` when the addresses cannot be reserved.
+        No memory is borrowed yet. `spare_pages` is how many deallocated pages the pool may keep mapped. `ahead` is how
+        many pages it borrows before they are needed, or `"auto"`. See `VirtualMemoryPool`. Raises `InvalidPageSize`
+        unless `page_size` is a power of two and at least the granularity, `InvalidRequest`, `ClosedError`, and
+        `DeviceFailure` when the addresses cannot be reserved.
         """
         self._session.check_open()
         capacity = self.virtual_capacity if virtual_capacity is None else virtual_capacity
@@ -103,13 +103,13 @@ class Model:
     ) -> Buffer:
         """Borrow one contiguous extent of at least `size` bytes, map it, and return it as a buffer.
 
-        `wait` is how many seconds the call may wait until the broker has so much memory free, from 0 (not at all) to
-        24 hours. The time also runs while the broker is away. By default a request within the model's guarantee waits
-        as long as the broker is configured to let it, and any other does not. The limits of the model and its tenant
-        refuse at once: no other model's release can change them.
+        `wait` is how many seconds the call may wait until the broker has enough free memory, from 0 (not at all) to 24
+        hours. The time also runs while the broker is away. By default a request within the model's guarantee waits as
+        long as the broker's configuration allows, and any other request does not wait. A request that exceeds the limit
+        of the model or the tenant is refused at once.
 
         Raises `OutOfMemory` with the numbers and the level that refused, `InvalidRequest`, `DeviceFailure`, `TooMany`
-        when too many requests wait already, `DescriptorLimit`, `BrokerUnavailable` also when an operator drains the
+        when too many requests wait already, `DescriptorLimit`, `BrokerUnavailable`, also while an operator drains the
         device, and `ClosedError` when the client is closed; nothing is mapped or charged then.
         """
         self._session.check_open()
@@ -191,31 +191,33 @@ class Model:
         return messages.value(ModelStatus, self._session.ask("GetModel", pb.GetModelRequest(name=self.resource_name)))
 
     def available(self, location: Location | str = Location.DEVICE) -> Available:
-        """Return the bytes that one request could borrow at a location now, and by waiting.
+        """Return how many bytes one request could borrow at a location, now and by waiting.
 
-        It reserves nothing, so a request for as much may still be refused. Both are 0 while an operator drains the
-        device.
-        Raises `ModelNotFound` once the model has ended, `InvalidRequest` if the broker does not lend memory at the
-        location, `BrokerUnavailable` and `ClosedError`.
+        It reserves nothing, so a request for as much may still be refused. `now_bytes` and `obtainable_bytes` are 0
+        while an operator drains the device. Raises `ModelNotFound` once the model has ended, `InvalidRequest` if the
+        broker does not lend memory at the location, `BrokerUnavailable` and `ClosedError`.
         """
         place = messages.location_to_wire(arguments.location_of(location))
         request = pb.GetAvailableRequest(model=self.resource_name, location=place)
         return messages.value(Available, self._session.ask("GetAvailable", request))
 
     def on_recall(self, callback: Callable[[Recall], object] | None) -> None:
-        """Call `callback` with each recall: the broker asks this session for memory of the model. None: no more.
+        """Call `callback` with each `Recall`: the broker asks this session to release memory of the model.
 
-        Only sessions with a callback are lent what others are guaranteed and do not use. A session has one callback for
-        a model, whatever the location; another call replaces it. It runs in a thread of the library, one recall at a
-        time, and may deallocate, shrink, offload, trim or close, but not borrow (`InvalidRequest`). When it returns,
-        the broker is told that the rest is kept. If it returns `membroker.DEFERRED`, the program says so later, by
-        `Recall.done`. If the broker asks for more before that, it is called again with the same recall. An exception is
-        logged, and the rest is kept. Spare pages that no work on the device can use are released before, and the
-        callback is called only if they are not enough.
+        A session has one callback for a model, whatever the location. Another call of `on_recall` replaces it, and None
+        removes it. The broker lends memory that is guaranteed to others, and that they do not use, only to sessions
+        with a callback.
 
-        After a lost connection the broker asks again, if it still needs the memory. A broker of an older version never
-        asks. Leaving the model ends this. Raises `InvalidRequest` for an object that is not callable, `ModelNotFound`
-        if this session has left the model, `BrokerUnavailable`, `DescriptorLimit` and `ClosedError`.
+        The callback runs in a thread of the library, with one recall at a time. It may deallocate, shrink, offload,
+        trim or close, but it must not borrow (`InvalidRequest`). Before it is called, the library releases spare pages
+        that no work on the device can use; if these are enough, it is not called. When the callback returns, the
+        library tells the broker that the session keeps the rest. To answer later, return `membroker.DEFERRED`, and call
+        `Recall.done` when the work is done. If the broker asks for more before that, the callback is called again with
+        the same recall. An exception is logged, and the rest is kept.
+
+        After a lost connection the broker asks again if it still needs the memory. A broker of an older version never
+        asks. Leaving the model removes the callback. Raises `InvalidRequest` for an object that is not callable,
+        `ModelNotFound` if this session has left the model, `BrokerUnavailable`, `DescriptorLimit` and `ClosedError`.
         """
         if callback is not None and not callable(callback):
             raise InvalidRequest(f"on_recall takes a function of one recall, or None, not {callback!r}")
@@ -224,12 +226,14 @@ class Model:
         uninterrupted(lambda: recalls.answer_for(name, self._shown, callback), self._session.interrupted)
 
     def on_sleep(self, callback: Callable[[SleepRequest], SleepStatus] | None) -> None:
-        """Call `callback` when an operator asks this model to sleep or to wake (`membroker sleep`). None: no more.
+        """Call `callback` when an operator asks this model to sleep or to wake (`membroker sleep`, `membroker wake`).
 
-        It returns at once how far the program is, and the program does the work in another thread: the operator's
-        command asks again, a few times a second, as long as it waits. `membroker.kv.Sleeper` is such a callback. A
-        session has one for a model; another call replaces it. It runs in a thread of the library. An exception is
-        logged, and told to the operator. A session without a callback answers that it cannot sleep.
+        A session has one callback for a model. Another call of `on_sleep` replaces it, and None removes it. A session
+        without a callback answers that it cannot sleep. `membroker.kv.Sleeper` sets such a callback.
+
+        The callback runs in a thread of the library. It must return at once with the program's progress, and the
+        program does the work in another thread. While the operator's command waits, it asks again a few times a second.
+        An exception is logged, and reported to the operator.
 
         Raises `InvalidRequest` for an object that is not callable, `ModelNotFound` if this session has left the model,
         and `ClosedError`.
@@ -241,10 +245,10 @@ class Model:
 
     @property
     def pending_recall(self) -> Recall | None:
-        """The oldest recall that the callback was called for and has no answer yet, or None. Poll it: it asks nobody.
+        """The oldest recall that the callback was called for and that has no answer yet, or None.
 
-        It needs a callback: `model.on_recall(lambda recall: membroker.DEFERRED)`. It is None while the connection
-        to the broker is lost.
+        It sends nothing to the broker, so a program can poll it. It needs a callback:
+        `model.on_recall(lambda recall: membroker.DEFERRED)`. It is None while the connection to the broker is lost.
         """
         pending: Recall | None = self._recalls.pending(self._registered.name)
         return pending
@@ -260,10 +264,10 @@ class Model:
 class Recall:
     """The broker asks this session to release `size` bytes of `model`, in any pages or buffers at `location`.
 
-    `location` is `"device"` or `"host"`. It need not be all: what is not released is kept, and is not asked for again
-    within two seconds. `deadline` is when the answer is due, on the clock of `time.monotonic`. A session that answers
-    later borrows nothing above the model's guarantee until it has answered. The broker can ask for more before the
-    answer: `size` and `remaining` grow then, and the deadline stays.
+    `location` is `"device"` or `"host"`. The session may release less. It keeps the rest, and the broker does not ask
+    for that again within two seconds. `deadline` is when the answer is due, on the clock of `time.monotonic`. A session
+    that answers later borrows nothing above the model's guarantee until it has answered. The broker can ask for more
+    before the answer: `size` and `remaining` grow then, and the deadline stays.
     """
 
     model: Model
@@ -273,21 +277,22 @@ class Recall:
 
     @property
     def size(self) -> int:
-        """The bytes that the broker has asked for until now."""
+        """The bytes that the broker has asked for so far."""
         return self._open.size
 
     @property
     def remaining(self) -> int:
-        """The bytes that are still asked for: `size` less what this session has released of the model there since.
+        """The bytes still to release: `size` minus what this session has released of the model at the location since.
 
-        Releases on their way to the broker when the recall came count there, and not here.
+        A release that was on its way to the broker when the recall came is not counted here, but the broker counts it.
         """
         return self._open.remaining
 
     def done(self) -> None:
-        """Answer: what is not released until now is kept. May be called by any thread, and again.
+        """Answer: the session keeps what it has not released by now. Any thread may call this, also repeatedly.
 
-        It is no answer to what the broker has added since it last called the callback. The broker asks for that again.
+        If the broker has raised `size` since the callback was last called, the answer does not cover the difference,
+        and the broker asks for that again.
 
         Does nothing if the connection to the broker was lost since the recall: the broker asks again.
         """

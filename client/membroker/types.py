@@ -143,10 +143,11 @@ class ModelBooks:
 
     `used_bytes` includes `declared_bytes`, `releasing_bytes` and `segment_bytes`; a segment is charged once, however
     many processes map it. `peak_bytes` is the largest `used_bytes` so far. `limit_bytes` is None if only the limits of
-    the tenant and the device apply. `guarantee_bytes` can be borrowed at any time. `extents` is a count. `weight` is in
-    force among the tenant's models. `waiting_requests` requests of the model wait for `waiting_bytes`.
-    `recallable_bytes` of `used_bytes` can be recalled. `recalled_bytes` are asked for and not released yet,
-    `late_bytes` not in time. `share_bytes` is what the division by weight gives the model; None while nobody waits.
+    the tenant and the device apply. `guarantee_bytes` can be borrowed at any time. `extents` is a count. `weight` is
+    the model's present weight among the tenant's models. `waiting_requests` requests of the model wait for
+    `waiting_bytes`. `recallable_bytes` of `used_bytes` can be recalled. `recalled_bytes` were recalled and are not
+    released yet, and `late_bytes` were neither released nor answered for by the deadline. `share_bytes` is what the
+    division by weight gives the model; None while nobody waits.
     """
 
     location: str
@@ -186,12 +187,13 @@ class ModelStatus:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Why a request was refused or waited, or why memory was recalled. `kind` says which of these.
+    """Why a request was refused or had to wait, or why memory was recalled.
 
-    It is `refused`, `waited`, `waiting` (now) or `recalled`. `why` is the broker's sentence, empty for a request that
-    had room and waited for its turn. `result` is the reason of a refusal, `granted` or `cancelled` of a wait, and
-    `returned`, `kept` or `late` of a recall. `request` is what `MembrokerError.request` has, empty for a recall.
-    `wanted_by` is the model that needed recalled memory, or empty if a limit was lowered.
+    `kind` is `refused`, `waited`, `waiting` (now) or `recalled`. `why` is a sentence of the broker; it is empty for a
+    request that had room and only waited for its turn. `result` is the reason for a refusal; `granted` or `cancelled`
+    for a request that waited; and `returned`, `kept` or `late` for a recall. `request` is the name of the request, as
+    in `MembrokerError.request`, and is empty for a recall. `wanted_by` is the model that needed recalled memory, or
+    empty if a limit was lowered.
     """
 
     kind: str
@@ -219,14 +221,15 @@ class Decision:
 class Available:
     """What a model could borrow at one moment. It reserves nothing, so the next request of any process can change it.
 
-    `now_bytes` is the most that one request could have got: the smallest of what the model's limit, the tenant's
-    limit, the capacity and the device left, without what is kept for guarantees of others. `limit_bytes` is the model's
-    limit, and `tenant_limit_bytes` that of all models of its tenant together; each is None if only the others apply.
-    `guarantee_bytes` is what the model can be charged at any time.
+    `now_bytes` is the most that one request could have got: the smallest of what the model's limit, the tenant's limit,
+    the capacity and the device left. Memory that is kept for the guarantees of others is not included. `limit_bytes` is
+    the model's limit, and `tenant_limit_bytes` is the limit for all models of its tenant together. Each is None if
+    there is no such limit. `guarantee_bytes` is what the model can be charged at any time.
 
-    `share_bytes` is what the model could have if it wanted as much as there is: the capacity is divided by weight among
+    `share_bytes` is what the model could have in all if it wanted all there is. The capacity is divided by weight among
     the models that hold or wait for memory, and only sessions that answer recalls are asked for what they have beyond
-    their share. `obtainable_bytes` is how much more than it holds that is: what a request that waits could get.
+    their share. `obtainable_bytes` is how much more than now the model could have: the most that a request that waits
+    could get.
     """
 
     now_bytes: int
@@ -291,10 +294,10 @@ class SegmentStatus:
 
 @dataclass(frozen=True, slots=True)
 class SleepRequest:
-    """An operator asks an engine to sleep, or to `wake`. With `keep_weights` only its cache is released.
+    """An operator asks an engine to sleep, or to wake if `wake` is true. `keep_weights` releases only its cache.
 
-    `deadline` is how long the operator waits, on the clock of `time.monotonic`. An engine that has requests until then
-    does not begin to sleep.
+    `deadline` is how long the operator waits, on the clock of `time.monotonic`. An engine that has requests for all of
+    that time does not begin to sleep.
     """
 
     wake: bool
@@ -304,11 +307,11 @@ class SleepRequest:
 
 @dataclass(frozen=True, slots=True)
 class SleepStatus:
-    """How far an engine is on its way to sleep, or from it.
+    """The progress of an engine that falls asleep or wakes.
 
     `state` is `awake`, `busy` (it sleeps when its requests have ended), `falling_asleep`, `asleep`, `waking` or
-    `unsupported`. `cache_bytes` are what it has released of its KV cache for this sleep, and `weight_bytes` what it has
-    moved to the host. `detail` is a sentence for the operator, or empty.
+    `unsupported`. `cache_bytes` of its KV cache are released for this sleep, and `weight_bytes` of its weights are on
+    the host. `detail` is a sentence for the operator, or empty.
     """
 
     state: str
