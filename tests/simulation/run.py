@@ -1,4 +1,4 @@
-"""`make sim`: play a world for any number of steps, from a seed that is printed."""
+"""`make sim`: play worlds for any number of steps, from a seed that is printed."""
 
 from __future__ import annotations
 
@@ -9,21 +9,27 @@ import time
 
 from tests.simulation.shrink import Failed, run
 
+WORLD_STEPS = 10_000
+"""How long each world is played. A seed decides what kind of world it is: many find more than a long one."""
+
 
 def main() -> int:
     """Play it, and say what happened; status 1 and a shrunk transcript when the core failed."""
-    parser = argparse.ArgumentParser(description="A world around the core, from a seed.")
-    parser.add_argument("--steps", type=int, default=200_000)
+    parser = argparse.ArgumentParser(
+        description=f"Worlds around the core, of {WORLD_STEPS:,} steps each. The first one has the seed, the next one the "
+        "seed after it, and so on."
+    )
+    parser.add_argument("--steps", type=int, default=200_000, help="of all worlds together; default: %(default)s")
     parser.add_argument("--seed", type=int, default=None, help="default: a new one")
     options = parser.parse_args()
     seed = secrets.randbelow(1 << 31) if options.seed is None else options.seed
     start = time.perf_counter()
-    try:
-        world = run(seed, options.steps)
-    except Failed as failed:
-        print(failed)
-        return 1
-    print(world.referee.report())
+    for begin in range(0, options.steps, WORLD_STEPS):
+        try:
+            run(seed + begin // WORLD_STEPS, min(WORLD_STEPS, options.steps - begin), show=True)
+        except Failed as failed:
+            print(failed)
+            return 1
     print(f"{time.perf_counter() - start:.1f} s")
     return 0
 
