@@ -16,8 +16,8 @@ WORLD_STEPS = 10_000
 def main() -> int:
     """Play it, and say what happened; status 1 and a shrunk transcript when the core failed."""
     parser = argparse.ArgumentParser(
-        description=f"Worlds around the core, of {WORLD_STEPS:,} steps each. The first one has the seed, the next one the "
-        "seed after it, and so on."
+        description=f"Worlds around the core, of {WORLD_STEPS:,} steps each. The first one has the seed, the next one "
+        "the seed after it, and so on."
     )
     parser.add_argument("--steps", type=int, default=200_000, help="of all worlds together; default: %(default)s")
     parser.add_argument("--seed", type=int, default=None, help="default: a new one")
