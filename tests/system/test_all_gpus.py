@@ -237,7 +237,7 @@ def test_a_machine_that_was_frozen_loses_no_daemon(place: Path) -> None:
             time.sleep(4)
         assert parent.get("/readyz")[0] == 200
         assert parent.pids() == before
-        assert "is killed" not in parent.log()
+        assert "it gets SIGKILL" not in parent.log()
 
 
 def test_a_parents_place_that_cannot_be_used_is_one_sentence(place: Path) -> None:
