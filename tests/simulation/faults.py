@@ -30,7 +30,6 @@ def notice(
         fault(faulty)
         world = _first_to_fail(dict.fromkeys([*([shown_in[name]] if name in shown_in else []), *seeds]))
     World(world.seed).play_steps(world.referee.judged + 1)  # it is the fault that was noticed, and not another one
-    fault(monkeypatch)
     return world
 
 
@@ -50,6 +49,7 @@ def find_out(fault: Fault, seeds: Sequence[int], monkeypatch: pytest.MonkeyPatch
     world = notice(fault, seeds, monkeypatch)
     if world.referee.judged > TOLD:
         return
+    fault(monkeypatch)
     stories = []
     for seed in seeds[seeds.index(world.seed) :]:
         try:
