@@ -86,7 +86,6 @@ def examine(endpoint: str | None, env: Mapping[str, str] = os.environ) -> list[C
     """
     if sys.platform != "linux":
         return [Check("system", "fail", sys.platform, "membroker needs Linux: memfd, pidfd and SCM_RIGHTS")]
-    why = "an endpoint is named" if endpoint or env.get(VARIABLE) else "one runs here" if living_devices(env) else ""
     looks: tuple[tuple[str, Callable[[], Check]], ...] = (
         ("python", lambda: check_python(sys.version_info[:3])),
         ("peers", check_peers),
@@ -100,8 +99,8 @@ def examine(endpoint: str | None, env: Mapping[str, str] = os.environ) -> list[C
         ("sealed memory", check_memfd),
         ("host driver", check_host_driver),
         ("gpu", check_gpu),
-        ("packages", lambda: _of_daemon(check_packages(), why)),
-        ("runtime directory", lambda: _of_daemon(check_runtime_directory(env, os.geteuid()), why)),
+        ("packages", lambda: _of_daemon(check_packages(), endpoint, env)),
+        ("runtime directory", lambda: _of_daemon(check_runtime_directory(env, os.geteuid()), endpoint, env)),
         ("broker", lambda: check_broker(endpoint, env)),
         ("unaccounted", lambda: check_unaccounted(endpoint, env)),
         ("guarantees", lambda: check_guarantees(endpoint, env)),
@@ -109,11 +108,12 @@ def examine(endpoint: str | None, env: Mapping[str, str] = os.environ) -> list[C
     return [_look(name, look) for name, look in looks]
 
 
-def _of_daemon(check: Check, why: str) -> Check:
-    """Return the check of something that only a daemon needs; `why` says why none is to be started here, if so."""
-    if why and check.status != "ok":
-        return Check(check.name, "ok", f"{check.found}; only a daemon needs it, and {why}")
-    return check
+def _of_daemon(check: Check, endpoint: str | None, env: Mapping[str, str]) -> Check:
+    """Return the check of something that only a daemon needs: it passes if no daemon has to be started here."""
+    why = "an endpoint is named" if endpoint or env.get(VARIABLE) else "one runs here" if living_devices(env) else ""
+    if check.status == "ok" or not why:
+        return check
+    return Check(check.name, "ok", f"{check.found}; only a daemon needs it, and {why}")
 
 
 def _look(name: str, look: Callable[[], Check]) -> Check:
