@@ -28,9 +28,9 @@ SHOWN_IN = {
     "nobody_tells_who_gave_up": 20_304,
     "nothing_is_ever_lost": 20_260,
     "taken_up_in_the_middle_of_a_packet": 20_308,
-    "the_dead_are_taken_up": 20_303,
+    "the_dead_are_taken_up": 20_300,
     "who_waited_is_served": 20_308,
-    "who_was_leaving_stays": 20_464,
+    "who_was_leaving_stays": 20_316,
 }
 """The world in which a rare fault shows soon. It is played first."""
 

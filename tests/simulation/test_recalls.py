@@ -29,10 +29,10 @@ SHOWN_IN = {
     "late_sessions_borrow_on": 20_285,
     "late_sessions_can_be_asked": 20_311,
     "lost_and_still_asked": 20_261,
-    "not_looked_at_again": 20_303,
+    "not_looked_at_again": 20_503,
     "raised_as_if_nothing_were_asked": 20_287,
     "raised_in_the_second_half": 20_303,
-    "releasing_bytes_leave_room_in_a_limit": 20_327,
+    "releasing_bytes_leave_room_in_a_limit": 20_615,
     "silence_is_forgiven_on_return": 20_311,
 }
 """The world in which a rare fault shows soon. It is played first."""
