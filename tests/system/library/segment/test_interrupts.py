@@ -101,7 +101,7 @@ model = client.register_model("m")
 client.segments()  # its gRPC channel stays open from here on
 hits, armed = 0, False
 signal.signal(signal.SIGALRM, lambda *_: armed and signal.raise_signal(signal.SIGINT))
-sys.unraisablehook = lambda _: None  # an interrupt in one of gRPC's finalizers is lost; the next one comes
+sys.unraisablehook = id  # an interrupt in one of gRPC's finalizers is lost; in a hook of Python code another could hit
 for turn in range(100):
     try:
         armed = True
@@ -145,7 +145,7 @@ waiting.start()
 while client._session.connection.reader is None: pass
 hits, armed = 0, False
 signal.signal(signal.SIGALRM, lambda *_: armed and signal.raise_signal(signal.SIGINT))
-sys.unraisablehook = lambda _: None  # an interrupt in one of gRPC's finalizers is lost; the next one comes
+sys.unraisablehook = id  # an interrupt in one of gRPC's finalizers is lost; in a hook of Python code another could hit
 for turn in range(60):
     try:
         armed = True
@@ -178,7 +178,7 @@ model = client.register_model("m")
 hits, armed = 0, False
 model.create_segment("first", 1).close()  # imports what is imported late: no import is to be interrupted
 signal.signal(signal.SIGALRM, lambda *_: armed and signal.raise_signal(signal.SIGINT))
-sys.unraisablehook = lambda _: None  # an interrupt in one of gRPC's finalizers is lost; the next one comes
+sys.unraisablehook = id  # an interrupt in one of gRPC's finalizers is lost; in a hook of Python code another could hit
 for turn in range(120):
     name = f"s{turn}"
     try:
