@@ -172,7 +172,7 @@ def test_an_engine_sleeps_and_wakes_with_the_same_tokens(
 
 def _weights(engine: Engine, ranks: int) -> int:
     """Return the bytes of weights that each rank of an engine says it has borrowed."""
-    found = re.findall(r"(\d+) bytes of weights of model 'chat' are borrowed", engine.log())
+    found = re.findall(r"moved (\d+) bytes of weights of model 'chat' into borrowed memory", engine.log())
     assert len(found) == ranks, engine.log()
     assert len(set(found)) == 1
     return int(found[0])
