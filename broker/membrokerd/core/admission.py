@@ -1,8 +1,8 @@
 """Which debits are admitted: limits, guarantees and the capacity decide.
 
-The reserve rule: what a tenant or a model is guaranteed and has not borrowed is lent to nobody else, unless it can be
-recalled. Lent bytes that cannot be recalled are firm. All guarantees, and what is firm beyond them, fit in the
-capacity. Owns the table of guarantees in force. Must never change the ledger.
+The reserve rule: the unused guarantee of a tenant or a model is lent to nobody else, unless it can be recalled. Lent
+bytes that cannot be recalled are firm. All guarantees, and the firm bytes beyond them, fit in the capacity. Owns the
+table of guarantees in force. Must never change the ledger.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class _Guarantees(NamedTuple):
 
 
 Level = tuple[Reason, str, int, int, int]
-"""One bound of a debit: the reason of a refusal, the level's word, bytes used, its limit, and what still fits."""
+"""One bound of a debit: the reason for a refusal, the level's name, bytes used, the limit, and what still fits."""
 
 
 class Admission:
-    """The decision over one ledger, by these rules and the quotas of the moment at which it is made."""
+    """Decides about the debits of one ledger, by `rules` and by the quotas that were in force when it was made."""
 
     def __init__(self, ledger: Ledger, rules: policy.Rules, recallable: Recallable) -> None:
         self._ledger = ledger
@@ -40,7 +40,7 @@ class Admission:
         self._unused_sums: dict[tuple[str, Location], tuple[TenantCharge | None, int]] = {}
         self._unfirm_sums: dict[tuple[str, Location], tuple[TenantCharge | None, int, int]] = {}
         self._limits: dict[tuple[ModelName, Location], tuple[int | None, int | None]] = {}
-        """The limits in force of a model and of its tenant, as far as they were asked for."""
+        """The limits in force of a model and of its tenant: a cache, filled when they are asked for."""
         self._guarantees = {where: _set_guarantees(ledger.quotas, rules, where) for where in ledger.totals}
         for rows in self._guarantees.values():
             for row in rows.values():
@@ -95,7 +95,7 @@ class Admission:
         return size <= own + slack
 
     def reserved(self, location: Location) -> int:
-        """Return what is kept for guarantees that are not used: only bytes that can be recalled are lent of it."""
+        """Return the bytes that are kept for unused guarantees: they are lent only so that they can be recalled."""
         return min(policy.MAX_BYTES, sum(self._reserved_for(tenant, location) for tenant in self._guarantees[location]))
 
     def shortfall(self, location: Location) -> int:
@@ -118,7 +118,7 @@ class Admission:
         return min(unused, max(0, limit - self._ledger.tenant_charged(tenant, location) + recallable))
 
     def unlent_beside(self, tenant: str | None, location: Location) -> int:
-        """Return the unused guarantees that are never lent, but for those of one tenant."""
+        """Return the unused guarantees that are never lent, except those of one tenant."""
         return sum(self.unlent(one, location) for one in self._rules.unlent if one != tenant)
 
     def unlent(self, tenant: str, location: Location) -> int:
@@ -162,7 +162,7 @@ class Admission:
         return self.lent(name, location) - self._recallable.of_model(name, location)
 
     def _unused(self, name: ModelName, location: Location) -> tuple[int, int, int]:
-        """Return what is not used of a model's guarantee, of its tenant's other models', and of the tenant's beyond."""
+        """Return what is unused of three guarantees: a model's, its tenant's other models', and the tenant's beyond."""
         row = self._guarantees[location].get(name.tenant)
         if row is None:
             return 0, 0, 0

@@ -1,6 +1,6 @@
-"""Attaches that wait for the seal of a segment: whose turn it is to be refused, and when.
+"""Attaches that wait for the seal of a segment, and when each of them is refused.
 
-Owns the requests that wait, and nothing of a segment: `segments` says when one is sealed or has ended.
+Owns these requests, and nothing of a segment: `segments` says when one is sealed or has ended.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Attaches:
         self.deadline = deadline if self.deadline is None else min(deadline, self.deadline)
 
     def refuse_one_more(self, tenant: str) -> Denied | None:
-        """Return why no more attaches of a tenant may wait, or None: one seal begins all of them in one step."""
+        """Return why no more attaches of a tenant may wait, or None. One seal begins all of them in one step."""
         limit = self._books.rules.max_waiting_per_tenant
         if sum(1 for one in self._waiting.values() if one.event.name.tenant == tenant) < limit:
             return None

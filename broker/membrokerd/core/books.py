@@ -42,7 +42,7 @@ class Books:
         self.ledger = replay(rules.capacities, story)
         self.recallable = Recallable(self.ledger)
         self.limits_changed = False
-        """Whether a model or a tenant may have more than its limit, and nobody has been asked for it yet."""
+        """Whether a model or a tenant may have more than its limit, and the excess has not been recalled yet."""
         self.denials: dict[ModelName, Counter[str]] = {}
         self.change_rules(rules)
         self.stopping = False
@@ -112,4 +112,4 @@ _FOLLOWED: dict[type, Callable[[Books, Any], None]] = {
     ft.SessionMoved: lambda books, fact: books.recallable.session_moved(books.ledger.sessions[fact.session]),
     ft.Credited: lambda books, fact: books.recallable.credited(fact.session),
 }
-"""What the sums beside the ledger make of a fact, once the ledger has it."""
+"""How the sums that are kept beside the ledger follow a fact, after the ledger has applied it."""

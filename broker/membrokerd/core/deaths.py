@@ -27,7 +27,7 @@ from .segments import Segments
 from .sessions import Sessions
 
 NOTICE_NS = 1_000_000_000
-"""How long before its pidfd fires a process's memory may be freed: the interval of audits at rest."""
+"""How long before a death is reported its memory may be freed: its reference is taken from audits of that time."""
 CREDITS_AT_ONCE = 64
 """Deaths credited in one step. The rest wait for the next audit, so that other events get their turn."""
 NAMING_NS = 1_000_000_000
@@ -64,7 +64,7 @@ class Settling:
         """By segment: the last figure from before its drop began, if there was another one since."""
         self._lately: deque[tuple[int, dict[Location, int | None]]] = deque()
         self._baseline: int | None = None
-        """The part of the device's `unaccounted` that was there from the start, or whose suspects were named."""
+        """The part of the device's `unaccounted` that was there at the start, or for which suspects were named."""
         self._name_again_at = 0
 
     def shown(self, location: Location) -> int | None:

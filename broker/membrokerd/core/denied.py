@@ -61,7 +61,7 @@ class Reason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Denied:
-    """A refusal: `numbers` are the facts behind it, sizes in bytes and named so (`limit_bytes`)."""
+    """A refusal: `numbers` are the facts behind it. The name of a size ends in its unit (`limit_bytes`)."""
 
     reason: Reason
     numbers: Mapping[str, int | str] = field(default_factory=dict)

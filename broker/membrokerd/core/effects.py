@@ -33,7 +33,7 @@ class SessionResumed(Result):
 
 @value
 class Reconciled(Result):
-    """Answer to StateHolds: what the books do not know of what was stated, and the models of the session."""
+    """Answer to StateHolds: what the process stated that is not in the books, and the models of the session."""
 
     unknown_extents: tuple[int, ...]
     unknown_segments: tuple[int, ...]
@@ -76,7 +76,7 @@ class Detached(Result):
 
 @value
 class Done(Result):
-    """Answer to a request whose success says everything."""
+    """Answer to a request that succeeded, and that has nothing else to tell."""
 
 
 @value
@@ -95,7 +95,7 @@ class SegmentView(Result):
 
 
 class Effect:
-    """Something that the daemon is to do."""
+    """Something that the daemon must do."""
 
     __slots__ = ()
 
@@ -120,10 +120,10 @@ WaitResult = Literal["granted", "refused", "cancelled"]
 
 @value
 class Waited(Effect):
-    """A request of `size` bytes that waited for room, for `waited_ns`, waits no more.
+    """A request of `size` bytes has waited for room for `waited_ns`, and its wait is over.
 
     `guaranteed`: it was within its model's or tenant's guarantee when it came. `why` is the refusal that it would have
-    got then, without a wait; None if it had room, and others came first.
+    got then if it had not waited; None if there was room, and others came first.
     """
 
     call: int
@@ -140,10 +140,10 @@ class Waited(Effect):
 
 @value
 class Recall(Effect):
-    """Ask a session for `size` bytes of a model at a location, to be answered within `within_ns` from now on.
+    """Ask a session for `size` bytes of a model at a location, to be answered within `within_ns` from now.
 
-    Emitted again with the same `recall` when it is raised: `size` is all that was asked for since the first one. And
-    emitted again while a late session has not answered: `size` is what is left then.
+    Emitted again with the same `recall` when the recall is raised: `size` is then the sum of all that was asked for.
+    Emitted again, too, while a late session has not answered: `size` is then what it has not released.
     """
 
     session: int

@@ -117,14 +117,15 @@ class ProcessDied(Event):
 
 @value
 class Goodbye(Request):
-    """A session ends by its own word; what it still holds counts as released."""
+    """A process ends its session; what the session still holds counts as released."""
 
 
 @value
 class RegisterModel(Request):
     """Register or join a model. Numbers that are None, or not in `limits`, are not changed.
 
-    `answers`: whether the session answers recalls of the model from now on; None: as before, at first not.
+    `answers`: whether the session answers recalls of the model from now on. None changes nothing; a new session does
+    not answer.
     """
 
     name: ModelName
@@ -145,8 +146,8 @@ class UnregisterModel(Request):
 class Allocate(Request):
     """Borrow `count` extents of `extent_bytes`; wait at most `wait_ns` for room (None: as the rules say).
 
-    `ahead`: before they are needed, so only if there is room and nobody waits. `wanted_bytes` is a guess of what the
-    session will want soon, these included; 0: unknown.
+    `ahead`: they are not needed yet, so the request is granted only if there is room and nobody waits. `wanted_bytes`
+    is a guess of what the session will want soon, these extents included; 0: unknown.
     """
 
     name: ModelName
@@ -160,7 +161,7 @@ class Allocate(Request):
 
 @value
 class Release(Request):
-    """Release extents, by the session's word."""
+    """Release extents: the session says that it has unmapped them."""
 
     ids: tuple[int, ...]
 
@@ -201,7 +202,7 @@ class AttachSegment(Request):
 
 @value
 class DetachSegment(Request):
-    """Detach from a segment, by the session's word."""
+    """Detach from a segment: the session says that it has unmapped it."""
 
     segment: int
 
@@ -276,7 +277,7 @@ class AcknowledgeUpTo(Event):
 
 @value
 class Made(Event):
-    """A packet's extents exist, and its descriptors are queued on the session's connection: of a Make, or a Send."""
+    """Outcome of Make or Send: the packet's extents exist, and its descriptors are queued on the connection."""
 
     session: int
     request_id: int
@@ -285,7 +286,7 @@ class Made(Event):
 
 @value
 class NotMade(Event):
-    """Of a Make: no extent of the packet exists any more. Of a Send: the packet is not sent."""
+    """Outcome of Make: no extent of the packet exists any more. Outcome of Send: the packet is not sent."""
 
     session: int
     request_id: int
@@ -321,7 +322,7 @@ class InputsDrained(Event):
 class SetQuota(Event):
     """An operator sets the quota of a model, or of a tenant (`model` is None). None leaves the configured number.
 
-    `undo`: numbers that a replay restores, because they were in force. It is never refused.
+    `undo`: a replay restores numbers that were in force before. It is never refused.
     """
 
     call: int
@@ -336,9 +337,9 @@ class SetQuota(Event):
 
 @value
 class CancelWait(Event):
-    """The caller of `call` does not want its answer any more: if the call waits for room, its wait ends.
+    """The caller of `call` no longer wants an answer: if the call waits for room, its wait ends.
 
-    A call that does not wait is not changed, nor is one that is not known.
+    A call that does not wait, or is not known, is left alone.
     """
 
     call: int
@@ -346,9 +347,10 @@ class CancelWait(Event):
 
 @value
 class AnswerRecall(Event):
-    """A session has released what it can of a recall, and keeps the rest. A number that is not open says nothing.
+    """A session has released what it can of a recall, and keeps the rest. If no such recall is open, it is ignored.
 
-    `size` is the largest that the session had heard; less than what the first notice asked for: it has heard no raise.
+    `size` is the largest size that the session had heard of. If it is less than the size of the first notice, the
+    session has heard of no raise.
     """
 
     session: int

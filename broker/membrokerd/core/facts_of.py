@@ -52,7 +52,10 @@ def _tell(
 
 
 def _begin_session(row: SessionRow) -> Iterator[ft.Fact]:
-    """Yield all of a session but its holds and its state, which turns the charges of a dead session to releasing."""
+    """Yield all facts of a session, except its holds of segments and its state.
+
+    The state is told after the holds, because the death of a session turns its charges to releasing.
+    """
     yield ft.SessionBegan(
         row.session,
         row.tenant,

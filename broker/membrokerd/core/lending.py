@@ -168,7 +168,7 @@ class Lending:
             self._emit(session, call, part)
 
     def _emit(self, session: int, call: Call, part: int) -> None:
-        """Ask for a packet: from the stock, if that has it, or to be made, or sent."""
+        """Have a packet sent, if its segment exists; else have it made, from the stock if that can serve all of it."""
         ids, size = call.packet(part)
         number, parts = call.request_id, len(call.states)
         if call.sends:
@@ -305,7 +305,7 @@ class Lending:
     # --- release and declare ---
 
     def release(self, event: ev.Release, now: int) -> None:
-        """Credit extents by the session's word: all of them, or none."""
+        """Credit extents that the session says it has unmapped: all of them, or none."""
         denied = self._refuse_release(event)
         if denied:
             self._books.answer(event.call, denied)
@@ -333,7 +333,7 @@ class Lending:
         return None
 
     def declare(self, event: ev.Declare, now: int) -> None:
-        """Set a declaration; more is admitted like a debit, less is credited by the session's word."""
+        """Set a declaration: more is admitted like a debit, and less is credited because the session says so."""
         denied = self._refuse_declare(event)
         if denied is None or denied.reason in policy.WANTS_OF_ROOM:
             for older in self._waiting.take_older(event):

@@ -1,4 +1,4 @@
-"""The machine: `step(event, now)` is the only way into the core. It hands each event to the part that answers for it.
+"""The machine: `step(event, now)` is the only way into the core. It hands each event to the part that handles it.
 
 The parts stand in a straight stack: books, recalls, schedule, waiting, lending, segments, models, sessions,
 settling. Each is given the books and the parts below it that it uses, and knows nothing above it. Where one event
@@ -31,7 +31,7 @@ _REQUESTS = (ev.Request, ev.DeleteSegment)
 _RELEASES = (ev.Goodbye, ev.Release, ev.DetachSegment, ev.DeleteSegment)
 """Requests that are taken while the daemon stops."""
 _OUTCOMES = (ev.Made, ev.NotMade)
-"""Events that may come inside the step that has led to them."""
+"""Outcomes that may come inside the step that asked for the packet."""
 
 
 class Broker:

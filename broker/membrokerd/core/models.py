@@ -93,7 +93,7 @@ class Models:
         return deny(Reason.MODEL_IN_USE, model=str(event.name), used_bytes=used) if used else None
 
     def _end_if_idle(self, row: ModelRow) -> None:
-        """End a model without sessions, charges and segments, failed ones included."""
+        """End a model, if it has no sessions, no charges and no segments in whatever state."""
         segments = self._books.ledger.segments.values()
         if not row.sessions and not row.used() and not any(segment.name == row.name for segment in segments):
             self._books.record(ft.ModelEnded(row.name))

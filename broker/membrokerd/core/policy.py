@@ -28,15 +28,17 @@ MAX_WAIT_NS = names.MAX_WAIT_SECONDS * 10**9
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the configuration says, in bytes, nanoseconds and counts. `limits`, `guarantees` and `weights` of a tenant
-    have no model; `default_limits` are those of each tenant that has no limit of its own there.
+    """The configuration, in bytes, nanoseconds and counts.
 
-    A request within its model's guarantee waits `guarantee_wait_ns` for room, if it does not say how long. A session
-    has `recall_ns` to answer a recall. What the tenants of `unlent` are guaranteed and do not use is lent to no other
-    tenant, not even to sessions that answer recalls.
+    In the keys of `limits`, `guarantees` and `weights`, the model is None for the number of a tenant.
+    `default_limits` apply to each tenant that has no limit at that location.
 
-    A segment is made of extents of `segment_extent_bytes`, and one of the rest. `stock_extents` and `stock_bytes` are
-    the most that is kept ready, all sizes together; 0: nothing.
+    A request within its model's guarantee waits `guarantee_wait_ns` for room, unless it says how long. A session has
+    `recall_ns` to answer a recall. The unused guarantees of the tenants in `unlent` are lent to no other tenant, not
+    even to sessions that answer recalls.
+
+    A segment consists of extents of `segment_extent_bytes`, and one for the rest. `stock_extents` and `stock_bytes`
+    bound the stock, all sizes together; 0 turns it off.
     """
 
     granularity: int
@@ -65,7 +67,7 @@ class Rules:
 
 
 WANTS_OF_ROOM = frozenset((Reason.MODEL_LIMIT, Reason.TENANT_LIMIT, Reason.CAPACITY))
-"""The reasons of `admit`: a release can make the same request admissible."""
+"""The reasons for which `admit` refuses: after a release, the same request may be admitted."""
 
 
 def shape_of_segment(rules: Rules, size: int) -> tuple[int, int, int]:
@@ -117,7 +119,7 @@ def model_limit(ledger: Ledger, rules: Rules, name: ModelName, location: Locatio
 def check_extents(
     rules: Rules, location: Location, extent_bytes: int, count: int, wait_ns: int | None = None
 ) -> Denied | None:
-    """Return what is wrong with the numbers of an Allocate, before any arithmetic is done with them."""
+    """Return why the numbers of an Allocate are invalid, or None. Called before any arithmetic is done with them."""
     capacity = rules.capacities.get(location)
     if not capacity:
         return deny(Reason.LOCATION_UNAVAILABLE, location=location)

@@ -26,11 +26,11 @@ class Borrower(NamedTuple):
 
 @dataclass(slots=True)
 class Recall:
-    """A question that a borrower has not answered. `left` of its `size` bytes are not released.
+    """A question that a borrower has not answered. `left` of its `size` bytes are not released yet.
 
     The first notice asked for `first` bytes; raises have added the others. `wanted_by` is the model whose request
-    lacked the first bytes; None: a limit was lowered. `deadline` is for the answer, and a raise does not move it. Once
-    it has passed, the recall is late, and `deadline` is when to ask again.
+    lacked the first bytes; None: a limit was lowered. The answer is due at `deadline`, which a raise does not move.
+    Once the recall is late, `deadline` is when to ask again.
     """
 
     number: int
@@ -44,7 +44,7 @@ class Recall:
 
 
 class Counted(NamedTuple):
-    """What the sums have of one borrower: the bytes that can be recalled, and its recall."""
+    """What one borrower adds to the sums: the bytes that can be recalled, and its recall."""
 
     size: int = 0
     left: int = 0
@@ -58,8 +58,8 @@ _NOTHING = Counted()
 class Recallable:
     """What can be recalled of one ledger.
 
-    A tenant may have thousands of borrowers, so no question adds them up: `count` brings the sums up to date after each
-    change of what a borrower has, is asked for or keeps.
+    A tenant may have thousands of borrowers, so they are never added up for a question. Instead, `count` brings the
+    sums up to date after each change of what a borrower has, is asked for or keeps.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -75,7 +75,7 @@ class Recallable:
         self.kept: dict[Borrower, tuple[int, int]] = {}
         """What a borrower did not release when it answered: bytes, and until when it is not asked for them."""
         self.revision = 0
-        """Changes with everything that can change what is recallable, but for a debit or a credit."""
+        """Changes with everything that can change what is recallable, except debits and credits."""
         self._counted: dict[int, dict[Borrower, Counted]] = {}
         """By session: its borrowers that are in a sum, have a recall or keep something. No entry is empty."""
         self._bytes: Counter[object] = Counter()
@@ -146,7 +146,7 @@ class Recallable:
         return self.answers(session, name) and not (recall is not None and recall.late)
 
     def answering(self) -> dict[ModelName, set[int]]:
-        """Return a copy of the sessions that answer recalls of each model, or will when they are connected again."""
+        """Return the sessions that answer recalls of each model, or will when they are connected again: a copy."""
         return {name: set(sessions) for name, sessions in self._answering.items()}
 
     def bound_kept(self, session: int) -> None:
@@ -209,16 +209,16 @@ class Recallable:
                 yield Borrower(session, name, location)
 
     def bytes_of(self, one: Borrower) -> int:
-        """Return the bytes that a borrower can be asked for: its extents, without what it keeps. None if it is late."""
+        """Return the bytes that a borrower can be asked for: its extents, without what it keeps; 0 if it is late."""
         recall = self.recalls.get(one)
         if recall is not None and recall.late:
             return 0
         return max(0, self._extents_of(one) - self.kept.get(one, (0, 0))[0])
 
     def more_of(self, one: Borrower, now: int) -> int:
-        """Return the bytes that a borrower can be asked for now, beside what it is asked for already.
+        """Return the bytes that a borrower can be asked for now, besides what it has been asked for already.
 
-        A recall is raised in the first half of its time only: so the other half is left for what a raise adds.
+        A recall is raised only in the first half of its time, so that the other half is left for what a raise adds.
         """
         recall = self.recalls.get(one)
         if recall is None:
@@ -243,17 +243,17 @@ class Recallable:
         return self._bytes.get(location, 0)
 
     def asked_of(self, session: int, name: ModelName, location: Location) -> int:
-        """Return the bytes that a session is asked for and has neither released nor answered for."""
+        """Return the bytes that a session is asked for, and has neither released nor refused in an answer."""
         recall = self.recalls.get(Borrower(session, name, location))
         return recall.left if recall is not None else 0
 
     def is_late(self, session: int | None, name: ModelName, location: Location) -> bool:
-        """Say whether a session owes bytes of a model since a deadline."""
+        """Say whether a session still owes bytes of a model after the deadline of a recall."""
         recall = self.recalls.get(Borrower(session, name, location)) if session is not None else None
         return recall is not None and recall.late and recall.left > 0
 
     def asked_of_model(self, name: ModelName, location: Location, *, late: bool = False) -> int:
-        """Return what the sessions of a model are asked for and have not released: in time, or `late`."""
+        """Return what the sessions of a model are asked for and have not released: by recalls in time, or `late`."""
         return (self._late if late else self._coming).get((name, location), 0)
 
     def coming(self, location: Location) -> int:

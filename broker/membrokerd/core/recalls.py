@@ -2,7 +2,7 @@
 
 A session that does not answer in time is late: what it has cannot be recalled any more, and it borrows nothing above
 its model's guarantee. An answer ends that, however late it comes. Until then the session is asked again and again.
-A lost connection is no answer: the time goes on.
+A lost connection is not an answer: the deadline stays.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Recalls:
         self._books = books
         self._state = books.recallable
         self._ends: list[tuple[int, Borrower]] = []
-        """When each recall is late or asked again, and when what is kept is not any more: a heap. What has ended before
-        that stays in it until then, or until it comes first."""
+        """A heap of the times at which a recall becomes late or is repeated, or at which what is kept can be asked for
+        again. If that ended before its time, the entry stays until then, or until it is the first one."""
         self.deadline: int | None = None
         """When `elapsed` has something to do, in nanoseconds."""
         self.room = MOST_AT_ONCE
-        """How many sessions may still be asked in this step. 0: some are left over for the next one, perhaps."""
+        """How many sessions may still be asked in this step. At 0, some may be left over for the next one."""
 
     def ask(
         self,
@@ -80,7 +80,7 @@ class Recalls:
         self._state.changed()
 
     def _is_end(self, at: int, one: Borrower) -> bool:
-        """Say whether a recall of a borrower, or what it keeps, ends at this time."""
+        """Say whether a borrower's recall is due, or its time to keep bytes ends, at exactly this time."""
         recall = self._state.recalls.get(one) or self._state.away.get(one.session, {}).get(one)
         return (recall is not None and recall.deadline == at) or self._state.kept.get(one, (0, 0))[1] == at
 
@@ -103,9 +103,10 @@ class Recalls:
         self._set_deadline()
 
     def answer(self, event: ev.AnswerRecall, now: int) -> None:
-        """End a recall: what was not released of it is kept. A number that is not open is of an older recall.
+        """End a recall: what was not released of it is kept. If no such recall is open, the answer is to an older one.
 
-        A raise that the session had not heard when it answered is taken back: it has not said that it keeps that.
+        A raise that the session had not heard of when it answered is taken back: the session did not say that it keeps
+        those bytes.
         """
         recalls = self._state.recalls
         for one in self._state.of_session(event.session):
@@ -120,7 +121,8 @@ class Recalls:
             self._books.limits_changed = True  # some of it may have been for a limit
         if recall.left:
             before, _ = self._state.kept.get(one, (0, 0))
-            # Nothing came back: twice as much each time, so that one that keeps all is not asked for every extent.
+            # If nothing came back, twice as much is kept each time, so that a session that keeps everything is not
+            # asked for one extent after the other.
             more = max(before, recall.left) if recall.left == recall.size else recall.left
             self._state.kept[one] = before + more, now + KEPT_NS
             heapq.heappush(self._ends, (now + KEPT_NS, one))
@@ -166,7 +168,7 @@ class Recalls:
     # --- sessions ---
 
     def set_answers(self, session: int, name: ModelName, answers: bool, now: int) -> None:
-        """Note whether a session answers recalls of a model. One that does not any more keeps all it is asked for."""
+        """Note whether a session answers recalls of a model. If it stops, it keeps all that it is asked for."""
         if not answers:
             for one in self._state.of_session(session):
                 recall = self._state.recalls.get(one)
@@ -184,10 +186,10 @@ class Recalls:
         self._set_deadline()
 
     def resumed(self, session: int, answering: frozenset[ModelName], gone: Iterable[Loan], now: int) -> None:
-        """Take what a session answers for from now on, and ask it again for what it owes. It released what is gone.
+        """Note for which models a resumed session answers, and ask it again for what it owes. It has released `gone`.
 
-        A recall that is not late goes on, by its deadline: a session that only reconnects is late as any other. One
-        that does not answer any more keeps what it is asked for.
+        A recall that is not late keeps its deadline, so reconnecting does not save a session from being late. If it no
+        longer answers for a model, it keeps what it is asked for.
         """
         state = self._state
         back = state.away.pop(session, {})

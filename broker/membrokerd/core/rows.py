@@ -73,7 +73,7 @@ class SessionRow:
 
 @dataclass(slots=True)
 class SegmentRow:
-    """One segment. `ids` are its extents, as it began; `bytes` and `extents` what is charged of them.
+    """One segment. `ids` are the extents that it began with; `bytes` and `extents` are what is still charged of them.
 
     `holders` are the sessions that have it mapped, and how many times. `uncertain`: one of them died, so only the
     device can say when its memory is gone.
@@ -144,7 +144,7 @@ class ModelRow:
 
 @dataclass(slots=True)
 class Total:
-    """A location: capacity = lent + releasing + free. `unaccounted` was last recorded for a later daemon."""
+    """A location: capacity = lent + releasing + free. `unaccounted` is the figure last recorded for a later daemon."""
 
     capacity: int
     lent: int = 0

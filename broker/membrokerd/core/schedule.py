@@ -3,7 +3,7 @@
 A request within its model's guarantee goes first, then one within its model's share, then the others; among equals the
 oldest. While sessions answer recalls, a request of a lower class is granted only if no request of a higher class waits,
 and what is missing for these is recalled from the models that have more than their share. Owns the holds. Must never
-keep a request.
+keep a request: `waiting` owns them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LEAST_STEP, _MOST_STEP = 64, 8
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """A request that waits. `deadline` None: until the inputs that were pending are read."""
+    """A request that waits until its deadline. None: it waits only until the inputs that were pending are read."""
 
     event: Debit
     name: ModelName
@@ -43,14 +43,14 @@ class Waiter:
     why: Denied | None
     """The refusal that it would have got instead; None if there was room, and others came first."""
     met_full_device: bool = False
-    """The books had room for it, and the device had not: it is tried again after an audit, and at its deadline."""
+    """The books had room for it, but the device did not: it is tried again after an audit, and at its deadline."""
     waited: int = 0
-    """How long, once it is decided."""
+    """How long it waited, in nanoseconds; set when it is decided."""
 
     borrower: int | None = field(init=False)
     """The session, if the broker can ask for the bytes again: segments and declarations are firm."""
     wanted: int = field(init=False)
-    """What its session will want soon, as far as it has said so: `size` at least."""
+    """What its session says that it will want soon; at least `size`."""
 
     def __post_init__(self) -> None:
         event = self.event
@@ -61,7 +61,7 @@ class Waiter:
 class Hold(NamedTuple):
     """Up to `size` bytes a model will probably want, because it grows and others were asked for memory for it.
 
-    Recalls ask for as much at once, and requests beyond their share get none of it. It lends nothing.
+    Recalls ask for as much at once, and requests beyond their share get none of it. A hold is not a debit.
     """
 
     size: int
@@ -85,7 +85,8 @@ class Schedule:
         self._books = books
         self._recalls = recalls
         self._divided: dict[Location, dict[ModelName, int]] = {}
-        """The shares that hold for all of a step's grants: what was waited for is lent then, and wanted as before."""
+        """The shares at each location. A grant within a share does not change them, since the model then has what it
+        waited for, and a share is of both together. So they are computed once for all such grants of a step."""
         self._holds: dict[tuple[ModelName, Location], Hold] = {}
         self._asked_for: dict[tuple[ModelName, Location], int] = {}
         """Until when no more is recalled for the refused requests of a model that does not wait."""
@@ -100,7 +101,7 @@ class Schedule:
         return min((hold.until for hold in self._holds.values()), default=None)
 
     def elapsed(self, now: int) -> None:
-        """End the holds that are over. While a recall for its model is open, a hold goes on: what comes is for that."""
+        """End the holds whose time is over. One goes on while a recall for its model is open: it is for those bytes."""
         for key, hold in list(self._holds.items()):
             if hold.until <= now:
                 if self._books.recallable.is_coming_for(key[0]):
@@ -111,7 +112,7 @@ class Schedule:
 
     @property
     def is_left_over(self) -> bool:
-        """Whether this step has asked as many sessions as one step may. The next one asks the others, if it must."""
+        """Whether this step has asked as many sessions as one step may. The next step asks the others, if needed."""
         return not self._recalls.room
 
     @property
@@ -122,7 +123,7 @@ class Schedule:
     # --- whose turn it is ---
 
     def next(self, location: Location, waiters: Iterable[Waiter], now: int) -> tuple[Waiter, bool] | None:
-        """Return the request that is decided next, and whether it is granted; None if all go on waiting."""
+        """Return the request to decide next, and whether its turn has come; None if all go on waiting."""
         books = self._books
         waiters = [one for one in waiters if one.event.location == location]
         possible = books.recallable.is_possible
@@ -155,7 +156,7 @@ class Schedule:
         return (found, True) if found else None
 
     def is_asked(self, one: Waiter) -> bool:
-        """Say whether a request wants more of a model than is guaranteed while its session is asked for some of it."""
+        """Say whether a request exceeds its model's guarantee while its session is asked for memory of the model."""
         name, location = one.name, one.event.location
         asked = self._books.recallable.asked_of(one.event.session, name, location)
         return asked > 0 and not self._books.admission.is_guaranteed(name, location, one.size)
@@ -168,7 +169,7 @@ class Schedule:
         waiters: Sequence[Waiter],
         now: int,
     ) -> Waiter | None:
-        """Return the request that goes first of those that have room; ask for memory if others come before these."""
+        """Return the request to grant first, one of `ready`; if requests without room come before these, recall."""
         guaranteed = self._guaranteed(location, wanting)
         for one in guaranteed:
             if one in ready:
@@ -221,9 +222,9 @@ class Schedule:
         )
 
     def may_go_ahead(self, event: ev.Allocate, waiters: Iterable[Waiter]) -> bool:
-        """Say whether what is borrowed ahead of need is granted although others wait, or have holds.
+        """Say whether to grant a request ahead of need although others wait or have holds.
 
-        It is within a guarantee, and no request that waits is.
+        Only if it is within a guarantee, and no request that waits is.
         """
         admission, location = self._books.admission, event.location
         if not admission.is_guaranteed(event.name, location, event.extent_bytes * event.count):
@@ -231,9 +232,9 @@ class Schedule:
         return not self._guaranteed(location, (one for one in waiters if one.event.location == location))
 
     def leaves(self, one: Waiter, waiters: Iterable[Waiter]) -> int:
-        """Return how many of the free bytes others leave to a request that is decided although its turn has not come.
+        """Return how many free bytes the others leave to a request that is decided although its turn has not come.
 
-        It has room but for them.
+        Without the others there would be room for it.
         """
         location = one.event.location
         free = self._books.ledger.totals[location].free
@@ -260,9 +261,9 @@ class Schedule:
     def divide(
         self, location: Location, waiters: Iterable[Waiter], greedy: ModelName | None = None, less: int = 0
     ) -> dict[ModelName, int]:
-        """Return the share of every model, in bytes; `greedy` is one that wants as much as there is.
+        """Return the share of every model, in bytes. `greedy` is a model that is taken to want the whole capacity.
 
-        `less` bytes of the location are left out, as if it were smaller.
+        The location is taken to be `less` bytes smaller than it is.
         """
         books = self._books
         wanted: Counter[ModelName] = Counter()
@@ -294,14 +295,14 @@ class Schedule:
                 short -= self._recalls.ask(name, location, min(more, short), now, waiting[0].name)
 
     def _excess(self, location: Location, shares: Mapping[ModelName, int], now: int) -> list[tuple[int, ModelName]]:
-        """Return what models have above their shares, the most first: those that can be asked for some of it now."""
+        """Return how much models have above their shares, the most first; only models that can be asked for it now."""
         models, is_able = self._books.ledger.models, self._books.recallable.is_able
         excess = [(self._not_asked(name, location) - shares.get(name, 0), name) for name in models]
         found = [one for one in excess if one[0] > 0 and is_able(one[1], location, now)]
         return sorted(found, key=lambda one: (-one[0], one[1]))
 
     def _short(self, location: Location, waiting: Iterable[Waiter], shares: Mapping[ModelName, int]) -> int:
-        """Return how many bytes are neither free nor recalled already of what requests, and the holds, want."""
+        """Return how many of the bytes that requests and holds want are neither free nor recalled already."""
         admission = self._books.admission
         wanted: Counter[ModelName] = Counter()
         for one in waiting:
@@ -318,7 +319,7 @@ class Schedule:
         return needed - free - self._books.recallable.coming(location)
 
     def _hold(self, name: ModelName, location: Location, wanted: int, now: int) -> None:
-        """Begin a model's hold, or raise it: others are asked for memory for it once more."""
+        """Begin a model's hold, or make it larger, because others are asked for memory for the model."""
         capacity, granule = self._books.rules.capacities[location], self._books.rules.granularity
         before = self._holds.get((name, location))
         step = min(2 * before.step, capacity // _MOST_STEP) if before else capacity // _LEAST_STEP
@@ -326,7 +327,7 @@ class Schedule:
         self._holds[name, location] = Hold(max(size, before.size if before else 0), step, now + HOLD_NS)
 
     def refused(self, one: Waiter, waiters: Sequence[Waiter], now: int) -> None:
-        """Ask for memory for a request that does not wait, so that the next one finds it: at most once in a while."""
+        """Recall memory for a refused request, so that the next one finds it: once in `recall_ns` for each model."""
         key, location = (one.name, one.event.location), one.event.location
         if not self._books.recallable.is_possible or self._asked_for.get(key, 0) > now:
             return
@@ -340,9 +341,9 @@ class Schedule:
         self.divide_again()
 
     def recall_for_device(self, one: Waiter, waiters: Iterable[Waiter], now: int) -> None:
-        """Ask for as much as a guaranteed request wants: the books have room for it, and the device has not.
+        """Recall as much as a guaranteed request wants: the books have room for it, but the device does not.
 
-        The models are asked that would have more than their share of a device that is smaller by as much.
+        Ask the models that would have more than their share if the device were smaller by as much.
         """
         location = one.event.location
         short = one.size - self._books.recallable.coming(location)
@@ -351,7 +352,8 @@ class Schedule:
                 short -= self._recalls.ask(name, location, min(more, short), now, one.name)
 
     def recall_above_limits(self, now: int) -> None:
-        """Ask for what models and tenants have above their limits: a limit was lowered, or what was kept is not."""
+        """Recall what models and tenants have above their limits. A limit was lowered, or a kept part can be asked for
+        again."""
         books = self._books
         if self.is_left_over:
             return

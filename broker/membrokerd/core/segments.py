@@ -1,8 +1,8 @@
-"""Segments: named memory that one session writes and seals, many attach, and its model is charged for once.
+"""Segments: named memory that one session writes and seals, that many attach, and that its model is charged for once.
 
 The broker keeps a segment's descriptors, so a segment outlives its writer: its bytes are free again when it is
 deleted and the last session has left it. A session holds a segment as soon as its create or attach is admitted. If
-the call fails before anything was sent, the hold ends with it; otherwise it ends when the session detaches, says
+the call fails before anything was sent, the hold ends with the call; otherwise it ends when the session detaches, says
 Goodbye or dies.
 """
 
@@ -89,7 +89,10 @@ class Segments:
         )
 
     def _refuse_one_more(self, event: ev.CreateSegment) -> Denied | None:
-        """Each extent of a segment is a descriptor that the broker keeps."""
+        """Return why the tenant, or the broker, can have no more segments, or None.
+
+        The broker keeps a descriptor of each extent of a segment.
+        """
         rules, rows = self._books.rules, self._books.ledger.segments.values()
         limit = rules.max_segments_per_tenant
         if sum(1 for row in rows if row.name.tenant == event.name.tenant) >= limit:
@@ -210,7 +213,7 @@ class Segments:
         self._lending.begin_call(event.session, call)
 
     def _call_done(self, session: int, call: Call) -> None:
-        """Answer a create or an attach whose every packet is decided, or let a create wait for room on the device."""
+        """Answer a create or an attach once its packets are decided, or let a create wait for room on the device."""
         row = self._books.ledger.segments.get(call.segment)
         if row is None:  # its last session died while the packet was in flight
             self._books.refuse(call.call, call.failure or deny(Reason.DELIVERY_FAILED), session, call.name)
@@ -230,7 +233,7 @@ class Segments:
         self.drop_if_left(row)
 
     def detach(self, event: ev.DetachSegment) -> None:
-        """Take a session's word that it has unmapped a segment. A writer that leaves before the seal gives it up."""
+        """End a hold of a session that says it has unmapped a segment. A writer that leaves before the seal ends it."""
         row = self._find_held(event.session, event.segment)
         if row is None:
             self._books.answer(event.call, deny(Reason.SEGMENT_NOT_FOUND, segment=event.segment))
@@ -273,7 +276,7 @@ class Segments:
             self.leave(row.session, segment, times, cause)
 
     def dropped(self, event: ev.Dropped) -> SegmentRow:
-        """Return the segment whose descriptors the broker has closed; it is gone, unless a holder of it died."""
+        """Return the segment whose descriptors the broker has closed, and end it unless a holder of it died."""
         row = self._books.ledger.segments[event.segment]
         if not row.uncertain:
             self._books.record(ft.SegmentEnded(row.segment, None))

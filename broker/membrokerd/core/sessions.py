@@ -52,7 +52,7 @@ class Sessions:
         self._unwritten: Counter[int] = Counter()
         """By session: resumes since the journal could not be written."""
         self._answers: dict[int, fx.Answer] = {}
-        """By session: resumes that are done, but not answered: names of segments that they end must be free first."""
+        """By session: answers to resumes that are done. They wait until the names of segments that end are free."""
 
     # --- the beginning and the end ---
 
@@ -115,7 +115,8 @@ class Sessions:
             self._segments.attaches.give_up(row.session)
 
     def goodbye(self, event: ev.Goodbye, now: int) -> None:
-        """Take a process's word that it has unmapped everything; the session ends when no packet is being made."""
+        """Begin to end a session whose process says that it has unmapped everything; it ends when no packet is being
+        made."""
         row = self._books.ledger.sessions[event.session]
         if row.state != "open":
             self._books.answer(event.call, deny(Reason.TOKEN_REJECTED))
@@ -144,7 +145,7 @@ class Sessions:
         self.end(row, now)
 
     def credit_all(self, row: SessionRow, cause: str) -> None:
-        """Credit all that a session is charged, by its process's or an operator's word; let it leave its segments."""
+        """Credit all that a session is charged, and let it leave its segments: its process or an operator says so."""
         if row.extents:
             self._books.record(ft.Credited(row.session, tuple(row.extents), cause))
         self._segments.leave_all(row, cause)
@@ -211,18 +212,18 @@ class Sessions:
         self._recalls.resumed(session, event.answering, gone, now)
 
     def under_way(self, session: int) -> bool:
-        """Say whether a resume is under way: the result of a request now would not be in the Holds."""
+        """Say whether a resume is under way. Requests are refused then: their results would be missing in the Holds."""
         return session in self._expected or session in self.stated or session in self._answers
 
     def give_up(self, session: int) -> None:
-        """Give up a resume: its connection is lost, too."""
+        """Give up a resume that is under way: its connection is lost, too, or the session ends."""
         self._expected.discard(session)
         unanswered = self.stated.pop(session, None) or self._answers.pop(session, None)
         if unanswered is not None:
             self._books.answer(unanswered.call, deny(Reason.DELIVERY_FAILED))
 
     def answer_ready(self) -> None:
-        """Answer the resumes whose sessions end no segment any more: a process may create one of that name again."""
+        """Answer the resumes of sessions that have no ending segments any more: their names can be used again."""
         if not self._answers:
             return
         segments = self._books.ledger.segments.values()
@@ -231,7 +232,10 @@ class Sessions:
             self._books.emit(self._answers.pop(session))
 
     def _reconcile(self, row: SessionRow, event: ev.StateHolds) -> list[Loan]:
-        """Credit what the process does not hold, and return its extents. What it states beyond is not believed."""
+        """Credit what the process does not hold, and return those extents' loans.
+
+        What it states beyond the books is ignored.
+        """
         gone = tuple(sorted(row.extents.keys() - event.extents))
         loans = [row.extents[one] for one in gone]
         if gone:

@@ -22,10 +22,9 @@ _FRACTION = 16
 
 
 class Item(NamedTuple):
-    """One that takes part in a division: at least `low` bytes, at most `high`, and between them by `weight`.
+    """A tenant or a model in a division: it gets at least `low` bytes, at most `high`, and between these by `weight`.
 
-    A model or a tenant has `base` bytes before the rest is divided. `used` bytes of a model are firm, or within its
-    guarantee.
+    It gets `base` bytes before the rest is divided. `used` bytes of a model are firm, or within its guarantee.
     """
 
     weight: int
@@ -65,8 +64,9 @@ def _fill_group(room: int, items: Sequence[Item], granule: int) -> list[int]:
         if part < high:
             rounded.append((sizes[i] - part, i))
     left = room - sum(sizes)
-    # What rounding left over goes to those that lost the most. The level is rounded as well: an item that should have
-    # all that it wants may be a byte below that, and would lose a granule to another that is at its least.
+    # The bytes that rounding left over go to the items that lost the most by it. The level is rounded as well: so an
+    # item that should get all that it wants may be a byte short of that, and must not lose a whole granule for it to
+    # an item that is at its `low`.
     for _, i in sorted(rounded):
         more = min(left, granule, items[i].high - sizes[i])
         sizes[i] += more
@@ -75,15 +75,16 @@ def _fill_group(room: int, items: Sequence[Item], granule: int) -> list[int]:
 
 
 def _lowered(size: int, bound: int, granule: int) -> int:
-    """Return `size` without the fewest whole granules that bring it down to `bound`.
+    """Return `size`, lowered by the fewest whole granules that bring it down to `bound`.
 
-    Limits, guarantees and declarations may be odd sizes. So a rounded `bound` could be less than a smaller `size`.
+    `bound` itself is not rounded: limits, guarantees and declarations may be odd sizes, so a rounded `bound` could be
+    less than a `size` that is within it.
     """
     return size if size <= bound else size + (bound - size) // granule * granule
 
 
 def _level(room: int, items: Iterable[Item]) -> int:
-    """Return the highest level at which all take no more than `room`: each takes its weight times the level."""
+    """Return the highest level at which all items fit in `room`, if each takes its weight times the level."""
     bends = []
     total = 0
     for weight, low, high, *_ in items:

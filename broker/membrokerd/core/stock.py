@@ -45,7 +45,7 @@ class Stock:
         self._extents = self._bytes = 0
         """What is ready, all kinds together."""
         self._wishes: OrderedDict[Kind, Wish] = OrderedDict()
-        """The kind that was requested last stands last."""
+        """In the order of the last requests: the kind that was requested last is the last one."""
         self._making = False
         self.changes: Counter[str] = Counter()
         """How many extents were made, used and dropped since the daemon started."""
@@ -72,7 +72,7 @@ class Stock:
     def _give_way(self, kind: Kind, now: int) -> None:
         """Drop stock of kinds that were not requested just now, as far as the bounds require it for this kind.
 
-        Kinds that are requested in turns keep their stock; otherwise each would evict the other.
+        Kinds that are requested in turn keep their stock; otherwise each would evict the other.
         """
         rules, wish = self._books.rules, self._wishes[kind]
         for other in [one for one, its in self._wishes.items() if now - its.asked_at > JUST_NOW_NS]:

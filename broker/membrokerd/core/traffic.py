@@ -40,10 +40,11 @@ class Call:
     result: fx.Allocated | None = None
     """The answer to an Allocate, if it succeeds."""
     event: ev.Allocate | ev.CreateSegment | None = None
+    """The request that made the debit."""
     since: int = 0
-    """The request that made the debit, and when it came."""
+    """When that request came."""
     waiter: Waiter | None = None
-    """That request, if it waited before it was granted."""
+    """The wait of that request, if it waited before it was granted."""
     states: list[str] = field(init=False)
     stocked: set[int] = field(default_factory=set)
     issued: int = 0

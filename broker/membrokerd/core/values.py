@@ -1,7 +1,7 @@
-"""`value`: makes the classes of events, effects and facts. Their instances must never be changed.
+"""The decorator `value` makes the classes of events, effects and facts, whose instances must never be changed.
 
-The type checker holds them frozen. At run time nothing does: with `frozen=True` a value of seven fields takes four
-times as long to make, and one extent needs about fifteen values.
+Only the type checker enforces that. At run time, `frozen=True` would make a value of seven fields four times as slow
+to create, and one extent needs about fifteen values.
 """
 
 from __future__ import annotations

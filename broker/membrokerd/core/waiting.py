@@ -26,7 +26,7 @@ from .traffic import Call
 MOST_AT_ONCE = 16
 """How many requests are granted or time out in one step. The others follow in the next: see `deadline`."""
 MOST_LOOKS = 5_000
-"""How many requests one step looks at for that: each turn looks at all that wait. At least one has its turn."""
+"""How many requests one step may look at to decide those: each decision looks at all that wait. One is always made."""
 
 
 class Waiting:
@@ -42,17 +42,17 @@ class Waiting:
         self._timed: Counter[Location] = Counter()
         """How many of them have a deadline at a location. A location without any has no entry."""
         self._sums: dict[tuple[ModelName, Location], tuple[int, int]] = {}
-        """The bytes that requests with a deadline want, and how many these are. No entry is zero."""
+        """The bytes that requests with a deadline want, and how many such requests there are. No entry is zero."""
         self._deciding: Waiter | None = None
-        """The request that is decided for good, until it is granted."""
+        """The request that is being decided for good, until it is granted."""
         self._has_turn = False
-        """Whether that is granted because its turn has come."""
+        """Whether that request is granted because its turn has come."""
         self.busy = False
         """Whether `next` has something to do: a request waits with a deadline, one is decided, or a hold lasts."""
         self._looked_at: object = None
-        """The state of the books when nobody's turn had come."""
+        """The `_state` at the last look at all requests that found no request to decide."""
         self.deferred: list[int] = []
-        """The requests of this step that wait for the inputs. `drain` asks for these."""
+        """The requests of this step that wait until pending inputs are read. `drain` asks the daemon to read them."""
         self.deadline: int | None = None
         """When the first wait ends, in nanoseconds."""
         self.left_over = False
@@ -69,7 +69,7 @@ class Waiting:
     # --- a request comes ---
 
     def is_behind(self, event: Debit) -> bool:
-        """Say whether a request that has room must wait for its turn, because others want it; or must go without."""
+        """Say whether a request that has room must wait, or be refused, because others come first."""
         waiter = self._deciding
         if waiter is not None and waiter.event is event:
             return not self._has_turn and waiter.size > self._leaves(waiter)
@@ -80,9 +80,9 @@ class Waiting:
         return True
 
     def _leaves(self, waiter: Waiter) -> int:
-        """Return how many of the free bytes others leave to a request that is decided although its turn has not come.
+        """Return how many free bytes the others leave to a request that is decided although its turn has not come.
 
-        While requests are left over, what they wait for is theirs.
+        While requests are left over from the last step, the bytes that they wait for are kept for them.
         """
         left, location = self._schedule.leaves(waiter, self._waiters.values()), waiter.event.location
         if self.left_over and not waiter.guaranteed:
@@ -96,7 +96,7 @@ class Waiting:
             left = 0 if denied else self._leaves(self._deciding)
             self._refuse(event, denied or self._yielding(event, name, size, left), name, now)
             return
-        if isinstance(event, ev.Allocate) and event.ahead:  # not a refusal that anybody feels: it is not counted
+        if isinstance(event, ev.Allocate) and event.ahead:  # nobody needs it yet, so this refusal is not counted
             self._books.answer(event.call, denied or self._yielding(event, name, size, 0))
             return
         if denied is not None and denied.reason not in policy.WANTS_OF_ROOM:
@@ -123,7 +123,7 @@ class Waiting:
         return waiter
 
     def put_back(self, call: Call) -> bool:
-        """Let a request wait whose debit was credited again, because the device is full; False if it is refused."""
+        """Let a request wait again whose debit was credited because the device is full; return False to refuse it."""
         event, name, size, now = call.event, call.name, call.size, call.failed_at
         full = call.failure is not None and call.failure.reason is Reason.DEVICE_FULL and not call.any_sent
         if event is None or not full or (isinstance(event, ev.Allocate) and event.ahead):
@@ -143,7 +143,7 @@ class Waiting:
         return True
 
     def try_again(self) -> None:
-        """Let the oldest request at each location that has met a full device try again: the device was looked at."""
+        """Let the oldest request at each location that has met a full device be tried again. Called after an audit."""
         tried = set()
         for one in self._waiters.values():
             if one.met_full_device and one.event.location not in tried and not self._is_dropping(one.event):
@@ -152,7 +152,7 @@ class Waiting:
                 self._looked_at = None
 
     def _is_dropping(self, event: Debit) -> bool:
-        """Say whether the broker still closes what it had made of a segment: its name is not free until then."""
+        """Say whether the broker is still closing what it had made of a segment, so that its name is not free yet."""
         segment = self._books.ledger.labels.get(event.name) if isinstance(event, ev.CreateSegment) else None
         return segment is not None and self._books.ledger.segments[segment].state == "dropping"
 
@@ -160,7 +160,7 @@ class Waiting:
         return self._deciding is not None and self._deciding.event is event
 
     def _yielding(self, event: Debit, name: ModelName, size: int, left: int) -> Denied:
-        """Return the refusal of a request that has room, and leaves all but `left` bytes to others that come first."""
+        """Return the refusal of a request that has room, but leaves all but `left` bytes to others that come first."""
         total = self._books.ledger.totals[event.location]
         level = Reason.CAPACITY, "capacity", total.charged, total.capacity, left
         return over(level, name, event.location, size)
@@ -190,7 +190,7 @@ class Waiting:
         return self._books.rules.guarantee_wait_ns if guaranteed else 0
 
     def _refuse_one_more(self, event: Debit, name: ModelName, wait: int) -> Denied | None:
-        """Return why no more requests of the session, or of the tenant, may wait."""
+        """Return why one more request of the session, or of the tenant, may not wait, or None."""
         rules = self._books.rules
         if self.sessions.get(event.session, 0) >= rules.max_calls_per_session:
             return deny(Reason.TOO_MANY_REQUESTS, limit=rules.max_calls_per_session)
@@ -201,7 +201,7 @@ class Waiting:
         return None
 
     def drain(self) -> None:
-        """Let the inputs be read for the requests that wait for that, unless they were granted meanwhile."""
+        """Ask the daemon to read pending inputs for the deferred requests that were not granted meanwhile."""
         for call in self.deferred:
             if call in self._waiters:
                 self._books.emit(fx.DrainInputs(call))
@@ -251,7 +251,7 @@ class Waiting:
         self._report(waiter, "cancelled")
 
     def answered(self, call: Call, waiter: Waiter) -> None:
-        """Tell how the wait of a call ended, unless it waits on, because it has met a full device."""
+        """Tell how the wait of a call ended, unless it has met a full device and waits on."""
         if call.call in self._waiters:
             return
         if call.failure is None:
@@ -294,10 +294,10 @@ class Waiting:
     # --- whose turn it is ---
 
     def begin_step(self, event: ev.Event) -> None:
-        """Let requests have their turn in this step: those that are left over, if time has passed.
+        """Begin to count the requests that this step decides. At `Elapsed`, those that are left over have their turn.
 
-        The outcome of a packet may come inside the step that granted it. It shares the number of that step, or grants
-        would nest in grants until nobody waits.
+        The outcome of a packet may come inside the step that granted the packet. It does not begin a new count, else
+        grants would nest in grants until nobody waits.
         """
         if type(event) is ev.Elapsed:
             self.left_over = False
@@ -305,9 +305,10 @@ class Waiting:
             self._turns = 0
 
     def next(self, now: int) -> Debit | None:
-        """Return the request that is decided for good next, because its turn has come or its wait ends; or None.
+        """Return the request to decide for good next, because its turn has come or its wait ends; None: no request.
 
-        The one before it is decided by now. If it is granted, that is told when its call is answered.
+        If the request before it is still there, it was refused. The wait of a granted request is reported when its call
+        is answered.
         """
         if self._deciding is not None:
             self._deciding.waited = now - self._deciding.since
@@ -345,7 +346,7 @@ class Waiting:
         return None
 
     def _state(self) -> object:
-        """Return what changes with everything that can give a request its turn, but for the time."""
+        """Return a value that changes with everything that can give a request its turn, except the time."""
         books, schedule = self._books, self._schedule
         revisions = books.ledger.revision, books.admission, books.recallable.revision
         return *revisions, schedule.deadline, schedule.is_left_over
