@@ -32,7 +32,7 @@ _LOCATIONS: Mapping[int, Location] = {
 
 
 class Refused(Exception):
-    """A request or a peer that is refused: before the core, or by it."""
+    """Raised when a request or a peer is refused, by the core or before it."""
 
     def __init__(self, denied: Denied) -> None:
         super().__init__(denied.reason)
@@ -51,7 +51,7 @@ def parse_model(name: str) -> ModelName:
 def parse_segment(name: str) -> SegmentName:
     """Return the segment that `tenants/{tenant}/models/{model}/segments/{segment}` names, or raise `Refused`.
 
-    `-` for the model is whichever model has it.
+    `-` in place of the model means any model of the tenant.
     """
     parts = names.parse_segment(name)
     if parts is None:
@@ -138,7 +138,7 @@ def to_event(call: int, session: int, tenant: str, request_id: int, request: Mes
 
 
 def _wait_ns(request: bpb.AllocateExtentsRequest | bpb.CreateSegmentRequest | bpb.AttachSegmentRequest) -> int | None:
-    """Return how long a request waits, or None if it does not say. Raises `Refused` for no valid Duration."""
+    """Return how long a request waits, or None if it does not say. Raises `Refused` if the Duration is invalid."""
     if not request.HasField("wait"):
         return None
     seconds, nanos = request.wait.seconds, request.wait.nanos
@@ -165,7 +165,7 @@ def _registration(
 def from_result(result: fx.Result) -> tuple[str, Any]:
     """Return the response of a session's call, and the name of its field in a handoff Reply.
 
-    A model's, which shows its books, is `Dispatcher.response`'s.
+    `Dispatcher.response` makes the response to a RegisterModel, which shows the model's books.
     """
     match result:
         case fx.Allocated():
@@ -184,7 +184,7 @@ def from_result(result: fx.Result) -> tuple[str, Any]:
             )
         case fx.Detached():
             return "detach_segment", bpb.DetachSegmentResponse()
-        case fx.Done():  # a Goodbye has no other answer either, and is answered by its connection
+        case fx.Done():  # of an UnregisterModel; the Done of a Goodbye is turned into a frame by its connection
             return "unregister_model", bpb.UnregisterModelResponse()
         case _:
             raise AssertionError(f"no response for {result}")

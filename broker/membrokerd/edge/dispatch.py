@@ -1,7 +1,7 @@
 """One dispatcher for both transports: a session's request in, a response or a refusal out.
 
-Also the register of tokens: which session a token speaks for, and at which endpoint it does. Tokens are kept as
-hashes only, and never printed.
+It also has the register of tokens: which session a token is for, and at which endpoint it is valid. Tokens are kept
+as hashes only, and never printed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..observe.durations import Times
 from . import convert, shown
 
 TimesOf = Callable[[str, str], Times]
-"""Return where the seconds of a request are noted, given its method and its transport."""
+"""Returns where the durations of a request are noted, by its method and its transport."""
 
 
 class Dispatcher:
@@ -50,7 +50,7 @@ class Dispatcher:
         self._hashes[row.session] = row.token_hash
 
     def find(self, token: str, endpoint: str) -> SessionRow:
-        """Return the session that a token speaks for at this endpoint, or raise `Refused`."""
+        """Return the session that a token is for, if it is valid at this endpoint; else raise `Refused`."""
         if not token:
             raise convert.Refused(deny(Reason.TOKEN_REQUIRED))
         row = self.loop.broker.ledger.sessions.get(self._sessions.get(hash_of(token), 0))
@@ -73,7 +73,7 @@ class Dispatcher:
         return call
 
     def refused(self, session: int, request_id: int, method: str, message: Any, denied: Denied) -> None:
-        """Log a refusal, and keep why it was: of a borrow, of a model of the session's tenant."""
+        """Log a refusal. Of a borrow for a model of the session's own tenant, keep why it was refused, too."""
         logs.log_denied(session, method, denied)
         if denied.reason not in EXPLAINED or getattr(message, "ahead", False) or not hasattr(message, "model"):
             return

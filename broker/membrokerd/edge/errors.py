@@ -198,7 +198,7 @@ def _standard_detail(row: _Row, denied: Denied, sentence: str) -> Any:
 
 
 class _Words(dict[str, object]):
-    """The numbers of a refusal as a sentence wants them: sizes in units, absences as words."""
+    """The numbers of a refusal as its sentence needs them: sizes with units, and text for what is absent."""
 
     def __init__(self, numbers: Mapping[str, int | str]) -> None:
         super().__init__(numbers)
@@ -260,6 +260,6 @@ def _missing(segment: int | str) -> str:
 
 
 def _apart(asked: int | str, registered: int | str) -> tuple[object, object]:
-    """Return two sizes as people read them, or as bytes where they would read the same."""
+    """Return two sizes in rounded units, or in bytes if both would look the same."""
     shown = [format_size(size) if isinstance(size, int) else size for size in (asked, registered)]
     return (f"{asked} bytes", f"{registered} bytes") if shown[0] == shown[1] else (shown[0], shown[1])

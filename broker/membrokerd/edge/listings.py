@@ -28,11 +28,12 @@ from . import convert, shown
 
 DEFAULT_PAGE = 100
 MAX_PAGE_BYTES = 1 << 18
-"""Of one page: a session may have 256 models of long names, and a page of 1 MiB of them took a turn of 100 ms."""
+"""The size of one page: a session may have 256 models with long names, and a page of 1 MiB took a turn of 100 ms."""
 SHARES_NS = 1_000_000_000
-"""How long shares are shown: to divide memory among 16,384 models takes 70 ms of a turn, and a list has 60 pages."""
+"""How long shares are shown before they are computed again: to divide memory among 16,384 models takes 70 ms of a
+turn, and a list has 60 pages."""
 MOST_WAITING = 16
-"""Of one model: the oldest requests that wait are shown."""
+"""How many of the requests that wait for one model are shown: the oldest."""
 _REQUEST = re.compile(r"sessions/([0-9a-f]{1,16})/requests/([0-9]{1,20})")
 _ID_KEY = re.compile(r"[0-9a-f]{16}")
 
@@ -100,7 +101,7 @@ class Views:
         )
 
     def _device_room(self, location: Location) -> int | None:
-        """Return the room for more extents at the last look. Stock counts as room: it is dropped before a refusal."""
+        """Return the device's room for more extents at the last audit. Stock counts, since it makes way for them."""
         info = self.loop.figures.get(location)
         if info is None:
             return None
@@ -130,7 +131,7 @@ class Views:
         return pb.ListModelsResponse(models=models, next_page_token=token)
 
     def _shares_at(self, location: Location) -> Mapping[ModelName, int]:
-        """Return the share of each model while requests wait, at most SHARES_NS old, as all pages of a list show it."""
+        """Return the share of each model while requests wait, at most SHARES_NS old: all pages of a list show it."""
         waits, now_ns = self.loop.broker.waiting, clock()
         if not waits.of_location(location)[1]:
             return {}
@@ -193,10 +194,10 @@ def _page(
     request: pb.ListModelsRequest | pb.ListSessionsRequest | pb.ListSegmentsRequest | apb.ListTenantsRequest,
     show: Callable[[_Row], _Shown],
 ) -> tuple[list[_Shown], str]:
-    """Return the rows behind the token, which is the key of the last row of the page before, and the next token.
+    """Return a page of the rows that follow the request's token, and the token of the next page.
 
-    A row that ended in the meantime does not matter: the page goes on behind where it was. It ends early where it has
-    grown too long, but has one row at least.
+    A token is the key of the last row of the page before. That row may have ended since: the page begins after the
+    place where it was. A page that grows too long ends early, but has at least one row.
     """
     size, token = request.page_size, request.page_token
     if size < 0:

@@ -41,7 +41,7 @@ _METHODS: Mapping[str, str] = {
     for name, field in pb.Frame.DESCRIPTOR.fields_by_name.items()
     if field.message_type is not None and field.message_type.name.endswith("Request")
 }
-"""The requests that a frame may carry, and the methods of BrokerService that they are."""
+"""By field of a frame: the method of BrokerService that the request in it belongs to."""
 _QUIET = frozenset(("release", "detach_segment"))
 """Requests that may be sent without asking for an answer (`no_reply`)."""
 
@@ -74,7 +74,7 @@ class Connection:
         self.flush = self._outbox.flush
         """Send what is queued, unless the socket is full."""
         self._asked: set[int] = set()
-        """Unanswered allocations that were requested on this connection; others are answered by gRPC."""
+        """Unanswered allocations that were requested on this connection. The others are answered by gRPC."""
         self._told: int | None = None
         """An allocation whose answer was sent with its delivery, before the core has answered."""
         self._closed = False
@@ -130,7 +130,7 @@ class Connection:
         return not (self._closed or self._outgoing or self._waiting)
 
     def queued(self) -> int:
-        """Return the bytes that have arrived and were not read; 0 while nothing is read."""
+        """Return the bytes that have arrived and are not read yet; 0 while this connection reads nothing."""
         if self._closed or self._outgoing or self._waiting:
             return 0
         return int.from_bytes(fcntl.ioctl(self._sock, termios.FIONREAD, bytes(4)), sys.byteorder)
@@ -166,7 +166,7 @@ class Connection:
                 self._say(frame, kind, session)
 
     def _say(self, frame: pb.Frame, kind: str, session: int) -> None:
-        """Take what is not a request of BrokerService."""
+        """Handle a frame that is not a request of BrokerService."""
         if kind == "goodbye":
             self._goodbye(frame.request_id, session)
         elif kind == "recall_answer":
@@ -202,7 +202,7 @@ class Connection:
     # --- the handshake ---
 
     def begin(self, session: int, tenant: str) -> None:
-        """Take the session that the handshake has got. Its process is watched from now on."""
+        """Take the session that the handshake has opened or resumed. Its process is watched from now on."""
         self.session, self._tenant = session, tenant
         self._on_greeted(self)
         assert self._pidfd is not None
@@ -255,9 +255,9 @@ class Connection:
     # --- out ---
 
     def deliver(self, packet: fx.Make | fx.Send, descriptors: list[int]) -> None:
-        """Queue one packet of a call; its descriptors are closed here, sent or not.
+        """Queue one packet of a call for the next `flush`; its descriptors are closed here, sent or not.
 
-        It goes with the next `flush`: until then the call's answer may join it, and one that is known already does.
+        The call's answer is sent in the same frame: at once if it is known already, or if it comes before the flush.
         """
         frame = pb.Frame(request_id=packet.request_id)
         delivery = frame.delivery

@@ -20,7 +20,7 @@ REFUSED_LINE_SECONDS = 1.0
 
 @dataclass(slots=True)
 class Entrance:
-    """The endpoint `endpoint` of `tenant`, or of each uid as a tenant if that is None."""
+    """The endpoint named `endpoint`. It belongs to `tenant`; if that is None, each uid is a tenant."""
 
     endpoint: str
     tenant: str | None
@@ -33,7 +33,7 @@ class Entrance:
     _silent_until: float = 0.0
 
     def tenant_of(self, peer: Peer) -> str:
-        """Return the tenant to charge: the endpoint's, or one for each uid if it has none."""
+        """Return the tenant to charge: the endpoint's tenant, or the peer's uid if the endpoint has no tenant."""
         return self.tenant or f"uid-{peer.uid}"
 
     def refused(self, reason: Reason, **fields: object) -> None:

@@ -1,4 +1,4 @@
-"""How a connection gets its session: a Hello opens one, or takes one up again, and then the process states its Holds.
+"""How a connection gets its session: a Hello opens one, or resumes one, and then the process states its Holds.
 
 Must never decide anything about memory.
 """
@@ -33,7 +33,7 @@ _Pair = tuple[socket.socket, socket.socket]
 
 
 class Newcomer(Link, Protocol):
-    """A connection, as far as its handshake needs it."""
+    """What a handshake needs of its connection."""
 
     @property
     def session(self) -> int | None:
@@ -41,7 +41,7 @@ class Newcomer(Link, Protocol):
         ...
 
     def begin(self, session: int, tenant: str) -> None:
-        """Take the session that the handshake has got."""
+        """Take the session that the handshake has opened or resumed."""
         ...
 
     def welcome(self, frame: pb.Frame, pair: _Pair) -> None:
@@ -91,7 +91,7 @@ class Handshake:
             return
         try:
             pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        except OSError as error:  # now, because a session would outlive this connection
+        except OSError as error:  # before there is a session, which would outlive this connection
             why = deny(Reason.DESCRIPTORS_EXHAUSTED, driver_says=f"socketpair: {error.strerror}")
             self._connection.refuse(request_id, why)
             return
@@ -137,7 +137,7 @@ class Handshake:
             assert isinstance(result, fx.SessionResumed)
             for connections in (self._loop.links, self._loop.resuming):
                 before = connections.pop(row.session, None)
-                if before is not None:  # it is no longer registered, so its end detaches nothing
+                if before is not None:  # it is not registered any more, so its end does not detach the session
                     before.close("its process opened another connection")
             self._begin(row, self._loop.resuming)
             self.holds = Holds(row)

@@ -1,4 +1,4 @@
-"""Holds: what a process says it still has of the session it resumes. Several frames make one event."""
+"""Holds: what a process states that it still has of the session that it resumes. Several frames make one event."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNBOOKED = DESCRIPTORS_IN_FLIGHT
 class Holds:
     """The frames so far. Their total size is bounded by what the books have of the session.
 
-    Each frame but the last must state something, and nothing may be stated twice: so the frames are bounded too.
+    Each frame but the last must state something, and nothing may be stated twice, so their number is bounded, too.
     """
 
     def __init__(self, row: SessionRow) -> None:

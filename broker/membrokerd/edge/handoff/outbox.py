@@ -20,7 +20,7 @@ from ...sending import Retry
 
 
 class Traffic:
-    """What all connections of the daemon count together."""
+    """The counters of all connections of the daemon together."""
 
     def __init__(self) -> None:
         self.refused: Counter[str] = Counter()
@@ -94,7 +94,7 @@ class Outbox:
             self._traffic.descriptors -= len(descriptors)
 
     def stop(self) -> None:
-        """Send nothing any more: the socket is about to be closed."""
+        """Send nothing more: the socket is about to be closed."""
         self._retry.stop()
 
     def drop_all(self) -> list[pb.Frame]:

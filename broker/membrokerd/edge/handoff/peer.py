@@ -24,7 +24,7 @@ _DRAINED_PACKETS = 64
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A process: `pidfd` is ours to close; `identity` is equal for all connections of one process.
+    """A process. The owner of this value must close `pidfd`. `identity` is equal for all connections of one process.
 
     `pid` is 0 for a process of a pid namespace that the broker cannot see into.
     """
@@ -92,7 +92,10 @@ def _identify(connection: socket.socket, pid: int) -> tuple[int, str]:
 
 
 def _identify_by_pid(pid: int) -> tuple[int, str]:
-    """For older kernels: equal start times before and after opening the pidfd show that it is the same process."""
+    """Return a pidfd of the process, and its identity, on kernels without SO_PEERPIDFD; raises `Refused`.
+
+    Equal start times before and after the pidfd is opened show that it is of the same process.
+    """
     if pid <= 0:
         raise Refused(
             deny(Reason.PEER_UNKNOWN, what="it is in another pid namespace, and this kernel (before 6.5) has no pidfds")

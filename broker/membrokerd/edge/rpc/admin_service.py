@@ -221,7 +221,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         *,
         in_force: bool = False,
     ) -> pb.Quota:
-        """Return what is set by command, or else, with `in_force`, configured."""
+        """Return a quota as commanded. With `in_force`, what was not commanded is as configured."""
         broker, key = self._loop.broker, (tenant, model, location)
         ledger = broker.ledger
         if model is None:
@@ -229,7 +229,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         else:
             name = f"tenants/{tenant}/models/{model}"
             row = ledger.models.get(ModelName(tenant, model))
-            charge = row.charges.get(location) if row else None  # a quota may be of where an earlier daemon lent
+            charge = row.charges.get(location) if row else None  # only an earlier daemon may have lent at the location
             used = charge.bytes if charge else 0
         quota = (
             policy.set_quota(ledger.quotas, broker.books.rules, key) if in_force else ledger.quotas.get(key, Quota())

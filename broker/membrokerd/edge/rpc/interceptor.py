@@ -46,7 +46,7 @@ class Calls:
         self._running: Counter[str] = Counter()
 
     def begin(self, endpoint: str) -> bool:
-        """Count the call of the running task, or return False where the endpoint or all of them have too many."""
+        """Count the call of the running task, or return False if the endpoint, or all of them, have too many."""
         share = max(MAX_STREAMS, MAX_CALLS // self._endpoints())
         if self._running[endpoint] >= share or self._running.total() >= MAX_CALLS:
             return False
@@ -72,7 +72,7 @@ class Guard(grpc.aio.ServerInterceptor):
     ) -> Any:
         """Return the method's handler, guarded."""
         if not self._calls.begin(self._endpoint):
-            return grpc.stream_stream_rpc_method_handler(_refuse)  # of any kind: this one waits for no request
+            return grpc.stream_stream_rpc_method_handler(_refuse)  # for any kind of call: it waits for no request
         handler = await continuation(details)
         method: str = details.method
         if handler is not None and handler.response_streaming:

@@ -15,10 +15,10 @@ from .health import Health
 from .interceptor import MAX_STREAMS, Calls, Guard
 
 CONNECTIONS_BESIDE = 16
-"""Connections of an endpoint above one for each session: health checks, and connections that are just closing."""
+"""Connections of an endpoint beyond one for each session: health checks, and connections that are just closing."""
 MAX_MESSAGE_BYTES = 64 * 1024
-"""As MAX_STREAMS, it is far above what a worker needs (its largest request has 4,096 ids, 41 KiB), and bounds the
-memory that a peer can take by beginning requests that it never ends."""
+"""Like MAX_STREAMS, it is far above what a worker needs (its largest request has 4,096 ids, 41 KiB), and bounds the
+memory that a peer can take by requests that it begins and never ends."""
 WINDOW_BYTES = 16 * 1024
 """What a peer may send of a call before the broker reads it; gRPC would let it grow with the peer's speed."""
 MAX_PENDING = 1_024
