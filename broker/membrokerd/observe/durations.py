@@ -37,7 +37,7 @@ class _Histogram(Histogram):  # type: ignore[misc]
 
 
 class Times:
-    """The seconds of one kind of work; `observe` notes some more, from any thread."""
+    """The durations of one kind of work, in seconds. `observe` notes one more, on any thread."""
 
     def __init__(self, histogram: _Histogram) -> None:
         self._histogram = histogram
@@ -46,7 +46,7 @@ class Times:
         self.observe = self._seconds.append
 
     def count(self) -> None:
-        """Count what was noted so far; only one thread at a time may."""
+        """Count what was noted so far. Only one thread at a time may call this."""
         noted = self._seconds[:]
         if noted:
             del self._seconds[: len(noted)]
@@ -64,7 +64,7 @@ class Durations:
         self._times: list[Times] = []
 
     def add(self, spec: Spec, buckets: Sequence[float] = BUCKETS) -> Callable[..., Times]:
-        """Add a histogram. What is returned gives the `Times` of each set of labels."""
+        """Add a histogram, and return a function from the values of its labels to their `Times`."""
         labels = ("gpu_uuid", *spec.labels)
         histogram = _Histogram(spec.name, spec.help, labels, buckets=buckets, registry=self._registry)
 

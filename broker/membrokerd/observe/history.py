@@ -1,6 +1,6 @@
 """The last minutes of the device's memory, for the status page: a bounded ring of samples.
 
-Owns when a sample is taken and what is in it. Nothing in it that /metrics did not show at that time.
+Owns when a sample is taken and what is in it. A sample has nothing that /metrics did not show at that time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SAMPLE_SECONDS = 2.0
 SAMPLES = 151
 """Five minutes. A sample with every tenant that it names is about 2 KiB."""
 MOST_TENANTS = 12
-"""Of one sample: those that use the most. The others are one sum."""
+"""How many tenants a sample names: those that use the most. The others are one sum."""
 
 
 class Sample(NamedTuple):

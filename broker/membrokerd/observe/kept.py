@@ -14,7 +14,7 @@ KEPT_SECONDS = 1.0
 
 
 class KeptText:
-    """What `make` returns or, if it raises `TimeoutError`, that. One thread makes it, and the others wait for it."""
+    """The text that `make` returned, or the `TimeoutError` that it raised. One thread makes it; the others wait."""
 
     def __init__(self, make: Callable[[], bytes]) -> None:
         self._make = make

@@ -150,7 +150,7 @@ def log_denied(session: int, method: str, denied: Denied) -> None:
 
 
 def log_wait(waited: fx.Waited) -> None:
-    """Log a request that waited for memory and was refused, at DEBUG as other refusals."""
+    """Log a request that waited for memory and was refused, at DEBUG like other refusals."""
     if waited.result == "refused":
         fields = {"model": str(waited.name), "location": waited.location, "size_bytes": waited.size}
         _emit(logging.DEBUG, "wait refused", fields | {"waited_ms": waited.waited_ns // 1_000_000})
@@ -216,7 +216,7 @@ def _event_of(kind: type[ft.Fact]) -> str:
 
 
 def _fields_of(fact: ft.Fact) -> Iterator[tuple[str, Any]]:
-    """Yield a fact's fields as a line shows them: resource names, sizes that say so, and how many ids."""
+    """Yield a fact's fields as a line shows them: resource names, sizes as `…_bytes`, and a count instead of ids."""
     for name in (each.name for each in fields(fact)):
         value = getattr(fact, name)
         if name in _NOT_SHOWN:
@@ -239,7 +239,7 @@ def _fields_of(fact: ft.Fact) -> Iterator[tuple[str, Any]]:
 class _Formatter(logging.Formatter):
     """One line for each record; other libraries' records have a message and no fields.
 
-    `has_priority`: each begins with its priority, which the journal takes off (sd-daemon(3)).
+    `has_priority`: each line begins with its priority, which systemd's journal strips (sd-daemon(3)).
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """The metrics of several daemons as one text, each family once with the series of all, and their status pages as one.
 
-Owns the way of joining them. It must never change a figure.
+Owns how they are joined. It must never change a figure.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Metrics:
         return found
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing: the table keeps names unique, and there may be no view yet."""
+        """Return nothing: the catalog keeps names unique, and there may be no view yet."""
         return ()
 
     def collect(self) -> Iterator[Metric]:

@@ -24,15 +24,15 @@ from . import logs
 
 METRICS_PORT = 9710
 MAX_CONNECTIONS = 16
-"""Served at a time. Above it the oldest client that has not sent its request is cut; otherwise clients that connect
-and send nothing would shut out the scrapes and the probes."""
+"""How many are served at a time. Beyond that, the oldest client that has not sent its request is cut: otherwise
+clients that connect and send nothing would shut out the scrapes and the probes."""
 MAX_SCRAPES = 8
-"""How many of these may be scrapes. A scrape can be long, and a client that does not read its answer keeps it open;
-that must not make a liveness probe fail, which would end the daemon."""
+"""How many of these may be scrapes. A scrape can take long, and a client that does not read its answer keeps it open.
+That must not make a liveness probe fail, because a failed probe ends the daemon."""
 DEADLINE_SECONDS = 5.0
 """How long a client may take to send its request, and again to read the answer."""
 HEAD_BYTES = 8192
-"""Most bytes of a request."""
+"""The most bytes that a request may have."""
 REST_SECONDS = 0.004
 """How long accepting pauses after each connection: 250 a second are enough, and each keeps the interpreter from the
 event loop's thread for about 0.4 ms."""
@@ -115,7 +115,10 @@ class MetricsServer(ThreadingHTTPServer):
         time.sleep(REST_SECONDS)
 
     def _make_room(self) -> bool:
-        """Cut a silent client if necessary. Its thread lives a moment longer, so such threads are bounded too."""
+        """Return whether there is room for one more connection, after cutting a silent client if necessary.
+
+        The thread of that client lives a moment longer, so such threads are bounded, too.
+        """
         if len(self._connections) < MAX_CONNECTIONS:
             return True
         if not self._silent or len(self._connections) >= 2 * MAX_CONNECTIONS:
