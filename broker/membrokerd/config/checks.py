@@ -1,4 +1,4 @@
-"""What a value in a configuration file may be, and the sentence for everything that is wrong in one.
+"""What a value in a configuration file may be, and a sentence for each thing that is wrong in a file.
 
 pydantic checks a document against annotated dataclasses. Owns the kinds of values that pydantic does not have (sizes,
 owners, modes, names) and the translation of its errors. It sees one value at a time; what must fit together is
@@ -178,7 +178,7 @@ def check(kind: type[_Table], document: dict[str, Any]) -> tuple[_Table, dict[st
 
 @functools.cache
 def _adapter(kind: type) -> TypeAdapter[Any]:
-    """To make one takes pydantic longer than to check a document with it."""
+    """Return the adapter of a kind: made once, because that takes longer than to check a document with it."""
     return TypeAdapter(kind)
 
 

@@ -113,7 +113,7 @@ def without_guarantees(tenant: TenantConfig) -> TenantConfig:
 
 @dataclass(frozen=True, slots=True)
 class Config(Table):
-    """All keys. Sizes in bytes; where it is None, the driver decides, or the memory that the device has.
+    """All keys. Sizes are in bytes; one that is None depends on the driver, or on the memory that the device has.
 
     `load` replaces an empty `runtime_directory` by the one of this user.
     """
@@ -216,7 +216,7 @@ def _is_toml(line: str) -> bool:
 
 
 def _merge(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the document with each overriding value at its key path. What is no table is left for the checks."""
+    """Return the document with each overriding value at its key path. The checks report what should be a table."""
     merged: dict[str, Any] = copy.deepcopy(dict(document))
     for path, value in overrides.items():
         *tables, key = path.split(".")
@@ -242,7 +242,7 @@ def _default_runtime_directory(env: Mapping[str, str], uid: int) -> Path | None:
 
 
 def _misfits(config: Config, wrong: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield key and sentence of each value that is fine alone and does not fit another; `wrong` keys bound nothing."""
+    """Yield key and sentence of each value that is valid but does not fit another. Keys in `wrong` are no bounds."""
     for key, size, limit_key, limit in _bounds(config):
         if size is not None and limit is not None and size > limit and limit_key not in wrong:
             yield key, f"{size_text(size)} is more than {limit_key}, {size_text(limit)}; write at most that"

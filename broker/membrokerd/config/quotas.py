@@ -1,7 +1,7 @@
 """The quotas: limits, guarantees and weights that were set by command, in a file: they outlive the daemon and a reboot.
 
-Owns the file's place and form. People may read it, and change it while no daemon runs. It is checked as the
-configuration is, and refused as a whole if anything in it is wrong.
+Owns the file's path and format. People may read it, and change it while no daemon runs. It is checked like the
+configuration, and refused as a whole if anything in it is wrong.
 """
 
 from __future__ import annotations
