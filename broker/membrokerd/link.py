@@ -10,7 +10,7 @@ from .core import effects as fx
 
 
 class Input(Protocol):
-    """A connection from which releases come."""
+    """A connection, as far as reading is concerned: releases arrive on it."""
 
     heard: int
     """The bytes that were read from it so far."""
@@ -36,7 +36,7 @@ class Link(Input, Protocol):
         ...
 
     def notify(self, frame: Frame) -> None:
-        """Say something on the broker's own account."""
+        """Send a frame that answers no request."""
         ...
 
     def recall(self, recall: fx.Recall) -> None:

@@ -58,7 +58,7 @@ class Loop:
         self.store = store
         self.links: dict[int, Link] = {}
         self.resuming: dict[int, Link] = {}
-        """Connections on which a session is being taken up: nothing is delivered on them before that is done."""
+        """Connections on which a session is being resumed: nothing is delivered on them before that is done."""
         self.on_forget: list[Callable[[int], None]] = []
         self.on_audit: Callable[[], None] = lambda: None
         """Called ten times a second, or more often."""
@@ -71,7 +71,7 @@ class Loop:
         self.sleeping = Sleeping(self.links)
         self.figures: Figures = {}
         self.drain: Notice | None = None
-        """The drain that goes on, as a session is told of it that begins, or goes on, in the middle of it."""
+        """The notice of the drain that is under way, for sessions that begin or resume during it."""
         self.deferrals = Deferrals(
             lambda call: self.tell(ev.InputsDrained(call)), lambda: [*self.links.values(), *self.resuming.values()]
         )
@@ -148,7 +148,7 @@ class Loop:
             self._schedule_deadline()
 
     def say(self, notice: Notice) -> None:
-        """Tell every session something on the broker's own account."""
+        """Send a notice to every session."""
         for link in list(self.links.values()):
             link.notify(Frame(notice=notice))
 
@@ -157,7 +157,7 @@ class Loop:
         self._io.call_soon_threadsafe(work)
 
     def process_died(self, session: int) -> None:
-        """A session's process is dead: look at the device, then tell the core."""
+        """Look at the device, then tell the core that a session's process is dead; close its connections."""
         self.executor.look(lambda figures: self._died(session, figures))
         for link in (self.links.get(session), self.resuming.get(session)):
             if link is not None:
@@ -196,7 +196,7 @@ class Loop:
         self._audit_timer = self._io.call_later(seconds, self._audit)
 
     def _schedule_deadline(self) -> None:
-        """Let the core hear of the time that it waits for."""
+        """Set the timer that tells the core when its next deadline has come."""
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
             self._deadline_timer = None

@@ -84,7 +84,7 @@ class Packets:
         self._tell(ev.NotMade(packet.session, packet.request_id, packet.part, failure.reason, failure.numbers))
 
     def refuse_unwritten(self, packet: fx.Make | fx.Send) -> None:
-        """Make nothing of a debit, and send nothing of a hold, that is not on file."""
+        """Refuse a packet whose debit or hold could not be written to the journal: nothing is made or sent."""
         if isinstance(packet, fx.Make) and packet.stocked:
             self.drop_stock(fx.DropStock(packet.location, packet.extent_bytes, len(packet.ids)))
         self._not_made(packet, Denied(Reason.JOURNAL_FULL, {"driver_says": self._broker.books.cannot_write}))
@@ -123,7 +123,7 @@ class Packets:
     # --- segments ---
 
     def _kept(self, make: fx.Make, descriptors: list[int], error: OSError | None) -> None:
-        """The store has a packet of a segment, or has it not: only then may anybody get it."""
+        """Send a packet of a segment, now that the store has it; if it could not be stored, it is not made."""
         reach("stored")
         if error is not None:
             close_all(descriptors)
@@ -191,8 +191,8 @@ class Packets:
             close_all(descriptors)
             self._not_made(packet, Denied(Reason.DELIVERY_FAILED))
             return
-        # The packet is queued before the core hears of it: the answer that may follow stands behind it, or in it. One
-        # that has its answer already goes first: the worker maps while the books are done.
+        # The packet is queued before the core hears of it, so that an answer follows it or joins it. If the packet
+        # has its answer already, it is even sent before that: the worker maps it while the core goes on.
         link.deliver(packet, descriptors)
         made = ev.Made(packet.session, packet.request_id, packet.part)
         if isinstance(packet, fx.Make) and packet.answer is not None:
@@ -205,7 +205,7 @@ class Packets:
     # --- the end ---
 
     async def stop(self, seconds: float) -> None:
-        """Wait for the packets that are being made, and let the stock go."""
+        """Wait for the packets that are being made, and close the stock."""
         try:
             if self._making:
                 await asyncio.wait_for(self._idle.wait(), seconds)

@@ -62,7 +62,8 @@ class Watch:
             self.add(session, pidfd, pid)
 
     def pidfd(self, session: int) -> int | None:
-        """Return the pidfd of a session's process; None if the process is dead, or was lost. It stays the watch's."""
+        """Return the pidfd of a session's process, which the watch still owns; None if the process is dead, or the
+        pidfd was lost."""
         return self._pidfds.get(session)
 
     def look(self, session: int) -> None:
