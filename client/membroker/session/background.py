@@ -1,6 +1,6 @@
 """The threads of a session: one reads notices and does the work of finalizers, another runs the callbacks of recalls.
 
-Owns the socket of notices, a queue of work, and the wake-up for it. It must never refer to a client: one that is
+Owns the socket of notices, a queue of work, and the wake-up for it. It must never refer to a client: a client that is
 garbage must be able to end.
 """
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("membroker")
 
 
 class Background:
-    """Hands each notice to `on_notice`, and does what `later` was given, in order, one at a time."""
+    """A thread that hands each notice to `on_notice`, and does the work that `later` got, one piece after the other."""
 
     def __init__(self, on_notice: Callable[[pb.Notice], None], name: str = "membroker") -> None:
         self._on_notice = on_notice
@@ -32,7 +32,7 @@ class Background:
         self._notices: socket.socket | None = None
         self._work: deque[Callable[[], None]] = deque()
         self._urgent: deque[Callable[[], None]] = deque()
-        """What is done although the work is held up."""
+        """Work that is done even while the other work is held up."""
         self._held_up: list[object] = []
         self._busy = False
         self._changed = Condition()
@@ -48,7 +48,7 @@ class Background:
 
     @property
     def thread(self) -> int:
-        """The thread's number, as `threading.get_ident` returns it there."""
+        """The thread's number, as `threading.get_ident` returns it in that thread."""
         return self._thread.ident or 0
 
     @property
@@ -109,7 +109,7 @@ class Background:
             self._thread.join(patience)
 
     def abandon(self) -> None:
-        """In a forked child: close what was inherited. The thread did not come along."""
+        """In a forked child: close what was inherited. The thread exists only in the parent."""
         self._running = False
         self._changed = Condition()
         self._work.clear()
@@ -147,7 +147,7 @@ class Background:
                 work()
             except BaseException:  # sys.exit() too: the thread must go on for the rest
                 logger.exception("work in the background has failed")
-            # Not kept until the next one: it may be the last reference to a client.
+            # Do not keep it until the next piece of work: it may be the last reference to a client.
             del work
             with self._changed.lock:
                 self._busy = False

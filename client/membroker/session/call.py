@@ -1,4 +1,4 @@
-"""A call in flight on the handoff connection: what has come of it, and when it is over.
+"""A call in flight on the handoff connection: what it has brought so far, and when it is over.
 
 Owns the state of one call, what a packet means for it, and the count of the deliveries that were taken. It must never
 touch a socket: the connection does, and keeps calls under its own lock.
@@ -29,7 +29,7 @@ Outcome = Message | MembrokerError
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call in flight: `deadline` is on the monotonic clock, `note` enters what the call did.
+    """One call in flight: `deadline` is on the monotonic clock, and `note` records what the call did.
 
     `request` says what it borrows, and is empty for a call that borrows no extents. `placement` is None for a call that
     brings no descriptors.
@@ -58,9 +58,9 @@ class Call:
 
 
 class Taken:
-    """Counts the deliveries of one connection that were taken, from the first one without a gap: `count`.
+    """`count` is how many deliveries of one connection were taken, counted from the first one without a gap.
 
-    Every frame to the broker carries the count, which acknowledges all that it covers. The connection's lock is held.
+    Every frame to the broker carries the count, which acknowledges these deliveries. The connection's lock is held.
     """
 
     __slots__ = ("_arrived", "count")
@@ -70,7 +70,7 @@ class Taken:
         self._arrived: dict[tuple[int, int], bool] = {}
 
     def arrived(self, frame: Frame) -> None:
-        """Enter a delivery, in the order of arrival."""
+        """Note that a delivery has arrived. Called in the order of arrival."""
         self._arrived[frame.request_id, frame.delivery.part] = False
 
     def take(self, frame: Frame) -> bool:
@@ -84,7 +84,7 @@ class Taken:
 
 
 def let_wait(frame: Frame, until: float) -> None:
-    """State in a request how long it may wait from now on: until then on the monotonic clock."""
+    """Set the wait of a request so that it ends at `until`, on the monotonic clock."""
     left = max(0.0, until - time.monotonic())
     request = getattr(frame, str(frame.WhichOneof("kind")))
     request.wait.FromNanoseconds(min(int(left * 1e9), MAX_WAIT_SECONDS * 10**9))

@@ -41,9 +41,10 @@ _LATE = ("goodbye", "declare", "detach_segment", "release")
 class Connection(SharedSocket):
     """A connected handoff socket, after the Welcome, or after a resume.
 
-    What each call brings is entered in `inventory`. `revision` and `session` are the Welcome's. `request_ids` are the
-    session's, 1 was the Hello's; `models` are those that the broker listed at the resume. Frames of the kinds `by_grpc`
-    are sent through `grpc`. `on_lost` is called when the connection is lost, by any thread.
+    What each call brings is recorded in `inventory`. `revision` and `session` are the Welcome's. `request_ids` go on
+    over all connections of a session; 1 was the Hello's. `models` are those that the broker listed at the resume.
+    Frames of the kinds `by_grpc` are sent through `grpc`. `on_lost` is called when the connection is lost, by any
+    thread.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Connection(SharedSocket):
         frame.request_id = call.request_id
         try:
             try:
-                # Entered first: a resume waits for every call that is entered when the connection is lost.
+                # In the table first: when the connection is lost, the resume waits for every call in the table.
                 self._calls[call.request_id] = call
                 if self.end is not None:
                     self.check_open()
@@ -124,9 +125,9 @@ class Connection(SharedSocket):
         return call.outcome
 
     def release(self, extent_ids: Iterable[int], *, answer_within: float | None = None) -> None:
-        """Say that extents are released.
+        """Tell the broker that extents are released.
 
-        Without waiting for an answer, unless it is to come within so many seconds; a refusal comes as a notice then.
+        With `answer_within`, wait for the answer, at most that many seconds. Without, a refusal comes as a notice.
         """
         ids = list(dict.fromkeys(extent_ids))
         while ids:
@@ -143,7 +144,7 @@ class Connection(SharedSocket):
             del ids[:MAX_IDS_PER_FRAME]
 
     def detach(self, generation: int, *, answer_within: float | None = None) -> None:
-        """Say that one hold of a segment has ended, as `release`."""
+        """Tell the broker that one hold of a segment has ended; `answer_within` is that of `release`."""
         request = broker_pb2.DetachSegmentRequest(generation=generation, no_reply=answer_within is None)
         frame = pb.Frame(detach_segment=request)
         if answer_within is None:
@@ -153,9 +154,9 @@ class Connection(SharedSocket):
             self.call(frame, timeout=answer_within)
 
     def catch_up(self, told: HeldResources, timeout: float) -> HeldResources:
-        """Tell the broker what is less than it was told at a resume; return what it knows then: what is held.
+        """Tell the broker what is not held any more of what it was `told` at a resume, and return what is held now.
 
-        Nothing is more, because every call has ended that could bring something.
+        Nothing has been added since, because every call that could bring something has ended.
         """
         now = self._inventory.held()
         gone = told.minus(now)
@@ -168,7 +169,7 @@ class Connection(SharedSocket):
         return now
 
     def answer_recall(self, recall_id: int, size: int) -> None:
-        """Answer a recall, behind the releases, as far as it was of `size` bytes.
+        """Answer a recall, after all releases so far. `size` is the largest size of it that the program has heard of.
 
         Does nothing if the connection has ended: the broker asks again.
         """
@@ -224,7 +225,7 @@ class Connection(SharedSocket):
             self.changed.tell_all()
 
     def _note(self, call: Call) -> None:
-        """Enter what a call has brought, before it is forgotten: no resume can miss it."""
+        """Record what a call has brought before the call is forgotten, so that no resume can miss it."""
         if call.segment:
             self._inventory.attached(call.request_id, call.segment)
         elif call.extent_ids:
@@ -288,16 +289,17 @@ class Connection(SharedSocket):
             self._close_and_acknowledge(packet, last=delivery.HasField("reply"))
 
     def _close_and_acknowledge(self, packet: handoff.Packet, *, last: bool) -> None:
-        """Let the broker send more in place of a delivery that was taken, if a call may wait for that.
+        """Close the descriptors of a delivery, and acknowledge it now if a call may wait for the delivery window.
 
-        After the last delivery of the only call in flight none waits, and the next frame says it. A call that begins
-        meanwhile is either seen here, or its own frame carries the count: it is entered before that is read.
+        After the last delivery of the only call in flight no call waits, so it is enough that the next frame carries
+        the count. A call that begins meanwhile is either seen here, or its own frame carries the count: it is in the
+        table before its frame reads the count.
         """
         with self.changed.lock:
             close_each(packet.descriptors)
             self.unclosed.remove(packet)
             if self.counts and (not self.taken.take(packet.frame) or (last and len(self._calls) == 1)):
-                return  # or the thread that takes an earlier delivery says so
+                return  # if an earlier delivery is not taken yet, the thread that takes it acknowledges both
         frame = pb.Frame(request_id=packet.frame.request_id)
         frame.ack.part = packet.frame.delivery.part
         self.send(frame)

@@ -29,15 +29,15 @@ class Declarations:
 
     def __init__(self, connection: ReconnectingConnection) -> None:
         self._connection = connection
-        # Reentrant, because releasing it without having it then fails instead of taking it from another thread.
+        # An RLock: a thread that does not have it cannot release it, and gets an error instead.
         self._turn = threading.RLock()
         self._said: Counter[_Key] = Counter()
         self._held: Counter[_Key] = Counter()
         self._ended: deque[tuple[_Key, int]] = deque()
-        """Bytes that are held no longer, for the thread that has the turn."""
+        """Bytes that are not held any more. The thread that has the turn tells the broker."""
 
     def say(self, model: str, location: Location, size: int) -> None:
-        """Replace the user's figure. Raises `OutOfMemory`, and then the last one stays."""
+        """Replace the user's figure. Raises `OutOfMemory`, and the previous figure stays then."""
         key = (model, location)
         try:
             with self._turn:
@@ -62,9 +62,10 @@ class Declarations:
             raise
 
     def end(self, model: str, location: Location, size: int) -> None:
-        """Be charged for `size` bytes less, of those that were added. Waits for no broker that is gone.
+        """Stop being charged for `size` bytes that were added. Does not wait for a broker that is gone.
 
-        It does not wait for a thread that does, either: that thread tells the broker after its own declaration.
+        Nor does it wait for another thread that waits for a broker: that thread tells the broker of these bytes, too,
+        after its own declaration.
         """
         self._ended.append(((model, location), size))
         self._tell_less()
@@ -82,7 +83,7 @@ class Declarations:
             raise
 
     def _tell_less(self) -> None:
-        """Declare what is less now, unless another thread has the turn: it does so before it returns."""
+        """Declare what has become less, unless another thread has the turn: that thread does so before it returns."""
         while self._ended:
             try:
                 if not self._turn.acquire(blocking=False):

@@ -355,7 +355,7 @@ def _admission(path: Path, found: os.stat_result) -> str:
         owner = f"{_user(found.st_uid)}, or as root" if found.st_uid else "root"
         return f"Only the operator enters there: run the command as {owner}"
     admits_group = found.st_mode & (stat.S_IXGRP if stat.S_ISDIR(found.st_mode) else stat.S_IWGRP)
-    if admits_group and found.st_gid != 0:  # who joins the group root can do more than this
+    if admits_group and found.st_gid != 0:  # a member of the group root could do far more than this
         with suppress(KeyError):  # one of the two has no name, as in a container
             names = f"{grp.getgrgid(found.st_gid).gr_name} {pwd.getpwuid(os.geteuid()).pw_name}"
             return f"Join the group with `usermod -aG {names}` and log in again"

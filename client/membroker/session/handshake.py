@@ -42,7 +42,7 @@ def open_session(path: Path, hello: pb.Hello, timeout: float) -> tuple[socket.so
 
     `timeout`, in seconds, bounds each of connecting, sending the Hello and receiving the Welcome. Raises
     `BrokerUnavailable`, `AccessDenied`, `TooMany`, `ProtocolError`, `DescriptorLimit`, and an error with the reason
-    `REJECTED` instead of a session that is not the one of the Hello.
+    `REJECTED` if the broker did not resume the session that the Hello names.
     """
     connection = open_socket(path, timeout)
     try:
@@ -57,7 +57,7 @@ def open_session(path: Path, hello: pb.Hello, timeout: float) -> tuple[socket.so
 def reconcile(
     connection: socket.socket, path: Path, inventory: Inventory, request_id: int, timeout: float
 ) -> tuple[HeldResources, Sequence[str]]:
-    """State what a session holds, on the handoff socket over which it is resumed, and forget what the broker does not.
+    """State what a session holds on the socket on which it resumes, and forget what the broker does not know of that.
 
     Return what the broker knows of it, and the models that it lists. `timeout`, in seconds, bounds each step. Raises
     the broker's refusal, `BrokerUnavailable` and `ProtocolError`.
@@ -93,7 +93,7 @@ def reconcile(
 
 def _greet(connection: socket.socket, path: Path, hello: pb.Hello) -> tuple[socket.socket, pb.Welcome]:
     try:
-        # A process that may not enter is answered before its Hello: the answer can be read, and nothing written.
+        # A process that is not admitted is answered before its Hello: it can read the answer, but cannot write.
         with suppress(BrokenPipeError):
             handoff.send(connection, handoff.encode(pb.Frame(request_id=1, hello=hello)))
         packet = _hear(connection)
@@ -110,7 +110,10 @@ def _greet(connection: socket.socket, path: Path, hello: pb.Hello) -> tuple[sock
 
 
 def _hear(connection: socket.socket) -> handoff.Packet:
-    """Return the broker's first packet. If it hung up with our Hello unread, the kernel says so once, before it."""
+    """Return the broker's first packet.
+
+    If the broker hung up with our Hello unread, the first read fails with ECONNRESET, and the next one has the packet.
+    """
     try:
         return handoff.receive(connection)
     except ConnectionResetError:
@@ -128,7 +131,7 @@ def _unanswered(path: Path, error: Exception) -> MembrokerError:
 
 
 def _welcome_of(packet: handoff.Packet) -> pb.Welcome:
-    """Return the Welcome, or raise for what came instead. The descriptors stay the caller's."""
+    """Return the Welcome, or raise for what came instead. The caller still owns the descriptors."""
     frame = packet.frame
     if frame.WhichOneof("kind") == "reply" and frame.reply.WhichOneof("result") == "error":
         raise from_status(frame.reply.error)

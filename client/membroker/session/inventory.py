@@ -96,7 +96,7 @@ class Inventory:
         self._declarations: Declarations = {}
 
     def registered(self, model: str) -> None:
-        """Enter one registration of a model."""
+        """Record one registration of a model."""
         with self._lock:
             self.models[model] += 1
 
@@ -115,22 +115,22 @@ class Inventory:
             self.answering.discard(model)
 
     def answers(self, model: str, *, answers: bool) -> None:
-        """Enter whether the session answers recalls of a model."""
+        """Record whether the session answers recalls of a model."""
         with self._lock:
             (self.answering.add if answers else self.answering.discard)(model)
 
     def borrowed(self, extent_ids: Iterable[int], kind: Kind) -> None:
-        """Enter extents of one kind."""
+        """Record extents of one kind."""
         with self._lock:
             self._extents.update(dict.fromkeys(extent_ids, self._kinds.setdefault(kind, kind)))
 
     def attached(self, request_id: int, generation: int) -> None:
-        """Enter the hold of a segment that a request took."""
+        """Record the hold of a segment that a request took."""
         with self._lock:
             self._segments[request_id] = generation
 
     def declared(self, request: broker_pb2.DeclareMemoryRequest) -> None:
-        """Enter a declaration, which replaces the one before."""
+        """Record a declaration, which replaces the one before."""
         with self._lock:
             self._declarations[request.model, request.location] = request.declared_bytes
             if not request.declared_bytes:
@@ -157,7 +157,7 @@ class Inventory:
         return request_id is not None
 
     def strike_call(self, request_id: int, extent_ids: Iterable[int]) -> None:
-        """Remove what a call has brought, if that was entered already."""
+        """Remove what a call has brought, if that was recorded already."""
         with self._lock:
             self._segments.pop(request_id, None)
             self._drop(extent_ids)

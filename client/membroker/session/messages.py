@@ -87,7 +87,7 @@ def by_location(kind: type[_T], books: Iterable[Any]) -> dict[str, _T]:
 
 
 def notice(message: handoff_pb2.Notice) -> Notice | None:
-    """Return what a user is told of a broker's notice; None for what is the library's own business."""
+    """Return what a user is told of a broker's notice; None if the notice is for the library only."""
     kind = message.WhichOneof("kind")
     if kind == "draining":
         deadline = message.draining.deadline.ToDatetime(UTC) if message.draining.HasField("deadline") else None

@@ -1,7 +1,7 @@
-"""What the broker says on its own account, and the program's callbacks for it.
+"""Notices: what the broker sends without being asked, and the program's callbacks for it.
 
 Owns the threads of a session: one reads notices and does the work of finalizers, another runs the callbacks of recalls.
-It must never refer to a session: one that is garbage must be able to end.
+It must never refer to a session: a session that is garbage must be able to end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_RECALLS = 1024
 
 
 class RecallListener(Protocol):
-    """What the broker's recalls are told to."""
+    """The object that hears the broker's recalls."""
 
     def heard(self, message: pb.Recall, connection: Connection) -> None:
         """Take a recall. The lock is held."""
@@ -60,7 +60,7 @@ class Notices:
         self._connected = connected
         self._callbacks: list[Callable[[Notice], object]] = []
         self.recalls: Callable[[], RecallListener | None] = lambda: None
-        """Returns what the broker's recalls are told to, which is kept by the user's objects."""
+        """Returns the object that hears the broker's recalls, if it is alive: only the user's objects keep it."""
         self._recalling: Background | None = None
         self.callback_thread = 0
         """The number of the thread that runs callbacks of recalls; 0 before the first one."""
@@ -118,7 +118,7 @@ class Notices:
                 return
             if recalls is not None:
                 recalls.heard(message, connection)
-            else:  # nobody is left who could release anything
+            else:  # no object of the user is left that could release anything
                 self.later(partial(connection.answer_recall, message.recall_id, message.bytes))
 
     def _hear_sleep(self, message: pb.Sleep) -> None:

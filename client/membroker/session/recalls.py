@@ -103,10 +103,10 @@ class Recalls:
     def answer_for(
         self, name: str, show: Callable[[OpenRecall], Any], callback: Callable[[Any], object] | None
     ) -> None:
-        """Run `callback` for each recall of a model from now on, or answer for it no more. Tells the broker.
+        """Run `callback` for each recall of a model from now on; None: stop answering for it. Tells the broker.
 
-        Raises `ModelNotFound` for a model that the session has left, and what a call raises. After that it is as it
-        was before, except that a callback that was to be removed is not called any more.
+        Raises `ModelNotFound` for a model that the session has left, and what a call raises. After an error everything
+        is as before, except that a callback that was to be removed is not called any more.
         """
         before = self._answering.get(name)
         if callback is None:
@@ -134,7 +134,7 @@ class Recalls:
         self._line.call(pb.Frame(register_model=request), timeout=CONTROL_SECONDS, note=note)
 
     def sleep_for(self, name: str, callback: Callable[[SleepRequest], SleepStatus] | None) -> None:
-        """Run `callback` for each question of an operator about a model's sleep from now on, or answer for it no more.
+        """Run `callback` for each question of an operator about a model's sleep from now on; None: stop answering.
 
         Raises `ModelNotFound` for a model that the session has left, and `ClosedError`.
         """
@@ -164,7 +164,7 @@ class Recalls:
         return None
 
     def answer(self, one: OpenRecall) -> None:
-        """Send the answer behind all releases until now. A recall that is no longer open is ignored."""
+        """Send the answer, after all releases until now. A recall that is no longer open is ignored."""
         if self._open.get(one.recall_id) is one:
             one.connection.answer_recall(one.recall_id, one.told)
             self._answered[one.place] = one.recall_id, one.connection
@@ -244,7 +244,10 @@ class Recalls:
         connection.answer_sleep(sleep_id, status)
 
     def _call_back(self, method: Callable[..., None], *arguments: Any) -> bool:
-        """Call a method of this in the thread for callbacks, if this still lives; False if too much waits there."""
+        """Call a method of this object in the thread for callbacks, if the object is still alive then.
+
+        Return False if too much waits there.
+        """
         living = weakref.WeakMethod(method)
 
         def work() -> None:
@@ -254,7 +257,7 @@ class Recalls:
         return self._line.notices.call_back(work)
 
     def lost(self) -> None:
-        """Drop the open recalls: the connection is lost. The broker asks again after the resume, if it still needs."""
+        """Drop the open recalls: the connection is lost. After the resume the broker asks again, if it still must."""
         self._open.clear()
 
     def handle(self, recall_id: int) -> None:

@@ -1,8 +1,9 @@
 """The connection of a session that reconnects: one `Connection` after another, for as long as the session lives.
 
 Owns the present connection, the thread that replaces a lost one, and the calls that wait meanwhile. Other threads see
-a new connection only when the broker and the inventory agree, so nothing but Holds, and what is less since, goes over
-it before. It must never know what a call is about, nor refer to a session: one that is garbage must be able to end.
+a new connection only when the broker and the inventory agree; until then, only the Holds, and what was released since,
+go over it. It must never know what a call is about, nor refer to a session: a session that is garbage must be able to
+end.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ LIFECYCLE: Final[Mapping[str, Mapping[str, str]]] = {
 """`LIFECYCLE[state][cause]` is the next state. A cause that has no entry comes too late, and changes nothing."""
 
 NOTICING_SECONDS = 1.0
-"""How long the end of the handoff connection may follow the failure of a call by gRPC that has the same cause."""
+"""When a call by gRPC has failed: how much later the handoff connection may end for the same cause."""
 REMINDER_SECONDS = 60.0
 _UNANSWERED = ("", "STOPPING", "DELIVERY_FAILED", REJECTED)
 """Reasons of errors after which a call is repeated on the next connection, if there is one."""
@@ -70,7 +71,7 @@ class ReconnectingConnection:
     """The sockets and the gRPC channel of a session, opened here; raises what `open_session` raises.
 
     `timeout`, in seconds, bounds each step of a handshake and the goodbye. `outage` is how many seconds a call waits
-    for the next connection. With `by_grpc`, what a frame can ask by gRPC is asked so.
+    for the next connection. With `by_grpc`, all frames that gRPC has a method for are sent by gRPC.
     """
 
     def __init__(self, endpoint: Path, hello: pb.Hello, *, timeout: float, outage: float, by_grpc: bool) -> None:
@@ -145,8 +146,8 @@ class ReconnectingConnection:
     ) -> Any:
         """Make a call over the present connection, and repeat it over the next one when the connection is lost.
 
-        `before_repeat` is called with the next connection. The broker lets a request for memory wait for it `until`
-        then, on the monotonic clock; None: as long as its rules say. Raises what `Connection.call` raises,
+        `before_repeat` is called with the next connection. The broker lets a request wait for memory `until` that time
+        on the monotonic clock; None: as long as its rules say. Raises what `Connection.call` raises,
         `BrokerUnavailable` when there is no connection for too long, `SessionLost` and `ClosedError`.
         """
         connection = self.connection
@@ -170,7 +171,7 @@ class ReconnectingConnection:
                 connection = self._next(connection, error)
 
     def release(self, extent_ids: Sequence[int]) -> None:
-        """Release extents that are unmapped; those that are released already are passed over.
+        """Release extents that are unmapped; those that are released already are skipped.
 
         Raises nothing when the broker is gone: a resume states only what is still held. After an interrupt in here the
         caller calls `interrupted`, for the same reason.
@@ -183,7 +184,7 @@ class ReconnectingConnection:
             return
 
     def detach(self, generation: int) -> None:
-        """End one hold of a segment, as `release`."""
+        """End one hold of a segment. Raises as little as `release`."""
         with self._changed.lock:
             connection, known = self.connection, self.inventory.strike_segment(generation)
         with suppress(BrokerUnavailable, ClosedError):
@@ -191,7 +192,7 @@ class ReconnectingConnection:
                 connection.detach(generation, answer_within=self._answer_within)
 
     def declare_less(self, request: broker_pb2.DeclareMemoryRequest) -> None:
-        """Declare no more than before, as `release`, and wait for the answer."""
+        """Declare no more than before, and wait for the answer. Raises as little as `release`."""
         with self._changed.lock:
             connection = self.connection
             self.inventory.declared(request)
@@ -223,7 +224,7 @@ class ReconnectingConnection:
             return self.connection
 
     def _patience(self) -> float:
-        """Return how many seconds to wait for the next connection: after an interrupt the broker is there."""
+        """Return how many seconds to wait for the next connection. After an interrupt, the broker is still there."""
         return max(self._outage, self._timeout) if self.connection.interrupted else self._outage
 
     def _too_long(self, error: MembrokerError) -> MembrokerError:
@@ -283,7 +284,7 @@ class ReconnectingConnection:
                 logger.warning("no broker for %.0f s, still reconnecting: %s", reminded - begun, self._trouble)
 
     def _reconnects_for(self, seconds: float) -> bool:
-        """Wait that long, or until the session is resumed or over; say whether it is neither. The lock is held."""
+        """Wait that long, or until the session is resumed or over; return whether it still reconnects. Lock is held."""
         deadline = time.monotonic() + seconds
         while self._state == "reconnecting" and (left := deadline - time.monotonic()) > 0:
             self._changed.wait(left)
@@ -333,7 +334,8 @@ class ReconnectingConnection:
     def end_waits(self, *, at_exit: bool) -> None:
         """Let no call wait any more: neither for another connection, nor at the broker for memory or a seal.
 
-        The calls in flight end with their connection. The session still gets another one to end over, but not at exit.
+        The calls in flight end with their connection. For its goodbye the session still gets another connection, but
+        not at exit.
         """
         with self._changed.lock:
             self._closing = True

@@ -33,7 +33,7 @@ from .rpc import CONTROL_SECONDS
 
 
 class _Link:
-    """The connection and the driver of a session, apart from it: a finalizer of the session can close them."""
+    """The connection and the driver of a session. They do not refer to it, so that its finalizer can close them."""
 
     def __init__(self, connection: ReconnectingConnection, driver: Driver | None) -> None:
         self.connection = connection
@@ -65,8 +65,8 @@ class _Link:
 class Session(Holder[_Link]):
     """An open session. Raises what `open_session` raises, and then leaves nothing behind.
 
-    The arguments are those of `connect`. But it does not wait for a broker that is absent, and by default its calls do
-    not wait for one that goes away: commands can be repeated.
+    The arguments are those of `connect`. Unlike `connect`, it does not wait for a broker that is absent, and by default
+    its calls do not wait for one that goes away: commands can be repeated.
     """
 
     _name, _instead = "client", "call connect() again"
@@ -104,9 +104,10 @@ class Session(Holder[_Link]):
 
     @property
     def recalls(self) -> Recalls:
-        """The recalls of this session. The caller keeps them: a reference from here would be one from all memory.
+        """The recalls of this session. The caller keeps them alive; the session has only a weak reference.
 
-        A callback usually refers to a pool, whose memory refers to this session, and lives until the pool is garbage.
+        A callback usually refers to a pool, and the pool's memory refers to this session. So with a reference from
+        here, the pool would never become garbage.
         """
         known = self._recalls()
         if known is None:
@@ -151,7 +152,7 @@ class Session(Holder[_Link]):
 
         def before_repeat(connection: Connection) -> None:
             if name in connection.models and name not in registered:
-                # It is registered for this session, by no call that returned: so by the first attempt.
+                # This session has the model, but no call that registers it has returned: so the first attempt did it.
                 frame.register_model.exclusive = False
 
         frame = Frame(register_model=request)
@@ -160,7 +161,7 @@ class Session(Holder[_Link]):
         return model
 
     def leave_model(self, name: str) -> None:
-        """Take one registration back: leave a model unless this session has registered it more often."""
+        """Undo one registration: leave a model, unless this session has registered it more than once."""
         if self.reconnecting.inventory.strike_registration(name):
             self.unregister_model(name)
 

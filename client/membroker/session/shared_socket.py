@@ -84,7 +84,10 @@ class SharedSocket:
         self.hand_on(None)
 
     def drain(self) -> None:
-        """Route every packet that is in the socket. The thread that only reads does, and one that has an answer."""
+        """Route every packet that is in the socket.
+
+        Called by the thread that only reads, and by a thread that has the answer of a call by gRPC.
+        """
         strays = []
         try:
             with self.changed.lock:
