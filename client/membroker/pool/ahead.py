@@ -1,7 +1,8 @@
 """Borrowing ahead: how many spare pages a pool keeps ready, and the thread that borrows them before they are needed.
 
 Owns that number and the thread. It must never wait for the device, nor take what others want: the broker refuses what
-is asked for ahead when anybody waits. The thread must not refer to the pool while it waits: one that is garbage ends.
+is asked for ahead when anybody waits. The thread must not refer to the pool while it waits: a pool that is garbage must
+be able to end.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MOST_BYTES: Final = GIB
 """The most that "auto" keeps ready."""
 SLICE_SECONDS: Final = 0.02
 SLICES: Final = 500
-"""Of the last 10 seconds, the slice in which the most pages were taken decides."""
+"""How many slices are looked at: those of the last 10 seconds. The one in which the most pages were taken decides."""
 LOOK_SECONDS: Final = 1.0
 FIRST_PAUSE, LAST_PAUSE = 0.05, 1.0
 """After a refusal the pool borrows nothing ahead for so many seconds, doubled with each refusal in a row. Longer pauses
@@ -85,7 +86,7 @@ class Ahead:
         self._pause = 0.0
 
     def refused(self) -> None:
-        """Note that it does not, or has asked for pages that were ready."""
+        """Note that the broker does not lend ahead, or has recalled pages that were ready."""
         self._pause = min(LAST_PAUSE, max(FIRST_PAUSE, 2 * self._pause))
         self._resume_at = time.monotonic() + self._pause
 

@@ -233,7 +233,7 @@ class Backing:
         return [pages] if pages and not self._ahead.is_resting else []
 
     def _give_surplus(self, count: int) -> None:
-        """Release `count` spare pages as `_give_spare` does, but none that the user has prepared."""
+        """Release `count` spare pages as `_give_spare` does, except those that the user has prepared."""
         self._give_spare(count * self._page_size, lambda _: True, self._table.prepared)
 
     def _rest(self) -> None:
@@ -249,7 +249,7 @@ class Backing:
     def _give_spare(self, size: int, is_asked_for: Callable[[int], bool], but: Set[int] = frozenset()) -> bool:
         """Release spare pages that no work on the device can use, the highest ones first, without waiting for it.
 
-        None of the pages `but`. Return whether there were any.
+        The pages in `but` stay. Return whether any page was released.
         """
         with Operation(self.holding) as operation:
             count = -(-size // self._page_size)
