@@ -11,7 +11,7 @@ from membroker.vmm import DriverUnavailable
 from membrokerd import device
 from membrokerd.config.config import Config, TenantConfig
 from membrokerd.core.ledger import Ledger
-from membrokerd.core.policy import set_limit
+from membrokerd.core.policy import limit_of
 from membrokerd.device import DeviceError, Plan, _share, plan
 
 
@@ -109,6 +109,6 @@ def test_the_default_limit_is_each_tenants_that_has_none(tmp_path: Any) -> None:
     made.driver.close()
     rules = made.rules(config, anchor=0, max_sessions=4, max_segment_extents=4)
     ledger = Ledger({"device": 1 << 30, "host": 1 << 30})
-    limits = {name: set_limit(ledger.quotas, rules, (name, None, "device")) for name in ("red", "blue", "uid-1000")}
+    limits = {name: limit_of(ledger.quotas, rules, (name, None, "device")) for name in ("red", "blue", "uid-1000")}
     assert limits == {"red": 64 * MIB, "blue": 8 * MIB, "uid-1000": 8 * MIB}
-    assert set_limit(ledger.quotas, rules, ("blue", None, "host")) is None
+    assert limit_of(ledger.quotas, rules, ("blue", None, "host")) is None

@@ -73,12 +73,12 @@ def test_a_world_can_be_told_as_a_transcript(seed: int) -> None:
 
 
 def _no_tenant_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_limit = policy.set_limit
-    monkeypatch.setattr(policy, "set_limit", lambda *of: set_limit(*of) if of[2][1] else None)
+    limit_of = policy.limit_of
+    monkeypatch.setattr(policy, "limit_of", lambda *of: limit_of(*of) if of[2][1] else None)
 
 
 def _no_commanded_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "set_limit", lambda _, rules, key: rules.limits.get(key))
+    monkeypatch.setattr(policy, "limit_of", lambda _, rules, key: rules.limits.get(key))
 
 
 def _no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def _without_shares(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "set_weight", lambda *_: 1)
+    monkeypatch.setattr(policy, "weight_of", lambda *_: 1)
 
 
 def _after_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:

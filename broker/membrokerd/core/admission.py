@@ -41,7 +41,7 @@ class Admission:
         self._unfirm_sums: dict[tuple[str, Location], tuple[TenantCharge | None, int, int]] = {}
         self._limits: dict[tuple[ModelName, Location], tuple[int | None, int | None]] = {}
         """The limits in force of a model and of its tenant: a cache, filled when they are asked for."""
-        self._guarantees = {where: _set_guarantees(ledger.quotas, rules, where) for where in ledger.totals}
+        self._guarantees = {where: _guarantees_of_tenants(ledger.quotas, rules, where) for where in ledger.totals}
         for rows in self._guarantees.values():
             for row in rows.values():
                 for name in row.models:
@@ -53,7 +53,7 @@ class Admission:
             self._limits.pop((name, location), None)
             row = rows.get(name.tenant)
             if row is not None and name in row.models:
-                size = policy.set_guarantee(self._ledger.quotas, self._rules, (*name, location))
+                size = policy.guarantee_of(self._ledger.quotas, self._rules, (*name, location))
                 limit = policy.model_limit(self._ledger, self._rules, name, location)
                 row.models[name] = size if limit is None else min(size, limit)
                 self._unused_sums.pop((name.tenant, location), None)
@@ -227,7 +227,7 @@ class Admission:
     def _limits_of(self, name: ModelName, location: Location) -> tuple[int | None, int | None]:
         """Work out the limits in force of a model and of its tenant."""
         ledger, rules = self._ledger, self._rules
-        of_tenant = policy.set_limit(ledger.quotas, rules, (name.tenant, None, location))
+        of_tenant = policy.limit_of(ledger.quotas, rules, (name.tenant, None, location))
         limits = policy.model_limit(ledger, rules, name, location), of_tenant
         if name in ledger.models:  # else nothing would forget them
             self._limits[name, location] = limits
@@ -291,9 +291,9 @@ def misfits(quotas: Mapping[policy.Key, Quota], rules: policy.Rules, location: L
     all tenants at most the capacity.
     """
     total = 0
-    for tenant, row in _set_guarantees(quotas, rules, location).items():
+    for tenant, row in _guarantees_of_tenants(quotas, rules, location).items():
         for name, size in row.models.items():
-            limit = policy.set_limit(quotas, rules, (*name, location))
+            limit = policy.limit_of(quotas, rules, (*name, location))
             if limit is not None and size > limit:
                 yield Misfit(tenant, name.model, "its limit", size, limit, f"the guarantee of {name}")
         of_models = sum(row.models.values())
@@ -310,7 +310,7 @@ def misfits(quotas: Mapping[policy.Key, Quota], rules: policy.Rules, location: L
         yield Misfit(None, None, "the capacity", total, capacity, "the guarantees of all tenants together")
 
 
-def _set_guarantees(
+def _guarantees_of_tenants(
     quotas: Mapping[policy.Key, Quota], rules: policy.Rules, location: Location
 ) -> dict[str, _Guarantees]:
     """Return what operators have guaranteed to each tenant and its models, by tenant."""
@@ -318,11 +318,11 @@ def _set_guarantees(
     keys = [key for key, quota in quotas.items() if quota.guarantee is not None]
     for key in sorted({*keys, *rules.guarantees}, key=lambda key: (key[0], key[1] or "")):
         tenant, model, where = key
-        size = policy.set_guarantee(quotas, rules, key)
+        size = policy.guarantee_of(quotas, rules, key)
         if where != location or not size:
             continue
         if tenant not in found:
-            found[tenant] = _Guarantees(0, {}, policy.set_limit(quotas, rules, (tenant, None, location)))
+            found[tenant] = _Guarantees(0, {}, policy.limit_of(quotas, rules, (tenant, None, location)))
         if model is None:
             found[tenant] = found[tenant]._replace(own=size)
         else:

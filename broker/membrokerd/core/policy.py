@@ -78,7 +78,7 @@ def shape_of_segment(rules: Rules, size: int) -> tuple[int, int, int]:
     return rules.segment_extent_bytes, rest or rules.segment_extent_bytes, whole + bool(rest)
 
 
-def set_limit(quotas: Mapping[Key, Quota], rules: Rules, key: Key) -> int | None:
+def limit_of(quotas: Mapping[Key, Quota], rules: Rules, key: Key) -> int | None:
     """Return the limit that operators have set, as commanded or else configured. A tenant's is the one in force."""
     quota = quotas.get(key)
     if quota is not None and quota.limit is not None:
@@ -87,20 +87,20 @@ def set_limit(quotas: Mapping[Key, Quota], rules: Rules, key: Key) -> int | None
     return rules.default_limits.get(key[2]) if limit is None and key[1] is None else limit
 
 
-def set_guarantee(quotas: Mapping[Key, Quota], rules: Rules, key: Key) -> int:
+def guarantee_of(quotas: Mapping[Key, Quota], rules: Rules, key: Key) -> int:
     """Return the guarantee that operators have set: what is commanded, or else configured, or else 0."""
     quota = quotas.get(key)
     return rules.guarantees.get(key, 0) if quota is None or quota.guarantee is None else quota.guarantee
 
 
-def set_quota(quotas: Mapping[Key, Quota], rules: Rules, key: Key) -> Quota:
+def quota_of(quotas: Mapping[Key, Quota], rules: Rules, key: Key) -> Quota:
     """Return what operators have set: each number as commanded, or else configured."""
     quota = quotas.get(key, Quota())
     weight = rules.weights.get(key) if quota.weight is None else quota.weight
-    return Quota(set_limit(quotas, rules, key), set_guarantee(quotas, rules, key) or None, weight)
+    return Quota(limit_of(quotas, rules, key), guarantee_of(quotas, rules, key) or None, weight)
 
 
-def set_weight(quotas: Mapping[Key, Quota], rules: Rules, key: Key) -> int:
+def weight_of(quotas: Mapping[Key, Quota], rules: Rules, key: Key) -> int:
     """Return the weight in force: what is commanded, or else configured, or else 1."""
     quota = quotas.get(key)
     return rules.weights.get(key, 1) if quota is None or quota.weight is None else quota.weight
@@ -110,7 +110,7 @@ def model_limit(ledger: Ledger, rules: Rules, name: ModelName, location: Locatio
     """Return the model's limit in force: the smaller of what was asked and what is commanded, or else configured."""
     row = ledger.models.get(name)
     asked = row.limits.get(location) if row else None
-    ruled = set_limit(ledger.quotas, rules, (*name, location))
+    ruled = limit_of(ledger.quotas, rules, (*name, location))
     if asked is None or ruled is None:
         return ruled if asked is None else asked
     return min(asked, ruled)

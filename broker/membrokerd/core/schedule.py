@@ -368,7 +368,7 @@ class Schedule:
                     self._recalls.ask(name, location, self._not_asked(name, location) - limit, now)
                 above[name.tenant] += self._not_asked(name, location)
             for name in sorted(books.ledger.models, key=lambda name: -books.recallable.of_model(name, location)):
-                limit = policy.set_limit(books.ledger.quotas, books.rules, (name.tenant, None, location))
+                limit = policy.limit_of(books.ledger.quotas, books.rules, (name.tenant, None, location))
                 if limit is not None and above[name.tenant] > limit:
                     above[name.tenant] -= self._recalls.ask(name, location, above[name.tenant] - limit, now)
         books.limits_changed = self.is_left_over

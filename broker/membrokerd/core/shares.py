@@ -149,14 +149,14 @@ class Shares:
             most = _lowered(most, limit - releasing, rules.granularity)
         base = min(guarantee, max(firm, most)) if self._recallable.is_possible else guarantee
         low = max(0, firm - base)
-        weight = policy.set_weight(ledger.quotas, rules, (*name, location))
+        weight = policy.weight_of(ledger.quotas, rules, (*name, location))
         return Item(weight, low, max(low, most - base), base, max(firm, min(base, lent)))
 
     def _tenant(self, tenant: str, location: Location, models: Collection[Item]) -> Item:
         """Return a tenant's item: its usable guarantee, or what its models want of that, and what they want besides."""
         least = sum([model.base + model.low for model in models])
         most = sum([model.base + model.high for model in models])
-        limit = policy.set_limit(self._ledger.quotas, self._rules, (tenant, None, location))
+        limit = policy.limit_of(self._ledger.quotas, self._rules, (tenant, None, location))
         if limit is not None:
             charge = self._ledger.tenants.get((tenant, location))
             bound = limit - (charge.releasing if charge else 0)
@@ -167,5 +167,5 @@ class Shares:
         if self._recallable.is_possible and tenant not in self._rules.unlent:
             base = min(base, most)
         low = max(0, least - base)
-        weight = policy.set_weight(self._ledger.quotas, self._rules, (tenant, None, location))
+        weight = policy.weight_of(self._ledger.quotas, self._rules, (tenant, None, location))
         return Item(weight, low, max(low, most - base), base)

@@ -188,7 +188,7 @@ def take_model(broker: Broker, name: ModelName) -> ModelView:
                 charge.extents,
                 policy.model_limit(broker.ledger, broker.books.rules, row.name, where),
                 broker.books.admission.model_guarantee(row.name, where),
-                policy.set_weight(broker.ledger.quotas, broker.books.rules, (*row.name, where)),
+                policy.weight_of(broker.ledger.quotas, broker.books.rules, (*row.name, where)),
                 *broker.waiting.of_model(row.name, where),
                 broker.books.recallable.of_model(row.name, where),
                 broker.books.recallable.asked_of_model(row.name, where),
@@ -250,9 +250,9 @@ def take_tenants(broker: Broker, configured: Iterable[str]) -> tuple[TenantView,
                 TenantLocationView(
                     where,
                     ledger.tenant_charged(tenant, where),
-                    policy.set_limit(ledger.quotas, broker.books.rules, (tenant, None, where)),
+                    policy.limit_of(ledger.quotas, broker.books.rules, (tenant, None, where)),
                     broker.books.admission.tenant_guarantee(tenant, where),
-                    policy.set_weight(ledger.quotas, broker.books.rules, (tenant, None, where)),
+                    policy.weight_of(ledger.quotas, broker.books.rules, (tenant, None, where)),
                     broker.waiting.of_location(where, tenant)[0],
                 )
                 for where in ledger.totals

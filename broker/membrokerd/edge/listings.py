@@ -97,7 +97,7 @@ class Views:
             guarantee_bytes=broker.books.admission.model_guarantee(name, location),
             limit_bytes=policy.model_limit(broker.ledger, broker.books.rules, name, location),
             share_bytes=share,
-            tenant_limit_bytes=policy.set_limit(broker.ledger.quotas, broker.books.rules, (tenant, None, location)),
+            tenant_limit_bytes=policy.limit_of(broker.ledger.quotas, broker.books.rules, (tenant, None, location)),
         )
 
     def _device_room(self, location: Location) -> int | None:

@@ -69,9 +69,9 @@ def test_the_smaller_of_asked_and_commanded_or_else_configured(
 def test_a_command_that_ends_leaves_the_configuration() -> None:
     ledger = ledger_with()
     ledger.apply(ft.QuotaSet("t", None, "device", 10))
-    assert policy.set_limit(ledger.quotas, rules_with(tenant=50), ("t", None, "device")) == 10
+    assert policy.limit_of(ledger.quotas, rules_with(tenant=50), ("t", None, "device")) == 10
     ledger.apply(ft.QuotaSet("t", None, "device", None))
-    assert policy.set_limit(ledger.quotas, rules_with(tenant=50), ("t", None, "device")) == 50
+    assert policy.limit_of(ledger.quotas, rules_with(tenant=50), ("t", None, "device")) == 50
 
 
 def test_a_limit_holds_for_its_location_and_its_owner_only() -> None:
@@ -79,7 +79,7 @@ def test_a_limit_holds_for_its_location_and_its_owner_only() -> None:
     ledger.apply(ft.QuotaSet("t", "m", "device", 8))
     assert policy.model_limit(ledger, rules_with(), MODEL, "host") is None
     assert policy.model_limit(ledger, rules_with(), STRANGER, "device") is None
-    assert policy.set_limit(ledger.quotas, rules_with(), ("t", None, "device")) is None
+    assert policy.limit_of(ledger.quotas, rules_with(), ("t", None, "device")) is None
     assert policy.model_limit(ledger, rules_with(), ModelName("t", "never registered"), "device") is None
 
 

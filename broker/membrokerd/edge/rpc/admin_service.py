@@ -231,9 +231,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             row = ledger.models.get(ModelName(tenant, model))
             charge = row.charges.get(location) if row else None  # only an earlier daemon may have lent at the location
             used = charge.bytes if charge else 0
-        quota = (
-            policy.set_quota(ledger.quotas, broker.books.rules, key) if in_force else ledger.quotas.get(key, Quota())
-        )
+        quota = policy.quota_of(ledger.quotas, broker.books.rules, key) if in_force else ledger.quotas.get(key, Quota())
         return pb.Quota(
             name=name,
             location=LOCATION_NUMBERS[location],
