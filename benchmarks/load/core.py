@@ -21,7 +21,7 @@ from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import policy
 from membrokerd.core.machine import Broker
-from membrokerd.core.names import Location, ModelName
+from membrokerd.core.names import ModelName, QuotaKey
 
 GRANULE = 2 << 20
 TENANTS, MODELS = 8, 8
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 class Core:
     """A core whose extents are made, delivered and acknowledged at once."""
 
-    def __init__(self, granules: int, guarantees: dict[tuple[str, str | None, Location], int] | None = None) -> None:
+    def __init__(self, granules: int, guarantees: dict[QuotaKey, int] | None = None) -> None:
         more: dict[str, Any] = {"guarantees": guarantees} if guarantees else {}
         self.broker = Broker(policy.Rules(GRANULE, {"device": granules * GRANULE, "host": 0}, **more), 1)
         self._numbers = itertools.count(1)

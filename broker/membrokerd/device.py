@@ -16,6 +16,7 @@ from .config.config import Config, quotas_of
 from .core import policy
 from .core.admission import Misfit, misfits
 from .core.names import Location as CoreLocation
+from .core.names import QuotaKey
 from .core.rows import Quota
 from .observe import logs
 
@@ -114,7 +115,7 @@ def check_guarantees(rules: policy.Rules) -> None:
         raise DeviceError("; ".join(problems) + ": lower guarantees in the configuration")
 
 
-def warn_of_guarantees(quotas: Mapping[policy.Key, Quota], rules: policy.Rules, config: Config) -> None:
+def warn_of_guarantees(quotas: Mapping[QuotaKey, Quota], rules: policy.Rules, config: Config) -> None:
     """Log which guarantees cannot be kept because of quotas that were set by command, and which are for no tenant."""
     for sentence in misfit_sentences(quotas, rules):
         logs.warn(f"{sentence}: see `membroker quota list --all`, and lower one by `membroker quota set`")
@@ -129,7 +130,7 @@ def warn_of_guarantees(quotas: Mapping[policy.Key, Quota], rules: policy.Rules, 
             )
 
 
-def misfit_sentences(quotas: Mapping[policy.Key, Quota], rules: policy.Rules) -> list[str]:
+def misfit_sentences(quotas: Mapping[QuotaKey, Quota], rules: policy.Rules) -> list[str]:
     """Return a sentence for each guarantee that cannot be kept."""
     return [_misfit(one, where) for where in rules.capacities for one in misfits(quotas, rules, where)]
 

@@ -21,7 +21,7 @@ from .core import effects as fx
 from .core import events as ev
 from .core import facts as ft
 from .core import policy
-from .core.names import Location, ModelName
+from .core.names import Location, ModelName, QuotaKey
 from .core.values import value
 from .restart import records
 from .restart.records import Form, Unusable, parse, to_json
@@ -204,7 +204,7 @@ def _read_head(text: str) -> Begin:
 # --- rules ---
 
 
-def _quotas(given: Any) -> dict[policy.Key, int]:
+def _quotas(given: Any) -> dict[QuotaKey, int]:
     return {
         (str(tenant), None if model is None else str(model), records.location(where)): records.size(number)
         for tenant, model, where, number in given
@@ -219,7 +219,7 @@ _KINDS: Mapping[Any, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     int: (_as_is, records.size),
     int | None: (_as_is, records.size_or_none),
     Mapping[Location, int]: (dict, records.sizes),
-    Mapping[tuple[str, str | None, Location], int]: (
+    Mapping[QuotaKey, int]: (
         lambda all_: [[*key, size] for key, size in all_.items()],
         _quotas,
     ),

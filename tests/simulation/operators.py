@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING
 from tests.support.sizes import MIB
 
 from membrokerd.core import events as ev
-from membrokerd.core import policy
 from membrokerd.core.admission import misfits
-from membrokerd.core.names import Location
+from membrokerd.core.names import Location, QuotaKey
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 SECOND = 1_000_000_000
-CONFIGURED: tuple[policy.Key, ...] = (
+CONFIGURED: tuple[QuotaKey, ...] = (
     ("t0", "m1", "device"),
     ("t1", None, "device"),
     ("t1", "m0", "device"),
@@ -85,7 +84,7 @@ class Operator:
         world.steps["reload"] += 1
 
 
-def _named(numbers: Mapping[policy.Key, int], unit: int = MIB) -> str:
+def _named(numbers: Mapping[QuotaKey, int], unit: int = MIB) -> str:
     return ",".join(
         f"{tenant}{'/' + model if model else ''}:{one // unit}" for (tenant, model, _), one in numbers.items()
     )

@@ -26,12 +26,11 @@ from tests.simulation.waiting_referee import WaitingReferee
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
-from membrokerd.core import policy
 from membrokerd.core.books import Step
 from membrokerd.core.denied import Denied, Reason
 from membrokerd.core.ledger import replay
 from membrokerd.core.machine import Broker
-from membrokerd.core.names import Location, ModelName
+from membrokerd.core.names import Location, ModelName, QuotaKey
 from membrokerd.core.recount import check, recount
 from membrokerd.core.rows import Quota, SegmentRow, SessionRow
 
@@ -72,7 +71,7 @@ class Referee:
         self.resuming = ResumingReferee(world)
         self.judged = 0
         self.last_id = 0
-        self.quotas: dict[policy.Key, Quota] = {}
+        self.quotas: dict[QuotaKey, Quota] = {}
         self.guarantees = GuaranteesReferee(self)
         self.recalls = RecallsReferee(self)
         self.waiting = WaitingReferee(self)
@@ -288,14 +287,14 @@ class Referee:
                 self._settled(fact.session, fact.location, proven=fact.proven)
 
     @once_a_step
-    def set_for(self, key: policy.Key) -> Quota:
+    def set_for(self, key: QuotaKey) -> Quota:
         """Return what operators have set: as commanded, or else configured."""
         rules, quota = self.world.broker.books.rules, self.quotas.get(key, Quota())
         default = rules.default_limits.get(key[2]) if key[1] is None else None
         limit = rules.limits.get(key, default) if quota.limit is None else quota.limit
         return Quota(limit, rules.guarantees.get(key, 0) if quota.guarantee is None else quota.guarantee)
 
-    def weight(self, key: policy.Key) -> int:
+    def weight(self, key: QuotaKey) -> int:
         """Return the weight that operators have set: as commanded, or else configured, or else 1."""
         commanded = self.quotas.get(key, Quota()).weight
         return self.world.broker.books.rules.weights.get(key, 1) if commanded is None else commanded

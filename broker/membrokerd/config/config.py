@@ -20,7 +20,7 @@ from pydantic import Field, Strict
 from .. import files
 from ..core import policy
 from ..core.admission import misfits
-from ..core.names import Location
+from ..core.names import Location, QuotaKey
 from ..core.rows import Quota
 from . import checks
 from .checks import Size, Table, joined, size_text
@@ -79,7 +79,7 @@ class TenantQuotas(ModelConfig):
     models: Mapping[checks.ModelName, ModelConfig] = field(default_factory=dict)
 
 
-def quotas_of(tenants: Mapping[str, TenantQuotas]) -> Iterator[tuple[policy.Key, Quota]]:
+def quotas_of(tenants: Mapping[str, TenantQuotas]) -> Iterator[tuple[QuotaKey, Quota]]:
     """Yield what is set for each tenant and model at each location."""
     for tenant, own in tenants.items():
         named: list[tuple[str | None, ModelConfig]] = [(None, own), *own.models.items()]

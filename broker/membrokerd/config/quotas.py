@@ -16,13 +16,13 @@ from pathlib import Path
 from membroker.vmm.sizes import GIB, MIB
 
 from .. import files
-from ..core import policy
+from ..core.names import QuotaKey
 from ..core.rows import Quota
 from ..home import HomeError
 from .checks import Table, TenantName, check, joined
 from .config import QUOTA_KEYS, TenantQuotas, quotas_of
 
-Quotas = Mapping[policy.Key, Quota]
+Quotas = Mapping[QuotaKey, Quota]
 """What was set, as in the ledger."""
 
 SYSTEM = Path("/var/lib/membroker")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from . import policy
 from .denied import Denied, Reason, deny
 from .ledger import Ledger
-from .names import Location, ModelName
+from .names import Location, ModelName, QuotaKey
 from .recallable import Recallable
 from .rows import Quota, TenantCharge
 
@@ -284,7 +284,7 @@ class Misfit(NamedTuple):
     what: str
 
 
-def misfits(quotas: Mapping[policy.Key, Quota], rules: policy.Rules, location: Location) -> Iterator[Misfit]:
+def misfits(quotas: Mapping[QuotaKey, Quota], rules: policy.Rules, location: Location) -> Iterator[Misfit]:
     """Yield the guarantees at a location that cannot be kept.
 
     A model's is at most its limit, those of a tenant's models at most the tenant's guarantee and limit, and those of
@@ -311,7 +311,7 @@ def misfits(quotas: Mapping[policy.Key, Quota], rules: policy.Rules, location: L
 
 
 def _guarantees_of_tenants(
-    quotas: Mapping[policy.Key, Quota], rules: policy.Rules, location: Location
+    quotas: Mapping[QuotaKey, Quota], rules: policy.Rules, location: Location
 ) -> dict[str, _Guarantees]:
     """Return what operators have guaranteed to each tenant and its models, by tenant."""
     found: dict[str, _Guarantees] = {}

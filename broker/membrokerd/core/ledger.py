@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from . import facts, lifecycles
-from .names import Location, ModelName, SegmentName
+from .names import Location, ModelName, QuotaKey, SegmentName
 from .rows import Charge, Loan, ModelCharge, ModelRow, Quota, SegmentRow, SessionRow, TenantCharge, Total
 
 _NOTHING = TenantCharge(0, 0)
@@ -28,7 +28,7 @@ class Ledger:
         self.labels: dict[SegmentName, int] = {}
         self.tenants: dict[tuple[str, Location], TenantCharge] = {}
         """What each tenant is charged, without entries of zero bytes."""
-        self.quotas: dict[tuple[str, str | None, Location], Quota] = {}
+        self.quotas: dict[QuotaKey, Quota] = {}
         self.revision = 0
 
     def apply(self, fact: facts.Fact) -> None:

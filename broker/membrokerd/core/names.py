@@ -6,6 +6,8 @@ from typing import Literal, NamedTuple
 
 Location = Literal["device", "host"]
 LOCATIONS: tuple[Location, ...] = ("device", "host")
+QuotaKey = tuple[str, str | None, Location]
+"""What a quota is for: a tenant, one of its models or None, and a location."""
 
 
 class ModelName(NamedTuple):

@@ -9,11 +9,9 @@ from membroker.wire import names
 
 from .denied import Denied, Reason, deny
 from .ledger import Ledger
-from .names import Location, ModelName
+from .names import Location, ModelName, QuotaKey
 from .rows import Quota
 
-Key = tuple[str, str | None, Location]
-"""What a quota is for: a tenant, one of its models or None, and a location."""
 ATTACHABLE = ("writing", "sealing", "sealed")
 """The states of a segment that is not ending."""
 PACKET_EXTENTS = names.MAX_DESCRIPTORS
@@ -43,10 +41,10 @@ class Rules:
 
     granularity: int
     capacities: Mapping[Location, int]
-    limits: Mapping[tuple[str, str | None, Location], int] = field(default_factory=dict)
+    limits: Mapping[QuotaKey, int] = field(default_factory=dict)
     default_limits: Mapping[Location, int] = field(default_factory=dict)
-    guarantees: Mapping[tuple[str, str | None, Location], int] = field(default_factory=dict)
-    weights: Mapping[tuple[str, str | None, Location], int] = field(default_factory=dict)
+    guarantees: Mapping[QuotaKey, int] = field(default_factory=dict)
+    weights: Mapping[QuotaKey, int] = field(default_factory=dict)
     unlent: frozenset[str] = frozenset()
     anchor_bytes: int = 0
     settle_ns: int = 10_000_000_000
@@ -78,7 +76,7 @@ def shape_of_segment(rules: Rules, size: int) -> tuple[int, int, int]:
     return rules.segment_extent_bytes, rest or rules.segment_extent_bytes, whole + bool(rest)
 
 
-def limit_of(quotas: Mapping[Key, Quota], rules: Rules, key: Key) -> int | None:
+def limit_of(quotas: Mapping[QuotaKey, Quota], rules: Rules, key: QuotaKey) -> int | None:
     """Return the limit that operators have set, as commanded or else configured. A tenant's is the one in force."""
     quota = quotas.get(key)
     if quota is not None and quota.limit is not None:
@@ -87,20 +85,20 @@ def limit_of(quotas: Mapping[Key, Quota], rules: Rules, key: Key) -> int | None:
     return rules.default_limits.get(key[2]) if limit is None and key[1] is None else limit
 
 
-def guarantee_of(quotas: Mapping[Key, Quota], rules: Rules, key: Key) -> int:
+def guarantee_of(quotas: Mapping[QuotaKey, Quota], rules: Rules, key: QuotaKey) -> int:
     """Return the guarantee that operators have set: what is commanded, or else configured, or else 0."""
     quota = quotas.get(key)
     return rules.guarantees.get(key, 0) if quota is None or quota.guarantee is None else quota.guarantee
 
 
-def quota_of(quotas: Mapping[Key, Quota], rules: Rules, key: Key) -> Quota:
+def quota_of(quotas: Mapping[QuotaKey, Quota], rules: Rules, key: QuotaKey) -> Quota:
     """Return what operators have set: each number as commanded, or else configured."""
     quota = quotas.get(key, Quota())
     weight = rules.weights.get(key) if quota.weight is None else quota.weight
     return Quota(limit_of(quotas, rules, key), guarantee_of(quotas, rules, key) or None, weight)
 
 
-def weight_of(quotas: Mapping[Key, Quota], rules: Rules, key: Key) -> int:
+def weight_of(quotas: Mapping[QuotaKey, Quota], rules: Rules, key: QuotaKey) -> int:
     """Return the weight in force: what is commanded, or else configured, or else 1."""
     quota = quotas.get(key)
     return rules.weights.get(key, 1) if quota is None or quota.weight is None else quota.weight

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ..core import facts as ft
 from ..core import policy
-from ..core.names import Location
+from ..core.names import Location, QuotaKey
 from ..core.rows import Quota
 from ..device import misfit_sentences
 
@@ -62,7 +62,7 @@ class Changes:
         """Return the rules with the capacity alone."""
         return replace(rules, limits={}, default_limits={}, guarantees={}, weights={}, unlent=frozenset())
 
-    def _changed(self, name: str, table: Mapping[policy.Key, int]) -> dict[policy.Key, int]:
+    def _changed(self, name: str, table: Mapping[QuotaKey, int]) -> dict[QuotaKey, int]:
         found = dict(table)
         for (tenant, model), numbers in self.quotas.items():
             if name in numbers:

@@ -23,7 +23,7 @@ from membrokerd.core import policy
 from membrokerd.core.denied import Denied
 from membrokerd.core.ledger import replay
 from membrokerd.core.machine import Broker
-from membrokerd.core.names import LOCATIONS, Location, ModelName, SegmentName
+from membrokerd.core.names import LOCATIONS, Location, ModelName, QuotaKey, SegmentName
 from membrokerd.core.recount import recount
 
 SECOND = 1_000_000_000
@@ -490,7 +490,7 @@ class Script:
 
 def limits_of(options: dict[str, str]) -> dict[str, Any]:
     """Take limits=, guarantees=, weights= and default= out of a command's options, for the rules."""
-    found: dict[str, dict[policy.Key, int]] = {"limits": {}, "guarantees": {}, "weights": {}}
+    found: dict[str, dict[QuotaKey, int]] = {"limits": {}, "guarantees": {}, "weights": {}}
     for what, sizes in found.items():
         for item in filter(None, options.pop(what, "").split(",")):
             who, size = item.split(":")

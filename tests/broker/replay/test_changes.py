@@ -9,6 +9,7 @@ from tests.support.sizes import MIB
 
 from membrokerd.core import facts as ft
 from membrokerd.core import policy
+from membrokerd.core.names import QuotaKey
 from membrokerd.core.rows import Quota
 from membrokerd.replay.changes import MAX_EXTENTS, Changes, Unplayable
 
@@ -35,7 +36,7 @@ def changed(**numbers: int | None) -> Changes:
         (changed(weight=2), {("red", None, "device"): 32 * MIB}),
     ],
 )
-def test_a_number_takes_the_place_of_the_configured_one(changes: Changes, limits: Mapping[policy.Key, int]) -> None:
+def test_a_number_takes_the_place_of_the_configured_one(changes: Changes, limits: Mapping[QuotaKey, int]) -> None:
     assert changes.rules(RULES).limits == limits
 
 

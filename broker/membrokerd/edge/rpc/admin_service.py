@@ -18,7 +18,7 @@ from ...core import events as ev
 from ...core import policy, snapshot
 from ...core.denied import Denied, Reason, deny
 from ...core.models import only_removes
-from ...core.names import Location, ModelName
+from ...core.names import Location, ModelName, QuotaKey
 from ...core.rows import Quota
 from ...drain import Drain
 from ...eviction import Evictions
@@ -41,7 +41,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         loop: Loop,
         views: Views,
         tenants: Callable[[], Collection[str]],
-        keep_quotas: Callable[[Mapping[policy.Key, Quota]], None],
+        keep_quotas: Callable[[Mapping[QuotaKey, Quota]], None],
         drain: Drain,
         evictions: Evictions,
     ) -> None:
