@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from membroker.wire.descriptors import close_all
+from membroker.wire.descriptors import close_all, peer_of
 from membrokerd.restart import keeper as fdstore
 from tests.support.daemons import DEADLINE_SECONDS
 
@@ -124,7 +124,7 @@ def end_keeper(path: Path) -> None:
             sock.connect(str(path))
         except OSError:
             return
-        pid = int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[:4], sys.byteorder)
+        pid, _ = peer_of(sock)
         pidfd = os.pidfd_open(pid)
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         assert select.select([pidfd], [], [], DEADLINE_SECONDS)[0]

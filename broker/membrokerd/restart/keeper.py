@@ -36,7 +36,6 @@ import selectors
 import signal
 import socket
 import stat
-import struct
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -64,7 +63,6 @@ MAX_OWNER_LENGTH = 255
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
 _MAX_NUMBER = (1 << 63) - 1
-_CREDENTIALS = struct.Struct("3i")
 
 
 class Refused(Exception):
@@ -188,8 +186,8 @@ class Keeper:
         except OSError:
             time.sleep(PAUSE_SECONDS)
             return
-        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        if _CREDENTIALS.unpack(raw)[1] & 0xFFFFFFFF != os.geteuid():
+        _, uid = passing.peer_of(connection)
+        if uid != os.geteuid():
             connection.close()
             return
         self._hang_up(self._newcomer)

@@ -11,7 +11,6 @@ import itertools
 import os
 import select
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -20,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from membroker.wire.frames import close_all
+from membroker.wire.descriptors import close_all, peer_of
 
 from ..observe import logs
 from ..sending import Retry
@@ -32,7 +31,6 @@ START_SECONDS = 5.0
 """How long a keeper may take to start listening."""
 WINDOW = 8
 """How many requests may be unanswered. The keeper closes a connection that does not read its answers."""
-_CREDENTIALS = struct.Struct("3i")
 
 
 class Lost(ConnectionError):
@@ -71,11 +69,10 @@ class KeeperConnection:
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             self._sock.connect(os.fspath(path))
-            raw = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            self.pid, _ = peer_of(self._sock)
         except OSError:
             self._sock.close()
             raise
-        self.pid: int = _CREDENTIALS.unpack(raw)[0]
         self._retry = Retry(self._sock, self._flush)
         self._io.add_reader(self._sock, self._readable)
 

@@ -1,7 +1,8 @@
 """Descriptors that travel with a packet (SCM_RIGHTS): how they are sent, received, copied and closed.
 
-The only file that uses SCM_RIGHTS. The handoff and the keeper of descriptors use it, and know what a packet means. The
-keeper must start fast, so this imports only a little of the standard library.
+Also which process is at the other end (SO_PEERCRED). The only file that uses either. The handoff and the keeper of
+descriptors use it, and know what a packet means. The keeper must start fast, so this imports only a little of the
+standard library.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import array
 import os
 import socket
+import struct
 from collections.abc import Iterable, Sequence
 
 from .names import MAX_DESCRIPTORS
@@ -17,6 +19,13 @@ from .names import MAX_DESCRIPTORS
 _CLOEXEC, _NOSIGNAL = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_NOSIGNAL)
 _DESCRIPTOR = array.array("i").itemsize
 _CONTROL_BYTES = socket.CMSG_SPACE(MAX_DESCRIPTORS * _DESCRIPTOR)
+_CREDENTIALS = struct.Struct("iII")
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return the pid and the uid of the process at the other end, as it was when it connected, or began to listen."""
+    pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
 
 
 def send(connection: socket.socket, data: bytes, descriptors: Sequence[int] = ()) -> None:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import os
 import select
 import socket
-import struct
 from contextlib import suppress
 from dataclasses import dataclass
+
+from membroker.wire.descriptors import peer_of
 
 from ...core.denied import Reason, deny
 from ...process import NO_DESCRIPTOR, identity_of, start_time
 from ..convert import Refused
 
 _SO_PEERPIDFD = getattr(socket, "SO_PEERPIDFD", 77)
-_CREDENTIALS = struct.Struct("3i")
 _DRAINED_PACKETS = 64
 
 
@@ -47,9 +47,7 @@ def attest(connection: socket.socket, uids: frozenset[int]) -> Peer:
     `uids` are the users that the endpoint admits; without any, every user that the socket's mode admits. The facts are
     read first and the liveness last: a pid that was reused in between shows as dead.
     """
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(raw)
-    uid &= 0xFFFFFFFF
+    pid, uid = peer_of(connection)
     if uids and uid not in uids:
         raise Refused(deny(Reason.ENDPOINT_FORBIDDEN, uid=uid))
     try:

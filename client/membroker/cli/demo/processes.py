@@ -12,7 +12,6 @@ import queue
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from typing import Any
 
 from ...types import DeviceStatus, LocationBooks, ModelStatus, SegmentStatus
 from ...vmm.driver import Location
+from ...wire.descriptors import peer_of
 from ..admin import Admin
 
 START_SECONDS = 30.0
@@ -42,7 +42,6 @@ port = 0
 [tenants.red]
 [tenants.blue]
 """
-_CREDENTIALS = struct.Struct("3i")
 
 
 class Disproved(Exception):
@@ -251,7 +250,7 @@ def _end_keeper(path: Path) -> None:
             sock.connect(os.fspath(path))
         except OSError:
             return
-        pid, *_ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        pid, _ = peer_of(sock)
         pidfd = os.pidfd_open(pid)
         try:
             signal.pidfd_send_signal(pidfd, signal.SIGTERM)
