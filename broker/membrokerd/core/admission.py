@@ -37,8 +37,8 @@ class Admission:
         self._ledger = ledger
         self._rules = rules
         self._recallable = recallable
-        self._unused_sums: dict[tuple[str, Location], tuple[TenantCharge | None, int]] = {}
-        self._unfirm_sums: dict[tuple[str, Location], tuple[TenantCharge | None, int, int]] = {}
+        self._sums: dict[tuple[str, Location], tuple[TenantCharge | None, int, int, int]] = {}
+        """What `_by_models` returns, and the charge and the revision that it holds for."""
         self._limits: dict[tuple[ModelName, Location], tuple[int | None, int | None]] = {}
         """The limits in force of a model and of its tenant: a cache, filled when they are asked for."""
         self._guarantees = {where: _guarantees_of_tenants(ledger.quotas, rules, where) for where in ledger.totals}
@@ -56,8 +56,7 @@ class Admission:
                 size = policy.guarantee_of(self._ledger.quotas, self._rules, (*name, location))
                 limit = policy.model_limit(self._ledger, self._rules, name, location)
                 row.models[name] = size if limit is None else min(size, limit)
-                self._unused_sums.pop((name.tenant, location), None)
-                self._unfirm_sums.pop((name.tenant, location), None)
+                self._sums.pop((name.tenant, location), None)
 
     # --- guarantees ---
 
@@ -112,7 +111,8 @@ class Admission:
         own, _, limit = self._guarantees[location][tenant]
         recallable = self._recallable.of_tenant(tenant, location) if self._recallable.is_possible else 0
         firm = self._ledger.tenant_lent(tenant, location) - recallable
-        unused = max(self._unfirm_by_models(tenant, location), own - firm)
+        _, unfirm = self._by_models(tenant, location)
+        unused = max(unfirm, own - firm)
         if limit is None:
             return unused
         return min(unused, max(0, limit - self._ledger.tenant_charged(tenant, location) + recallable))
@@ -127,30 +127,23 @@ class Admission:
             return 0
         return max(0, self.usable_guarantee(tenant, location) - self._ledger.tenant_lent(tenant, location))
 
-    def _unused_by_models(self, tenant: str, location: Location) -> int:
-        """Return what the tenant's models have not borrowed of their guarantees.
+    def _by_models(self, tenant: str, location: Location) -> tuple[int, int]:
+        """Return which part of its models' guarantees a tenant has not borrowed, and which part is not firm.
 
-        The sum is kept until a charge of the tenant changes: the ledger then has a new record of it.
+        Both are kept until a charge of the tenant changes (the ledger then has a new record of it), or what is
+        recallable.
         """
-        key = (tenant, location)
-        charge = self._ledger.tenants.get(key)
-        known = self._unused_sums.get(key)
-        if known is None or known[0] is not charge:
-            models = self._guarantees[location][tenant].models
-            known = charge, sum(max(0, size - self.lent(name, location)) for name, size in models.items())
-            self._unused_sums[key] = known
-        return known[1]
-
-    def _unfirm_by_models(self, tenant: str, location: Location) -> int:
-        """Return what of the guarantees of the tenant's models is not firm; kept like `_unused_by_models`."""
         key, revision = (tenant, location), self._recallable.revision
         charge = self._ledger.tenants.get(key)
-        known = self._unfirm_sums.get(key)
+        known = self._sums.get(key)
         if known is None or known[0] is not charge or known[1] != revision:
-            models = self._guarantees[location][tenant].models
-            known = charge, revision, sum(max(0, size - self.firm(name, location)) for name, size in models.items())
-            self._unfirm_sums[key] = known
-        return known[2]
+            unused = unfirm = 0
+            for name, size in self._guarantees[location][tenant].models.items():
+                lent = self.lent(name, location)
+                unused += max(0, size - lent)
+                unfirm += max(0, size - lent + self._recallable.of_model(name, location))
+            known = self._sums[key] = charge, revision, unused, unfirm
+        return known[2:]
 
     def lent(self, name: ModelName, location: Location) -> int:
         """Return what a model is charged, without what is releasing."""
@@ -167,7 +160,7 @@ class Admission:
         if row is None:
             return 0, 0, 0
         own = max(0, row.models.get(name, 0) - self.lent(name, location))
-        unused = self._unused_by_models(name.tenant, location)
+        unused, _ = self._by_models(name.tenant, location)
         return own, unused - own, max(0, row.own - self._ledger.tenant_lent(name.tenant, location) - unused)
 
     def _unfirm(self, name: ModelName, location: Location) -> int:
@@ -177,7 +170,8 @@ class Admission:
             return 0
         own = max(0, row.models.get(name, 0) - self.firm(name, location))
         firm = self._ledger.tenant_lent(name.tenant, location) - self._recallable.of_tenant(name.tenant, location)
-        return own + max(0, row.own - firm - self._unfirm_by_models(name.tenant, location))
+        _, unfirm = self._by_models(name.tenant, location)
+        return own + max(0, row.own - firm - unfirm)
 
     # --- debits ---
 
