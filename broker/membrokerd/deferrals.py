@@ -1,7 +1,7 @@
-"""Deferrals: when a refusal for lack of room that the core has deferred is decided.
+"""Deferrals: before the core refuses a call for lack of room, everything that connections have queued is read.
 
-That is after what every connection had queued at that time has been read, because a release that was sent before the
-request may be among it. Owns how long a call waits for that, and decides nothing about it.
+A release that was sent before the request may be among it. So the core defers such a call, and decides it when all is
+read that was queued then. Owns how long a call waits for that, and decides nothing about it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from .turns import SHARE_SECONDS
 HEARING_SECONDS = 0.02
 """How long a call waits at most for connections that had more queued than they may send in a turn or two.
 
-It is CPU time of the event loop, of which each turn takes some: where other processes have the cores, 20 ms on the
-clock may pass before anything is read, and the call would be refused for memory that was released before.
+It is CPU time of the event loop. On the clock, 20 ms may pass before anything is read where other processes have the
+cores, and then the call would be refused for memory that was released before.
 """
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Calls that were deferred in one turn, until when they wait, and what is to be read before: up to which byte.
+    """Calls that were deferred in one turn. They wait until each connection in `unread` is read up to its byte.
 
-    `until` is of `time.thread_time`.
+    Or until `until`, a time of `time.thread_time`.
     """
 
     calls: deque[int]
@@ -35,7 +35,7 @@ class _Batch:
     unread: list[tuple[Input, int]]
 
     def is_heard(self) -> bool:
-        """Read what is to be read, as far as this turn allows, and say whether that was all."""
+        """Read what is still unread, as far as this turn allows, and return whether all is read."""
         for one, end in self.unread:
             if one.heard < end:
                 one.read()
@@ -66,9 +66,9 @@ class Deferrals:
             self._io.call_soon(self._begin_turn)
 
     def _begin_turn(self) -> None:
-        """Note what is queued, once for all calls of the last turn, read it, and decide those for which that was all.
+        """Note what is queued, once for all calls of the last turn; read it, and decide the calls that it was read for.
 
-        This reading comes first in the turn, because the event loop keeps the order of its calls.
+        This comes first in the turn, because the event loop keeps the order of its calls.
         """
         self._scheduled = False
         now, end = time.thread_time(), time.perf_counter() + SHARE_SECONDS

@@ -1,14 +1,14 @@
-"""Every driver call of the daemon, one after the other: small ones where they are asked for, others on a thread.
+"""Every driver call of the daemon, one after the other: short ones in the event loop, all others on a thread.
 
-A packet that is made quickly is made in the event loop, because two hops between threads cost 0.3 ms, and a create and
-export 43 us (H200). What that is the device says: the same took 0.3 ms at p99.9 beside a process that unmapped 18,000
-extents, and 15 ms beside 31 that mapped without a pause. Whatever takes longer, and all that is asked for while the
-thread is busy, waits for the thread. The thread takes one job of each tenant in turn, so that a tenant with many busy
-sessions does not keep the others waiting, and what the daemon asks for itself before all of them.
+A packet that can be made quickly is made in the event loop, because two hops between threads cost 0.3 ms, and a create
+and export 43 us (H200). What is quick depends on the device's load: the same create took 0.3 ms at p99.9 beside a
+process that unmapped 18,000 extents, and 15 ms beside 31 processes that mapped without a pause. The thread does what
+takes longer, and all that is asked for while it is busy. It takes one job of each tenant in turn, so that a tenant with
+many busy sessions does not keep the others waiting. The daemon's own jobs come before those of all tenants.
 
-Makes packets (gate, create, export, drop the handle) and reads what the device shows. What it makes it hands over and
-forgets: the broker keeps nothing of a private extent. It decides nothing but the device gate, which must see the
-device right before a create.
+It makes packets (gate, create, export, drop the handle) and reads what the device shows. It hands over what it has
+made, and forgets it: the broker keeps nothing of a private extent. It decides nothing but the device gate, which must
+look at the device right before a create.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ _T = TypeVar("_T")
 
 INLINE_SECONDS = 0.001
 INLINE_BYTES = 2 << 30
-"""What a packet may take, by the ones before it, and have, to be made in the event loop, where everybody waits for it.
-A create costs by the handle, and 80 us a GiB (H200)."""
+"""A packet is made in the event loop, where everybody waits for it, if it has at most so many bytes, and will take at
+most so long, by the time that the packets before it took. A create costs by the handle, and 80 us a GiB (H200)."""
 
 RESULTS_AHEAD = 8
-"""How many results the event loop need not have heard of when the thread goes on, so that no turn of the loop hears of
-more: to send a packet, or to book a death, takes it up to a millisecond. And jobs that wait are done in the tenants'
-turns, while results are heard in their order."""
+"""How many results may wait for the event loop while the thread goes on. It bounds what one turn of the loop hears: to
+send a packet, or to book a death, takes up to a millisecond. And it lets jobs wait instead of results, because jobs are
+taken from the tenants in turn, while results are heard in their order."""
 
 GATE_SECONDS = 0.2
 GATE_AMPLE = 1 << 30
-"""Reading the device takes 15 us beside a worker (H200), half as long as a create. So what it showed, to an audit or
-the gate, stands for `GATE_SECONDS`, less what was made since, as long as that leaves `GATE_AMPLE` bytes more than are
-asked for. If another process takes it all in the meantime, the create fails, as it does between a reading and its
-create."""
+"""Reading the device takes 15 us beside a worker (H200), half as long as a create. So a figure that an audit or the
+gate has read is used for `GATE_SECONDS`, less what was made since, as long as that leaves `GATE_AMPLE` bytes more than
+are asked for. If another process takes that memory meanwhile, the create fails, as it would if the process took it
+between a reading and the create."""
 
 _LOCATIONS = {location.value: location for location in Location}
 
@@ -66,8 +66,8 @@ Observe = Callable[[str, float], None]
 """Told of each driver call: its name, and its seconds."""
 
 OWN = ""
-"""In place of a tenant: what the daemon asks for itself. A close of stock is among it, which makes room for packets of
-any tenant, so it comes before all of them. So do audits: a figure need not wait for packets that are not made yet."""
+"""In place of a tenant: the daemon's own jobs, which come before those of all tenants. Closing stock is one of them: it
+makes room for packets of any tenant. Audits are others: a figure need not wait for packets that are not made yet."""
 
 _Job = Callable[[], None]
 
@@ -134,7 +134,7 @@ class Executor:
             self._submit(make.tenant, lambda: self._make(make), done)
 
     def seal(self, tenant: str, descriptors: Sequence[int], done: Callable[[Denied | None], None]) -> None:
-        """Seal extents of a tenant, which stay open and the caller's; `done` gets why it failed, or None."""
+        """Seal extents of a tenant; `done` gets why it failed, or None. The caller still owns the descriptors."""
         self._submit(tenant, lambda: self._seal(descriptors), done)
 
     def close(self, tenant: str, descriptors: Sequence[int], done: Callable[[None], None] = lambda _: None) -> None:
@@ -142,14 +142,15 @@ class Executor:
         self._submit(tenant, lambda: self._close(descriptors), done)
 
     def look(self, done: Callable[[Figures], None]) -> None:
-        """Read what the device shows. `done` gets it after the outcomes of all packets in it, and of no others."""
+        """Read what the device shows. `done` gets it after the outcome of each packet that the figure includes, and
+        before all others."""
         if self._unreported:
             self._submit(OWN, self._look, done)
         else:
             done(self._look())
 
     def list_processes(self, done: Callable[[list[tuple[int, int]] | Denied], None]) -> None:
-        """Ask which processes use the device, on the thread always: it takes milliseconds, by NVML or by /proc."""
+        """Ask which processes use the device. The thread does it, because NVML and /proc take milliseconds."""
         self._submit(OWN, self._list_processes, done)
 
     def figures(self) -> dict[str, MemoryInfo | None]:
@@ -166,7 +167,7 @@ class Executor:
             return {location.value: None for location in Location}
 
     def stop(self) -> None:
-        """Finish the jobs that are queued, then end the thread and let the anchor go."""
+        """Finish the jobs that are queued, then end the thread and release the anchor."""
         if self._thread.is_alive():
             self._stopping = True
             self._asked.put((OWN, lambda: None))  # it wakes the thread
@@ -271,7 +272,7 @@ class Executor:
         return None
 
     def _ran_out(self, make: Make, location: Location, size: int, error: DriverOutOfMemory) -> Denied:
-        """Return the refusal of a create that the gate had allowed: by today's figure, which it may not have read."""
+        """Return the refusal of a create that the gate had allowed, by a figure that is read now."""
         self._rooms.pop(location, None)
         numbers = {**_numbers(make), "driver_says": str(error)}
         return self._refuse(make, location, size) or Denied(Reason.DEVICE_FULL, numbers)
