@@ -60,7 +60,7 @@ def _after_it_was_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _for_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Waiting, "_is_final", lambda self, event: False)
+    monkeypatch.setattr(Waiting, "_decided", lambda self, event: None)
 
 
 def _and_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

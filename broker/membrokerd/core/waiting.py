@@ -70,8 +70,7 @@ class Waiting:
 
     def is_behind(self, event: Debit) -> bool:
         """Say whether a request that has room must wait, or be refused, because others come first."""
-        waiter = self._deciding
-        if waiter is not None and waiter.event is event:
+        if (waiter := self._decided(event)) is not None:
             return not self._has_turn and waiter.size > self._leaves(waiter)
         if event.location not in self._timed and not self._schedule.has_holds:
             return False
@@ -92,8 +91,8 @@ class Waiting:
 
     def refuse(self, event: Debit, denied: Denied | None, name: ModelName, size: int, now: int) -> None:
         """Let a request wait for room, or refuse it. `denied` None: it has room, and waits for its turn."""
-        if self._deciding is not None and self._is_final(event):
-            left = 0 if denied else self._leaves(self._deciding)
+        if (waiter := self._decided(event)) is not None:
+            left = 0 if denied else self._leaves(waiter)
             self._refuse(event, denied or self._yielding(event, name, size, left), name, now)
             return
         if isinstance(event, ev.Allocate) and event.ahead:  # nobody needs it yet, so this refusal is not counted
@@ -116,10 +115,10 @@ class Waiting:
 
     def granted(self, event: Debit, now: int) -> Waiter | None:
         """Return the wait of a request that is granted now; None if it did not wait."""
-        if self._deciding is None or not self._is_final(event):
-            return None
-        waiter, self._deciding = self._deciding, None
-        waiter.waited = now - waiter.since
+        waiter = self._decided(event)
+        if waiter is not None:
+            self._deciding = None
+            waiter.waited = now - waiter.since
         return waiter
 
     def put_back(self, call: Call) -> bool:
@@ -156,8 +155,10 @@ class Waiting:
         segment = self._books.ledger.labels.get(event.name) if isinstance(event, ev.CreateSegment) else None
         return segment is not None and self._books.ledger.segments[segment].state == "dropping"
 
-    def _is_final(self, event: Debit) -> bool:
-        return self._deciding is not None and self._deciding.event is event
+    def _decided(self, event: Debit) -> Waiter | None:
+        """Return the wait of a request, if that is being decided for good."""
+        waiter = self._deciding
+        return waiter if waiter is not None and waiter.event is event else None
 
     def _yielding(self, event: Debit, name: ModelName, size: int, left: int) -> Denied:
         """Return the refusal of a request that has room, but leaves all but `left` bytes to others that come first."""
@@ -167,7 +168,7 @@ class Waiting:
 
     def _refuse(self, event: Debit, denied: Denied, name: ModelName, now: int) -> None:
         numbers = dict(denied.numbers)
-        waiter = self._deciding if self._is_final(event) else None
+        waiter = self._decided(event)
         if denied.reason is Reason.CAPACITY:
             session = waiter.borrower if waiter is not None else None
             numbers["share_bytes"], numbers["obtainable_bytes"] = self.share(name, event.location, session)
