@@ -229,9 +229,15 @@ def joined(path: KeyPath) -> str:
     return ".".join(key if _BARE_KEY.fullmatch(key) else json.dumps(key) for key in path)
 
 
-def size_text(size: int) -> str:
-    """Return a size as it can be written into the file: exact where the unit allows it."""
+def exact_size(size: int) -> str:
+    """Return a size as TOML: text with a unit if that is exact, else a number of bytes."""
     for unit, step in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size and size % step == 0:
             return f'"{size // step}{unit}"'
-    return f"{size} ({format_size(size)})" if size >= 1024 else str(size)
+    return str(size)
+
+
+def size_text(size: int) -> str:
+    """Return a size for a sentence: as it can be written into the file, and rounded besides if it has no unit."""
+    text = exact_size(size)
+    return f"{text} ({format_size(size)})" if text.isdecimal() and size >= 1024 else text

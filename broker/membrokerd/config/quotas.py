@@ -13,13 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from membroker.vmm.sizes import GIB, MIB
-
 from .. import files
 from ..core.names import QuotaKey
 from ..core.rows import Quota
 from ..home import HomeError
-from .checks import Table, TenantName, check, joined
+from .checks import Table, TenantName, check, exact_size, joined
 from .config import QUOTA_KEYS, TenantQuotas, quotas_of
 
 Quotas = Mapping[QuotaKey, Quota]
@@ -117,14 +115,7 @@ def _text(quotas: Quotas) -> str:
         quotas.items(), key=lambda row: (row[0][0], row[0][1] or "", row[0][2])
     ):
         table = joined(("tenants", tenant) if model is None else ("tenants", tenant, "models", model))
-        numbers = zip(QUOTA_KEYS[location], (_size(quota.limit), _size(quota.guarantee), quota.weight), strict=True)
+        limit, guarantee = (None if size is None else exact_size(size) for size in quota[:2])
+        numbers = zip(QUOTA_KEYS[location], (limit, guarantee, quota.weight), strict=True)
         tables.setdefault(table, []).extend(f"{key} = {text}\n" for key, text in numbers if text is not None)
     return _HEAD + "".join(f"\n[{table}]\n{''.join(lines)}" for table, lines in tables.items())
-
-
-def _size(size: int | None) -> str | None:
-    """Return a size as TOML: as text with a unit, if that is exact."""
-    for step, unit in ((GIB, "GiB"), (MIB, "MiB")):
-        if size and size % step == 0:
-            return f'"{size // step}{unit}"'
-    return None if size is None else str(size)
