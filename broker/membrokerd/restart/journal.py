@@ -238,10 +238,9 @@ class Journal:
     def is_in_place(self) -> bool:
         """Return whether the open file is the one that a successor would find at the path."""
         try:
-            found, own = os.lstat(self.path), os.fstat(self._descriptor)
+            return os.path.samestat(os.lstat(self.path), os.fstat(self._descriptor))
         except OSError:
             return False
-        return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
 
     def close(self) -> None:
         """Close the file. It stays on disk for the successor."""
