@@ -34,11 +34,11 @@ QUEUE_BYTES = 4 << 20
 QUEUE_PARTS = 4
 """How many beginnings of parts may wait to be written: each has a copy of the books."""
 FLUSH_SECONDS, FLUSH_BYTES = 0.2, 256 << 10
-"""Rows are written so often, or when there are so many: to wake the thread for each would double the time of a borrow.
-A daemon that is killed loses that much."""
+"""Rows are written after so many seconds, or when there are so many bytes of them: to wake the thread for each would
+double the time of a borrow. A daemon that is killed loses the rows that are not written yet."""
 CLOSE_SECONDS = 1.0
 _HIDDEN: dict[str, Any] = {"process": "", "client": "", "endpoint": "", "token_hash": "", "pid": 0, "uid": 0}
-"""Of a session: what no trace has."""
+"""The fields of a session that a trace must not have, and what stands in their place."""
 
 
 class Recorder:
@@ -153,9 +153,9 @@ def _lines_of(
     more: list[trace.Row],
     waits: list[tuple[ev.Allocate | ev.CreateSegment, int]],
 ) -> Iterator[str]:
-    """Yield the lines of the books. The thread asks for them: all that they tell was copied.
+    """Yield the lines of the books. The thread runs this, so everything that they are made of was copied.
 
-    To make the rows of 16,384 requests that wait would take 100 ms of a turn.
+    To make the rows of 16,384 requests that wait would take 100 ms of a turn of the event loop.
     """
     answers = (trace.Answering(one, name, answers=True) for name, all_ in answering.items() for one in sorted(all_))
     waiting = _rows_of(replace(event, wait_ns=wait) for event, wait in waits)
@@ -289,7 +289,7 @@ class _File:
         return "the file was full" if self._size - self._books_bytes >= self._max_bytes else ""
 
     def _take(self) -> list[bytearray | Iterator[str] | None]:
-        """Return what is queued, once it is enough, or after a while."""
+        """Return what is queued, once it is FLUSH_BYTES, or after FLUSH_SECONDS."""
         with self._changed:
             self._changed.wait_for(lambda: self._queued >= FLUSH_BYTES or None in self._parts, FLUSH_SECONDS)
             taken, self._parts = self._parts, []

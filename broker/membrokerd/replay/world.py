@@ -198,7 +198,7 @@ class World:
             self._resume(found)
 
     def _resume(self, row: SessionRow) -> None:
-        """Let a process take up its session with all that it has. What it had lost shows as released in the trace."""
+        """Let a process resume its session with all that it has. What it had lost shows as released in the trace."""
         declared = {where: charge.declared for where, charge in row.charges.items() if charge.declared}
         holds = frozenset(row.extents), dict(row.segments), declared
         self._ask(lambda call: ev.ResumeSession(call, row.session, row.process))
@@ -243,7 +243,7 @@ class World:
 
     # --- requests ---
 
-    def _allocate(self, row: ev.Allocate | trace.Create | ft.Debited | ft.SegmentBegan) -> None:
+    def _allocate(self, _: ev.Allocate | trace.Create | ft.Debited | ft.SegmentBegan) -> None:
         for loan in self._past.loans.get(int(self._index), ()):
             found = self._row(loan.session)
             if loan.outcome is not None and loan.is_decided:
