@@ -22,13 +22,13 @@ from membroker import InvalidRequest
 pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
 pytest.importorskip("transformers", reason="transformers is not installed here: pip install transformers")
 import torch
+from tests.support.engine_batches import batch_of
 from tests.support.tiny_transformers import (
     AT_REST,
     BATCHES,
     BURST,
     HAS_SECTORS,
     answer,
-    batch,
     collect,
     peak,
     serving,
@@ -156,7 +156,7 @@ def test_nobody_is_preempted_while_memory_is_on_its_way(roomy: Daemon, model: An
 
 def test_a_request_that_can_never_run_is_refused(roomy: Daemon, model: Any, expected: Expected) -> None:
     """transformers would end with all of its requests, or wait indefinitely."""
-    long, _ = batch(9, 1, 3000, 8)
+    long, _ = batch_of(9, 1, 3000, 8)
     with serving(roomy.endpoint(), model, "small", limit="32MiB") as manager:
         with pytest.raises(InvalidRequest, match=r"3008 tokens, .* can never run: .* has \d+ at most"):
             manager.generate_batch([*BATCHES["few"][0], *long])

@@ -5,7 +5,6 @@ The same for a CPU and a GPU. A token has 12 KiB of KV cache, in float32: 6 KiB 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -19,6 +18,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 import membroker
 from membroker.kv.transformers import ElasticManager
 from tests.support.daemons import Daemon
+from tests.support.engine_batches import Batch, batch_of
 from tests.support.sizes import MIB
 
 TOKENS_PER_BLOCK = 32
@@ -31,23 +31,13 @@ GROUP = 2 * MIB if HAS_SECTORS else 8 * MIB
 AT_REST = 4 * MIB if HAS_SECTORS else 24 * MIB
 """Padding, and what is kept ahead: one group, and another one because blocks straddle."""
 
-Batch = tuple[list[list[int]], int]
-
-
-def batch(seed: int, count: int, length: int, tokens: int, shared: int = 0) -> Batch:
-    """`count` prompts of `length` tokens, the first `shared` of which are the same, and how many tokens to generate."""
-    rng = random.Random(seed)
-    prefix = [rng.randrange(3, 512) for _ in range(shared)]
-    return [prefix + [rng.randrange(3, 512) for _ in range(length - shared)] for _ in range(count)], tokens
-
-
 BATCHES = {
-    "one": batch(1, 1, 200, 8),
-    "burst": batch(2, 14, 500, 16),
-    "shared": batch(3, 8, 400, 8, shared=320),
-    "few": batch(4, 2, 500, 8),
-    "long": batch(5, 12, 100, 120),
-    "deep": batch(6, 1, 2500, 120),
+    "one": batch_of(1, 1, 200, 8),
+    "burst": batch_of(2, 14, 500, 16),
+    "shared": batch_of(3, 8, 400, 8, shared=320),
+    "few": batch_of(4, 2, 500, 8),
+    "long": batch_of(5, 12, 100, 120),
+    "deep": batch_of(6, 1, 2500, 120),
 }
 BURST = 14 * 500 * TOKEN_BYTES
 """Bytes of KV cache that the prompts of the burst fill."""
