@@ -345,8 +345,7 @@ class Lending:
             return
         fact = ft.DeclarationSet(event.session, event.name, event.location, event.declared_bytes)
         self._books.record(fact)
-        if self._waiting.busy:
-            self._waiting.granted(event, now)
+        self._waiting.granted(event, now)
         self._stock.make_room(event.location)
         self._books.answer(event.call, fx.Declared(event.declared_bytes))
 
