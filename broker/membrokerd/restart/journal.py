@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from membroker.vmm.sizes import MIB
+
 from .. import files
 from ..core import facts as ft
 from ..home import MAX_EPOCH
@@ -29,7 +31,6 @@ from .records import Unusable, decode, frame, has_record_after, header_of, parse
 
 _Books = TypeVar("_Books")
 
-MIB = 1 << 20
 RESERVE_BYTES = MIB
 """The least room to keep allocated for records, which a full disk cannot take away. With less, new debits must stop.
 Twice as much is allocated at a time."""
