@@ -251,13 +251,16 @@ class Condition:
         self._waiting: list[threading.Lock] = []
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait for a change, at most `seconds`. Ctrl-C ends the wait. The caller holds the lock."""
+        """Wait for a change, at most `seconds` and `LOOK_SECONDS`, so call it in a loop. The caller holds the lock.
+
+        Ctrl-C ends the wait. One that comes while the thread falls asleep does not wake it, and ends the wait later.
+        """
         waiter = threading.Lock()
         waiter.acquire()
         self._waiting.append(waiter)
         try:
             self.lock.release()
-            waiter.acquire(timeout=-1 if seconds is None else seconds)
+            waiter.acquire(timeout=LOOK_SECONDS if seconds is None else min(seconds, LOOK_SECONDS))
         finally:
             interrupt: BaseException | None = None
             while True:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ..errors import AlreadyMapped, OutOfVirtualMemory
-from ..interrupts import LOOK_SECONDS, Condition, Operation
+from ..interrupts import Condition, Operation
 from ..memory.lifetime import MappedMemory
 from .page_table import USED, PageTable
 
@@ -57,7 +57,7 @@ class Claims:
                 except (AlreadyMapped, OutOfVirtualMemory):
                     if own or not any(map(self.table.is_own, runs)):
                         raise
-                self._own_ended.wait(LOOK_SECONDS)
+                self._own_ended.wait()
             for pages in runs:
                 self.table.claim(pages, claimed, own=own)
         return runs
@@ -66,7 +66,7 @@ class Claims:
         """Wait until the library itself changes none of `pages`. Ctrl-C ends the wait."""
         with self.lock:
             while self.table.is_own(pages):
-                self._own_ended.wait(LOOK_SECONDS)
+                self._own_ended.wait()
 
     def release(self, claimed: list[range]) -> None:
         """End each claim once, and remove it from the list."""

@@ -21,8 +21,6 @@ from ..wire import frames as handoff
 from ..wire.names import MAX_WAIT_SECONDS
 from .endpoint import DESCRIPTORS_SHORT
 
-LOOK_SECONDS = 1.0
-"""How long a thread waits for a lock at a time: a Ctrl-C that comes while it falls asleep does not wake it."""
 Outcome = Message | MembrokerError
 """The end of a call: the response, or the refusal as it will be raised."""
 

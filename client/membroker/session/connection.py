@@ -27,7 +27,7 @@ from ..v1.resources_pb2 import SleepStatus
 from ..wire import frames as handoff
 from ..wire.descriptors import close_each
 from ..wire.names import MAX_IDS_PER_FRAME
-from .call import LOOK_SECONDS, Call, Outcome, incomplete, outcome_of
+from .call import Call, Outcome, incomplete, outcome_of
 from .inventory import HeldResources, Inventory
 from .rpc import GrpcCalls
 from .shared_socket import SharedSocket
@@ -325,8 +325,7 @@ class Connection(SharedSocket):
                 if call.deadline is not None and time.monotonic() >= call.deadline:
                     raise BrokerUnavailable(f"the broker at {self.name} did not answer in time")
                 if self.reader is not None or call.by_grpc:
-                    left = call.seconds_left()
-                    self.changed.wait(LOOK_SECONDS if left is None else min(left, LOOK_SECONDS))
+                    self.changed.wait(call.seconds_left())
                     continue
                 self.reader = threading.get_ident()
             if call.deadline is None or self.readable(call.deadline - time.monotonic()):
