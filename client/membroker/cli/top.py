@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from . import commands
@@ -57,4 +58,12 @@ def run(options: argparse.Namespace) -> int:
     commands.leave_at_signals()  # the terminal is put back at an exit, and not at a kill
     from .screen import show  # not every Python has curses
 
-    return show(readers.snapshots)
+    try:
+        status = show(readers.snapshots)
+    except SystemExit as leaving:  # a signal
+        status = int(leaving.code or 0)
+    except KeyboardInterrupt:
+        status = 130
+    sys.stdout.flush()
+    # The readers' threads may be inside gRPC. Python can crash if it ends its interpreter meanwhile.
+    os._exit(status)
