@@ -112,7 +112,13 @@ class Daemon:
         config = self._config
         self._home = Home(config.runtime_directory, self._plan.directory)
         clear_private(self._home)
-        self._home.write_index(self._plan.driver.device.index)
+        device = self._plan.driver.device
+        if not self._home.write_index(device.index, yields=device.driver == "host"):
+            logs.warn(
+                "a GPU's daemon has this number already: `membroker --device` needs this device's name",
+                number=device.index,
+                name=self._plan.directory,
+            )
         for name in self._config.tenants or ("default",):  # report a path that is too long for a socket first
             self._home.endpoint("tenants", name)
         journal = Journal(self._home.state / "journal", Binding(boot_id(), self._plan.driver.device.uuid))

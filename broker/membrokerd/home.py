@@ -168,18 +168,23 @@ class Home:
         """Return whether an earlier daemon has used this directory."""
         return (self.state / "epoch").exists()
 
-    def write_index(self, index: int) -> None:
+    def write_index(self, index: int, *, yields: bool = False) -> bool:
         """Write the device's number for `membroker --device`, since the directory is named after the UUID.
 
         `<runtime>/<number>` leads there too, so that a manifest can name an endpoint without knowing the UUID. A
         directory of that name is moved into `state/`: a container that starts before the daemon, after a boot, makes
         one with the endpoint that it mounts, and the daemon could never start.
+
+        With `yields`, a link to another device whose daemon runs stays as it is, and False is returned: the host
+        driver's devices have the numbers of GPUs.
         """
         fresh, place = self.state / "index.new", self.runtime / str(index)
         try:
             fresh.write_text(f"{index}\n")
             fresh.chmod(0o644)
             fresh.rename(self.root / "index")
+            if yields and self._leads_to_living(place):
+                return False
             alias = self.state / "alias.new"
             alias.unlink(missing_ok=True)
             alias.symlink_to(self.root.name)
@@ -189,6 +194,20 @@ class Home:
         except OSError as error:
             what = error.filename2 or error.filename or place
             raise HomeError(f"cannot write {what}: {error.strerror}; free some disk space, or fix that") from error
+        return True
+
+    def _leads_to_living(self, place: Path) -> bool:
+        """Return whether this is a link to the directory of another device, which a daemon has locked."""
+        if not place.is_symlink() or not place.is_dir() or place.samefile(self.root):
+            return False
+        descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
 
     def endpoint(self, *parts: str, mode: int = 0o755) -> Path:
         """Return the directory of an endpoint (`tenants`, NAME or `admin`), and create it if it is missing."""

@@ -28,6 +28,14 @@ else:
     sys.stdin.read()
 """
 
+_GPU = """
+import pathlib, sys
+from membrokerd.home import Home
+gpu = Home(pathlib.Path(sys.argv[1]), "gpu-12345678")
+print(gpu.write_index(0), flush=True)
+sys.stdin.read()
+"""
+
 
 def owner(runtime: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", _OWN, str(runtime)]
@@ -335,6 +343,27 @@ def test_the_number_of_the_device_leads_to_its_directory(tmp_path: Path) -> None
         home = Home(tmp_path / "run", device)
         home.write_index(0)
         assert (tmp_path / "run" / "0").resolve() == home.root
+
+
+def test_the_host_driver_does_not_take_the_number_of_a_living_gpu(tmp_path: Path) -> None:
+    """An operator tries the host driver beside a GPU's daemon: manifests that say `0` still mean the GPU.
+
+    The number is the host driver's once the GPU's daemon is dead, and the GPU's again when that comes back.
+    """
+    runtime = tmp_path / "run"
+    command = [sys.executable, "-c", _GPU, str(runtime)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as gpu:
+        assert said(gpu) == "True"
+        host = Home(runtime, "host")
+        assert not host.write_index(0, yields=True)
+        assert (runtime / "0").readlink() == Path("gpu-12345678")
+        assert (host.root / "index").read_text() == "0\n"
+        gpu.kill()
+    assert host.write_index(0, yields=True)
+    assert (runtime / "0").readlink() == Path("host")
+    assert host.write_index(0, yields=True), "its own number"
+    Home(runtime, "gpu-12345678").write_index(0)
+    assert (runtime / "0").readlink() == Path("gpu-12345678")
 
 
 def test_a_directory_at_the_number_of_the_device_is_moved_away(tmp_path: Path) -> None:
