@@ -293,10 +293,13 @@ class Home:
         return listener
 
     def close(self, endpoint: Path) -> None:
-        """Remove the sockets of an endpoint. The lock itself is held until the process exits."""
+        """Remove the sockets of an endpoint. The lock itself is held until the process exits.
+
+        If the device's directory was replaced, what is there belongs to another daemon.
+        """
         for path in (endpoint / "handoff.sock", endpoint / "grpc.sock"):
             self._sockets.pop(path, None)
-            if path.is_socket():
+            if path.is_socket() and self.is_in_place():
                 path.unlink(missing_ok=True)
 
 

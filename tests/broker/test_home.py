@@ -100,6 +100,22 @@ def test_what_is_gone_of_a_place_is_noticed(tmp_path: Path) -> None:
     assert not home.is_in_place()
 
 
+def test_a_daemon_without_its_directory_leaves_its_successors_sockets(tmp_path: Path) -> None:
+    """Somebody removed the directory, a second daemon serves there, and then the first one stops."""
+    first = Home(tmp_path, "host")
+    public = first.endpoint("tenants", "red") / "handoff.sock"
+    with first.listen(public, Ownership()):
+        shutil.rmtree(first.root)
+        second = Home(tmp_path, "host")
+        second.endpoint("tenants", "red")
+        with second.listen(public, Ownership()):
+            first.close(public.parent)
+            assert public.is_socket()
+            assert second.lost_sockets() == []
+            second.close(public.parent)
+            assert not public.exists()
+
+
 def test_what_is_gone_of_the_state_is_written_again(tmp_path: Path) -> None:
     home = Home(tmp_path, "host")
     assert home.next_epoch() == 1
