@@ -95,14 +95,15 @@ def read(path: Path) -> Quotas:
 
 
 def write(path: Path, quotas: Quotas) -> None:
-    """Replace the quotas of the file, on the disk too, or change nothing. Raises `OSError`."""
+    """Replace the quotas of the file, on the disk too, or change nothing. A link to it stays. Raises `OSError`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace_file(path, _text(quotas).encode())
+        place = Path(os.path.realpath(path))  # `read` follows a link, too
+        files.replace_file(place, _text(quotas).encode())
     except OSError as error:
         error.filename = path  # a full disk's error names no file
         raise
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    directory = os.open(place.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(directory)
     finally:

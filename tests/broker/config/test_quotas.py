@@ -197,6 +197,20 @@ def test_a_command_is_on_the_disk_or_did_not_happen(path: Path, monkeypatch: pyt
     assert path.read_bytes() == before
 
 
+def test_a_link_to_the_file_stays(path: Path, tmp_path: Path) -> None:
+    """An operator keeps the file elsewhere, as on the only disk that outlives a container."""
+    persistent = tmp_path / "persistent" / "quotas-of-gpu-0.toml"
+    write(persistent, QUOTAS)
+    path.parent.mkdir()
+    path.symlink_to(persistent)
+    assert read(path) == QUOTAS
+    fewer = {key: limit for key, limit in QUOTAS.items() if key[1]}
+    write(path, fewer)
+    assert path.is_symlink()
+    assert read(persistent) == fewer
+    assert list(path.parent.iterdir()) == [path]
+
+
 def test_a_place_that_cannot_be_written_is_told_before_a_command_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
