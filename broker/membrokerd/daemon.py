@@ -165,8 +165,8 @@ class Daemon:
         self._evictions = Evictions(self._watch)
         stack.callback(self._evictions.close)
         self._take_over(executor, kept)
-        if config.record:
-            recorder = self._loop.recorder = Recorder(broker, self._quotas_path.parent, clock)
+        if config.record and not self._kept.is_shared:
+            recorder = self._loop.recorder = Recorder(broker, self._kept.path, clock)
             stack.callback(recorder.close)
         self._heartbeat = Heartbeat(asyncio.get_running_loop())
         self._start_metrics(stack)
@@ -182,10 +182,10 @@ class Daemon:
         """Return the limits that an operator set by command, at any daemon of this device."""
         configured, device = self._config.state_directory, self._plan.directory
         directory = configured / device if configured else quotas.state_directory(device)
-        if trouble := quotas.trouble(directory):
+        self._kept = quotas.StateDirectory(directory)
+        if trouble := self._kept.trouble():
             logs.warn(trouble)
-        self._quotas_path = directory / "quotas.toml"
-        return [ft.QuotaSet(*key, *quota) for key, quota in quotas.read(self._quotas_path).items()]
+        return [ft.QuotaSet(*key, *quota) for key, quota in quotas.read(self._kept.quotas).items()]
 
     def _read_journal(self, journal: Journal) -> tuple[Books, bool]:
         """Return the predecessor's books, and False if some of them are missing."""
@@ -298,7 +298,7 @@ class Daemon:
             self._loop,
             self._views,
             lambda: self._config.tenants,
-            lambda rows: quotas.write(self._quotas_path, rows),
+            self._kept.write,
             self._drain,
             self._evictions,
         )

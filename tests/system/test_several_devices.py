@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS, Daemon, hold_still, until
+from tests.support import raw
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, hold_still, running, until
 from tests.support.keepers import end_keeper
 from tests.support.sizes import MIB
 from tests.support.template import run as run_python
 from tests.support.workers import PAGE, worker
 
 import membroker
+from membroker.v1 import admin_pb2
 
 KEEPERS: Mapping[str, str | None] = {
     "default": None,
@@ -189,3 +191,23 @@ def test_one_command_for_all_devices_and_one_for_each(place: Path) -> None:
         assert status == 1
         assert "the broker is dead and left its socket behind" in err
         first.start_again()
+
+
+def test_two_daemons_with_one_state_directory(place: Path) -> None:
+    """Each has its own runtime directory. What the first was commanded and records is not the second's to change."""
+    shared = {"state_directory": str(place / "kept"), "record": True}
+    with running(shared) as first, running(shared) as second:
+        assert raw.admin_call(first.admin, "SetQuota", limit("red")).limit_bytes == PAGE
+        refused = raw.admin_call(second.admin, "SetQuota", limit("blue"))
+        assert raw.reason(refused) == "INTERNAL"
+        assert "another membrokerd of this device uses it" in refused.message
+        first.kill()
+        first.start_again()
+        (kept,) = raw.admin_call(first.admin, "ListQuotas", admin_pb2.ListQuotasRequest()).quotas
+        assert kept.name == "tenants/red"
+        assert "set another state_directory" in second.log()
+        assert "requests and decisions are recorded" not in second.log()
+
+
+def limit(tenant: str) -> admin_pb2.SetQuotaRequest:
+    return admin_pb2.SetQuotaRequest(name=f"tenants/{tenant}", limit_bytes=PAGE)

@@ -7,6 +7,7 @@ configuration, and refused as a whole if anything in it is wrong.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import tomllib
 from collections.abc import Mapping
@@ -69,6 +70,45 @@ def trouble(directory: Path) -> str:
         f"quotas by command will be refused, since they are kept in {directory} and {there} {why}: "
         "change that, or set another state_directory"
     )
+
+
+class StateDirectory:
+    """The directory for a device's state, locked until this process ends: a second daemon would overwrite its files.
+
+    `is_shared` says that another daemon has locked it. Daemons of one device can run side by side if each has a runtime
+    directory of its own.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.is_shared = path, False
+        self.quotas = path / "quotas.toml"
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            return  # `trouble` says why
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.is_shared = True
+            os.close(descriptor)
+        except OSError:
+            os.close(descriptor)  # the file system has no locks
+
+    def trouble(self) -> str:
+        """Return why nothing can be stored here; "" if it can."""
+        if not self.is_shared:
+            return trouble(self.path)
+        return (
+            f"quotas by command will be refused and nothing is recorded, since another membrokerd of this device uses "
+            f"{self.path}: set another state_directory"
+        )
+
+    def write(self, quotas: Quotas) -> None:
+        """Replace the quotas of the file, as `write` does. Raises `OSError`, also if another daemon has them."""
+        if self.is_shared:
+            raise OSError(errno.EBUSY, "another membrokerd of this device uses it", str(self.quotas))
+        write(self.quotas, quotas)
 
 
 # --- Reading ---

@@ -13,7 +13,7 @@ from tests.support.sizes import GIB
 
 from membrokerd.config import quotas as quotas_module
 from membrokerd.config.config import load
-from membrokerd.config.quotas import Quotas, read, state_directory, trouble, write
+from membrokerd.config.quotas import Quotas, StateDirectory, read, state_directory, trouble, write
 from membrokerd.core import policy
 from membrokerd.core.names import LOCATIONS
 from membrokerd.core.rows import Quota
@@ -223,6 +223,18 @@ def test_a_place_that_cannot_be_written_is_told_before_a_command_fails(
     assert read(tmp_path / "file" / "host" / "quotas.toml") == {}, "the daemon starts"
     monkeypatch.setattr(os, "access", lambda *_, **__: False)
     assert f"{tmp_path} cannot be written by this user" in trouble(tmp_path / "kept" / "host")
+
+
+def test_a_second_daemon_overwrites_nothing(path: Path) -> None:
+    """Two daemons of the host driver have runtime directories of their own, and one place for their quotas."""
+    first, second = StateDirectory(path.parent), StateDirectory(path.parent)
+    assert (first.trouble(), first.is_shared, second.is_shared) == ("", False, True)
+    first.write(QUOTAS)
+    assert "another membrokerd of this device uses" in second.trouble()
+    with pytest.raises(OSError, match="another membrokerd of this device uses it") as caught:
+        second.write({})
+    assert caught.value.filename == str(path)
+    assert read(path) == QUOTAS
 
 
 def test_where_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
