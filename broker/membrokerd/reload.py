@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
+import threading
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
@@ -108,9 +110,7 @@ class Reloader:
             while self._asked:
                 self._asked = False
                 try:
-                    # Names of users and groups may be looked up over a network.
-                    config = await asyncio.to_thread(self._read_again)
-                    await apply(config)
+                    await apply(await asyncio.wrap_future(self._begin_to_read()))
                 except ConfigError as error:
                     for problem in error.problems:
                         logs.warn(UNCHANGED, problem=problem)
@@ -118,6 +118,23 @@ class Reloader:
                     logs.fault(error, doing="reload")
         finally:
             self._task = None
+
+    def _begin_to_read(self) -> Future[Config]:
+        """Read on another thread: names of users and groups may be looked up over a network.
+
+        It is no thread of asyncio's, which a stop would wait for.
+        """
+        answer: Future[Config] = Future()
+        answer.set_running_or_notify_cancel()
+
+        def read() -> None:
+            try:
+                answer.set_result(self._read_again())
+            except BaseException as error:  # noqa: BLE001 - it is raised where the answer is awaited
+                answer.set_exception(error)
+
+        threading.Thread(target=read, name="reload", daemon=True).start()
+        return answer
 
     def _read_again(self) -> Config:
         if self._path is not None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from membrokerd.config.config import Config, LogConfig, MetricsConfig, ModelConfig, TenantConfig
-from membrokerd.reload import CHANGEABLE, compare
+from membrokerd.reload import CHANGEABLE, Reloader, compare
 
 BEFORE = Config(Path("/run/m"), tenants={"red": TenantConfig(limit=4, uids=frozenset([1])), "blue": TenantConfig()})
 OTHER: dict[str, Any] = {
@@ -83,3 +85,32 @@ def test_users_or_named_tenants_is_decided_at_the_start(tenants: Any) -> None:
     before, after = (dataclasses.replace(BEFORE, tenants=each) for each in tenants)
     changes = compare(before, after)
     assert (changes.config, changes.fixed, changes.added, changes.removed) == (before, ("tenants",), (), ())
+
+
+def test_a_stop_does_not_wait_for_a_reload() -> None:
+    """The file names a user, and the name service does not answer: the successor must not wait for that."""
+    asked, answered = threading.Event(), threading.Event()
+
+    def read() -> Config:
+        asked.set()
+        answered.wait()
+        return BEFORE
+
+    async def apply(config: Config) -> None:
+        raise AssertionError("a daemon that has stopped was reloaded")
+
+    async def live() -> None:
+        reloader = Reloader(None, read)
+        reloader.begin(apply)
+        reloader.ask()
+        while not asked.is_set():
+            await asyncio.sleep(0)
+        reloader.close()
+
+    daemon = threading.Thread(target=lambda: asyncio.run(live()))
+    daemon.start()
+    daemon.join(10)
+    stopped = not daemon.is_alive()
+    answered.set()
+    daemon.join()
+    assert stopped
