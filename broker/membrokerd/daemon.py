@@ -119,8 +119,10 @@ class Daemon:
                 number=device.index,
                 name=self._plan.directory,
             )
-        for name in self._config.tenants or ("default",):  # report a path that is too long for a socket first
+        names = self._config.tenants or ("default",)
+        for name in names:  # report a path that is too long for a socket first
             self._home.endpoint("tenants", name)
+        self._home.clear_endpoints(names)
         journal = Journal(self._home.state / "journal", Binding(boot_id(), self._plan.driver.device.uuid))
         stack.callback(journal.close)
         (books, is_whole), kept = self._read_journal(journal), await self._open_store(stack)

@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 import stat
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -244,6 +244,15 @@ class Home:
             )
         if mode is not None or made:
             directory.chmod(0o755 if mode is None else mode)
+
+    def clear_endpoints(self, tenants: Collection[str]) -> None:
+        """Remove the sockets that a dead daemon left at the endpoints of tenants that are not among these."""
+        for directory in self.root.glob("tenants/*"):
+            if directory.name not in tenants:
+                try:
+                    self.close(directory)
+                except OSError as error:
+                    raise HomeError(f"cannot remove {error.filename}: {error.strerror}; fix that") from error
 
     def private(self, kind: str) -> Path:
         """Return a new path for a socket that only the daemon's user can reach. Raises `HomeError` if it is long."""

@@ -303,6 +303,15 @@ def test_what_a_dead_daemon_left_is_replaced(tmp_path: Path) -> None:
     assert not public.exists()
 
 
+def test_the_sockets_of_a_removed_tenant_are_removed(tmp_path: Path) -> None:
+    """The daemon was killed, and starts without one of its tenants: nobody is told that it is dead."""
+    home = Home(tmp_path, "host")
+    for tenant in ("red", "old"):
+        home.listen(home.endpoint("tenants", tenant) / "handoff.sock", Ownership()).close()
+    home.clear_endpoints({"red": None})
+    assert [path.parent.name for path in home.root.glob("tenants/*/*.sock")] == ["red"]
+
+
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
 def test_the_umask_opens_no_directory(tmp_path: Path, umask: int) -> None:
     """A user that can write to a directory above an endpoint can put another endpoint in its place."""
