@@ -61,6 +61,7 @@ from .restart.takeover import (
     rebuild_books,
     take_descriptors,
     warn_of_holders,
+    warn_of_removed_tenants,
     watch_processes,
 )
 from .turns import Turns, in_portions, spare_collections
@@ -247,6 +248,7 @@ class Daemon:
         lost = take_descriptors(ledger, self._store, executor, kept)
         self._loop.tell(ev.Restarted(lost, seen(self._loop.figures)))
         watch_processes(ledger, self._watch, kept)
+        warn_of_removed_tenants(ledger, self._config.tenants or ("default",))
         if ledger.sessions or ledger.segments:
             charged = sum(total.charged for total in ledger.totals.values())
             logs.log(

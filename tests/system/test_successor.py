@@ -345,6 +345,21 @@ def test_a_limit_that_cannot_be_kept_is_not_in_force(daemon: Daemon) -> None:
     assert daemon.log().count("quota set") == 1, "the others were never in force"
 
 
+def test_a_tenant_that_is_removed_while_the_daemon_is_down(patient: Daemon) -> None:
+    """Its worker keeps what it has. The log says why that stays charged, and the worker that the tenant is gone."""
+    with worker() as one:
+        one.connect(patient, outage=1.0)
+        one.do("model = client.register_model('m'); kept = model.allocate('2MiB')")
+        patient.kill()
+        before, patient.config = patient.log(), {**patient.config, "tenants": {"blue": {}}}
+        patient.start_again()
+        until(lambda: "tenant=red sessions=1" in patient.log().removeprefix(before))
+        assert "a tenant that is not configured any more has sessions" in patient.log()
+        assert patient.books().lent_bytes == PAGE
+        assert "this tenant is not configured any more" in str(one.refused("model.allocate('2MiB')"))
+    check_free(patient)
+
+
 @pytest.mark.parametrize("device_size", [{}, {"host_driver_total": "512MiB"}], ids=["as-needed", "larger"])
 def test_less_capacity_than_is_lent(device_size: dict[str, str]) -> None:
     """An operator lowers the capacity and restarts: lent memory stays lent, and no more is lent until it is released.

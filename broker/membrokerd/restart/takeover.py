@@ -6,7 +6,7 @@ It tells the core what was found. It must never decide what the core decides.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import NamedTuple
 
@@ -151,3 +151,15 @@ def watch_processes(ledger: Ledger, watch: Watch, kept: Kept) -> None:
     for row in list(ledger.sessions.values()):
         if row.state != "releasing":
             watch.inherit(row.session, row.pid, row.process, kept.processes.get(row.session))
+
+
+def warn_of_removed_tenants(ledger: Ledger, endpoints: Collection[str]) -> None:
+    """Log the sessions that cannot resume, because their endpoint is not among these."""
+    lost = Counter(row.endpoint for row in ledger.sessions.values() if row.state != "releasing" and row.endpoint)
+    for endpoint in sorted(lost.keys() - set(endpoints)):
+        logs.warn(
+            "a tenant that is not configured any more has sessions: they cannot resume, and stay charged until their "
+            "processes end; configure the tenant again and restart, or end the processes",
+            tenant=endpoint,
+            sessions=lost[endpoint],
+        )
