@@ -26,6 +26,7 @@ from .observe import logs
 from .observe.merged import Merged
 from .observe.metrics_server import METRICS_PORT, MetricsServer, authority
 from .observe.sd_notify import Heartbeat, notify
+from .restart.systemd import started_by_systemd
 
 FIRST_DELAY_SECONDS, LAST_DELAY_SECONDS = 0.2, 30.0
 """How long a daemon that died stays away. The delay doubles with each death."""
@@ -251,6 +252,7 @@ class AllGpus:
         with ExitStack() as stack:
             home = Home(self._config.runtime_directory, OF_ALL)
             clear_private(home, ["notify"])
+            self._warn_of_keepers()
             self._children = [_Child(uuid, self._command, home, stopping, self._changed) for uuid in self._uuids]
             for child in self._children:
                 stack.callback(child.close)
@@ -274,6 +276,16 @@ class AllGpus:
             failed = await start
         logs.log("stopped")
         return int(failed or not in_time)
+
+    def _warn_of_keepers(self) -> None:
+        """Each daemon starts a keeper, and systemd ends all processes of a service with it."""
+        kept = self._config.descriptor_store != "memory" and self._config.keeper_socket is None
+        if kept and started_by_systemd():
+            logs.warn(
+                "systemd started this process, and ends the keepers of descriptors with it: a restart of the service "
+                "loses all segments; use membrokerd.target, or run `membroker-fdstore --stay` for each GPU in a "
+                "service of its own and set keeper_socket"
+            )
 
     async def _stop(self, everything: asyncio.Future[list[None]]) -> bool:
         """Stop every daemon; return whether all ended by themselves."""

@@ -120,6 +120,15 @@ def test_systemd_is_told_and_sigterm_ends_all(place: Path) -> None:
         assert not list(place.glob("run/all/state/notify-*"))
 
 
+def test_a_service_that_would_lose_its_segments_says_so(place: Path) -> None:
+    """An operator writes a unit for `--all`. The keepers are in its control group, which systemd ends with it."""
+    code = "import os, sys; os.environ['SYSTEMD_EXEC_PID'] = str(os.getpid()); "
+    code += "from membrokerd.cli import main; sys.exit(main())"
+    with running_all(place, program=("-c", code), count=("1",)) as parent:
+        parent.wait_until_ready()
+        assert parent.log().count("a restart of the service loses all segments") == 1
+
+
 def test_a_daemon_starts_again_while_systemd_hangs(place: Path) -> None:
     """Nobody reads what the parent says. It must not wait for that: it could not start a daemon that has died."""
     with running_all(place) as parent:
