@@ -49,6 +49,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._views = views
         self._tenants = tenants
         self._keep_quotas = keep_quotas
+        self._setting = asyncio.Lock()
+        """One command at a time: each writes all quotas."""
         self._drain = drain
         self._evictions = evictions
 
@@ -91,22 +93,35 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def SetQuota(self, request: pb.SetQuotaRequest, context: Any) -> pb.Quota:
         """Set a limit, a guarantee or a weight, or remove one that was set."""
+        # A caller that goes away ends nothing: the file and the books must say the same.
+        return await asyncio.shield(self._set_quota(request))
+
+    async def _set_quota(self, request: pb.SetQuotaRequest) -> pb.Quota:
         tenant, model = convert.parse_quota_name(request.name)
         location = convert.parse_location(request.location)
         broker, key = self._loop.broker, (tenant, model, location)
-        before = broker.ledger.quotas.get(key, Quota())
-        after = convert.changed_quota(before, request)
-        if before == Quota() or not only_removes(before, after):  # a quota of a removed tenant can still be removed
-            self._check_tenant(tenant)
-        if denied := broker.models.refuse_quota(ev.SetQuota(0, *key, *after)):
-            raise Refused(denied)
-        rows = {**broker.ledger.quotas, key: after}
-        try:  # before the step: that may lend under the new numbers at once
-            self._keep_quotas({one: quota for one, quota in rows.items() if quota != Quota()})
+        async with self._setting:
+            before = broker.ledger.quotas.get(key, Quota())
+            after = convert.changed_quota(before, request)
+            if before == Quota() or not only_removes(before, after):  # a quota of a removed tenant can still be removed
+                self._check_tenant(tenant)
+            if denied := broker.models.refuse_quota(ev.SetQuota(0, *key, *after)):
+                raise Refused(denied)
+            await self._keep({**broker.ledger.quotas, key: after})  # before the step: that may lend at once
+            try:
+                await self._ask(lambda call: ev.SetQuota(call, *key, *after))
+            except Refused:  # a reload has changed the rules meanwhile
+                await self._keep(broker.ledger.quotas)
+                raise
+        return self._quota(tenant, model, location, self._shortfalls())
+
+    async def _keep(self, quotas: Mapping[QuotaKey, Quota]) -> None:
+        """Write the quotas down on another thread, since a disk can be slow."""
+        rows = {key: quota for key, quota in quotas.items() if quota != Quota()}
+        try:
+            await asyncio.to_thread(self._keep_quotas, rows)
         except OSError as error:
             raise Refused(deny(Reason.INTERNAL, fault=_unkept(error))) from error
-        await self._ask(lambda call: ev.SetQuota(call, *key, *after))
-        return self._quota(tenant, model, location, self._shortfalls())
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
         """Return the quotas that were set."""
