@@ -228,9 +228,12 @@ class Home:
         Another user that can rename files in it could replace our sockets, or redirect what we do by path. `mode` is
         None for the runtime directory, which may be an operator's symbolic link and keeps its mode.
         """
-        made = not os.path.lexists(directory)
-        if made:
+        try:
             directory.mkdir(parents=True)
+        except FileExistsError:  # perhaps since this moment, by the daemon of another device
+            made = False
+        else:
+            made = True
         status = directory.stat() if mode is None else directory.lstat()
         if not (stat.S_ISDIR(status.st_mode) or stat.S_ISLNK(status.st_mode)):
             raise HomeError(

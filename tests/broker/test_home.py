@@ -312,6 +312,19 @@ def test_the_sockets_of_a_removed_tenant_are_removed(tmp_path: Path) -> None:
     assert [path.parent.name for path in home.root.glob("tenants/*/*.sock")] == ["red"]
 
 
+def test_two_daemons_make_the_runtime_directory_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script starts the daemons of two devices. The other one has the directory first, in any moment."""
+    mkdir = Path.mkdir
+
+    def second(self: Path, *arguments: bool, **options: bool) -> None:
+        mkdir(self, parents=True, exist_ok=True)
+        mkdir(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", second)
+    home = Home(tmp_path / "run", "host")
+    assert home.root.is_dir()
+
+
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
 def test_the_umask_opens_no_directory(tmp_path: Path, umask: int) -> None:
     """A user that can write to a directory above an endpoint can put another endpoint in its place."""
