@@ -159,6 +159,7 @@ def is_sound(row: Row) -> bool:
     match row:
         case ev.Allocate():
             numbers = 0 < row.extent_bytes <= MAX_BYTES and 0 < row.count <= policy.MAX_COUNT
+            numbers = numbers and 0 <= row.wanted_bytes <= MAX_BYTES
         case Create():
             numbers = 0 < row.size <= MAX_BYTES
         case ev.Declare():

@@ -271,6 +271,7 @@ def test_a_request_that_no_rule_allows_is_left_out(tmp_path: Path) -> None:
     core = Core(tmp_path)
     for size, count, wait in ((-1, 1, None), (2 * MIB, 0, None), (1 << 70, 1, None), (2 * MIB, 1, -5)):
         core.borrow(size, count, wait_ns=wait)
+    core.borrow(wanted_bytes=-1)
     core.borrow()
     core.recorder.close()
     rows = [row for part in read(tmp_path / "trace.jsonl") for _, row in part.rows]
