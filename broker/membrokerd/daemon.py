@@ -142,7 +142,7 @@ class Daemon:
         broker = Broker(rules, journal.epoch, [*books.story, *self._commanded()])
         warn_of_guarantees(broker.ledger.quotas, rules, self._config)
         self._begin_journal(journal, broker)
-        writer = Writer(broker, journal, self._metrics.journal.observe)
+        writer = Writer(broker, journal, self._metrics.journal.observe, self._home.is_in_place)
         self._loop = Loop(
             broker,
             executor,

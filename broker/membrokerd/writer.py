@@ -21,14 +21,22 @@ _DEBITS = frozenset((ft.Debited, ft.SegmentBegan))
 
 
 class Writer:
-    """Writes the facts of one broker to one journal. `observe` gets the seconds of each write."""
+    """Writes the facts of one broker to one journal. `observe` gets the seconds of each write.
+
+    `is_in_place` says whether the daemon's directory is its own: in another's place, a successor has its journal.
+    """
 
     def __init__(
-        self, broker: Broker, journal: Journal, observe: Callable[[float], None] = lambda seconds: None
+        self,
+        broker: Broker,
+        journal: Journal,
+        observe: Callable[[float], None] = lambda seconds: None,
+        is_in_place: Callable[[], bool] = lambda: True,
     ) -> None:
         self._broker = broker
         self._journal = journal
         self._observe = observe
+        self._is_in_place = is_in_place
         self._compacting: Generator[None, None, None] | None = None
 
     def write(self, facts: list[ft.Fact]) -> bool:
@@ -45,7 +53,7 @@ class Writer:
         start = time.perf_counter()
         is_written = journal.append(facts)
         self._observe(time.perf_counter() - start)
-        if journal.due:
+        if journal.due and self._is_in_place():
             self.compact()
         if journal.full or books.cannot_write:
             self._tell_broker()
