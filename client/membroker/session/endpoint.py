@@ -267,11 +267,13 @@ def _absent(path: Path) -> str:
         )
     if path.parent.parent.name == "tenants" and missing in (path, path.parent):
         tenant, tenants = path.parent, path.parent.parent
-        if there := _open_in(tenants) or (_names_in(tenants) if missing == tenant else []):
+        live = _open_in(tenants)
+        if there := live or (_names_in(tenants) if missing == tenant else []):
             one = tenant.with_name(_nearest(tenant.name, there))
             others = f"has {_some(there)}: name one's endpoint, as in --endpoint {one} or {VARIABLE}={one}"
             if missing == tenant:
-                return f"{tenants.parent} has no tenant {tenant.name!r}, but {others}"
+                dead = "" if live else f"no broker is alive at {tenants.parent}: {_START}. "
+                return f"{dead}{tenants.parent} has no tenant {tenant.name!r}, but {others}"
             return (
                 f"{tenant} has no {path.name}: it was removed, or this tenant is not configured any more. If "
                 "`membroker tenants` lists it, `systemctl restart membrokerd`: workers keep their memory. If not, "

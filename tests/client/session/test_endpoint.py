@@ -215,6 +215,10 @@ class TestDiagnosis:
         assert f"MEMBROKER_ENDPOINT={tenants / 'red'}" in why(tenants / "rde"), "a slip of the keys"
         message = why(tenants)
         assert f"{tenants} is no endpoint, but has the tenants blue, red: name one's directory" in message
+        assert why(tenants / "default").startswith(f"no broker is alive at {place / '0'}: start one with `membrokerd`")
+        with listening(tenants / "red" / "handoff.sock"):
+            assert "no broker is alive" not in why(tenants / "default")
+        (tenants / "red" / "handoff.sock").unlink()
         (tenants / "blue").rmdir()
         (tenants / "red").rmdir()
         assert "Is membrokerd running, with this tenant?" in why(tenants / "default")
