@@ -93,7 +93,7 @@ def find_device(name: str, env: Mapping[str, str] = os.environ) -> Path:
     """
     if not _DEVICE.fullmatch(name):
         raise InvalidRequest(
-            f"{name!r} names no device: give its number, or its UUID as `nvidia-smi -L` or `membroker status` shows it"
+            f"{name!r} is not a device: give its number, or its UUID as `nvidia-smi -L` or `membroker status` shows it"
         )
     looked = runtime_directories(env)
     devices = [device for runtime in looked for device in _devices_in(runtime)]
@@ -285,8 +285,8 @@ def _absent(path: Path) -> str:
         for what, inside in (("devices", devices), ("tenants", tenants_here)):
             if inside:
                 return (
-                    f"{path.parent} is no endpoint, but has the {what} {_some(inside)}: name one's directory, as in "
-                    f"{path.with_name(inside[0])}"
+                    f"{path.parent} is not an endpoint but the directory of these {what}: {_some(inside)}. Name one of "
+                    f"them, as in {path.with_name(inside[0])}"
                 )
     if missing.is_symlink():
         return f"{missing} is a symbolic link to nothing: {_name_endpoint(path)}"

@@ -160,7 +160,7 @@ class TestDevices:
 
     @pytest.mark.parametrize("name", ["", "../..", "-1", "0x1", "a" * 65, "gpu 1", "12345"])
     def test_what_names_no_device(self, env: dict[str, str], name: str) -> None:
-        with pytest.raises(InvalidRequest, match="names no device: give its number, or its UUID"):
+        with pytest.raises(InvalidRequest, match="is not a device: give its number, or its UUID"):
             endpoint.find_device(name, env)
 
     def test_two_of_one_number(self, env: dict[str, str], place: Path) -> None:
@@ -214,7 +214,7 @@ class TestDiagnosis:
         assert f"as in --endpoint {tenants / 'blue'} or MEMBROKER_ENDPOINT={tenants / 'blue'}" in message
         assert f"MEMBROKER_ENDPOINT={tenants / 'red'}" in why(tenants / "rde"), "a slip of the keys"
         message = why(tenants)
-        assert f"{tenants} is no endpoint, but has the tenants blue, red: name one's directory" in message
+        assert f"{tenants} is not an endpoint but the directory of these tenants: blue, red. Name one" in message
         assert why(tenants / "default").startswith(f"no broker is alive at {place / '0'}: start one with `membrokerd`")
         with listening(tenants / "red" / "handoff.sock"):
             assert "no broker is alive" not in why(tenants / "default")
@@ -234,12 +234,12 @@ class TestDiagnosis:
             message = why(tenants / "default")
             assert f"{tenants / 'default'} has no handoff.sock: it was removed, or this tenant is not" in message
             assert f"{place / '0'} has red: name one's endpoint, as in --endpoint {tenants / 'red'}" in message
-            assert f"{tenants} is no endpoint, but has the tenants red: name one's directory" in why(tenants)
+            assert f"{tenants} is not an endpoint but the directory of these tenants: red. Name one" in why(tenants)
 
     def test_a_runtime_directory(self, place: Path) -> None:
         (place / "gpu-1" / "tenants").mkdir(parents=True)
         message = why(place)
-        assert f"{place} is no endpoint, but has the devices gpu-1: name one's directory" in message
+        assert f"{place} is not an endpoint but the directory of these devices: gpu-1. Name one of them" in message
         assert f"as in {place / 'gpu-1'}" in message
 
     def test_the_operators_endpoint_of_a_daemon_that_was_stopped(self, place: Path) -> None:
