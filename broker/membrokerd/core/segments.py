@@ -100,7 +100,7 @@ class Segments:
         _, _, count = policy.shape_of_segment(rules, event.size)
         limit = rules.max_segment_extents
         if sum(len(row.ids) for row in rows) + count > limit:
-            return deny(Reason.TOO_MANY_SEGMENTS, limit=limit, of="broker", what="segments' extents")
+            return deny(Reason.TOO_MANY_SEGMENTS, limit=limit, of="broker", what="extents of segments")
         return None
 
     def seal(self, event: ev.SealSegment) -> None:

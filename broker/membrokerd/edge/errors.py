@@ -89,13 +89,13 @@ _TABLE: Mapping[Reason, _Row] = {
     Reason.SESSION_NOT_EVICTABLE: _Row(Code.FAILED_PRECONDITION, "{session} cannot be evicted: {what}"),
     Reason.TENANT_NOT_FOUND: _Row(Code.NOT_FOUND, "there is no tenant {tenant!r} in the broker's configuration{hint}"),
     Reason.SEGMENT_NOT_FOUND: _Row(Code.NOT_FOUND, "{missing}"),
-    Reason.SEGMENT_EXISTS: _Row(Code.ALREADY_EXISTS, "{segment} exists and is {state}: {advice}", retry=True),
+    Reason.SEGMENT_EXISTS: _Row(Code.ALREADY_EXISTS, "{segment} exists and is {told}: {advice}", retry=True),
     Reason.SEGMENT_NOT_SEALED: _Row(
-        Code.DEADLINE_EXCEEDED, "{segment} is still being written: attach it with a longer wait", retry=True
+        Code.DEADLINE_EXCEEDED, "{segment} is still being written: attach it with a longer timeout", retry=True
     ),
     Reason.SEGMENT_NOT_WRITABLE: _Row(
         Code.FAILED_PRECONDITION,
-        "{segment} is {state}: only the session that writes a segment can seal it, and only once",
+        "{segment} is {told}: only the session that writes a segment can seal it, and only once",
     ),
     Reason.WRITER_DIED: _Row(
         Code.ABORTED,
@@ -107,7 +107,9 @@ _TABLE: Mapping[Reason, _Row] = {
         Code.INVALID_ARGUMENT, "several models have a segment of that name: give its model, as in {choices}"
     ),
     Reason.TOO_MANY_SEGMENTS: _Row(
-        Code.RESOURCE_EXHAUSTED, "the {of} has {limit} {what}, which is the maximum: delete some", retry=True
+        Code.RESOURCE_EXHAUSTED,
+        "the {of} may have at most {limit} {what}, and this segment would be more: delete some",
+        retry=True,
     ),
     Reason.TOO_MANY_SESSIONS: _Row(
         Code.RESOURCE_EXHAUSTED, "the {of} has {limit} sessions, which is the maximum{detached}", retry=True
@@ -220,6 +222,7 @@ class _Words(dict[str, object]):
         self["free"] = "" if free is None else f" ({format_size(int(free))}{kept})"
         says = numbers.get("driver_says")
         self["says"] = f": {says}" if says else ""
+        self["told"] = "being written" if numbers.get("state") == "writing" else numbers.get("state")
         self["advice"] = _ADVICE.get(str(numbers.get("state")), _ATTACH)
         if "segment" in numbers:
             self["missing"] = _missing(numbers["segment"])

@@ -96,7 +96,7 @@ NUMBERS: dict[Reason, list[dict[str, int | str]]] = {
     Reason.TOO_MANY_REQUESTS: [{"limit": 16}, {"limit": 1_024, "whose": "tenant", "calls": "attaches that wait"}],
     Reason.TOO_MANY_SEGMENTS: [
         {"limit": 256, "of": "tenant", "what": "segments"},
-        {"limit": 4_096, "of": "broker", "what": "segments' extents"},
+        {"limit": 4_096, "of": "broker", "what": "extents of segments"},
     ],
     Reason.TOKEN_REQUIRED: [{}],
     Reason.TOKEN_REJECTED: [{}],
@@ -232,6 +232,19 @@ def test_a_name_that_is_taken_comes_with_what_can_be_done() -> None:
         told = sentence(Reason.SEGMENT_EXISTS, segment=SEGMENT, state=state)
         assert "wait until its memory is free, and try again" in told
         assert "attach" not in told
+
+
+def test_the_state_of_a_segment_is_a_state_of_the_segment() -> None:
+    """A segment "is writing" nothing: its writer is."""
+    for reason in (Reason.SEGMENT_EXISTS, Reason.SEGMENT_NOT_WRITABLE):
+        assert "is being written: " in sentence(reason, segment=SEGMENT, state="writing")
+        assert "is sealed: " in sentence(reason, segment=SEGMENT, state="sealed")
+
+
+def test_one_segment_of_too_many_extents() -> None:
+    """A slip of the unit, TiB for GiB, at a broker that has no segment: it cannot say that it has so many."""
+    told = sentence(Reason.TOO_MANY_SEGMENTS, limit=4_096, of="broker", what="extents of segments")
+    assert told == "the broker may have at most 4096 extents of segments, and this segment would be more: delete some"
 
 
 def test_a_segment_that_is_not_there() -> None:

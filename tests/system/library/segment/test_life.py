@@ -313,7 +313,7 @@ class TestWaiting:
         model.create_segment("other", 1)
         segment = model.create_segment("weights", 1)
         began = time.monotonic()
-        with pytest.raises(membroker.SegmentNotSealed, match="longer wait") as refused:
+        with pytest.raises(membroker.SegmentNotSealed, match="longer timeout") as refused:
             client.attach("weights", timeout=timeout)
         assert timeout <= time.monotonic() - began < timeout + 20
         assert isinstance(refused.value, TimeoutError)
