@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from .sizes import format_size
+
 
 class Location(enum.Enum):
     """Where an extent's memory is."""
@@ -99,6 +101,12 @@ class DriverError(Exception):
 
 class DriverOutOfMemory(DriverError):
     """The device or the system has not enough memory for this call."""
+
+
+def no_addresses(error: DriverOutOfMemory, size: int) -> DriverOutOfMemory:
+    """Return the error of a reservation, which takes no memory, with what it ran out of."""
+    hint = f"this process cannot reserve {format_size(size)} of addresses: ask for less, or raise `ulimit -v`"
+    return DriverOutOfMemory(error.call, error.name, error.code, hint)
 
 
 class DriverLimit(DriverError):

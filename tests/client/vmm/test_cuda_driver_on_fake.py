@@ -102,6 +102,17 @@ def test_a_card_copies_in_its_own_context_whichever_is_current(run: Run) -> None
     run(code, FAKE_CUDA_DEVICES="2")
 
 
+def test_more_addresses_than_a_process_has(run: Run) -> None:
+    """CUDA says that it is out of memory, and a reservation takes none."""
+    code = """
+        driver = CudaDriver(context=True)
+        with pytest.raises(DriverOutOfMemory, match="cannot reserve 512.0 TiB of addresses") as refused:
+            driver.reserve(1 << 49)
+        print(refused.value.name)
+    """
+    assert run(code).strip() == "CUDA_ERROR_OUT_OF_MEMORY"
+
+
 def test_ctrl_c_loses_no_memory_of_the_card(run: Run) -> None:
     """Ctrl-C at each point of a borrowing without a broker: once its descriptors are closed, the card is empty."""
     code = """

@@ -64,6 +64,12 @@ def test_reserve_large_range(manager: VirtualMemoryManager, driver: HostDriver) 
     assert driver.memory(Location.DEVICE).used == 0
 
 
+def test_reserve_more_than_a_process_has(manager: VirtualMemoryManager) -> None:
+    """A slip of the unit. The kernel's "cannot allocate memory" sends people to look for memory."""
+    with pytest.raises(DriverError, match=r"this process cannot reserve .* of addresses: ask for less"):
+        manager.reserve(1 << 60, GRANULE)
+
+
 @pytest.mark.parametrize(
     ("size", "alignment", "why"),
     [

@@ -14,7 +14,17 @@ from contextlib import ExitStack
 from typing import Any
 
 from ..copies import is_pinned
-from ..driver import AccessFlags, Copier, DeviceInfo, DriverError, Handle, Location, MemoryInfo
+from ..driver import (
+    AccessFlags,
+    Copier,
+    DeviceInfo,
+    DriverError,
+    DriverOutOfMemory,
+    Handle,
+    Location,
+    MemoryInfo,
+    no_addresses,
+)
 from ..sizes import MAX_BYTES, is_power_of_two
 from . import packets
 from .copies import CudaCopier, pin, unpin
@@ -117,7 +127,10 @@ class CudaDriver:
         if alignment and not (is_power_of_two(alignment) and alignment <= MAX_BYTES):
             hint = f"an alignment is a power of two below 2^63, not {alignment}"
             raise _invalid("cuMemAddressReserve", hint)
-        address = int(self._call("cuMemAddressReserve", size, alignment, 0, 0))
+        try:
+            address = int(self._call("cuMemAddressReserve", size, alignment, 0, 0))
+        except DriverOutOfMemory as error:
+            raise no_addresses(error, size) from error
         self._process.add(address, size)
         return address
 

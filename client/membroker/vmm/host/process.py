@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import ClassVar
 
 from .. import libc as _libc
-from ..driver import AccessFlags, DriverError
+from ..driver import AccessFlags, DriverError, DriverOutOfMemory, no_addresses
 from ..errno import driver_call, invalid, translated
 from ..mappings import MappingBudget
 from . import extents
@@ -51,8 +51,11 @@ class Process:
 
     def reserve(self, size: int, alignment: int, owner: int) -> int:
         """Reserve addresses."""
-        with driver_call("mmap"):
-            address = _reserve_aligned(size, alignment)
+        try:
+            with driver_call("mmap"):
+                address = _reserve_aligned(size, alignment)
+        except DriverOutOfMemory as error:
+            raise no_addresses(error, size) from error
         with self.lock:
             self.addresses.add_reservation(address, size, owner)
         return address
