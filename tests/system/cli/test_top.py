@@ -122,6 +122,8 @@ def test_a_narrow_terminal_cuts_neither_the_keys_nor_the_device(daemon: Daemon, 
             assert terminal.lines()[0].endswith(", 1 session, DRAINED")
             terminal.press("h")
             until(lambda: all(key in terminal.text() for key in ("R reverse", "t tenants", "/ filter", "q quit")))
+            terminal.resize(125, 12)  # docs/operating.md: enough for all columns
+            until(lambda: any(line.endswith("      rate   refused") for line in terminal.lines()))
             terminal.resize(40, 12)
             until(lambda: all(len(line) < 40 for line in terminal.lines()) and names(terminal) == ["red/chat"])
             assert " ".join(terminal.text().split()).partition(" u used")[0].endswith(", 1 session, DRAINED")
