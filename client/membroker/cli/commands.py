@@ -22,7 +22,8 @@ ENDPOINTS = """
 
 A tenant's endpoint shows only that tenant's books. The admin endpoint, which only the operator can use, shows the
 books of all tenants. The command uses the endpoint of --endpoint or --device, else MEMBROKER_ENDPOINT, else the only
-broker on this machine; `membroker status` shows all brokers."""
+broker on this machine; `membroker status` shows all brokers. If a broker of your own runs
+($XDG_RUNTIME_DIR/membroker), those in /run/membroker are left out."""
 
 
 OPERATOR = """
