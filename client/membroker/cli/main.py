@@ -7,6 +7,7 @@ no tracebacks. Commands for operators are in `operate`, those about segments in 
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import sys
@@ -141,7 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader has left (`membroker models | head`): nothing more can be printed, at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        print(f"membroker: {error}", file=sys.stderr)
+        is_output = error.errno == errno.ENOSPC and error.filename is None  # files that are read have names
+        print(f"membroker: {f'cannot write the output: {error.strerror}' if is_output else error}", file=sys.stderr)
     except KeyboardInterrupt:
         return 130
     return 1

@@ -255,6 +255,8 @@ def test_an_output_that_cannot_show_everything(daemon: Daemon) -> None:
         command = [sys.executable, *COMMAND, "sessions", "--endpoint", str(daemon.endpoint())]
         done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
+        full = subprocess.run(["sh", "-c", '"$@" >/dev/full', "sh", *command], capture_output=True, text=True)
+        assert (full.returncode, full.stderr) == (1, "membroker: cannot write the output: No space left on device\n")
 
 
 # --- Without a daemon ---
