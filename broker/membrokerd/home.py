@@ -69,9 +69,10 @@ class Home:
             self._lock(self.root, os.open(self.root, directories))
             self._write_lock()
         except OSError as error:
+            place = Path(error.filename or self.root)
             raise HomeError(
-                f"cannot use {error.filename or self.root}: {error.strerror}; fix that, or choose another directory "
-                "with --runtime-directory DIR"
+                f"cannot use {place}: {error.strerror}{_owner(place)}; fix that, or choose another directory with "
+                "--runtime-directory DIR"
             ) from error
 
     def _lock(self, path: Path, descriptor: int) -> None:
@@ -322,6 +323,16 @@ def _check_length(path: Path) -> None:
             f"the path {path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes that a Unix socket may have; "
             "choose a shorter --runtime-directory"
         )
+
+
+def _owner(place: Path) -> str:
+    """Say whose a file or directory is, if it is another user's."""
+    try:
+        owner = os.lstat(place).st_uid
+    except OSError:
+        return ""
+    user = os.geteuid()
+    return "" if owner == user else f" (it belongs to uid {owner}, and this daemon runs as uid {user})"
 
 
 def _identity(path: Path | int) -> tuple[int, int] | None:

@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -373,6 +374,20 @@ def test_another_users_directory_is_refused(tmp_path: Path) -> None:
     os.chown(theirs, 60_001, 60_001)
     with pytest.raises(HomeError, match="not this user's alone"):
         Home(theirs, "host")
+
+
+@pytest.mark.root
+def test_a_daemon_in_roots_directory_is_told_whose_it_is() -> None:
+    """A user tries `--runtime-directory /run/membroker`: "Operation not permitted" alone does not say why."""
+    with tempfile.TemporaryDirectory(prefix="mb-") as directory:
+        os.chmod(directory, 0o755)
+        Home(Path(directory), "host")
+        os.seteuid(60_001)
+        try:
+            with pytest.raises(HomeError, match=r"\(it belongs to uid 0, and this daemon runs as uid 60001\)"):
+                Home(Path(directory), "host")
+        finally:
+            os.seteuid(0)
 
 
 def test_the_number_of_the_device_leads_to_its_directory(tmp_path: Path) -> None:
