@@ -46,7 +46,7 @@ def test_the_runtime_directory_of_root_is_where_everybody_looks() -> None:
 
 
 def test_a_user_without_a_runtime_directory_is_told_what_to_set() -> None:
-    with pytest.raises(ConfigError, match="runtime_directory: XDG_RUNTIME_DIR is not set; write where"):
+    with pytest.raises(ConfigError, match="runtime_directory: XDG_RUNTIME_DIR is not set; name a directory"):
         load(None, {}, env={}, uid=1000)
     with pytest.raises(ConfigError, match="absolute") as caught:
         load(None, {"runtime_directory": "here"}, env={}, uid=1000)
