@@ -79,7 +79,9 @@ _TABLE: Mapping[Reason, _Row] = {
         "the number, wait until the model has ended: when its last session unregisters it, or `model_grace_seconds` "
         "(default 60) after that session ends, and all its segments are deleted",
     ),
-    Reason.MODEL_EXISTS: _Row(Code.ALREADY_EXISTS, "{of} is registered already"),
+    Reason.MODEL_EXISTS: _Row(
+        Code.ALREADY_EXISTS, "{of} is registered already: join it without `exclusive`, or end the other worker"
+    ),
     Reason.MODEL_IN_USE: _Row(Code.FAILED_PRECONDITION, "this session still holds {used} of {of}: release that first"),
     Reason.EXTENT_NOT_FOUND: _Row(Code.NOT_FOUND, "extent {extent} is not lent to this session"),
     Reason.SESSION_NOT_DETACHED: _Row(
@@ -210,7 +212,9 @@ class _Words(dict[str, object]):
         self.setdefault("of", numbers.get("model", "it"))
         self.setdefault("hint", "")
         lost = numbers.get("detached")
-        self["detached"] = f"; `membroker forget SESSION` ends those that are detached: {lost}" if lost else ""
+        once = ": connect once, and use that client for all calls" if numbers.get("of") == "process" else ""
+        forget = f"; `membroker forget SESSION` ends those that are detached: {lost}" if lost else ""
+        self["detached"] = once + forget
         reserved = numbers.get("reserved_bytes")
         self["kept"] = f", and {format_size(int(reserved))} of the rest is reserved for others" if reserved else ""
         self["fair"] = _fair(numbers)

@@ -241,6 +241,12 @@ def test_the_state_of_a_segment_is_a_state_of_the_segment() -> None:
         assert "is sealed: " in sentence(reason, segment=SEGMENT, state="sealed")
 
 
+def test_a_refusal_of_a_second_worker_or_session_says_what_to_do() -> None:
+    assert "join it without `exclusive`" in sentence(Reason.MODEL_EXISTS, model=MODEL)
+    assert "connect once" in sentence(Reason.TOO_MANY_SESSIONS, limit=16, of="process")
+    assert "connect once" not in sentence(Reason.TOO_MANY_SESSIONS, limit=64, of="tenant"), "others have opened them"
+
+
 def test_one_segment_of_too_many_extents() -> None:
     """A slip of the unit, TiB for GiB, at a broker that has no segment: it cannot say that it has so many."""
     told = sentence(Reason.TOO_MANY_SEGMENTS, limit=4_096, of="broker", what="extents of segments")
