@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+from ..collecting import amid_a_call
 from ..errors import ClosedError
 from ..interrupts import uninterrupted
 from .lender import Tracked
@@ -90,7 +91,11 @@ class Holder(Generic[_L]):
 
     def _close(self, *, wait: bool = True) -> None:
         """End all memory, and the link after the last. What fails is logged, and held until this is called again."""
-        if not (self._forked or self._ended):  # in a forked child, a thread of the parent may have held the lock
+        if self._forked or self._ended:  # in a forked child, a thread of the parent may have held the lock
+            return
+        if amid_a_call():
+            self.later(lambda: self._close(wait=wait))
+        else:
             uninterrupted(lambda: self._close_now(wait=wait))
 
     def _close_now(self, *, wait: bool) -> None:

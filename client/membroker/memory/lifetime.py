@@ -14,6 +14,7 @@ from itertools import chain, islice
 from typing import ClassVar, Final
 
 from ..closing import Closing
+from ..collecting import amid_a_call
 from ..errors import ClosedError, ProtocolError
 from ..interrupts import Operation, Step, completed, device_failures, settle, uninterrupted
 from .lender import Owner
@@ -172,9 +173,14 @@ class MappedMemory:
     def end(self) -> None:
         """Release everything, now, or once the last call has returned and the last view is gone.
 
-        Raises `DriverError` when the driver fails to unmap. The memory is then still held, and another `end` retries.
+        If a garbage collection has interrupted a call of the library, another thread does it soon. Raises `DriverError`
+        when the driver fails to unmap. The memory is then still held, and another `end` retries.
         """
-        if self.state not in ("abandoned", "ended"):
+        if self.state in ("abandoned", "ended"):
+            return
+        if amid_a_call():
+            self.source.later(self.end)
+        else:
             completed(self._end, self.interrupted)
 
     def abandon(self) -> None:
@@ -312,8 +318,9 @@ class Resource(Closing):
 
         While views, spans, tensors, or calls in other threads use it, the release happens when the last of them has
         ended. Otherwise this call waits for the work that this process has submitted to the device, and releases. It
-        also unmaps while the broker is unreachable, and raises nothing then. Raises `DeviceFailure`; the memory that
-        could not be released stays held until this object, or its client, is closed again.
+        also unmaps while the broker is unreachable, and raises nothing then. If the garbage collector calls it amid
+        another call, through a `__del__`, a thread of the library releases soon afterwards. Raises `DeviceFailure`; the
+        memory that could not be released stays held until this object, or its client, is closed again.
         """
         with device_failures():
             self._holding.end()

@@ -7,11 +7,13 @@ user's requests and converts offsets to pages.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
 from ..arguments import Progress
-from ..errors import AlreadyMapped, InvalidRequest, OutOfMemory, OutOfVirtualMemory
+from ..collecting import amid_a_call
+from ..errors import AlreadyMapped, ClosedError, InvalidRequest, OutOfMemory, OutOfVirtualMemory
 from ..interrupts import Operation, uninterrupted
 from ..memory.lender import Source
 from ..memory.lifetime import MappedMemory, Placing
@@ -136,8 +138,12 @@ class Backing:
     def drop(self, choose: Choose, after: Fence | None = None) -> None:
         """Release used pages, or keep all of them as spare pages. Drop the bytes of offloaded pages.
 
-        It waits once, for `after`, or for all work on the device if that is None.
+        It waits once, for `after`, or for all work on the device if that is None. If a garbage
+        collection has interrupted a call of the library, another thread does it soon.
         """
+        if amid_a_call():
+            self._source.later(partial(self._drop_later, choose, after))
+            return
         most = self.spare_pages if self._ahead is None else max(self.spare_pages, self._ahead.target)
         if most and self._keep_spare(choose, most):
             return
@@ -152,6 +158,10 @@ class Backing:
             if self._offloaded.size:
                 for pages in runs:
                     uninterrupted(partial(self._offloaded.drop, pages))
+
+    def _drop_later(self, choose: Choose, after: Fence | None) -> None:
+        with suppress(ClosedError):  # its end has released them
+            self.drop(choose, after)
 
     def _keep_spare(self, choose: Choose, most: int) -> bool:
         """Keep deallocated pages mapped as spare pages, unless there are more than `most` then; return whether it did.
