@@ -179,7 +179,7 @@ class ReconnectingConnection:
         with self._changed.lock:
             connection, known = self.connection, self.inventory.strike_extents(extent_ids)
         try:
-            connection.release(known, answer_within=self._answer_within)
+            connection.release(known, answer_within=self._patience_with_less())
         except (BrokerUnavailable, ClosedError):
             return
 
@@ -189,15 +189,19 @@ class ReconnectingConnection:
             connection, known = self.connection, self.inventory.strike_segment(generation)
         with suppress(BrokerUnavailable, ClosedError):
             if known:
-                connection.detach(generation, answer_within=self._answer_within)
+                connection.detach(generation, answer_within=self._patience_with_less())
 
     def declare_less(self, request: broker_pb2.DeclareMemoryRequest) -> None:
-        """Declare no more than before, and wait for the answer. Raises as little as `release`."""
+        """Declare no more than before, and wait for the answer unless the client closes. Raises as little as `release`."""
         with self._changed.lock:
             connection = self.connection
             self.inventory.declared(request)
         with suppress(BrokerUnavailable, ClosedError):
-            connection.call(pb.Frame(declare=request), timeout=CONTROL_SECONDS)
+            connection.call(pb.Frame(declare=request), timeout=0.0 if self._closing else CONTROL_SECONDS)
+
+    def _patience_with_less(self) -> float | None:
+        """Return how long to wait for the answer to a release. A client that closes waits for its goodbye only."""
+        return None if self._closing else self._answer_within
 
     def interrupted(self) -> None:
         """Drop the present connection, because an interrupt left a call half done: a resume agrees on what is held."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import struct
 import threading
+import time
 
 import pytest
 from tests.support.daemons import Daemon, hold_still, running, until
@@ -142,6 +143,22 @@ class TestBrokerGone:
             again.close()
             until(lambda: daemon.books().lent_bytes == 0)
         assert not caplog.records, "what comes late is no fault of the broker"
+
+    def test_stopped_while_a_client_closes(self, transport: str) -> None:
+        """It waits once, for the goodbye, and not for each piece of memory."""
+        with running({"host_capacity": "64MiB"}) as daemon:
+            client = membroker.connect(daemon.endpoint(), transport=transport)
+            model = client.register_model("m")
+            pool = model.pool(page_size=PAGE, virtual_capacity="64MiB")
+            pool.allocate(0, 2 * PAGE)
+            pool.offload(0, PAGE)
+            buffers = [model.allocate(PAGE) for _ in range(3)]
+            with hold_still(daemon):
+                begun = time.monotonic()
+                client.close()
+                assert time.monotonic() - begun < 20, "four answers that do not come would take 30 seconds each"
+            assert all(buffer.closed for buffer in buffers)
+            assert mapped_extents() == 0
 
     def test_killed_while_threads_wait(self, daemon: Daemon, transport: str) -> None:
         """Every thread that waits for an answer is told; none hangs."""
