@@ -144,8 +144,8 @@ class Segment(AtAddress):
     def filled(self) -> Iterator[None]:
         """Keep it mapped during a block, as `kept` does, and reserve it for one pool's offloaded pages.
 
-        Raises `InvalidRequest` while it is reserved, `SegmentNotWritable`, `BufferError` while a writable view lives,
-        and `ClosedError`.
+        Raises `InvalidRequest` while it is reserved, `SegmentNotWritable`, `BufferError` while a writable view lives or
+        another thread writes, and `ClosedError`.
         """
         with self._holding.in_use():
             self._check_writable()
@@ -200,12 +200,17 @@ class Segment(AtAddress):
         tell = two_numbers(progress) if progress is not None else None
         offset, _ = self._check_range(offset, len(source))
         with Operation(self._holding):
-            self._check_writable()
-            for first in range(0, len(source), CHUNK_BYTES):
-                some = source[first : first + CHUNK_BYTES]
-                self._session.driver.write(self._holding.region.address + offset + first, some)
-                if tell is not None:
-                    tell(first + len(some), len(source))
+            # Before the check: a seal either finds this span and refuses, or has begun and is found here.
+            written = self._holding.span(self, offset, len(source))
+            try:
+                self._check_writable()
+                for first in range(0, len(source), CHUNK_BYTES):
+                    some = source[first : first + CHUNK_BYTES]
+                    self._session.driver.write(written.address + first, some)
+                    if tell is not None:
+                        tell(first + len(some), len(source))
+            finally:
+                del written  # an error keeps its frames, and would keep the span
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -227,7 +232,7 @@ class Segment(AtAddress):
 
     def _check_views(self) -> None:
         if self._holding.views.any():
-            raise BufferError("a writable view of the segment is still alive: release it first")
+            raise BufferError("a writable view of the segment is still alive, or a call writes to it: end that first")
 
     # Its tensors
 
@@ -269,9 +274,9 @@ class Segment(AtAddress):
         """Make the segment read-only for every process, this one too, and let waiting `attach` calls proceed.
 
         Waits for the work that this process has submitted to the device. Raises `SegmentNotWritable`, `BufferError`
-        while a writable view or array of it lives, `BrokerUnavailable`, `DeviceFailure` and `ClosedError`. If Ctrl-C or
-        a lost broker prevents the answer, it may or may not be sealed: it is read-only in this process from then on,
-        and `seal` asks again. After any other failure it stays writable.
+        while a writable view or array of it lives or another thread is in `write`, `BrokerUnavailable`, `DeviceFailure`
+        and `ClosedError`. If Ctrl-C or a lost broker prevents the answer, it may or may not be sealed: it is read-only
+        in this process from then on, and `seal` asks again. After any other failure it stays writable.
         """
         uninterrupted(self._seal, self._session.interrupted)
 

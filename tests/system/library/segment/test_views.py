@@ -173,6 +173,22 @@ class TestViews:
         segment.seal()
         assert segment.read(0, 4) == b"\7\0\0\7"
 
+    def test_no_seal_while_a_thread_writes(
+        self, client: membroker.Client, model: membroker.Model, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One thread copies a large tensor, and another one seals: readers would have zeros for the rest of it."""
+        monkeypatch.setattr(segment_module, "CHUNK_BYTES", MIB)
+        segment = model.create_segment("weights", PAGE)
+
+        def amid(done: int, total: int) -> None:
+            if done < total:
+                with pytest.raises(BufferError, match="a call writes to it"):
+                    segment.seal()  # in the main thread, another one does the work
+
+        segment.write(0, bytes([7]) * PAGE, amid)
+        segment.seal()
+        assert client.attach("weights").read(PAGE - 1, 1) == b"\7"
+
     def test_a_view_that_is_taken_during_the_seal(
         self, client: membroker.Client, model: membroker.Model, monkeypatch: pytest.MonkeyPatch
     ) -> None:
