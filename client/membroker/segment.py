@@ -31,7 +31,7 @@ from .v1 import broker_pb2 as pb
 from .v1 import resources_pb2
 from .v1.handoff_pb2 import Frame
 from .vmm.driver import AccessFlags, Driver, Handle, Location
-from .vmm.sizes import MIB
+from .vmm.sizes import MIB, format_size
 from .wire.names import MAX_WAIT_SECONDS
 
 if TYPE_CHECKING:
@@ -250,10 +250,11 @@ class Segment(AtAddress):
     ) -> TensorIndex:
         """Write the header for `tensors`, name -> (safetensors dtype, shape), and return it with each one's offset.
 
-        `segment_size` returns the bytes that they need. Raises `InvalidRequest` if they do not fit, and what `write`
-        raises.
+        `segment_size` returns the bytes that they need. Raises `InvalidRequest` if they do not fit, or if the header is
+        longer than the 16 MiB that `index` reads, and what `write` raises.
         """
         header, index = write_index(tensors, metadata, alignment=ALIGNMENT)
+        check_header(header)
         if index.size > self.size:
             raise InvalidRequest(f"the tensors need {index.size} bytes, and the segment has {self.size}")
         self.write(0, header)
@@ -319,6 +320,13 @@ class Segment(AtAddress):
     def __repr__(self) -> str:
         state = "closed" if self.closed else "being written" if self._writable else "read-only"
         return f"<membroker.Segment {self.resource_name} of {self.size} bytes, {state}>"
+
+
+def check_header(header: bytes) -> None:
+    """Raise `InvalidRequest` for a header that `Segment.index` refuses to read."""
+    if len(header) - 8 > MAX_HEADER_BYTES:
+        most = f"a segment's header has at most {format_size(MAX_HEADER_BYTES)}, metadata included"
+        raise InvalidRequest(f"{most}, and this one has {len(header)} bytes: no process could read it")
 
 
 class SegmentMaker(Protocol):

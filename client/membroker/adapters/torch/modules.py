@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from ...errors import InvalidRequest
 from ...model import Model
 from ...safetensors import TensorIndex, TensorInfo, write_index
-from ...segment import Segment
+from ...segment import Segment, check_header
 from ...vmm.driver import Location
 from .package import torch
 from .tensors import DTYPES, TEXTS, device_of, tensor
@@ -37,6 +37,7 @@ class Image:
     ) -> None:
         entries = {key: (_text_of(key, value), _stored_shape(value)) for key, value in tensors.items()}
         self._header, self.index = _layout(entries, metadata, align_from)
+        check_header(self._header)
         self.size = self.index.size
 
     def write(self, segment: Segment, tensors: Mapping[str, torch.Tensor]) -> None:
