@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
+import select
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -46,7 +47,7 @@ def open_session(path: Path, hello: pb.Hello, timeout: float) -> tuple[socket.so
     """
     connection = open_socket(path, timeout)
     try:
-        notices, welcome = _greet(connection, path, hello)
+        notices, welcome = _greet(connection, path, hello, timeout)
         set_timeout(connection, 0)
     except BaseException:
         connection.close()
@@ -67,7 +68,7 @@ def reconcile(
     try:
         for holds in held.frames():
             handoff.send(connection, handoff.encode(pb.Frame(request_id=request_id, holds=holds)))
-        packet = handoff.receive(connection)
+        packet = _receive(connection, timeout)
     except BlockingIOError as error:
         raise BrokerUnavailable(silent(path)) from error
     except (handoff.EndOfConnection, handoff.BrokenPacket, OSError) as error:
@@ -91,12 +92,12 @@ def reconcile(
     return held, reply.resume.models
 
 
-def _greet(connection: socket.socket, path: Path, hello: pb.Hello) -> tuple[socket.socket, pb.Welcome]:
+def _greet(connection: socket.socket, path: Path, hello: pb.Hello, timeout: float) -> tuple[socket.socket, pb.Welcome]:
     try:
         # A process that is not admitted is answered before its Hello: it can read the answer, but cannot write.
         with suppress(BrokenPipeError):
             handoff.send(connection, handoff.encode(pb.Frame(request_id=1, hello=hello)))
-        packet = _hear(connection)
+        packet = _hear(connection, timeout)
     except (handoff.EndOfConnection, handoff.BrokenPacket, OSError) as error:
         raise _unanswered(path, error) from error
     try:
@@ -109,15 +110,27 @@ def _greet(connection: socket.socket, path: Path, hello: pb.Hello) -> tuple[sock
         raise
 
 
-def _hear(connection: socket.socket) -> handoff.Packet:
+def _hear(connection: socket.socket, timeout: float) -> handoff.Packet:
     """Return the broker's first packet.
 
     If the broker hung up with our Hello unread, the first read fails with ECONNRESET, and the next one has the packet.
     """
     try:
-        return handoff.receive(connection)
+        return _receive(connection, timeout)
     except ConnectionResetError:
-        return handoff.receive(connection)
+        return _receive(connection, timeout)
+
+
+def _receive(connection: socket.socket, timeout: float) -> handoff.Packet:
+    """Return the next packet. Raises `BlockingIOError` if none comes in time.
+
+    The kernel's own timeout begins again after each signal that the program handles, such as a timer's.
+    """
+    poller = select.poll()
+    poller.register(connection, select.POLLIN)
+    if not poller.poll(timeout * 1000):
+        raise BlockingIOError
+    return handoff.receive(connection)
 
 
 def _unanswered(path: Path, error: Exception) -> MembrokerError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import signal
 import socket
 import tempfile
 import threading
@@ -75,3 +76,25 @@ def test_a_broker_that_hangs_up_without_a_word_is_unavailable() -> None:
     """It may be stopping: what is known is said."""
     with broker(lambda connection: None) as path, pytest.raises(BrokerUnavailable, match="without an answer"):
         open_session(path, HELLO, 30.0)
+
+
+def test_a_timer_of_the_program_does_not_keep_a_silent_broker_waited_for() -> None:
+    """A watchdog's SIGALRM every 50 ms: each began the wait for the Welcome again, and `connect` never ended."""
+    over = threading.Event()
+
+    def answer_late(_: socket.socket) -> None:
+        over.wait()
+
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    late = threading.Timer(10, over.set)
+    try:
+        with broker(answer_late) as path:
+            late.start()
+            signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+            with pytest.raises(BrokerUnavailable, match="does not answer"):
+                open_session(path, HELLO, 0.5)
+            over.set()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        late.cancel()
