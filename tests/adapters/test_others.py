@@ -85,6 +85,18 @@ class TestAbsent:
             use(model)
 
 
+def test_numba_takes_every_name_of_a_dtype(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the other adapters do: NumPy's type, its name, or safetensors' word. The memory plays a GPU's."""
+    numpy = pytest.importorskip("numpy")
+    monkeypatch.setitem(sys.modules, "numba.cuda", SimpleNamespace(as_cuda_array=lambda tensor: tensor.dtype))
+    monkeypatch.setattr(numba_adapter, "check_card", lambda name, on_card: None)
+    with model.allocate(PAGE) as buffer:
+        for dtype in (numpy.float32, numpy.dtype("float32"), "float32", "F32"):
+            assert numba_adapter.array(buffer, dtype, (4,)) == "F32"
+        with pytest.raises(InvalidRequest, match="have no BF16: take U8 or U16"):
+            numba_adapter.array(buffer, "bfloat16", (4,))
+
+
 class TestLending:
     """What stands behind the malloc and the free of CuPy's pool, RMM's and Numba."""
 

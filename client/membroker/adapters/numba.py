@@ -35,8 +35,8 @@ def array(source: Source, dtype: Any, shape: Sequence[int], offset: int = 0) -> 
     cuda = _numba_cuda()
     tensor = export(source, dtype, shape, offset)
     check_card("Numba", on_card=tensor.on_card)
-    if not is_numpys(dtype):
-        raise InvalidRequest(f"Numba's device arrays have no {dtype}: take U8 or U16")
+    if not is_numpys(tensor.dtype):
+        raise InvalidRequest(f"Numba's device arrays have no {tensor.dtype}: take U8 or U16")
     return cuda.as_cuda_array(tensor)
 
 
