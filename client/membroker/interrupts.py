@@ -202,8 +202,13 @@ class _Task(Generic[_T]):
             on_interrupt()
             self._wait(patience)
             raise
-        if self._error is not None:
-            raise self._error
+        # The error keeps the frames of the work, and so this task: a task that kept the error would be a cycle.
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
         return self._result  # type: ignore[return-value]
 
     def _wait(self, seconds: float = -1) -> None:

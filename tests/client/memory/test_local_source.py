@@ -266,6 +266,21 @@ print("done")
         assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 
+def test_a_refused_call_keeps_no_pool(driver: FlakyDriver) -> None:
+    """The main thread drops a pool that could not be offloaded: its memory goes at once, without a collection."""
+    with LocalSource(driver, host_limit=PAGE) as source:
+        gc.disable()
+        try:
+            pool = VirtualMemoryPool(source, 8 * PAGE, PAGE)
+            pool.allocate(0, 2 * PAGE)
+            with suppress(OutOfMemory):
+                pool.offload()
+            del pool
+            until(lambda: source.physical_usage_bytes == 0, 10)
+        finally:
+            gc.enable()
+
+
 def test_many_threads_share_a_limit(driver: FlakyDriver) -> None:
     """Eight threads churn pages of one source: never above the limit, and all of it is back at the end."""
     refusals = [0]
