@@ -275,8 +275,9 @@ class VirtualMemoryPool(Offloading):
     def free(self, address: int) -> None:
         """Release the allocation at `address`, an address that `allocate`, `allocate_anywhere` or `grow` returned.
 
-        Parts that `deallocate` or `shrink` has released are skipped. Raises what `deallocate` raises, and `NotMapped`
-        if no allocation begins there: a compaction moves allocations, and so changes their addresses.
+        It ends before a page that was deallocated: what lies behind such a page is an allocation of its own, and begins
+        at its first page. Raises what `deallocate` raises, and `NotMapped` if no allocation begins there: a compaction
+        moves allocations, and so changes their addresses.
         """
         self._holding.check_open()
         wanted = whole_number("an address", address, InvalidOffset)
