@@ -285,7 +285,8 @@ class Client(Closing):
         Memory with living views stays mapped until the last view is gone. The session stays open until then, too, and
         ends without another call. If the broker is unreachable, this raises nothing. It waits for the `timeout` that
         was passed to `connect`, or for the `outage` if that is shorter. If the broker does not return in that time, the
-        session stays charged until this process ends or an operator forgets the session.
+        session stays charged until this process ends or an operator forgets the session. In a signal handler that has
+        interrupted a call of the library, another thread closes it soon afterwards.
         """
         self._session.close()
 

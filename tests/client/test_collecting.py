@@ -58,3 +58,41 @@ def test_the_collector_interrupts_a_call_that_holds_a_lock() -> None:
     ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.splitlines() == ["deleted", "0 True", "deleted", "2097152 True"]
+
+
+HANDLER = """
+import os, signal, time
+from membroker.memory.local_source import LocalSource
+from membroker.pool.pool import VirtualMemoryPool
+from membroker.vmm import libc
+
+source = LocalSource("host")
+pool, idle = VirtualMemoryPool(source, "64MiB", "2MiB"), VirtualMemoryPool(source, "64MiB", "2MiB")
+idle.allocate(0, 1)
+mmap = libc._mmap
+
+
+def be_told(*arguments):
+    libc._mmap = mmap
+    os.kill(os.getpid(), signal.SIGTERM)
+    return mmap(*arguments)
+
+
+signal.signal(signal.SIGTERM, lambda *_: source.close())
+libc._mmap = be_told
+try:
+    pool.allocate_anywhere("2MiB")  # holds the lock of the addresses while it maps
+except Exception as error:
+    print(error)
+end = time.monotonic() + 30
+while not source._ended and time.monotonic() < end:
+    time.sleep(0.01)
+print(source.physical_usage_bytes, source._ended)
+"""
+
+
+def test_a_signal_handler_interrupts_a_call_that_holds_a_lock() -> None:
+    """A program closes all it has on SIGTERM, in the handler: the lock is its own thread's, which waits there."""
+    ended = subprocess.run([sys.executable, "-c", HANDLER], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.splitlines()[-1] == "0 True"
