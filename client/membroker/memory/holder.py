@@ -15,9 +15,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from ..collecting import amid_a_call, in_a_handler
 from ..errors import ClosedError
 from ..interrupts import uninterrupted
+from ..reentry import in_a_finalizer, in_a_handler
 from .lender import Tracked
 
 logger = logging.getLogger("membroker")
@@ -93,7 +93,7 @@ class Holder(Generic[_L]):
         """End all memory, and the link after the last. What fails is logged, and held until this is called again."""
         if self._forked or self._ended:  # in a forked child, a thread of the parent may have held the lock
             return
-        if amid_a_call() or in_a_handler():
+        if in_a_finalizer() or in_a_handler():
             self.later(lambda: self._close(wait=wait))
         else:
             uninterrupted(lambda: self._close_now(wait=wait))

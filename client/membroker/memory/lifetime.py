@@ -14,9 +14,9 @@ from itertools import chain, islice
 from typing import ClassVar, Final
 
 from ..closing import Closing
-from ..collecting import amid_a_call
 from ..errors import ClosedError, ProtocolError
 from ..interrupts import Operation, Step, completed, device_failures, settle, uninterrupted
+from ..reentry import in_a_finalizer
 from .lender import Owner
 from .region import Region
 from .views import Span, Views
@@ -178,7 +178,7 @@ class MappedMemory:
         """
         if self.state in ("abandoned", "ended"):
             return
-        if amid_a_call():
+        if in_a_finalizer():
             self.source.later(self.end)
         else:
             completed(self._end, self.interrupted)

@@ -12,13 +12,13 @@ from functools import partial
 from typing import Protocol
 
 from ..arguments import Progress
-from ..collecting import amid_a_call
 from ..errors import AlreadyMapped, ClosedError, InvalidRequest, OutOfMemory, OutOfVirtualMemory
 from ..interrupts import Operation, uninterrupted
 from ..memory.lender import Source
 from ..memory.lifetime import MappedMemory, Placing
 from ..memory.local_source import add_asked
 from ..memory.views import Span
+from ..reentry import in_a_finalizer
 from ..types import Move
 from ..vmm.driver import AccessFlags, Location
 from . import compaction
@@ -141,7 +141,7 @@ class Backing:
         It waits once, for `after`, or for all work on the device if that is None. If a garbage
         collection has interrupted a call of the library, another thread does it soon.
         """
-        if amid_a_call():
+        if in_a_finalizer():
             self._source.later(partial(self._drop_later, choose, after))
             return
         most = self.spare_pages if self._ahead is None else max(self.spare_pages, self._ahead.target)

@@ -192,7 +192,7 @@ class ReconnectingConnection:
                 connection.detach(generation, answer_within=self._patience_with_less())
 
     def declare_less(self, request: broker_pb2.DeclareMemoryRequest) -> None:
-        """Declare no more than before, and wait for the answer unless the client closes. Raises as little as `release`."""
+        """Declare no more than before, and wait for the answer unless the client closes. Raises as `release` does."""
         with self._changed.lock:
             connection = self.connection
             self.inventory.declared(request)

@@ -1,8 +1,8 @@
-"""Code of the user that runs amid a call of the library, in its thread: a finalizer (`__del__`), or a signal handler.
+"""Reentry: whether a finalizer (`__del__`) or a signal handler of the program has interrupted a call of the library.
 
-The garbage collector, and Python's signal handlers, run at almost any point of a thread, also where the thread holds a
-lock of the library. What released memory there would wait for that lock forever, so another thread does it instead.
-This must never take a lock.
+Python runs both at almost any point of a thread, also while the thread holds a lock of the library. If the finalizer
+or the handler then released memory itself, it would wait for that lock forever. So another thread does it. This module
+must never take a lock.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from threading import get_ident
 from types import FrameType
 
 _PARTS = tuple(f"membroker.{part}" for part in ("session.", "memory.", "pool.", "segment", "vmm.", "interrupts"))
-"""What holds locks. An engine runs under frames of `kv`, which may close a client at its end."""
+"""The modules that hold locks. `kv` is not among them: an engine runs under its frames, and may close a client."""
 _interrupted: dict[int, FrameType] = {}
-"""The frame that a collection has interrupted, by the thread that collects."""
+"""By thread, while the garbage collector runs in it: the frame that it has interrupted."""
 
 
-def amid_a_call() -> bool:
-    """Return whether the garbage collector has called the caller, through a finalizer, amid a call of the library."""
+def in_a_finalizer() -> bool:
+    """Return whether the caller is called by a finalizer that has interrupted a call of the library in this thread."""
     return _is_in_a_call(_interrupted.get(get_ident()))
 
 
 def in_a_handler() -> bool:
-    """Return whether the caller was called amid another call in the main thread, as a signal handler is."""
+    """Return whether the caller is called by a signal handler that has interrupted a call of the library."""
     if get_ident() != threading.main_thread().ident:
         return False
     frame: FrameType | None = sys._getframe(1)

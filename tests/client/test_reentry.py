@@ -1,4 +1,4 @@
-"""Objects of a program that release memory in `__del__`: the garbage collector calls them amid other calls."""
+"""Finalizers and signal handlers that release memory while they interrupt a call of the library."""
 
 from __future__ import annotations
 
