@@ -40,7 +40,7 @@ class TestArguments:
         with pytest.raises(membroker.MembrokerError, match="host_capacity"):
             model.create_segment("weights", 1, location="host")
         segment = model.create_segment("weights", 1)
-        with pytest.raises(membroker.SegmentExists, match="writing"):
+        with pytest.raises(membroker.SegmentExists, match="is being written"):
             model.create_segment("weights", 1)
         segment.close()
         until(lambda: is_settled(daemon))
