@@ -78,18 +78,28 @@ def test_what_is_preempted_is_computed_once(tmp_path: Path, monkeypatch: pytest.
     assert tokens[1] <= 2 * BLOCK_TOKENS
 
 
-def test_new_weights_compute_all_requests_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM preempts all that run. What was preempted before has old contents in host memory, and does not use them."""
+@pytest.mark.parametrize("recalled", [False, True], ids=["", "during a recall"])
+def test_new_weights_compute_all_requests_again(
+    recalled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM preempts all that run, and its engine ends if a block is still in use then. Most have no memory here.
+
+    What was preempted before has old contents in host memory, and does not use them. Nor is any prefix found again.
+    """
     with running({"capacity": 2 * WHOLE}) as daemon, membroker.connect(daemon.endpoint()) as client:
-        model = client.register_model("chat", limit=WHOLE)
-        elastic = Scheduling(tmp_path, monkeypatch, model=model, swap_space=WHOLE)
-        elastic.cache.want(elastic.cache.layout.blocks)
-        elastic.add(100, 1000, 256)
+        model = client.register_model("chat", limit=LIMIT)
+        elastic = Scheduling(tmp_path, monkeypatch, model=model, caches_prefixes=True, swap_space=WHOLE)
+        for number in range(100):
+            elastic.ask(str(number), [1 + number % 3] * 1000, 256)
         connector = elastic.scheduler.connector
-        while connector._blocks._held or not connector._swap._kept:
+        while not connector._swap._kept:
             elastic.cache.wait(0.1)  # returns when there is more memory
             assert elastic.step()
-        assert elastic.change_weights(), "a block had no memory"
+        if recalled:
+            elastic.cache.shrink(LIMIT // 4)
+            assert elastic.step()
+        assert bool(connector._blocks._squeezed) == recalled
+        assert elastic.change_weights()
         assert connector._swap._kept
         before = elastic.loaded
         while elastic.step():
@@ -276,7 +286,7 @@ def _check_references(scheduler: Any) -> bool:
     kept = Counter(block.block_id for block in blocks._squeezed)
     held = [block for block in pool.blocks[1:] if block.ref_cnt - used[block.block_id] - kept[block.block_id]]
     assert all(block.ref_cnt - used[block.block_id] - kept[block.block_id] == 1 for block in held)
-    assert len(held) == blocks._held
+    assert len(held) + len(kept) + bool(kept) == len(pool.blocks) - pool.num_gpu_blocks
     free = {block.block_id for block in pool.free_block_queue.get_all_free_blocks()}
     assert free == {block.block_id for block in pool.blocks[1:] if not block.ref_cnt}
     running = {one.request_id: [block.block_id for block in tables[one.request_id]] for one in scheduler.running}

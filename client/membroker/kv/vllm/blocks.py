@@ -3,6 +3,9 @@
 Owns the blocks that are held out of vLLM's free list, and an estimate of what its requests need. It only works on
 lists: it must never wait, or call a broker, a driver or the cache. vLLM's pool has no lock, so all of this runs in the
 scheduler's thread, or in the cache's while the engine rests.
+
+vLLM subtracts its free blocks from the pool's `num_gpu_blocks`, takes the rest for used, and resets its prefix cache
+only if all blocks are free. So `num_gpu_blocks` leaves out the blocks that are held, and those of a squeeze.
 """
 
 from __future__ import annotations
@@ -52,7 +55,6 @@ class Blocks:
         self.fence = new_fence
         self._save = save
         self._requests: dict[str, Any] = {}
-        self._held = 0
         self._squeezed: list[Any] = []
         """Blocks of which one more reference is held for one step, so that vLLM preempts."""
         self._squeezed_used = 0
@@ -152,6 +154,7 @@ class Blocks:
         """End a squeeze: give vLLM back the blocks that were kept from it."""
         if self._squeezed:
             self._pool.free_block_queue.num_free_blocks += 1
+            self._pool.num_gpu_blocks += len(self._squeezed) + 1
             self._pool.free_blocks(self._squeezed)
             self._squeezed, self._squeezed_used = [], 0
 
@@ -203,13 +206,13 @@ class Blocks:
         table = self._pool.blocks
         self._pool.evict_blocks(set(blocks))
         self._pool.touch([table[block] for block in blocks])
-        self._held += len(blocks)
+        self._pool.num_gpu_blocks -= len(blocks)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Put blocks into the free list. vLLM puts those without cached contents in front of cached ones."""
         table = self._pool.blocks
         self._pool.free_blocks([table[block] for block in blocks])
-        self._held -= len(blocks)
+        self._pool.num_gpu_blocks += len(blocks)
 
     def preempt(self, blocks: Sequence[int]) -> bool:
         """Let vLLM preempt: it does so when a running request needs more blocks than are free.
@@ -236,14 +239,13 @@ class Blocks:
             self._squeezed = self._pool.free_block_queue.get_all_free_blocks() + [table[block] for block in used]
             self._squeezed_used = len(used)
             self._pool.touch(self._squeezed)
+            self._pool.num_gpu_blocks -= len(self._squeezed) + 1
             self._pool.free_block_queue.num_free_blocks -= 1
         return True
 
     def _used(self) -> int:
         """Return how many blocks are referenced by requests, the null block included."""
-        pool = self._pool
-        kept = self._held + len(self._squeezed) - self._squeezed_used + bool(self._squeezed)
-        return int(pool.num_gpu_blocks - pool.get_num_free_blocks() - kept)
+        return int(self._pool.num_gpu_blocks - self._pool.get_num_free_blocks() + self._squeezed_used)
 
     def _blocks_of(self, tokens: int) -> int:
         return -(-min(tokens, self._most_tokens) // self._block_tokens)
