@@ -216,8 +216,10 @@ class Model:
         the same recall. An exception is logged, and the rest is kept.
 
         After a lost connection the broker asks again if it still needs the memory. A broker of an older version never
-        asks. Leaving the model removes the callback. Raises `InvalidRequest` for an object that is not callable,
-        `ModelNotFound` if this session has left the model, `BrokerUnavailable`, `DescriptorLimit` and `ClosedError`.
+        asks. Leaving the model removes the callback. A call with None does not wait for a broker that is away.
+
+        Raises `InvalidRequest` for an object that is not callable, `ModelNotFound` if this session has left the model,
+        `BrokerUnavailable`, `DescriptorLimit` and `ClosedError`.
         """
         if callback is not None and not callable(callback):
             raise InvalidRequest(f"on_recall takes a function of one recall, or None, not {callback!r}")

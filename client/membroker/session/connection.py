@@ -19,6 +19,7 @@ from functools import partial
 
 from google.protobuf.message import Message
 
+from ..arguments import parts_of
 from ..errors import BrokerUnavailable, ClosedError, MembrokerError, ProtocolError, from_status
 from ..memory.lender import Placement
 from ..v1 import broker_pb2
@@ -166,6 +167,9 @@ class Connection(SharedSocket):
         for (model, location), less in told.lowered_to(now).items():
             request = broker_pb2.DeclareMemoryRequest(model=model, location=location, declared_bytes=less)
             self.call(pb.Frame(declare=request), timeout=timeout)
+        for name in told.answering - now.answering:
+            quiet = broker_pb2.RegisterModelRequest(model_id=parts_of(name)[1], answers_recalls=False)
+            self.call(pb.Frame(register_model=quiet), timeout=timeout)
         return now
 
     def answer_recall(self, recall_id: int, size: int) -> None:

@@ -112,7 +112,7 @@ class Recalls:
         if callback is None:
             self._answering.pop(name, None)
             if name in self._line.inventory.answering:
-                self._register(name, answers=False)
+                self._line.answer_no_more(name, self._registration(name, answers=False))
             for one in self._of(name):
                 one.done()
             return
@@ -120,18 +120,17 @@ class Recalls:
         self._answering[name] = _Answering(show, callback)
         if before is None:
             try:
-                self._register(name, answers=True)
+                note = partial(self._line.inventory.answers, name, answers=True)
+                frame = pb.Frame(register_model=self._registration(name, answers=True))
+                self._line.call(frame, timeout=CONTROL_SECONDS, note=note)
             except BaseException:
                 self._answering.pop(name, None)
                 raise
 
-    def _register(self, name: str, *, answers: bool) -> None:
-        inventory = self._line.inventory
-        if not inventory.models[name]:
+    def _registration(self, name: str, *, answers: bool) -> broker_pb2.RegisterModelRequest:
+        if not self._line.inventory.models[name]:
             raise ModelNotFound(f"{name} was left by this session: register_model() it first")
-        request = broker_pb2.RegisterModelRequest(model_id=parts_of(name)[1], answers_recalls=answers)
-        note = partial(inventory.answers, name, answers=answers)
-        self._line.call(pb.Frame(register_model=request), timeout=CONTROL_SECONDS, note=note)
+        return broker_pb2.RegisterModelRequest(model_id=parts_of(name)[1], answers_recalls=answers)
 
     def sleep_for(self, name: str, callback: Callable[[SleepRequest], SleepStatus] | None) -> None:
         """Run `callback` for each question of an operator about a model's sleep from now on; None: stop answering.

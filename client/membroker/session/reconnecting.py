@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -202,6 +203,27 @@ class ReconnectingConnection:
     def _patience_with_less(self) -> float | None:
         """Return how long to wait for the answer to a release. A client that closes waits for its goodbye only."""
         return None if self._closing else self._answer_within
+
+    def answer_no_more(self, name: str, request: broker_pb2.RegisterModelRequest) -> None:
+        """Answer no recalls of a model any more. Without a connection the next resume says so: nothing is waited for.
+
+        Raises the broker's refusal.
+        """
+        note = partial(self.inventory.answers, name, answers=False)
+        connection = self.connection
+        while True:
+            try:
+                connection.call(pb.Frame(register_model=request), timeout=CONTROL_SECONDS, note=note)
+            except (BrokerUnavailable, ClosedError) as error:
+                if error.reason not in _UNANSWERED:
+                    raise
+                with self._changed.lock:
+                    if self.connection is connection:
+                        note()
+                        return
+                    connection = self.connection
+            else:
+                return
 
     def interrupted(self) -> None:
         """Drop the present connection, because an interrupt left a call half done: a resume agrees on what is held."""

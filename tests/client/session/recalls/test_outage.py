@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from tests.client.session.recalls.asking import answering, recall
 from tests.support.daemons import until
@@ -96,6 +98,37 @@ class TestOutages:
         until(lambda: not is_away(client))
         with pytest.raises(membroker.ModelNotFound, match="was left by this session"):
             served.on_recall(lambda _: None)
+
+    def test_it_is_not_waited_for_a_broker_that_is_away(
+        self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model
+    ) -> None:
+        """A program that ends with its broker would end 30 seconds later. The next broker is told so by the resume."""
+        answering(broker, served, lambda _: None)
+        drop_all(broker, client)
+        before = time.monotonic()
+        served.on_recall(None)
+        assert time.monotonic() < before + 5
+        assert not broker.resume().answering_models
+        until(lambda: not is_away(client))
+        assert broker.hears_nothing()
+
+    def test_a_resume_that_has_begun_is_corrected(
+        self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model
+    ) -> None:
+        """The broker has been told already that the session answers."""
+        answering(broker, served, lambda _: None)
+        drop_all(broker, client)
+        broker.greet_again()
+        request_id, held = broker.hear_holds()
+        assert any(list(one.answering_models) == [MODEL] for one in held)
+        served.on_recall(None)
+        broker.agree(request_id)
+        frame = broker.hear("register_model")
+        assert frame.register_model.HasField("answers_recalls")
+        assert not frame.register_model.answers_recalls
+        broker.reply(frame.request_id, model=resources_pb2.Model(name=MODEL))
+        until(lambda: not is_away(client))
+        assert broker.hears_nothing()
 
     def test_a_refused_registration_changes_nothing(
         self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model
