@@ -80,7 +80,7 @@ def a_step(
     return SimpleNamespace(
         scheduled_new_reqs=[SimpleNamespace(req_id=name, block_ids=(one,)) for name, one in new.items()],
         scheduled_cached_reqs=others,
-        num_scheduled_tokens=tokens,
+        num_scheduled_tokens={**dict.fromkeys([*more, *new], 0), **tokens},
         preempted_req_ids=preempted,
     )
 
@@ -240,6 +240,21 @@ class TestBlocks:
         blocks.note(a_step({}, {"c": [6]}, preempted={"b"}))
         blocks.note(a_step({}, {"b": [3, 7]}, resumed={"b"}))
         assert [blocks.cost(one) for one in ([7], [6], [5])] == [1, 2, 3]
+
+    def test_a_session_that_goes_on_is_the_youngest(self, pool: BlockPool, blocks: Blocks) -> None:
+        """vLLM puts it behind all that run, so it is preempted first."""
+        for name, table in (("session", [1]), ("a", [2]), ("b", [3])):
+            pool.get_new_blocks(1)
+            blocks.add(a_request(name, 16))
+            blocks.note(a_step({name: table}))
+        pool.get_new_blocks(1)
+        blocks.note(a_step({"session": [1, 4]}))
+        assert [blocks.cost([number]) for number in (1, 3, 2)] == [1, 2, 3]
+        assert blocks.preempt([3])
+        pool.free_blocks([pool.blocks[4], pool.blocks[1]])
+        assert pool.get_num_free_blocks() == -1, "what the session loses makes no room: b goes in the same step"
+        pool.free_blocks([pool.blocks[3]])
+        blocks.relax()
 
     def test_with_priorities_the_requests_that_matter_least_go_first(self, pool: BlockPool) -> None:
         """vLLM then preempts those with the largest number, and of these the youngest."""

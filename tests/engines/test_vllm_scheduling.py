@@ -289,6 +289,7 @@ def _check_references(scheduler: Any) -> bool:
     assert len(held) + len(kept) + bool(kept) == len(pool.blocks) - pool.num_gpu_blocks
     free = {block.block_id for block in pool.free_block_queue.get_all_free_blocks()}
     assert free == {block.block_id for block in pool.blocks[1:] if not block.ref_cnt}
-    running = {one.request_id: [block.block_id for block in tables[one.request_id]] for one in scheduler.running}
-    assert list(blocks._running.items()) == list(running.items()), "in vLLM's order: the last is preempted first"
+    assert blocks._running == {name: [block.block_id for block in table] for name, table in tables.items()}
+    running = [name for name in blocks._running if blocks._can_preempt(name)]
+    assert running == [one.request_id for one in scheduler.running], "in vLLM's order: the last is preempted first"
     return bool(kept)

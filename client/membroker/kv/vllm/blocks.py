@@ -64,8 +64,6 @@ class Blocks:
         self._last_used = [0.0] * pool.num_gpu_blocks
         self._running: dict[str, list[int]] = {}
         """The blocks of each request that has any, the oldest request first: in the order of their admission."""
-        self._preempted: set[str] = set()
-        """The requests that were preempted, and are not resumed yet."""
         self._users: dict[int, tuple[int, str]] | None = None
         """Of the requests that use a block the last to be preempted, and its place; None: to be found again."""
 
@@ -81,7 +79,6 @@ class Blocks:
         """Note that a request has ended. Its blocks are still referenced."""
         self._requests.pop(request.request_id, None)
         self._running.pop(request.request_id, None)
-        self._preempted.discard(request.request_id)
         self._users = None
         now = time.monotonic()
         for block in blocks:
@@ -92,7 +89,6 @@ class Blocks:
         if step.preempted_req_ids:
             for name in [one for one, _ in self._in_order() if one in step.preempted_req_ids]:  # resumed so, too
                 self._save(self._requests[name], self._running.pop(name))
-            self._preempted |= step.preempted_req_ids
         admitted = {new.req_id: new.block_ids[0] for new in step.scheduled_new_reqs}
         others = step.scheduled_cached_reqs
         for name, blocks in zip(others.req_ids, others.new_block_ids, strict=True):
@@ -100,9 +96,10 @@ class Blocks:
                 admitted[name] = blocks[0]
             elif blocks is not None and name in self._running:
                 self._running[name] += blocks[0]
-        for name in sorted(admitted, key=lambda name: name not in self._preempted):  # vLLM resumes before it admits
+        order = {name: place for place, name in enumerate(step.num_scheduled_tokens)} if admitted else {}
+        for name in sorted(admitted, key=order.__getitem__):
+            self._running.pop(name, None)  # a session that goes on is now the youngest
             self._running[name] = list(admitted[name])
-        self._preempted.difference_update(admitted)
         self._users = None
         self._count(step.num_scheduled_tokens)
 
@@ -130,7 +127,6 @@ class Blocks:
         """
         if request.request_id not in self._running:
             return False
-        self._preempted |= self._running.keys()
         self._running.clear()
         self._users = None
         return True
