@@ -3,30 +3,35 @@
 Python runs both at almost any point of a thread, also while the thread holds a lock of the library. If the finalizer
 or the handler then released memory itself, it would wait for that lock forever. So another thread does it. This module
 must never take a lock.
+
+The frames of the thread say it. `gc.callbacks` would say it too, and for less. But with such a callback in Python code,
+early versions of Python 3.11 fail to parse code in two threads (SystemError, gh-106905).
 """
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
-from threading import get_ident
+import weakref
 from types import FrameType
 
 _PARTS = tuple(f"membroker.{part}" for part in ("session.", "memory.", "pool.", "segment", "vmm.", "interrupts"))
 """The modules that hold locks. `kv` is not among them: an engine runs under its frames, and may close a client."""
-_interrupted: dict[int, FrameType] = {}
-"""By thread, while the garbage collector runs in it: the frame that it has interrupted."""
 
 
 def in_a_finalizer() -> bool:
-    """Return whether the caller is called by a finalizer that has interrupted a call of the library in this thread."""
-    return _is_in_a_call(_interrupted.get(get_ident()))
+    """Return whether a finalizer that has interrupted a call of the library has called the caller."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "__del__" or frame.f_globals is weakref.__dict__:  # weakref.finalize
+            return _is_in_a_call(frame)
+        frame = frame.f_back
+    return False
 
 
 def in_a_handler() -> bool:
-    """Return whether the caller is called by a signal handler that has interrupted a call of the library."""
-    if get_ident() != threading.main_thread().ident:
+    """Return whether a signal handler that has interrupted a call of the library has called the caller."""
+    if threading.current_thread() is not threading.main_thread():
         return False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _module_of(frame).startswith("membroker."):  # the present call
@@ -44,14 +49,3 @@ def _is_in_a_call(frame: FrameType | None) -> bool:
 
 def _module_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
-
-
-def _note(phase: str, _figures: object) -> None:
-    frame = sys._getframe().f_back  # None as the interpreter exits
-    if phase == "start" and frame is not None:
-        _interrupted[get_ident()] = frame
-    else:
-        _interrupted.pop(get_ident(), None)
-
-
-gc.callbacks.append(_note)
