@@ -528,13 +528,6 @@ class TestNames:
             names.append(self.name(model=str(tmp_path)))
         assert names[0] == names[2] != names[1]
 
-    @pytest.mark.parametrize(
-        ("model", "name"),
-        [("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"), ("/models/my model", "my-model"), ("/", "weights"), ("/a/.b", "weights")],
-    )
-    def test_the_name_in_the_books_is_the_models(self, model: str, name: str) -> None:
-        assert identity.book_name(SimpleNamespace(model=model)) == name
-
 
 def test_the_entry_point_loads_little() -> None:
     """vLLM loads it in each of its processes, whether it is used or not."""

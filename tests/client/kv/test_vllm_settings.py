@@ -29,6 +29,19 @@ def test_settings_have_the_names_of_the_library() -> None:
 
 
 @pytest.mark.parametrize(
+    ("served", "name"),
+    [("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"), ("/models/my model", "my-model"), ("/", "model"), ("/a/.b", "model")],
+)
+def test_the_broker_knows_a_path_by_its_directory(served: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`vllm serve /models/llama` without a served name is known by the directory. What a user chooses comes first."""
+    monkeypatch.delenv("MEMBROKER_MODEL", raising=False)
+    assert Settings().name(served) == name
+    assert Settings(model="chat").name(served) == "chat"
+    monkeypatch.setenv("MEMBROKER_MODEL", "code")
+    assert Settings().name(served) == "code"
+
+
+@pytest.mark.parametrize(
     ("extra", "said"),
     [
         ({"limits": "8GiB"}, "has 'limits', and membroker knows: model, limit, floor"),

@@ -10,21 +10,10 @@ import copy
 import hashlib
 import json
 import os
-import re
 from contextlib import suppress
 from typing import Any
 
-from ...wire.names import MAX_NAME_CHARACTERS, valid_model
 from .settings import WeightSettings
-
-
-def book_name(model_config: Any) -> str:
-    """Return the name in the books for what vLLM loads: its name on Hugging Face, or that of its directory."""
-    model = str(model_config.model)
-    if valid_model(model) and not os.path.isdir(model):
-        return model
-    own = re.sub(r"[^A-Za-z0-9._-]", "-", os.path.basename(os.path.realpath(model)))[:MAX_NAME_CHARACTERS]
-    return own if valid_model(own) else "weights"
 
 
 def pinned(model_config: Any) -> Any:

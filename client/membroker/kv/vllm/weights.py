@@ -33,9 +33,9 @@ from ...errors import InvalidRequest, MembrokerError, SegmentExists, SegmentNotF
 from ...safetensors import TensorIndex
 from ...segment import Segment
 from ...vmm.sizes import format_size
-from ..bounds import say_wait
+from ..bounds import checkpoint_name, say_wait
 from . import seams
-from .identity import book_name, digest_of, pinned
+from .identity import digest_of, pinned
 from .settings import check_shareable, endpoint_of, weight_settings_of
 
 logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
@@ -85,7 +85,8 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
         with ExitStack() as undo, ExitStack() as claim:
             client = undo.enter_context(connect(endpoint, outage=_OUTAGE_SECONDS))
             files = pinned(model_config)
-            book, digest = settings.model or book_name(files), digest_of(vllm_config, files, settings, prefix)
+            book = settings.model or checkpoint_name(str(files.model))
+            digest = digest_of(vllm_config, files, settings, prefix)
             shared = _Shared(client, book, digest, settings.wait)
             segment = shared.find(claim)
             with set_default_torch_dtype(model_config.dtype):
