@@ -173,7 +173,7 @@ class MappedMemory:
     def end(self) -> None:
         """Release everything, now, or once the last call has returned and the last view is gone.
 
-        If a garbage collection has interrupted a call of the library, another thread does it soon. Raises `DriverError`
+        In a finalizer that has interrupted a call of the library, another thread does it soon. Raises `DriverError`
         when the driver fails to unmap. The memory is then still held, and another `end` retries.
         """
         if self.state in ("abandoned", "ended"):
@@ -318,9 +318,9 @@ class Resource(Closing):
 
         While views, spans, tensors, or calls in other threads use it, the release happens when the last of them has
         ended. Otherwise this call waits for the work that this process has submitted to the device, and releases. It
-        also unmaps while the broker is unreachable, and raises nothing then. If the garbage collector calls it amid
-        another call, through a `__del__`, a thread of the library releases soon afterwards. Raises `DeviceFailure`; the
-        memory that could not be released stays held until this object, or its client, is closed again.
+        also unmaps while the broker is unreachable, and raises nothing then. In a `__del__` that has interrupted a call
+        of the library, this returns, and a thread releases soon. Raises `DeviceFailure`; the memory that could not be
+        released stays held until this object, or its client, is closed again.
         """
         with device_failures():
             self._holding.end()

@@ -138,8 +138,8 @@ class Backing:
     def drop(self, choose: Choose, after: Fence | None = None) -> None:
         """Release used pages, or keep all of them as spare pages. Drop the bytes of offloaded pages.
 
-        It waits once, for `after`, or for all work on the device if that is None. If a garbage
-        collection has interrupted a call of the library, another thread does it soon.
+        It waits once, for `after`, or for all work on the device if that is None. In a finalizer that has interrupted
+        a call of the library, it returns at once, and another thread does it soon.
         """
         if in_a_finalizer():
             self._source.later(partial(self._drop_later, choose, after))

@@ -247,8 +247,8 @@ class VirtualMemoryPool(Offloading):
         work that may use the range. Do not call `deallocate` during a CUDA graph capture, with or without `after`.
 
         It does not wait for the broker: the broker reads the release before this session's next request, and before it
-        refuses any session for lack of memory. A thread of the library does it soon if the garbage collector calls it
-        amid another call, by a `__del__`. Raises `NotMapped` when a page is not backed, `BufferError` while a view of
+        refuses any session for lack of memory. In a `__del__` that has interrupted another call of the library, this
+        returns, and a thread releases soon. Raises `NotMapped` when a page is not backed, `BufferError` while a view of
         the range is alive, `InvalidOffset`, `InvalidRequest`, `ClosedError`, and what `after.synchronize` raises;
         nothing has changed then. Raises `DeviceFailure`. The memory is also released while the broker is unreachable.
         """
