@@ -180,7 +180,7 @@ class ReconnectingConnection:
         with self._changed.lock:
             connection, known = self.connection, self.inventory.strike_extents(extent_ids)
         try:
-            connection.release(known, answer_within=self._patience_with_less())
+            connection.release(known, answer_within=self._answer_within)
         except (BrokerUnavailable, ClosedError):
             return
 
@@ -190,7 +190,7 @@ class ReconnectingConnection:
             connection, known = self.connection, self.inventory.strike_segment(generation)
         with suppress(BrokerUnavailable, ClosedError):
             if known:
-                connection.detach(generation, answer_within=self._patience_with_less())
+                connection.detach(generation, answer_within=self._answer_within)
 
     def declare_less(self, request: broker_pb2.DeclareMemoryRequest) -> None:
         """Declare no more than before, and wait for the answer unless the client closes. Raises as `release` does."""
@@ -199,10 +199,6 @@ class ReconnectingConnection:
             self.inventory.declared(request)
         with suppress(BrokerUnavailable, ClosedError):
             connection.call(pb.Frame(declare=request), timeout=0.0 if self._closing else CONTROL_SECONDS)
-
-    def _patience_with_less(self) -> float | None:
-        """Return how long to wait for the answer to a release. A client that closes waits for its goodbye only."""
-        return None if self._closing else self._answer_within
 
     def answer_no_more(self, name: str, request: broker_pb2.RegisterModelRequest) -> None:
         """Answer no recalls of a model any more. Without a connection the next resume says so: nothing is waited for.
@@ -365,6 +361,7 @@ class ReconnectingConnection:
         """
         with self._changed.lock:
             self._closing = True
+            self._answer_within = None  # for a release; the goodbye has an answer of its own
             if at_exit:
                 self._move("goodbye")
             self._changed.tell_all()
