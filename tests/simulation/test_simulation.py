@@ -241,13 +241,12 @@ def _the_dead_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _models_are_not_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Admission, "_unused_by_models", lambda *_: 0)
-    monkeypatch.setattr(Admission, "_unfirm_by_models", lambda *_: 0)
+    monkeypatch.setattr(Admission, "_by_models", lambda *_: (0, 0))
 
 
 def _tenants_are_not_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_models(self: Any, tenant: str, location: Any) -> int:
-        return self._unused_by_models(tenant, location)
+        return self._by_models(tenant, location)[0]
 
     monkeypatch.setattr(Admission, "_reserved_for", of_models)
 
