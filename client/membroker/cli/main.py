@@ -138,15 +138,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return command(options)
     except (MembrokerError, DriverError) as error:
         print(f"membroker: {tables.printable(str(error))}", file=sys.stderr)
-    except BrokenPipeError:
-        # The reader has left (`membroker models | head`): nothing more can be printed, at exit either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader has left (`membroker models | head`)
+        _print_no_more()
     except OSError as error:
         is_output = error.errno == errno.ENOSPC and error.filename is None  # files that are read have names
         print(f"membroker: {f'cannot write the output: {error.strerror}' if is_output else error}", file=sys.stderr)
+        if is_output:
+            _print_no_more()
     except KeyboardInterrupt:
         return 130
     return 1
+
+
+def _print_no_more() -> None:
+    """Drop what is still buffered for standard output. Python would try to write it at exit, and fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # --- Commands ---
