@@ -111,19 +111,7 @@ class Daemon:
 
     async def _start(self, stack: AsyncExitStack, stop: Callable[[], None]) -> None:
         config = self._config
-        self._home = Home(config.runtime_directory, self._plan.directory)
-        clear_private(self._home)
-        device = self._plan.driver.device
-        if not self._home.write_index(device.index, yields=device.driver == "host"):
-            logs.warn(
-                "a GPU's daemon has this number already: `membroker --device` needs this device's name",
-                number=device.index,
-                name=self._plan.directory,
-            )
-        names = self._config.tenants or ("default",)
-        for name in names:  # report a path that is too long for a socket first
-            self._home.endpoint("tenants", name)
-        self._home.clear_endpoints(names)
+        self._open_home()
         journal = Journal(self._home.state / "journal", Binding(boot_id(), self._plan.driver.device.uuid))
         stack.callback(journal.close)
         (books, is_whole), kept = self._read_journal(journal), await self._open_store(stack)
@@ -211,6 +199,21 @@ class Daemon:
                 f"cannot write the journal in {self._home.state}: {error.strerror}; free some disk space. "
                 "Workers keep the memory they have meanwhile"
             ) from error
+
+    def _open_home(self) -> None:
+        self._home = Home(self._config.runtime_directory, self._plan.directory)
+        clear_private(self._home)
+        device = self._plan.driver.device
+        if not self._home.write_index(device.index, yields=device.driver == "host"):
+            logs.warn(
+                "a GPU's daemon has this number already: `membroker --device` needs this device's name",
+                number=device.index,
+                name=self._plan.directory,
+            )
+        names = self._config.tenants or ("default",)
+        for name in names:  # report a path that is too long for a socket first
+            self._home.endpoint("tenants", name)
+        self._home.clear_endpoints(names)
 
     async def _open_store(self, stack: AsyncExitStack) -> Kept:
         owner = os.path.realpath(self._home.root)
