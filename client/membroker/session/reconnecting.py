@@ -201,10 +201,7 @@ class ReconnectingConnection:
             connection.call(pb.Frame(declare=request), timeout=0.0 if self._closing else CONTROL_SECONDS)
 
     def answer_no_more(self, name: str, request: broker_pb2.RegisterModelRequest) -> None:
-        """Answer no recalls of a model any more. Without a connection the next resume says so: nothing is waited for.
-
-        Raises the broker's refusal.
-        """
+        """Answer no recalls of a model any more. Without a connection, the next resume says so. Raises a refusal."""
         note = partial(self.inventory.answers, name, answers=False)
         connection = self.connection
         while True:
