@@ -1,7 +1,7 @@
 """What every step of the core must keep, judged from outside: from the world's truth, and by sums of its own.
 
 The one thing that the core is allowed to get wrong is *when* a dead session's memory is gone: it knows a sum only, and
-a fall of that sum that was somebody else's can credit a death early (ARCHITECTURE.md, decision 6, and docs/decisions.md). Each
+a fall of that sum that was somebody else's can credit a death early (docs/decisions.md, on credits). Each
 such credit is counted, must be explained by falls of at least its size within the death's own window, and all of them
 together must stay below EARLY_AT_MOST of the proven ones. The world is made to provoke them: workers give memory back
 all the time while deaths wait, and figures are told tens of milliseconds late, so that a release which was heard in
