@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from membrokerd import cli
-from membrokerd.observe import kept
+from membrokerd.observe import cached_text as kept
 
 if __name__ == "__main__":
     kept.KEPT_SECONDS = 0.0

@@ -21,12 +21,12 @@ from urllib.parse import urlsplit
 from membroker.vmm import DriverError, DriverUnavailable
 
 from .config.config import Config
-from .home import OF_ALL, Home, HomeError, clear_private
-from .observe import logs
 from .observe.merged import Merged
 from .observe.metrics_server import METRICS_PORT, MetricsServer, authority
-from .observe.sd_notify import Heartbeat, notify
 from .restart.systemd import started_by_systemd
+from .system import logs
+from .system.device_directory import OF_ALL, DeviceDirectory, DirectoryError, clear_private
+from .system.sd_notify import Heartbeat, notify
 
 FIRST_DELAY_SECONDS, LAST_DELAY_SECONDS = 0.2, 30.0
 """How long a daemon that died stays away. The delay doubles with each death."""
@@ -103,7 +103,12 @@ class _Child:
     """The daemon of one device, over all its processes."""
 
     def __init__(
-        self, uuid: str, command: Sequence[str], home: Home, stopping: asyncio.Event, on_change: Callable[[], None]
+        self,
+        uuid: str,
+        command: Sequence[str],
+        directory: DeviceDirectory,
+        stopping: asyncio.Event,
+        on_change: Callable[[], None],
     ) -> None:
         self.uuid = uuid
         self.state = "starting"
@@ -118,11 +123,11 @@ class _Child:
         self._reload_when_ready = False
         self._failures = 0
         self._ready_at = self._silent_seconds = 0.0
-        self._address = home.private("notify")
+        self._address = directory.private("notify")
         try:
             self._listen()
         except OSError as error:
-            raise HomeError(
+            raise DirectoryError(
                 f"cannot put a socket at {self._address}: {error.strerror}; free some space there"
             ) from error
 
@@ -250,10 +255,10 @@ class AllGpus:
         loop = asyncio.get_running_loop()
         stopping = asyncio.Event()
         with ExitStack() as stack:
-            home = Home(self._config.runtime_directory, OF_ALL)
-            clear_private(home, ["notify"])
+            directory = DeviceDirectory(self._config.runtime_directory, OF_ALL)
+            clear_private(directory, ["notify"])
             self._warn_of_keepers()
-            self._children = [_Child(uuid, self._command, home, stopping, self._changed) for uuid in self._uuids]
+            self._children = [_Child(uuid, self._command, directory, stopping, self._changed) for uuid in self._uuids]
             for child in self._children:
                 stack.callback(child.close)
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -349,7 +354,7 @@ class AllGpus:
         try:
             server = MetricsServer(metrics.address, port, merged.render, states, merged.page)
         except OSError as error:
-            raise HomeError(
+            raise DirectoryError(
                 f"cannot serve metrics on {metrics.address} port {port}: {error.strerror}; choose another address or "
                 "port in [metrics], or metrics.enabled = false"
             ) from error

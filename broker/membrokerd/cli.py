@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import argparse
 
     from .config.config import Config
-    from .reload import Reloader
+    from .runtime.reload import Reloader
 
 SWITCH_SECONDS = 0.0005
 GUARANTEE_STEP = 64 << 20
@@ -74,11 +74,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(options: dict[str, Any]) -> int:
     # A wrong configuration is reported before gRPC and a driver are imported.
-    import_quietly("membrokerd.reload")
+    import_quietly("membrokerd.runtime.reload")
     from .config.config import ConfigError, load
-    from .home import HomeError
-    from .observe import logs
-    from .reload import Reloader
+    from .runtime.reload import Reloader
+    from .system import logs
+    from .system.device_directory import DirectoryError
 
     path: Path | None = options.pop("config")
     only_check: bool = options.pop("check_config")
@@ -100,12 +100,12 @@ def _run(options: dict[str, Any]) -> int:
         try:
             for trouble in _troubles(config):
                 print(f"{path or 'the defaults'}: {trouble}", file=sys.stderr)
-        except HomeError as error:  # the daemon would not start
+        except DirectoryError as error:  # the daemon would not start
             print(error, file=sys.stderr)
             return 1
         print(f"{path or 'the defaults'}: good")
         return 0
-    logs.configure(config.log, gpu="" if parent is None else _name(config))
+    logs.configure(config.log.level, config.log.format, gpu="" if parent is None else _name(config))
     if count is not None:
         return _serve_all(config, count, {"config": path, **options})
     return _serve(config, Reloader(path, lambda: load(path, options)))
@@ -146,13 +146,13 @@ def _serve_all(config: Config, count: int, options: dict[str, Any]) -> int:
     from membroker.vmm import DriverError
 
     from .all_gpus import AllGpus, command_of, find
-    from .home import HomeError
-    from .observe import logs
+    from .system import logs
+    from .system.device_directory import DirectoryError
 
     try:
         driver, uuids = find(config, count)
         return asyncio.run(AllGpus(config, uuids, command_of(options, driver)).run())
-    except (HomeError, DriverError) as error:
+    except (DirectoryError, DriverError) as error:
         logs.flush()
         print(f"membrokerd: {error}", file=sys.stderr)
         return 1
@@ -162,8 +162,8 @@ def _troubles(config: Config) -> Iterator[str]:
     """Yield what is not wrong in the file but would be here and now, for this user."""
     from .config import descriptor_limits as limits
     from .config import quotas
-    from .device import CUDA_HEADROOM
-    from .observe.suspects import CONTEXT_BYTES
+    from .device.plan import CUDA_HEADROOM
+    from .device.suspects import CONTEXT_BYTES
 
     if config.state_directory and (why := quotas.trouble(config.state_directory)):
         yield f"state_directory: {why}"
@@ -213,7 +213,7 @@ def _guarantee_troubles(config: Config) -> Iterator[str]:
     from .config.checks import joined
     from .config.config import QUOTA_KEYS, quotas_of
     from .core import policy
-    from .device import changed_rules, misfit_sentences
+    from .device.plan import changed_rules, misfit_sentences
 
     for (tenant, model, location), quota in quotas_of(config.tenants):
         if quota.guarantee and quota.guarantee % GUARANTEE_STEP and config.driver != "host":
@@ -237,10 +237,10 @@ def _serve(config: Config, reloader: Reloader) -> int:
     from membroker.vmm import DriverError
 
     from .daemon import Daemon
-    from .device import DeviceError, plan
-    from .home import HomeError
-    from .observe import logs
-    from .turns import Turns, TurnSelector
+    from .device.plan import DeviceError, plan
+    from .system import logs
+    from .system.device_directory import DirectoryError
+    from .system.turns import Turns, TurnSelector
 
     # A thread that renders a scrape may keep the interpreter for 5 ms by default, and lending would wait that long.
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -257,7 +257,7 @@ def _serve(config: Config, reloader: Reloader) -> int:
         turns = Turns()
         with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(TurnSelector(turns))) as runner:
             runner.run(Daemon(config, made, reloader, turns).run())
-    except (HomeError, DeviceError, DriverError) as error:
+    except (DirectoryError, DeviceError, DriverError) as error:
         logs.flush()  # this sentence is the last one
         print(f"membrokerd: {error}", file=sys.stderr)
         return 1

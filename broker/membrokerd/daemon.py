@@ -25,32 +25,25 @@ from .config.descriptor_limits import raise_descriptor_limit, segment_extents_fo
 from .core import effects as fx
 from .core import events as ev
 from .core import facts as ft
-from .core.facts_of import story
+from .core.checkpoint import checkpoint_facts
 from .core.machine import Broker
 from .core.names import Location
-from .device import DeviceError, Plan, changed_rules, check_guarantees, warn_of_guarantees
-from .doors import Doors
-from .drain import Drain
+from .device.executor import Executor
+from .device.plan import DeviceError, Plan, changed_rules, check_guarantees, warn_of_guarantees
+from .device.suspects import CONTEXT_BYTES
 from .edge.dispatch import Dispatcher
+from .edge.endpoints import Endpoints
 from .edge.handoff.outbox import Traffic
 from .edge.listings import Views
 from .edge.rpc.admin_service import AdminService
-from .eviction import Evictions
-from .executor import Executor
-from .home import Home, HomeError, clear_private
-from .lookout import Lookout
-from .loop import Loop, clock, seen
-from .observe import logs, status_page
-from .observe.decisions import Decisions
+from .observe import status_page
+from .observe.cached_text import CachedText
 from .observe.history import History
-from .observe.kept import KeptText
 from .observe.metrics import Metrics, MetricsView
 from .observe.metrics_server import METRICS_PORT, MetricsServer, authority
-from .observe.sd_notify import Heartbeat, notify
-from .observe.suspects import CONTEXT_BYTES
-from .recorder import Recorder
-from .reload import Reloader, compare
-from .restart.descriptor_store import Kept, Store
+from .observe.view import take_view
+from .replay.recorder import Recorder
+from .restart.descriptor_store import Store, StoredDescriptors
 from .restart.journal import Binding, Journal, boot_id
 from .restart.mirrors import open_mirror
 from .restart.process_watch import Watch
@@ -64,9 +57,17 @@ from .restart.takeover import (
     warn_of_removed_tenants,
     watch_processes,
 )
-from .turns import Turns, in_portions, spare_collections
-from .view import take_view
-from .writer import Writer
+from .runtime.decisions import Decisions
+from .runtime.drain import Drain
+from .runtime.eviction import Evictions
+from .runtime.file_watch import FileWatch
+from .runtime.journal_writer import Writer
+from .runtime.loop import Loop, clock, seen
+from .runtime.reload import Reloader, compare
+from .system import logs
+from .system.device_directory import DeviceDirectory, DirectoryError, clear_private
+from .system.sd_notify import Heartbeat, notify
+from .system.turns import Turns, in_portions, spare_collections
 
 VIEW_SECONDS = 2.0
 """How long a scrape waits for the event loop before it fails."""
@@ -85,6 +86,7 @@ class Daemon:
         self._traffic = Traffic()
         self._metrics = Metrics(self.view, plan.driver.device.uuid)
         self._decisions, self._history = Decisions(), History()
+        self._recorder: Recorder | None = None
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT."""
@@ -111,8 +113,8 @@ class Daemon:
 
     async def _start(self, stack: AsyncExitStack, stop: Callable[[], None]) -> None:
         config = self._config
-        self._open_home()
-        journal = Journal(self._home.state / "journal", Binding(boot_id(), self._plan.driver.device.uuid))
+        self._open_directory()
+        journal = Journal(self._directory.state / "journal", Binding(boot_id(), self._plan.driver.device.uuid))
         stack.callback(journal.close)
         (books, is_whole), kept = self._read_journal(journal), await self._open_store(stack)
         plan = self._plan = self._take_driver(kept, books.charged)
@@ -124,13 +126,13 @@ class Daemon:
         anchor = executor.drop_anchor()
         self._store.keep_driver(plan.driver.survivors())
         rules = plan.rules(config, anchor, *self._bounds(), cover_lent(plan.capacities, books.charged))
-        journal.epoch = self._home.next_epoch(max(journal.epoch, books.epoch, last_epoch(kept)))
+        journal.epoch = self._directory.next_epoch(max(journal.epoch, books.epoch, last_epoch(kept)))
         # More may be lent already than is configured now: that must not hide what the next start would refuse.
         check_guarantees(replace(rules, capacities=plan.capacities))
-        broker = Broker(rules, journal.epoch, [*books.story, *self._commanded()])
+        broker = Broker(rules, journal.epoch, [*books.facts, *self._commanded()])
         warn_of_guarantees(broker.ledger.quotas, rules, self._config)
         self._begin_journal(journal, broker)
-        writer = Writer(broker, journal, self._metrics.journal.observe, self._home.is_in_place)
+        writer = Writer(broker, journal, self._metrics.journal.observe, self._directory.is_in_place)
         self._loop = Loop(
             broker,
             executor,
@@ -145,7 +147,7 @@ class Daemon:
         self._loop.observe_wait = self._observe_wait
         self._loop.observe_recall = self._observe_recall
         self._loop.figures = executor.figures()
-        self._dispatcher = Dispatcher(self._loop, self._metrics.request, self._decisions)
+        self._dispatcher = Dispatcher(self._loop, self._request_noted, self._decisions)
         self._views = Views(self._loop, plan, self._decisions)
         self._drain = Drain(lambda: not any(total.charged for total in broker.ledger.totals.values()), stop)
         stack.callback(self._drain.end)
@@ -157,7 +159,8 @@ class Daemon:
         stack.callback(self._evictions.close)
         self._take_over(executor, kept)
         if config.record and not self._kept.is_shared:
-            recorder = self._loop.recorder = Recorder(broker, self._kept.path, clock)
+            recorder = self._recorder = Recorder(broker, self._kept.path, clock)
+            self._loop.record_step = recorder.take
             stack.callback(recorder.close)
         self._heartbeat = Heartbeat(asyncio.get_running_loop())
         self._start_metrics(stack)
@@ -167,7 +170,7 @@ class Daemon:
         except BaseException:
             await self._loop.stop(0)  # else it would use a closed driver
             raise
-        stack.callback(Lookout(self._home, journal, writer.compact).close)
+        stack.callback(FileWatch(self._directory, journal, writer.compact).close)
 
     def _commanded(self) -> list[ft.Fact]:
         """Return the limits that an operator set by command, at any daemon of this device."""
@@ -183,28 +186,28 @@ class Daemon:
         try:
             books, notes = journal.read(rebuild_books)
         except OSError as error:
-            raise HomeError(
+            raise DirectoryError(
                 f"cannot read {error.filename}: {error.strerror}; fix that, or move the file away: "
                 "the books then start empty"
             ) from error
         for note in notes:
             logs.warn(note)
-        return books, not notes and bool(books.story or not self._home.had_predecessor())
+        return books, not notes and bool(books.facts or not self._directory.had_predecessor())
 
     def _begin_journal(self, journal: Journal, broker: Broker) -> None:
         try:
-            journal.begin(story(broker.ledger))
+            journal.begin(checkpoint_facts(broker.ledger))
         except OSError as error:
-            raise HomeError(
-                f"cannot write the journal in {self._home.state}: {error.strerror}; free some disk space. "
+            raise DirectoryError(
+                f"cannot write the journal in {self._directory.state}: {error.strerror}; free some disk space. "
                 "Workers keep the memory they have meanwhile"
             ) from error
 
-    def _open_home(self) -> None:
-        self._home = Home(self._config.runtime_directory, self._plan.directory)
-        clear_private(self._home)
+    def _open_directory(self) -> None:
+        self._directory = DeviceDirectory(self._config.runtime_directory, self._plan.directory)
+        clear_private(self._directory)
         device = self._plan.driver.device
-        if not self._home.write_index(device.index, yields=device.driver == "host"):
+        if not self._directory.write_index(device.index, yields=device.driver == "host"):
             logs.warn(
                 "a GPU's daemon has this number already: `membroker --device` needs this device's name",
                 number=device.index,
@@ -212,11 +215,11 @@ class Daemon:
             )
         names = self._config.tenants or ("default",)
         for name in names:  # report a path that is too long for a socket first
-            self._home.endpoint("tenants", name)
-        self._home.clear_endpoints(names)
+            self._directory.endpoint("tenants", name)
+        self._directory.clear_endpoints(names)
 
-    async def _open_store(self, stack: AsyncExitStack) -> Kept:
-        owner = os.path.realpath(self._home.root)
+    async def _open_store(self, stack: AsyncExitStack) -> StoredDescriptors:
+        owner = os.path.realpath(self._directory.root)
         mirror, kept = await open_mirror(self._config, self._keeper_socket(), owner)
         self._store = Store(mirror)
         stack.callback(lambda: close_all(self._store.close()))
@@ -226,11 +229,11 @@ class Daemon:
     def _keeper_socket(self) -> Path:
         configured = self._config.keeper_socket
         if configured is None:
-            return self._home.state / "fdstore.sock"
+            return self._directory.state / "fdstore.sock"
         index = str(self._plan.driver.device.index)
         return Path(str(configured).replace("{device}", self._plan.directory).replace("{index}", index))
 
-    def _take_driver(self, kept: Kept, charged: Mapping[Location, int]) -> Plan:
+    def _take_driver(self, kept: StoredDescriptors, charged: Mapping[Location, int]) -> Plan:
         """Return the plan with a driver that knows what an earlier daemon's driver has lent."""
         if not kept.driver:
             return self._plan
@@ -245,7 +248,7 @@ class Daemon:
         survivors = {name: os.dup(one) for name, one in kept.driver.items()}
         return replace(self._plan, driver=self._plan.reopen(survivors, charged))
 
-    def _take_over(self, executor: Executor, kept: Kept) -> None:
+    def _take_over(self, executor: Executor, kept: StoredDescriptors) -> None:
         """Continue with the predecessor's books."""
         ledger = self._loop.broker.ledger
         lost = take_descriptors(ledger, self._store, executor, kept)
@@ -266,7 +269,7 @@ class Daemon:
         descriptors = raise_descriptor_limit()
         wanted = self._config.max_sessions
         if wanted is not None and (why := trouble(wanted, descriptors)):
-            raise HomeError(why)
+            raise DirectoryError(why)
         sessions = min(sessions_for(descriptors), DEFAULT_MAX_SESSIONS) if wanted is None else wanted
         extents = segment_extents_for(descriptors, sessions, self._plan.stock_extents)
         logs.log("limits", descriptors=descriptors, max_sessions=sessions, max_segment_extents=extents)
@@ -279,13 +282,13 @@ class Daemon:
         port = METRICS_PORT + self._plan.driver.device.index if metrics.port is None else metrics.port
         try:
             states = {"/healthz": self._heartbeat.health, "/readyz": self._readiness}
-            page = KeptText(lambda: status_page.page(self.view(), self._metrics.waits_ended()).encode())
+            page = CachedText(lambda: status_page.page(self.view(), self._metrics.waits_ended()).encode())
             server = MetricsServer(metrics.address, port, self._metrics.render, states, page.get)
         except OSError as error:
             other = "port with --metrics-port (0 for a free one)"
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 other = "metrics.address that this machine has"
-            raise HomeError(
+            raise DirectoryError(
                 f"cannot serve metrics on {authority(metrics.address, port)}: {error.strerror}; "
                 f"choose another {other}, or metrics.enabled = false"
             ) from error
@@ -294,13 +297,13 @@ class Daemon:
         self._views.metrics_url = f"http://{authority(metrics.address, server.server_port)}/metrics"
 
     async def _open_endpoints(self, stack: AsyncExitStack) -> None:
-        self._doors = Doors(self._home, self._dispatcher, self._views, self._traffic, self._watch)
-        stack.push_async_callback(self._doors.close)
+        self._endpoints = Endpoints(self._directory, self._dispatcher, self._views, self._traffic, self._watch)
+        stack.push_async_callback(self._endpoints.close)
         if self._config.uid_tenants:
             mode = 0o666 if os.geteuid() == 0 else 0o660
-            await self._doors.open("default", None, TenantConfig(mode=mode))
+            await self._endpoints.open("default", None, TenantConfig(mode=mode))
         for name, tenant in self._config.tenants.items():
-            await self._doors.open(name, name, tenant)
+            await self._endpoints.open(name, name, tenant)
         service = AdminService(
             self._loop,
             self._views,
@@ -309,7 +312,7 @@ class Daemon:
             self._drain,
             self._evictions,
         )
-        await self._doors.open_admin(service, stack)
+        await self._endpoints.open_admin(service, stack)
 
     # --- reload ---
 
@@ -329,19 +332,19 @@ class Daemon:
                     "a removed tenant stays while it has sessions or memory: end them, then reload again", **holds
                 )
             else:
-                await self._doors.close_one(name)
+                await self._endpoints.close_one(name)
         for name in changes.added:
             try:
-                await self._doors.open(name, name, tenants[name])
-            except (HomeError, OSError, RuntimeError) as error:  # gRPC raises RuntimeError
+                await self._endpoints.open(name, name, tenants[name])
+            except (DirectoryError, OSError, RuntimeError) as error:  # gRPC raises RuntimeError
                 del tenants[name]
                 logs.warn("a tenant is not added: its endpoint cannot be opened", tenant=name, error=str(error))
         self._config = replace(changes.config, tenants=tenants)
         for name, tenant in tenants.items():
-            self._doors.admit(name, tenant.uids)
+            self._endpoints.admit(name, tenant.uids)
         self._loop.broker.change_rules(changed_rules(self._loop.broker.books.rules, self._config))
-        if self._loop.recorder is not None:
-            self._loop.recorder.begin("the rules have changed")
+        if self._recorder is not None:
+            self._recorder.begin("the rules have changed")
         warn_of_guarantees(self._loop.broker.ledger.quotas, self._loop.broker.books.rules, self._config)
         logs.set_level(self._config.log.level)
         if changes.fixed:
@@ -384,6 +387,9 @@ class Daemon:
     def _audited(self) -> None:
         self._metrics.count()
         self._history.look(self._loop.broker)
+
+    def _request_noted(self, method: str, transport: str) -> Callable[[float], None]:
+        return self._metrics.request(method, transport).observe
 
     def _observe_driver(self, call: str, seconds: float) -> None:
         self._metrics.driver_call(call).observe(seconds)

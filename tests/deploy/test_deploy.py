@@ -18,7 +18,7 @@ from membroker.wire.sessions import descriptors_for
 from membrokerd.config.config import Config, LogConfig, MetricsConfig, ModelConfig, TenantConfig, load
 from membrokerd.daemon import DEFAULT_MAX_SESSIONS
 from membrokerd.observe import catalog
-from membrokerd.reload import CHANGEABLE
+from membrokerd.runtime.reload import CHANGEABLE
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 TOML = DEPLOY / "membrokerd.toml"

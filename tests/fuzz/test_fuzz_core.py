@@ -41,7 +41,7 @@ from membrokerd.core.machine import Broker
 from membrokerd.core.names import Location, ModelName, SegmentName
 from membrokerd.core.recount import recount
 from membrokerd.edge import convert, errors
-from membrokerd.loop import MakeEvent
+from membrokerd.runtime.loop import MakeEvent
 
 RULES = policy.Rules(
     granularity=PAGE,

@@ -24,10 +24,10 @@ from membroker.wire import frames as handoff
 from membrokerd.config import quotas
 from membrokerd.config.config import ConfigError, load
 from membrokerd.edge import convert
-from membrokerd.home import HomeError
 from membrokerd.restart import journal
 from membrokerd.restart.journal import Binding, Journal
 from membrokerd.restart.takeover import rebuild_books
+from membrokerd.system.device_directory import DirectoryError
 
 # --- handoff.decode ---
 
@@ -285,7 +285,7 @@ def test_flipped_bits_are_told_and_kept(tmp_path: Path) -> None:
     written.close()
     data = whole.read_bytes().rstrip(b"\0") + bytes(200)
     books, sentences = Journal(whole, BINDING).read(rebuild_books)
-    assert books.story
+    assert books.facts
     assert not sentences
     path = tmp_path / "state" / "journal"
     path.parent.mkdir()
@@ -327,7 +327,7 @@ def test_a_file_is_quotas_or_a_home_error(tmp_path: Path) -> None:
     )
     def fuzz(data: bytes) -> None:
         path.write_bytes(data)
-        with suppress(HomeError):
+        with suppress(DirectoryError):
             found = quotas.read(path)
             quotas.write(path, found)
             assert quotas.read(path) == found

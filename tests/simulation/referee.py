@@ -416,7 +416,7 @@ class Referee:
         assert not broker.ledger.models
         assert not broker.ledger.tenants
         assert not broker.denials
-        assert not broker.settling.deaths
+        assert not broker.releasing.deaths
         assert not world.unanswered, "somebody waits for an answer"
         assert not world.workers
         assert not world.exists

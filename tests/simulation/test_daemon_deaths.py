@@ -13,7 +13,7 @@ import pytest
 from tests.simulation.faults import Fault, notice
 
 from membrokerd.core import books, segments, sessions, stock
-from membrokerd.core import deaths as settling
+from membrokerd.core import deaths as releasing
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core import machine as broker_module
@@ -141,14 +141,14 @@ def _nobody_tells_who_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _the_dead_are_taken_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    process_died = settling.Settling.process_died
+    process_died = releasing.Releasing.process_died
 
     def deaf(self: Any, event: ev.ProcessDied, now: int) -> None:
         with pytest.MonkeyPatch.context() as bent:
             bent.setattr(Sessions, "give_up", lambda self, session: None)
             process_died(self, event, now)
 
-    monkeypatch.setattr(settling.Settling, "process_died", deaf)
+    monkeypatch.setattr(releasing.Releasing, "process_died", deaf)
 
 
 def _anybody_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,8 +233,8 @@ def _the_dead_are_forgotten_by_a_restart(monkeypatch: pytest.MonkeyPatch) -> Non
         restarted(self, seen, now)
         self.deaths.clear()
 
-    restarted = settling.Settling.restarted
-    monkeypatch.setattr(settling.Settling, "restarted", forget)
+    restarted = releasing.Releasing.restarted
+    monkeypatch.setattr(releasing.Releasing, "restarted", forget)
 
 
 # --- orders that are not obeyed ---

@@ -18,7 +18,7 @@ from tests.simulation.shrink import commands, run
 from tests.simulation.world import World
 
 from membrokerd.core import attaches, books, ledger, lending, models, policy, segments, stock
-from membrokerd.core import deaths as settling
+from membrokerd.core import deaths as releasing
 from membrokerd.core import effects as fx
 from membrokerd.core import facts as ft
 from membrokerd.core.admission import Admission
@@ -96,11 +96,11 @@ def _wide_window(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _everything_is_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settling.Settling, "_proven", lambda *_: True)
+    monkeypatch.setattr(releasing.Releasing, "_proven", lambda *_: True)
 
 
 def _nothing_is_ever_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settling.Settling, "_is_due", lambda self, death, now: self._proven(death, 1))
+    monkeypatch.setattr(releasing.Releasing, "_is_due", lambda self, death, now: self._proven(death, 1))
 
 
 def _ids_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,13 +199,13 @@ def _nobody_drops_what_was_not_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _settle_on_an_old_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    dropped = settling.Settling.segment_dropped
+    dropped = releasing.Releasing.segment_dropped
 
     def settle(self: Any, row: Any, now: int) -> None:
         dropped(self, row, now)
         self._settle(now)
 
-    monkeypatch.setattr(settling.Settling, "segment_dropped", settle)
+    monkeypatch.setattr(releasing.Releasing, "segment_dropped", settle)
 
 
 def _models_end_under_segments(monkeypatch: pytest.MonkeyPatch) -> None:

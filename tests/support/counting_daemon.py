@@ -14,9 +14,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from membrokerd import loop
 from membrokerd.cli import main
 from membrokerd.edge.handoff.connection import Connection
+from membrokerd.runtime import loop
 
 FILE = "MEMBROKER_TEST_CALLS"
 _NOTED = loop.Loop.answer.__code__

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from membrokerd import daemon
-from membrokerd import failpoints as points
 from membrokerd.cli import main
 from membrokerd.restart.journal import Journal
+from membrokerd.system import failpoints as points
 from tests.support.failpoints import put
 
 FILE = "MEMBROKER_TEST_CRASH"

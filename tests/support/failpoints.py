@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable
 
-from membrokerd import failpoints
+from membrokerd.system import failpoints
 
 
 def put(reach: Callable[[str], None]) -> None:

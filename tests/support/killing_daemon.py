@@ -11,8 +11,8 @@ import os
 import signal
 import sys
 
-from membrokerd import eviction
 from membrokerd.cli import main
+from membrokerd.runtime import eviction
 
 CONFINED = "MEMBROKER_TEST_CONFINED"
 _CLONE_NEWPID = 0x20000000

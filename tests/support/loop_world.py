@@ -18,9 +18,9 @@ from membrokerd.core import policy
 from membrokerd.core.machine import Broker
 from membrokerd.core.names import ModelName, SegmentName
 from membrokerd.core.recount import recount
-from membrokerd.executor import OWN, Executor
-from membrokerd.loop import Loop
+from membrokerd.device.executor import OWN, Executor
 from membrokerd.restart.descriptor_store import Store
+from membrokerd.runtime.loop import Loop
 from tests.support.sizes import MIB
 
 MODEL = ModelName("t", "m")

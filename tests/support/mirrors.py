@@ -12,7 +12,7 @@ import pytest
 
 from membroker.wire.descriptors import close_all
 from membrokerd.restart import keeper_client as mirrors
-from membrokerd.restart.descriptor_store import Kept, Store
+from membrokerd.restart.descriptor_store import Store, StoredDescriptors
 from membrokerd.restart.keeper_client import open_keeper
 from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.keepers import content_of, memfd
@@ -57,7 +57,7 @@ def keeping(store: Store, segment: int, contents: dict[int, bytes]) -> asyncio.F
     return told
 
 
-def read(kept: Kept) -> dict[int, dict[int, bytes]]:
+def read(kept: StoredDescriptors) -> dict[int, dict[int, bytes]]:
     """Return the contents of the extents that a predecessor left, and close them all."""
     contents = {
         segment: {extent: content_of(descriptor) for extent, descriptor in extents.items()}
@@ -75,7 +75,7 @@ def keeping_not_long(store: Store, segment: int, contents: dict[int, bytes]) -> 
         return keeping(store, segment, contents)
 
 
-async def left_at(path: Path) -> Kept:
+async def left_at(path: Path) -> StoredDescriptors:
     """Return what the next daemon finds in the keeper at this path."""
     mirror, kept = await open_keeper(path, OWNER)
     mirror.close()

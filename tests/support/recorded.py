@@ -8,11 +8,11 @@ from typing import Any
 from membrokerd.core import events as ev
 from membrokerd.core.books import Step
 from membrokerd.core.machine import Broker
-from membrokerd.recorder import MAX_FILE_BYTES, Recorder
 from membrokerd.replay.changes import Changes
 from membrokerd.replay.figures import Tally
 from membrokerd.replay.past import Past
 from membrokerd.replay.reading import read
+from membrokerd.replay.recorder import MAX_FILE_BYTES, Recorder
 from membrokerd.replay.world import World
 from tests.simulation.world import World as Simulated
 

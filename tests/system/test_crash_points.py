@@ -15,7 +15,7 @@ from tests.support import crashing_daemon
 from tests.support.daemons import Daemon, running, until
 from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, worker
 
-from membrokerd.failpoints import POINTS
+from membrokerd.system.failpoints import POINTS
 
 CONFIG: Mapping[str, Any] = {"capacity": "256MiB", "settle_seconds": 10.0}
 

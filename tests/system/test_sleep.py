@@ -23,7 +23,7 @@ from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import handoff_pb2 as pb
 from membroker.v1.resources_pb2 import SleepStatus
 from membroker.wire import frames as handoff
-from membrokerd.sleeping import ANSWER_SECONDS, MAX_DETAIL
+from membrokerd.runtime.sleeping import ANSWER_SECONDS, MAX_DETAIL
 
 PAGE = 2 * MIB
 CHAT = "tenants/red/models/chat"

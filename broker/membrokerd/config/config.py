@@ -17,11 +17,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
-from .. import files
 from ..core import policy
 from ..core.admission import misfits
 from ..core.names import Location, QuotaKey
 from ..core.rows import Quota
+from ..system import files
 from . import checks
 from .checks import Size, Table, joined, size_text
 

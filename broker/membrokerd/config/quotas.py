@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .. import files
 from ..core.names import QuotaKey
 from ..core.rows import Quota
-from ..home import HomeError
+from ..system import files
+from ..system.device_directory import DirectoryError
 from .checks import Table, TenantName, check, exact_size, joined
 from .config import QUOTA_KEYS, TenantQuotas, quotas_of
 
@@ -44,7 +44,7 @@ def state_directory(device: str, env: Mapping[str, str] = os.environ, uid: int |
     """Return the directory for the state of a device that outlives a reboot; `device` is its directory's name.
 
     It is the system's for root and for users that may write there, else the user's own. `env` and `uid` (None: those of
-    this process) choose. Raises `HomeError`.
+    this process) choose. Raises `DirectoryError`.
     """
     if (os.geteuid() if uid is None else uid) == 0 or os.access(SYSTEM, os.W_OK):
         return SYSTEM / device
@@ -52,7 +52,7 @@ def state_directory(device: str, env: Mapping[str, str] = os.environ, uid: int |
         return Path(own, "membroker", device)
     if Path(home := env.get("HOME", "")).is_absolute():
         return Path(home, ".local", "state", "membroker", device)
-    raise HomeError(
+    raise DirectoryError(
         "there is no directory for state that outlives a reboot: set XDG_STATE_HOME or HOME to an absolute path"
     )
 
@@ -115,19 +115,19 @@ class StateDirectory:
 
 
 def read(path: Path) -> Quotas:
-    """Return the quotas of the file, or none if there is no file. Raises `HomeError`."""
+    """Return the quotas of the file, or none if there is no file. Raises `DirectoryError`."""
     try:
         document = tomllib.loads(files.read_file(path, files.MAX_TEXT_BYTES, follow=True).decode())
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
         advice = "let this user read it" if error.errno in (errno.EACCES, errno.EPERM) else _WHAT_TO_DO
-        raise HomeError(f"{path}: cannot be read: {error.strerror}; {advice}") from error
+        raise DirectoryError(f"{path}: cannot be read: {error.strerror}; {advice}") from error
     except (ValueError, RecursionError) as error:  # as the configuration
-        raise HomeError(f"{path}: is not TOML: {error}; {_WHAT_TO_DO}") from error
+        raise DirectoryError(f"{path}: is not TOML: {error}; {_WHAT_TO_DO}") from error
     quotas, problems = check(_Quotas, document)
     if problems:
-        raise HomeError("; ".join([*(f"{path}: {key}: {what}" for key, what in problems.items()), _WHAT_TO_DO]))
+        raise DirectoryError("; ".join([*(f"{path}: {key}: {what}" for key, what in problems.items()), _WHAT_TO_DO]))
     return dict(quotas_of(quotas.tenants))
 
 

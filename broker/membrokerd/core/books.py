@@ -37,9 +37,9 @@ class Books:
     `epoch` is a number that no earlier daemon of this device had. Ids are (epoch, counter), so none is used twice.
     """
 
-    def __init__(self, rules: policy.Rules, epoch: int, story: Iterable[ft.Fact] = ()) -> None:
+    def __init__(self, rules: policy.Rules, epoch: int, facts: Iterable[ft.Fact] = ()) -> None:
         assert 0 < epoch < 1 << 24
-        self.ledger = replay(rules.capacities, story)
+        self.ledger = replay(rules.capacities, facts)
         self.recallable = Recallable(self.ledger)
         self.limits_changed = False
         """Whether a model or a tenant may have more than its limit, and the excess has not been recalled yet."""

@@ -44,7 +44,7 @@ class Death:
     reference: int | None
 
 
-class Settling:
+class Releasing:
     """The deaths that are not settled, newest last, and the figures of the last audit."""
 
     def __init__(self, books: Books, lending: Lending, segments: Segments, sessions: Sessions) -> None:

@@ -320,9 +320,9 @@ _APPLY: dict[type, Callable[[Ledger, Any], None]] = {
 }
 
 
-def replay(capacities: Mapping[Location, int], story: Iterable[facts.Fact]) -> Ledger:
+def replay(capacities: Mapping[Location, int], history: Iterable[facts.Fact]) -> Ledger:
     """Return the ledger that these facts make, from nothing."""
     ledger = Ledger(capacities)
-    for fact in story:
+    for fact in history:
         ledger.apply(fact)
     return ledger

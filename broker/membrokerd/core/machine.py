@@ -1,7 +1,7 @@
 """The machine: `step(event, now)` is the only way into the core. It hands each event to the part that handles it.
 
 The parts stand in a straight stack: books, recalls, schedule, waiting, lending, segments, models, sessions,
-settling. Each is given the books and the parts below it that it uses, and knows nothing above it. Where one event
+releasing. Each is given the books and the parts below it that it uses, and knows nothing above it. Where one event
 concerns several parts, the machine calls them in turn.
 """
 
@@ -15,7 +15,7 @@ from . import events as ev
 from . import facts as ft
 from . import policy
 from .books import Books, Step
-from .deaths import Settling
+from .deaths import Releasing
 from .denied import Denied, Reason, deny
 from .lending import Lending
 from .models import Models
@@ -40,8 +40,8 @@ class Broker:
     `epoch` is a number that no earlier daemon of this device had; ids are (epoch, counter), so none is used twice.
     """
 
-    def __init__(self, rules: policy.Rules, epoch: int, story: Iterable[ft.Fact] = ()) -> None:
-        books = self.books = Books(rules, epoch, story)
+    def __init__(self, rules: policy.Rules, epoch: int, facts: Iterable[ft.Fact] = ()) -> None:
+        books = self.books = Books(rules, epoch, facts)
         self.ledger = books.ledger
         """The ledger: for reading."""
         self.denials = books.denials
@@ -54,7 +54,7 @@ class Broker:
         segments = self.segments = Segments(books, stock, waiting, lending)
         models = self.models = Models(books, recalls)
         sessions = self.sessions = Sessions(books, recalls, lending, segments)
-        settling = self.settling = Settling(books, lending, segments, sessions)
+        releasing = self.releasing = Releasing(books, lending, segments, sessions)
         self._handlers: dict[type, Callable[[Any, int], None]] = {
             ev.OpenSession: sessions.open,
             ev.ResumeSession: sessions.resume,
@@ -63,7 +63,7 @@ class Broker:
             ev.Restarted: self._restarted,
             ev.SetDraining: self._set_draining,
             ev.ConnectionLost: sessions.connection_lost,
-            ev.ProcessDied: settling.process_died,
+            ev.ProcessDied: releasing.process_died,
             ev.Goodbye: sessions.goodbye,
             ev.RegisterModel: models.register,
             ev.UnregisterModel: models.unregister,
@@ -183,17 +183,17 @@ class Broker:
     def _dropped(self, event: ev.Dropped, now: int) -> None:
         row = self.segments.dropped(event)
         if row.uncertain:
-            self.settling.segment_dropped(row, now)
+            self.releasing.segment_dropped(row, now)
         self.sessions.answer_ready()
 
     def _audit(self, event: ev.Audit, now: int) -> None:
-        self.settling.audit(event, now)
+        self.releasing.audit(event, now)
         self.waiting.try_again()
         self.stock.forget_stale(now)
         self.models.end_idle(now)
 
     def _restarted(self, event: ev.Restarted, now: int) -> None:
-        self.settling.restarted(event.seen, now)
+        self.releasing.restarted(event.seen, now)
         self.sessions.restarted(event, now)
 
     def _set_draining(self, event: ev.SetDraining, now: int) -> None:

@@ -157,7 +157,7 @@ def take_locations(broker: Broker) -> tuple[LocationView, ...]:
             t.releasing,
             t.stock,
             t.free,
-            broker.settling.shown(where),
+            broker.releasing.shown(where),
             broker.books.admission.reserved(where),
             broker.books.admission.shortfall(where),
             *broker.waiting.of_location(where),

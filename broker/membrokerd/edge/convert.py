@@ -20,7 +20,7 @@ from ..core import events as ev
 from ..core.denied import Denied, Reason, deny
 from ..core.names import Location, ModelName, SegmentName
 from ..core.rows import Quota
-from .shown import LOCATION_NUMBERS, from_segment
+from .messages import LOCATION_NUMBERS, from_segment
 
 _SHOWN_NAME = 100
 """How much of a malformed name is shown: an error is sent in gRPC metadata, which clients limit to 8 KiB."""

@@ -20,14 +20,13 @@ from ..core import snapshot
 from ..core.denied import Denied, Reason, deny
 from ..core.names import ModelName
 from ..core.rows import SessionRow
-from ..loop import Loop, Reply
-from ..observe import logs
-from ..observe.decisions import EXPLAINED, Decisions
-from ..observe.durations import Times
-from . import convert, shown
+from ..runtime.decisions import EXPLAINED, Decisions
+from ..runtime.loop import Loop, Reply
+from ..system import logs
+from . import convert, messages
 
-TimesOf = Callable[[str, str], Times]
-"""Returns where the durations of a request are noted, by its method and its transport."""
+TimesOf = Callable[[str, str], Callable[[float], None]]
+"""Returns what notes the seconds of a request, by its method and its transport."""
 
 
 class Dispatcher:
@@ -92,7 +91,7 @@ class Dispatcher:
         broker = self.loop.broker
         if result.name not in broker.ledger.models:  # its session ended after the answer
             raise convert.Refused(deny(Reason.MODEL_NOT_FOUND, model=str(result.name)))
-        return "model", shown.from_model(snapshot.take_model(broker, result.name))
+        return "model", messages.from_model(snapshot.take_model(broker, result.name))
 
     def _forget(self, session: int) -> None:
         digest = self._hashes.pop(session, None)

@@ -21,10 +21,10 @@ from ..core import policy, snapshot
 from ..core.denied import Reason, deny
 from ..core.names import Location, ModelName
 from ..core.rows import SegmentRow, SessionRow
-from ..device import Plan
-from ..loop import Loop, clock
-from ..observe.decisions import Decisions, waiting
-from . import convert, shown
+from ..device.plan import Plan
+from ..runtime.decisions import Decisions, waiting
+from ..runtime.loop import Loop, clock
+from . import convert, messages
 
 DEFAULT_PAGE = 100
 MAX_PAGE_BYTES = 1 << 18
@@ -64,13 +64,13 @@ class Views:
             driver=device.driver,
             granularity_bytes=device.granularity,
             locations=[
-                shown.from_location(row, figures.get(row.location), *kept.get(row.location, (0, 0)))
+                messages.from_location(row, figures.get(row.location), *kept.get(row.location, (0, 0)))
                 for row in books.locations
             ],
             revision=books.revision,
             version=__version__,
             pid=os.getpid(),
-            start_time=shown.timestamp(self.start_time),
+            start_time=messages.timestamp(self.start_time),
             metrics_url=self.metrics_url,
             sessions=books.sessions,
             detached_sessions=books.detached,
@@ -109,7 +109,7 @@ class Views:
 
     def get_model(self, request: pb.GetModelRequest, tenant: str) -> rpb.Model:
         """Return one of a tenant's models."""
-        return shown.from_model(snapshot.take_model(self.loop.broker, self._find_model(request.name, tenant)))
+        return messages.from_model(snapshot.take_model(self.loop.broker, self._find_model(request.name, tenant)))
 
     def _find_model(self, name: str, tenant: str) -> ModelName:
         """Return a model of the tenant. Raises `Refused`."""
@@ -125,7 +125,7 @@ class Views:
         shares = {str(where): self._shares_at(where) for where in broker.ledger.totals}
 
         def show(name: ModelName) -> rpb.Model:
-            return shown.from_model(snapshot.take_model(broker, name), shares)
+            return messages.from_model(snapshot.take_model(broker, name), shares)
 
         models, token = _page(found, str, names.parse_model, request, show)
         return pb.ListModelsResponse(models=models, next_page_token=token)
@@ -147,7 +147,7 @@ class Views:
         rows = [row for row in broker.ledger.sessions.values() if tenant in (None, row.tenant)]
 
         def show(row: SessionRow) -> rpb.Session:
-            return shown.from_session(snapshot.take_session(broker, row), now_ns)
+            return messages.from_session(snapshot.take_session(broker, row), now_ns)
 
         sessions, token = _page(rows, lambda row: f"{row.session:016x}", _ID_KEY.fullmatch, request, show)
         return pb.ListSessionsResponse(sessions=sessions, next_page_token=token)
@@ -155,7 +155,7 @@ class Views:
     def list_tenants(self, request: apb.ListTenantsRequest, configured: Iterable[str]) -> apb.ListTenantsResponse:
         """Return a page of tenants, by name: the configured ones, and all that hold something."""
         rows = snapshot.take_tenants(self.loop.broker, configured)
-        tenants, token = _page(rows, lambda row: row.tenant, names.valid_tenant, request, shown.from_tenant)
+        tenants, token = _page(rows, lambda row: row.tenant, names.valid_tenant, request, messages.from_tenant)
         return apb.ListTenantsResponse(tenants=tenants, next_page_token=token)
 
     def list_segments(self, request: pb.ListSegmentsRequest, tenant: str | None = None) -> pb.ListSegmentsResponse:
@@ -164,7 +164,7 @@ class Views:
         rows = [row for row in broker.ledger.segments.values() if tenant in (None, row.name.tenant)]
 
         def show(row: SegmentRow) -> rpb.Segment:
-            return shown.from_segment(broker.segments.view(row), now_ns=now_ns)
+            return messages.from_segment(broker.segments.view(row), now_ns=now_ns)
 
         segments, token = _page(rows, lambda row: f"{row.segment:016x}", _ID_KEY.fullmatch, request, show)
         return pb.ListSegmentsResponse(segments=segments, next_page_token=token)
@@ -184,7 +184,7 @@ class Views:
             if not known or tenant not in (None, name.tenant):
                 raise convert.Refused(deny(Reason.MODEL_NOT_FOUND, model=str(name)))
         found = [*(waiting(one, now_ns) for one in reversed(now[:MOST_WAITING])), *found]
-        return pb.ListDecisionsResponse(decisions=[shown.from_decision(one, tenant) for one in found])
+        return pb.ListDecisionsResponse(decisions=[messages.from_decision(one, tenant) for one in found])
 
 
 def _page(

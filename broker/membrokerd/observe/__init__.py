@@ -1,4 +1,4 @@
-"""What people and monitoring see: logs, metrics and their server, suspects, systemd's notifications.
+"""What people and monitoring see: metrics and their server, the status page, the history behind its charts.
 
 It reads snapshots and must never change the books or wait on the event loop.
 """

@@ -69,7 +69,7 @@ def _take(broker: Broker, now: float) -> Sample:
         sum(size for size, _ in charged[MOST_TENANTS:]),
         total.capacity,
         total.free,
-        max(0, broker.settling.shown("device") or 0),
+        max(0, broker.releasing.shown("device") or 0),
         broker.waiting.of_location("device")[0],
         sum(sum(counts.values()) for counts in broker.denials.values()),
     )

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from html import escape
 
+from .cached_text import CachedText
 from .catalog import DAEMON_RESTARTS, DAEMON_UP
-from .kept import KeptText
 from .metrics_server import shut
 from .status_page import document
 
@@ -70,9 +70,9 @@ class Merged:
         self, ports: Callable[[], Mapping[str, int | None]], restarts: Callable[[], Mapping[str, int]]
     ) -> None:
         self._ports, self._restarts = ports, restarts
-        self.render = KeptText(self._join_texts).get
+        self.render = CachedText(self._join_texts).get
         """Return the text of a scrape; may be called on any thread."""
-        self.page = KeptText(lambda: join_pages(self._fetch_from_all("/"))).get
+        self.page = CachedText(lambda: join_pages(self._fetch_from_all("/"))).get
         """Return the status pages of all daemons as one; may be called on any thread."""
 
     def _join_texts(self) -> bytes:

@@ -22,9 +22,9 @@ from ..core.lifecycles import SEGMENT, SESSION
 from ..core.names import Location
 from ..core.snapshot import LocationView, ModelView, TenantView
 from . import catalog
+from .cached_text import CachedText
 from .durations import WAIT_BUCKETS, Durations
 from .history import Sample
-from .kept import KeptText
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Metrics:
         self._take_view = take_view
         self._gpu_uuid = gpu_uuid
         self.registry = CollectorRegistry()
-        self._kept = KeptText(lambda: generate_latest(self.registry))
+        self._kept = CachedText(lambda: generate_latest(self.registry))
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
         durations = Durations(self.registry, gpu_uuid)

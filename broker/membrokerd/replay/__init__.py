@@ -1,3 +1,4 @@
-"""`membroker replay`: what was recorded, once more through the core, with other numbers. It needs no daemon."""
+"""`membroker replay`: the recorder, the format of its trace, and a trace once more through the core with other numbers.
 
-from __future__ import annotations
+Only the recorder runs in a daemon, and it must never change what the core decides.
+"""

@@ -9,7 +9,7 @@ from ..core import facts as ft
 from ..core import policy
 from ..core.names import Location, QuotaKey
 from ..core.rows import Quota
-from ..device import misfit_sentences
+from ..device.plan import misfit_sentences
 
 MAX_EXTENTS = 1 << 20
 """How many extents a replayed device may hold: 2 TiB of the smallest of a GPU."""

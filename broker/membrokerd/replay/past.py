@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .. import trace
 from ..core import effects as fx
 from ..core import events as ev
 from ..core import facts as ft
 from ..core import policy
 from ..core.denied import Reason
 from ..core.names import Location, ModelName
+from . import trace
 from .figures import GIVEN_UP, Tally
 from .reading import Credited, Part
 

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from .. import files, trace
 from ..core import facts as ft
 from ..core import policy
 from ..core.names import Location
 from ..restart.records import Unusable, decode, header_of, parse, runs_of, split
+from ..system import files
+from . import trace
 
 MAX_FILE_BYTES = 64 << 20
 """Twice what the daemon lets a file of a trace grow to."""

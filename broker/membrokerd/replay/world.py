@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .. import trace
 from ..core import effects as fx
 from ..core import events as ev
 from ..core import facts as ft
@@ -22,6 +21,7 @@ from ..core.denied import Denied
 from ..core.machine import Broker
 from ..core.names import Location, ModelName, SegmentName
 from ..core.rows import SessionRow
+from . import trace
 from .answers import LAST, Answers
 from .changes import Changes, Unplayable
 from .deaths import Deaths

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from membroker.wire.descriptors import close_all, copy_all
 
-from ..observe import logs
+from ..system import logs
 
 _Key = TypeVar("_Key", int, str)
 Done = Callable[[OSError | None], None]
@@ -52,7 +52,7 @@ class Mirror(Protocol):
 
 
 @dataclass(slots=True)
-class Kept:
+class StoredDescriptors:
     """Descriptors that a predecessor left: of extents by segment and id, pidfds by session, the driver's by name."""
 
     segments: dict[int, dict[int, int]] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Store:
         if mirror is not None:
             mirror.fill_from(self._contents)
 
-    def adopt(self, kept: Kept) -> None:
+    def adopt(self, kept: StoredDescriptors) -> None:
         """Take over what a predecessor left, which the mirror already has. Call it before anything is kept."""
         assert not self._segments
         assert not self._copies
@@ -211,12 +211,12 @@ class Store:
         return descriptors
 
 
-def sort(items: Iterable[tuple[str, int]]) -> tuple[Kept, list[str]]:
+def sort(items: Iterable[tuple[str, int]]) -> tuple[StoredDescriptors, list[str]]:
     """Sort by name what a second process had. If a name occurs twice, the later descriptor counts.
 
     Also returns the names that no broker uses; their descriptors are closed.
     """
-    kept, unknown = Kept(), []
+    kept, unknown = StoredDescriptors(), []
     for name, descriptor in items:
         if found := _SEGMENT.fullmatch(name):
             extents = kept.segments.setdefault(int(found[1], 16), {})

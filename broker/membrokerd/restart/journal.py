@@ -24,9 +24,9 @@ from typing import TypeVar
 
 from membroker.vmm.sizes import MIB
 
-from .. import files
 from ..core import facts as ft
-from ..home import MAX_EPOCH
+from ..system import files
+from ..system.device_directory import MAX_EPOCH
 from .records import Unusable, decode, frame, has_record_after, header_of, parse, record_of, split, to_json
 
 _Books = TypeVar("_Books")
@@ -153,12 +153,12 @@ class Journal:
 
     # --- this daemon's file ---
 
-    def begin(self, story: Iterable[ft.Fact]) -> None:
+    def begin(self, facts: Iterable[ft.Fact]) -> None:
         """Start a new file with the facts of the books as they are now. Raises `OSError`, as `compact` does."""
-        for _ in self.compact(story):
+        for _ in self.compact(facts):
             pass
 
-    def compact(self, story: Iterable[ft.Fact]) -> Generator[None, None, None]:
+    def compact(self, facts: Iterable[ft.Fact]) -> Generator[None, None, None]:
         """Replace the file, in steps, by a shorter one: the facts of the books as they are, and what is appended since.
 
         The old file stays the journal, and is appended to, until the last step. A crash, an `OSError` or closing the
@@ -171,7 +171,7 @@ class Journal:
             try:
                 header = [_MAGIC, _VERSION, self._binding.boot, self._binding.device, self.epoch]
                 end = _write_all(descriptor, frame(to_json(header)), 0)
-                facts = iter(story)
+                facts = iter(facts)
                 while portion := list(itertools.islice(facts, _PORTION)):
                     end = _write_all(descriptor, record_of(portion), end)
                     yield

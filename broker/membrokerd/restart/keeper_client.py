@@ -16,8 +16,8 @@ from typing import Any
 from membroker.wire.descriptors import close_all, copy_all
 from membroker.wire.names import MAX_DESCRIPTORS
 
-from ..observe import logs
-from .descriptor_store import Done, Kept, sort
+from ..system import logs
+from .descriptor_store import Done, StoredDescriptors, sort
 from .keeper_connection import KeeperConnection, Lost, Owned, dial, list_all
 
 PUT_SECONDS = 5.0
@@ -201,7 +201,7 @@ class KeeperMirror:
         return list(itertools.islice(rest, MAX_DESCRIPTORS))
 
 
-async def open_keeper(path: Path, owner: str) -> tuple[KeeperMirror, Kept]:
+async def open_keeper(path: Path, owner: str) -> tuple[KeeperMirror, StoredDescriptors]:
     """Return a mirror in the keeper at this path, and the descriptors that a predecessor left there; raises OSError.
 
     Starts a keeper if none runs, and tries again if one is just ending or starting. All daemons of a device have the
@@ -220,7 +220,7 @@ async def open_keeper(path: Path, owner: str) -> tuple[KeeperMirror, Kept]:
     return await _open(path, owner)
 
 
-async def _open(path: Path, owner: str) -> tuple[KeeperMirror, Kept]:
+async def _open(path: Path, owner: str) -> tuple[KeeperMirror, StoredDescriptors]:
     connection = await dial(path, owner)
     try:
         items = await list_all(connection)

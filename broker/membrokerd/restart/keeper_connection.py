@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from membroker.wire.descriptors import close_all, peer_of
 
-from ..observe import logs
-from ..sending import Retry
+from ..system import logs
+from ..system.retry import Retry
 from . import keeper as fdstore
 
 ANSWER_SECONDS = 5.0

@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..config.config import Config
-from ..home import HomeError
-from ..observe import logs
-from .descriptor_store import Kept, Mirror
+from ..system import logs
+from ..system.device_directory import DirectoryError
+from .descriptor_store import Mirror, StoredDescriptors
 from .keeper_client import open_keeper
 from .keeper_connection import Owned
 from .systemd import open_systemd, started_by_systemd, systemd_available
 
 
-async def open_mirror(config: Config, keeper_socket: Path, owner: str) -> tuple[Mirror | None, Kept]:
+async def open_mirror(config: Config, keeper_socket: Path, owner: str) -> tuple[Mirror | None, StoredDescriptors]:
     """Return the mirror that the configuration chose, and the descriptors that a predecessor left there.
 
-    `owner` names the daemons of one device to a keeper. Raises `HomeError`, which says what to configure.
+    `owner` names the daemons of one device to a keeper. Raises `DirectoryError`, which says what to configure.
     """
     kind, most = config.descriptor_store, config.systemd_descriptors
     if kind == "auto":
@@ -28,16 +28,18 @@ async def open_mirror(config: Config, keeper_socket: Path, owner: str) -> tuple[
                 "systemd 254, systemd_descriptors to the same number"
             )
     mirror: Mirror | None = None
-    kept = Kept()
+    kept = StoredDescriptors()
     try:
         if kind == "systemd":
             mirror, kept = open_systemd(most)
         elif kind == "keeper":
             mirror, kept = await open_keeper(keeper_socket, owner)
     except Owned as error:
-        raise HomeError(f"keeper_socket = {keeper_socket}: {error}") from error
+        raise DirectoryError(f"keeper_socket = {keeper_socket}: {error}") from error
     except OSError as error:
         key = "keeper_socket" if kind == "keeper" and config.keeper_socket else "descriptor_store"
-        raise HomeError(f"cannot open the descriptor store ({kind}): {error}; choose another with `{key}`") from error
+        raise DirectoryError(
+            f"cannot open the descriptor store ({kind}): {error}; choose another with `{key}`"
+        ) from error
     logs.log("descriptor store", kind=kind, segments=len(kept.segments), processes=len(kept.processes))
     return mirror, kept

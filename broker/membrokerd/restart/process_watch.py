@@ -12,9 +12,9 @@ import os
 import time
 from collections.abc import Callable
 
-from ..observe import logs
-from ..process import NO_DESCRIPTOR, identity_of, image_of
-from ..turns import Turns
+from ..system import logs
+from ..system.process import NO_DESCRIPTOR, identity_of, image_of
+from ..system.turns import Turns
 from .descriptor_store import Store
 
 EXEC_SECONDS = 0.2

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from membroker.wire.frames import close_all, send
 
-from ..observe import sd_notify as notify
-from ..sending import Retry
-from .descriptor_store import Done, Kept, sort
+from ..system import sd_notify as notify
+from ..system.retry import Retry
+from .descriptor_store import Done, StoredDescriptors, sort
 from .keeper_client import Put
 
 _FIRST_INHERITED = 3
@@ -156,7 +156,7 @@ def started_by_systemd() -> bool:
     return os.environ.get("SYSTEMD_EXEC_PID") == str(os.getpid())
 
 
-def open_systemd(configured_maximum: int = 0) -> tuple[SystemdMirror, Kept]:
+def open_systemd(configured_maximum: int = 0) -> tuple[SystemdMirror, StoredDescriptors]:
     """Return a mirror in systemd's store, and the descriptors that a predecessor left there; raises OSError.
 
     From version 254 on, systemd says how many descriptors it keeps. Before that, `configured_maximum` says so; it must

@@ -16,14 +16,14 @@ from membroker.vmm.sizes import MAX_BYTES
 from ..core import facts as ft
 from ..core import policy
 from ..core.books import COUNTER_BITS
-from ..core.facts_of import story
+from ..core.checkpoint import checkpoint_facts
 from ..core.ledger import Ledger
 from ..core.names import LOCATIONS, Location
 from ..core.recount import recount
-from ..executor import OWN, Executor
-from ..observe import logs
-from ..observe.suspects import MOST_NAMED, command_of
-from .descriptor_store import Kept, Store
+from ..device.executor import OWN, Executor
+from ..device.suspects import MOST_NAMED, command_of
+from ..system import logs
+from .descriptor_store import Store, StoredDescriptors
 from .process_watch import Watch
 from .records import MAX_IDS
 
@@ -36,7 +36,7 @@ class Books(NamedTuple):
     latest epoch of all ids in the books.
     """
 
-    story: list[ft.Fact]
+    facts: list[ft.Fact]
     charged: dict[Location, int]
     by_pid: Mapping[int, int]
     epoch: int
@@ -56,7 +56,7 @@ def rebuild_books(facts: Iterable[ft.Fact]) -> Books:
     by_pid: Counter[int] = Counter()
     for row in ledger.sessions.values():
         by_pid[row.pid] += row.charged("device")
-    return Books(list(story(ledger)), charged, by_pid, max(_ids(ledger), default=0) >> COUNTER_BITS)
+    return Books(list(checkpoint_facts(ledger)), charged, by_pid, max(_ids(ledger), default=0) >> COUNTER_BITS)
 
 
 def _bounded(facts: Iterable[ft.Fact], ledger: Ledger) -> Iterator[ft.Fact]:
@@ -83,7 +83,7 @@ def _ids(ledger: Ledger) -> Iterator[int]:
         yield segment.ids[-1]
 
 
-def last_epoch(kept: Kept) -> int:
+def last_epoch(kept: StoredDescriptors) -> int:
     """Return the latest epoch of the ids in a descriptor store."""
     ids = chain(kept.processes, kept.segments, *kept.segments.values())
     return max(ids, default=0) >> COUNTER_BITS
@@ -121,7 +121,7 @@ def cover_lent(capacities: Mapping[Location, int], charged: Mapping[Location, in
     return raised
 
 
-def take_descriptors(ledger: Ledger, store: Store, executor: Executor, kept: Kept) -> frozenset[int]:
+def take_descriptors(ledger: Ledger, store: Store, executor: Executor, kept: StoredDescriptors) -> frozenset[int]:
     """Make the store agree with the books. Return the segments with missing descriptors."""
     for session in kept.processes.keys() - ledger.sessions.keys():
         store.forget_process(session)
@@ -146,7 +146,7 @@ def take_descriptors(ledger: Ledger, store: Store, executor: Executor, kept: Kep
     return frozenset(row.segment for row in lost)
 
 
-def watch_processes(ledger: Ledger, watch: Watch, kept: Kept) -> None:
+def watch_processes(ledger: Ledger, watch: Watch, kept: StoredDescriptors) -> None:
     """Watch the processes of the sessions that are taken over."""
     for row in list(ledger.sessions.values()):
         if row.state != "releasing":

@@ -11,7 +11,7 @@ from tests.support.sizes import GIB, MIB
 
 from membrokerd.config import config
 from membrokerd.config.config import ConfigError, load
-from membrokerd.files import MAX_TEXT_BYTES
+from membrokerd.system.files import MAX_TEXT_BYTES
 
 
 def write(tmp_path: Path, text: str) -> Path:

@@ -17,7 +17,7 @@ from membrokerd.config.quotas import Quotas, StateDirectory, read, state_directo
 from membrokerd.core import policy
 from membrokerd.core.names import LOCATIONS
 from membrokerd.core.rows import Quota
-from membrokerd.home import HomeError
+from membrokerd.system.device_directory import DirectoryError
 
 QUOTAS: Quotas = {
     ("acme", None, "device"): Quota(32 * GIB),
@@ -143,7 +143,7 @@ def test_a_file_that_is_wrong_is_refused_whole(path: Path, case: str) -> None:
     content, said = WRONG[case]
     path.parent.mkdir()
     path.write_bytes(content if isinstance(content, bytes) else f'{content}\n[tenants.fine]\nlimit = "1GiB"\n'.encode())
-    with pytest.raises(HomeError) as caught:
+    with pytest.raises(DirectoryError) as caught:
         read(path)
     assert str(caught.value).startswith(f"{path}: {said}"), caught.value
     assert "put it right, or remove the file" in str(caught.value)
@@ -151,7 +151,7 @@ def test_a_file_that_is_wrong_is_refused_whole(path: Path, case: str) -> None:
 
 def test_a_file_that_cannot_be_read_is_named(path: Path) -> None:
     path.mkdir(parents=True)
-    with pytest.raises(HomeError, match=r"quotas.toml: cannot be read: it is a directory .*remove the file"):
+    with pytest.raises(DirectoryError, match=r"quotas.toml: cannot be read: it is a directory .*remove the file"):
         read(path)
 
 
@@ -159,7 +159,7 @@ def test_a_fifo_is_not_waited_for(path: Path) -> None:
     """Nobody ever writes to it: an ordinary open would hang the start of the daemon."""
     path.parent.mkdir(parents=True)
     os.mkfifo(path)
-    with pytest.raises(HomeError, match=r"quotas.toml: cannot be read: it is a FIFO .*remove the file"):
+    with pytest.raises(DirectoryError, match=r"quotas.toml: cannot be read: it is a FIFO .*remove the file"):
         read(path)
 
 
@@ -246,7 +246,7 @@ def test_where_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     at_home = Path("/home/me/.local/state/membroker/gpu-1")
     assert state_directory("gpu-1", {"HOME": "/home/me"}, 1000) == at_home
     assert state_directory("gpu-1", env | {"XDG_STATE_HOME": "state"}, 1000) == at_home
-    with pytest.raises(HomeError, match="XDG_STATE_HOME"):
+    with pytest.raises(DirectoryError, match="XDG_STATE_HOME"):
         state_directory("gpu-1", {}, 1000)
     (tmp_path / "lib").mkdir()
     assert state_directory("gpu-1", env, 1000) == tmp_path / "lib" / "gpu-1"

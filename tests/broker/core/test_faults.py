@@ -236,13 +236,13 @@ def test_the_anchor_is_no_strangers() -> None:
     """What the daemon itself has on the device is in use there, and is not said to be beyond the books."""
     broker = Broker(policy.Rules(granularity=2, capacities={"device": 64, "host": 64}, anchor_bytes=2), epoch=1)
     broker.step(ev.Audit({"device": 2, "host": 0}), 0)
-    assert (broker.settling.shown("device"), broker.settling.shown("host")) == (0, 0)
+    assert (broker.releasing.shown("device"), broker.releasing.shown("host")) == (0, 0)
 
 
 def test_a_commanded_limit_ends_where_nothing_is_lent_any_more() -> None:
     """An earlier daemon lent host memory, and a limit was commanded for it; this one lends none."""
     commanded = ft.QuotaSet("t", None, "host", 4)
-    broker = Broker(policy.Rules(granularity=2, capacities={"device": 64}), epoch=1, story=[commanded])
+    broker = Broker(policy.Rules(granularity=2, capacities={"device": 64}), epoch=1, facts=[commanded])
     end = ev.SetQuota(1, "t", None, "host", None)
     assert broker.step(end, 0).effects == [fx.Answer(1, fx.Done())]
     assert not broker.ledger.quotas

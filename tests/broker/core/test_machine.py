@@ -46,8 +46,8 @@ def test_the_books_hold_whatever_happens(ended: World, books: Callable[[Any], An
     assert not broker.ledger.labels
     assert not broker.ledger.tenants
     assert not broker.denials
-    assert not broker.settling.deaths
-    assert broker.settling.shown("device") == 0
+    assert not broker.releasing.deaths
+    assert broker.releasing.shown("device") == 0
     assert broker.deadline is None
     assert not ended.workers
     assert not ended.exists

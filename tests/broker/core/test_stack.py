@@ -10,7 +10,7 @@ from typing import Any
 from tests.simulation.world import World
 
 from membrokerd.core.books import Books
-from membrokerd.core.deaths import Settling
+from membrokerd.core.deaths import Releasing
 from membrokerd.core.lending import Lending
 from membrokerd.core.machine import Broker
 from membrokerd.core.models import Models
@@ -19,7 +19,7 @@ from membrokerd.core.sessions import Sessions
 from membrokerd.core.stock import Stock
 from membrokerd.core.waiting import Waiting
 
-STACK = (Books, Stock, Waiting, Lending, Segments, Models, Sessions, Settling, Broker)
+STACK = (Books, Stock, Waiting, Lending, Segments, Models, Sessions, Releasing, Broker)
 
 
 def _held(value: Any) -> list[Any]:

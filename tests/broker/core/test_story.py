@@ -14,7 +14,7 @@ from tests.simulation.world import CAPACITIES, World
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core import policy
-from membrokerd.core.facts_of import story
+from membrokerd.core.checkpoint import checkpoint_facts
 from membrokerd.core.ledger import Ledger, replay
 from membrokerd.core.machine import Broker
 from membrokerd.core.names import ModelName, SegmentName
@@ -51,7 +51,7 @@ def test_a_successor_has_the_same_books_at_any_time() -> None:
             ledger = world.broker.ledger
             leaving = any(row.state == "leaving" for row in ledger.sessions.values())  # which they are hardly ever
             if leaving or number % EVERY == 0:
-                assert books(told(story(ledger))) == books(ledger), f"seed {seed}, turn {number}"
+                assert books(told(checkpoint_facts(ledger))) == books(ledger), f"seed {seed}, turn {number}"
                 states.update(what_there_is(ledger))
     wanted = {f"session {state}" for state in ("open", "leaving", "detached", "releasing")}
     wanted |= {f"segment {state}" for state in ("writing", "sealing", "sealed", "ending", "dropping", "releasing")}
@@ -90,13 +90,13 @@ def test_life_goes_on_from_a_story(seed: int) -> None:
             for fact in world.history[seen:]:
                 successor.apply(fact)
         if number % 300 == 150:
-            successors.append(told(story(world.daemons.books)))
+            successors.append(told(checkpoint_facts(world.daemons.books)))
     for successor in successors:
         assert books(successor) == books(world.daemons.books)
 
 
 def test_nothing_is_told_in_no_facts() -> None:
-    assert list(story(Ledger(CAPACITIES))) == []
+    assert list(checkpoint_facts(Ledger(CAPACITIES))) == []
 
 
 def test_a_story_is_of_the_moment_when_it_was_begun() -> None:
@@ -106,7 +106,7 @@ def test_a_story_is_of_the_moment_when_it_was_begun() -> None:
         world.turn(number)
     for number in range(2_000, 3_000):
         ledger = world.broker.ledger
-        before, facts, seen = copy.deepcopy(books(ledger)), story(ledger), len(world.history)
+        before, facts, seen = copy.deepcopy(books(ledger)), checkpoint_facts(ledger), len(world.history)
         world.turn(number)
         replayed = told(facts)
         assert books(replayed) == before, f"seed {seed}, turn {number}"
@@ -127,7 +127,7 @@ def test_a_story_is_as_short_as_the_books() -> None:
         ledger.apply(ft.Credited(1, range(first, first + 2), "released"))
     for first in (700, 701, 800):
         ledger.apply(ft.Debited(1, NAME, "device", 4, first, 1))
-    assert list(story(ledger)) == [
+    assert list(checkpoint_facts(ledger)) == [
         asked,
         began,
         ft.ModelJoined(NAME, 1),
@@ -145,7 +145,7 @@ def test_what_a_worker_attaches_again_and_again_is_told_once() -> None:
     ledger.apply(ft.SegmentBegan(2, NAME, "s", "device", 4, 4, 3, 1, 1, 0))
     for _ in range(1_000):
         ledger.apply(ft.SegmentHeld(2, 1))
-    facts = list(story(ledger))
+    facts = list(checkpoint_facts(ledger))
     assert len(facts) < 10
     assert books(told(facts)) == books(ledger)
     recount(told([*facts, ft.SegmentLeft(2, 1, 1_000, "detached")]))
@@ -158,7 +158,7 @@ def test_extents_side_by_side_of_different_sizes_are_told_apart() -> None:
         ledger.apply(fact)
     ledger.apply(ft.Debited(1, NAME, "device", 4, 10, 2))
     ledger.apply(ft.Debited(1, NAME, "device", 6, 12, 2))
-    assert books(told(story(ledger))) == books(ledger)
+    assert books(told(checkpoint_facts(ledger))) == books(ledger)
 
 
 @pytest.mark.parametrize("credited", [range(10, 12), range(12, 13), range(11, 13), range(10, 13)])
@@ -172,7 +172,7 @@ def test_what_a_segment_is_charged_no_more(credited: range) -> None:
         ft.SegmentCredited(9, credited),
     ):
         ledger.apply(fact)
-    assert books(told(story(ledger))) == books(ledger)
+    assert books(told(checkpoint_facts(ledger))) == books(ledger)
 
 
 def test_a_successor_settles_by_proof_what_was_being_dropped() -> None:
@@ -190,7 +190,7 @@ def test_a_successor_settles_by_proof_what_was_being_dropped() -> None:
     first.step(ev.Acknowledge(session, 3, 0), 0)
     first.step(ev.ProcessDied(session, {"device": 4 * size}), 1)
     (segment,) = first.ledger.segments
-    second_daemon = Broker(rules, 2, list(story(first.ledger)))
+    second_daemon = Broker(rules, 2, list(checkpoint_facts(first.ledger)))
     second_daemon.step(ev.Restarted(lost=frozenset(), seen={"device": 4 * size}), second)
     second_daemon.step(ev.Audit({"device": 4 * size}), 2 * second)
     second_daemon.step(ev.Audit({"device": 0}), 3 * second)

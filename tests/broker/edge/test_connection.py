@@ -37,11 +37,11 @@ from membrokerd.core.rows import SessionRow
 from membrokerd.edge.convert import from_result
 from membrokerd.edge.handoff import outbox
 from membrokerd.edge.handoff.connection import Connection
-from membrokerd.edge.handoff.entrance import Entrance
+from membrokerd.edge.handoff.endpoint import HandoffEndpoint
 from membrokerd.edge.handoff.outbox import Traffic
 from membrokerd.edge.handoff.peer import Peer
-from membrokerd.loop import Reply
-from membrokerd.sending import IN_FLIGHT_SECONDS
+from membrokerd.runtime.loop import Reply
+from membrokerd.system.retry import IN_FLIGHT_SECONDS
 
 PAGE = 2 * MIB
 SESSION = 7
@@ -74,12 +74,12 @@ class Lender:
         self.dispatcher = SimpleNamespace(
             loop=self,
             request=self._request,
-            times_of=lambda *_: SimpleNamespace(observe=lambda seconds: None),
+            times_of=lambda *_: lambda seconds: None,
             refused=lambda *_: None,
             admit=lambda *_: None,
             response=from_result,
         )
-        entrance = SimpleNamespace(
+        endpoint = SimpleNamespace(
             dispatcher=self.dispatcher,
             endpoint="red",
             device=DeviceInfo("host", "host driver", "host", PAGE),
@@ -91,7 +91,7 @@ class Lender:
         )
         pidfd, self._alive = os.pipe()
         peer = Peer(1, 0, pidfd, "pid:1")
-        self.connection = Connection(cast(Entrance, entrance), self.ours, peer, lambda _: None, lambda _: None)
+        self.connection = Connection(cast(HandoffEndpoint, endpoint), self.ours, peer, lambda _: None, lambda _: None)
 
     def _watch(self, session: int, pidfd: int, pid: int) -> None:
         self.watched = pidfd

@@ -18,7 +18,7 @@ from membrokerd.core.machine import Broker
 from membrokerd.core.names import Location, ModelName
 from membrokerd.core.policy import Rules
 from membrokerd.edge import listings as views
-from membrokerd.observe.decisions import Decisions
+from membrokerd.runtime.decisions import Decisions
 
 
 @pytest.mark.parametrize("long", [10, views.MAX_PAGE_BYTES // 8, views.MAX_PAGE_BYTES * 2])

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from tests.support.daemons import until
 
-from membrokerd import process as process_module
 from membrokerd.core.denied import Reason
 from membrokerd.edge.convert import Refused
 from membrokerd.edge.handoff import peer as module
 from membrokerd.edge.handoff.peer import attest, hang_up
+from membrokerd.system import process as process_module
 
 NOBODY: frozenset[int] = frozenset()
 NO_SUCH_OPTION = 9999
@@ -194,7 +194,7 @@ def test_processes_that_cannot_be_told_apart_do_not_count_as_one(
 
 def test_an_exec_changes_the_image_and_nothing_else_does() -> None:
     """The same while a program runs, different after each exec(), and unknown for a process that is gone or hidden."""
-    image = "from membrokerd.process import image_of; import os; seen = image_of(os.getpid()); "
+    image = "from membrokerd.system.process import image_of; import os; seen = image_of(os.getpid()); "
     code = f"{image}print(seen == image_of(os.getpid()), seen, flush=True); input(); os.execvp('cat', ['cat'])"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

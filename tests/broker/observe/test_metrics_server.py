@@ -16,7 +16,8 @@ from tests.support.daemons import until
 from tests.support.sizes import MIB
 from tests.support.views import UUID, Source, books, model
 
-from membrokerd.observe import kept, metrics_server
+from membrokerd.observe import cached_text as kept
+from membrokerd.observe import metrics_server
 from membrokerd.observe.metrics import Metrics
 from membrokerd.observe.metrics_server import MetricsServer
 

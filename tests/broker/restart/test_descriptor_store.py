@@ -9,7 +9,7 @@ import pytest
 from tests.support.keepers import content_of, memfd
 
 from membroker.wire.descriptors import close_all
-from membrokerd.restart.descriptor_store import Done, Kept, Store, sort
+from membrokerd.restart.descriptor_store import Done, Store, StoredDescriptors, sort
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def test_the_store_owns_what_a_predecessor_left(mirror: Slow, mirrored: Store) -
     """A restarted daemon lends, drops and closes them as its own, and puts none of them again."""
     mirror.names = {"segment.1.a", "segment.1.b", "process.5", "driver.watch"}
     pidfd, watch = memfd(b""), memfd(b"")
-    mirrored.adopt(Kept({1: {10: 1010, 11: 1011}}, {5: pidfd}, {"watch": watch}))
+    mirrored.adopt(StoredDescriptors({1: {10: 1010, 11: 1011}}, {5: pidfd}, {"watch": watch}))
     mirrored.keep_process(5, pidfd)
     mirrored.keep_driver({"watch": watch})
     assert mirror.puts == [], "a put removes the old copy for a moment"

@@ -22,7 +22,7 @@ from tests.support.journals import BEGAN, BINDING, SESSIONS, STEPS, ends, read, 
 
 from membroker.vmm.sizes import MAX_BYTES
 from membrokerd.core import facts as ft
-from membrokerd.core.facts_of import story
+from membrokerd.core.checkpoint import checkpoint_facts
 from membrokerd.core.ledger import replay
 from membrokerd.core.names import LOCATIONS, Location, ModelName
 from membrokerd.restart import records
@@ -131,7 +131,7 @@ def test_a_successor_has_the_books_of_a_whole_world(path: Path) -> None:
     """Every step is journaled, with compactions in between. A successor rebuilds the same books."""
     world = World(41)
     journal = Journal(path, BINDING, compact_bytes=20_000)
-    journal.begin(story(world.broker.ledger))
+    journal.begin(checkpoint_facts(world.broker.ledger))
     compacted = 0
     steps: Iterator[None] = iter(())
     for number in range(4_000):
@@ -139,7 +139,7 @@ def test_a_successor_has_the_books_of_a_whole_world(path: Path) -> None:
         world.turn(number)
         assert journal.append(world.history[seen:])
         if journal.due:
-            steps = journal.compact(story(world.daemons.books))
+            steps = journal.compact(checkpoint_facts(world.daemons.books))
             compacted += 1
         next(steps, None)
         if number % 500 == 499:

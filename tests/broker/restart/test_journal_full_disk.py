@@ -169,9 +169,9 @@ def test_room_that_a_compaction_makes_is_used_at_once(path: Path) -> None:
 import asyncio, logging
 from membrokerd.core import events as ev, policy
 from membrokerd.core.machine import Broker
-from membrokerd.loop import Loop
+from membrokerd.runtime.loop import Loop
 from membrokerd.restart.descriptor_store import Store
-from membrokerd.writer import Writer
+from membrokerd.runtime.journal_writer import Writer
 
 class Lines(logging.Handler):
     def emit(self, record):

@@ -13,13 +13,13 @@ from membroker.vmm.sizes import MAX_BYTES
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
 from membrokerd.core import policy
+from membrokerd.core.checkpoint import checkpoint_facts
 from membrokerd.core.denied import Reason
-from membrokerd.core.facts_of import story
 from membrokerd.core.machine import Broker
 from membrokerd.core.names import Location, ModelName, SegmentName
-from membrokerd.executor import OWN
+from membrokerd.device.executor import OWN
 from membrokerd.restart import takeover as inheritance
-from membrokerd.restart.descriptor_store import Kept, Store
+from membrokerd.restart.descriptor_store import Store, StoredDescriptors
 from membrokerd.restart.records import MAX_IDS
 from membrokerd.restart.takeover import cover_lent, last_epoch, rebuild_books, take_descriptors, warn_of_holders
 
@@ -38,7 +38,7 @@ def test_a_removed_location_can_have_a_segment_of_zero_bytes() -> None:
     before.step(ev.RegisterModel(2, session, 1, MODEL, None, {}, False), 0)
     before.step(ev.CreateSegment(3, session, 2, SegmentName("t", "m", "s"), "host", 4), 0)
     before.step(ev.NotMade(session, 2, 0, Reason.DEVICE_FULL, {}), 0)
-    told, charged, *_ = rebuild_books(story(before.ledger))
+    told, charged, *_ = rebuild_books(checkpoint_facts(before.ledger))
     held = cover_lent({"device": 64}, charged)
     after = Broker(policy.Rules(granularity=2, capacities=held), 2, told)
     after.step(ev.Restarted(frozenset(), {}), 0)
@@ -51,7 +51,7 @@ def test_a_removed_location_can_have_a_segment_of_zero_bytes() -> None:
 def test_a_removed_location_without_entries_stays_removed() -> None:
     """The predecessor lent host memory, and all of it was released: the new configuration decides."""
     before = broker({"device": 64, "host": 64})
-    _, charged, *_ = rebuild_books(story(before.ledger))
+    _, charged, *_ = rebuild_books(checkpoint_facts(before.ledger))
     assert cover_lent({"device": 64}, charged) == {"device": 64}
 
 
@@ -63,7 +63,7 @@ def test_capacities_are_raised_to_what_is_lent() -> None:
     before.step(ev.RegisterModel(2, session, 1, MODEL, None, {}, False), 0)
     before.step(ev.Allocate(3, session, 2, MODEL, "device", 2, 4), 0)
     before.step(ev.Allocate(4, session, 3, MODEL, "host", 2, 3), 0)
-    _, charged, *_ = rebuild_books(story(before.ledger))
+    _, charged, *_ = rebuild_books(checkpoint_facts(before.ledger))
     assert cover_lent({"device": 4}, charged) == {"device": 8, "host": 6}
     assert cover_lent({"device": 9, "host": 6}, charged) == {"device": 9, "host": 6}
 
@@ -85,8 +85,8 @@ def test_the_epoch_of_the_books_is_that_of_the_last_id() -> None:
     assert rebuild_books(lent).by_pid == {5: 6}
     segment = ft.SegmentBegan(9 << 40, MODEL, "s", "device", 2, 2, (9 << 40) + 1, 1, SESSION.session, 1)
     assert rebuild_books([*lent, segment]).epoch == 9
-    assert last_epoch(Kept()) == 0
-    assert last_epoch(Kept({9 << 40: {(10 << 40) + 1: 0}}, {3 << 40: 0})) == 10
+    assert last_epoch(StoredDescriptors()) == 0
+    assert last_epoch(StoredDescriptors({9 << 40: {(10 << 40) + 1: 0}}, {3 << 40: 0})) == 10
 
 
 CONTRADICTIONS = {
@@ -141,7 +141,7 @@ def test_the_store_is_made_to_agree_with_the_books() -> None:
         books.step(ev.CreateSegment(request_id, session, request_id, SegmentName("t", "m", label), "device", 4), 0)
     whole, half = books.ledger.segments.values()
     mine, stranger, *descriptors = (memfd(b"") for _ in range(6))
-    kept = Kept(
+    kept = StoredDescriptors(
         {
             whole.segment: dict(zip(whole.ids, descriptors[:2], strict=True)),
             half.segment: {half.ids[0]: descriptors[2]},

@@ -23,7 +23,7 @@ from membroker.v1 import admin_pb2
 from membroker.v1 import handoff_pb2 as pb
 from membrokerd.core.denied import Reason, deny
 from membrokerd.core.names import ModelName
-from membrokerd.observe.decisions import KEPT_OF_A_MODEL, MODELS_OF_A_TENANT, TENANTS, Decisions
+from membrokerd.runtime.decisions import KEPT_OF_A_MODEL, MODELS_OF_A_TENANT, TENANTS, Decisions
 
 COMMAND = ("-m", "membroker.cli.main", "explain")
 

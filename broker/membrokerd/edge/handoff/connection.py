@@ -23,11 +23,11 @@ from membroker.wire.names import session_name
 from ...core import effects as fx
 from ...core import events as ev
 from ...core.denied import Denied, Reason, deny
-from ...failpoints import reach
-from ...observe import logs
+from ...system import logs
+from ...system.failpoints import reach
 from ..convert import from_recall
 from ..errors import to_status
-from .entrance import Entrance
+from .endpoint import HandoffEndpoint
 from .handshake import Handshake
 from .outbox import Outbox
 from .peer import Peer, hang_up
@@ -51,17 +51,17 @@ class Connection:
 
     def __init__(
         self,
-        entrance: Entrance,
+        endpoint: HandoffEndpoint,
         sock: socket.socket,
         peer: Peer,
         on_greeted: Callable[[Connection], None],
         on_ended: Callable[[Connection], None],
     ) -> None:
-        self._entrance = entrance
+        self._entrance = endpoint
         self._on_greeted = on_greeted
         self._on_ended = on_ended
-        self._dispatcher = entrance.dispatcher
-        self._loop = entrance.dispatcher.loop
+        self._dispatcher = endpoint.dispatcher
+        self._loop = endpoint.dispatcher.loop
         self._io = asyncio.get_running_loop()
         self._sock = sock
         self._peer = peer
@@ -69,7 +69,7 @@ class Connection:
         self.session: int | None = None
         """The session of this connection, if it has one yet."""
         self._tenant = ""
-        self._outbox = Outbox(sock, self.read, entrance.traffic, self.close)
+        self._outbox = Outbox(sock, self.read, endpoint.traffic, self.close)
         self._outgoing = self._outbox.packets
         self.flush = self._outbox.flush
         """Send what is queued, unless the socket is full."""
@@ -81,12 +81,12 @@ class Connection:
         self.heard = 0
         """The bytes of all frames that were read."""
         self._pidfd: int | None = peer.pidfd
-        self._handshake = Handshake(self, entrance, peer)
+        self._handshake = Handshake(self, endpoint, peer)
         self._acknowledged = 0
         """How many deliveries the client has acknowledged by their count."""
         self._waiting = False
         self._turns = self._loop.turns
-        self._whose = entrance.tenant_of(peer)
+        self._whose = endpoint.tenant_of(peer)
         self._descriptor = sock.fileno()
         self._io.add_reader(sock, self.read)
 
@@ -185,7 +185,7 @@ class Connection:
             self._asked.add(request_id)
 
         def respond(result: fx.Result | Denied) -> None:
-            self._dispatcher.times_of(method, "handoff").observe(time.perf_counter() - began)
+            self._dispatcher.times_of(method, "handoff")(time.perf_counter() - began)
             self._asked.discard(request_id)
             denied = result if isinstance(result, Denied) else None
             if denied is not None:

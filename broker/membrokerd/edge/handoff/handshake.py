@@ -17,12 +17,12 @@ from ...core import effects as fx
 from ...core import events as ev
 from ...core.denied import Denied, Reason, deny
 from ...core.rows import SessionRow
-from ...failpoints import reach
-from ...link import Link
+from ...runtime.connections import SessionConnection
+from ...system.failpoints import reach
 from ..convert import Refused
 from ..dispatch import new_token
-from ..shown import LOCATION_NUMBERS
-from .entrance import Entrance
+from ..messages import LOCATION_NUMBERS
+from .endpoint import HandoffEndpoint
 from .holds import Holds
 from .peer import Peer
 
@@ -32,7 +32,7 @@ HOLDS_SECONDS = 10.0
 _Pair = tuple[socket.socket, socket.socket]
 
 
-class Newcomer(Link, Protocol):
+class Newcomer(SessionConnection, Protocol):
     """What a handshake needs of its connection."""
 
     @property
@@ -68,14 +68,14 @@ class Newcomer(Link, Protocol):
 class Handshake:
     """The handshake of one connection, whose process is `peer`."""
 
-    def __init__(self, connection: Newcomer, entrance: Entrance, peer: Peer) -> None:
+    def __init__(self, connection: Newcomer, endpoint: HandoffEndpoint, peer: Peer) -> None:
         self.holds: Holds | None = None
         """What the process has stated so far, while it resumes; no other frame is allowed then."""
         self._connection = connection
-        self._entrance = entrance
+        self._entrance = endpoint
         self._peer = peer
-        self._dispatcher = entrance.dispatcher
-        self._loop = entrance.dispatcher.loop
+        self._dispatcher = endpoint.dispatcher
+        self._loop = endpoint.dispatcher.loop
         self._io = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -154,7 +154,7 @@ class Handshake:
             end.close()
         self._connection.refuse(request_id, denied)
 
-    def _begin(self, row: SessionRow, connections: dict[int, Link]) -> None:
+    def _begin(self, row: SessionRow, connections: dict[int, SessionConnection]) -> None:
         connections[row.session] = self._connection
         self._connection.begin(row.session, row.tenant)
 

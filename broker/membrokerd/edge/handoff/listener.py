@@ -13,11 +13,11 @@ from membroker.v1 import handoff_pb2 as pb
 from membroker.wire import frames as handoff
 
 from ...core.denied import Reason
-from ...observe import logs
+from ...system import logs
 from ..convert import Refused
 from ..errors import to_status
 from .connection import Connection
-from .entrance import Entrance
+from .endpoint import HandoffEndpoint
 from .peer import attest, hang_up
 
 ACCEPTS_PER_TURN = 32
@@ -31,9 +31,9 @@ PAUSE_SECONDS = 0.1
 class Listener:
     """The listening socket of one endpoint, and its connections."""
 
-    def __init__(self, sock: socket.socket, entrance: Entrance, uids: frozenset[int]) -> None:
+    def __init__(self, sock: socket.socket, endpoint: HandoffEndpoint, uids: frozenset[int]) -> None:
         self._sock = sock
-        self._entrance = entrance
+        self._entrance = endpoint
         self._uids = uids
         self._silent: dict[Connection, asyncio.TimerHandle] = {}
         self._greeted: set[Connection] = set()

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire import frames as handoff
 
-from ...failpoints import reach
-from ...observe import logs
-from ...sending import Retry
+from ...system import logs
+from ...system.failpoints import reach
+from ...system.retry import Retry
 
 
 class Traffic:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from membroker.wire.descriptors import peer_of
 
 from ...core.denied import Reason, deny
-from ...process import NO_DESCRIPTOR, identity_of, start_time
+from ...system.process import NO_DESCRIPTOR, identity_of, start_time
 from ..convert import Refused
 
 _SO_PEERPIDFD = getattr(socket, "SO_PEERPIDFD", 77)

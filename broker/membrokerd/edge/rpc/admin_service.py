@@ -20,15 +20,15 @@ from ...core.denied import Denied, Reason, deny
 from ...core.models import only_removes
 from ...core.names import Location, ModelName, QuotaKey
 from ...core.rows import Quota
-from ...drain import Drain
-from ...eviction import Evictions
-from ...loop import Loop, MakeEvent, clock
-from ...observe import logs
-from ...observe.suspects import Process, command_of
-from .. import convert, shown
+from ...device.suspects import Process, command_of
+from ...runtime.drain import Drain
+from ...runtime.eviction import Evictions
+from ...runtime.loop import Loop, MakeEvent, clock
+from ...system import logs
+from .. import convert, messages
 from ..convert import Refused
 from ..listings import Views
-from ..shown import LOCATION_NUMBERS
+from ..messages import LOCATION_NUMBERS
 
 _UID_TENANT = re.compile("uid-(0|[1-9][0-9]{0,9})")
 
@@ -139,7 +139,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         before = None if row is None else snapshot.take_session(self._loop.broker, row)
         await self._ask(lambda call: ev.ForgetSession(call, session))
         assert before is not None, "what is not known was forgotten"
-        return shown.from_session(before, clock())
+        return messages.from_session(before, clock())
 
     async def EvictSession(self, request: pb.EvictSessionRequest, context: Any) -> resources_pb2.Session:
         """End the process of a session, and return the session's last state."""
@@ -148,7 +148,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if denied := self._evictions.evict(session, row):
             raise Refused(denied)
         assert row is not None, "an unknown session was evicted"
-        return shown.from_session(snapshot.take_session(self._loop.broker, row), clock())
+        return messages.from_session(snapshot.take_session(self._loop.broker, row), clock())
 
     async def SleepModel(self, request: pb.SleepModelRequest, context: Any) -> pb.SleepModelResponse:
         """Ask the sessions of a model to sleep or to wake, and return how far each is."""

@@ -19,8 +19,8 @@ from google.rpc.status_pb2 import Status
 from membroker.wire.names import STATUS_METADATA
 
 from ...core.denied import Reason, deny
-from ...observe import logs
-from ...turns import Turns
+from ...system import logs
+from ...system.turns import Turns
 from ..convert import Refused
 from ..dispatch import TimesOf
 from ..errors import to_status
@@ -95,7 +95,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 logs.fault(error, method=name)
                 _answer(context, to_status(deny(Reason.INTERNAL)))
             finally:
-                self._times_of(name, "grpc").observe(time.perf_counter() - start)
+                self._times_of(name, "grpc")(time.perf_counter() - start)
 
         def deserialize(body: bytes) -> Any:
             # gRPC logs an exception from here as our fault, with a traceback: a hostile client could fill the log.

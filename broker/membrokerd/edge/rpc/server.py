@@ -9,7 +9,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from ...home import Home, Ownership
+from ...system.device_directory import DeviceDirectory, Ownership
 from ..dispatch import Dispatcher
 from .health import Health
 from .interceptor import MAX_STREAMS, Calls, Guard
@@ -40,7 +40,7 @@ _OPTIONS = [
 
 
 async def serve(
-    home: Home,
+    directory: DeviceDirectory,
     public: Path,
     ownership: Ownership,
     service: str,
@@ -62,11 +62,11 @@ async def serve(
     status = Health([service])
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
     reflection.enable_server_reflection((service, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    private = home.private("grpc")
+    private = directory.private("grpc")
     server.add_insecure_port(f"unix:{private}")
     await server.start()
     try:
-        home.publish(private, public, ownership)
+        directory.publish(private, public, ownership)
     except BaseException:
         await server.stop(None)
         raise

@@ -17,7 +17,7 @@ from tests.support.mirrors import OWNER, end, keeping, keeping_not_long, left_at
 from membroker.wire.descriptors import close_all
 from membrokerd.restart import keeper as fdstore
 from membrokerd.restart import keeper_client as mirrors
-from membrokerd.restart.descriptor_store import Kept, Store
+from membrokerd.restart.descriptor_store import Store, StoredDescriptors
 from membrokerd.restart.keeper_client import KeeperMirror, open_keeper
 from membrokerd.restart.keeper_connection import KeeperConnection, Owned
 
@@ -41,7 +41,7 @@ def test_a_daemon_finds_what_its_predecessor_kept(path: Path) -> None:
 
     async def first() -> int:
         mirror, kept = await open_keeper(path, OWNER)
-        assert kept == Kept()
+        assert kept == StoredDescriptors()
         store = Store(mirror)
         await keeping(store, 0x1F, {extent: b"extent %d" % extent for extent in range(1, 101)})
         await keeping(store, 2, {200: b"other"})

@@ -19,9 +19,9 @@ from tests.support.mirrors import end, keeping, keeping_not_long, play, until
 
 from membroker.wire.descriptors import close_all
 from membrokerd.restart import systemd as systemd_mirror
-from membrokerd.restart.descriptor_store import Kept, Store
+from membrokerd.restart.descriptor_store import Store, StoredDescriptors
 from membrokerd.restart.systemd import SystemdMirror, open_systemd, systemd_available
-from membrokerd.sending import IN_FLIGHT_SECONDS
+from membrokerd.system.retry import IN_FLIGHT_SECONDS
 
 
 class Systemd:
@@ -89,7 +89,7 @@ def play_systemd(
             patch.setenv("FDSTORE", str(maximum))
             assert systemd_available()
             mirror, kept = open_systemd()
-            assert kept == Kept()
+            assert kept == StoredDescriptors()
             store = Store(mirror)
             await story(systemd, mirror, store)
             end(store)

@@ -1,0 +1,120 @@
+"""The open endpoints of the tenants and of the operator, each with its sockets and servers.
+
+Opens and closes them, at the start, at a reload and at the end. It must never decide which tenants there are: the
+configuration does.
+"""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from membroker.v1 import admin_pb2_grpc, broker_pb2_grpc
+
+from ..config.config import TenantConfig
+from ..restart.process_watch import Watch
+from ..system import logs
+from ..system.device_directory import DeviceDirectory, Ownership
+from .dispatch import Dispatcher
+from .handoff.endpoint import HandoffEndpoint
+from .handoff.listener import Listener
+from .handoff.outbox import Traffic
+from .listings import Views
+from .rpc.admin_service import AdminService
+from .rpc.broker_service import BrokerService
+from .rpc.interceptor import Calls
+from .rpc.server import serve
+
+STOP_SECONDS = 1.0
+"""How long the gRPC calls of an endpoint that closes may take to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenEndpoint:
+    """An open endpoint of a tenant; `parts` close it."""
+
+    listener: Listener
+    parts: AsyncExitStack
+
+
+class Endpoints:
+    """The endpoints that are open."""
+
+    def __init__(
+        self,
+        directory: DeviceDirectory,
+        dispatcher: Dispatcher,
+        views: Views,
+        traffic: Traffic,
+        watch: Watch,
+    ) -> None:
+        self._directory = directory
+        self._dispatcher = dispatcher
+        self._views = views
+        self._traffic = traffic
+        self._watch = watch
+        self._open: dict[str, _OpenEndpoint] = {}
+        self._calls = Calls(lambda: len(self._open) + 1)  # the operator's endpoint is not among the open ones
+
+    async def open(self, name: str, tenant: str | None, config: TenantConfig) -> None:
+        """Open the endpoint of a tenant; with `tenant=None` each uid is a tenant.
+
+        Raises `DirectoryError`, `OSError`, and `RuntimeError` for gRPC.
+        """
+        directory = self._directory.endpoint("tenants", name)
+        ownership = Ownership(
+            -1 if config.owner is None else config.owner,
+            -1 if config.group is None else config.group,
+            0o660 if config.mode is None else config.mode,
+            f"tenants.{name}",
+        )
+        service = BrokerService(name, self._dispatcher, self._views)
+        async with AsyncExitStack() as stack:
+            stack.callback(self._directory.close, directory)
+            server = await serve(
+                self._directory,
+                directory / "grpc.sock",
+                ownership,
+                "membroker.v1.BrokerService",
+                lambda server: broker_pb2_grpc.add_BrokerServiceServicer_to_server(service, server),
+                self._dispatcher,
+                self._calls,
+            )
+            stack.push_async_callback(server.stop, STOP_SECONDS)
+            sock = self._directory.listen(directory / "handoff.sock", ownership)
+            device = self._views.plan.driver.device
+            endpoint = HandoffEndpoint(name, tenant, self._dispatcher, device, self._traffic, self._watch)
+            listener = Listener(sock, endpoint, config.uids)
+            stack.callback(listener.close)
+            self._open[name] = _OpenEndpoint(listener, stack.pop_all())
+        logs.log("endpoint open", tenant=tenant or "each uid", directory=str(directory))
+
+    async def open_admin(self, service: AdminService, stack: AsyncExitStack) -> None:
+        """Open the operator's endpoint, which `stack` closes."""
+        directory = self._directory.endpoint("admin", mode=0o700)
+        stack.callback(self._directory.close, directory)
+        server = await serve(
+            self._directory,
+            directory / "grpc.sock",
+            Ownership(mode=0o600),
+            "membroker.v1.AdminService",
+            lambda server: admin_pb2_grpc.add_AdminServiceServicer_to_server(service, server),
+            self._dispatcher,
+            self._calls,
+        )
+        stack.push_async_callback(server.stop, STOP_SECONDS)
+
+    def admit(self, name: str, uids: frozenset[int]) -> None:
+        """Let only these users open sessions at a tenant's endpoint from now on. Open sessions stay."""
+        self._open[name].listener.admit(uids)
+
+    async def close_one(self, name: str) -> None:
+        """Close the endpoint of a tenant."""
+        await self._open.pop(name).parts.aclose()
+        logs.log("endpoint closed", tenant=name)
+
+    async def close(self) -> None:
+        """Close the endpoints of all tenants, the latest first."""
+        while self._open:
+            _, door = self._open.popitem()
+            await door.parts.aclose()

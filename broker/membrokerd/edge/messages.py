@@ -1,0 +1,177 @@
+"""The daemon's views of its books as messages, for listings and answers. Nothing is decided here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from membroker.v1 import admin_pb2 as apb
+from membroker.v1 import resources_pb2 as rpb
+from membroker.vmm import MemoryInfo
+from membroker.wire.names import session_name
+
+from ..core import effects as fx
+from ..core.names import ModelName
+from ..core.snapshot import LocationView, ModelView, SessionView, TenantView
+from ..runtime.decisions import Decision
+from .errors import to_status
+
+LOCATION_NUMBERS: Mapping[str, rpb.Location.ValueType] = {"device": rpb.LOCATION_DEVICE, "host": rpb.LOCATION_HOST}
+_NO_SHARES: Mapping[str, Mapping[ModelName, int]] = {}
+_STATES: Mapping[str, rpb.Session.State.ValueType] = {
+    "open": rpb.Session.OPEN,
+    "leaving": rpb.Session.OPEN,
+    "detached": rpb.Session.DETACHED,
+    "releasing": rpb.Session.RELEASING,
+}
+
+_SEGMENT_STATES: Mapping[str, rpb.Segment.State.ValueType] = {
+    "writing": rpb.Segment.WRITING,
+    "sealing": rpb.Segment.WRITING,
+    "sealed": rpb.Segment.SEALED,
+    "ending": rpb.Segment.ENDING,
+    "dropping": rpb.Segment.ENDING,
+    "releasing": rpb.Segment.RELEASING,
+}
+
+
+def from_location(row: LocationView, info: MemoryInfo | None, headroom: int, gate_reserve: int) -> rpb.LocationBooks:
+    """Return the books of a location as a message; `info` is what the device shows of it."""
+    books = rpb.LocationBooks(
+        location=LOCATION_NUMBERS[row.location],
+        capacity_bytes=row.capacity,
+        lent_bytes=row.lent,
+        releasing_bytes=row.releasing,
+        stock_bytes=row.stock,
+        free_bytes=row.free,
+        headroom_bytes=headroom,
+        gate_reserve_bytes=gate_reserve,
+    )
+    books.reserved_bytes, books.guarantee_shortfall_bytes = row.reserved, row.shortfall
+    books.waiting_bytes, books.waiting_requests = row.waiting, row.waiting_requests
+    if row.unaccounted is not None:
+        books.unaccounted_bytes = max(0, row.unaccounted)
+    if info is not None:
+        books.device_total_bytes, books.device_used_bytes = info.total, info.used
+    return books
+
+
+def from_model(row: ModelView, shares: Mapping[str, Mapping[ModelName, int]] = _NO_SHARES) -> rpb.Model:
+    """Return a model's row as a message, with its shares by location, if there are any."""
+    return rpb.Model(
+        name=str(row.name),
+        virtual_capacity_bytes=row.virtual_capacity,
+        sessions=row.sessions,
+        allocations_total=row.allocations,
+        releases_total=row.releases,
+        denials_total=dict(row.denials),
+        books=[
+            rpb.ModelBooks(
+                location=LOCATION_NUMBERS[one.location],
+                used_bytes=one.used,
+                peak_bytes=one.peak,
+                releasing_bytes=one.releasing,
+                declared_bytes=one.declared,
+                limit_bytes=one.limit,
+                extents=one.extents,
+                segment_bytes=one.segments,
+                guarantee_bytes=one.guarantee,
+                weight=one.weight,
+                waiting_bytes=one.waiting,
+                waiting_requests=one.waiting_requests,
+                recallable_bytes=one.recallable,
+                recalled_bytes=one.recalled,
+                late_bytes=one.late,
+                share_bytes=shares[one.location].get(row.name, 0) if shares.get(one.location) else None,
+            )
+            for one in row.locations
+        ],
+    )
+
+
+def from_session(row: SessionView, now_ns: int) -> rpb.Session:
+    """Return a session's row as a message; `now_ns` is CLOCK_BOOTTIME."""
+    return rpb.Session(
+        name=session_name(row.session),
+        tenant=f"tenants/{row.tenant}",
+        state=_STATES[row.state],
+        pid=row.pid,
+        uid=row.uid,
+        observer=row.observer,
+        client=row.client,
+        models=sorted(map(str, row.models)),
+        books=[
+            rpb.SessionBooks(location=LOCATION_NUMBERS[where], used_bytes=size, extents=extents)
+            for where, size, extents in row.locations
+        ],
+        create_time=_began(row.began_at, now_ns),
+        segments=[str(name) for name in row.segments],
+    )
+
+
+def from_tenant(row: TenantView) -> apb.Tenant:
+    """Return a tenant's row as a message."""
+    return apb.Tenant(
+        name=f"tenants/{row.tenant}",
+        books=[
+            apb.TenantBooks(
+                location=LOCATION_NUMBERS[one.location],
+                used_bytes=one.used,
+                limit_bytes=one.limit,
+                guarantee_bytes=one.guarantee,
+                weight=one.weight,
+                waiting_bytes=one.waiting,
+            )
+            for one in row.locations
+        ],
+        models=row.models,
+        sessions=row.sessions,
+    )
+
+
+def from_segment(row: fx.SegmentView, now_ns: int) -> rpb.Segment:
+    """Return a segment as a message; `now_ns` is CLOCK_BOOTTIME."""
+    return rpb.Segment(
+        name=str(row.name),
+        generation=row.segment,
+        state=_SEGMENT_STATES[row.state],
+        location=LOCATION_NUMBERS[row.location],
+        size_bytes=row.size,
+        extents=row.extents,
+        sessions=row.sessions,
+        writer=session_name(row.writer),
+        create_time=_began(row.began_at, now_ns),
+    )
+
+
+def from_decision(one: Decision, tenant: str | None) -> rpb.Decision:
+    """Return a decision as a message. A tenant does not see which other tenant's model wanted its memory."""
+    wanted_by = "" if one.wanted_by is None else str(one.wanted_by)
+    if one.wanted_by is not None and tenant not in (None, one.wanted_by.tenant):
+        wanted_by = "tenants/-/models/-"
+    return rpb.Decision(
+        kind=rpb.Decision.Kind.Value(one.kind.upper()),
+        time=timestamp(one.at),
+        model=str(one.name),
+        location=LOCATION_NUMBERS[one.location],
+        session=session_name(one.session),
+        request_id=one.request_id,
+        size_bytes=one.size,
+        returned_bytes=one.returned,
+        after_ms=one.after_ms,
+        result=one.result,
+        why="" if one.why is None else to_status(one.why).message,
+        guaranteed=one.guaranteed,
+        wanted_by=wanted_by,
+    )
+
+
+def _began(at_ns: int, now_ns: int) -> Timestamp:
+    return timestamp(time.time() - (now_ns - at_ns) / 1e9)
+
+
+def timestamp(seconds: float) -> Timestamp:
+    """Return a Unix time as a message."""
+    return Timestamp(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))

@@ -1,0 +1,52 @@
+"""What the daemon needs of a session's connection, whatever carries it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from membroker.v1.handoff_pb2 import Frame
+
+from ..core import effects as fx
+
+
+class Input(Protocol):
+    """A connection, as far as reading is concerned: releases arrive on it."""
+
+    heard: int
+    """The bytes that were read from it so far."""
+
+    def queued(self) -> int:
+        """Return the bytes that have arrived and were not read; 0 if nothing is read from it at the moment."""
+        ...
+
+    def read(self) -> None:
+        """Read frames, as many as this connection and its tenant may send in one turn."""
+        ...
+
+
+class SessionConnection(Input, Protocol):
+    """A session's connection, as far as effects need it."""
+
+    def deliver(self, packet: fx.Make | fx.Send, descriptors: list[int]) -> None:
+        """Queue a packet; the descriptors are the link's from now on."""
+        ...
+
+    def flush(self) -> None:
+        """Send what is queued."""
+        ...
+
+    def notify(self, frame: Frame) -> None:
+        """Send a frame that answers no request."""
+        ...
+
+    def recall(self, recall: fx.Recall) -> None:
+        """Ask for memory."""
+        ...
+
+    def disconnect(self, why: str) -> None:
+        """Close the connection because its peer broke the protocol."""
+        ...
+
+    def close(self, why: str) -> None:
+        """Close the connection."""
+        ...

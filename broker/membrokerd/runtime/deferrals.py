@@ -1,0 +1,89 @@
+"""Deferrals: before the core refuses a call for lack of room, everything that connections have queued is read.
+
+A release that was sent before the request may be among it. So the core defers such a call, and decides it when all is
+read that was queued then. Owns how long a call waits for that, and decides nothing about it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ..system.turns import SHARE_SECONDS
+from .connections import Input
+
+HEARING_SECONDS = 0.02
+"""How long a call waits at most for connections that had more queued than they may send in a turn or two.
+
+It is CPU time of the event loop. On the clock, 20 ms may pass before anything is read where other processes have the
+cores, and then the call would be refused for memory that was released before.
+"""
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Calls that were deferred in one turn. They wait until each connection in `unread` is read up to its byte.
+
+    Or until `until`, a time of `time.thread_time`.
+    """
+
+    calls: deque[int]
+    until: float
+    unread: list[tuple[Input, int]]
+
+    def is_heard(self) -> bool:
+        """Read what is still unread, as far as this turn allows, and return whether all is read."""
+        for one, end in self.unread:
+            if one.heard < end:
+                one.read()
+        self.unread = [(one, end) for one, end in self.unread if one.heard < end and one.queued()]
+        return not self.unread
+
+
+class Deferrals:
+    """The calls that wait. `decide` is told of each, once; `inputs` returns all connections."""
+
+    def __init__(self, decide: Callable[[int], None], inputs: Callable[[], Iterable[Input]]) -> None:
+        self._decide = decide
+        self._inputs = inputs
+        self._io = asyncio.get_running_loop()
+        self._new: deque[int] = deque()
+        """The calls that were deferred in this turn."""
+        self._batches: deque[_Batch] = deque()
+        self._scheduled = False
+
+    def add(self, call: int) -> None:
+        """Defer a call."""
+        self._new.append(call)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._io.call_soon(self._begin_turn)
+
+    def _begin_turn(self) -> None:
+        """Note what is queued, once for all calls of the last turn; read it, and decide the calls that it was read for.
+
+        This comes first in the turn, because the event loop keeps the order of its calls.
+        """
+        self._scheduled = False
+        now, end = time.thread_time(), time.perf_counter() + SHARE_SECONDS
+        if self._new:
+            unread = [(one, one.heard + queued) for one in self._inputs() if (queued := one.queued())]
+            self._batches.append(_Batch(self._new, now + HEARING_SECONDS, unread))
+            self._new = deque()
+        try:
+            while self._batches and (now >= self._batches[0].until or self._batches[0].is_heard()):
+                calls = self._batches[0].calls
+                while calls and time.perf_counter() < end:
+                    self._decide(calls.popleft())
+                if calls:
+                    break
+                self._batches.popleft()
+        finally:
+            if self._batches:
+                self._schedule()

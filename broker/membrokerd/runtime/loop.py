@@ -1,0 +1,252 @@
+"""The one place where events meet the core and effects meet the world.
+
+Everything here runs on the event loop's thread. It owns the clock, the calls that wait for an answer, and the links
+to sessions' connections; it decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from membroker.v1.handoff_pb2 import Frame, Notice
+
+from ..core import effects as fx
+from ..core import events as ev
+from ..core.books import Step
+from ..core.denied import Denied
+from ..core.machine import Broker
+from ..core.names import LOCATIONS, Location
+from ..device.executor import Executor, Figures
+from ..device.processes import Processes
+from ..restart.descriptor_store import Store
+from ..system import logs
+from ..system.turns import Turns
+from .connections import SessionConnection
+from .deferrals import Deferrals
+from .journal_writer import Writer
+from .packets import Packets
+from .sleeping import Sleeping
+
+MakeEvent = Callable[[int], ev.Event]
+"""Returns the event of a call, given its number."""
+Reply = Callable[[fx.Result | Denied], None]
+RELEASING_AUDIT_SECONDS = 0.01
+
+
+class Loop:
+    """Feeds the core and carries out what it says."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        executor: Executor,
+        store: Store,
+        audit_seconds: float,
+        observe_step: Callable[[float], None] = lambda seconds: None,
+        context_bytes: int = 0,
+        writer: Writer | None = None,
+        turns: Turns | None = None,
+    ) -> None:
+        self.broker = broker
+        self.turns = turns or Turns()
+        self.executor = executor
+        self.store = store
+        self.links: dict[int, SessionConnection] = {}
+        self.resuming: dict[int, SessionConnection] = {}
+        """Connections on which a session is being resumed: nothing is delivered on them before that is done."""
+        self.on_forget: list[Callable[[int], None]] = []
+        self.on_audit: Callable[[], None] = lambda: None
+        """Called ten times a second, or more often."""
+        self.observe_wait: Callable[[fx.Waited], None] = lambda waited: None
+        """Called when a request that waited for room waits no more."""
+        self.observe_recall: Callable[[fx.Recalled], None] = lambda recalled: None
+        """Called when a recall has ended, or is late."""
+        self.record_step: Callable[[ev.Event, Step, int], None] | None = None
+        """Called with each event, the step that it caused and its time, if steps are recorded."""
+        self.sleeping = Sleeping(self.links)
+        self.figures: Figures = {}
+        self.drain: Notice | None = None
+        """The notice of the drain that is under way, for sessions that begin or resume during it."""
+        self.deferrals = Deferrals(
+            lambda call: self.tell(ev.InputsDrained(call)), lambda: [*self.links.values(), *self.resuming.values()]
+        )
+        self._audit_seconds = audit_seconds
+        self._observe_step = observe_step
+        self._writer = writer
+        self.processes = Processes(broker, executor, context_bytes)
+        self._calls = itertools.count(1)
+        self._replies: dict[int, Reply] = {}
+        self._io = asyncio.get_running_loop()
+        self._audit_timer: asyncio.TimerHandle | None = None
+        self._look_pending = False
+        self._deadline: int | None = None
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        packets = self.packets = Packets(broker, executor, store, self.links, self.tell)
+        self._carry_out: dict[type[fx.Effect], Callable[[Any], None]] = {
+            fx.Answer: self.answer,
+            fx.DrainInputs: lambda effect: self.deferrals.add(effect.call),
+            fx.Waited: lambda waited: self.observe_wait(waited),
+            fx.Recall: self._recall,
+            fx.Recalled: lambda recalled: self.observe_recall(recalled),
+            fx.Make: packets.make,
+            fx.Send: packets.send_later,
+            fx.Stock: packets.stock_later,
+            fx.DropStock: packets.drop_stock,
+            fx.Seal: packets.seal,
+            fx.Drop: packets.drop,
+            fx.NameSuspects: self.processes.name_suspects,
+            fx.Disconnect: self._disconnect,
+            fx.Forget: self._forget,
+        }
+
+    # --- events in ---
+
+    def ask(self, make_event: MakeEvent, reply: Reply) -> None:
+        """Ask the core. `reply` is called once, now or later, with its answer."""
+        self.tell(make_event(self.expect(reply)))
+
+    def expect(self, reply: Reply) -> int:
+        """Return the number of a new call, which the core is told next. `reply` is called once, with its answer."""
+        call = next(self._calls)
+        self._replies[call] = reply
+        return call
+
+    def tell(self, event: ev.Event) -> None:
+        """Give the core an event and carry out what follows."""
+        broker, now = self.broker, clock()
+        effects, facts = step = broker.step(event, now)
+        self._observe_step((clock() - now) / 1e9)
+        is_written = True
+        if facts or broker.books.cannot_write:
+            is_written = self._writer is None or self._writer.write(facts)
+            if not logs.not_logged.issuperset(map(type, facts)):
+                for fact in facts:
+                    logs.log_fact(fact)
+        if self.record_step is not None:  # first: an effect can lead to the next step at once
+            self.record_step(event, step, now)
+        for effect in effects:
+            try:
+                if is_written or not isinstance(effect, fx.Make | fx.Send):
+                    self._carry_out[type(effect)](effect)
+                else:
+                    self.packets.refuse_unwritten(effect)
+            except Exception as error:  # noqa: BLE001 - the books have changed: the effects behind must happen
+                logs.fault(error, effect=type(effect).__name__)
+        if self.packets.unsent:
+            self.packets.send_some()
+        if broker.releasing.deaths:
+            self._schedule_audit(RELEASING_AUDIT_SECONDS)
+        waiting = broker.waiting
+        timed = waiting.left_over or waiting.deadline is not None or broker.recalls.deadline is not None
+        deadline = broker.deadline if timed else broker.segments.attaches.deadline
+        if deadline != self._deadline:
+            self._schedule_deadline()
+
+    def say(self, notice: Notice) -> None:
+        """Send a notice to every session."""
+        for link in list(self.links.values()):
+            link.notify(Frame(notice=notice))
+
+    def call_threadsafe(self, work: Callable[[], None]) -> None:
+        """Run `work` on the event loop's thread; may be called from any thread."""
+        self._io.call_soon_threadsafe(work)
+
+    def process_died(self, session: int) -> None:
+        """Look at the device, then tell the core that a session's process is dead; close its connections."""
+        self.executor.look(lambda figures: self._died(session, figures))
+        for link in (self.links.get(session), self.resuming.get(session)):
+            if link is not None:
+                link.close("its process died")
+
+    def _died(self, session: int, figures: Figures) -> None:
+        self.figures = figures
+        self.tell(ev.ProcessDied(session, seen(figures)))
+
+    # --- the audit ---
+
+    def start(self) -> None:
+        """Begin to audit the device."""
+        self._audit()
+
+    def _audit(self) -> None:
+        self._audit_timer = None
+        if not self._look_pending:
+            self._look_pending = True
+            self.executor.look(self._audited)
+
+    def _audited(self, figures: Figures) -> None:
+        self._look_pending = False
+        self.figures = figures
+        self.tell(ev.Audit(seen(figures)))
+        self.on_audit()
+        waiting = self.broker.releasing.deaths
+        self._schedule_audit(RELEASING_AUDIT_SECONDS if waiting else self._audit_seconds)
+
+    def _schedule_audit(self, seconds: float) -> None:
+        timer = self._audit_timer
+        if timer is not None and timer.when() <= self._io.time() + seconds:
+            return
+        if timer is not None:
+            timer.cancel()
+        self._audit_timer = self._io.call_later(seconds, self._audit)
+
+    def _schedule_deadline(self) -> None:
+        """Set the timer that tells the core when its next deadline has come."""
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+            self._deadline_timer = None
+        self._deadline = self.broker.deadline
+        if self._deadline is not None:
+            seconds = max(0, self._deadline - clock()) / 1e9
+            self._deadline_timer = self._io.call_later(seconds, self._elapsed)
+
+    def _elapsed(self) -> None:
+        self._deadline = self._deadline_timer = None
+        self.tell(ev.Elapsed())
+
+    # --- effects out ---
+
+    def answer(self, answer: fx.Answer) -> None:
+        """Answer a call."""
+        self._replies.pop(answer.call)(answer.result)
+
+    def _recall(self, effect: fx.Recall) -> None:
+        link = self.links.get(effect.session) or self.resuming.get(effect.session)
+        if link is not None:
+            link.recall(effect)
+
+    def _disconnect(self, effect: fx.Disconnect) -> None:
+        link = self.links.get(effect.session)
+        if link is not None:
+            link.disconnect(effect.why)
+
+    def _forget(self, effect: fx.Forget) -> None:
+        for forget in self.on_forget:
+            forget(effect.session)
+
+    # --- the end ---
+
+    async def stop(self, seconds: float) -> None:
+        """Take no more requests, and wait for the packets that are being made."""
+        self.broker.books.stopping = True
+        self.tell(ev.Elapsed())  # requests that wait are refused
+        for timer in (self._audit_timer, self._deadline_timer):
+            if timer is not None:
+                timer.cancel()
+        if self._writer is not None:
+            self._writer.close()
+        await self.packets.stop(seconds)
+
+
+clock = partial(time.clock_gettime_ns, time.CLOCK_BOOTTIME)
+"""Return CLOCK_BOOTTIME in nanoseconds: it never goes back, and counts while the machine sleeps."""
+
+
+def seen(figures: Figures) -> dict[Location, int | None]:
+    """Return what the core wants to know of the device's figures: bytes in use."""
+    return {where: info.used if (info := figures.get(where)) else None for where in LOCATIONS}

@@ -1,0 +1,114 @@
+"""What the configuration comes to: what one tenant may have of the sessions, and what is kept ready."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.support.sizes import MIB
+
+from membroker.vmm import DriverUnavailable
+from membrokerd.config.config import Config, TenantConfig
+from membrokerd.core.ledger import Ledger
+from membrokerd.core.policy import limit_of
+from membrokerd.device import plan as device
+from membrokerd.device.plan import DeviceError, Plan, _share, plan
+
+
+def test_the_only_tenant_may_have_every_session() -> None:
+    assert _share(100, tenants=1) is None
+
+
+@pytest.mark.parametrize(("sessions", "tenants"), [(31, 2), (155, 2), (155, 10), (1024, 50)])
+def test_all_but_one_tenant_leave_room_for_the_last(sessions: int, tenants: int) -> None:
+    """However many it starts, every other tenant still gets half of an equal share."""
+    share = _share(sessions, tenants)
+    assert share is not None
+    assert sessions - share >= (tenants - 1) * (sessions // tenants // 2)
+    assert share >= sessions // tenants
+
+
+def test_where_each_uid_is_a_tenant_a_quarter_is_left_to_the_others() -> None:
+    assert _share(155, tenants=0) == 155 - 38
+    assert _share(1, tenants=0) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "extents", "size"),
+    [
+        ({}, 0, 0),
+        ({"stock_extents": 8}, 0, 0),
+        ({"stock": 64 * MIB}, 64, 64 * MIB),
+        ({"stock": 64 * MIB, "stock_extents": 8}, 8, 64 * MIB),
+        ({"stock": 0, "stock_extents": 8}, 0, 0),
+    ],
+    ids=str,
+)
+def test_the_host_twin_keeps_a_stock_only_where_one_is_configured(
+    keys: dict[str, Any], extents: int, size: int, tmp_path: Any
+) -> None:
+    found = plan(Config(runtime_directory=tmp_path, driver="host", **keys))
+    try:
+        rules = found.rules(Config(runtime_directory=tmp_path), anchor=0, max_sessions=4, max_segment_extents=4)
+        assert (rules.stock_extents, rules.stock_bytes) == (found.stock_extents, found.stock_bytes) == (extents, size)
+    finally:
+        found.driver.close()
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"gate_reserve": 64 * MIB}, "a gate_reserve of 64.0 MiB is more than the headroom of 0 B"),
+        (
+            {"host_driver_total": 64 * MIB, "headroom": 128 * MIB},
+            "the device has 64.0 MiB, and headroom and anchor take",
+        ),
+    ],
+    ids=str,
+)
+def test_a_twin_that_could_lend_nothing_does_not_start(keys: dict[str, Any], said: str, tmp_path: Any) -> None:
+    """With `driver = "auto"` only the machine shows that the figures are the host driver's."""
+    with pytest.raises(DeviceError, match=said):
+        plan(Config(runtime_directory=tmp_path, driver="host", **keys))
+
+
+@pytest.mark.parametrize(("driver", "fell_back"), [("auto", True), ("host", False)])
+def test_a_host_driver_in_the_place_of_a_gpu_is_warned_of(
+    driver: str, fell_back: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The GPU's driver was not loaded after a reboot: the node lends ordinary memory, and looks healthy."""
+
+    def unusable(config: Config) -> Plan:
+        raise DriverUnavailable("cuInit", "CUDA_ERROR_NO_DEVICE", 100, "CUDA does not start here")
+
+    monkeypatch.setattr(device, "_plan_cuda", unusable)
+    made = plan(Config(runtime_directory=tmp_path, driver=driver))
+    made.driver.close()
+    assert (made.fell_back, made.driver.device.driver) == (fell_back, "host")
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == fell_back
+    if fell_back:
+        (said,) = warnings
+        assert "the host driver lends ordinary memory" in said.getMessage()
+        assert 'set driver = "cuda"' in said.getMessage()
+        assert "CUDA_ERROR_NO_DEVICE" in said.fields["error"]  # type: ignore[attr-defined]
+
+
+def test_devices_of_the_host_driver_are_told_apart(tmp_path: Any) -> None:
+    for number, name in ((0, "host"), (3, "host-3")):
+        made = plan(Config(runtime_directory=tmp_path, driver="host", device=number))
+        made.driver.close()
+        assert (made.directory, made.driver.device.uuid, made.driver.device.index) == (name, name, number)
+
+
+def test_the_default_limit_is_each_tenants_that_has_none(tmp_path: Any) -> None:
+    """A tenant of the file, a user that nobody has named, and a location that has no default."""
+    tenants = {"red": TenantConfig(limit=64 * MIB), "blue": TenantConfig()}
+    config = Config(tmp_path, driver="host", default_limit=8 * MIB, tenants=tenants)
+    made = plan(config)
+    made.driver.close()
+    rules = made.rules(config, anchor=0, max_sessions=4, max_segment_extents=4)
+    ledger = Ledger({"device": 1 << 30, "host": 1 << 30})
+    limits = {name: limit_of(ledger.quotas, rules, (name, None, "device")) for name in ("red", "blue", "uid-1000")}
+    assert limits == {"red": 64 * MIB, "blue": 8 * MIB, "uid-1000": 8 * MIB}
+    assert limit_of(ledger.quotas, rules, ("blue", None, "host")) is None

@@ -1,0 +1,282 @@
+"""The loop carries out all effects of a step, in order and completely, also when a listener fails.
+
+Its driver thread is real; the connections are fakes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import pytest
+from tests.support.loop_world import MODEL, SECONDS, World, play
+from tests.support.sizes import MIB
+
+from membrokerd.core import effects as fx
+from membrokerd.core import events as ev
+from membrokerd.core import policy
+from membrokerd.core.denied import Denied, Reason
+from membrokerd.core.names import ModelName
+from membrokerd.runtime import deferrals
+from membrokerd.runtime import loop as loop_module
+from membrokerd.runtime import packets as packets_module
+
+
+def test_a_reply_that_fails_does_not_lose_the_effects_behind_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The books have changed by then: a session whose Goodbye cannot be answered must still be forgotten."""
+    forgotten: list[int] = []
+
+    def broken(result: object) -> None:
+        raise RuntimeError("the connection has a defect")
+
+    async def story(world: World) -> int:
+        world.loop.on_forget.append(forgotten.append)
+        session = await world.open()
+        world.loop.ask(lambda call: ev.Goodbye(call, session, world.request()), broken)
+        return session
+
+    monkeypatch.setattr(logging.getLogger("membrokerd"), "propagate", True)
+    with caplog.at_level(logging.ERROR, logger="membrokerd"):
+        assert forgotten == [play(story)]
+    assert "a fault of the broker" in caplog.text
+
+
+def test_a_request_does_not_wait_for_all_packets_of_another_tenant() -> None:
+    """Nine sessions of one tenant ask before it, while the driver is busy. Only the packet that is being made comes
+    first, and one more."""
+
+    async def story(world: World) -> None:
+        busy = [await world.open() for _ in range(9)]
+        other = await world.open(ModelName("u", "m"))
+        world.keep_busy()
+        world.driver.go_on.clear()
+        answers = {session: world.allocate(session) for session in [*busy, other]}
+        order: list[int] = []
+        for session, answer in answers.items():
+            answer.add_done_callback(lambda _, session=session: order.append(session))
+        world.driver.go_on.set()
+        await world.until(lambda: len(order) == 10)
+        assert order.index(other) <= 2
+        assert [session for session in order if session != other] == busy
+        for session in order:
+            await world.give_back(session)
+
+    play(story)
+
+
+def test_waits_end_when_their_time_has_come() -> None:
+    """The first to end comes second; it is told without anybody's doing, and the other waits on."""
+
+    async def story(world: World) -> None:
+        writer, patient, hasty = await world.open(), await world.open(), await world.open()
+        made = await world.create(writer, 2 * MIB)
+        long, short = world.attach(patient, wait=SECONDS), world.attach(hasty, wait=0.02)
+        assert (await short).reason is Reason.SEGMENT_NOT_SEALED
+        assert not long.done()
+        again = world.attach(hasty, wait=0.02)
+        assert (await again).reason is Reason.SEGMENT_NOT_SEALED
+        await world.seal(writer, made.segment)
+        assert (await long).sessions == 2
+        for session in (writer, patient):
+            await world.detach(session, made.segment)
+        await world.delete()
+        await world.until(lambda: not world.charged())
+
+    play(story)
+
+
+def test_waits_for_memory_end_when_their_time_has_come() -> None:
+    """Nothing else happens meanwhile: the device is audited once an hour. The other request goes on waiting."""
+
+    async def story(world: World) -> None:
+        ended: list[fx.Waited] = []
+        world.loop.observe_wait = ended.append
+        holder, waiter = await world.open(), await world.open()
+        await world.allocate(holder, 32)
+        long, short = world.allocate(waiter, wait=SECONDS), world.allocate(waiter, 2, wait=0.02)
+        refused = await short
+        assert refused.reason is Reason.CAPACITY
+        assert refused.numbers["waited_ms"] >= 20
+        assert not long.done()
+        await world.give_back(holder)
+        assert (await long).count == 1
+        await world.give_back(waiter)
+        assert [(one.name, one.size, one.result) for one in ended] == [
+            (MODEL, 4 * MIB, "refused"),
+            (MODEL, 2 * MIB, "granted"),
+        ]
+        assert ended[0].waited_ns >= 20_000_000
+
+    play(story, audit_seconds=3_600)
+
+
+def test_an_answer_that_is_known_is_on_its_way_before_the_books_hear_of_the_packet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One packet is the whole of a small allocation. A large one's answer waits for the last of its packets."""
+
+    async def story(world: World) -> None:
+        session = await world.open()
+        queue = world.queues[session]
+        made: list[bool] = []
+
+        def flush() -> None:
+            making = world.loop.broker.books.making["device"]
+            made.append(not making)
+
+        queue.flush = flush  # type: ignore[method-assign]
+        await world.allocate(session)
+        assert made == [False], "it was flushed after the books had heard of it"
+        assert [packet.answer for packet in queue.packets] == [fx.Allocated(1, 2 * MIB)]  # type: ignore[union-attr]
+        (small,) = queue.packets
+        world.loop.tell(ev.Acknowledge(session, small.request_id, 0))
+        queue.packets.clear()
+        monkeypatch.setattr(policy, "PACKET_EXTENTS", 2)
+        await world.allocate(session, 4)
+        assert [packet.answer for packet in queue.packets] == [None, None]  # type: ignore[union-attr]
+        await world.give_back(session)
+
+    play(story)
+
+
+def test_a_refusal_does_not_wait_for_ever_for_others() -> None:
+    """Somebody always has more to say than one turn takes."""
+
+    async def story(world: World) -> None:
+        session, other = await world.open(), await world.open()
+        world.queues[other].unread = 1
+        refused = await asyncio.wait_for(world.allocate(session, size=1 << 40), 10)
+        assert isinstance(refused, Denied)
+        assert refused.reason is Reason.CAPACITY
+
+    play(story)
+
+
+def test_a_refusal_waits_for_what_was_queued_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One connection has 100 bytes queued, and more come as they are read. Another one is silent."""
+    monkeypatch.setattr(deferrals, "HEARING_SECONDS", 10)
+
+    async def story(world: World) -> None:
+        session, other = await world.open(), await world.open()
+        talker = world.queues[other]
+        talker.unread, talker.a_turn = 100, 30
+        await world.allocate(session, size=1 << 40)
+        assert talker.heard == 120
+        talker.unread, before = 0, talker.heard
+        await world.allocate(session, size=1 << 40)
+        assert talker.heard == before, "nobody had anything to say, and it was waited for"
+
+    play(story)
+
+
+def test_a_refusal_waits_for_what_was_queued_where_other_processes_have_the_cores() -> None:
+    """Each read takes twice as long on the clock as a call waits, and hardly any CPU time."""
+
+    async def story(world: World) -> None:
+        session, other = await world.open(), await world.open()
+        talker = world.queues[other]
+        talker.unread, talker.a_turn = 100, 30
+        read = talker.read
+
+        def slow() -> None:
+            time.sleep(2 * deferrals.HEARING_SECONDS)
+            read()
+
+        talker.read = slow  # type: ignore[method-assign]
+        await world.allocate(session, size=1 << 40)
+        assert talker.heard == 120
+
+    play(story)
+
+
+def test_a_seal_sends_to_those_who_wait_over_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand readers may wait for one seal. Here a turn has time for one packet of them; each gets its own."""
+    monkeypatch.setattr(packets_module, "SHARE_SECONDS", 0)
+    readers = 5
+
+    async def story(world: World) -> None:
+        writer = await world.open()
+        made = await world.create(writer, 2 * MIB)
+        sessions = [await world.open() for _ in range(readers)]
+        waiting = [world.attach(session, wait=SECONDS) for session in sessions]
+        sealed = world.seal(writer, made.segment)
+        served = [0]
+
+        def look() -> None:
+            now = sum(bool(world.queues[session].packets) for session in sessions)
+            if now != served[-1]:
+                served.append(now)
+            if now < readers:
+                asyncio.get_running_loop().call_soon(look)
+
+        look()
+        await sealed
+        for answer in waiting:
+            assert (await answer).state == "sealed"
+        assert served == list(range(readers + 1))
+        for session in (writer, *sessions):
+            world.queues[session].close()
+            await world.detach(session, made.segment)
+        await world.delete()
+        await world.until(lambda: world.charged() == 0)
+
+    play(story)
+
+
+def test_a_timer_that_comes_early_is_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop's clock is not the core's: here the core's runs at half the speed."""
+    true, began = loop_module.clock, loop_module.clock()
+    monkeypatch.setattr(loop_module, "clock", lambda: began + (true() - began) // 2)
+
+    async def story(world: World) -> None:
+        writer, reader = await world.open(), await world.open()
+        made = await world.create(writer, 2 * MIB)
+        assert (await world.attach(reader, wait=0.02)).reason is Reason.SEGMENT_NOT_SEALED
+        await world.detach(writer, made.segment)
+        await world.until(lambda: not world.charged())
+
+    play(story)
+
+
+def test_grants_do_not_nest_in_grants() -> None:
+    """A packet that is made at once is told to the core inside the step that granted it, which grants nothing more."""
+
+    async def story(world: World) -> None:
+        holder, waiters = await world.open(), [await world.open() for _ in range(32)]
+        await world.allocate(holder, 32)
+        waits = [world.allocate(one, wait=SECONDS) for one in waiters]
+        given_back = asyncio.ensure_future(world.give_back(holder))
+        await asyncio.sleep(0)
+        assert world.charged() == 16 * 2 * MIB, "they have had their turn in one step"
+        await given_back
+        for one in waits:
+            assert (await one).count == 1
+        for session in waiters:
+            await world.give_back(session)
+
+    play(story, audit_seconds=3_600)
+
+
+def test_failures_do_not_nest_in_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A packet that fails at once makes room for the next that waits, whose packet fails as well."""
+
+    async def story(world: World) -> None:
+        holder, waiters = await world.open(), [await world.open() for _ in range(32)]
+        await world.allocate(holder, 32)
+        waits = [world.allocate(one, 8, size=8 * MIB, wait=SECONDS) for one in waiters]
+
+        def fail(*_: object, **__: object) -> list[int]:
+            raise OSError("the driver has a defect")
+
+        monkeypatch.setattr(world.driver, "lend", fail)
+        given_back = asyncio.ensure_future(world.give_back(holder))
+        await asyncio.sleep(0)
+        assert sum(one.done() for one in waits) == 16, "they have failed in one step"
+        await given_back
+        for one in waits:
+            assert isinstance(await one, Denied)
+
+    play(story, audit_seconds=3_600)

@@ -1,0 +1,323 @@
+"""What the loop does for segments: seals, copies in the store, and descriptors when they are scarce."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable
+
+import pytest
+from tests.support.loop_world import SECONDS, Late, World, play
+from tests.support.sizes import MIB
+
+from membroker.vmm import DriverError
+from membrokerd.core.denied import Denied, Reason
+from membrokerd.runtime import packets as packets_module
+
+SEALED = 0x0010
+"""F_SEAL_FUTURE_WRITE, for which Python 3.11 has no name."""
+
+
+def test_a_segment_is_written_sealed_attached_and_dropped() -> None:
+    """Writer and reader get descriptors of their own; the memory is there once, freed with the last descriptor."""
+
+    async def story(world: World) -> None:
+        writer, reader = await world.open(), await world.open()
+        made = await world.create(writer, 6 * MIB)
+        assert (made.state, made.extents, made.size) == ("writing", 2, 6 * MIB)
+        store = world.loop.store
+        mine = world.queues[writer].descriptors
+        assert [os.fstat(one).st_size for one in mine] == [4 * MIB, 2 * MIB]
+        assert [packet.segment for packet in world.queues[writer].packets] == [made.segment] * 2
+        waiting = world.attach(reader, wait=SECONDS)
+        assert (await world.seal(writer, made.segment)).state == "sealed"
+        assert all(fcntl.fcntl(one, fcntl.F_GET_SEALS) & SEALED for one in mine)
+        assert (await waiting).sessions == 2
+        theirs = world.queues[reader].descriptors
+        assert [os.fstat(one).st_ino for one in theirs] == [os.fstat(one).st_ino for one in mine]
+        assert not {*mine, *theirs} & {*store.lend(made.segment, range(made.segment + 1, made.segment + 3))}
+        assert not any(os.get_inheritable(one) for one in (*mine, *theirs))
+        assert (len(store), world.used(), world.charged()) == (2, 6 * MIB, 6 * MIB)
+        for session in (writer, reader):
+            world.queues[session].close()
+            await world.detach(session, made.segment)
+        assert world.used() == 6 * MIB, "the broker keeps it"
+        assert (await world.delete()).state == "ending"
+        await world.until(lambda: not world.charged())
+        assert world.used() == 0
+
+    play(story)
+
+
+def test_nothing_is_delivered_before_the_store_has_it() -> None:
+    """Who got a segment's descriptors must not be left with one that ends with this process."""
+    store = Late()
+
+    async def story(world: World) -> None:
+        writer = await world.open()
+        created = world.create(writer, 6 * MIB)
+        await world.until(lambda: len(store.asked) == 2)
+        assert not world.queues[writer].packets
+        assert not created.done()
+        store.asked[0](None)
+        assert [packet.part for packet in world.queues[writer].packets] == [0]
+        assert not created.done()
+        store.asked[1](None)
+        assert [packet.part for packet in world.queues[writer].packets] == [0, 1]
+        made = await created
+        await world.detach(writer, made.segment)
+        await world.until(lambda: not world.charged())
+
+    play(story, store)
+
+
+@pytest.mark.parametrize("second", [None, OSError(errno.EMFILE, "Too many open files")], ids=["second held", "neither"])
+def test_a_packet_that_the_store_does_not_take_is_not_made(second: OSError | None) -> None:
+    """It is credited, its descriptors are closed, the writer is told why; what was taken ends with the rest."""
+    store = Late()
+
+    async def story(world: World) -> None:
+        writer = await world.open()
+        created = world.create(writer, 6 * MIB)
+        await world.until(lambda: len(store.asked) == 2)
+        store.asked[0](OSError(errno.ENOSPC, "No space left on device"))
+        assert world.charged() == world.used() == 2 * MIB
+        store.asked[1](second)
+        refused = await created
+        assert refused.reason is Reason.DESCRIPTORS_EXHAUSTED
+        assert "No space left" in refused.numbers["driver_says"]
+        (segment,) = world.loop.broker.ledger.segments
+        if second is None:
+            assert [packet.part for packet in world.queues[writer].packets] == [1]
+            world.queues[writer].close()
+            await world.detach(writer, segment)
+        else:
+            assert not world.queues[writer].packets
+            assert isinstance(await world.detach(writer, segment), Denied), "it never held it"
+        await world.until(lambda: not world.loop.broker.ledger.segments)
+
+    play(story, store)
+
+
+def test_a_connection_that_ends_while_the_store_takes_over_loses_nothing() -> None:
+    """The store has the packet and the writer is gone: nothing is sent, and the store gives it up again."""
+    store = Late()
+
+    async def story(world: World) -> None:
+        writer = await world.open()
+        created = world.create(writer, 4 * MIB)
+        await world.until(lambda: len(store.asked) == 1)
+        world.lose(writer)
+        store.asked[0](None)
+        assert (await created).reason is Reason.DELIVERY_FAILED
+        assert not world.queues[writer].packets
+        await world.until(lambda: not world.loop.broker.ledger.segments)
+
+    play(story, store)
+
+
+def test_a_connection_that_ends_before_the_packet_is_made_loses_nothing() -> None:
+    store = Late()
+
+    async def story(world: World) -> None:
+        writer = await world.open()
+        world.keep_busy()
+        created = world.create(writer, 6 * MIB)
+        world.lose(writer)
+        assert (await created).reason is Reason.DELIVERY_FAILED
+        assert not store.asked, "nobody would ever have it"
+        await world.until(lambda: not world.loop.broker.ledger.segments)
+
+    play(story, store)
+
+
+@pytest.fixture
+def scarce(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return a function that lets the k-th copy of a descriptor from now on fail."""
+    left = 0
+    copy = os.dup
+
+    def dup(descriptor: int) -> int:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return copy(descriptor)
+
+    def fail(at: int) -> None:
+        nonlocal left
+        left = at
+
+    monkeypatch.setattr(os, "dup", dup)
+    return fail
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_create_without_descriptors_for_its_copies_leaves_nothing(scarce: Callable[[int], None], at: int) -> None:
+    """The broker has the memory and no descriptor left to pass on: the create fails, and all of it goes back."""
+
+    async def story(world: World) -> None:
+        writer = await world.open()
+        scarce(at)
+        assert (await world.create(writer, 8 * MIB)).reason is Reason.DESCRIPTORS_EXHAUSTED
+        assert not world.queues[writer].packets
+        await world.until(lambda: not world.loop.broker.ledger.segments)
+
+    play(story)
+
+
+def test_a_packet_that_could_not_be_copied_is_not_kept(scarce: Callable[[int], None]) -> None:
+    """The first packet was delivered, the second could not be copied and is credited: then it must not exist."""
+
+    async def story(world: World) -> tuple[int, int]:
+        writer = await world.open()
+        scarce(2)
+        assert (await world.create(writer, 6 * MIB)).reason is Reason.DESCRIPTORS_EXHAUSTED
+        await world.look()
+        told = world.used(), world.charged()
+        (segment,) = world.loop.broker.ledger.segments
+        world.queues[writer].close()
+        await world.detach(writer, segment)
+        await world.until(lambda: not world.loop.broker.ledger.segments)
+        return told
+
+    used, charged = play(story)
+    assert used == charged
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_attach_without_descriptors_for_its_copies_holds_nothing(scarce: Callable[[int], None], at: int) -> None:
+    """The segment stays as it was, and the next attach gets it."""
+
+    async def story(world: World) -> None:
+        writer, reader = await world.open(), await world.open()
+        made = await world.create(writer, 8 * MIB)
+        await world.seal(writer, made.segment)
+        scarce(at)
+        assert (await world.attach(reader)).reason is Reason.DESCRIPTORS_EXHAUSTED
+        assert not world.queues[reader].packets
+        assert isinstance(await world.detach(reader, made.segment), Denied)
+        assert (await world.attach(reader)).sessions == 2
+        for session in (writer, reader):
+            await world.detach(session, made.segment)
+        await world.delete()
+        await world.until(lambda: not world.charged())
+
+    play(story)
+
+
+def test_a_segment_that_ends_while_copies_are_queued_leaks_nothing() -> None:
+    """The reader said that it has let go, and its packet still waits for a full socket: the copies are its link's."""
+
+    async def story(world: World) -> None:
+        writer, reader = await world.open(), await world.open()
+        made = await world.create(writer, 8 * MIB)
+        world.queues[writer].close()
+        await world.seal(writer, made.segment)
+        await world.attach(reader)
+        for session in (writer, reader):
+            await world.detach(session, made.segment)
+        await world.delete()
+        await world.until(lambda: not world.charged())
+        assert len(world.loop.store) == 0
+        assert [os.fstat(one).st_size for one in world.queues[reader].descriptors] == [4 * MIB] * 2
+        assert world.used() == 8 * MIB
+        world.queues[reader].close()
+
+    play(story)
+
+
+def test_a_segment_that_ends_while_its_packet_is_queued_holds_no_dead_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last session that held it dies between two turns, each of which has time for one packet."""
+    monkeypatch.setattr(packets_module, "SHARE_SECONDS", 0)
+
+    async def story(world: World) -> None:
+        writer, other, reader = await world.open(), await world.open(), await world.open()
+        made = await world.create(writer, 8 * MIB)
+        await world.allocate(reader)
+        world.attach(other, wait=SECONDS)
+        attached = world.attach(reader, wait=SECONDS)
+        await world.seal(writer, made.segment)
+        assert len(world.loop.packets.unsent) == 1, "the reader's packet is to be sent in the next turn"
+        for session in (writer, other):
+            world.detach(session, made.segment)
+        world.delete()
+        world.lose(reader)
+        world.loop.process_died(reader)
+        for queue in world.queues.values():
+            queue.close()
+        assert (await attached).reason is Reason.DELIVERY_FAILED
+        await world.until(lambda: reader not in world.loop.broker.ledger.sessions and not world.charged())
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    ("failure", "why"),
+    [
+        (DriverError("fcntl", "EIO", errno.EIO), Reason.DRIVER_FAILED),
+        (ValueError("a bug of the driver's own"), Reason.INTERNAL),
+    ],
+    ids=str,
+)
+def test_a_seal_that_fails_can_be_asked_for_again(failure: Exception, why: Reason) -> None:
+    """Attaches that wait for the seal wait on; the second seal serves them."""
+
+    async def story(world: World) -> None:
+        writer, reader = await world.open(), await world.open()
+        made = await world.create(writer, 8 * MIB)
+        waiting = world.attach(reader, wait=SECONDS)
+        world.driver.seal_failure = failure
+        assert (await world.seal(writer, made.segment)).reason is why
+        assert not waiting.done()
+        assert (await world.seal(writer, made.segment)).state == "sealed"
+        assert (await waiting).state == "sealed"
+        for session in (writer, reader):
+            await world.detach(session, made.segment)
+        await world.delete()
+        await world.until(lambda: not world.charged())
+
+    play(story)
+
+
+def test_a_segment_that_is_deleted_while_it_is_sealed_is_closed_behind_the_seal() -> None:
+    """The driver thread still has its descriptors in hand: they are closed after it, not under it."""
+
+    async def story(world: World) -> None:
+        writer = await world.open()
+        made = await world.create(writer, 8 * MIB)
+        sealing = world.seal(writer, made.segment)
+        deleted, left = world.delete(), world.detach(writer, made.segment)
+        assert (await sealing).reason is Reason.WRITER_DIED
+        assert (await deleted).state == "ending"
+        await left
+        await world.until(lambda: not world.loop.broker.ledger.segments)
+
+    play(story)
+
+
+def test_a_dead_holders_segment_is_settled_by_the_device() -> None:
+    """The packet lay in the dead reader's socket: it is charged until that is closed, and the device shows it."""
+
+    async def story(world: World) -> None:
+        writer, reader = await world.open(), await world.open()
+        made = await world.create(writer, 8 * MIB)
+        await world.seal(writer, made.segment)
+        await world.attach(reader)
+        world.queues[writer].close()
+        await world.detach(writer, made.segment)
+        await world.delete()
+        world.lose(reader)
+        world.loop.process_died(reader)
+        totals = world.loop.broker.ledger.totals["device"]
+        await world.until(lambda: totals.releasing == 8 * MIB)
+        assert len(world.loop.store) == 0
+        revision = world.loop.broker.ledger.revision
+        for _ in range(3):
+            await world.audit()
+        assert (totals.releasing, world.loop.broker.ledger.revision) == (8 * MIB, revision)
+        world.queues[reader].close()
+        await world.until(lambda: not totals.releasing)
+
+    play(story)
