@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick check picture manual metrics manifests site format proto proto-check sim fuzz mutants bench bench-gpu bench-serving test-system test-gpu test-engines release clean
+.PHONY: help demo test test-deep check picture manual metrics manifests site format proto proto-check sim fuzz mutants bench bench-gpu bench-serving test-system test-gpu test-engines release clean
 
 help:  ## what can be made here
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -26,21 +26,12 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Many tests wait for processes, so one more than there are processors keeps them all at work.
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
-test: $(STAMP)  ## every test that needs neither root nor a GPU, in parallel: make test JOBS=1 for one at a time
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not root and not gpu"
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+test: $(STAMP)  ## everything that a change needs to know, in four minutes on two cores: make test JOBS=1 for one at a time
+	$(PYTEST) -m "not deep and not root and not gpu"
 
-# The pure tests, and every test that a new reason, metric or command touches.
-WHO_MAY := tests/system/test_who_may.py
-PAGES := tests/docs/test_docs.py
-QUICK := tests/broker tests/deploy/test_deploy.py tests/tools tests/client/test_errors.py tests/client/test_import.py \
-  tests/docs/test_links.py tests/docs/test_migrating.py tests/docs/test_prose.py tests/docs/test_site.py '$(PAGES)::test_the_blocks_of_a_page_run[README]' \
-  $(PAGES)::test_every_block_of_readme_runs $(PAGES)::test_the_requirements_are_those_of_pyproject \
-  tests/client/pool/test_pool.py tests/client/pool/test_spare_pages.py tests/client/session/test_calls.py \
-  tests/client/session/test_calls_by_grpc.py tests/client/vmm/test_ranges.py tests/system/test_main_job.py \
-  tests/system/cli/test_cli.py tests/system/library/test_golden_frames.py \
-  $(WHO_MAY)::test_every_call_has_a_row $(WHO_MAY)::test_the_page_is_what_the_table_says
-quick: $(STAMP)  ## the core of the tests, in about a minute: also what a new reason, metric or command touches
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not root and not gpu and not slow" -x -q $(QUICK)
+test-deep: $(STAMP)  ## what searches: simulation, fuzz, random walks, crash points, floods, soak, memory, doubles over gRPC
+	$(PYTEST) -m "deep and not root and not gpu"
 
 sim: $(STAMP)  ## a world around the core: make sim STEPS=1000000 SEED=7
 	$(BIN)/python -m tests.simulation.run --steps $(or $(STEPS),5000000) $(if $(SEED),--seed $(SEED))

@@ -70,9 +70,9 @@ def device(request: pytest.FixtureRequest) -> Device:
     return DEVICES[request.param]
 
 
-@pytest.fixture(params=["handoff", "grpc"])
+@pytest.fixture(params=["handoff", pytest.param("grpc", marks=pytest.mark.deep)])
 def transport(request: pytest.FixtureRequest) -> str:
-    """Each of the two ways to ask."""
+    """Each of the two ways to ask; `make test` takes the first, because both lead to one dispatcher."""
     return str(request.param)
 
 
@@ -91,12 +91,12 @@ def state(record_property: Callable[[str, object], None]) -> Callable[[str, str]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files with slow tests first, then those with many tests, so that no process is left with a long file."""
+    """Put files with deep tests first, then those with many tests, so that no process is left with a long file."""
     files: dict[str, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.nodeid.partition("::")[0], []).append(item)
     by_length = sorted(
-        files.values(), key=lambda one: (not any(item.get_closest_marker("slow") for item in one), -len(one))
+        files.values(), key=lambda one: (not any(item.get_closest_marker("deep") for item in one), -len(one))
     )
     items[:] = [item for one in by_length for item in one]
 

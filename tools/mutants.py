@@ -242,7 +242,7 @@ class Copy:
             "PYTHONDONTWRITEBYTECODE": "1",
         }
         process = subprocess.Popen(
-            [*command, "-m", "not root and not gpu and not slow", *part.tests],
+            [*command, "-m", "not root and not gpu and not deep", *part.tests],
             cwd=self.root,
             env=environment,
             stdout=subprocess.DEVNULL,

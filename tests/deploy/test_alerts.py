@@ -33,6 +33,8 @@ from tests.support.workers import PAGE, Worker, worker, workers
 
 from membroker.v1 import admin_pb2
 
+pytestmark = pytest.mark.deep
+
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "alerts.yml"
 ALERTS = set(re.findall(r"- alert: (\w+)", RULES.read_text()))
 SECONDS = 60.0
@@ -152,7 +154,6 @@ def borrow(one: Worker, daemon: Daemon, tenant: str, size: int) -> None:
     one.do(f"pool.allocate(0, {size})")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_every_alert_fires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stderr: int) -> None:
     """Limit reached, stranger, forked child, lost connection, full disk, no descriptors, unread log, dead daemon.
@@ -200,7 +201,6 @@ def test_every_alert_fires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stde
         assert watch.fired == ALERTS
 
 
-@pytest.mark.slow
 def test_a_gpu_without_its_daemon_among_others(tmp_path: Path) -> None:
     """`membrokerd --all`, as in Kubernetes: one daemon fails at each start, and the port answers all the same."""
     if shutil.which("prometheus") is None:

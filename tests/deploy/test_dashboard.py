@@ -85,7 +85,7 @@ def ask(watch: Prometheus, expr: str) -> Any:
     return found["result"] if found else None
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_each_query_of_the_dashboard_has_data(tmp_path: Path) -> None:
     """Two tenants at work: one is refused, one waits, one was recalled, and a segment is shared. No panel is empty."""
     if shutil.which("prometheus") is None:

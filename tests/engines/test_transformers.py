@@ -42,7 +42,7 @@ from tests.support.tiny_transformers import (
 from membroker.kv.seams import load
 from membroker.kv.transformers import ElasticManager, seams
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.deep]
 
 Expected = dict[str, list[list[int]]]
 

@@ -13,7 +13,7 @@ from tests.support.daemons import running, until
 
 pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.deep
 
 PATTERN = r"(\w+): the same tokens: True; it borrowed (\d+) MiB for them"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "kv_engine.py"

@@ -11,6 +11,7 @@ import copy
 from collections import Counter, deque
 from typing import Any
 
+import pytest
 from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,6 +43,8 @@ from membrokerd.core.names import Location, ModelName, SegmentName
 from membrokerd.core.recount import recount
 from membrokerd.edge import convert, errors
 from membrokerd.runtime.loop import MakeEvent
+
+pytestmark = pytest.mark.deep
 
 RULES = policy.Rules(
     granularity=PAGE,

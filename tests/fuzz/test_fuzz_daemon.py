@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 import grpc
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.fuzz.corpus import FROM_CLIENT, MODEL, PAGE, REQUESTS, SEALED, UNSIGNED, WRITTEN, bent, budget, lasting
@@ -26,6 +27,8 @@ from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import broker_pb2_grpc
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire import frames as handoff
+
+pytestmark = pytest.mark.deep
 
 HELLO, *TALK = FROM_CLIENT
 GOODBYE = pb.Frame(request_id=(1 << 64) - 1, goodbye=pb.Goodbye()).SerializeToString()

@@ -29,6 +29,8 @@ from membrokerd.restart.journal import Binding, Journal
 from membrokerd.restart.takeover import rebuild_books
 from membrokerd.system.device_directory import DirectoryError
 
+pytestmark = pytest.mark.deep
+
 # --- handoff.decode ---
 
 

@@ -19,6 +19,8 @@ from membrokerd.core import facts as ft
 from membrokerd.core import machine as broker_module
 from membrokerd.core.sessions import Sessions
 
+pytestmark = pytest.mark.deep
+
 SEEDS = [20_301, 20_308, 20_304, 20_353, 20_464, *range(20_302, 20_313), 20_272, 20_276, 20_317, *range(20_400, 20_424)]
 """The first three are of worlds in which most faults show."""
 SHOWN_IN = {

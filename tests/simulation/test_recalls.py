@@ -18,6 +18,8 @@ from membrokerd.core.schedule import Schedule, Waiter
 from membrokerd.core.shares import Shares
 from membrokerd.core.waiting import Waiting
 
+pytestmark = pytest.mark.deep
+
 SEEDS = [seed for seed in range(20_260, 20_340) if is_crowded(seed) and not is_deaf(seed)][:6]
 SEEDS.append(20_351)
 SHOWN_IN = {

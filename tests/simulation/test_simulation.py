@@ -25,6 +25,8 @@ from membrokerd.core.admission import Admission
 from membrokerd.core.denied import Reason
 from membrokerd.core.waiting import Waiting
 
+pytestmark = pytest.mark.deep
+
 SEED = 20_260
 """Of a world without stock; that of the next one has some."""
 
@@ -39,7 +41,6 @@ def _hold(world: World) -> None:
     assert min(referee.sharing.ended[how] for how in ("certain", "proven", "in time")) >= 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [SEED, SEED + 1])
 def test_20_000_steps(seed: int) -> None:
     """Without a stock, and with one: hundreds of sessions, most of which end in a way that nobody wished for."""

@@ -11,6 +11,8 @@ from membrokerd.core.admission import Admission
 from membrokerd.core.schedule import Schedule
 from membrokerd.core.waiting import Waiting
 
+pytestmark = pytest.mark.deep
+
 SEEDS = [seed for seed in range(20_260, 20_310) if is_crowded(seed)][:6]
 SHOWN_IN = {"the_newest_first": 20_279, "without_shares": 20_311}
 """The world in which a rare fault shows soon. It is played first."""

@@ -17,6 +17,8 @@ from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, worker
 
 from membrokerd.system.failpoints import POINTS
 
+pytestmark = pytest.mark.deep
+
 CONFIG: Mapping[str, Any] = {"capacity": "256MiB", "settle_seconds": 10.0}
 
 ALLOCATE = "more = model.allocate(2 * PAGE)"

@@ -22,6 +22,8 @@ from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, descriptors_at_sta
 
 from membroker.wire.sessions import descriptors_for
 
+pytestmark = pytest.mark.deep
+
 SESSIONS = 16
 """Of one process, and no more."""
 CONNECTIONS = 10_000

@@ -24,7 +24,7 @@ from tests.system.test_turns import BEGIN
 from membrokerd.edge.rpc.interceptor import MAX_CALLS, MAX_STREAMS, MAX_WATCHES
 from membrokerd.edge.rpc.server import CONNECTIONS_BESIDE, MAX_PENDING
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.deep
 
 SERVED = "membroker.v1.BrokerService"
 MAX_SESSIONS, ENDPOINTS, EXTENTS, MODELS, SEGMENTS = 64, 3, 65_536, 240, 16

@@ -14,7 +14,7 @@ from tests.support.daemons import Daemon, running, until
 from tests.support.sizes import MIB
 from tests.support.workers import Worker, descriptors_at_start, until_clean, workers
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.deep
 
 WORKERS = 20
 LOANS = {"handoff": 10_000, "grpc": 2_000}

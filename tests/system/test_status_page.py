@@ -216,7 +216,7 @@ def test_a_thousand_tenants_make_no_endless_page() -> None:
 # --- A browser ---
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_browser_draws_it(tmp_path: Path) -> None:
     """Headless Chromium: the pictures have their size, nothing is refused or missing, and no script is needed.
 

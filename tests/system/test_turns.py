@@ -26,7 +26,7 @@ from membroker.wire.sessions import sessions_for
 from membrokerd.core.snapshot import MOST_MODELS
 from membrokerd.edge.handoff.listener import HELLO_SECONDS
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.deep
 
 DETACHED = resources_pb2.Session.DETACHED
 SESSIONS = 16

@@ -26,7 +26,7 @@ STEPS = 40_000
 SEEDS = [int(seed) for seed in os.environ.get("MEMBROKER_SEEDS", "5").split(",")]
 
 
-@pytest.fixture(scope="module", params=[pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS])
+@pytest.fixture(scope="module", params=[pytest.param(seed, marks=pytest.mark.deep) for seed in SEEDS])
 def ended(request: pytest.FixtureRequest) -> World:
     """Return a world of a seed, played to its end once for the tests that look at it."""
     return run(request.param, STEPS)

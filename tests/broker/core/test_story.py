@@ -40,7 +40,7 @@ def told(facts: Iterable[ft.Fact]) -> Ledger:
     return ledger
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_successor_has_the_same_books_at_any_time() -> None:
     """Worlds run wild; now and then their books are told, and each time the story makes every row and sum again."""
     states = Counter[str]()

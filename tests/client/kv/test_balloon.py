@@ -376,7 +376,7 @@ class Machine:
         raise AssertionError(f"{len(self.engine.waiting)} requests never end, of {self.engine.need()} blocks")
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("number", range(40))
 def test_random_traces(number: int) -> None:
     """Requests come and go, the broker refuses and recalls, fences are late: no block is lost or used without memory.

@@ -549,7 +549,7 @@ def test_a_closed_pool_ends_its_threads(lender: Recalled) -> None:
             cache.turn()
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("number", range(6))
 def test_random_traffic(lender: Recalled, number: int) -> None:
     """Requests, refusals, recalls and rests in any order: blocks keep their bytes, and all requests finish.

@@ -15,7 +15,7 @@ from tests.support.sleeping import books, command, done, refused
 
 pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.deep
 
 ROOT = Path(__file__).parents[3]
 WEIGHTS = 14 << 20

@@ -24,7 +24,7 @@ from tests.support.workers import worker
 import membroker
 from membroker.kv import ElasticCache, Layout, Strided
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.deep
 
 PAGE = 4 * MIB
 BLOCK = 7 * MIB // 4

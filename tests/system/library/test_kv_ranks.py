@@ -27,7 +27,7 @@ from membroker.errors import ClosedError
 from membroker.kv import ElasticCache, Layout, Sleeper, Strided, sleeper
 from membroker.kv.ranks import Ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.deep
 
 KEY = b"of one engine"
 RANK = f"""
