@@ -224,7 +224,7 @@ def _guarantee_troubles(config: Config) -> Iterator[str]:
             )
     capacity = policy.MAX_BYTES if config.capacity is None else config.capacity
     rules = policy.Rules(granularity=1, capacities={"device": capacity, "host": config.host_capacity})
-    for kept in sorted((config.state_directory or quotas.state_directory("")).glob("*/quotas.toml")):
+    for kept in quotas.kept_quotas(config):
         for sentence in misfit_sentences(quotas.read(kept), changed_rules(rules, config)):
             yield f"{kept}: {sentence}: lower one by `membroker quota set`"
 

@@ -174,9 +174,7 @@ class Daemon:
 
     def _commanded(self) -> list[ft.Fact]:
         """Return the limits that an operator set by command, at any daemon of this device."""
-        configured, device = self._config.state_directory, self._plan.directory
-        directory = configured / device if configured else quotas.state_directory(device)
-        self._kept = quotas.StateDirectory(directory)
+        self._kept = quotas.StateDirectory(quotas.state_directory(self._config, self._plan.directory))
         if trouble := self._kept.trouble():
             logs.warn(trouble)
         return [ft.QuotaSet(*key, *quota) for key, quota in quotas.read(self._kept.quotas).items()]

@@ -58,7 +58,7 @@ def until(what: Callable[[], _T], seconds: float = DEADLINE_SECONDS) -> _T:
 
 
 class Daemon:
-    """A running membrokerd. `config` are TOML keys above DEFAULTS; `device` is the host driver's number."""
+    """A running membrokerd. `config` are TOML keys above DEFAULTS; None leaves one out. `device` is a host driver's."""
 
     def __init__(
         self,
@@ -80,7 +80,8 @@ class Daemon:
     def _start(self, descriptors: int | None, *, may_end: bool = False) -> None:
         path = self.directory / "membrokerd.toml"
         places = {"runtime_directory": str(self.directory / "run"), "state_directory": str(self.directory / "kept")}
-        path.write_text(to_toml({**places, **self.config}))
+        given = {**places, **self.config}
+        path.write_text(to_toml({key: value for key, value in given.items() if value is not None}))
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
             address = self.directory / "notify"
             address.unlink(missing_ok=True)

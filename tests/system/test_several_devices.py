@@ -209,5 +209,27 @@ def test_two_daemons_with_one_state_directory(place: Path) -> None:
         assert "requests and decisions are recorded" not in second.log()
 
 
+def test_two_daemons_with_runtime_directories_of_their_own(place: Path) -> None:
+    """An operator tries a second daemon beside the node's, and sets no state_directory. It has quotas of its own.
+
+    A guarantee of the first one was in force in the second, for a tenant that the second does not have. After a kill
+    each has what it was commanded itself.
+    """
+    unset = {"state_directory": None}
+
+    def quotas(daemon: Daemon) -> dict[str, int]:
+        kept = raw.admin_call(daemon.admin, "ListQuotas", admin_pb2.ListQuotasRequest()).quotas
+        return {quota.name: quota.limit_bytes for quota in kept if quota.HasField("limit_bytes")}
+
+    with running(unset) as first, running(unset) as second:
+        assert raw.admin_call(first.admin, "SetQuota", limit("red")).limit_bytes == PAGE
+        assert (quotas(first), quotas(second)) == ({"tenants/red": PAGE}, {})
+        assert raw.admin_call(second.admin, "SetQuota", limit("blue")).limit_bytes == PAGE
+        for daemon in (first, second):
+            daemon.kill()
+            daemon.start_again()
+        assert (quotas(first), quotas(second)) == ({"tenants/red": PAGE}, {"tenants/blue": PAGE})
+
+
 def limit(tenant: str) -> admin_pb2.SetQuotaRequest:
     return admin_pb2.SetQuotaRequest(name=f"tenants/{tenant}", limit_bytes=PAGE)

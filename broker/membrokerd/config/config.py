@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
+from membroker.wire.names import SYSTEM_DIRECTORY, SYSTEM_VARIABLE
+
 from ..core import policy
 from ..core.admission import misfits
 from ..core.names import Location, QuotaKey
@@ -233,7 +235,7 @@ def _merge(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[st
 
 def _default_runtime_directory(env: Mapping[str, str], uid: int) -> Path | None:
     if uid == 0:
-        return Path("/run/membroker")
+        return Path(env.get(SYSTEM_VARIABLE) or SYSTEM_DIRECTORY)
     own = env.get("XDG_RUNTIME_DIR", "")
     return Path(own, "membroker") if own else None
 

@@ -1,4 +1,4 @@
-"""The quotas: limits, guarantees and weights that were set by command, in a file: they outlive the daemon and a reboot.
+"""The quotas: limits, guarantees and weights that were set by command, in a file: they outlive the daemon.
 
 Owns the file's path and format. People may read it, and change it while no daemon runs. It is checked like the
 configuration, and refused as a whole if anything in it is wrong.
@@ -14,17 +14,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from membroker.wire.names import SYSTEM_DIRECTORY
+
 from ..core.names import QuotaKey
 from ..core.rows import Quota
 from ..system import files
 from ..system.device_directory import DirectoryError
 from .checks import Table, TenantName, check, exact_size, joined
-from .config import QUOTA_KEYS, TenantQuotas, quotas_of
+from .config import QUOTA_KEYS, Config, TenantQuotas, quotas_of
 
 Quotas = Mapping[QuotaKey, Quota]
 """What was set, as in the ledger."""
 
 SYSTEM = Path("/var/lib/membroker")
+"""What belongs to the runtime directory /run/membroker, which does not outlive a reboot."""
+FILE = "quotas.toml"
 _WHAT_TO_DO = "put it right, or remove the file to end all that was set by command"
 _HEAD = """\
 # Limits, guarantees and weights that were set with `membroker quota set`. They have the keys of membrokerd.toml, and
@@ -40,18 +44,37 @@ class _Quotas(Table):
     tenants: Mapping[TenantName, TenantQuotas] = field(default_factory=dict)
 
 
-def state_directory(device: str, env: Mapping[str, str] = os.environ, uid: int | None = None) -> Path:
-    """Return the directory for the state of a device that outlives a reboot; `device` is its directory's name.
+def state_directory(config: Config, device: str, env: Mapping[str, str] = os.environ) -> Path:
+    """Return the directory for the state of a device that outlives its daemon; `device` is its directory's name.
 
-    It is the system's for root and for users that may write there, else the user's own. `env` and `uid` (None: those of
-    this process) choose. Raises `DirectoryError`.
+    Unless one is configured it belongs to the runtime directory: two daemons that have different runtime directories
+    have different quotas. Only for the default places of root and of a user does it outlive a reboot: others keep it in
+    the device's own directory there. Raises `DirectoryError`.
     """
-    if (os.geteuid() if uid is None else uid) == 0 or os.access(SYSTEM, os.W_OK):
-        return SYSTEM / device
-    if Path(own := env.get("XDG_STATE_HOME", "")).is_absolute():
-        return Path(own, "membroker", device)
+    base, below = _layout(config, env)
+    return base / device / below
+
+
+def kept_quotas(config: Config, env: Mapping[str, str] = os.environ) -> list[Path]:
+    """Return the file of quotas of each device that has one. Raises `DirectoryError`."""
+    base, below = _layout(config, env)
+    found = (device / below / FILE for device in base.glob("*") if not device.is_symlink())
+    return sorted(path for path in found if os.path.exists(path))
+
+
+def _layout(config: Config, env: Mapping[str, str]) -> tuple[Path, str]:
+    """Return the directory that has one for each device, and where in that one the state is."""
+    if config.state_directory is not None:
+        return config.state_directory, ""
+    runtime, own = os.path.realpath(config.runtime_directory), env.get("XDG_RUNTIME_DIR", "")
+    if runtime == os.path.realpath(SYSTEM_DIRECTORY):
+        return SYSTEM, ""
+    if not own or runtime != os.path.realpath(Path(own, "membroker")):
+        return config.runtime_directory, "state/kept"  # the keeper has locked `state` itself
+    if Path(state := env.get("XDG_STATE_HOME", "")).is_absolute():
+        return Path(state, "membroker"), ""
     if Path(home := env.get("HOME", "")).is_absolute():
-        return Path(home, ".local", "state", "membroker", device)
+        return Path(home, ".local", "state", "membroker"), ""
     raise DirectoryError(
         "there is no directory for state that outlives a reboot: set XDG_STATE_HOME or HOME to an absolute path"
     )
@@ -81,7 +104,7 @@ class StateDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path, self.is_shared = path, False
-        self.quotas = path / "quotas.toml"
+        self.quotas = path / FILE
         try:
             path.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import AccessDenied, BrokerAbsent, BrokerUnavailable, MembrokerError
-from ..session.endpoint import VARIABLE, default_device, living_devices
+from ..session.endpoint import VARIABLE, default_device, living_devices, system_directory
 from ..vmm import open_driver
 from ..vmm.driver import DriverError, DriverUnavailable, Location
 from ..vmm.sizes import MIB, format_size
@@ -281,7 +281,7 @@ def check_runtime_directory(env: Mapping[str, str], uid: int) -> Check:
     if uid and not own:
         advice = "set XDG_RUNTIME_DIR to a directory of your own, or start membrokerd with --runtime-directory DIR"
         return Check("runtime directory", "fail", "XDG_RUNTIME_DIR is not set", advice)
-    directory = Path(own, "membroker") if uid else Path("/run/membroker")
+    directory = Path(own, "membroker") if uid else system_directory(env)
     if len(os.fsencode(directory / SHORTEST_ENDPOINT)) > MAX_SOCKET_PATH_BYTES:
         advice = (
             f"a socket's path has at most {MAX_SOCKET_PATH_BYTES} bytes: choose a shorter one with --runtime-directory"

@@ -20,10 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import AccessDenied, BrokerAbsent, BrokerUnavailable, DescriptorLimit, InvalidRequest, MembrokerError
-from ..wire.names import MAX_SOCKET_PATH_BYTES
+from ..wire.names import MAX_SOCKET_PATH_BYTES, SYSTEM_DIRECTORY, SYSTEM_VARIABLE
 
 VARIABLE = "MEMBROKER_ENDPOINT"
-SYSTEM = Path("/run/membroker")
 
 SHOWN = 8
 """How many tenants or devices a message lists."""
@@ -138,7 +137,12 @@ def _index_of(device: Path) -> str:
 def runtime_directories(env: Mapping[str, str] = os.environ) -> list[Path]:
     """Return the directories in which brokers keep their endpoints, the user's own first."""
     own = env.get("XDG_RUNTIME_DIR", "")
-    return [Path(own, "membroker")] * bool(own) + [SYSTEM]
+    return [Path(own, "membroker")] * bool(own) + [system_directory(env)]
+
+
+def system_directory(env: Mapping[str, str] = os.environ) -> Path:
+    """Return the runtime directory of root's daemons: MEMBROKER_SYSTEM_DIRECTORY, else `/run/membroker`."""
+    return Path(env.get(SYSTEM_VARIABLE) or SYSTEM_DIRECTORY)
 
 
 def _devices_in(runtime: Path) -> list[Path]:

@@ -1,8 +1,8 @@
 """Names and limits that library and daemon share. Each one is written here and nowhere else.
 
-Owns the grammar of names, the bounds that both sides check, and the keys of gRPC metadata. It imports nothing but `re`,
-because the pure core and the keeper, which must start fast, use it too. docs/protocol.md tells other clients the same
-numbers; tests/system/library/test_golden_frames.py compares the two.
+Owns the grammar of names, the bounds that both sides check, the place where both meet, and the keys of gRPC metadata.
+It imports nothing but `re`, because the pure core and the keeper, which must start fast, use it too. docs/protocol.md
+tells other clients the same numbers; tests/system/library/test_golden_frames.py compares the two.
 """
 
 from __future__ import annotations
@@ -35,6 +35,13 @@ MAX_CLIENT_CHARACTERS = 128
 """Of the name that a client gives itself; the broker cuts off the rest."""
 MAX_SOCKET_PATH_BYTES = 107
 """`sockaddr_un` has 108 bytes, and the last is a zero."""
+
+# Places
+
+SYSTEM_DIRECTORY = "/run/membroker"
+"""The runtime directory of root's daemons. Programs look there for an endpoint, after the user's own directory."""
+SYSTEM_VARIABLE = "MEMBROKER_SYSTEM_DIRECTORY"
+"""The environment variable with another directory in its place, for daemons and programs alike."""
 
 # Metadata of gRPC calls
 

@@ -43,6 +43,9 @@ def test_no_file_at_all_is_a_broker_in_which_each_uid_is_a_tenant() -> None:
 def test_the_runtime_directory_of_root_is_where_everybody_looks() -> None:
     """A root shell may have an XDG_RUNTIME_DIR that no tenant can enter."""
     assert load(None, {}, env={"XDG_RUNTIME_DIR": "/run/user/0"}, uid=0).runtime_directory == Path("/run/membroker")
+    assert load(None, {}, env={"MEMBROKER_SYSTEM_DIRECTORY": "/srv/m"}, uid=0).runtime_directory == Path("/srv/m")
+    found = load(None, {}, env={"MEMBROKER_SYSTEM_DIRECTORY": "/srv/m", "XDG_RUNTIME_DIR": "/run/user/1"}, uid=1)
+    assert found.runtime_directory == Path("/run/user/1/membroker"), "a user's own stays"
 
 
 def test_a_user_without_a_runtime_directory_is_told_what_to_set() -> None:

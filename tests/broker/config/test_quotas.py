@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.sizes import GIB
 
-from membrokerd.config import quotas as quotas_module
-from membrokerd.config.config import load
-from membrokerd.config.quotas import Quotas, StateDirectory, read, state_directory, trouble, write
+from membrokerd.config.config import Config, load
+from membrokerd.config.quotas import Quotas, StateDirectory, kept_quotas, read, state_directory, trouble, write
 from membrokerd.core import policy
 from membrokerd.core.names import LOCATIONS
 from membrokerd.core.rows import Quota
@@ -237,16 +237,38 @@ def test_a_second_daemon_overwrites_nothing(path: Path) -> None:
     assert read(path) == QUOTAS
 
 
-def test_where_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system's place for root and for the user that owns it; else the user's own XDG directory."""
-    monkeypatch.setattr(quotas_module, "SYSTEM", tmp_path / "lib")
-    env = {"XDG_STATE_HOME": "/home/me/state", "HOME": "/home/me"}
-    assert state_directory("gpu-1", env, 0) == tmp_path / "lib" / "gpu-1"
-    assert state_directory("gpu-1", env, 1000) == Path("/home/me/state/membroker/gpu-1")
+def test_where_it_is_kept(tmp_path: Path) -> None:
+    """The place belongs to the runtime directory: /var/lib to root's, an XDG directory to a user's own."""
+    env = {"XDG_RUNTIME_DIR": "/run/user/7", "XDG_STATE_HOME": "/home/me/state", "HOME": "/home/me"}
+
+    def place(runtime: str | Path, env: Mapping[str, str], **more: Path) -> Path:
+        return state_directory(Config(runtime_directory=Path(runtime), **more), "gpu-1", env)
+
+    assert place("/run/membroker", env) == Path("/var/lib/membroker/gpu-1")
+    assert place("/run/user/7/membroker", env) == Path("/home/me/state/membroker/gpu-1")
     at_home = Path("/home/me/.local/state/membroker/gpu-1")
-    assert state_directory("gpu-1", {"HOME": "/home/me"}, 1000) == at_home
-    assert state_directory("gpu-1", env | {"XDG_STATE_HOME": "state"}, 1000) == at_home
+    assert place("/run/user/7/membroker", {**env, "XDG_STATE_HOME": ""}) == at_home
+    assert place("/run/user/7/membroker", {**env, "XDG_STATE_HOME": "state"}) == at_home
     with pytest.raises(DirectoryError, match="XDG_STATE_HOME"):
-        state_directory("gpu-1", {}, 1000)
-    (tmp_path / "lib").mkdir()
-    assert state_directory("gpu-1", env, 1000) == tmp_path / "lib" / "gpu-1"
+        place("/run/user/7/membroker", {"XDG_RUNTIME_DIR": "/run/user/7"})
+    for runtime in ("/run/membroker-b", "/run/user/7/other", "/run/user/7"):
+        assert place(runtime, env) == Path(runtime, "gpu-1", "state", "kept")
+    assert place("/run/user/7/membroker", {}) == Path("/run/user/7/membroker/gpu-1/state/kept")
+    assert place("/run/membroker", env, state_directory=Path("/srv/m")) == Path("/srv/m/gpu-1")
+    (tmp_path / "link").symlink_to("/run/membroker")
+    assert place(tmp_path / "link", env) == Path("/var/lib/membroker/gpu-1"), "the same place by another name"
+
+
+def test_a_check_finds_the_quotas_of_each_device_once(tmp_path: Path) -> None:
+    """In a runtime directory a device has a second name, its number."""
+    files = [tmp_path / device / "state" / "kept" / "quotas.toml" for device in ("host", "host-1")]
+    other = tmp_path / "other" / "host" / "quotas.toml"
+    for file in (*files, other):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    (tmp_path / "0").symlink_to("host")
+    own = Config(runtime_directory=tmp_path)
+    assert kept_quotas(own, {}) == files
+    set_apart = Config(runtime_directory=tmp_path, state_directory=tmp_path / "other")
+    assert kept_quotas(set_apart, {}) == [other]
+    assert kept_quotas(Config(runtime_directory=tmp_path / "none"), {}) == []

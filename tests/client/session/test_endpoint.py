@@ -30,6 +30,11 @@ def place() -> Iterator[Path]:
         yield Path(directory)
 
 
+def directories(place: Path) -> dict[str, str]:
+    """Return the variables with which a user's own directory and root's are below this one."""
+    return {"XDG_RUNTIME_DIR": str(place), "MEMBROKER_SYSTEM_DIRECTORY": str(place / "system")}
+
+
 def listening(path: Path, kind: int = socket.SOCK_SEQPACKET, backlog: int = 8) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, kind)
     listener.bind(str(path))
@@ -49,7 +54,7 @@ class TestChoice:
     def test_the_argument_comes_first(self, place: Path) -> None:
         assert endpoint.find_endpoint(place / "a", {"MEMBROKER_ENDPOINT": "/b"}) == place / "a"
 
-    def test_then_the_variable(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_then_the_variable(self) -> None:
         env = {"MEMBROKER_ENDPOINT": "/run/x/tenants/t", "XDG_RUNTIME_DIR": "/nowhere"}
         assert endpoint.find_endpoint(None, env) == Path("/run/x/tenants/t")
 
@@ -62,30 +67,27 @@ class TestChoice:
         """gRPC and the handoff must mean the same place, also after the program changes its directory."""
         assert endpoint.find_endpoint("here") == Path.cwd() / "here"
 
-    def test_then_the_only_device_of_the_user(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(endpoint, "SYSTEM", place / "system")
+    def test_then_the_only_device_of_the_user(self, place: Path) -> None:
         (place / "membroker" / "host" / "tenants").mkdir(parents=True)
         (place / "membroker" / "membroker.lock").touch()
-        found = endpoint.find_endpoint(None, {"XDG_RUNTIME_DIR": str(place)})
+        found = endpoint.find_endpoint(None, directories(place))
         assert found == place / "membroker" / "host" / "tenants" / "default"
 
-    def test_several_devices_are_listed(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_several_devices_are_listed(self, place: Path) -> None:
         """A machine with two cards: guessing one would put a model on the wrong card."""
-        monkeypatch.setattr(endpoint, "SYSTEM", place / "system")
         for device in ("gpu-1234abcd", "gpu-99999999"):
             (place / "membroker" / device / "tenants").mkdir(parents=True)
         with pytest.raises(InvalidRequest) as caught:
-            endpoint.find_endpoint(None, {"XDG_RUNTIME_DIR": str(place)})
+            endpoint.find_endpoint(None, directories(place))
         message = str(caught.value)
         assert "gpu-1234abcd/tenants/default" in message
         assert "gpu-99999999/tenants/default" in message
         assert "MEMBROKER_ENDPOINT" in message
         assert message.startswith("no broker is alive: start one with `membrokerd` (under systemd: `systemctl start")
 
-    def test_what_a_dead_broker_left_hides_no_living_one(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_a_dead_broker_left_hides_no_living_one(self, place: Path) -> None:
         """A twin was tried out and killed, in the user's own directory and in root's; the card's broker runs."""
-        monkeypatch.setattr(endpoint, "SYSTEM", place / "system")
-        env = {"XDG_RUNTIME_DIR": str(place)}
+        env = directories(place)
         card = place / "system" / "gpu-1234abcd" / "tenants" / "default"
         for left in (place / "membroker" / "host", place / "system" / "host"):
             (left / "tenants" / "default").mkdir(parents=True)
@@ -108,10 +110,9 @@ class TestChoice:
             "the user's own is the one that is missed"
         )
 
-    def test_no_device_at_all(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(endpoint, "SYSTEM", place / "system")
+    def test_no_device_at_all(self, place: Path) -> None:
         with pytest.raises(BrokerUnavailable, match="start one with `membrokerd`") as caught:
-            endpoint.find_endpoint(None, {"XDG_RUNTIME_DIR": str(place)})
+            endpoint.find_endpoint(None, directories(place))
         assert "If `pgrep -a membrokerd` shows one, its directory was removed" in str(caught.value)
 
 
@@ -121,16 +122,15 @@ class TestDevices:
     UUID = "GPU-1234abcd-0000-1111-2222-333344445555"
 
     @pytest.fixture
-    def env(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    def env(self, place: Path) -> dict[str, str]:
         """Two GPUs, and two devices of the host driver that an older daemon, and a broken disk, left a file of."""
-        monkeypatch.setattr(endpoint, "SYSTEM", place / "system")
         devices = {"gpu-1234abcd": "0\n", "gpu-99999999": "1\n", "host": None, "host-7": "\xff seven"}
         for device, index in devices.items():
             directory = place / "membroker" / device
             (directory / "tenants" / "red").mkdir(parents=True)
             if index is not None:
                 (directory / "index").write_text(index)
-        return {"XDG_RUNTIME_DIR": str(place)}
+        return directories(place)
 
     @pytest.mark.parametrize(
         ("name", "device"),

@@ -28,12 +28,11 @@ from membroker.wire.sessions import descriptors_for, sessions_for
 from membrokerd.daemon import DEFAULT_MAX_SESSIONS
 
 
-def test_this_machine_passes_and_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_passes_and_nothing_is_left_behind() -> None:
     """The suite runs real daemons here, so the doctor has to agree that they can run."""
-    monkeypatch.delenv("MEMBROKER_ENDPOINT", raising=False)
     with tempfile.TemporaryDirectory(prefix="mb-") as directory:
         before = sorted(os.listdir("/proc/self/fd"))
-        checks = {check.name: check for check in doctor.examine(None, {"XDG_RUNTIME_DIR": directory})}
+        checks = {check.name: check for check in doctor.examine(None, os.environ | {"XDG_RUNTIME_DIR": directory})}
         assert sorted(os.listdir("/proc/self/fd")) == before
         assert os.listdir(directory) == []
     assert {name for name, check in checks.items() if check.status == "fail"} == set()
@@ -105,7 +104,8 @@ def test_the_runtime_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     unset = doctor.check_runtime_directory({}, 1000)
     assert unset.status == "fail"
     assert "XDG_RUNTIME_DIR" in unset.advice
-    assert doctor.check_runtime_directory({"XDG_RUNTIME_DIR": "/ignored"}, 0).found.startswith("/run")
+    system = {"XDG_RUNTIME_DIR": "/ignored", "MEMBROKER_SYSTEM_DIRECTORY": str(tmp_path)}
+    assert str(tmp_path) in doctor.check_runtime_directory(system, 0).found
 
 
 def test_an_older_kernel_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +224,7 @@ def test_a_drained_broker_is_a_warning(daemon: Daemon) -> None:
 def test_a_broker_that_is_dead_is_told_from_no_broker(daemon: Daemon) -> None:
     """The operator was paged, and this is the first command: it says what the other commands say."""
     with tempfile.TemporaryDirectory(prefix="mb-") as directory:
-        env = {"XDG_RUNTIME_DIR": directory}
+        env = os.environ | {"XDG_RUNTIME_DIR": directory}
         none = doctor.check_broker(None, env)
         assert (none.status, none.found.partition(" under ")[0]) == ("warn", "no broker was found")
         assert none.advice.startswith("start one with `membrokerd`")
@@ -243,7 +243,7 @@ def test_beside_a_running_broker_what_only_a_daemon_needs_cannot_fail(
     """A worker's environment has only the library; the daemon has its own packages, and may be another user's."""
     monkeypatch.setattr(doctor, "missing_packages", lambda: ["pydantic"])
     with tempfile.TemporaryDirectory(prefix="mb-") as directory:
-        env = {"XDG_RUNTIME_DIR": directory}
+        env = os.environ | {"XDG_RUNTIME_DIR": directory}
         alone = {check.name: check for check in doctor.examine(None, env)}
         Path(directory, "membroker").symlink_to(daemon.root.parent)
         beside = {check.name: check for check in doctor.examine(None, env)}
