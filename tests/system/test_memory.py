@@ -1,6 +1,6 @@
 """The daemon's own memory is bounded, whatever peers keep open, begin and never end.
 
-`BOUND` is the formula of ARCHITECTURE.md ("The daemon's memory"); the worst mix of all that its terms stand for must
+`BOUND` is the formula of docs/bounds.md ("The daemon's memory"); the worst mix of all that its terms stand for must
 stay below it. Streams and calls of gRPC are where it was once unbounded.
 """
 
