@@ -1,7 +1,10 @@
 """`membrokerd --all`: one daemon process for each GPU of the machine, all started from the same configuration.
 
 Owns the processes: it starts them, starts one again that has died, passes SIGTERM and SIGHUP on, and serves the metrics
-of all on one port. It must never lend memory or touch a tenant's endpoint: when it dies, no worker loses anything.
+of all on one port. docs/operating.md says when it starts a daemon again, and when it ends. Each daemon tells its state
+by systemd's notify protocol, on a socket of its own, and has a keeper of its own, because systemd's store belongs to
+the parent. The kernel sends it a SIGTERM if the parent dies. It must never lend memory or touch a tenant's endpoint:
+when it dies, no worker loses anything.
 """
 
 from __future__ import annotations

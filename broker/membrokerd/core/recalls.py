@@ -1,8 +1,17 @@
 """Recalls: the broker asks a session for memory, and the session releases it, or says that it keeps the rest.
 
 A session that does not answer in time is late: what it has cannot be recalled any more, and it borrows nothing above
-its model's guarantee. An answer ends that, however late it comes. Until then the session is asked again and again.
-A lost connection is not an answer: the deadline stays.
+its model's guarantee. An answer ends that, however late it comes. Until then the session is asked again and again. A
+lost connection is not an answer: the deadline stays. What is left after an answer is kept, and not asked for again for
+two seconds.
+
+A session has one open recall of a model and location. If more is wanted of it, the recall is raised: the notice comes
+again with the same number and a larger size. The deadline stays, so that no raise puts off an answer for which an
+earlier request waits; so a recall is raised in the first half of its time only, and never when it is late. The answer
+names the largest size that the session knew. What was added since is taken back: a session keeps only what it has heard
+of.
+
+Nothing of this is in the journal: each session that resumes says which recalls it answers, and is firm until then.
 """
 
 from __future__ import annotations

@@ -2,8 +2,16 @@
 
 A request within its model's guarantee goes first, then one within its model's share, then the others; among equals the
 oldest. While sessions answer recalls, a request of a lower class is granted only if no request of a higher class waits,
-and what is missing for these is recalled from the models that have more than their share. Owns the holds. Must never
-keep a request: `waiting` owns them.
+and what is missing for these is recalled from the models that have more than their share, after free bytes and what
+open recalls will bring are counted. At its deadline a request gets what the higher classes leave. Once the oldest
+request within its share has waited longer than two rounds of recalls, only guaranteed ones overtake it. A request that
+does not wait has memory recalled too, at most once in `recall_seconds` for each model, so that its next try finds it.
+
+A model that grows page by page would recall page by page. So others are asked for more than it wants now: for 1/64 of
+the capacity, doubled with each further recall, up to 1/8; or for what the session says that it will want, within the
+model's share. A hold keeps what came beyond the request from requests beyond their share.
+
+Owns the holds. Must never keep a request: `waiting` owns them.
 """
 
 from __future__ import annotations

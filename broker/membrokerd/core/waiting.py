@@ -4,7 +4,17 @@ A release has no answer, so a worker can tell another that memory is free before
 request that does not wait and has no room is therefore deferred: the daemon reads everything that had been sent until
 then, and the request is decided once more, for good.
 
-A request that waits is granted as soon as there is room for it and its turn has come: `schedule` decides.
+A request that waits is granted as soon as there is room for it and its turn has come: `schedule` decides. A wait also
+ends at its deadline, when the model is left, the session ends or its connection is lost, when the call is cancelled,
+and with a drain, a stop or a full journal. A limit of the model or the tenant refuses at once, because no other model's
+release changes it, and so does a request above the guarantee of a model whose session is itself asked for memory of the
+model. A declaration never waits.
+
+One step grants a few requests, and the others at once in the next: each turn looks at all that wait, and thousands may.
+Until then a request that does not wait gets only what is free beside what these want, unless it is guaranteed. A
+request whose grant meets a full device keeps its place: the oldest at a location is tried again after each audit.
+
+Nothing of a wait is in the journal: after a restart the library asks again, with the time that is left.
 """
 
 from __future__ import annotations

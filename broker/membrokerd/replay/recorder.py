@@ -1,7 +1,9 @@
 """The recorder: what the core is asked and what it decides goes to a trace, for `membroker replay`.
 
 Runs beside the event loop: it makes lines there, and a thread of its own writes them, so a slow or full disk delays no
-request. Owns two files, the one that grows and the one before it, and their bound. It must never decide anything.
+request. It writes requests, the facts that follow, answers, waits and recalls; what follows from these by itself is
+left out. After a gap a new part begins with the books of that moment, so nothing is replayed across one. Owns two
+files, the one that grows and the one before it, and their bound. It must never decide anything.
 """
 
 from __future__ import annotations

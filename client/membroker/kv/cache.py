@@ -4,7 +4,10 @@ Owns the pages of a pool, and two threads. One borrows (`Borrower`). The other r
 answers recalls, and shrinks the cache of an engine that rests (`Releaser`).
 
 The engine's scheduler thread calls `grow` and `turn`. These must never wait for the broker or the driver: what they
-share with the threads is in `CacheState`.
+share with the threads is in `CacheState`. A borrow that is refused takes up to 20 ms, and a question may wait in the
+broker's queue longer than a recall has time: so the scheduler asks nothing itself, and the two threads are two. Pages
+are unmapped after a fence that the engine records. A wait for the device would stall the engine for a step, and end a
+CUDA graph capture in any thread.
 """
 
 from __future__ import annotations

@@ -5,6 +5,10 @@ borrows from a `Ranks` as from a pool of its own: what it allocates has memory i
 puts all ranks to sleep, whichever rank's broker an operator has asked. Each rank may have another GPU and another
 broker. The processes of one engine trust each other: they know each other by the key that `multiprocessing` passes to
 child processes, and by a directory of the user's own.
+
+The ranks are asked one after the other: two engines that want the last pages of the same brokers would otherwise get
+one page each, and both give up. They are asked over connections of their own, not in the engine's metadata of a step:
+so memory comes between steps, and an idle engine answers recalls without stepping.
 """
 
 from __future__ import annotations

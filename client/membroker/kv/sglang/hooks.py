@@ -1,5 +1,10 @@
 """The hooks in SGLang, by SGLang's own `HookRegistry`: where its cache is made, where it schedules, where it counts.
 
+A turn of the cache is before a batch is composed: all earlier ones are launched then, so events on the model's stream
+and on the scheduler's are the fence. For a recall, SGLang is made to believe once that it has no room for the next
+token, and its own steps retract the requests that use unwanted pages. At another point of its loop a retracted request
+could be admitted again before its last step's result has come, and would have that token twice.
+
 Owns the table of them. They are registered in each process of SGLang and used in its scheduler's, which has one engine.
 """
 

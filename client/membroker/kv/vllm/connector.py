@@ -1,7 +1,15 @@
 """The KV connector `Membroker`: vLLM's scheduler tells it of requests and steps, and its worker of tensors.
 
-Owns the calls of vLLM, and decides when the cache takes its turn. No hook waits for the broker, for the device or for
-a rank, once the engine has started; they run in the scheduler's thread.
+Owns the calls of vLLM, and decides when the cache takes its turn. No hook waits for the broker, for the device or for a
+rank, once the engine has started; they run in the scheduler's thread. The one pause is that of a step in which requests
+wait and none runs: vLLM would step again at once, in every rank, and leave the broker no time to answer.
+
+The role is `kv_producer`: with one that consumes, vLLM keeps the blocks of a preempted request until the steps in
+flight have ended, so one preemption frees nothing at once, and vLLM preempts the next request, and the next. The fence
+keeps that memory as long as those steps need it.
+
+A cache takes its turn when a step has been scheduled. That is too late for the step to preempt, so a cache that is
+asked for memory also takes a turn when a step has ended.
 """
 
 from __future__ import annotations

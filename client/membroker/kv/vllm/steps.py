@@ -2,6 +2,10 @@
 
 Owns the fences. The two sides may be in two processes: what goes from the scheduler to each rank is two numbers in the
 connector's metadata of a step.
+
+A fence is at the beginning of the step that was being scheduled when it was asked for. That step uses none of the
+blocks that are to go, and what it saves is queued in front of the fence. At the step's end, a recall would wait for one
+step more, which is up to half a second with long prompts.
 """
 
 from __future__ import annotations
