@@ -1,4 +1,7 @@
-"""Each link of the Markdown pages names a file of the repository that exists, and a heading in it."""
+"""Each link of the Markdown pages names a file of the repository that exists, and a heading in it.
+
+The tables of CONTRIBUTING.md and ARCHITECTURE.md lead to modules, and to names in them, that exist.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+MODULE = re.compile(r"`([\w./-]+/[\w.-]*)(?:::([\w.]+))?`")
+"""A path in code, and with `::` what it defines: `path/module.py::Class.method`."""
+WHERE = ("", "broker/membrokerd/", "client/membroker/")
+"""Where a path of ARCHITECTURE.md may begin. CONTRIBUTING.md has whole paths."""
 PAGES = sorted(
     path
     for path in ROOT.rglob("*.md")
@@ -50,3 +57,32 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
         "[e](gone.md) [f](other.md#not-a-heading)\n```\n[g](gone.md)\n```\n"
     )
     assert list(broken(page)) == ["gone.md", "other.md#not-a-heading"]
+
+
+def stale(text: str, *roots: str) -> Iterator[str]:
+    """Yield the paths in code that lead to no file below any of the roots, and the names that are not defined there."""
+    for found in MODULE.finditer(text):
+        path, name = found.groups()
+        files = [file for root in roots if (file := ROOT / root / path).exists()]
+        defined = r"^\s*(?:async def|def|class) {0}\b|^\s*{0}\b.* = |^\s*{0}: "
+        if not files or any(
+            not re.search(defined.format(part), files[0].read_text(), re.MULTILINE)
+            for part in (name.split(".") if name else ())
+        ):
+            yield found[0].strip("`")
+
+
+def test_the_tables_for_contributors_lead_to_the_code() -> None:
+    """A newcomer follows each pointer: a module that has moved, or a method that has another name, is found out."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    tables = text[text.index("## Where it is decided") : text.index("## Code")]
+    assert list(stale(tables, "")) == []
+    assert tables.count("::") > 20
+    assert list(stale((ROOT / "ARCHITECTURE.md").read_text(), *WHERE)) == []
+
+
+def test_a_stale_pointer_is_found() -> None:
+    """A path that is not there, and a name that its module does not define."""
+    here = "tests/docs/test_links.py"
+    assert list(stale(f"`{here}` `{here}::WHERE` `{here}::stale` `tests/docs/`", "")) == []
+    assert list(stale(f"`tests/gone.py` `{here}::gone` `docs/words.md`", "")) == ["tests/gone.py", f"{here}::gone"]
