@@ -353,7 +353,7 @@ def test_a_worker_that_hangs_up_and_lives_is_charged_until_it_dies(daemon: Daemo
     with worker() as engine:
         borrow(engine, daemon, 64 * MIB, transport=transport)
         engine.do("client._session.reconnecting._reconnect = lambda lost: None")  # it would be back after 0.1 s
-        engine.do("import socket; client._session.connection.socket.shutdown(socket.SHUT_RDWR)")
+        engine.do("import socket; client._session.connection._socket.shutdown(socket.SHUT_RDWR)")
         until(lambda: states(daemon) == ["DETACHED"])
         device = daemon.device()
         assert (device.detached_sessions, device.sessions) == (1, 1)

@@ -132,7 +132,7 @@ def test_a_writer_that_lost_its_connection_still_writes(hasty: Daemon, transport
     with clean(daemon), workers(2) as (writer, reader):
         write(writer, daemon, transport)
         wait_in_attach(reader, daemon, transport)
-        writer.do("import socket; client._session.connection.socket.shutdown(socket.SHUT_RDWR)")
+        writer.do("import socket; client._session.connection._socket.shutdown(socket.SHUT_RDWR)")
         until(lambda: daemon.device().detached_sessions == 1)
         assert (state(daemon), holders(daemon)) == ("WRITING", 1)
         assert reader.ask("attaching.is_waiting()")

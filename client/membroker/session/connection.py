@@ -1,16 +1,20 @@
 """One handoff connection of a session: calls, and the descriptors that come with their answers.
 
-Owns the calls in flight, and which packet belongs to which. The thread that calls reads the socket itself
-(`shared_socket`). Only a session by gRPC has a thread for reading, since a thread cannot wait for gRPC and the socket
-at once. A connection must never map anything or know what an extent is for, and never be shared with a forked child.
-When it ends, its calls undo what they did and raise; `reconnecting` gives the session another one.
+Owns the socket and its end, the calls in flight, which packet belongs to which, and every packet until its descriptors
+are closed. Many threads share the socket: each sends, and one at a time reads packets for all. A thread that waits for
+an answer reads itself, because a thread for reading would double the round trip. Only a session by gRPC has one, since
+a thread cannot wait for gRPC and the socket at once. A connection must never map anything or know what an extent is
+for, and never be shared with a forked child. When it ends, its calls undo what they did and raise; `reconnecting` gives
+the session another one.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -21,6 +25,7 @@ from google.protobuf.message import Message
 
 from ..arguments import parts_of
 from ..errors import BrokerUnavailable, ClosedError, MembrokerError, ProtocolError, from_status
+from ..interrupts import STOPPING_SECONDS, Condition, uninterrupted
 from ..memory.lender import Placement
 from ..v1 import broker_pb2
 from ..v1 import handoff_pb2 as pb
@@ -28,24 +33,26 @@ from ..v1.resources_pb2 import SleepStatus
 from ..wire import frames as handoff
 from ..wire.descriptors import close_each
 from ..wire.names import MAX_IDS_PER_FRAME
-from .call import Call, Outcome, incomplete, outcome_of
+from .call import Call, Outcome, Taken, incomplete, outcome_of
 from .inventory import HeldResources, Inventory
 from .rpc import GrpcCalls
-from .shared_socket import SharedSocket
 
 logger = logging.getLogger("membroker")
 
+_NOSIGNAL = int(socket.MSG_NOSIGNAL)
+_PATIENCE = struct.pack("@ll", int(STOPPING_SECONDS), 0)
+"""How long a send waits for a broker that reads nothing, as a `timeval`. Then the connection is lost."""
 _LATE = ("goodbye", "declare", "detach_segment", "release")
 """Answers that come late when their caller ran out of time: not worth a warning."""
 
 
-class Connection(SharedSocket):
-    """A connected handoff socket, after the Welcome, or after a resume.
+class Connection:
+    """A connected handoff socket of the broker at `name`, after the Welcome, or after a resume.
 
     What each call brings is recorded in `inventory`. `revision` and `session` are the Welcome's. `request_ids` go on
     over all connections of a session; 1 was the Hello's. `models` are those that the broker listed at the resume.
-    Frames of the kinds `by_grpc` are sent through `grpc`. `on_lost` is called when the connection is lost, by any
-    thread.
+    Frames of the kinds `by_grpc` are sent through `grpc`. `on_lost` is called when the connection ends without `close`,
+    by any thread.
     """
 
     def __init__(
@@ -62,16 +69,30 @@ class Connection(SharedSocket):
         by_grpc: Collection[str] = (),
         on_lost: Callable[[Connection], None] = lambda _: None,
     ) -> None:
-        super().__init__(connection, name, counts=revision > 0, on_lost=on_lost)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _PATIENCE)
         self.models = frozenset(models)
         self.revision = revision
+        self.interrupted = False
+        """Whether this side ended it, because an interrupt left a call half done."""
+        self._socket = connection
+        self._name = name
         self._session = session
         self._inventory = inventory
         self._request_ids = request_ids or itertools.count(2)
         self._grpc = grpc
         self._by_grpc = by_grpc
         self._calls: dict[int, Call] = {}
+        self._on_lost = on_lost
+        self._changed = Condition()
+        self._taken = Taken()
+        self._counts = revision > 0
+        """Whether each frame carries the number of deliveries that were taken."""
+        self._unclosed: list[handoff.Packet] = []
+        self._reader: int | None = None
+        """The thread that reads; 0 for one that only reads, None while no thread does."""
         self._reader_thread: threading.Thread | None = None
+        self._end: tuple[type[MembrokerError], str] | None = None
+        self._stopping = ""
 
     # Calls
 
@@ -96,12 +117,12 @@ class Connection(SharedSocket):
             try:
                 # In the table first: when the connection is lost, the resume waits for every call in the table.
                 self._calls[call.request_id] = call
-                if self.end is not None:
-                    self.check_open()
+                if self._end is not None:
+                    self._check_open()
                 if self._by_grpc and frame.WhichOneof("kind") in self._by_grpc:
                     self._start_by_grpc(call, frame)
                 else:
-                    self.send(frame)
+                    self._send(frame)
                 call.sent = True
                 while self._wait(call):
                     self._take(call)
@@ -119,9 +140,9 @@ class Connection(SharedSocket):
             raise
         finally:
             self._calls.pop(call.request_id, None)
-            if self.end is not None:
-                with self.changed.lock:
-                    self.changed.tell_all()
+            if self._end is not None:
+                with self._changed.lock:
+                    self._changed.tell_all()
         assert call.outcome is not None
         return call.outcome
 
@@ -139,7 +160,7 @@ class Connection(SharedSocket):
             request.no_reply = answer_within is None
             if answer_within is None:
                 frame.request_id = next(self._request_ids)
-                self.send(frame)
+                self._send(frame)
             else:
                 self.call(frame, timeout=answer_within)
             del ids[:MAX_IDS_PER_FRAME]
@@ -150,24 +171,24 @@ class Connection(SharedSocket):
         frame = pb.Frame(detach_segment=request)
         if answer_within is None:
             frame.request_id = next(self._request_ids)
-            self.send(frame)
+            self._send(frame)
         else:
             self.call(frame, timeout=answer_within)
 
-    def catch_up(self, told: HeldResources, timeout: float) -> HeldResources:
-        """Tell the broker what is not held any more of what it was `told` at a resume, and return what is held now.
+    def catch_up(self, stated: HeldResources, timeout: float) -> HeldResources:
+        """Tell the broker what is not held any more of what was `stated` at a resume, and return what is held now.
 
         Nothing has been added since, because every call that could bring something has ended.
         """
         now = self._inventory.held()
-        gone = told.minus(now)
+        gone = stated.minus(now)
         self.release(gone.extents)
         for generation in gone.segments.elements():
             self.detach(generation)
-        for (model, location), less in told.lowered_to(now).items():
+        for (model, location), less in stated.lowered_to(now).items():
             request = broker_pb2.DeclareMemoryRequest(model=model, location=location, declared_bytes=less)
             self.call(pb.Frame(declare=request), timeout=timeout)
-        for name in told.answering - now.answering:
+        for name in stated.answering - now.answering:
             quiet = broker_pb2.RegisterModelRequest(model_id=parts_of(name)[1], answers_recalls=False)
             self.call(pb.Frame(register_model=quiet), timeout=timeout)
         return now
@@ -181,7 +202,7 @@ class Connection(SharedSocket):
         frame.recall_answer.recall_id = recall_id
         frame.recall_answer.bytes = size
         with suppress(BrokerUnavailable, ClosedError):
-            self.send(frame)
+            self._send(frame)
 
     def answer_sleep(self, sleep_id: int, status: SleepStatus) -> None:
         """Answer an operator's question. Does nothing if the connection has ended: the operator asks again."""
@@ -189,27 +210,18 @@ class Connection(SharedSocket):
         frame.sleep_answer.sleep_id = sleep_id
         frame.sleep_answer.status.CopyFrom(status)
         with suppress(BrokerUnavailable, ClosedError):
-            self.send(frame)
-
-    # The end
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether a call has not ended."""
-        return bool(self._calls)
-
-    def wait_until_idle(self) -> None:
-        """Wait until every call has ended. Once the connection is lost, they have then unmapped what they got."""
-        with self.changed.lock:
-            while self._calls:
-                self.changed.wait()
-
-    def say_goodbye(self, timeout: float) -> None:
-        """End the session at the broker, if it still listens; wait at most `timeout` seconds for its answer."""
-        with suppress(MembrokerError):
-            self.call(pb.Frame(goodbye=pb.Goodbye()), timeout=timeout)
+            self._send(frame)
 
     # One call, from its start to its end
+
+    def _send(self, frame: pb.Frame) -> None:
+        """Send a frame. Raises what ended the connection, after 5 seconds in which the broker makes no room."""
+        frame.acknowledged = self._taken.count if self._counts else 0
+        try:
+            self._socket.send(handoff.encode(frame), _NOSIGNAL)
+        except OSError as error:
+            self._lose(error)
+            self._check_open()
 
     def _start_by_grpc(self, call: Call, frame: pb.Frame) -> None:
         assert self._grpc is not None
@@ -222,11 +234,11 @@ class Connection(SharedSocket):
         What the broker delivered before a refusal is in the socket by now.
         """
         if self._reader_thread is not None:
-            self.drain()
-        with self.changed.lock:
-            if self.end is None:
+            self._drain()
+        with self._changed.lock:
+            if self._end is None:
                 call.outcome, call.expected = outcome, extents
-            self.changed.tell_all()
+            self._changed.tell_all()
 
     def _note(self, call: Call) -> None:
         """Record what a call has brought before the call is forgotten, so that no resume can miss it."""
@@ -262,9 +274,9 @@ class Connection(SharedSocket):
 
     def _leave(self, call: Call) -> None:
         """Undo a call that an interrupt ended. The resume tells the broker what is not held."""
-        with self.changed.lock:
-            if self.reader == threading.get_ident():
-                self.reader = None
+        with self._changed.lock:
+            if self._reader == threading.get_ident():
+                self._reader = None
         self.interrupt()
         try:
             self._undo(call)
@@ -299,50 +311,122 @@ class Connection(SharedSocket):
         the count. A call that begins meanwhile is either seen here, or its own frame carries the count: it is in the
         table before its frame reads the count.
         """
-        with self.changed.lock:
+        with self._changed.lock:
             close_each(packet.descriptors)
-            self.unclosed.remove(packet)
-            if self.counts and (not self.taken.take(packet.frame) or (last and len(self._calls) == 1)):
+            self._unclosed.remove(packet)
+            if self._counts and (not self._taken.take(packet.frame) or (last and len(self._calls) == 1)):
                 return  # if an earlier delivery is not taken yet, the thread that takes it acknowledges both
         frame = pb.Frame(request_id=packet.frame.request_id)
         frame.ack.part = packet.frame.delivery.part
-        self.send(frame)
+        self._send(frame)
 
     # Reading: one thread at a time, for all
 
     def start_reader(self) -> None:
         """Let a thread read for all callers until the connection ends: for a session by gRPC."""
-        self._reader_thread = threading.Thread(target=self.read_for_all, name="membroker-reader", daemon=True)
-        self.reader = 0  # no caller reads
+        self._reader_thread = threading.Thread(target=self._read_for_all, name="membroker-reader", daemon=True)
+        self._reader = 0  # no caller reads
         self._reader_thread.start()
 
     def _wait(self, call: Call) -> bool:
         """Return True when `call` has a delivery to take, False when it is over."""
         while True:
-            with self.changed.lock:
+            with self._changed.lock:
                 if call.inbox:
                     return True
                 if call.outcome is not None and len(call.extent_ids) >= call.expected:
                     return False
-                if self.end is not None:
-                    self.check_open()
+                if self._end is not None:
+                    self._check_open()
                 if call.deadline is not None and time.monotonic() >= call.deadline:
-                    raise BrokerUnavailable(f"the broker at {self.name} did not answer in time")
-                if self.reader is not None or call.by_grpc:
-                    self.changed.wait(call.seconds_left())
+                    raise BrokerUnavailable(f"the broker at {self._name} did not answer in time")
+                if self._reader is not None or call.by_grpc:
+                    self._changed.wait(call.seconds_left())
                     continue
-                self.reader = threading.get_ident()
-            if call.deadline is None or self.readable(call.deadline - time.monotonic()):
-                self.read()
+                self._reader = threading.get_ident()
+            if call.deadline is None or self._readable(call.deadline - time.monotonic()):
+                self._read()
             else:
-                self.hand_on(None)
+                self._hand_on(None)
+
+    def _read_for_all(self) -> None:
+        """Read until the connection ends. No other thread reads."""
+        while self._end is None:
+            self._readable(None)
+            self._drain()
+        self._hand_on(None)
+
+    def _drain(self) -> None:
+        """Route every packet that is in the socket.
+
+        Called by the thread that only reads, and by a thread that has the answer of a call by gRPC.
+        """
+        strays = []
+        try:
+            with self._changed.lock:
+                while self._end is None and self._readable(0):
+                    packet = handoff.receive(self._socket)
+                    self._unclosed.append(packet)
+                    if not self._route(packet):
+                        strays.append(packet)
+                self._changed.tell_all()
+        except (handoff.EndOfConnection, handoff.BrokenPacket, OSError) as error:
+            self._lose(error)
+        for packet in strays:
+            self._refuse(packet)
+
+    def read_to_the_end(self) -> None:
+        """Read what the broker sent before it closed, once no other thread reads, and note that it is gone."""
+        while True:
+            with self._changed.lock:
+                while self._reader is not None and self._end is None:
+                    self._changed.wait()
+                if self._end is not None:
+                    return
+                self._reader = threading.get_ident()
+            if not self._readable(0):
+                self._lose(handoff.EndOfConnection())
+                self._hand_on(None)
+                return
+            self._read()
+
+    def _readable(self, seconds: float | None) -> bool:
+        """Say whether a packet, or the end, arrives within `seconds`; None for any time."""
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        return bool(poller.poll(None if seconds is None else max(0.0, seconds * 1000)))
+
+    def _read(self) -> None:
+        """As the reader, read one packet and route it; then another thread may read."""
+        packet = None
+        try:
+            packet = handoff.receive(self._socket)
+            self._unclosed.append(packet)
+        except (handoff.EndOfConnection, handoff.BrokenPacket, OSError) as error:
+            self._lose(error)
+        finally:
+            self._hand_on(packet)
+
+    def _hand_on(self, packet: handoff.Packet | None) -> None:
+        """Route a packet, and let another thread read."""
+        with self._changed.lock:
+            routed = packet is None or self._route(packet)
+            self._reader = None
+            self._changed.tell_all()
+        if packet is not None and not routed:
+            self._refuse(packet)
+
+    def _close_packet(self, packet: handoff.Packet) -> None:
+        """Close the descriptors of a packet, and forget it. The lock is held."""
+        close_each(packet.descriptors)
+        self._unclosed.remove(packet)
 
     def _route(self, packet: handoff.Packet) -> bool:
         """Give a packet to its call; False when no call waits for it. The lock is held."""
         frame = packet.frame
         kind = frame.WhichOneof("kind")
         if kind == "delivery":
-            self.taken.arrived(frame)
+            self._taken.arrived(frame)
             reply = frame.delivery.reply if frame.delivery.HasField("reply") else None
         else:
             reply = frame.reply
@@ -352,7 +436,7 @@ class Connection(SharedSocket):
         if kind == "delivery":
             call.inbox.append(packet)
         else:
-            self.close_packet(packet)
+            self._close_packet(packet)
         if reply is not None:
             call.outcome = outcome_of(reply)
         return True
@@ -370,14 +454,114 @@ class Connection(SharedSocket):
                 elif delivery.part == delivery.parts - 1:
                     self.detach(delivery.segment)
             return
-        with self.changed.lock:
-            self.close_packet(packet)
+        with self._changed.lock:
+            self._close_packet(packet)
         if kind == "reply" and frame.reply.HasField("error"):
             error = from_status(frame.reply.error)
             if error.reason == "PROTOCOL_VIOLATION":
                 # The broker closes now, and what was wrong would be wrong again.
-                self.break_off(ProtocolError, f"the broker at {self.name} ended the connection: {error}")
+                self._break_off(ProtocolError, f"the broker at {self._name} ended the connection: {error}")
                 return
         # Once the connection has ended its calls have gone, and their answers may still be on the way here.
-        if self.end is None and (kind != "reply" or frame.reply.WhichOneof("result") not in _LATE):
+        if self._end is None and (kind != "reply" or frame.reply.WhichOneof("result") not in _LATE):
             logger.warning("the broker sent a frame that no call waits for: %s", kind)
+
+    # The end
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a call has not ended."""
+        return bool(self._calls)
+
+    def wait_until_idle(self) -> None:
+        """Wait until every call has ended. Once the connection is lost, they have then unmapped what they got."""
+        with self._changed.lock:
+            while self._calls:
+                self._changed.wait()
+
+    def say_goodbye(self, timeout: float) -> None:
+        """End the session at the broker, if it still listens; wait at most `timeout` seconds for its answer."""
+        with suppress(MembrokerError):
+            self.call(pb.Frame(goodbye=pb.Goodbye()), timeout=timeout)
+
+    def heard_stopping(self) -> None:
+        """Note that the broker announced its stop: the error of its end says so too."""
+        self._stopping = " (it had said that it stops)"
+
+    @property
+    def lost(self) -> bool:
+        """Whether the connection ended without `close`."""
+        return self._end is not None and self._end[0] is BrokerUnavailable
+
+    def _check_open(self) -> None:
+        """Raise what ended the connection, if it has ended."""
+        if self._end is not None:
+            kind, why = self._end
+            raise kind(why)
+
+    def interrupt(self) -> None:
+        """End the connection, because an interrupt left a call half done: the resume agrees on what is held.
+
+        A second interrupt must not stop this half way: calls would wait for a resume that no thread makes.
+        """
+        uninterrupted(self._interrupt)
+
+    def _interrupt(self) -> None:
+        self._break_off(
+            BrokerUnavailable,
+            f"an interrupt ended the connection to the broker at {self._name} in the middle of a call: mapped memory "
+            "stays valid, and the session goes on",
+            interrupted=True,
+        )
+        if self.lost:
+            self._on_lost(self)
+
+    def _break_off(self, kind: type[MembrokerError], why: str, *, interrupted: bool = False) -> None:
+        """End the connection, unless it has ended: calls raise this error from now on."""
+        with self._changed.lock:
+            if self._end is None:
+                self._end = (kind, why)
+                self.interrupted = interrupted
+                with suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+            self._changed.tell_all()
+
+    def _lose(self, error: Exception) -> None:
+        """Note that the connection is lost, and why."""
+        if isinstance(error, handoff.BrokenPacket):
+            self._break_off(ProtocolError, f"the broker at {self._name} sent an invalid frame: {error}")
+        if isinstance(error, BlockingIOError):
+            self._break_off(
+                BrokerUnavailable,
+                f"the broker at {self._name} has read nothing for {STOPPING_SECONDS:g} s: it is stopped or overloaded; "
+                "mapped memory stays valid, and the session goes on when the broker reads again",
+            )
+        self._break_off(
+            BrokerUnavailable,
+            f"the broker at {self._name} is gone{self._stopping}: mapped memory stays valid; "
+            "start it again (`membrokerd`), and the session goes on",
+        )
+        if self.lost:
+            self._on_lost(self)
+
+    def close(self) -> None:
+        """Close the socket, and packets that were not taken. Calls in flight, and later ones, raise `ClosedError`."""
+        self._break_off(ClosedError, "the client is closed")
+        with self._changed.lock:
+            # A descriptor's number can be reused as soon as it is closed, so no thread may be reading from it.
+            deadline = time.monotonic() + 5
+            while self._reader is not None and (seconds := deadline - time.monotonic()) > 0:
+                self._changed.wait(seconds)
+        self._close_all()
+
+    def abandon(self) -> None:
+        """In a forked child: close what was inherited. Takes no lock; never a shutdown, which the parent would feel."""
+        self._end = (ClosedError, "this client belongs to the process that this one was forked from")
+        self._changed = Condition()
+        self._reader = None
+        self._close_all()
+
+    def _close_all(self) -> None:
+        self._socket.close()
+        while self._unclosed:
+            close_each(self._unclosed.pop().descriptors)

@@ -273,8 +273,8 @@ def _absent(path: Path) -> str:
         tenant, tenants = path.parent, path.parent.parent
         live = _open_in(tenants)
         if there := live or (_names_in(tenants) if missing == tenant else []):
-            one = tenant.with_name(_nearest(tenant.name, there))
-            others = f"has {_some(there)}: name one's endpoint, as in --endpoint {one} or {VARIABLE}={one}"
+            nearest = tenant.with_name(_nearest(tenant.name, there))
+            others = f"has {_some(there)}: name one's endpoint, as in --endpoint {nearest} or {VARIABLE}={nearest}"
             if missing == tenant:
                 dead = "" if live else f"no broker is alive at {tenants.parent}: {_START}. "
                 return f"{dead}{tenants.parent} has no tenant {tenant.name!r}, but {others}"

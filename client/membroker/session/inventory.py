@@ -167,7 +167,7 @@ class Inventory:
         unknown = set(generations)
         with self._lock:
             self._drop(extent_ids)
-            for request_id in [one for one, generation in self._segments.items() if generation in unknown]:
+            for request_id in [hold for hold, generation in self._segments.items() if generation in unknown]:
                 del self._segments[request_id]
 
     def held(self) -> HeldResources:

@@ -61,10 +61,10 @@ def value(kind: type[_T], message: Message, **special: Any) -> _T:
     Absent fields are None, times are in UTC, enums are words, and lists are tuples. Books are by location.
     """
     if kind in _BOOKS:
-        field, books = _BOOKS[kind]
-        special[field] = by_location(books, getattr(message, field))
-    found = {one.name: _plain(message, one.name) for one in fields(kind) if one.name not in special}
-    return kind(**found, **special)
+        books_name, books = _BOOKS[kind]
+        special[books_name] = by_location(books, getattr(message, books_name))
+    names = [field.name for field in fields(kind) if field.name not in special]
+    return kind(**{name: _plain(message, name) for name in names}, **special)
 
 
 def _plain(message: Message, name: str) -> Any:

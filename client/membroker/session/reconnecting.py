@@ -110,7 +110,9 @@ class ReconnectingConnection:
         # A broker of revision 0 knows no frames of models.
         old = ("register_model", "unregister_model") if not revision else ()
         connection = Connection(
-            *(handoff, str(self._path), self.inventory),
+            handoff,
+            str(self._path),
+            self.inventory,
             revision=revision,
             session=self.welcome.session,
             request_ids=self._request_ids,
@@ -317,17 +319,17 @@ class ReconnectingConnection:
             undo.callback(notices.close)
             undo.callback(setattr, self, "_attempt", ())
             self._attempt = handoff, notices
-            told, models = reconcile(handoff, self._path, self.inventory, next(self._request_ids), self._timeout)
+            stated, models = reconcile(handoff, self._path, self.inventory, next(self._request_ids), self._timeout)
             connection = self._open(handoff, welcome.protocol_revision, models)
             undo.callback(connection.close)
-            while not self._use(connection, notices, told, begun):
-                told = connection.catch_up(told, self._timeout)
+            while not self._use(connection, notices, stated, begun):
+                stated = connection.catch_up(stated, self._timeout)
             undo.pop_all()
 
-    def _use(self, connection: Connection, notices: socket.socket, told: HeldResources, begun: float) -> bool:
-        """Let all calls use the new connection, unless less is held now than the broker was told."""
+    def _use(self, connection: Connection, notices: socket.socket, stated: HeldResources, begun: float) -> bool:
+        """Let all calls use the new connection, unless less is held now than was `stated` to the broker."""
         with self._changed.lock:
-            if self.inventory.held() != told:
+            if self.inventory.held() != stated:
                 return False
             if connection.lost or not self._move("resumed"):
                 raise BrokerUnavailable(f"the connection to the broker at {self._path} ended again")
@@ -380,9 +382,9 @@ class ReconnectingConnection:
         with self._changed.lock:
             self._move("closed")
             attempt = self._attempt
-        for one in attempt:
+        for attempted in attempt:
             with suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                attempted.shutdown(socket.SHUT_RDWR)
         self.connection.close()
         self._grpc.close()
         self.notices.stop(wait=wait)
@@ -391,8 +393,8 @@ class ReconnectingConnection:
         """In a forked child: close what was inherited. Takes no lock; never a shutdown, which the parent would feel."""
         self._state = "closed"
         self._changed = Condition()
-        for one in self._attempt:
-            one.close()
+        for attempted in self._attempt:
+            attempted.close()
         self.connection.abandon()
         self.notices.abandon()
         self._grpc.abandon()

@@ -154,12 +154,12 @@ class TestCall:
         other = Caller(lambda: connection.call(allocate(), Taker()))
         broker.hear("allocate")
         broker.deliver(first, 2, part=1)
-        until(lambda: len(connection.unclosed) == 2)
+        until(lambda: len(connection._unclosed) == 2)
         go_on.set()
         assert isinstance(one.end().error, KeyboardInterrupt)
         assert isinstance(other.end().error, BrokerUnavailable)
         connection.close()
-        assert not connection.unclosed
+        assert not connection._unclosed
 
     def test_undo_fails(self, pair: tuple[Connection, Broker]) -> None:
         """What could not be unmapped is not called given back."""

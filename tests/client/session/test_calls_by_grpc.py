@@ -125,7 +125,7 @@ class TestByGrpc:
         """One thread attaches a segment that is written for a day yet; others are refused at once."""
         connection, broker = pair
         waiting, waiting_id, finish_waiting = start(Taker())
-        until(lambda: connection.reader is not None)
+        until(lambda: connection._reader is not None)
         for _ in range(20):
             caller, _, finish = start(Taker())
             finish(OutOfMemory("refused"), 0)

@@ -191,9 +191,9 @@ def test_the_end_is_noticed_behind_a_last_answer() -> None:
     connection = Connection(mine, "/test", Inventory())
     request = broker_pb2.DeclareMemoryRequest()
     caller = Caller(lambda: connection.call(pb.Frame(declare=request)))
-    until(lambda: connection.reader is not None)
+    until(lambda: connection._reader is not None)
     end = Caller(connection.read_to_the_end)
-    until(lambda: connection.changed._waiting)
+    until(lambda: connection._changed._waiting)
     request_id = handoff.decode(yours.recv(4096)).request_id
     yours.send(handoff.encode(pb.Frame(request_id=request_id, reply=pb.Reply(declare={}))))
     caller.value()
@@ -221,7 +221,7 @@ def test_a_connection_waits_for_its_calls() -> None:
     assert undoing.wait(30)
     assert connection.lost
     waiting = Caller(connection.wait_until_idle)
-    until(lambda: connection.changed._waiting)
+    until(lambda: connection._changed._waiting)
     assert waiting.is_alive()
     go_on.set()
     waiting.value()

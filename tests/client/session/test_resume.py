@@ -95,7 +95,7 @@ class TestCallsInFlight:
             broker.deliver(broker.hear("allocate").request_id, 1, parts=2)
             assert began.wait(30)
             drop_all(broker, client)
-            until(lambda: lost.changed._waiting)
+            until(lambda: lost._changed._waiting)
             assert not broker.is_knocked_at()
         go_on.set()
         broker.greet_again()

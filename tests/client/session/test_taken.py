@@ -134,7 +134,7 @@ def test_what_nobody_waits_for(pair: tuple[Connection, Broker]) -> None:
 def test_an_older_broker_gets_no_count(pair: tuple[Connection, Broker]) -> None:
     """It would skip the count, and never send a third packet: it gets an Ack for each, by its id."""
     connection, broker = pair
-    connection.counts = False
+    connection._counts = False
     caller = Caller(lambda: connection.call(allocate(), Taker()))
     request_id = broker.hear("allocate").request_id
     serve(broker, request_id, 1)
@@ -163,12 +163,12 @@ def test_a_small_allocation_costs_two_packets(daemon: Daemon) -> None:
     """Request and release, with a real broker; a third for each was the Ack."""
     with membroker.connect(daemon.endpoint()) as client:
         model, connection = client.register_model("m"), client._session.connection
-        counted: Any = Counted(connection.socket)
-        connection.socket, sock = counted, connection.socket
+        counted: Any = Counted(connection._socket)
+        connection._socket, sock = counted, connection._socket
         for _ in range(20):
             model.allocate(PAGE).close()
         assert counted.kinds == ["allocate", "release"] * 20
-        connection.socket = sock
+        connection._socket = sock
         until(lambda: is_settled(daemon))
 
 
@@ -200,7 +200,7 @@ def test_long_and_short_calls_share_the_window(daemon: Daemon) -> None:
 def test_an_old_client_is_served_as_before(daemon: Daemon) -> None:
     """A library of before the count was there acknowledges by ids: 300 pages, and small ones."""
     with membroker.connect(daemon.endpoint()) as client:
-        client._session.connection.counts = False
+        client._session.connection._counts = False
         model = client.register_model("m")
         with model.pool(page_size=PAGE, virtual_capacity=120 * PAGE) as pool:
             for _ in range(3):
@@ -221,7 +221,7 @@ def test_a_session_goes_on_counting_after_an_outage(daemon: Daemon) -> None:
         daemon.start_again()
         kept.append(model.allocate(PAGE))
         assert client._session.connection is not before
-        assert client._session.connection.taken.count == 1
+        assert client._session.connection._taken.count == 1
         with model.pool(page_size=PAGE, virtual_capacity=120 * PAGE) as pool:
             pool.allocate(0, 120 * PAGE)
         for one in kept:

@@ -223,7 +223,7 @@ def test_who_comes_in_the_middle_of_a_drain_is_told(daemon: Daemon, engine: Work
         late.connect(daemon, "blue")
         late.do("told = []; client.on_notice(lambda notice: told.append(type(notice).__name__))")
         until(lambda: told(late) == ["Draining"])
-        engine.do("import socket; client._session.connection.socket.shutdown(socket.SHUT_RDWR)")
+        engine.do("import socket; client._session.connection._socket.shutdown(socket.SHUT_RDWR)")
         until(lambda: sorted(told(engine)[1:]) == ["Disconnected", "Draining", "Resumed"])
         good(daemon, "undrain")
         until(lambda: told(late)[-1] == told(engine)[-1] == "Undrained")

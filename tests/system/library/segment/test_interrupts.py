@@ -142,7 +142,7 @@ made = model.create_segment("weights", 1)
 found = []
 waiting = threading.Thread(target=lambda: found.append(client.attach("weights")))
 waiting.start()
-while client._session.connection.reader is None: pass
+while client._session.connection._reader is None: pass
 hits, armed = 0, False
 signal.signal(signal.SIGALRM, lambda *_: armed and signal.raise_signal(signal.SIGINT))
 sys.unraisablehook = id  # an interrupt in one of gRPC's finalizers is lost; in a hook of Python code another could hit
