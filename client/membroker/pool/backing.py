@@ -12,7 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from ..arguments import Progress
-from ..errors import AlreadyMapped, ClosedError, InvalidRequest, OutOfMemory, OutOfVirtualMemory
+from ..errors import ClosedError, InvalidOffset, InvalidRequest, NotMapped, OutOfMemory, OutOfVirtualMemory
 from ..interrupts import Operation, uninterrupted
 from ..memory.lender import Source
 from ..memory.lifetime import MappedMemory, Placing
@@ -23,7 +23,7 @@ from ..types import Move
 from ..vmm.driver import AccessFlags, Location
 from . import compaction
 from .ahead import MOST_PER_CALL, Ahead
-from .claims import Choose, Claims
+from .claims import Claims
 from .offload import OffloadedPages
 from .page_store import PageStore
 from .page_table import FREE, OFFLOADED, SPARE, USED, PageTable, as_runs
@@ -40,20 +40,22 @@ class Fence(Protocol):
 class Backing:
     """`count` pages of `page_size` bytes of addresses, and their memory. Up to `spare_pages` stay mapped when dropped.
 
-    `ahead` says how many spare pages are borrowed before they are needed. Pages are numbers.
+    `user` is the user's object, the pool, which this must never keep alive. `ahead` says how many spare pages are
+    borrowed before they are needed. Pages are numbers.
     """
 
     def __init__(
         self,
         source: Source,
-        pool: object,
+        *,
+        user: object,
         count: int,
         page_size: int,
         location: Location,
         spare_pages: int,
         ahead: Ahead | None,
     ) -> None:
-        self.holding = MappedMemory(source, pool, count * page_size, "pool", alignment=page_size)
+        self.holding = MappedMemory(source, user, count * page_size, "pool", alignment=page_size)
         self._table = PageTable(count, page_size)
         self.claims = Claims(self._table, self.holding)
         self._lock = self.claims.lock
@@ -71,60 +73,125 @@ class Backing:
         if ahead is not None:
             ahead.start(self.keep_ahead)
 
+    # Allocating
+
     def back(
         self,
-        choose: Choose,
+        runs: Sequence[range],
         asked: int | str,
         until: float | None,
         *,
-        within: Sequence[int] = (0,),
-        spare: bool = False,
+        within: Sequence[int],
         ahead: bool = False,
         wanted_bytes: int = 0,
-    ) -> Sequence[range]:
-        """Map the missing pages of unused runs by one request to the source, all or nothing; mark them used, or spare.
+    ) -> None:
+        """Allocate unused runs of pages, all or nothing: the missing ones are mapped by one request to the source.
 
         `asked` is the size that the user requested. The user's part of each run begins at byte `within` of its first
-        page. `until`, `ahead` and `wanted_bytes` are the source's. Spare pages that are borrowed ahead are the wish of
-        the library, not of a user.
+        page. `until`, `ahead` and `wanted_bytes` are the source's.
         """
-        if self._table.spare and not spare and (pages := self._take_spare(choose, within[0])):
-            return [pages]
-        size = self._page_size
+        if self._table.spare and self._take_spare(runs, within):
+            return
         try:
             with Operation(self.holding) as operation:
-                runs = self.claims.claim(operation, choose, self._table.check_unused, own=spare and ahead)
-                with self._lock:
-                    missing = [run for pages in runs for run in self._table.unbacked(pages)]
-                operation.undo.append(partial(self._take_back, runs))
-                if missing:
-                    offsets = [range(run.start * size, run.stop * size, size) for run in missing]
-                    placing = Placing(self.holding, *offsets)
-                    operation.undo.append(placing.take_back)
-                    borrow, count, place = self._source.borrow, sum(map(len, missing)), self._location
-                    borrow(size, count, place, placing, until, ahead=ahead, wanted_bytes=wanted_bytes)
-                with self._lock:
-                    self.holding.check_open()
-                    for pages, offset in zip(runs, within, strict=True):
-                        self._table.set(pages, SPARE if spare else USED)
-                        if not spare:
-                            self._table.begins[pages.start] = offset
-                    if spare:
-                        self._table.fresh.update(*missing)
-                        if self._ahead is not None and not ahead:
-                            self._table.prepared.update(*runs)
-                    operation.undo.clear()
+                self.claims.claim_unused(operation, runs)
+                self._borrow(operation, runs, until, ahead=ahead, wanted_bytes=wanted_bytes)
+                self._mark_used(operation, runs, within)
         except OutOfMemory as error:
-            if self._ahead is not None and not spare:
-                # What was asked ahead counts against the guarantee, and may be the rest of it.
-                self.claims.wait_for_own(range(self._table.count))
-                if found := self._take_spare(choose, within[0]):
-                    return [found]
-            add_asked(error, asked, "pages", size)
+            if self._wait_for_ahead() and self._take_spare(runs, within):
+                return
+            add_asked(error, asked, "pages", self._page_size)
             raise
-        if self._ahead is not None and not spare:
-            self._ahead.took(sum(map(len, runs)), self._table.spare)
-        return runs
+        self._took(runs)
+
+    def back_lowest(self, length: int, step: int, first: int, until: float | None) -> range:
+        """Allocate the lowest unused pages for `length` bytes, from `first` or a multiple of `step` pages after it."""
+        count = -(-length // self._page_size)
+        if self._table.spare and (found := self._take_lowest(count, step, first)):
+            return found
+        try:
+            with Operation(self.holding) as operation:
+                runs = self.claims.claim_lowest(operation, count, step, first)
+                self._borrow(operation, runs, until)
+                self._mark_used(operation, runs)
+        except OutOfMemory as error:
+            if self._wait_for_ahead() and (found := self._take_lowest(count, step, first)):
+                return found
+            add_asked(error, length, "pages", self._page_size)
+            raise
+        self._took(runs)
+        return runs[0]
+
+    def back_above(self, length: int, until: float | None) -> range:
+        """Allocate the pages of the `length` bytes after the highest allocated page."""
+        if self._table.spare and (found := self._take_above(length)):
+            return found
+        try:
+            with Operation(self.holding) as operation:
+                runs = self.claims.claim_above(operation, length)
+                self._borrow(operation, runs, until)
+                self._mark_used(operation, runs)
+        except OutOfMemory as error:
+            if self._wait_for_ahead() and (found := self._take_above(length)):
+                return found
+            add_asked(error, length, "pages", self._page_size)
+            raise
+        self._took(runs)
+        return runs[0]
+
+    def prepare(self, length: int, until: float | None) -> None:
+        """Make the pages of the `length` bytes after the highest allocated page spare, by the wish of the user."""
+        try:
+            with Operation(self.holding) as operation:
+                runs = self.claims.claim_above(operation, length)
+                self._borrow_spare(operation, runs, until)
+        except OutOfMemory as error:
+            add_asked(error, length, "pages", self._page_size)
+            raise
+
+    def _borrow(
+        self,
+        operation: Operation,
+        runs: Sequence[range],
+        until: float | None,
+        *,
+        ahead: bool = False,
+        wanted_bytes: int = 0,
+    ) -> list[range]:
+        """Borrow and map the missing pages of claimed runs, and return them. The caller marks the runs."""
+        size = self._page_size
+        with self._lock:
+            missing = self._table.unbacked(runs)
+        operation.undo.append(partial(self._take_back, runs))
+        if missing:
+            placing = Placing(self.holding, *[range(run.start * size, run.stop * size, size) for run in missing])
+            operation.undo.append(placing.take_back)
+            count, where = sum(map(len, missing)), self._location
+            self._source.borrow(size, count, where, placing, until, ahead=ahead, wanted_bytes=wanted_bytes)
+        return missing
+
+    def _mark_used(self, operation: Operation, runs: Sequence[range], within: Sequence[int] = (0,)) -> None:
+        """Mark claimed runs used, whose pages have their memory: they are allocated."""
+        with self._lock:
+            self.holding.check_open()
+            for pages, offset in zip(runs, within, strict=True):
+                self._table.set(pages, USED)
+                self._table.begins[pages.start] = offset
+            operation.undo.clear()
+
+    def _borrow_spare(
+        self, operation: Operation, runs: Sequence[range], until: float | None, *, ahead: bool = False
+    ) -> None:
+        """Borrow the missing pages of claimed runs, and mark the runs spare; `ahead` is the wish of the library."""
+        missing = self._borrow(operation, runs, until, ahead=ahead)
+        with self._lock:
+            self.holding.check_open()
+            for pages in runs:
+                self._table.set(pages, SPARE)
+            self._table.fresh.update(*missing)
+            if self._ahead is not None and not ahead:
+                self._table.prepared.update(*runs)
+            operation.undo.clear()
 
     def _take_back(self, runs: Sequence[range]) -> None:
         """Make claimed pages unused again: spare if they have memory, as after a failure to unmap, and free if not."""
@@ -135,42 +202,124 @@ class Backing:
                 for run in as_runs(page for page in pages if page * self._page_size in extents):
                     self._table.set(run, SPARE)
 
-    def drop(self, choose: Choose, after: Fence | None = None) -> None:
+    def _take_spare(self, runs: Sequence[range], within: Sequence[int] = (0,)) -> bool:
+        """Allocate pages if they are one run and all of them are spare; return whether it did."""
+        with self._lock:
+            if len(runs) > 1 or not self._table.take_spare(runs[0], within[0]):
+                return False
+            left = self._table.spare
+        if self._ahead is not None:
+            self._ahead.took(len(runs[0]), left)
+        return True
+
+    def _take_lowest(self, count: int, step: int, first: int) -> range | None:
+        """Allocate the pages that `back_lowest` would, if all of them are spare. Those that are ready go first."""
+        with self._lock:
+            pages = self._table.spare_fit(count) if self._ahead is not None and step == 1 else None
+            try:
+                pages = pages or self._table.first_fit(count, step, first)
+            except OutOfVirtualMemory:
+                return None  # the claim raises it, or waits for pages that the library changes
+            return pages if self._take_spare([pages]) else None
+
+    def _take_above(self, length: int) -> range | None:
+        """Allocate the pages that `back_above` would, if all of them are spare."""
+        with self._lock:
+            try:
+                pages = self._table.above(length)
+            except OutOfVirtualMemory:
+                return None  # as above
+            return pages if self._take_spare([pages]) else None
+
+    def _took(self, runs: Sequence[range]) -> None:
+        if self._ahead is not None:
+            self._ahead.took(sum(map(len, runs)), self._table.spare)
+
+    def _wait_for_ahead(self) -> bool:
+        """After a refusal, wait for what was asked ahead: it counts against the guarantee, and may be the rest of it.
+
+        Return whether the pool borrows ahead.
+        """
+        if self._ahead is None:
+            return False
+        self.claims.wait_for_own(range(self._table.count))
+        return True
+
+    # Releasing
+
+    def drop(self, runs: Sequence[range], after: Fence | None = None) -> None:
         """Release used pages, or keep all of them as spare pages. Drop the bytes of offloaded pages.
 
         It waits once, for `after`, or for all work on the device if that is None. In a finalizer that has interrupted
-        a call of the library, it returns at once, and another thread does it soon.
+        a call of the library, it returns at once, and another thread does it soon. So do the other two.
         """
         if in_a_finalizer():
-            self._source.later(partial(self._drop_later, choose, after))
+            self._source.later(partial(_unless_closed, self.drop, runs, after))
             return
-        most = self.spare_pages if self._ahead is None else max(self.spare_pages, self._ahead.target)
-        if most and self._keep_spare(choose, most):
+        if self._keep_spare(runs):
             return
         with Operation(self.holding) as operation:
-            runs = self.claims.claim(operation, choose, self.claims.check_droppable)
-            used = []
+            self.claims.claim_droppable(operation, runs)
+            self._drop(operation, runs, after)
+
+    def drop_below(self, length: int) -> None:
+        """Drop the pages of the last `length` bytes up to the highest allocated page."""
+        if in_a_finalizer():
+            self._source.later(partial(_unless_closed, self.drop_below, length))
+            return
+        with self._lock:
+            if self._keep_spare([self._table.below(length)]):
+                return
+        with Operation(self.holding) as operation:
             with self._lock:
-                for pages in runs:
-                    used += self._table.claimed_runs(USED, pages)
-            if used:
-                self._unbind(used, operation, after)
-            if self._offloaded.size:
-                for pages in runs:
-                    uninterrupted(partial(self._offloaded.drop, pages))
+                runs = [self._table.below(length)]
+                self.claims.claim_droppable(operation, runs)
+            self._drop(operation, runs)
 
-    def _drop_later(self, choose: Choose, after: Fence | None) -> None:
-        with suppress(ClosedError):  # its end has released them
-            self.drop(choose, after)
+    def drop_allocation(self, address: int) -> None:
+        """Drop the pages of the allocation that begins at an address."""
+        if in_a_finalizer():
+            self._source.later(partial(_unless_closed, self.drop_allocation, address))
+            return
+        with self._lock:
+            if self._keep_spare([self._begun_at(address)]):
+                return
+        with Operation(self.holding) as operation:
+            with self._lock:
+                runs = [self._begun_at(address)]
+                self.claims.claim_droppable(operation, runs)
+            self._drop(operation, runs)
 
-    def _keep_spare(self, choose: Choose, most: int) -> bool:
-        """Keep deallocated pages mapped as spare pages, unless there are more than `most` then; return whether it did.
+    def _begun_at(self, address: int) -> range:
+        """Return the pages of the allocation that begins at an address. The caller holds the lock."""
+        offset = address - self.holding.region.address
+        page, within = divmod(offset, self._page_size)
+        if not 0 <= page < self._table.count:
+            raise InvalidOffset(f"the address {address:#x} is not one of this pool's")
+        if self._table.begins.get(page) != within:
+            raise NotMapped(f"no allocation begins at the address {address:#x}: deallocate() takes any offset and size")
+        return self._table.allocation(page)
+
+    def _drop(self, operation: Operation, runs: Sequence[range], after: Fence | None = None) -> None:
+        """Release claimed pages, and drop the bytes of those that are offloaded."""
+        with self._lock:
+            used = self._table.claimed_runs(USED, runs)
+        if used:
+            self._unbind(used, operation, after)
+        if self._offloaded.size:
+            for pages in runs:
+                uninterrupted(partial(self._offloaded.drop, pages))
+
+    def _keep_spare(self, runs: Sequence[range]) -> bool:
+        """Keep deallocated pages mapped as spare pages, unless there are too many then; return whether it did.
 
         Protected pages are released instead: the next allocation would have to make them writable.
         """
+        most = self.spare_pages if self._ahead is None else max(self.spare_pages, self._ahead.target)
+        if not most:
+            return False
         with self._lock:
             table = self._table
-            runs = choose(table)
             if table.spare + sum(map(len, runs)) > most:
                 return False
             for pages in runs:
@@ -184,25 +333,13 @@ class Backing:
                 table.keep_spare(pages)
             return True
 
-    def _take_spare(self, choose: Choose, within: int) -> range | None:
-        """Allocate pages if they are one run and all of them are spare, and return them; otherwise return None."""
-        with self._lock:
-            try:
-                pages, *others = choose(self._table)
-            except OutOfVirtualMemory:
-                return None  # the claim raises it, or waits for pages that the library changes
-            if others or not self._table.take_spare(pages, within):
-                return None
-            left = self._table.spare
-        if self._ahead is not None:
-            self._ahead.took(len(pages), left)
-        return pages
-
     def trim(self, pages: range | None = None) -> int:
         """Release every spare page of `pages`, or of the pool, that no other call has claimed; return their number."""
         wanted = range(self._table.count) if pages is None else pages
         with Operation(self.holding) as operation:
-            runs = self.claims.claim(operation, lambda table: table.spare_runs(wanted))
+            with self._lock:
+                runs = self._table.spare_runs(wanted)
+                self.claims.claim(operation, runs)
             if runs:
                 self._unbind(runs, operation)
         return sum(map(len, runs))
@@ -225,9 +362,13 @@ class Backing:
         if missing <= 0 or not few or ahead.is_paused or ahead.is_resting:
             return False
         try:
-            size = len(few) * self._page_size
-            runs = self.back(partial(self._next_free, len(few)), size, None, spare=True, ahead=True)
-        except (OutOfMemory, AlreadyMapped):
+            with Operation(self.holding) as operation:
+                with self._lock:
+                    pages = table.next_free(len(few))
+                    runs = [pages] if pages and not ahead.is_resting else []
+                    self.claims.claim(operation, runs, own=True)
+                self._borrow_spare(operation, runs, None, ahead=True)
+        except OutOfMemory:
             ahead.refused()
             return False
         ahead.granted()
@@ -236,15 +377,9 @@ class Backing:
             return False
         return missing > len(few)
 
-    def _next_free(self, most: int, table: PageTable) -> list[range]:
-        """Choose what to borrow ahead: nothing if the pool has begun to rest. The caller holds the lock."""
-        assert self._ahead is not None
-        pages = table.next_free(most)
-        return [pages] if pages and not self._ahead.is_resting else []
-
     def _give_surplus(self, count: int) -> None:
         """Release `count` spare pages as `_give_spare` does, except those that the user has prepared."""
-        self._give_spare(count * self._page_size, lambda _: True, self._table.prepared)
+        self._give_spare(count * self._page_size, but=self._table.prepared)
 
     def _rest(self) -> None:
         """Borrow nothing ahead until the next allocation."""
@@ -256,27 +391,34 @@ class Backing:
         if self._give_spare(size, is_asked_for) and self._ahead is not None:
             self._ahead.refused()
 
-    def _give_spare(self, size: int, is_asked_for: Callable[[int], bool], but: Set[int] = frozenset()) -> bool:
+    def _give_spare(
+        self, size: int, is_asked_for: Callable[[int], bool] | None = None, but: Set[int] = frozenset()
+    ) -> bool:
         """Release spare pages that no work on the device can use, the highest ones first, without waiting for it.
 
         The pages in `but` stay. Return whether any page was released.
         """
         with Operation(self.holding) as operation:
             count = -(-size // self._page_size)
-            runs = self.claims.claim(operation, lambda _: self._clean_runs(count, is_asked_for, but), own=True)
+            with self._lock:
+                runs = self._clean_runs(count, but)
+                if (
+                    runs
+                    and is_asked_for is not None
+                    and not is_asked_for(self.holding.region.extents[runs[0].start * self._page_size][0])
+                ):
+                    return False
+                self.claims.claim(operation, runs, own=True)
             if runs:
                 operation.forward(partial(self._let_go, runs))
         return bool(runs)
 
-    def _clean_runs(self, count: int, is_asked_for: Callable[[int], bool], but: Set[int]) -> list[range]:
+    def _clean_runs(self, count: int, but: Set[int]) -> list[range]:
         """Return the highest `count` clean spare pages that are not in `but`, as runs. The caller holds the lock."""
         table = self._table
         all_clean = self._is_never_busy or self._keeps == self._clean_keeps
         spare = [page for run in table.spare_runs(range(table.count)) for page in run if page not in but]
-        clean = [page for page in spare if all_clean or page in table.fresh][-count:]
-        if not clean or not is_asked_for(self.holding.region.extents[clean[0] * self._page_size][0]):
-            return []
-        return as_runs(clean)
+        return as_runs([page for page in spare if all_clean or page in table.fresh][-count:])
 
     def trim_all(self) -> int:
         """Free the host memory that is kept pinned, and release every spare page; return the number of pages."""
@@ -289,7 +431,11 @@ class Backing:
         """Copy the used ones of `pages` to the host, release the spare ones, and return the number of bytes copied."""
         self._rest()
         with Operation(self.holding) as operation:
-            runs = self.claims.claim(operation, lambda table: table.runs_of(USED, pages), self.claims.check_idle)
+            with self._lock:
+                runs = self._table.runs_of(USED, pages)
+                for run in runs:
+                    self.claims.check_idle(run)
+                self.claims.claim(operation, runs)
             if runs:
                 self._source.driver.synchronize()
             copied = self._offloaded.offload(runs, segment, progress)
@@ -299,7 +445,9 @@ class Backing:
     def restore(self, pages: range, progress: Progress | None, until: float | None, *, keep_pinned: bool) -> int:
         """Restore the offloaded ones of `pages`, and return the number of bytes copied."""
         with Operation(self.holding) as operation:
-            runs = self.claims.claim(operation, lambda table: table.runs_of(OFFLOADED, pages))
+            with self._lock:
+                runs = self._table.runs_of(OFFLOADED, pages)
+                self.claims.claim(operation, runs)
             return self._offloaded.restore(runs, progress, until, keep_pinned=keep_pinned)
 
     def restore_from(
@@ -311,7 +459,8 @@ class Backing:
             self.claims.wait_for_own(run)
             self.trim(run)
         with Operation(self.holding) as operation:
-            runs = self.claims.claim(operation, lambda _: list(found), self.claims.check_free)
+            runs = list(found)
+            self.claims.claim_unused(operation, runs, free=True)
             if runs:
                 self._offloaded.adopt(segment, found)
             return self._offloaded.restore(runs, progress, until)
@@ -339,16 +488,20 @@ class Backing:
     def protect(self, pages: range, access: AccessFlags) -> None:
         """Set the access of used pages. A reduction waits for the work on the device."""
         lowered = access is not AccessFlags.READ_WRITE
-        check = self.claims.check_idle if lowered else self._table.check_used
         with Operation(self.holding) as operation:
-            self.claims.claim(operation, lambda _: [pages], check)
+            with self._lock:
+                if lowered:
+                    self.claims.check_idle(pages)
+                else:
+                    self._table.check_used(pages)
+                self.claims.claim(operation, [pages])
             if lowered:
                 self._source.driver.synchronize()
             self.holding.region.protect(access, *self._bytes(pages))
             with self._lock:
                 self._table.restrict(pages, access)
 
-    def compact(self, on_move: Callable[[Move], object]) -> list[Move]:
+    def compact(self, on_move: Callable[[Move], object] | None) -> list[Move]:
         """Release the spare pages, then move runs of used pages to lower addresses, and return the moves.
 
         No page that the library changes by itself may lie in a hole. It waits for those that it borrows, releases all
@@ -395,3 +548,8 @@ class Backing:
 
     def _bytes(self, pages: range) -> tuple[int, int]:
         return pages.start * self._page_size, len(pages) * self._page_size
+
+
+def _unless_closed(release: Callable[..., None], *arguments: object) -> None:
+    with suppress(ClosedError):  # its end has released them
+        release(*arguments)

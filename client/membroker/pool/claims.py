@@ -9,7 +9,7 @@ or the driver: two borrowers that wait for each other would deadlock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from ..errors import AlreadyMapped, OutOfVirtualMemory
@@ -17,12 +17,12 @@ from ..interrupts import Condition, Operation
 from ..memory.lifetime import MappedMemory
 from .page_table import USED, PageTable
 
-Choose = Callable[[PageTable], Sequence[range]]
-"""Picks runs of pages in the table, which does not change before they are claimed."""
-
 
 class Claims:
-    """The claims on the pages of `table`, whose memory is `holding`. The caller of a check holds `lock`."""
+    """The claims on the pages of `table`, whose memory is `holding`.
+
+    The caller of `claim` or of a check holds `lock`. The caller of a method that waits must not hold it.
+    """
 
     def __init__(self, table: PageTable, holding: MappedMemory) -> None:
         self._own_ended = Condition()
@@ -30,37 +30,64 @@ class Claims:
         self.table = table
         self.holding = holding
 
-    def claim(
-        self,
-        operation: Operation,
-        choose: Choose,
-        check: Callable[[range], None] | None = None,
-        *,
-        own: bool = False,
-    ) -> Sequence[range]:
-        """Claim the chosen runs of pages until the operation ends: all of them, or none if `check` raises.
-
-        If they are refused because the library itself changes pages, it waits for that, and chooses again. A claim of
-        the library's `own` does not.
-        """
+    def claim(self, operation: Operation, runs: Sequence[range], *, own: bool = False) -> None:
+        """Claim runs of pages until the operation ends. The caller holds the lock, under which it has checked them."""
         claimed: list[range] = []
         operation.ends.append(partial(self._release_own if own else self.release, claimed))
+        for pages in runs:
+            self.table.claim(pages, claimed, own=own)
+
+    def claim_unused(self, operation: Operation, runs: Sequence[range], *, free: bool = False) -> None:
+        """Claim pages that are free or spare, or only `free` ones, all or nothing. Raises `AlreadyMapped`.
+
+        It waits while the library itself changes any of them.
+        """
+        check = self.table.check_free if free else self.table.check_unused
         with self.lock:
             while True:
-                runs: Sequence[range] = [range(self.table.count)]
                 try:
-                    runs = choose(self.table)
-                    if check is not None:
-                        for pages in runs:
-                            check(pages)
+                    for pages in runs:
+                        check(pages)
                     break
-                except (AlreadyMapped, OutOfVirtualMemory):
-                    if own or not any(map(self.table.is_own, runs)):
+                except AlreadyMapped:
+                    if not any(map(self.table.is_own, runs)):
                         raise
                 self._own_ended.wait()
-            for pages in runs:
-                self.table.claim(pages, claimed, own=own)
+            self.claim(operation, runs)
+
+    def claim_lowest(self, operation: Operation, count: int, step: int, first: int) -> list[range]:
+        """Claim what `PageTable.first_fit` finds. It waits while the library itself changes pages that would do."""
+        with self.lock:
+            while True:
+                try:
+                    runs = [self.table.first_fit(count, step, first)]
+                    break
+                except OutOfVirtualMemory:
+                    if not self.table.is_own(range(self.table.count)):
+                        raise
+                self._own_ended.wait()
+            self.claim(operation, runs)
         return runs
+
+    def claim_above(self, operation: Operation, length: int) -> list[range]:
+        """Claim what `PageTable.above` finds, all of which is unused. It waits while the library itself changes it."""
+        with self.lock:
+            while self.table.is_own(pages := self.table.above(length)):
+                self._own_ended.wait()
+            self.claim(operation, [pages])
+        return [pages]
+
+    def claim_droppable(self, operation: Operation, runs: Sequence[range]) -> None:
+        """Claim used or offloaded pages. Raises `NotMapped`, and `BufferError` if a view or a pin of them is alive."""
+        with self.lock:
+            for pages in runs:
+                if self.table.is_used(pages):
+                    self._check_unpinned(pages)
+                    continue
+                self.table.check_allocated(pages)
+                for run in self.table.runs_of(USED, pages):
+                    self._check_unpinned(run)
+            self.claim(operation, runs)
 
     def wait_for_own(self, pages: range) -> None:
         """Wait until the library itself changes none of `pages`. Ctrl-C ends the wait."""
@@ -81,26 +108,14 @@ class Claims:
     def check_idle(self, pages: range) -> None:
         """Raise `NotMapped` unless the pages are used, and `BufferError` if a view or a pin of them is alive."""
         self.table.check_used(pages)
+        self._check_unpinned(pages)
+
+    def _check_unpinned(self, pages: range) -> None:
         if not self.holding.views.any():
             return
         start, length = pages.start * self.table.page_size, len(pages) * self.table.page_size
         if self.holding.views.any_in(self.holding.region.address + start, length):
             raise BufferError(f"a view or a pin of [{start}, {start + length}) is still alive: release it first")
-
-    def check_droppable(self, pages: range) -> None:
-        """Check as `check_idle` does, but accept offloaded pages too."""
-        runs = [pages]
-        if not self.table.is_used(pages):
-            self.table.check_allocated(pages)
-            runs = self.table.runs_of(USED, pages)
-        for run in runs:
-            self.check_idle(run)
-
-    def check_free(self, pages: range) -> None:
-        """Raise `AlreadyMapped` unless the pages have no memory."""
-        self.table.check_unused(pages)
-        for spare in self.table.spare_runs(pages):
-            raise AlreadyMapped(f"the page at offset {spare.start * self.table.page_size} is spare: trim() releases it")
 
     def pinned(self, *, pages_only: bool = False) -> list[range]:
         """Return the pages of each living view and span, or only of those that keep the memory of the pages.

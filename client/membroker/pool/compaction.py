@@ -32,7 +32,7 @@ def plan(claims: Claims) -> list[Move]:
     return moves
 
 
-def compact(claims: Claims, on_move: Callable[[Move], object]) -> list[Move]:
+def compact(claims: Claims, on_move: Callable[[Move], object] | None) -> list[Move]:
     """Move runs, one after the other, and return the moves."""
     moves: list[Move] = []
     with Operation(claims.holding):
@@ -45,7 +45,7 @@ def compact(claims: Claims, on_move: Callable[[Move], object]) -> list[Move]:
     return moves
 
 
-def _move_next(claims: Claims, cursor: int, on_move: Callable[[Move], object], moves: list[Move]) -> int | None:
+def _move_next(claims: Claims, cursor: int, on_move: Callable[[Move], object] | None, moves: list[Move]) -> int | None:
     """Make the next move from page `cursor` on, and return the page to continue at; None if no run can move.
 
     The old and the new pages stay claimed until `on_move` has returned. When a run moves over itself, an old
@@ -67,7 +67,8 @@ def _move_next(claims: Claims, cursor: int, on_move: Callable[[Move], object], m
         with claims.lock:
             table.move(pages, to)
         moves.append(move)
-        on_move(move)
+        if on_move is not None:
+            on_move(move)
         return pages.stop
     finally:
         claims.release(claimed)

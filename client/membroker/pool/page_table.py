@@ -100,10 +100,14 @@ class PageTable:
             raise InvalidOffset(f"the highest allocated page ends at {top * self.page_size}, before {length} bytes")
         return range(top - count, top)
 
-    def unbacked(self, pages: range) -> list[range]:
-        """Return the free pages among claimed, unused pages, as runs."""
-        states = self._states[pages.start : pages.stop].translate(_RELEASE)
-        return [range(pages.start + run.start(), pages.start + run.end()) for run in _FREE_RUN.finditer(states)]
+    def unbacked(self, runs: Iterable[range]) -> list[range]:
+        """Return the free pages of claimed runs of unused pages, as runs."""
+        found = []
+        for pages in runs:
+            states = self._states[pages.start : pages.stop].translate(_RELEASE)
+            for run in _FREE_RUN.finditer(states):
+                found.append(range(pages.start + run.start(), pages.start + run.end()))
+        return found
 
     def spare_runs(self, pages: range) -> list[range]:
         """Return those of `pages` that are spare and not claimed, as runs."""
@@ -111,7 +115,8 @@ class PageTable:
 
     def is_own(self, pages: range) -> bool:
         """Return whether the library itself has claimed one of them."""
-        return any(state >= _OWN for state in self._states[pages.start : pages.stop])
+        first, stop = pages.start, pages.stop
+        return self._states.find(FREE | _OWN, first, stop) >= 0 or self._states.find(SPARE | _OWN, first, stop) >= 0
 
     def prepared_left(self) -> int:
         """Return the number of prepared pages that are still spare, and forget the others."""
@@ -171,6 +176,12 @@ class PageTable:
             by = "is being changed by another call" if taken[0] & _PENDING else "is mapped already"
             raise AlreadyMapped(f"the page at offset {page * self.page_size} {by}")
 
+    def check_free(self, pages: range) -> None:
+        """Raise `AlreadyMapped` unless none of them has memory."""
+        self.check_unused(pages)
+        for spare in self.spare_runs(pages):
+            raise AlreadyMapped(f"the page at offset {spare.start * self.page_size} is spare: trim() releases it")
+
     def check_used(self, pages: range) -> None:
         """Raise `NotMapped` unless all of them are allocated and not claimed, and `Offloaded` for an offloaded page."""
         if self.is_used(pages):
@@ -200,9 +211,9 @@ class PageTable:
                 found.append(run)
         return found
 
-    def claimed_runs(self, state: int, pages: range) -> list[range]:
-        """Return those of the claimed `pages` that are in `state`, as runs."""
-        return [run for run, other, _ in self.runs(pages) if other == state]
+    def claimed_runs(self, state: int, runs: Iterable[range]) -> list[range]:
+        """Return those of the claimed pages in `runs` that are in `state`, as runs."""
+        return [run for pages in runs for run, other, _ in self.runs(pages) if other == state]
 
     def _check_not_offloaded(self, page: int) -> None:
         if page < len(self._states) and self._states[page] == OFFLOADED:

@@ -1,35 +1,48 @@
 """`VirtualMemoryPool`: many addresses, and memory for the ones that are in use.
 
-Owns the public calls, which take offsets and sizes; those about offloading are in `offloading`. `Paged` converts these
-to pages, and a `Backing` works on the pages. It knows a `Source`, never a broker, and must never map or unmap memory.
+Owns the public calls. It checks the offsets, sizes and addresses that they take, and converts them to pages; its
+`Backing` works on the pages. It knows a `Source`, never a broker, and must never map or unmap memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
+from operator import itemgetter
 from typing import Literal
 
-from ..arguments import access_of, bytes_of, check_page_size, deadline_of, location_of, rounded_up, whole_number
+from ..arguments import (
+    Progress,
+    access_of,
+    bytes_of,
+    check_page_size,
+    check_progress,
+    deadline_of,
+    location_of,
+    rounded_up,
+    whole_number,
+)
 from ..deprecated import renamed
 from ..errors import InvalidOffset, InvalidRequest
-from ..interrupts import device_failures
+from ..interrupts import device_failures, uninterrupted
 from ..memory.lender import Lender, Source, lender_of, source_of
+from ..memory.lifetime import Resource
 from ..memory.views import Span
+from ..safetensors import segment_size
 from ..types import MemoryStats, Move, PoolMapping
 from ..vmm.driver import AccessFlags, Location
 from ..vmm.sizes import MIB, format_size, is_power_of_two
 from . import compaction, report
 from .ahead import Ahead
 from .backing import Backing, Fence
-from .offloading import Offloading
-from .page_table import PageTable
+from .page_store import PageStore, check_segment, runs_in, shapes
 
 DEFAULT_PAGE_SIZE = 64 * MIB
 
 
 @renamed(physical_memory_usage="physical_usage_bytes")
-class VirtualMemoryPool(Offloading):
+class VirtualMemoryPool(Resource):
     """Addresses for `virtual_capacity` bytes, backed page by page on demand. Thread-safe, and a context manager.
 
     Offsets and sizes are in bytes (sizes may be text, such as `"8GiB"`) and need no alignment: a call works on
@@ -69,7 +82,15 @@ class VirtualMemoryPool(Offloading):
         self._capacity = rounded_up("a virtual capacity", virtual_capacity, self._page_size)
         count = self._capacity // self._page_size
         with device_failures():
-            self._backing = Backing(source_of(source), self, count, self._page_size, where, spare_pages, self._ahead)
+            self._backing = Backing(
+                source_of(source),
+                user=self,
+                count=count,
+                page_size=self._page_size,
+                location=where,
+                spare_pages=spare_pages,
+                ahead=self._ahead,
+            )
         self._holding = self._backing.holding
         self._lender = lender_of(source)  # keeps the callbacks of its recalls
         self._on_host = source.driver.device.driver == "host"
@@ -142,7 +163,7 @@ class VirtualMemoryPool(Offloading):
         self._holding.check_open()
         offset = whole_number("an offset", offset, InvalidOffset)
         pages, within = self._touched(offset, size), offset % self._page_size
-        self._backing.back(lambda _: [pages], size, until, within=(within,))
+        self._backing.back([pages], size, until, within=(within,))
         return self._holding.region.address + offset
 
     def allocate_ranges(
@@ -167,7 +188,7 @@ class VirtualMemoryPool(Offloading):
         if runs:
             within = [offset % self._page_size for offset in offsets]
             size = sum(map(len, runs)) * self._page_size
-            self._backing.back(lambda _: runs, size, until, within=within, ahead=ahead, wanted_bytes=wanted)
+            self._backing.back(runs, size, until, within=within, ahead=ahead, wanted_bytes=wanted)
 
     def allocate_anywhere(self, size: int | str, alignment: int | str = 0, *, wait: float | None = None) -> int:
         """Back `size` bytes in the lowest free run of pages that holds them, and return its address.
@@ -180,18 +201,12 @@ class VirtualMemoryPool(Offloading):
         until = deadline_of(wait)
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
-        count = -(-length // self._page_size)
         align = bytes_of("an alignment", alignment) if alignment != 0 else 0
         if align and not is_power_of_two(align):
             raise InvalidRequest(f"an alignment is a power of two, not {alignment!r}")
         base, step = self._holding.region.address, max(align, self._page_size) // self._page_size
         first = -(base // self._page_size) % step
-
-        def choose(table: PageTable) -> list[range]:
-            ready = table.spare_fit(count) if self._ahead and step == 1 else None
-            return [ready or table.first_fit(count, step, first)]
-
-        (pages,) = self._backing.back(choose, length, until)
+        pages = self._backing.back_lowest(length, step, first, until)
         return base + pages.start * self._page_size
 
     def grow(self, size: int | str, *, wait: float | None = None) -> int:
@@ -204,7 +219,7 @@ class VirtualMemoryPool(Offloading):
         until = deadline_of(wait)
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
-        (pages,) = self._backing.back(lambda table: [table.above(length)], length, until)
+        pages = self._backing.back_above(length, until)
         return self._holding.region.address + pages.start * self._page_size
 
     def shrink(self, size: int | str) -> None:
@@ -215,7 +230,7 @@ class VirtualMemoryPool(Offloading):
         """
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
-        self._backing.drop(lambda table: [table.below(length)])
+        self._backing.drop_below(length)
 
     def prepare(self, size: int | str, *, wait: float | None = None) -> None:
         """Back the next `size` bytes after the highest allocated page ahead of need, as spare pages.
@@ -226,7 +241,7 @@ class VirtualMemoryPool(Offloading):
         until = deadline_of(wait)
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
-        self._backing.back(lambda table: [table.above(length)], length, until, spare=True)
+        self._backing.prepare(length, until)
 
     def trim(self) -> int:
         """Release every spare page, and return the number of bytes released. Waits as `deallocate` does.
@@ -256,7 +271,7 @@ class VirtualMemoryPool(Offloading):
         if after is not None:
             _check_fence(after)
         pages = self._touched(offset, size)
-        self._backing.drop(lambda _: [pages], after)
+        self._backing.drop([pages], after)
 
     def deallocate_ranges(self, ranges: Iterable[tuple[int, int | str]], *, after: Fence | None = None) -> None:
         """Release every page that any of the ranges touches, after a single wait for the device.
@@ -270,7 +285,7 @@ class VirtualMemoryPool(Offloading):
             _check_fence(after)
         _, runs = self._touched_by(ranges)
         if runs:
-            self._backing.drop(lambda _: runs, after)
+            self._backing.drop(runs, after)
 
     def free(self, address: int) -> None:
         """Release the allocation at `address`, an address that `allocate`, `allocate_anywhere` or `grow` returned.
@@ -280,8 +295,7 @@ class VirtualMemoryPool(Offloading):
         moves allocations, and so changes their addresses.
         """
         self._holding.check_open()
-        wanted = whole_number("an address", address, InvalidOffset)
-        self._backing.drop(lambda table: [self._begun_at(table, wanted)])
+        self._backing.drop_allocation(whole_number("an address", address, InvalidOffset))
 
     def protect(self, offset: int, size: int | str, access: AccessFlags | str) -> None:
         """Set the access of every page that [offset, offset + size) touches: `"read"`, `"none"` or `"read_write"`.
@@ -323,7 +337,99 @@ class VirtualMemoryPool(Offloading):
             raise InvalidRequest(f"on_move is a function that is called with each move, not {on_move!r}")
         if dry_run:
             return compaction.plan(self._backing.claims)
-        return self._backing.compact(on_move or (lambda move: None))
+        return self._backing.compact(on_move)
+
+    # On the host
+
+    def offload(
+        self,
+        offset: int = 0,
+        size: int | str | None = None,
+        *,
+        to: PageStore | None = None,
+        progress: Progress | None = None,
+    ) -> int:
+        """Copy the bytes of the pages that [offset, offset + size) touches to the host, and release their memory.
+
+        Without a range it offloads the whole pool. It skips pages that are not allocated or are offloaded already, and
+        releases spare pages without a copy; a pool that borrows ahead does so again from the next allocation on. The
+        pages stay allocated and keep their addresses, but have no memory until `restore`. Returns the number of bytes
+        copied. `progress(done, total)` is called with bytes, and an exception that it raises stops the copying. If the
+        main thread calls `offload`, `progress` runs in another thread, so no interrupt is raised in it. Ctrl-C stops
+        the copying between two chunks.
+
+        The bytes go to pinned host memory of this process. The model is charged for it at the location `host`, as a
+        declaration. With `to`, they go to a segment at that location that this process has created and not sealed. The
+        segment is sealed at the end, and then outlives the process (`restore_from`). `offload_size` returns the size
+        that it needs. After an `offload` to a segment has stopped half way, that segment takes no other pages until
+        these are restored.
+
+        Waits for the work that this process has submitted to the device. Raises `OutOfMemory` when the host's limit
+        refuses, `BufferError` while a view of a page or of `to` is alive, `NotMapped` when another call is changing a
+        page, `InvalidOffset`, `InvalidRequest`, and what a segment raises; nothing has changed then. `DeviceFailure`,
+        `ClosedError`, and an exception of `progress` may stop it half way: the pages copied until then are offloaded,
+        the rest is unchanged, and the error's `metadata` has the bytes of both. If only the seal fails, because the
+        broker is unreachable or a view of `to` was taken meanwhile, everything is offloaded, and `to.seal()` retries.
+        """
+        self._holding.check_open()
+        check_progress(progress)
+        pages = self._touched_or_all(offset, size)
+        return uninterrupted(lambda: self._backing.offload(pages, to, progress), self._holding.interrupted)
+
+    def offload_size(self, offset: int = 0, size: int | str | None = None) -> int:
+        """Return the bytes that a segment needs, header included, for an `offload` of this range now.
+
+        Raises `NotMapped` when another call is changing a page, `InvalidOffset`, `InvalidRequest` and `ClosedError`.
+        """
+        self._holding.check_open()
+        pages = self._touched_or_all(offset, size)
+        return segment_size(shapes(self._backing.used_runs(pages), self._page_size))
+
+    def restore(
+        self,
+        offset: int = 0,
+        size: int | str | None = None,
+        *,
+        progress: Progress | None = None,
+        keep_pinned: bool = False,
+        wait: float | None = None,
+    ) -> int:
+        """Borrow memory for the offloaded pages of [offset, offset + size), and copy their bytes back.
+
+        The pages keep their addresses and their access. Without a range it restores the whole pool. It skips pages that
+        are not offloaded. Pinned memory is freed and no longer declared. With `keep_pinned` it stays for the next
+        `offload`, because pinning memory takes far longer than copying it. A segment stays as it is. Returns the number
+        of bytes copied; `progress` is that of `offload`, and `wait` that of `allocate`, in total for all pages.
+
+        Raises `OutOfMemory` when there is not enough memory: the pages restored until then stay restored, the rest
+        stays offloaded, and `metadata` has `restored_bytes` and `offloaded_bytes`. The same is true for every error
+        half way. Also raises the other errors of `allocate`, and `NotMapped` when another call is changing a page.
+        """
+        until = deadline_of(wait)
+        self._holding.check_open()
+        check_progress(progress)
+        pages = self._touched_or_all(offset, size)
+        return uninterrupted(
+            lambda: self._backing.restore(pages, progress, until, keep_pinned=keep_pinned), self._holding.interrupted
+        )
+
+    def restore_from(self, segment: PageStore, *, progress: Progress | None = None, wait: float | None = None) -> int:
+        """Restore pages that another pool, possibly of another process, has offloaded to `segment`.
+
+        The pages keep their offsets, and nothing may be allocated there. The page size must divide their offsets and
+        sizes. Afterwards the pages are as if this pool had offloaded and restored them, also after an error half way.
+        `wait` is that of `restore`. Returns the number of bytes copied. Raises `InvalidRequest` if `segment` is not a
+        sealed segment of offloaded pages, or its pages do not fit this pool, `InvalidTensorIndex`, `AlreadyMapped`, and
+        what `restore` raises.
+        """
+        until = deadline_of(wait)
+        self._holding.check_open()
+        check_progress(progress)
+        check_segment(segment, self._holding.source.driver)
+        found = runs_in(segment, self._page_size, self._capacity)
+        return uninterrupted(
+            lambda: self._backing.restore_from(segment, found, progress, until), self._holding.interrupted
+        )
 
     # Using it
 
@@ -378,6 +484,38 @@ class VirtualMemoryPool(Offloading):
             yield span.address
         finally:
             del span
+
+    # What the user gives
+
+    def _touched(self, offset: int, size: int | str) -> range:
+        """Return the numbers of the pages that [offset, offset + size) touches, after checking both."""
+        length = bytes_of("a size", size, at_least=1)
+        offset = whole_number("an offset", offset, InvalidOffset)
+        # The comparison has no sum, so that it is also right in a language with 64-bit integers.
+        if not 0 <= offset < self._capacity or length > self._capacity - offset:
+            raise InvalidOffset(
+                f"{length} bytes at offset {offset} do not lie in the pool's virtual capacity of {self._capacity} bytes"
+            )
+        return range(offset // self._page_size, (offset + length - 1) // self._page_size + 1)
+
+    def _touched_by(self, ranges: Iterable[tuple[int, int | str]]) -> tuple[list[int], list[range]]:
+        """Return the offsets of ranges and the pages that each touches, both by address, after checking them."""
+        found: list[tuple[int, range]] = []
+        for given in ranges:
+            if not isinstance(given, tuple) or len(given) != 2:
+                raise InvalidRequest(f"a range is an offset and a size, not {given!r}")
+            pages = self._touched(*given)
+            found.append((whole_number("an offset", given[0], InvalidOffset), pages))
+        found.sort(key=itemgetter(0))
+        for (_, before), (offset, pages) in pairwise(found):
+            if pages.start < before.stop:
+                raise InvalidRequest(f"two of the ranges touch the page of offset {offset}")
+        return [offset for offset, _ in found], [pages for _, pages in found]
+
+    def _touched_or_all(self, offset: int, size: int | str | None) -> range:
+        """Return the pages of a range. Without a size the range ends at the end of the pool."""
+        pages = self._touched(offset, 1 if size is None else size)
+        return pages if size is not None else range(pages.start, self._capacity // self._page_size)
 
     def __repr__(self) -> str:
         used, all_of_it = format_size(self.physical_usage_bytes), format_size(self._capacity)

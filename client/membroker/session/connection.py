@@ -347,14 +347,14 @@ class Connection:
             if call.deadline is None or self._readable(call.deadline - time.monotonic()):
                 self._read()
             else:
-                self._hand_on(None)
+                self._stop_reading()
 
     def _read_for_all(self) -> None:
         """Read until the connection ends. No other thread reads."""
         while self._end is None:
             self._readable(None)
             self._drain()
-        self._hand_on(None)
+        self._stop_reading()
 
     def _drain(self) -> None:
         """Route every packet that is in the socket.
@@ -386,7 +386,7 @@ class Connection:
                 self._reader = threading.get_ident()
             if not self._readable(0):
                 self._lose(handoff.EndOfConnection())
-                self._hand_on(None)
+                self._stop_reading()
                 return
             self._read()
 
@@ -405,16 +405,18 @@ class Connection:
         except (handoff.EndOfConnection, handoff.BrokenPacket, OSError) as error:
             self._lose(error)
         finally:
-            self._hand_on(packet)
+            with self._changed.lock:
+                routed = packet is None or self._route(packet)
+                self._reader = None
+                self._changed.tell_all()
+            if packet is not None and not routed:
+                self._refuse(packet)
 
-    def _hand_on(self, packet: handoff.Packet | None) -> None:
-        """Route a packet, and let another thread read."""
+    def _stop_reading(self) -> None:
+        """Let another thread read."""
         with self._changed.lock:
-            routed = packet is None or self._route(packet)
             self._reader = None
             self._changed.tell_all()
-        if packet is not None and not routed:
-            self._refuse(packet)
 
     def _close_packet(self, packet: handoff.Packet) -> None:
         """Close the descriptors of a packet, and forget it. The lock is held."""

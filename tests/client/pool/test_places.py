@@ -390,7 +390,7 @@ def test_the_table_against_a_plain_one(seed: int | None) -> None:
             else:
                 table.claim(pages, [])
                 claimed.update(pages)
-                assert [page for run in table.unbacked(pages) for page in run] == [
+                assert [page for run in table.unbacked([pages]) for page in run] == [
                     page for page in pages if states[page] == FREE
                 ]
                 if choose.random() < 0.8:
