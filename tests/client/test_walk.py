@@ -16,7 +16,7 @@ import membroker
 
 PAGE = 2 * MIB
 ROUNDS = 5
-MOST_CALLS = {"allocate": 70, "deallocate": 58}
+MOST_CALLS = {"allocate": 68, "deallocate": 57}
 
 
 def counted(call: Callable[[int, int], object]) -> Counter[str]:

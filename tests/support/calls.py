@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 
-from membroker.session.call import Outcome
+from membroker.session.rpc import Outcome
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire import frames as handoff

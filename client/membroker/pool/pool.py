@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from operator import itemgetter
+from operator import index, itemgetter
 from typing import Literal
 
 from ..arguments import (
@@ -161,9 +161,8 @@ class VirtualMemoryPool(Resource):
         """
         until = None if wait is None else deadline_of(wait)
         self._holding.check_open()
-        offset = whole_number("an offset", offset, InvalidOffset)
-        pages, within = self._touched(offset, size), offset % self._page_size
-        self._backing.back([pages], size, until, within=(within,))
+        pages, offset = self._touched(offset, size), index(offset)
+        self._backing.back([pages], size, until, within=(offset % self._page_size,))
         return self._holding.region.address + offset
 
     def allocate_ranges(
@@ -505,7 +504,7 @@ class VirtualMemoryPool(Resource):
             if not isinstance(given, tuple) or len(given) != 2:
                 raise InvalidRequest(f"a range is an offset and a size, not {given!r}")
             pages = self._touched(*given)
-            found.append((whole_number("an offset", given[0], InvalidOffset), pages))
+            found.append((index(given[0]), pages))
         found.sort(key=itemgetter(0))
         for (_, before), (offset, pages) in pairwise(found):
             if pages.start < before.stop:

@@ -1,4 +1,4 @@
-"""One handoff connection of a session: calls, and the descriptors that come with their answers.
+"""One handoff connection of a session: its calls, and the descriptors that come with their answers.
 
 Owns the socket and its end, the calls in flight, which packet belongs to which, and every packet until its descriptors
 are closed. Many threads share the socket: each sends, and one at a time reads packets for all. A thread that waits for
@@ -17,14 +17,16 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 
 from google.protobuf.message import Message
 
 from ..arguments import parts_of
-from ..errors import BrokerUnavailable, ClosedError, MembrokerError, ProtocolError, from_status
+from ..errors import BrokerUnavailable, ClosedError, DescriptorLimit, MembrokerError, ProtocolError, from_status
 from ..interrupts import STOPPING_SECONDS, Condition, uninterrupted
 from ..memory.lender import Placement
 from ..v1 import broker_pb2
@@ -33,9 +35,9 @@ from ..v1.resources_pb2 import SleepStatus
 from ..wire import frames as handoff
 from ..wire.descriptors import close_each
 from ..wire.names import MAX_IDS_PER_FRAME
-from .call import Call, Outcome, Taken, incomplete, outcome_of
+from .endpoint import DESCRIPTORS_SHORT
 from .inventory import HeldResources, Inventory
-from .rpc import GrpcCalls
+from .rpc import GrpcCalls, Outcome
 
 logger = logging.getLogger("membroker")
 
@@ -44,6 +46,62 @@ _PATIENCE = struct.pack("@ll", int(STOPPING_SECONDS), 0)
 """How long a send waits for a broker that reads nothing, as a `timeval`. Then the connection is lost."""
 _LATE = ("goodbye", "declare", "detach_segment", "release")
 """Answers that come late when their caller ran out of time: not worth a warning."""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call in flight: `deadline` is on the monotonic clock, and `note` records what the call did.
+
+    `request` says what it borrows, and is empty for a call that borrows no extents. `placement` is None for a call that
+    brings no descriptors.
+    `expected` is how many extents must arrive before it is over. Only an answer by gRPC sets it: on the handoff socket
+    every delivery precedes the answer.
+    """
+
+    request_id: int
+    request: broker_pb2.AllocateExtentsRequest
+    placement: Placement | None
+    deadline: float | None
+    note: Callable[[], None] | None
+    inbox: deque[handoff.Packet] = field(default_factory=deque)
+    extent_ids: list[int] = field(default_factory=list)
+    segment: int = 0
+    outcome: Outcome | None = None
+    expected: int = 0
+    by_grpc: bool = False
+    sent: bool = False
+    keep: bool = False
+    """The placement could not unmap what it took, so that is still held."""
+
+    def seconds_left(self) -> float | None:
+        """Return how long the answer may still take; None for any time."""
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+
+class Taken:
+    """`count` is how many deliveries of one connection were taken, counted from the first one without a gap.
+
+    Every frame to the broker carries the count, which acknowledges these deliveries. The connection's lock is held.
+    """
+
+    __slots__ = ("_arrived", "count")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._arrived: dict[tuple[int, int], bool] = {}
+
+    def arrived(self, frame: pb.Frame) -> None:
+        """Note that a delivery has arrived. Called in the order of arrival."""
+        self._arrived[frame.request_id, frame.delivery.part] = False
+
+    def take(self, frame: pb.Frame) -> bool:
+        """Note that a delivery was taken; say whether the count rose. It does not while an earlier one is missing."""
+        self._arrived[frame.request_id, frame.delivery.part] = True
+        before = self.count
+        while self._arrived and self._arrived[first := next(iter(self._arrived))]:
+            del self._arrived[first]
+            self.count += 1
+        return self.count > before
 
 
 class Connection:
@@ -295,7 +353,7 @@ class Connection:
         try:
             if use:
                 if packet.truncated or len(delivery.extent_ids) != len(packet.descriptors):
-                    raise incomplete(packet)
+                    raise _incomplete(packet)
                 if call.placement is None:
                     there = len(packet.descriptors)
                     raise ProtocolError(f"{there} descriptors came with an answer that should have none")
@@ -440,7 +498,7 @@ class Connection:
         else:
             self._close_packet(packet)
         if reply is not None:
-            call.outcome = outcome_of(reply)
+            call.outcome = _outcome_of(reply)
         return True
 
     def _refuse(self, packet: handoff.Packet) -> None:
@@ -567,3 +625,22 @@ class Connection:
         self._socket.close()
         while self._unclosed:
             close_each(self._unclosed.pop().descriptors)
+
+
+def _outcome_of(reply: pb.Reply) -> Outcome:
+    """Return the outcome of a call that got this answer."""
+    result = reply.WhichOneof("result")
+    if result == "error":
+        return from_status(reply.error)
+    if result is None:
+        return ProtocolError("the broker's answer is empty, or of a kind that this version does not know")
+    response: Message = getattr(reply, result)
+    return response
+
+
+def _incomplete(packet: handoff.Packet) -> MembrokerError:
+    """Return the error for a delivery with more or fewer descriptors than extents."""
+    there, ids = len(packet.descriptors), len(packet.frame.delivery.extent_ids)
+    if packet.truncated:
+        return DescriptorLimit(f"{there} of {ids} descriptors arrived: {DESCRIPTORS_SHORT}")
+    return ProtocolError(f"{there} descriptors came for {ids} extents")

@@ -27,7 +27,7 @@ from ..memory.lender import Placement
 from ..types import Disconnected, Forgotten, Resumed
 from ..v1 import broker_pb2
 from ..v1 import handoff_pb2 as pb
-from .call import let_wait
+from ..wire.names import MAX_WAIT_SECONDS
 from .connection import Connection
 from .handshake import REJECTED, open_session, pauses, reconcile
 from .inventory import HeldResources, Inventory
@@ -156,7 +156,7 @@ class ReconnectingConnection:
         connection = self.connection
         while True:
             if until is not None:
-                let_wait(frame, until)
+                _let_wait(frame, until)
             try:
                 return connection.call(frame, placement, timeout=timeout, note=note)
             except (BrokerUnavailable, AccessDenied) as error:
@@ -398,3 +398,10 @@ class ReconnectingConnection:
         self.connection.abandon()
         self.notices.abandon()
         self._grpc.abandon()
+
+
+def _let_wait(frame: pb.Frame, until: float) -> None:
+    """Set the wait of a request so that it ends at `until`, on the monotonic clock."""
+    left = max(0.0, until - time.monotonic())
+    request = getattr(frame, str(frame.WhichOneof("kind")))
+    request.wait.FromNanoseconds(min(int(left * 1e9), MAX_WAIT_SECONDS * 10**9))

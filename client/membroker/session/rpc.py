@@ -22,7 +22,6 @@ from ..errors import BrokerUnavailable, DescriptorLimit, MembrokerError, from_st
 from ..interrupts import uninterrupted
 from ..v1.handoff_pb2 import Frame
 from ..wire.names import MAX_PAGE_ROWS, STATUS_METADATA, TOKEN_METADATA
-from .call import Outcome
 from .endpoint import DESCRIPTORS_SHORT, check_path
 
 if TYPE_CHECKING:
@@ -34,6 +33,9 @@ CONTROL_SECONDS = 30.0
 """How long a call that moves no memory may take."""
 PATIENT_SECONDS = 5.0
 """How long the first of them may take over a channel that has to find a new broker."""
+
+Outcome = Message | MembrokerError
+"""The end of a call: the response, or the refusal as it will be raised."""
 
 METHODS = {
     "allocate": ("AllocateExtents", "count"),
