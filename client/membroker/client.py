@@ -62,7 +62,7 @@ def connect(
     """
     timeout = arguments.seconds_of("timeout", timeout, positive=True)
     outage = arguments.seconds_of("outage", outage)
-    deadline, told = time.monotonic() + timeout, False
+    deadline, has_logged = time.monotonic() + timeout, False
     for pause in pauses():
         try:
             session = Session(
@@ -79,9 +79,9 @@ def connect(
             left = deadline - time.monotonic()
             if left <= 0 or not (isinstance(error, BrokerAbsent) or error.reason == "STOPPING"):
                 raise
-            if not told:
+            if not has_logged:
                 logger.info("waiting up to %g s for a broker: %s", timeout, error)
-                told = True
+                has_logged = True
         time.sleep(min(pause, left))
     raise AssertionError("pauses() has no end")
 
@@ -210,7 +210,7 @@ class Client(Closing):
     def segments(self) -> list[SegmentStatus]:
         """Return this tenant's segments, in the order in which they were created."""
         found = rows_of(self._session.ask, "ListSegments", pb.ListSegmentsRequest(), "segments")
-        return [messages.value(SegmentStatus, one) for one in found]
+        return [messages.value(SegmentStatus, segment) for segment in found]
 
     def _segment_name(self, name: str) -> str:
         """Return the resource name that a user's name of a segment means."""
@@ -236,12 +236,12 @@ class Client(Closing):
     def models(self) -> list[ModelStatus]:
         """Return this tenant's models, by name."""
         found = rows_of(self._session.ask, "ListModels", pb.ListModelsRequest(), "models")
-        return [messages.value(ModelStatus, one) for one in found]
+        return [messages.value(ModelStatus, model) for model in found]
 
     def sessions(self) -> list[SessionStatus]:
         """Return this tenant's sessions, in the order in which they were opened."""
         found = rows_of(self._session.ask, "ListSessions", pb.ListSessionsRequest(), "sessions")
-        return [messages.value(SessionStatus, one) for one in found]
+        return [messages.value(SessionStatus, session) for session in found]
 
     def decisions(self, name: str) -> list[Decision]:
         """Return why requests of a model were refused or had to wait, and why its memory was recalled. Newest first.
@@ -252,7 +252,7 @@ class Client(Closing):
         if not arguments.name_of("model", name).startswith(("tenants/", "sessions/")):
             name = f"{self.tenant}/models/{name}"
         found = self._session.ask("ListDecisions", pb.ListDecisionsRequest(name=name)).decisions
-        return [messages.value(Decision, one) for one in found]
+        return [messages.value(Decision, decision) for decision in found]
 
     def on_notice(self, callback: Callable[[Notice], object]) -> None:
         """Call `callback` with each `Draining`, `Undrained`, `Stopping`, `Disconnected`, `Resumed` and `Forgotten`.

@@ -286,7 +286,7 @@ class Condition:
             self._waiting.pop().release()
 
 
-class Turns:
+class KeyedLocks:
     """A lock for each of many numbers. Unusable in a forked child: another thread of the parent may have held it."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from tests.support.processes import EXTENT, open_extents
 import membroker
 from membroker import interrupts
 from membroker.adapters.blocks import Lending
-from membroker.interrupts import Operation, Turns, let_through, uninterrupted
+from membroker.interrupts import KeyedLocks, Operation, let_through, uninterrupted
 from membroker.v1 import broker_pb2, handoff_pb2, resources_pb2
 
 PAGE = 2 << 20
@@ -398,7 +398,7 @@ class TestOperation:
 class TestTurns:
     def test_one_at_a_time(self) -> None:
         """Eight threads take overlapping things again and again: no two are at the same one, and all get through."""
-        turns, at_it, errors = Turns(), [threading.Lock() for _ in range(4)], []
+        turns, at_it, errors = KeyedLocks(), [threading.Lock() for _ in range(4)], []
 
         def take(number: int) -> None:
             things = {number % 4, (number + 1) % 4}
@@ -423,7 +423,7 @@ class TestTurns:
 
         The kernel may give the signal to any thread, and then it does not wake the one that waits.
         """
-        turns, taken, done = Turns(), threading.Event(), threading.Event()
+        turns, taken, done = KeyedLocks(), threading.Event(), threading.Event()
 
         def hang() -> None:
             with Operation(Used()) as operation:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..errors import InvalidRequest, OutOfMemory
-from ..memory.dlpack import DlpackTensor, Source, export, is_numpys
+from ..memory.dlpack import DlpackTensor, Exportable, export, is_numpys
 from ..model import Model
 from ._packages import check_card, framework
 from .blocks import CHUNK_BYTES, Lending
@@ -24,7 +24,7 @@ def _cupy() -> Any:
     return framework("cupy", "CuPy", "pip install cupy-cuda13x, or cupy-cuda12x for CUDA 12")
 
 
-def array(source: Source, dtype: Any, shape: Sequence[int], offset: int = 0) -> Any:
+def array(source: Exportable, dtype: Any, shape: Sequence[int], offset: int = 0) -> Any:
     """Return a `cupy.ndarray` over bytes of a buffer, a pool or a segment; nothing is copied.
 
     `dtype` is as for `dlpack.export`. The array, and every view of it, holds the range, as with `dlpack.export`. CuPy

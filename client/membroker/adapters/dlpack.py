@@ -3,6 +3,6 @@
 Owns the public name only.
 """
 
-from ..memory.dlpack import DlpackTensor, Source, export, is_numpys, size_of
+from ..memory.dlpack import DlpackTensor, Exportable, export, is_numpys, size_of
 
-__all__ = ["DlpackTensor", "Source", "export", "is_numpys", "size_of"]
+__all__ = ["DlpackTensor", "Exportable", "export", "is_numpys", "size_of"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..dtypes import word_of
 from ..errors import InvalidRequest
-from ..memory.dlpack import Source, export
+from ..memory.dlpack import Exportable, export
 from ._packages import framework
 
 _WIDE = {"I64", "U64", "F64"}
@@ -20,7 +20,7 @@ CARD_ALIGNMENT = 16
 """XLA requires this alignment, and reports an error only when it computes (observed with jax 0.11 on an H200)."""
 
 
-def array(source: Source, dtype: Any, shape: Sequence[int], offset: int = 0) -> Any:
+def array(source: Exportable, dtype: Any, shape: Sequence[int], offset: int = 0) -> Any:
     """Return a `jax.Array` over bytes of a buffer, a pool or a segment; nothing is copied.
 
     JAX treats its arrays as constant: do not write to the memory afterwards. A sealed segment is a good source. Never

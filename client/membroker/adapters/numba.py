@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from ..errors import InvalidRequest
-from ..memory.dlpack import Source, export, is_numpys
+from ..memory.dlpack import Exportable, export, is_numpys
 from ..model import Model
 from ..vmm.driver import Location
 from ._packages import check_card, framework
@@ -25,7 +25,7 @@ def _numba_cuda() -> Any:
     return framework("numba.cuda", "Numba with CUDA", "pip install 'numba-cuda[cu13]', or [cu12] for CUDA 12")
 
 
-def array(source: Source, dtype: Any, shape: Sequence[int], offset: int = 0) -> Any:
+def array(source: Exportable, dtype: Any, shape: Sequence[int], offset: int = 0) -> Any:
     """Return a Numba device array over bytes of a buffer, a pool or a segment; nothing is copied.
 
     The array holds the range, as with `dlpack.export`. Numba has no read-only arrays: a kernel that writes to a sealed

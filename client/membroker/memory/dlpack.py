@@ -72,7 +72,7 @@ _DTYPES = {
 _BFLOAT, _FIRST_FLOAT8 = 4, 7
 
 
-class Source(Protocol):
+class Exportable(Protocol):
     """A `Buffer`, a `GrowableBuffer`, a `VirtualMemoryPool`, a `Segment` or a `SparseArray`."""
 
     def span(self, offset: int, size: int, /) -> Span:
@@ -195,7 +195,7 @@ class DlpackTensor:
 
 
 def export(
-    source: Source, dtype: Any, shape: Sequence[int], offset: int = 0, *, ignore_read_only: bool = False
+    source: Exportable, dtype: Any, shape: Sequence[int], offset: int = 0, *, ignore_read_only: bool = False
 ) -> DlpackTensor:
     """Return `shape` elements of `dtype` from byte `offset` of a buffer, a pool or a segment; nothing is copied.
 

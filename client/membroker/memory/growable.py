@@ -14,7 +14,7 @@ from functools import partial
 from ..arguments import bytes_of, check_page_size, check_range, deadline_of, location_of, rounded_up
 from ..deprecated import renamed
 from ..errors import InvalidRequest, OutOfMemory, OutOfVirtualMemory
-from ..interrupts import Operation, Turns, device_failures
+from ..interrupts import KeyedLocks, Operation, device_failures
 from ..vmm.driver import Location
 from ..vmm.sizes import MIB, format_size, round_up
 from .lender import Lender, Source, source_of
@@ -64,7 +64,7 @@ class GrowableBuffer(AtAddress):
         if first_size > self._capacity:
             raise InvalidRequest(f"a size of {first_size} bytes is more than the capacity, {self._capacity} bytes")
         self._size = 0
-        self._turns = Turns()
+        self._turns = KeyedLocks()
         # Keeps the size constant while a view or a span is created.
         self._lock = threading.Lock()
         self._on_host = source.driver.device.driver == "host"

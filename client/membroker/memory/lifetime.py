@@ -229,8 +229,8 @@ class MappedMemory:
         self.source.untrack(self)
         self._move("released")
         self.beside = self.spare = None
-        for one in list(self._unended):  # the driver works again, so retry the others
-            one.source.later(one.end)
+        for memory in list(self._unended):  # the driver works again, so retry the others
+            memory.source.later(memory.end)
 
     def remove(self, runs: Iterable[tuple[int, int]]) -> None:
         """Unmap runs of whole extents, (offset, size) in bytes, release them and forget them. Safe to run again.

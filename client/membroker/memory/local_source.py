@@ -22,8 +22,8 @@ from ..vmm import open_driver
 from ..vmm.driver import Driver, DriverOutOfMemory, DriverUnavailable, Location
 from ..vmm.sizes import format_size
 from ..wire.descriptors import close_each
-from .holder import Holder
 from .lender import Placement
+from .owner import MemoryOwner
 
 
 class Budget:
@@ -110,7 +110,7 @@ PACKET = 64
 
 
 @renamed(physical_memory_usage="physical_usage_bytes")
-class LocalSource(Holder["_Link"], Closing):
+class LocalSource(MemoryOwner["_LocalLink"], Closing):
     """Lends the device's memory to this process: `VirtualMemoryPool(LocalSource(), "64GiB")`. A context manager.
 
     `driver` is `"cuda"`, `"host"` (for a machine without a GPU: `LocalSource("host")`), or a driver that the caller
@@ -138,7 +138,7 @@ class LocalSource(Holder["_Link"], Closing):
         }
         self._ids = itertools.count(1)
         owned = isinstance(driver, str)
-        super().__init__(_Link(_open(driver, device) if isinstance(driver, str) else driver, owned=owned))
+        super().__init__(_LocalLink(_open(driver, device) if isinstance(driver, str) else driver, owned=owned))
 
     @property
     def limit(self) -> int | None:
@@ -236,7 +236,7 @@ class LocalSource(Holder["_Link"], Closing):
         self._budgets[location].less(size)
 
 
-class _Link:
+class _LocalLink:
     """The driver and the thread of a source. It does not refer to the source, so a finalizer can end it."""
 
     def __init__(self, driver: Driver, *, owned: bool) -> None:

@@ -25,7 +25,7 @@ from ..arguments import (
 from ..deprecated import renamed
 from ..dtypes import word_of
 from ..errors import InvalidOffset, InvalidPageSize, InvalidRequest, NotMapped
-from ..interrupts import Operation, Turns, device_failures
+from ..interrupts import KeyedLocks, Operation, device_failures
 from ..safetensors import TensorInfo, numpy_array
 from ..vmm.driver import Location
 from ..vmm.sizes import MAX_BYTES, format_size
@@ -83,7 +83,7 @@ class SparseArray(AtAddress):
         check_total(f"an array of shape {self._shape}", self._tile_count * self._tile_size)
         self._zero = absent == "zero"
         self._location = location_of(location)
-        self._turns = Turns()
+        self._turns = KeyedLocks()
         # Held while a span is created, and while tiles are hidden before a drop.
         self._lock = threading.Lock()
         # The offsets of tiles that are being borrowed or dropped. They count as absent, although they may be mapped.

@@ -29,7 +29,7 @@ from .page_store import PageStore
 from .page_table import FREE, OFFLOADED, SPARE, USED, PageTable, as_runs
 
 
-class Fence(Protocol):
+class Waitable(Protocol):
     """The end of work that uses some pages: `torch.cuda.Event`, or any other object that can wait."""
 
     def synchronize(self) -> object:
@@ -247,7 +247,7 @@ class Backing:
 
     # Releasing
 
-    def drop(self, runs: Sequence[range], after: Fence | None = None) -> None:
+    def drop(self, runs: Sequence[range], after: Waitable | None = None) -> None:
         """Release used pages, or keep all of them as spare pages. Drop the bytes of offloaded pages.
 
         It waits once, for `after`, or for all work on the device if that is None. In a finalizer that has interrupted
@@ -300,7 +300,7 @@ class Backing:
             raise NotMapped(f"no allocation begins at the address {address:#x}: deallocate() takes any offset and size")
         return self._table.allocation(page)
 
-    def _drop(self, operation: Operation, runs: Sequence[range], after: Fence | None = None) -> None:
+    def _drop(self, operation: Operation, runs: Sequence[range], after: Waitable | None = None) -> None:
         """Release claimed pages, and drop the bytes of those that are offloaded."""
         with self._lock:
             used = self._table.claimed_runs(USED, runs)
@@ -465,7 +465,7 @@ class Backing:
                 self._offloaded.adopt(segment, found)
             return self._offloaded.restore(runs, progress, until)
 
-    def _unbind(self, runs: Sequence[range], operation: Operation, after: Fence | None = None) -> None:
+    def _unbind(self, runs: Sequence[range], operation: Operation, after: Waitable | None = None) -> None:
         """Wait once, unmap claimed pages, and release their extents."""
         if after is None:
             keeps = self._keeps

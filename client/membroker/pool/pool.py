@@ -35,7 +35,7 @@ from ..vmm.driver import AccessFlags, Location
 from ..vmm.sizes import MIB, format_size, is_power_of_two
 from . import compaction, report
 from .ahead import Ahead
-from .backing import Backing, Fence
+from .backing import Backing, Waitable
 from .page_store import PageStore, check_segment, runs_in, shapes
 
 DEFAULT_PAGE_SIZE = 64 * MIB
@@ -251,7 +251,7 @@ class VirtualMemoryPool(Resource):
         self._holding.check_open()
         return self._backing.trim_all() * self._page_size
 
-    def deallocate(self, offset: int, size: int | str, *, after: Fence | None = None) -> None:
+    def deallocate(self, offset: int, size: int | str, *, after: Waitable | None = None) -> None:
         """Release every page that [offset, offset + size) touches. The pool keeps the addresses.
 
         The bytes of offloaded pages are dropped, and freed on the host.
@@ -272,7 +272,7 @@ class VirtualMemoryPool(Resource):
         pages = self._touched(offset, size)
         self._backing.drop([pages], after)
 
-    def deallocate_ranges(self, ranges: Iterable[tuple[int, int | str]], *, after: Fence | None = None) -> None:
+    def deallocate_ranges(self, ranges: Iterable[tuple[int, int | str]], *, after: Waitable | None = None) -> None:
         """Release every page that any of the ranges touches, after a single wait for the device.
 
         `ranges` are those of `allocate_ranges`, and `after` is that of `deallocate`. Raises what `deallocate` raises;

@@ -49,7 +49,7 @@ _LATE = ("goodbye", "declare", "detach_segment", "release")
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class PendingCall:
     """One call in flight: `deadline` is on the monotonic clock, and `note` records what the call did.
 
     `request` says what it borrows, and is empty for a call that borrows no extents. `placement` is None for a call that
@@ -139,7 +139,7 @@ class Connection:
         self._request_ids = request_ids or itertools.count(2)
         self._grpc = grpc
         self._by_grpc = by_grpc
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, PendingCall] = {}
         self._on_lost = on_lost
         self._changed = Condition()
         self._taken = Taken()
@@ -169,7 +169,7 @@ class Connection:
         call. Raises the broker's refusal, `BrokerUnavailable`, `DescriptorLimit`, and what `placement` raises.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        call = Call(next(self._request_ids), frame.allocate, placement, deadline, note)
+        call = PendingCall(next(self._request_ids), frame.allocate, placement, deadline, note)
         frame.request_id = call.request_id
         try:
             try:
@@ -281,12 +281,12 @@ class Connection:
             self._lose(error)
             self._check_open()
 
-    def _start_by_grpc(self, call: Call, frame: pb.Frame) -> None:
+    def _start_by_grpc(self, call: PendingCall, frame: pb.Frame) -> None:
         assert self._grpc is not None
         call.by_grpc = True
         self._grpc.start(frame, partial(self._finish, call), call.seconds_left())
 
-    def _finish(self, call: Call, outcome: Outcome, extents: int) -> None:
+    def _finish(self, call: PendingCall, outcome: Outcome, extents: int) -> None:
         """Take the answer of a call by gRPC, with its number of extents; any thread.
 
         What the broker delivered before a refusal is in the socket by now.
@@ -298,7 +298,7 @@ class Connection:
                 call.outcome, call.expected = outcome, extents
             self._changed.tell_all()
 
-    def _note(self, call: Call) -> None:
+    def _note(self, call: PendingCall) -> None:
         """Record what a call has brought before the call is forgotten, so that no resume can miss it."""
         if call.segment:
             self._inventory.attached(call.request_id, call.segment)
@@ -308,14 +308,14 @@ class Connection:
         if call.note is not None:
             call.note()
 
-    def _undo(self, call: Call) -> None:
+    def _undo(self, call: PendingCall) -> None:
         """Let the placement unmap what it took. What it could not unmap is not released either, but held."""
         if call.placement is not None:
             call.keep = True
             call.placement.undo()
             call.keep = False
 
-    def _give_up(self, call: Call) -> None:
+    def _give_up(self, call: PendingCall) -> None:
         """Undo a call that failed, and release all that came for it, when the broker has answered."""
         try:
             self._undo(call)
@@ -330,7 +330,7 @@ class Connection:
             if call.keep:
                 self._note(call)
 
-    def _leave(self, call: Call) -> None:
+    def _leave(self, call: PendingCall) -> None:
         """Undo a call that an interrupt ended. The resume tells the broker what is not held."""
         with self._changed.lock:
             if self._reader == threading.get_ident():
@@ -344,7 +344,7 @@ class Connection:
             else:
                 self._inventory.strike_call(call.request_id, call.extent_ids)
 
-    def _take(self, call: Call, *, use: bool = True) -> None:
+    def _take(self, call: PendingCall, *, use: bool = True) -> None:
         """Hand the oldest delivery of a call to its placement, or close it unused. Acknowledge it in any case."""
         packet = call.inbox[0]
         delivery = packet.frame.delivery
@@ -386,7 +386,7 @@ class Connection:
         self._reader = 0  # no caller reads
         self._reader_thread.start()
 
-    def _wait(self, call: Call) -> bool:
+    def _wait(self, call: PendingCall) -> bool:
         """Return True when `call` has a delivery to take, False when it is over."""
         while True:
             with self._changed.lock:

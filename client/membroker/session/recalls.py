@@ -49,15 +49,15 @@ DEFERRED: Final = _Deferred()
 class OpenRecall:
     """One recall that has no answer yet. `shown` is what the program gets for it, once spare pages have gone.
 
-    The broker can raise `size`. `told` is the size for which the program was called last: the answer is for that.
+    The broker can raise `size`. `called_for` is the size for which the program was called last: the answer is for that.
     """
 
-    def __init__(self, recalls: Recalls, message: pb.Recall, connection: Connection) -> None:
+    def __init__(self, recalls: SessionRecalls, message: pb.Recall, connection: Connection) -> None:
         self.recall_id = message.recall_id
         self.place = (message.model, message.location)
         self.location = _LOCATIONS[message.location]
         self.size = message.bytes
-        self.told = 0
+        self.called_for = 0
         self.deadline = time.monotonic() + max(0.0, message.within.seconds + message.within.nanos / 1e9)
         self.connection = connection
         self.shown: Any = None
@@ -81,7 +81,7 @@ class _Answering(NamedTuple):
     callback: Callable[[Any], object]
 
 
-class Recalls:
+class SessionRecalls:
     """The recalls of one session, whose memory `memories` returns.
 
     Every method may be called by any thread. A dictionary's own steps are its only locks.
@@ -113,8 +113,8 @@ class Recalls:
             self._answering.pop(name, None)
             if name in self._line.inventory.answering:
                 self._line.answer_no_more(name, self._registration(name, answers=False))
-            for one in self._of(name):
-                one.done()
+            for recall in self._of(name):
+                recall.done()
             return
         self._line.start_callbacks()
         self._answering[name] = _Answering(show, callback)
@@ -157,24 +157,24 @@ class Recalls:
     def pending(self, name: str) -> Any:
         """Return what the program was given for the oldest open recall of a model, or None."""
         if self._open:
-            for one in self._of(name):
-                if one.shown is not None:
-                    return one.shown
+            for recall in self._of(name):
+                if recall.shown is not None:
+                    return recall.shown
         return None
 
-    def answer(self, one: OpenRecall) -> None:
+    def answer(self, recall: OpenRecall) -> None:
         """Send the answer, after all releases until now. A recall that is no longer open is ignored."""
-        if self._open.get(one.recall_id) is one:
-            one.connection.answer_recall(one.recall_id, one.told)
-            self._answered[one.place] = one.recall_id, one.connection
-            self._open.pop(one.recall_id, None)
+        if self._open.get(recall.recall_id) is recall:
+            recall.connection.answer_recall(recall.recall_id, recall.called_for)
+            self._answered[recall.place] = recall.recall_id, recall.connection
+            self._open.pop(recall.recall_id, None)
 
     def forget(self, name: str) -> None:
         """Drop the callback and the recalls of a model that the session has left."""
         self._answering.pop(name, None)
         self._sleeping.pop(name, None)
-        for one in self._of(name):
-            self._open.pop(one.recall_id, None)
+        for recall in self._of(name):
+            self._open.pop(recall.recall_id, None)
 
     def end(self) -> None:
         """Call nothing any more: the client is closed, or belongs to the parent of this process."""
@@ -183,7 +183,7 @@ class Recalls:
         self._open.clear()
 
     def _of(self, name: str) -> list[OpenRecall]:
-        return [one for one in list(self._open.values()) if one.place[0] == name]
+        return [recall for recall in list(self._open.values()) if recall.place[0] == name]
 
     # What the broker does
 
@@ -203,22 +203,22 @@ class Recalls:
         for other in self._of(message.model):
             if other.place == place:  # the broker has ended it
                 self._open.pop(other.recall_id, None)
-        one = OpenRecall(self, message, connection)
-        self._open[one.recall_id] = one
-        if not self._call_back(self.handle, one.recall_id):
-            self._open.pop(one.recall_id)  # the broker will repeat it
+        recall = OpenRecall(self, message, connection)
+        self._open[recall.recall_id] = recall
+        if not self._call_back(self.handle, recall.recall_id):
+            self._open.pop(recall.recall_id)  # the broker will repeat it
 
-    def _heard_again(self, one: OpenRecall, place: tuple[str, int], size: int) -> None:
-        if place != one.place:
+    def _heard_again(self, recall: OpenRecall, place: tuple[str, int], size: int) -> None:
+        if place != recall.place:
             logger.warning(
                 "ignored: the broker sent recall %d of %s again, but for other memory, of %s",
-                one.recall_id,
-                one.place[0],
+                recall.recall_id,
+                recall.place[0],
                 place[0],
             )
-        elif size > one.size:  # else it is late, and `size` is what the broker lacks
-            one.size = size
-            self._call_back(self.handle, one.recall_id)
+        elif size > recall.size:  # else it is late, and `size` is what the broker lacks
+            recall.size = size
+            self._call_back(self.handle, recall.recall_id)
 
     def heard_sleep(self, message: pb.Sleep, connection: Connection) -> None:
         """Answer an operator's question: with the callback's answer, or that this program cannot sleep."""
@@ -261,36 +261,36 @@ class Recalls:
 
     def handle(self, recall_id: int) -> None:
         """Release what nobody uses, call the callback for the rest, and answer. Runs in the thread for callbacks."""
-        one = self._open.get(recall_id)
-        if one is None or one.told == one.size:
+        recall = self._open.get(recall_id)
+        if recall is None or recall.called_for == recall.size:
             return
-        one.told = one.size
-        self._give_spare(one)
-        answering = self._answering.get(one.place[0])
-        if one.remaining and answering is not None:
-            one.shown = one.shown or answering.show(one)
+        recall.called_for = recall.size
+        self._give_spare(recall)
+        answering = self._answering.get(recall.place[0])
+        if recall.remaining and answering is not None:
+            recall.shown = recall.shown or answering.show(recall)
             try:
-                if answering.callback(one.shown) is DEFERRED:
+                if answering.callback(recall.shown) is DEFERRED:
                     return
             except BaseException:  # sys.exit() too: the thread must go on, and the broker gets its answer
                 logger.exception(
                     "a callback for recalls has failed at %r: this session keeps the memory that it did not release",
-                    one.shown,
+                    recall.shown,
                 )
-        one.done()
+        recall.done()
 
-    def _give_spare(self, one: OpenRecall) -> None:
+    def _give_spare(self, recall: OpenRecall) -> None:
         """Release clean spare pages of the model at the location."""
 
         def is_asked_for(extent_id: int) -> bool:
             kind = self._line.inventory.kind_of(extent_id)
-            return kind is not None and kind[:2] == one.place
+            return kind is not None and kind[:2] == recall.place
 
         for memory in list(self._memories()):
-            if not one.remaining:
+            if not recall.remaining:
                 return
             try:
-                memory.give_spare(one.remaining, is_asked_for)
+                memory.give_spare(recall.remaining, is_asked_for)
             except Exception:
                 logger.exception("could not release spare pages that the broker recalls")
 

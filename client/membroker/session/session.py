@@ -1,7 +1,7 @@
 """One session: its connection to the broker, its driver, its models, and what is mapped for it.
 
-Owns the order of the beginning; `Holder` owns that of the end. The background thread must never refer to it, so that a
-client that is garbage ends by itself.
+Owns the order of the beginning; `MemoryOwner` owns that of the end. The background thread must never refer to it, so
+that a client that is garbage ends by itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from ..arguments import name_of
 from ..errors import InvalidRequest, ModelNotFound, SegmentNotFound
 from ..interrupts import device_failures
-from ..memory.holder import Holder
+from ..memory.owner import MemoryOwner
 from ..v1 import broker_pb2, resources_pb2
 from ..v1 import handoff_pb2 as pb
 from ..v1.handoff_pb2 import Frame
@@ -27,12 +27,12 @@ from ..wire.names import MAX_CLIENT_CHARACTERS, PROTOCOL_VERSION
 from .connection import Connection
 from .declarations import Declarations
 from .endpoint import find_endpoint
-from .recalls import Recalls
+from .recalls import SessionRecalls
 from .reconnecting import ReconnectingConnection
 from .rpc import CONTROL_SECONDS
 
 
-class _Link:
+class _SessionLink:
     """The connection and the driver of a session. They do not refer to it, so that its finalizer can close them."""
 
     def __init__(self, connection: ReconnectingConnection, driver: Driver | None) -> None:
@@ -62,7 +62,7 @@ class _Link:
             self.driver.abandon()
 
 
-class Session(Holder[_Link]):
+class Session(MemoryOwner[_SessionLink]):
     """An open session. Raises what `open_session` raises, and then leaves nothing behind.
 
     The arguments are those of `connect`. Unlike `connect`, it does not wait for a broker that is absent, and by default
@@ -94,8 +94,8 @@ class Session(Holder[_Link]):
         )
         self.welcome = self.reconnecting.welcome
         self.declarations = Declarations(self.reconnecting)
-        self._recalls: Callable[[], Recalls | None] = lambda: None
-        super().__init__(_Link(self.reconnecting, driver))
+        self._recalls: Callable[[], SessionRecalls | None] = lambda: None
+        super().__init__(_SessionLink(self.reconnecting, driver))
 
     @property
     def connection(self) -> Connection:
@@ -103,7 +103,7 @@ class Session(Holder[_Link]):
         return self.reconnecting.connection
 
     @property
-    def recalls(self) -> Recalls:
+    def recalls(self) -> SessionRecalls:
         """The recalls of this session. The caller keeps them alive; the session has only a weak reference.
 
         A callback usually refers to a pool, and the pool's memory refers to this session. So with a reference from
@@ -111,7 +111,7 @@ class Session(Holder[_Link]):
         """
         known = self._recalls()
         if known is None:
-            known = Recalls(self.reconnecting, lambda: self._holdings)
+            known = SessionRecalls(self.reconnecting, lambda: self._holdings)
             self._recalls = weakref.ref(known)
         return known
 

@@ -25,10 +25,10 @@ __all__ = ["CHECKS", "TWO_DEVICE_CHECKS", "MakeDriver", "check_driver", "check_t
 def _checks_of(*modules: ModuleType) -> tuple[Callable[..., None], ...]:
     """Return the functions that the modules define, in their order."""
     return tuple(
-        one
+        check
         for module in modules
-        for one in vars(module).values()
-        if callable(one) and one.__module__ == module.__name__
+        for check in vars(module).values()
+        if callable(check) and check.__module__ == module.__name__
     )
 
 

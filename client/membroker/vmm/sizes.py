@@ -53,8 +53,8 @@ def _parse_text(text: str) -> int:
         raise ValueError(f'cannot read {text!r} as a size: write a number and a unit, such as "8GiB" or "500MB"')
     whole, fraction = match[1], match[2] or ""
     scaled = int(whole + fraction) * unit
-    one: int = 10 ** len(fraction)
-    value, rest = divmod(scaled, one)
+    scale: int = 10 ** len(fraction)
+    value, rest = divmod(scaled, scale)
     if rest:
         raise ValueError(f"{text!r} is not a whole number of bytes")
     return value

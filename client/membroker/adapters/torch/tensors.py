@@ -10,7 +10,7 @@ from typing import Any
 
 from ...dtypes import word_of
 from ...errors import InvalidRequest
-from ...memory.dlpack import Source, export, size_of
+from ...memory.dlpack import Exportable, export, size_of
 from ...memory.views import Span
 from ...pool.pool import VirtualMemoryPool
 from ...vmm.driver import DeviceInfo
@@ -43,7 +43,7 @@ DTYPES = {text: getattr(torch, name) for text, name in _NAMES.items() if hasattr
 TEXTS = {dtype: text for text, dtype in DTYPES.items()}
 
 
-def tensor(source: Source, dtype: Any, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
+def tensor(source: Exportable, dtype: Any, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
     """Return `shape` elements of `dtype` from byte `offset` of a buffer, pool, segment or array; nothing is copied.
 
     The result is a CUDA tensor on a GPU, and a CPU tensor on the host driver. `dtype` is a dtype of torch or NumPy, the
@@ -83,7 +83,7 @@ class _Addresses:
         return self._pool.addresses(offset, size)
 
 
-def _over(source: Source, dtype: Any, shape: Sequence[int], offset: int) -> torch.Tensor:
+def _over(source: Exportable, dtype: Any, shape: Sequence[int], offset: int) -> torch.Tensor:
     dtype = _torch_dtype(dtype)
     size = size_of("U8", shape) * dtype.itemsize
     # No version of DLPack has all of torch's dtypes: export bytes, and let torch reinterpret them.

@@ -30,7 +30,7 @@ from . import packets
 from .copies import CudaCopier, pin, unpin
 from .gpu import NOT_SUPPORTED, Gpu
 from .nvml import NvmlDevice
-from .process import Process, close_descriptors
+from .process import CudaProcess, close_descriptors
 
 # One counter for all drivers of the process: a handle of one driver is unknown to every other.
 _handle_values = itertools.count(1)
@@ -47,7 +47,7 @@ class CudaDriver:
     def __init__(self, device: int | str = 0, context: bool = False) -> None:
         gpu = Gpu(device)
         self._gpu, self._call = gpu, gpu.call
-        self._process = Process.here
+        self._process = CudaProcess.here
         self._closed = False
         self._handles: dict[Handle, Any] = {}
         self._pinned: dict[int, int] = {}
@@ -350,7 +350,7 @@ class CudaDriver:
     def _check_usable(self, call: str) -> None:
         if self._closed:
             raise DriverError(call, "CUDA_ERROR_DEINITIALIZED", 4, "this driver is closed")
-        if self._process is not Process.here:
+        if self._process is not CudaProcess.here:
             hint = "CUDA does not survive a fork: start processes with spawn"
             raise DriverError(call, "CUDA_ERROR_NOT_INITIALIZED", 3, hint)
 

@@ -10,10 +10,10 @@ from typing import ClassVar
 from ..sizes import MAX_BYTES
 
 
-class Process:
+class CudaProcess:
     """The reservations of one process, by all its drivers: CUDA's addresses belong to the process."""
 
-    here: ClassVar[Process]
+    here: ClassVar[CudaProcess]
     """This process: another one in a forked child."""
 
     def __init__(self) -> None:
@@ -43,8 +43,8 @@ class Process:
         return size <= length and address - start <= length - size
 
 
-Process.begin()
-os.register_at_fork(after_in_child=Process.begin)
+CudaProcess.begin()
+os.register_at_fork(after_in_child=CudaProcess.begin)
 
 
 def close_descriptors(prefix: str) -> None:

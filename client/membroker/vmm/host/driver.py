@@ -24,7 +24,7 @@ from ..driver import AccessFlags, Copier, DeviceInfo, DriverError, DriverOutOfMe
 from ..errno import driver_call, invalid
 from ..sizes import GIB, MAX_BYTES, MIB, is_power_of_two
 from . import extents
-from .process import Process
+from .process import HostProcess
 from .watch import ExtentWatch
 
 GRANULARITY = 2 * MIB
@@ -75,7 +75,7 @@ class HostDriver:
         self._device = DeviceInfo(uuid, "host memory", "host", GRANULARITY, ordinal, ordinal=ordinal)
         self._ordinal, self._number = ordinal, next(_driver_numbers)
         self._handles: dict[Handle, _Extent] = {}
-        self._process = Process.here
+        self._process = HostProcess.here
         self._pinned: dict[int, int] = {}
         """The size of each pinned block, by its address."""
         self._closed = False
@@ -355,7 +355,7 @@ class HostDriver:
     def _check_usable(self, call: str) -> None:
         if self._closed:
             raise DriverError(call, "EBADF", errno.EBADF, "this driver is closed")
-        if self._process.pid != os.getpid():  # the hook that begins a child's `Process` may not have run yet
+        if self._process.pid != os.getpid():  # the hook that begins a child's `HostProcess` may not have run yet
             hint = "this driver was made before a fork: abandon it in the child, and open a new one"
             raise DriverError(call, "ECHILD", errno.ECHILD, hint)
 

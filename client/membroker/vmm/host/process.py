@@ -26,13 +26,13 @@ _PROTECTIONS = {
 }
 
 
-class Process:
+class HostProcess:
     """The addresses of one process. Its drivers share them; `owner` is the driver that made a reservation.
 
     Each method does what the driver's method of that name promises. It raises `DriverError`, and changes nothing then.
     """
 
-    here: ClassVar[Process]
+    here: ClassVar[HostProcess]
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -159,8 +159,8 @@ class Process:
             return self.addresses.allows(address, size, ordinal, call)
 
 
-Process.begin()
-os.register_at_fork(after_in_child=Process.begin)
+HostProcess.begin()
+os.register_at_fork(after_in_child=HostProcess.begin)
 
 
 def _protect(mapping: Mapping, access: dict[int, AccessFlags]) -> None:

@@ -1,7 +1,7 @@
-"""`Holder`: how a session and a `LocalSource` end, with all the memory that is mapped for them.
+"""`MemoryOwner`: how a session and a `LocalSource` end, with all the memory that is mapped for them.
 
 Owns the set of that memory, and the order of the end: first the memory, then the link to where it came from. The link
-must never refer to the holder, so that a holder that is garbage ends by itself. In a forked child everything is dropped
+must never refer to the owner, so that an owner that is garbage ends by itself. In a forked child everything is dropped
 without a lock or a call.
 """
 
@@ -23,8 +23,8 @@ from .lender import Tracked
 logger = logging.getLogger("membroker")
 
 
-class Link(Protocol):
-    """A holder's driver, and its thread or connection."""
+class OwnerLink(Protocol):
+    """An owner's driver, and its thread or connection."""
 
     def later(self, work: Callable[[], None]) -> None:
         """Run `work` in the background thread. Finalizers call it: it takes no lock."""
@@ -39,10 +39,10 @@ class Link(Protocol):
         ...
 
 
-_L = TypeVar("_L", bound=Link)
+_L = TypeVar("_L", bound=OwnerLink)
 
 
-class Holder(Generic[_L]):
+class MemoryOwner(Generic[_L]):
     """Ends its memory, then its link: after `close`, when it is garbage, or at exit."""
 
     _name: ClassVar[str]
@@ -80,7 +80,7 @@ class Holder(Generic[_L]):
             self._holdings.add(memory)
 
     def untrack(self, memory: Tracked) -> None:
-        """Forget memory that was released. The last one ends a closed holder."""
+        """Forget memory that was released. The last one ends a closed owner."""
         self._holdings.discard(memory)
         if self._closed and not (self._holdings or self._closing):
             self.later(self._end)
@@ -131,17 +131,17 @@ class Holder(Generic[_L]):
         self._link.abandon()
 
 
-_living: weakref.WeakSet[Holder[Any]] = weakref.WeakSet()
+_living: weakref.WeakSet[MemoryOwner[Any]] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    for holder in list(_living):
-        holder._close(wait=False)
+    for owner in list(_living):
+        owner._close(wait=False)
 
 
 def _abandon_all() -> None:
-    for holder in list(_living):
-        holder.abandon()
+    for owner in list(_living):
+        owner.abandon()
     _living.clear()
 
 
