@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from membroker.cli.tables import Table
+from membroker.cli.tables import TextTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Goal:
         return self.value >= self.target if self.at_least else self.value <= self.target
 
 
-def table(goals: Iterable[Goal]) -> Table:
+def table(goals: Iterable[Goal]) -> TextTable:
     """Return the goals as a table."""
     rows = [
         [
@@ -35,4 +35,4 @@ def table(goals: Iterable[Goal]) -> Table:
         ]
         for goal in goals
     ]
-    return Table(("what has a target", ">measured", ">target", "reached"), rows)
+    return TextTable(("what has a target", ">measured", ">target", "reached"), rows)

@@ -10,7 +10,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from membroker.cli.tables import Table, render
+from membroker.cli.tables import TextTable, render
 
 Tell = Callable[[str], None]
 REFRESH_PER_SECOND = 2
@@ -40,13 +40,13 @@ def folded(text: str, width: int = 120) -> str:
     return "\n".join(lines)
 
 
-def print_tables(tables: Iterable[Table], stream: TextIO) -> None:
+def print_tables(tables: Iterable[TextTable], stream: TextIO) -> None:
     """Write tables with an empty line between them."""
     stream.write("\n".join(render(table, stream) for table in tables))
     stream.flush()
 
 
-def markdown(table: Table) -> str:
+def markdown(table: TextTable) -> str:
     """Return a table as Markdown."""
     heads = [column.lstrip(">") for column in table.columns]
     lines = [heads, ["---:" if column.startswith(">") else "---" for column in table.columns], *table.rows]

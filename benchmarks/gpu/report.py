@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
-from membroker.cli.tables import NONE, Table
+from membroker.cli.tables import NONE, TextTable
 from membroker.vmm.sizes import GIB
 
 from ..report import folded, markdown, print_tables
@@ -60,7 +60,7 @@ def write_json(facts: Mapping[str, str], sections: Sequence[Section], goals: Seq
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def _chapters(sections: Sequence[Section], goals: Sequence[Goal]) -> Iterator[tuple[str, str, list[Table]]]:
+def _chapters(sections: Sequence[Section], goals: Sequence[Goal]) -> Iterator[tuple[str, str, list[TextTable]]]:
     if goals:
         yield TARGETS, TARGETS_NOTE, [_goals_table(goals)]
     for section in sections:
@@ -76,11 +76,11 @@ def _chapters(sections: Sequence[Section], goals: Sequence[Goal]) -> Iterator[tu
             yield f"{section.title}: the broker's own share", SHARES_NOTE, [_shares_table(section)]
 
 
-def _facts_table(facts: Mapping[str, str]) -> Table:
-    return Table(("machine", ""), [list(fact) for fact in facts.items()])
+def _facts_table(facts: Mapping[str, str]) -> TextTable:
+    return TextTable(("machine", ""), [list(fact) for fact in facts.items()])
 
 
-def _goals_table(goals: Sequence[Goal]) -> Table:
+def _goals_table(goals: Sequence[Goal]) -> TextTable:
     rows = [
         [
             goal.what,
@@ -93,10 +93,10 @@ def _goals_table(goals: Sequence[Goal]) -> Table:
         ]
         for goal in goals
     ]
-    return Table(("what", ">gap", ">figure", ">target", "", ">two processes", "reached"), rows)
+    return TextTable(("what", ">gap", ">figure", ">target", "", ">two processes", "reached"), rows)
 
 
-def _rows_table(section: Section) -> Table:
+def _rows_table(section: Section) -> TextTable:
     take, give = section.calls
     columns = (
         *("work", ">gap", "by", ">n", f">{take} p50 us", ">p99 us", ">x"),
@@ -111,10 +111,10 @@ def _rows_table(section: Section) -> Table:
         ]
         for row in section.rows
     ]
-    return Table(columns, rows)
+    return TextTable(columns, rows)
 
 
-def _crowd_table(section: Section) -> Table:
+def _crowd_table(section: Section) -> TextTable:
     take, give = section.calls
     columns = (
         *("at once", "by", ">n", ">rate", ">of bare", f">{take} p50 us", ">p99 us", ">x"),
@@ -128,10 +128,10 @@ def _crowd_table(section: Section) -> Table:
         ]
         for row in section.rows
     ]
-    return Table(columns, rows)
+    return TextTable(columns, rows)
 
 
-def _speeds_table(section: Section) -> Table:
+def _speeds_table(section: Section) -> TextTable:
     take, give = section.calls
     columns = (
         *("work", ">gap", "by", ">n", f">{take} p50 ms", ">p99 ms", ">GiB/s", ">x"),
@@ -145,20 +145,20 @@ def _speeds_table(section: Section) -> Table:
         ]
         for row in section.rows
     ]
-    return Table(columns, rows)
+    return TextTable(columns, rows)
 
 
-_TABLES: Mapping[str, Callable[[Section], Table]] = {WORKERS: _crowd_table, OFFLOAD: _speeds_table}
+_TABLES: Mapping[str, Callable[[Section], TextTable]] = {WORKERS: _crowd_table, OFFLOAD: _speeds_table}
 """Scenes whose rows show something else than most."""
 
 
-def _shares_table(section: Section) -> Table:
+def _shares_table(section: Section) -> TextTable:
     columns = (
         *("work", ">gap", "by", ">caller us", ">broker us", ">driver us", ">core us", ">journal us", ">transport us"),
         *(">outside us", ">for stock us"),
     )
     rows = [_share_row(row, row.share) for row in section.rows if row.share]
-    return Table(columns, rows)
+    return TextTable(columns, rows)
 
 
 def _share_row(row: Row, share: Share) -> list[str]:

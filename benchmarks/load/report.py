@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
-from membroker.cli.tables import NONE, Table
+from membroker.cli.tables import NONE, TextTable
 
 from ..goals import table
 from ..report import folded, print_tables
@@ -21,12 +21,12 @@ from .targets import goals
 
 def show(facts: Mapping[str, str], sections: Sequence[Section], stream: TextIO) -> None:
     """Print everything."""
-    print_tables([Table(("machine", ""), list(facts.items()))], stream)
+    print_tables([TextTable(("machine", ""), list(facts.items()))], stream)
     for section in sections:
         print(f"\n{section.title}\n{folded(section.note)}\n", file=stream)
-        tables = [Table(_TIMING_COLUMNS, [_timing_row(row) for row in section.timings])]
+        tables = [TextTable(_TIMING_COLUMNS, [_timing_row(row) for row in section.timings])]
         if section.figures:
-            tables.append(Table(("what", ">figure", ""), [_figure_row(row) for row in section.figures]))
+            tables.append(TextTable(("what", ">figure", ""), [_figure_row(row) for row in section.figures]))
         print_tables(tables, stream)
         before, after = section.others_percent
         print(f"\nothers kept the processors busy: {before:.0f}% just before, {after:.0f}% just after", file=stream)

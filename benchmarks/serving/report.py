@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from membroker.cli.tables import NONE, Table
+from membroker.cli.tables import NONE, TextTable
 from membroker.vmm.sizes import GIB
 
 from ..goals import Goal
@@ -38,15 +38,15 @@ COLUMNS = (
 )
 
 
-def tables(runs: Sequence[Run]) -> Iterator[tuple[str, Table]]:
+def tables(runs: Sequence[Run]) -> Iterator[tuple[str, TextTable]]:
     """Yield a title and a table for each trace at each load and seed."""
     for trace, load, seed in dict.fromkeys((run.trace, run.load, run.seed) for run in runs):
         mine = [run for run in runs if (run.trace, run.load, run.seed) == (trace, load, seed)]
         title = f"{trace.upper()}, {mine[0].seconds:g} seconds, load x{load:g}, seed {seed}"
-        yield title, Table(COLUMNS, [_row(run.arm, figures) for run in mine for figures in run.models])
+        yield title, TextTable(COLUMNS, [_row(run.arm, figures) for run in mine for figures in run.models])
 
 
-def starts(runs: Sequence[Run]) -> Table:
+def starts(runs: Sequence[Run]) -> TextTable:
     """Return how long the engines took to start, and what the device had in use at most."""
     first = {run.arm: run for run in reversed(runs)}
     rows = [
@@ -60,7 +60,7 @@ def starts(runs: Sequence[Run]) -> Table:
         ]
         for run in reversed(first.values())
     ]
-    return Table(
+    return TextTable(
         ("arm", ">engines up after s", ">KV tokens at most", ">TTFT alone ms", ">TPOT alone ms", ">GPU most GiB"), rows
     )
 
@@ -119,10 +119,10 @@ def _run(told: dict[str, Any]) -> Run:
     return Run(**{**told, "models": models, "samples": [Sample(**one) for one in told["samples"]]})
 
 
-def _chapters(runs: Sequence[Run], goals: Sequence[Goal]) -> Iterator[tuple[str, Table]]:
+def _chapters(runs: Sequence[Run], goals: Sequence[Goal]) -> Iterator[tuple[str, TextTable]]:
     yield from tables(runs)
     rows = [_total(one) for one in totals(runs)]
-    yield f"All models together; TTFT and TPOT of the worst one. {SEEDS}", Table(TOTALS, rows)
+    yield f"All models together; TTFT and TPOT of the worst one. {SEEDS}", TextTable(TOTALS, rows)
     yield "The start, and one request at a time", starts(runs)
     if goals:
         yield "Beside the targets", goals_table(goals)

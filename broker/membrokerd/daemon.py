@@ -33,8 +33,8 @@ from .device.plan import DeviceError, Plan, changed_rules, check_guarantees, war
 from .device.suspects import CONTEXT_BYTES
 from .edge.dispatch import Dispatcher
 from .edge.endpoints import Endpoints
-from .edge.handoff.outbox import Traffic
-from .edge.listings import Views
+from .edge.handoff.outbox import OutboxCounters
+from .edge.listings import BookMessages
 from .edge.rpc.admin_service import AdminService
 from .observe import status_page
 from .observe.cached_text import CachedText
@@ -48,7 +48,7 @@ from .restart.journal import Binding, Journal, boot_id
 from .restart.mirrors import open_mirror
 from .restart.process_watch import Watch
 from .restart.takeover import (
-    Books,
+    PredecessorBooks,
     cover_lent,
     last_epoch,
     rebuild_books,
@@ -61,7 +61,7 @@ from .runtime.decisions import Decisions
 from .runtime.drain import Drain
 from .runtime.eviction import Evictions
 from .runtime.file_watch import FileWatch
-from .runtime.journal_writer import Writer
+from .runtime.journal_writer import JournalWriter
 from .runtime.loop import Loop, clock, seen
 from .runtime.reload import Reloader, compare
 from .system import logs
@@ -83,7 +83,7 @@ class Daemon:
         self._turns = turns
         self._plan = plan
         self._reloader = reloader
-        self._traffic = Traffic()
+        self._traffic = OutboxCounters()
         self._metrics = Metrics(self.view, plan.driver.device.uuid)
         self._decisions, self._history = Decisions(), History()
         self._recorder: Recorder | None = None
@@ -132,7 +132,7 @@ class Daemon:
         broker = Broker(rules, journal.epoch, [*books.facts, *self._commanded()])
         warn_of_guarantees(broker.ledger.quotas, rules, self._config)
         self._begin_journal(journal, broker)
-        writer = Writer(broker, journal, self._metrics.journal.observe, self._directory.is_in_place)
+        writer = JournalWriter(broker, journal, self._metrics.journal.observe, self._directory.is_in_place)
         self._loop = Loop(
             broker,
             executor,
@@ -148,7 +148,7 @@ class Daemon:
         self._loop.observe_recall = self._observe_recall
         self._loop.figures = executor.figures()
         self._dispatcher = Dispatcher(self._loop, self._request_noted, self._decisions)
-        self._views = Views(self._loop, plan, self._decisions)
+        self._views = BookMessages(self._loop, plan, self._decisions)
         self._drain = Drain(lambda: not any(total.charged for total in broker.ledger.totals.values()), stop)
         stack.callback(self._drain.end)
         executor.start(asyncio.get_running_loop())
@@ -179,7 +179,7 @@ class Daemon:
             logs.warn(trouble)
         return [ft.QuotaSet(*key, *quota) for key, quota in quotas.read(self._kept.quotas).items()]
 
-    def _read_journal(self, journal: Journal) -> tuple[Books, bool]:
+    def _read_journal(self, journal: Journal) -> tuple[PredecessorBooks, bool]:
         """Return the predecessor's books, and False if some of them are missing."""
         try:
             books, notes = journal.read(rebuild_books)

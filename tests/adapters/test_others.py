@@ -1,7 +1,7 @@
 """The adapters that need a GPU, as far as they go without one, and JAX over the host driver where it is installed.
 
-What allocates for CuPy, RMM and Numba is one class, `Lending`, which is tested here over the host driver and a real
-daemon. The frameworks themselves are tested on a GPU (tests/gpu/test_frameworks_on_gpu.py).
+What allocates for CuPy, RMM and Numba is one class, `BlockLending`, which is tested here over the host driver and a
+real daemon. The frameworks themselves are tested on a GPU (tests/gpu/test_frameworks_on_gpu.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from membroker.adapters import cupy as cupy_adapter
 from membroker.adapters import jax as jax_adapter
 from membroker.adapters import numba as numba_adapter
 from membroker.adapters import rmm as rmm_adapter
-from membroker.adapters.blocks import ALIGNMENT, Lending
+from membroker.adapters.blocks import ALIGNMENT, BlockLending
 from membroker.errors import DeviceFailure, InvalidRequest, OutOfMemory
 from membroker.model import Model
 from membroker.segment import publish_arrays
@@ -102,7 +102,7 @@ class TestLending:
 
     def test_small_blocks_share_a_buffer(self, shared_daemon: Daemon, model: Model) -> None:
         """A thousand small arrays are one round trip to the broker and one charge, not two gigabytes."""
-        lending = Lending(model)
+        lending = BlockLending(model)
         addresses = [lending.allocate(1 + 7 * number) for number in range(1000)]
         assert all(address % ALIGNMENT == 0 for address in addresses)
         assert shared_daemon.books().lent_bytes == lending.held_bytes == 32 * MIB
@@ -112,21 +112,21 @@ class TestLending:
         assert lending.used_bytes == lending.held_bytes == 0
 
     def test_a_large_block_has_a_buffer_of_its_own(self, shared_daemon: Daemon, model: Model) -> None:
-        lending = Lending(model)
+        lending = BlockLending(model)
         address = lending.allocate(40 * MIB + 1)
         assert shared_daemon.books().lent_bytes == 42 * MIB
         lending.free(address)
         until(lambda: shared_daemon.books().lent_bytes == 0)
 
     def test_nothing_is_no_address(self, model: Model) -> None:
-        lending = Lending(model)
+        lending = BlockLending(model)
         assert lending.allocate(0) == 0
         lending.free(0)
         assert lending.held_bytes == 0
 
     def test_what_was_just_freed_can_be_borrowed_again(self, client: membroker.Client) -> None:
         """A framework frees its cache because it was refused, and asks again at once: the answer waits for that."""
-        lending = Lending(limited(client, "34MiB"))
+        lending = BlockLending(limited(client, "34MiB"))
         for _ in range(20):
             address = lending.allocate(34 * MIB)
             with pytest.raises(OutOfMemory):
@@ -135,7 +135,7 @@ class TestLending:
         lending.take_back()
 
     def test_a_model_with_little_gets_less_than_a_chunk(self, client: membroker.Client) -> None:
-        lending = Lending(limited(client, "4MiB"))
+        lending = BlockLending(limited(client, "4MiB"))
         one, other = lending.allocate(MIB), lending.allocate(2 * MIB)
         assert lending.held_bytes == 4 * MIB
         with pytest.raises(OutOfMemory) as refused:
@@ -149,7 +149,7 @@ class TestLending:
         self, model: Model, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A kernel still reads the block that was freed: the next one that gets it must not write before."""
-        lending = Lending(model)
+        lending = BlockLending(model)
         kept, first = lending.allocate(512), lending.allocate(512)
         waits: list[int] = []
         monkeypatch.setattr(model._as_source, "later", lambda work: None, raising=True)
@@ -166,7 +166,7 @@ class TestLending:
         self, model: Model, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """While a graph is captured nobody may wait for the device: what is freed meanwhile comes back behind it."""
-        lending = Lending(model)
+        lending = BlockLending(model)
         blocks = [lending.allocate(MIB) for _ in range(4)]
 
         def captured() -> None:
@@ -189,7 +189,7 @@ class TestLending:
         self, model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         """It is logged, and takes nothing of what was freed beside it along."""
-        lending = Lending(model)
+        lending = BlockLending(model)
         one, other = lending.allocate(MIB), lending.allocate(MIB)
         monkeypatch.setattr(model._as_source, "later", lambda work: None)
         for address in (one, one, other):
@@ -200,7 +200,7 @@ class TestLending:
 
     def test_free_takes_no_lock(self, model: Model) -> None:
         """The garbage collector may run a framework's finalizer in a thread that is inside the allocator."""
-        lending = Lending(model)
+        lending = BlockLending(model)
         address = lending.allocate(512)
         with lending._lock, lending._returning:
             lending.free(address)
@@ -209,7 +209,7 @@ class TestLending:
 
     def test_a_client_that_closes_pulls_nothing_away(self, shared_daemon: Daemon) -> None:
         client = membroker.connect(str(shared_daemon.endpoint()))
-        lending = Lending(client.register_model("short"))
+        lending = BlockLending(client.register_model("short"))
         address = lending.allocate(512)
         client.close()
         ctypes.memset(address, 7, 512)
@@ -221,7 +221,7 @@ class TestLending:
         """Four threads allocate and free at random; each block keeps the bytes that its owner wrote."""
         seed = random.randrange(1 << 32)
         print(f"seed {seed}")
-        lending = Lending(model, "4MiB")
+        lending = BlockLending(model, "4MiB")
         faults: list[str] = []
 
         def churn(number: int) -> None:

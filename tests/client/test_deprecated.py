@@ -82,7 +82,7 @@ def test_attributes_of_living_objects(client: membroker.Client) -> None:
 
 CLASSES = [
     *(value for value in vars(types).values() if hasattr(value, "__old_spellings__")),
-    *(admin.Quota, admin.TenantBooks, admin.ProcessStatus),
+    *(admin.QuotaStatus, admin.TenantBooks, admin.ProcessStatus),
 ]
 
 

@@ -23,7 +23,7 @@ from tests.support.processes import EXTENT, open_extents
 
 import membroker
 from membroker import interrupts
-from membroker.adapters.blocks import Lending
+from membroker.adapters.blocks import BlockLending
 from membroker.interrupts import KeyedLocks, Operation, let_through, uninterrupted
 from membroker.v1 import broker_pb2, handoff_pb2, resources_pb2
 
@@ -197,7 +197,7 @@ def prepared(program: Program, name: str) -> Call:
 
             return hold_up
         case "lend to a framework":
-            lending = program.keep(Lending(program.model, PAGE))
+            lending = program.keep(BlockLending(program.model, PAGE))
             return lambda: lending.allocate(1)
     raise AssertionError(name)
 

@@ -25,8 +25,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from membroker import ClosedError, InvalidRequest, SessionLost
 from membroker.kv.sglang import hooks, seams
 from membroker.kv.sglang.allocator import Allocator
-from membroker.kv.sglang.blocks import Blocks
-from membroker.kv.sglang.memory import Memory
+from membroker.kv.sglang.blocks import SglangBlocks
+from membroker.kv.sglang.memory import SglangMemory
 
 PAGE, PAGES = 4, 16
 
@@ -56,8 +56,8 @@ def scheduler(tree: RadixCache) -> Any:
 
 
 @pytest.fixture
-def blocks(scheduler: Any, allocator: Allocator) -> Blocks:
-    return Blocks(scheduler, allocator, lambda: SimpleNamespace())  # type: ignore[arg-type, return-value]
+def blocks(scheduler: Any, allocator: Allocator) -> SglangBlocks:
+    return SglangBlocks(scheduler, allocator, lambda: SimpleNamespace())  # type: ignore[arg-type, return-value]
 
 
 def a_request(
@@ -133,10 +133,12 @@ class TestAllocator:
             allocator.free(torch.arange(2 * PAGE, 3 * PAGE))
 
 
-def test_an_idle_scheduler_lets_the_thread_that_unmaps_have_the_interpreter(blocks: Blocks, scheduler: Any) -> None:
+def test_an_idle_scheduler_lets_the_thread_that_unmaps_have_the_interpreter(
+    blocks: SglangBlocks, scheduler: Any
+) -> None:
     """SGLang's idle loop spins, so each of 200 calls that give up the interpreter would wait 5 ms to have it again."""
     going = [200]
-    memory: Any = Memory.__new__(Memory)
+    memory: Any = SglangMemory.__new__(SglangMemory)
     memory.blocks = blocks
     memory._cache = SimpleNamespace(turn=lambda: None, stats=lambda: SimpleNamespace(going_bytes=going[0]))
 
@@ -154,7 +156,7 @@ def test_an_idle_scheduler_lets_the_thread_that_unmaps_have_the_interpreter(bloc
     assert turns < 1000
 
 
-def test_an_engine_ends_that_can_borrow_no_more(blocks: Blocks, scheduler: Any) -> None:
+def test_an_engine_ends_that_can_borrow_no_more(blocks: SglangBlocks, scheduler: Any) -> None:
     """The broker has forgotten its session. What runs goes on, and the first request that finds nothing ends it."""
 
     def unknown() -> None:
@@ -164,7 +166,7 @@ def test_an_engine_ends_that_can_borrow_no_more(blocks: Blocks, scheduler: Any) 
     scheduler.waiting_queue.append(a_request(40))
     lender = Recalled()
     with closing(lender.device), closing(lender.driver), serving(lender, an_engine()) as cache:
-        memory: Any = Memory.__new__(Memory)
+        memory: Any = SglangMemory.__new__(SglangMemory)
         memory.blocks, memory._cache = blocks, cache
         lender.before_borrow = unknown
         cache.want(20)
@@ -177,7 +179,7 @@ def test_an_engine_ends_that_can_borrow_no_more(blocks: Blocks, scheduler: Any) 
 
 class TestPrefixes:
     def test_a_cached_page_is_unused_until_a_request_locks_it(
-        self, tree: RadixCache, allocator: Allocator, blocks: Blocks
+        self, tree: RadixCache, allocator: Allocator, blocks: SglangBlocks
     ) -> None:
         allocator.release(range(1, 9))
         pages = cache(tree, allocator, *range(2 * PAGE))
@@ -190,7 +192,7 @@ class TestPrefixes:
         assert blocks.warmth(pages) == 0
 
     def test_what_is_held_is_forgotten_with_what_continues_it(
-        self, tree: RadixCache, allocator: Allocator, blocks: Blocks
+        self, tree: RadixCache, allocator: Allocator, blocks: SglangBlocks
     ) -> None:
         """A request would read it without memory. Pages that were not asked for are free then."""
         allocator.release(range(1, 9))
@@ -209,7 +211,7 @@ class TestPrefixes:
         assert allocator.available_size() == (8 - 1 - 1) * PAGE
         assert not allocator.is_free([trunk[0], other[0]]).any()
 
-    def test_a_part_that_was_split_is_known(self, tree: RadixCache, allocator: Allocator, blocks: Blocks) -> None:
+    def test_a_part_that_was_split_is_known(self, tree: RadixCache, allocator: Allocator, blocks: SglangBlocks) -> None:
         allocator.release(range(1, 9))
         pages = cache(tree, allocator, *range(3 * PAGE))
         assert set(pages) <= set(blocks.unused(range(1, 9)))
@@ -220,7 +222,9 @@ class TestPrefixes:
         blocks.hold(pages[2:])
         assert tree.evictable_size() == 0
 
-    def test_what_sglang_evicts_is_forgotten(self, tree: RadixCache, allocator: Allocator, blocks: Blocks) -> None:
+    def test_what_sglang_evicts_is_forgotten(
+        self, tree: RadixCache, allocator: Allocator, blocks: SglangBlocks
+    ) -> None:
         allocator.release(range(1, 4))
         pages = cache(tree, allocator, *range(PAGE))
         blocks.warmth(pages)
@@ -231,7 +235,7 @@ class TestPrefixes:
 
 
 class TestNeed:
-    def test_it_is_what_runs_and_a_page_ahead(self, scheduler: Any, allocator: Allocator, blocks: Blocks) -> None:
+    def test_it_is_what_runs_and_a_page_ahead(self, scheduler: Any, allocator: Allocator, blocks: SglangBlocks) -> None:
         assert blocks.need() == 1, "page 0"
         allocator.release(range(1, 9))
         allocator.alloc(3 * PAGE)
@@ -241,7 +245,7 @@ class TestNeed:
         assert blocks.need() == 1 + 3 + 2, "a token is left of the answer"
 
     def test_requests_that_wait_are_admitted_with_it(
-        self, scheduler: Any, tree: RadixCache, allocator: Allocator, blocks: Blocks
+        self, scheduler: Any, tree: RadixCache, allocator: Allocator, blocks: SglangBlocks
     ) -> None:
         """SGLang's own rule: prompt, answer and a page must fit beside what the running ones may generate."""
         from sglang.srt.managers.schedule_policy import PrefillAdder
@@ -262,14 +266,14 @@ class TestNeed:
             SimpleNamespace(new_token_ratio=0.5), running
         ) == pytest.approx(offset)
 
-    def test_no_more_requests_count_than_can_run(self, scheduler: Any, blocks: Blocks) -> None:
+    def test_no_more_requests_count_than_can_run(self, scheduler: Any, blocks: SglangBlocks) -> None:
         scheduler.waiting_queue.extend(a_request(8) for _ in range(4))
         four = blocks.need()
         scheduler.waiting_queue.extend(a_request(8) for _ in range(4))
         assert blocks.need() == four
 
     def test_the_rest_of_a_prompt_is_kept_from_a_recall(
-        self, scheduler: Any, tree: RadixCache, allocator: Allocator, blocks: Blocks
+        self, scheduler: Any, tree: RadixCache, allocator: Allocator, blocks: SglangBlocks
     ) -> None:
         """SGLang computes long prompts in parts, and ends with an error if the next part has no room."""
         allocator.release(range(1, 9))
@@ -309,18 +313,18 @@ class TestRetraction:
         scheduler.running_batch.reqs.extend(reqs)
         return batch
 
-    def test_as_many_go_as_others_need(self, batch: Any, blocks: Blocks) -> None:
+    def test_as_many_go_as_others_need(self, batch: Any, blocks: SglangBlocks) -> None:
         batch.lacks = 2
         retracted, ratio, aborted = blocks.retract(batch, None)
         assert ([one.req_pool_idx for one in retracted], batch.kept, aborted) == ([4, 3], [0, 1], [])
         assert 0 < ratio <= 1
 
-    def test_the_last_one_waits_and_is_not_aborted(self, batch: Any, blocks: Blocks) -> None:
+    def test_the_last_one_waits_and_is_not_aborted(self, batch: Any, blocks: SglangBlocks) -> None:
         batch.lacks = 9
         retracted, _, aborted = blocks.retract(batch, None)
         assert (len(retracted), batch.reqs, aborted) == (4, [], [])
 
-    def test_a_recall_takes_the_users_of_its_pages(self, batch: Any, scheduler: Any, blocks: Blocks) -> None:
+    def test_a_recall_takes_the_users_of_its_pages(self, batch: Any, scheduler: Any, blocks: SglangBlocks) -> None:
         assert not blocks.preempt([])
         assert blocks.preempt([1, 3])
         assert (blocks.is_preempting, scheduler.running_batch.batch_is_full) == (True, True)
@@ -330,7 +334,7 @@ class TestRetraction:
 
 
 def test_a_recall_makes_sglang_retract_although_it_has_memory(
-    monkeypatch: pytest.MonkeyPatch, scheduler: Any, blocks: Blocks
+    monkeypatch: pytest.MonkeyPatch, scheduler: Any, blocks: SglangBlocks
 ) -> None:
     """Its own steps retract then, and at their place in its loop. What is left is asked for as ever."""
     monkeypatch.setattr(hooks, "_current", SimpleNamespace(blocks=blocks))

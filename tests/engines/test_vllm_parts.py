@@ -48,10 +48,10 @@ from membroker.kv.capture import Capture
 from membroker.kv.layout import Strided
 from membroker.kv.seams import load
 from membroker.kv.vllm import memory, seams
-from membroker.kv.vllm.blocks import Blocks
+from membroker.kv.vllm.blocks import VllmBlocks
 from membroker.kv.vllm.connector import Membroker, StepMetadata
-from membroker.kv.vllm.settings import Settings, settings_of
-from membroker.kv.vllm.sleep import Weights, why_kept
+from membroker.kv.vllm.settings import VllmSettings, settings_of
+from membroker.kv.vllm.sleep import VllmWeights, why_kept
 from membroker.kv.vllm.steps import Launched, Scheduled
 from membroker.kv.vllm.swap import Swap, SwapSpace
 from membroker.memory.lender import source_of
@@ -91,8 +91,8 @@ def pool() -> BlockPool:
 
 
 @pytest.fixture
-def blocks(pool: BlockPool) -> Blocks:
-    return Blocks(
+def blocks(pool: BlockPool) -> VllmBlocks:
+    return VllmBlocks(
         pool,
         block_tokens=16,
         most_tokens=128,
@@ -104,7 +104,7 @@ def blocks(pool: BlockPool) -> Blocks:
 
 
 class TestBlocks:
-    def test_held_blocks_are_out_of_the_free_list(self, pool: BlockPool, blocks: Blocks) -> None:
+    def test_held_blocks_are_out_of_the_free_list(self, pool: BlockPool, blocks: VllmBlocks) -> None:
         blocks.hold(range(1, BLOCKS))
         assert pool.get_num_free_blocks() == 0
         blocks.release([3, 4])
@@ -112,7 +112,7 @@ class TestBlocks:
         assert blocks.need() == 3
         assert list(blocks.unused([0, 1, 3])) == []
 
-    def test_a_block_that_is_held_is_no_prefix_any_more(self, pool: BlockPool, blocks: Blocks) -> None:
+    def test_a_block_that_is_held_is_no_prefix_any_more(self, pool: BlockPool, blocks: VllmBlocks) -> None:
         """What was cached in it would be read without memory."""
         block_hash = make_block_hash_with_group_id(BlockHash(b"prefix"), 0)
         (block,) = pool.get_new_blocks(1)
@@ -129,7 +129,7 @@ class TestBlocks:
         assert pool.cached_block_hash_to_block.get_one_block(block_hash) is None
         assert blocks.warmth([number]) == 0
 
-    def test_the_need_is_what_waits_what_runs_and_one_block_ahead(self, pool: BlockPool, blocks: Blocks) -> None:
+    def test_the_need_is_what_waits_what_runs_and_one_block_ahead(self, pool: BlockPool, blocks: VllmBlocks) -> None:
         assert blocks.need() == 1
         blocks.add(a_request("a", 40))
         blocks.add(a_request("b", 1000))
@@ -139,7 +139,7 @@ class TestBlocks:
         blocks.note(a_step({"a": [1, 2]}, tokens={"a": 32}))
         assert blocks.need() == 3 + 2 + 8, "the rest of its prompt, and a block"
 
-    def test_a_squeeze_leaves_less_than_nothing_free_for_one_step(self, pool: BlockPool, blocks: Blocks) -> None:
+    def test_a_squeeze_leaves_less_than_nothing_free_for_one_step(self, pool: BlockPool, blocks: VllmBlocks) -> None:
         """vLLM preempts when fewer blocks are free than a running request needs, and most need none."""
         blocks.hold(range(9, BLOCKS))
         assert not blocks.preempt([1]), "there is no request"
@@ -155,7 +155,7 @@ class TestBlocks:
         blocks.relax()
         assert (pool.get_num_free_blocks(), blocks.need()) == before
 
-    def test_nothing_is_kept_for_blocks_that_no_preemption_frees(self, pool: BlockPool, blocks: Blocks) -> None:
+    def test_nothing_is_kept_for_blocks_that_no_preemption_frees(self, pool: BlockPool, blocks: VllmBlocks) -> None:
         """Another connector may still send the blocks of a request that has ended. They are no reason to preempt."""
         sent = [one.block_id for one in pool.get_new_blocks(2)]
         mine = [one.block_id for one in pool.get_new_blocks(BLOCKS - 3)]
@@ -170,7 +170,7 @@ class TestBlocks:
             blocks.relax()
         assert (pool.get_num_free_blocks(), blocks.need()) == (0, need), "no block is free, and none is missing"
 
-    def test_a_session_that_waits_for_its_next_part_is_not_preempted(self, pool: BlockPool, blocks: Blocks) -> None:
+    def test_a_session_that_waits_for_its_next_part_is_not_preempted(self, pool: BlockPool, blocks: VllmBlocks) -> None:
         """It keeps its blocks. vLLM preempts only what runs: others would go, and these would stay."""
         for name, table in (("a", [1, 2]), ("session", [3, 4]), ("b", [5])):
             pool.get_new_blocks(len(table))
@@ -189,7 +189,7 @@ class TestBlocks:
         assert pool.get_num_free_blocks() == 0
         blocks.relax()
 
-    def test_what_preempted_requests_lose_makes_no_room(self, pool: BlockPool, blocks: Blocks) -> None:
+    def test_what_preempted_requests_lose_makes_no_room(self, pool: BlockPool, blocks: VllmBlocks) -> None:
         """So vLLM goes on, until no request uses the blocks that are to go. The last one makes the room."""
         tables = {"a": pool.get_new_blocks(2), "b": pool.get_new_blocks(3), "c": pool.get_new_blocks(2)}
         for name, table in tables.items():
@@ -210,7 +210,7 @@ class TestBlocks:
         assert pool.get_num_free_blocks() == free + 4
 
     def test_after_a_squeeze_the_end_of_a_prompt_is_evicted_before_its_beginning(
-        self, pool: BlockPool, blocks: Blocks
+        self, pool: BlockPool, blocks: VllmBlocks
     ) -> None:
         """As vLLM frees it. A prefix without its first block is of no use."""
         taken = pool.get_new_blocks(6)
@@ -227,7 +227,9 @@ class TestBlocks:
         blocks.relax()
         assert [pool.get_new_blocks(1)[0].block_id for _ in taken] == [6, 5, 4, 3, 2, 1]
 
-    def test_the_cost_of_blocks_is_the_requests_from_their_first_user_on(self, pool: BlockPool, blocks: Blocks) -> None:
+    def test_the_cost_of_blocks_is_the_requests_from_their_first_user_on(
+        self, pool: BlockPool, blocks: VllmBlocks
+    ) -> None:
         """vLLM preempts the youngest request first, until the blocks are free."""
         for name in "abc":
             blocks.add(a_request(name, 32))
@@ -241,7 +243,7 @@ class TestBlocks:
         blocks.note(a_step({}, {"b": [3, 7]}, resumed={"b"}))
         assert [blocks.cost(one) for one in ([7], [6], [5])] == [1, 2, 3]
 
-    def test_a_session_that_goes_on_is_the_youngest(self, pool: BlockPool, blocks: Blocks) -> None:
+    def test_a_session_that_goes_on_is_the_youngest(self, pool: BlockPool, blocks: VllmBlocks) -> None:
         """vLLM puts it behind all that run, so it is preempted first."""
         for name, table in (("session", [1]), ("a", [2]), ("b", [3])):
             pool.get_new_blocks(1)
@@ -258,7 +260,7 @@ class TestBlocks:
 
     def test_with_priorities_the_requests_that_matter_least_go_first(self, pool: BlockPool) -> None:
         """vLLM then preempts those with the largest number, and of these the youngest."""
-        blocks = Blocks(
+        blocks = VllmBlocks(
             pool,
             block_tokens=16,
             most_tokens=128,
@@ -281,7 +283,7 @@ class TestBlocks:
         blocks.relax()
         assert list(blocks.unused([1, 2, 3, 4])) == [3, 4]
 
-    def test_it_is_starved_while_requests_wait_and_none_runs(self, pool: BlockPool, blocks: Blocks) -> None:
+    def test_it_is_starved_while_requests_wait_and_none_runs(self, pool: BlockPool, blocks: VllmBlocks) -> None:
         assert not blocks.is_starved
         blocks.add(request := a_request("a", 16))
         assert blocks.is_starved
@@ -293,7 +295,9 @@ class TestBlocks:
         blocks.finish(request, [])
         assert not blocks.is_starved
 
-    def test_it_is_empty_when_the_last_step_has_given_its_blocks_back(self, pool: BlockPool, blocks: Blocks) -> None:
+    def test_it_is_empty_when_the_last_step_has_given_its_blocks_back(
+        self, pool: BlockPool, blocks: VllmBlocks
+    ) -> None:
         """With steps in flight vLLM frees the blocks of an ended request later, in its own thread."""
         assert blocks.is_empty
         blocks.add(request := a_request("a", 16))
@@ -383,7 +387,7 @@ def test_a_block_major_cache_is_a_page_a_group(inner: Any, monkeypatch: pytest.M
         kv_cache_groups=[KVCacheGroupSpec(names, spec)],
     )
     attention = SimpleNamespace(kv_cache_spec=spec, backend=FlashAttentionBackend)
-    one = memory.Memory(Settings(model="m"), SERVED, config)
+    one = memory.VllmMemory(VllmSettings(model="m"), SERVED, config)
     connector = SimpleNamespace(_memory=one, _kv_cache_config=config)
     connector._vllm_config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="auto"))
     connector._block_dimension = lambda backend: Membroker._block_dimension(connector, backend)
@@ -407,9 +411,9 @@ def test_a_block_major_cache_is_a_page_a_group(inner: Any, monkeypatch: pytest.M
 def test_a_flag_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The connector without the worker class, and the worker class without the connector."""
     with pytest.raises(InvalidRequest, match=r"--worker-cls membroker\.kv\.vllm\.Worker"):
-        memory.Memory(Settings(model="m"), SERVED, None).take_cache()
+        memory.VllmMemory(VllmSettings(model="m"), SERVED, None).take_cache()
     with pytest.raises(InvalidRequest, match=r"--worker-cls membroker\.kv\.vllm\.Worker"):
-        memory.Memory(Settings(model="m"), SERVED, None).serve()
+        memory.VllmMemory(VllmSettings(model="m"), SERVED, None).serve()
     monkeypatch.setattr(memory, "_current", None)
     with pytest.raises(InvalidRequest, match="--kv-transfer-config"):
         memory.current()
@@ -422,7 +426,7 @@ def test_what_fails_to_close_keeps_nothing_else_open() -> None:
     def fail() -> None:
         raise DeviceFailure("munmap")
 
-    one: Any = memory.Memory(Settings(model="m"), SERVED, None)
+    one: Any = memory.VllmMemory(VllmSettings(model="m"), SERVED, None)
     one._cache = SimpleNamespace(close=fail)
     one._client, one.weights = (SimpleNamespace(close=lambda n=n: closed.append(n)) for n in ("client", "weights"))
     one.close()
@@ -447,7 +451,7 @@ def test_weights_that_cannot_be_borrowed(load_format: str, quantization: Any, lo
         lora_config=lora,
     )
     with pytest.raises(InvalidRequest, match=said):
-        Weights(config)
+        VllmWeights(config)
     transfer.kv_connector_extra_config = {}
     assert ("other engines" in why_kept(config)) == (load_format == "membroker")
 

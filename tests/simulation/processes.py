@@ -60,7 +60,7 @@ class Worker:
     """How it answers recalls: see `recalling`."""
     answers: set[ModelName] = field(default_factory=set)
     """The models of which it answers recalls."""
-    recalls: dict[int, tuple[fx.Recall, int]] = field(default_factory=dict)
+    recalls: dict[int, tuple[fx.SendRecall, int]] = field(default_factory=dict)
     """By number: what it is asked for, and when it means to answer."""
     requests: int = 0
     knows_token: bool = True

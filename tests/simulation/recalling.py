@@ -73,7 +73,7 @@ class Recalling:
 
     # --- questions and answers ---
 
-    def ask(self, recall: fx.Recall) -> None:
+    def ask(self, recall: fx.SendRecall) -> None:
         """A worker that is connected is asked for memory, or asked again."""
         world = self.world
         worker = world.workers.get(recall.session)
@@ -116,7 +116,7 @@ class Recalling:
         if worker and world.random.random() < 0.5:
             world.send(ev.AnswerRecall(worker.session, world.random.choice([UNKNOWN_RECALL, *sorted(others)])))
 
-    def answer(self, worker: Worker, recall: fx.Recall) -> None:
+    def answer(self, worker: Worker, recall: fx.SendRecall) -> None:
         """Release as much as the worker's manner says, then answer. A few leave it at the release."""
         world, chance = self.world, self.world.random.random()
         if worker.sent and worker.sent[0].place != "queue":
@@ -134,7 +134,7 @@ class Recalling:
         if worker.manner == "broken" and chance > 0.6:
             world.send(ev.AnswerRecall(worker.session, recall.recall, heard))
 
-    def give_back(self, worker: Worker, recall: fx.Recall, size: int) -> None:
+    def give_back(self, worker: Worker, recall: fx.SendRecall, size: int) -> None:
         """Release at least `size` bytes of what a recall asks for, if the worker has so much."""
         world = self.world
         row = world.broker.ledger.sessions.get(worker.session)

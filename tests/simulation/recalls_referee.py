@@ -195,7 +195,7 @@ class RecallsReferee:
         )
         assert told == self._told, f"the ends of recalls are {self._told}, and {told} were told"
         for effect in step.effects:
-            if isinstance(effect, fx.Recall):
+            if isinstance(effect, fx.SendRecall):
                 self._follow_question(effect)
         left = [one for one in self._again.values() if self._is_open(one)]
         assert not left, f"{left} were not repeated"
@@ -314,7 +314,7 @@ class RecallsReferee:
                 one.late, one.deadline = True, now + self._world.broker.books.rules.recall_ns
                 self._again[one.number] = one
 
-    def _follow_question(self, effect: fx.Recall) -> None:
+    def _follow_question(self, effect: fx.SendRecall) -> None:
         place = (effect.session, effect.name, effect.location)
         one, rules = self.asked.get(place), self._world.broker.books.rules
         now = self._world.now

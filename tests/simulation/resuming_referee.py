@@ -151,7 +151,7 @@ class ResumingReferee:
                     assert refused is not None, "a session is given to somebody else"
                     assert refused.reason is Reason.TOKEN_REJECTED
                     assert not step.facts or self.world.referee.waiting.decided()
-                    effects = [one for one in step.effects if not isinstance(one, fx.Recall)]  # after a reload
+                    effects = [one for one in step.effects if not isinstance(one, fx.SendRecall)]  # after a reload
                     assert len(effects) == 1 or self.world.referee.waiting.decided(), "a refused Hello has an effect"
             case ev.StateHolds():
                 if worker is None or worker.stated is not event:

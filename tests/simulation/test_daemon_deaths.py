@@ -258,7 +258,7 @@ def _who_waited_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _made_ahead_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock.Stock, "_unwanted", property(lambda self: self._books.stopping))
+    monkeypatch.setattr(stock.WarmPool, "_unwanted", property(lambda self: self._books.stopping))
 
 
 FAULTS = (

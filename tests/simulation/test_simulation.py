@@ -256,15 +256,15 @@ def _tenants_are_not_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _used_and_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock.Stock, "take", stock.Stock.has)
+    monkeypatch.setattr(stock.WarmPool, "take", stock.WarmPool.has)
 
 
 def _taken_and_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock.Stock, "has", lambda self, location, extent_bytes, count: bool(self._ready))
+    monkeypatch.setattr(stock.WarmPool, "has", lambda self, location, extent_bytes, count: bool(self._ready))
 
 
 def _dropped_and_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock.Stock, "_drop", lambda self, kind, count: self._change(kind, -count, "dropped"))
+    monkeypatch.setattr(stock.WarmPool, "_drop", lambda self, kind, count: self._change(kind, -count, "dropped"))
 
 
 def _refused_for_stock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,15 +280,15 @@ def _refused_for_stock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _full_beside_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock.Stock, "drop_all", lambda self, location: False)
+    monkeypatch.setattr(stock.WarmPool, "drop_all", lambda self, location: False)
 
 
 def _tried_again_beside_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock.Stock, "drop_all", lambda self, location: bool(self._ready))
+    monkeypatch.setattr(stock.WarmPool, "drop_all", lambda self, location: bool(self._ready))
 
 
 def _no_room_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock.Stock, "make_room", lambda self, location: None)
+    monkeypatch.setattr(stock.WarmPool, "make_room", lambda self, location: None)
 
 
 def _stock_for_segments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,29 +308,29 @@ def _stock_for_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock.Stock, "forget_stale", lambda self, now: None)
+    monkeypatch.setattr(stock.WarmPool, "forget_stale", lambda self, now: None)
 
 
 def _a_failure_makes_it_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    stocked = stock.Stock.stocked
+    stocked = stock.WarmPool.stocked
 
     def forget(self: Any, event: Any) -> None:
         stocked(self, event)
         if not event.made:
             self._wishes.pop((event.location, event.extent_bytes), None)
 
-    monkeypatch.setattr(stock.Stock, "stocked", forget)
+    monkeypatch.setattr(stock.WarmPool, "stocked", forget)
 
 
 def _made_while_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    fill = stock.Stock.fill
+    fill = stock.WarmPool.fill
 
     def eager(self: Any) -> None:
         making, self._books.making = self._books.making, {}
         fill(self)
         self._books.making = making
 
-    monkeypatch.setattr(stock.Stock, "fill", eager)
+    monkeypatch.setattr(stock.WarmPool, "fill", eager)
 
 
 def _more_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +339,7 @@ def _more_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
         here = self._ready.get(kind, 0) < self._wishes[kind].count
         return here and total.charged + total.stock + kind[1] <= total.capacity
 
-    monkeypatch.setattr(stock.Stock, "_wants", wants)
+    monkeypatch.setattr(stock.WarmPool, "_wants", wants)
 
 
 def _beyond_the_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,12 +348,12 @@ def _beyond_the_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
         here = self._ready.get(kind, 0) < self._wishes[kind].count and sum(self._ready.values()) < rules.stock_extents
         return here and sum(size * count for (_, size), count in self._ready.items()) + kind[1] <= rules.stock_bytes
 
-    monkeypatch.setattr(stock.Stock, "_wants", wants)
-    monkeypatch.setattr(stock.Stock, "make_room", lambda self, location: None)
+    monkeypatch.setattr(stock.WarmPool, "_wants", wants)
+    monkeypatch.setattr(stock.WarmPool, "make_room", lambda self, location: None)
 
 
 def _made_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock.Stock, "has", lambda self, location, extent_bytes, count: False)
+    monkeypatch.setattr(stock.WarmPool, "has", lambda self, location, extent_bytes, count: False)
 
 
 def _used_and_still_counted(monkeypatch: pytest.MonkeyPatch) -> None:

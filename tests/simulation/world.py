@@ -313,7 +313,7 @@ class World:
                 self.jobs.append(effect)
             case fx.DropStock(where, size, count):
                 self.jobs.append(Closing(self.driver.out_of_stock(where, size, count)))
-            case fx.Recall():
+            case fx.SendRecall():
                 self.recalling.ask(effect)
             case fx.Send(session=session):
                 (self.sends if self.random.random() < 0.7 else self.jobs).append(effect)

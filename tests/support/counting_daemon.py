@@ -15,15 +15,15 @@ from types import FrameType
 from typing import Any
 
 from membrokerd.cli import main
-from membrokerd.edge.handoff.connection import Connection
+from membrokerd.edge.handoff.connection import HandoffConnection
 from membrokerd.runtime import loop
 
 FILE = "MEMBROKER_TEST_CALLS"
 _NOTED = loop.Loop.answer.__code__
-_read = Connection._read
+_read = HandoffConnection._read
 
 
-def _counted(connection: Connection) -> bool:
+def _counted(connection: HandoffConnection) -> bool:
     calls: Counter[str] = Counter()
 
     def count(frame: FrameType, event: str, _: Any) -> None:
@@ -43,5 +43,5 @@ def _counted(connection: Connection) -> bool:
 
 
 if __name__ == "__main__":
-    Connection._read = _counted  # type: ignore[method-assign]
+    HandoffConnection._read = _counted  # type: ignore[method-assign]
     sys.exit(main(sys.argv[1:-2]))  # without the `--log-level debug` of the tests

@@ -32,6 +32,6 @@ def _request_or_fault(self: Any, session: Any, tenant: Any, *rest: Any) -> Any:
 if __name__ == "__main__":
     dispatch.Dispatcher.find = _find_or_fault  # type: ignore[method-assign]
     dispatch.Dispatcher.request = _request_or_fault  # type: ignore[method-assign]
-    listings.Views.list_models = _planted  # type: ignore[method-assign, assignment]
-    connection.Connection._goodbye = _planted  # type: ignore[method-assign, assignment]
+    listings.BookMessages.list_models = _planted  # type: ignore[method-assign, assignment]
+    connection.HandoffConnection._goodbye = _planted  # type: ignore[method-assign, assignment]
     sys.exit(main())

@@ -17,7 +17,7 @@ from tests.system.test_reload import hang_up, reload, written
 import membroker
 from membroker import Client, MembrokerError, OutOfMemory
 from membroker.cli import doctor
-from membroker.cli.admin import Admin, Quota
+from membroker.cli.admin import Admin, QuotaStatus
 from membroker.v1 import admin_pb2
 from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm import Location
@@ -107,7 +107,7 @@ def test_a_command_outlives_the_daemon_and_takes_nothing_back(daemon: Daemon, bl
     assert daemon.stop() == 0
     daemon.start_again()
     again = Admin(daemon.admin / "grpc.sock")
-    assert again.quotas() == [Quota("tenants/red", "device", None, 0, 128 * MIB)]
+    assert again.quotas() == [QuotaStatus("tenants/red", "device", None, 0, 128 * MIB)]
     until(lambda: batch.available().now_bytes == 28 * MIB)
     again.set_quota("tenants/red", DEVICE, {"guarantee_bytes": None})
     assert again.quotas() == []

@@ -19,7 +19,7 @@ from tests.system.test_reload import reload
 
 from membroker import MembrokerError
 from membroker.cli import main as cli
-from membroker.cli.admin import Admin, Quota
+from membroker.cli.admin import Admin, QuotaStatus
 from membroker.v1 import admin_pb2
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
@@ -117,7 +117,9 @@ def test_weights_are_configured_commanded_and_kept(daemon: Daemon, admin: Admin)
         ("tenants/red/models/chat", "device", 4),
     }
     assert admin.quotas() == []
-    assert admin.set_quota("tenants/red", DEVICE, {"weight": 5}) == Quota("tenants/red", "device", None, 0, weight=5)
+    assert admin.set_quota("tenants/red", DEVICE, {"weight": 5}) == QuotaStatus(
+        "tenants/red", "device", None, 0, weight=5
+    )
     admin.set_quota("tenants/blue", DEVICE, {"weight": 0, "limit_bytes": 64 * MIB})
     admin.set_quota("tenants/blue/models/chat", DEVICE, {"weight": 1_000})
     admin.close()
@@ -134,7 +136,7 @@ def test_weights_are_configured_commanded_and_kept(daemon: Daemon, admin: Admin)
     }
     for name in ("red", "blue", "blue/models/chat"):
         again.set_quota(f"tenants/{name}", DEVICE, {"weight": None})
-    assert again.quotas() == [Quota("tenants/blue", "device", 64 * MIB, 0)]
+    assert again.quotas() == [QuotaStatus("tenants/blue", "device", 64 * MIB, 0)]
     assert weights(again) == {"red": 2, "blue": 1, "green": 1}
     again.close()
 

@@ -139,7 +139,7 @@ class Waited(Effect):
 
 
 @value
-class Recall(Effect):
+class SendRecall(Effect):
     """Ask a session for `size` bytes of a model at a location, to be answered within `within_ns` from now.
 
     Emitted again with the same `recall` when the recall is raised: `size` is then the sum of all that was asked for.

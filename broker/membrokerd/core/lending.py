@@ -17,7 +17,7 @@ from .denied import Denied, Reason, deny
 from .names import ModelName
 from .recalls import Recalls
 from .rows import SessionRow
-from .stock import Stock
+from .stock import WarmPool
 from .traffic import Call, Traffic
 from .waiting import Waiting
 
@@ -27,7 +27,7 @@ _NOT_SENT = "it acknowledged a packet that it was not sent"
 class Lending:
     """The calls of all sessions."""
 
-    def __init__(self, books: Books, stock: Stock, recalls: Recalls, waiting: Waiting) -> None:
+    def __init__(self, books: Books, stock: WarmPool, recalls: Recalls, waiting: Waiting) -> None:
         self._books = books
         self._recalls = recalls
         self._stock = stock

@@ -24,7 +24,7 @@ from .recalls import MOST_AT_ONCE, Recalls
 from .schedule import Schedule
 from .segments import Segments
 from .sessions import Sessions
-from .stock import Stock
+from .stock import WarmPool
 from .waiting import Waiting
 
 _REQUESTS = (ev.Request, ev.DeleteSegment)
@@ -46,7 +46,7 @@ class Broker:
         """The ledger: for reading."""
         self.denials = books.denials
         """How many calls about each model were refused, by reason."""
-        stock = self.stock = Stock(books)
+        stock = self.stock = WarmPool(books)
         recalls = self.recalls = Recalls(books)
         schedule = self.schedule = Schedule(books, recalls)
         waiting = self.waiting = Waiting(books, schedule)

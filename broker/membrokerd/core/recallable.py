@@ -25,7 +25,7 @@ class Borrower(NamedTuple):
 
 
 @dataclass(slots=True)
-class Recall:
+class PendingRecall:
     """A question that a borrower has not answered. `left` of its `size` bytes are not released yet.
 
     The first notice asked for `first` bytes; raises have added the others. `wanted_by` is the model whose request
@@ -68,8 +68,8 @@ class Recallable:
         """The sessions that answer recalls of each model. No entry is empty."""
         self.is_possible = False
         """Whether any session answers recalls."""
-        self.recalls: dict[Borrower, Recall] = {}
-        self.away: dict[int, dict[Borrower, Recall]] = {}
+        self.recalls: dict[Borrower, PendingRecall] = {}
+        self.away: dict[int, dict[Borrower, PendingRecall]] = {}
         """By session: recalls that are not late, while its connection is lost. Nothing is expected of them. No entry is
         empty."""
         self.kept: dict[Borrower, tuple[int, int]] = {}

@@ -23,7 +23,7 @@ from . import effects as fx
 from . import events as ev
 from .books import Books
 from .names import Location, ModelName
-from .recallable import Borrower, Recall
+from .recallable import Borrower, PendingRecall
 from .rows import Loan
 
 KEPT_NS = 2_000_000_000
@@ -67,7 +67,7 @@ class Recalls:
             recall = state.recalls.get(one)
             if recall is None:
                 number, deadline = self._books.take_ids(1)[0], now + self._books.rules.recall_ns
-                state.recalls[one] = recall = Recall(number, part, part, part, now, deadline, wanted_by)
+                state.recalls[one] = recall = PendingRecall(number, part, part, part, now, deadline, wanted_by)
                 heapq.heappush(self._ends, (deadline, one))
             else:
                 recall.size += part
@@ -79,8 +79,8 @@ class Recalls:
             self._set_deadline()
         return size - left
 
-    def _say(self, one: Borrower, recall: Recall, size: int, within: int) -> None:
-        self._books.emit(fx.Recall(one.session, recall.number, one.name, one.location, size, within))
+    def _say(self, one: Borrower, recall: PendingRecall, size: int, within: int) -> None:
+        self._books.emit(fx.SendRecall(one.session, recall.number, one.name, one.location, size, within))
 
     def _set_deadline(self) -> None:
         while self._ends and not self._is_end(*self._ends[0]):
@@ -170,7 +170,7 @@ class Recalls:
             self._say(one, recall, recall.left, self._books.rules.recall_ns)
         state.count(one)
 
-    def _report(self, one: Borrower, recall: Recall, result: fx.RecallResult, now: int) -> None:
+    def _report(self, one: Borrower, recall: PendingRecall, result: fx.RecallResult, now: int) -> None:
         told = recall.size, recall.size - recall.left, now - recall.since, result, recall.wanted_by
         self._books.emit(fx.Recalled(one.session, one.name, one.location, *told))
 

@@ -22,7 +22,7 @@ from .denied import Denied, Reason, deny
 from .lending import Lending
 from .names import ANY_MODEL, ModelName, SegmentName
 from .rows import SegmentRow, SessionRow
-from .stock import Stock
+from .stock import WarmPool
 from .traffic import Call
 from .waiting import Waiting
 
@@ -34,7 +34,7 @@ _TOLD = {"sealing": "writing", "dropping": "ending"}
 class Segments:
     """The calls about segments. `attaches` are those of them that wait for a seal."""
 
-    def __init__(self, books: Books, stock: Stock, waiting: Waiting, lending: Lending) -> None:
+    def __init__(self, books: Books, stock: WarmPool, waiting: Waiting, lending: Lending) -> None:
         self._books = books
         self._stock = stock
         self._waiting = waiting

@@ -36,7 +36,7 @@ class Wish:
     asked_at: int
 
 
-class Stock:
+class WarmPool:
     """The extents that are kept ready, and the kinds that are wanted."""
 
     def __init__(self, books: Books) -> None:

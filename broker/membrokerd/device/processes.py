@@ -17,7 +17,7 @@ from ..system import logs
 from ..system.turns import gather, in_portions
 from . import suspects
 from .executor import Executor
-from .suspects import Process
+from .suspects import SeenProcess
 
 Holders = Mapping[int, snapshot.HolderView]
 
@@ -30,7 +30,7 @@ class Processes:
         self._executor = executor
         self._context_bytes = context_bytes
 
-    def find(self, done: Callable[[list[Process] | Denied], None]) -> None:
+    def find(self, done: Callable[[list[SeenProcess] | Denied], None]) -> None:
         """Give `done` the processes that the driver lists, with what the books say of them, largest excess first."""
 
         def list_then_compare(before: Holders) -> None:
@@ -51,7 +51,7 @@ class Processes:
         """Log the processes that use more than they are charged, after a rise of the unaccounted bytes."""
         self.find(lambda found: self._name(rise, found))
 
-    def _name(self, rise: fx.NameSuspects, found: list[Process] | Denied) -> None:
+    def _name(self, rise: fx.NameSuspects, found: list[SeenProcess] | Denied) -> None:
         if isinstance(found, Denied):
             return  # the executor has logged it
         named = [process for process in found if process.excess > self._context_bytes]

@@ -26,7 +26,7 @@ MOST_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class SeenProcess:
     """A process as the driver and the books see it, in bytes at the device.
 
     `charged` is what its sessions are charged, dead ones included; `segments` is the size of the segments that they
@@ -48,7 +48,7 @@ class Process:
 
 def compare(
     listed: Iterable[tuple[int, int]], before: Mapping[int, HolderView], after: Mapping[int, HolderView]
-) -> list[Process]:
+) -> list[SeenProcess]:
     """Return the processes that a driver listed as (pid, bytes), largest excess first.
 
     The holders were taken before and after the driver was asked, by pid, and the one that holds more counts: what a
@@ -58,12 +58,12 @@ def compare(
     return sorted(found, key=lambda process: (-process.excess, process.pid))
 
 
-def _process(pid: int, used: int, *holders: HolderView) -> Process:
+def _process(pid: int, used: int, *holders: HolderView) -> SeenProcess:
     held = max(holders, key=lambda holder: holder.charged + holder.segments)
-    return Process(pid, used, held.charged, held.segments, held.sessions, held.models)
+    return SeenProcess(pid, used, held.charged, held.segments, held.sessions, held.models)
 
 
-def fields(process: Process) -> dict[str, Any]:
+def fields(process: SeenProcess) -> dict[str, Any]:
     """Return the fields of a suspect's log line."""
     return {
         "pid": process.pid,

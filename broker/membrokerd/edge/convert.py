@@ -190,7 +190,7 @@ def from_result(result: fx.Result) -> tuple[str, Any]:
             raise AssertionError(f"no response for {result}")
 
 
-def from_recall(recall: fx.Recall) -> hpb.Frame:
+def from_recall(recall: fx.SendRecall) -> hpb.Frame:
     """Return the notice that asks a session for memory."""
     notice = hpb.Recall(
         recall_id=recall.recall, model=str(recall.name), location=LOCATION_NUMBERS[recall.location], bytes=recall.size

@@ -18,8 +18,8 @@ from ..system.device_directory import DeviceDirectory, Ownership
 from .dispatch import Dispatcher
 from .handoff.endpoint import HandoffEndpoint
 from .handoff.listener import Listener
-from .handoff.outbox import Traffic
-from .listings import Views
+from .handoff.outbox import OutboxCounters
+from .listings import BookMessages
 from .rpc.admin_service import AdminService
 from .rpc.broker_service import BrokerService
 from .rpc.interceptor import Calls
@@ -44,8 +44,8 @@ class Endpoints:
         self,
         directory: DeviceDirectory,
         dispatcher: Dispatcher,
-        views: Views,
-        traffic: Traffic,
+        views: BookMessages,
+        traffic: OutboxCounters,
         watch: Watch,
     ) -> None:
         self._directory = directory

@@ -42,7 +42,7 @@ _Shown = TypeVar("_Shown", bound=Message)
 
 
 @dataclass(slots=True)
-class Views:
+class BookMessages:
     """The books as messages."""
 
     loop: Loop

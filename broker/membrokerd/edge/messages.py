@@ -15,7 +15,7 @@ from membroker.wire.names import session_name
 from ..core import effects as fx
 from ..core.names import ModelName
 from ..core.snapshot import LocationView, ModelView, SessionView, TenantView
-from ..runtime.decisions import Decision
+from ..runtime.decisions import DecisionRecord
 from .errors import to_status
 
 LOCATION_NUMBERS: Mapping[str, rpb.Location.ValueType] = {"device": rpb.LOCATION_DEVICE, "host": rpb.LOCATION_HOST}
@@ -146,7 +146,7 @@ def from_segment(row: fx.SegmentView, now_ns: int) -> rpb.Segment:
     )
 
 
-def from_decision(one: Decision, tenant: str | None) -> rpb.Decision:
+def from_decision(one: DecisionRecord, tenant: str | None) -> rpb.Decision:
     """Return a decision as a message. A tenant does not see which other tenant's model wanted its memory."""
     wanted_by = "" if one.wanted_by is None else str(one.wanted_by)
     if one.wanted_by is not None and tenant not in (None, one.wanted_by.tenant):

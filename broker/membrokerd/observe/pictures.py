@@ -26,7 +26,7 @@ DEFINITIONS = (
 )
 
 
-class Part(NamedTuple):
+class BarPart(NamedTuple):
     """A part of a bar: what it is, its bytes and its colour. `releasing`: hatched. `opacity` tells models apart."""
 
     title: str
@@ -36,7 +36,7 @@ class Part(NamedTuple):
     releasing: bool = False
 
 
-def bar(parts: Iterable[Part], scale: int, marks: Mapping[str, int] | None = None, label: str = "") -> str:
+def bar(parts: Iterable[BarPart], scale: int, marks: Mapping[str, int] | None = None, label: str = "") -> str:
     """Return a bar of parts side by side, `scale` bytes wide; `marks` are lines with a title, at so many bytes."""
     scale, at, shapes = max(1, scale), 0.0, []
     for part in parts:

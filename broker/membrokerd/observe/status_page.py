@@ -17,7 +17,7 @@ from membroker.vmm import format_size
 from ..core.snapshot import LocationView, ModelLocationView, ModelView, TenantLocationView
 from . import catalog
 from .metrics import MetricsView
-from .pictures import COLOURS, DEFINITIONS, FREE, NOT_LENT, OTHERS, UNACCOUNTED, Part, bar, chart, refusals
+from .pictures import COLOURS, DEFINITIONS, FREE, NOT_LENT, OTHERS, UNACCOUNTED, BarPart, bar, chart, refusals
 
 REFRESH_SECONDS = 5
 MOST_TENANTS, MOST_MODELS, MOST_PARTS = 64, 200, 20
@@ -127,8 +127,12 @@ def _location(
     for model in view.models:
         models.setdefault(model.name.tenant, []).append(model)
     parts = [part for one in shown for part in _parts_of(models.get(one, ()), one, where, colours[one])]
-    parts.append(Part("other tenants", used - sum(part.size for part in parts), OTHERS))
-    parts += [Part("unaccounted", unaccounted, UNACCOUNTED), Part("free", free, FREE), Part("not lent", rest, NOT_LENT)]
+    parts.append(BarPart("other tenants", used - sum(part.size for part in parts), OTHERS))
+    parts += [
+        BarPart("unaccounted", unaccounted, UNACCOUNTED),
+        BarPart("free", free, FREE),
+        BarPart("not lent", rest, NOT_LENT),
+    ]
     yield f"<h2>{where.capitalize()} memory: {format_size(used)} used of {format_size(books.capacity)}</h2>"
     yield bar(parts, scale, label=f"{where} memory by tenant and model")
     yield _key(
@@ -164,23 +168,23 @@ def _tenant(
     yield bar(_parts_of(models, tenant, one.location, colour), scale, marks, f"{one.location} memory of {tenant}")
 
 
-def _parts_of(models: Sequence[ModelView], tenant: str, where: str, colour: str) -> list[Part]:
+def _parts_of(models: Sequence[ModelView], tenant: str, where: str, colour: str) -> list[BarPart]:
     """Return the parts of a tenant's bar: of each model what is within its guarantee, beyond it, and releasing.
 
     The models that use the least are one part.
     """
     rows = [(books, model.name.model) for model in models for books in model.locations if books.location == where]
     rows.sort(key=lambda row: (-row[0].used, row[1]))
-    found: list[Part] = []
+    found: list[BarPart] = []
     for number, (books, model) in enumerate(rows[:MOST_PARTS]):
         name, opacity = f"{tenant}/{model}", 1.0 - 0.25 * (number % 3)
         lent = books.used - books.releasing
         within = min(lent, books.guarantee)
-        found.append(Part(f"{name}, within its guarantee", within, colour, opacity))
-        found.append(Part(name, lent - within, colour, opacity))
-        found.append(Part(f"{name}, releasing", books.releasing, colour, opacity, releasing=True))
+        found.append(BarPart(f"{name}, within its guarantee", within, colour, opacity))
+        found.append(BarPart(name, lent - within, colour, opacity))
+        found.append(BarPart(f"{name}, releasing", books.releasing, colour, opacity, releasing=True))
     rest = sum(books.used for books, _ in rows[MOST_PARTS:])
-    return [*found, Part(f"{tenant}, {len(rows) - MOST_PARTS} other models", rest, colour, 0.4)]
+    return [*found, BarPart(f"{tenant}, {len(rows) - MOST_PARTS} other models", rest, colour, 0.4)]
 
 
 def _key(rows: Iterable[tuple[str, str]]) -> str:

@@ -12,7 +12,7 @@ from .. import __version__
 from ..config.config import TenantConfig
 from ..core import snapshot
 from ..device.plan import Plan
-from ..edge.handoff.outbox import Traffic
+from ..edge.handoff.outbox import OutboxCounters
 from ..runtime.loop import Loop
 from ..system import logs
 from ..system.turns import gather
@@ -25,7 +25,7 @@ def take_view(
     loop: Loop,
     plan: Plan,
     tenants: Mapping[str, TenantConfig],
-    traffic: Traffic,
+    traffic: OutboxCounters,
     evictions: int,
     history: History,
 ) -> Generator[None, None, MetricsView]:

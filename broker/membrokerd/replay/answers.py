@@ -13,7 +13,7 @@ from typing import Protocol
 from ..core import effects as fx
 from ..core import events as ev
 from ..core.machine import Broker
-from .past import Answered, Loan, Past, Where
+from .past import Answered, Past, PastLoan, Where
 
 LAST = math.inf
 """The place of what the trace does not place: behind the rows of the same time."""
@@ -24,7 +24,7 @@ class Programs(Protocol):
 
     broker: Broker
     now: int
-    extents: dict[Loan, range]
+    extents: dict[PastLoan, range]
 
     def tell(self, event: ev.Event) -> None:
         """Give the core an event."""
@@ -57,7 +57,7 @@ class Answers:
         self._asked: dict[tuple[int, int], _Asked] = {}
         self._answered: Counter[Where] = Counter()
 
-    def recall(self, recall: fx.Recall, recorded: int) -> None:
+    def recall(self, recall: fx.SendRecall, recorded: int) -> None:
         """Answer a recall of the session that is `recorded` in the trace.
 
         Its first as its first there, and so on; one more as its last, or else as another session of its model.
@@ -79,7 +79,7 @@ class Answers:
         else:
             self._answer(recall, answer)
 
-    def _answer(self, recall: fx.Recall, answer: Answered) -> None:
+    def _answer(self, recall: fx.SendRecall, answer: Answered) -> None:
         total = after = 0
         for row, together in itertools.groupby(answer.released, lambda one: one[0].row):
             own: list[int] = []
@@ -97,7 +97,7 @@ class Answers:
         elif total >= answer.size:  # its last byte ended it
             self._say(recall, after, has_heard=False)
 
-    def _give_later(self, recall: fx.Recall, part: Fraction, own: tuple[int, ...], after: int, row: float) -> None:
+    def _give_later(self, recall: fx.SendRecall, part: Fraction, own: tuple[int, ...], after: int, row: float) -> None:
         """Release, in some time, what is then missing of a part of all that is asked for."""
 
         def give() -> None:
@@ -110,7 +110,7 @@ class Answers:
 
         self._programs.do_later(self._programs.now + after, row, give)
 
-    def _say(self, recall: fx.Recall, after: int, *, has_heard: bool) -> None:
+    def _say(self, recall: fx.SendRecall, after: int, *, has_heard: bool) -> None:
         def say() -> None:
             asked = self._asked.pop((recall.session, recall.recall), None)
             if asked is not None:
@@ -119,7 +119,7 @@ class Answers:
 
         self._programs.do_later(self._programs.now + after, LAST, say)
 
-    def _give_back(self, recall: fx.Recall, size: int, own: tuple[int, ...]) -> None:
+    def _give_back(self, recall: fx.SendRecall, size: int, own: tuple[int, ...]) -> None:
         """Let a session release `size` bytes: the extents that it did release, if it has them, then its newest ones."""
         row = self._programs.broker.ledger.sessions.get(recall.session)
         if row is None:

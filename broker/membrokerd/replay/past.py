@@ -22,7 +22,7 @@ from ..core.denied import Reason
 from ..core.names import Location, ModelName
 from . import trace
 from .figures import GIVEN_UP, Tally
-from .reading import Credited, Part
+from .reading import CreditedRuns, Part
 
 _BY_PROGRAM = ("released", "not held")
 """The causes of a credit by which a program has released extents; the others follow from the end of its session."""
@@ -35,7 +35,7 @@ _BY_NUMBERS = frozenset(
 """Refusals that the core decides by its books. A request that was refused for another reason is so in a replay too."""
 
 
-class Released(NamedTuple):
+class PastRelease(NamedTuple):
     """Part of a loan was released, `after` nanoseconds: by the row `row`, its extents at `positions`."""
 
     after: int
@@ -44,7 +44,7 @@ class Released(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Loan:
+class PastLoan:
     """A request for memory. `call` 0: it was lent already when the part began."""
 
     call: int
@@ -59,7 +59,7 @@ class Loan:
     is_segment: bool = False
     first: int = 0
     granted_at: int | None = None
-    life: list[Released] = field(default_factory=list)
+    life: list[PastRelease] = field(default_factory=list)
     failures: list[tuple[int, int, str]] = field(default_factory=list)
     """Packets that could not be made: when, the position of the first extent, and why."""
     outcome: trace.Outcome | None = None
@@ -79,7 +79,7 @@ class Loan:
 
 
 @dataclass(slots=True)
-class Declared:
+class PastDeclaration:
     """A declaration that was asked for; one that asks for no more than before is not counted."""
 
     name: ModelName
@@ -97,7 +97,7 @@ class Answered:
 
     size: int
     at: int
-    released: list[tuple[Released, Loan, int]] = field(default_factory=list)
+    released: list[tuple[PastRelease, PastLoan, int]] = field(default_factory=list)
     after: int | None = None
     has_heard: bool = False
 
@@ -110,9 +110,9 @@ class Past:
     """A part of a trace, read once. `happened` counts what became of the requests."""
 
     def __init__(self, part: Part, happened: Tally) -> None:
-        self.loans: defaultdict[int, list[Loan]] = defaultdict(list)
+        self.loans: defaultdict[int, list[PastLoan]] = defaultdict(list)
         """By the index of the row at which they are asked for."""
-        self.declared: dict[int, Declared] = {}
+        self.declared: dict[int, PastDeclaration] = {}
         """By the index of the row."""
         self.preset: set[int] = set()
         """The rows of declarations that nobody asked for: they were in force when the part began."""
@@ -121,11 +121,11 @@ class Past:
         self.answers: defaultdict[Where, list[Answered]] = defaultdict(list)
         self._happened = happened
         self._is_journal = part.is_journal
-        self._calls: dict[int, Loan | Declared] = {}
-        self._pending: defaultdict[Any, deque[Loan]] = defaultdict(deque)
+        self._calls: dict[int, PastLoan | PastDeclaration] = {}
+        self._pending: defaultdict[Any, deque[PastLoan]] = defaultdict(deque)
         self._firsts: list[int] = []
-        self._by_first: dict[int, Loan] = {}
-        self._segments: dict[int, Loan] = {}
+        self._by_first: dict[int, PastLoan] = {}
+        self._segments: dict[int, PastLoan] = {}
         self._sums: dict[Where, int] = {}
         self._asked_sums: dict[Where, int] = {}
         self._open: dict[Where, Answered] = {}
@@ -136,7 +136,7 @@ class Past:
                 read(self, row, index, at)
         self._typical = self._typical_lives()
 
-    def everything(self) -> Iterable[Loan]:
+    def everything(self) -> Iterable[PastLoan]:
         """Yield all loans."""
         return (loan for loans in self.loans.values() for loan in loans)
 
@@ -144,13 +144,13 @@ class Past:
 
     def _allocate(self, row: ev.Allocate, index: int, _: int) -> None:
         shape = row.name, row.location, row.extent_bytes, row.count
-        self._ask(index, Loan(row.call, row.session, *shape, row.wait_ns, row.ahead, row.wanted_bytes))
+        self._ask(index, PastLoan(row.call, row.session, *shape, row.wait_ns, row.ahead, row.wanted_bytes))
 
     def _create(self, row: trace.Create, index: int, _: int) -> None:
         shape = row.name, row.location, row.size, 1
-        self._ask(index, Loan(row.call, row.session, *shape, row.wait_ns, is_segment=True))
+        self._ask(index, PastLoan(row.call, row.session, *shape, row.wait_ns, is_segment=True))
 
-    def _ask(self, index: int, loan: Loan) -> None:
+    def _ask(self, index: int, loan: PastLoan) -> None:
         self.loans[index].append(loan)
         self._calls[loan.call] = loan
         self._pending[_shape(loan)].append(loan)
@@ -158,7 +158,7 @@ class Past:
     def _declare(self, row: ev.Declare, index: int, _: int) -> None:
         where = row.session, row.name, row.location
         more = row.declared_bytes > self._sums.get(where, 0)
-        self.declared[index] = self._calls[row.call] = Declared(row.name, row.location, more)
+        self.declared[index] = self._calls[row.call] = PastDeclaration(row.name, row.location, more)
         self._asked_sums[where] = row.declared_bytes
 
     def _declaration_set(self, row: ft.DeclarationSet, index: int, _: int) -> None:
@@ -175,7 +175,7 @@ class Past:
         if asked is None:
             return
         asked.outcome = row
-        if isinstance(asked, Loan) and row.reason:
+        if isinstance(asked, PastLoan) and row.reason:
             pending = self._pending[_shape(asked)]
             if asked in pending:
                 pending.remove(asked)
@@ -195,7 +195,7 @@ class Past:
             return
         for start in range(0, row.count, policy.MAX_COUNT):
             count = min(policy.MAX_COUNT, row.count - start)
-            loan = Loan(0, row.session, row.name, row.location, row.extent_bytes, count)
+            loan = PastLoan(0, row.session, row.name, row.location, row.extent_bytes, count)
             self.loans[index].append(loan)
             self._lent(loan, row.first + start, at)
             self._count_of_journal(loan)
@@ -206,17 +206,17 @@ class Past:
         if self._pending[shape]:
             loan = self._pending[shape].popleft()
         else:
-            loan = Loan(0, row.writer, row.name, row.location, size, 1, is_segment=True)
+            loan = PastLoan(0, row.writer, row.name, row.location, size, 1, is_segment=True)
             self.loans[index].append(loan)
             self._count_of_journal(loan)
         loan.granted_at = at
         self._segments[row.segment] = loan
 
-    def _count_of_journal(self, loan: Loan) -> None:
+    def _count_of_journal(self, loan: PastLoan) -> None:
         if self._is_journal:
             self._happened.answered(loan.name, loan.location, "", None)
 
-    def _lent(self, loan: Loan, first: int, at: int) -> None:
+    def _lent(self, loan: PastLoan, first: int, at: int) -> None:
         loan.first, loan.granted_at = first, at
         if not self._firsts or first > self._firsts[-1]:
             self._firsts.append(first)
@@ -224,10 +224,10 @@ class Past:
             bisect.insort(self._firsts, first)
         self._by_first[first] = loan
 
-    def _credited(self, row: Credited, index: int, at: int) -> None:
+    def _credited(self, row: CreditedRuns, index: int, at: int) -> None:
         if row.cause not in (*_BY_PROGRAM, "not made"):
             return
-        by_loan: defaultdict[Loan, list[range]] = defaultdict(list)
+        by_loan: defaultdict[PastLoan, list[range]] = defaultdict(list)
         for run in row.runs:
             for loan, positions in self._parts_of(run):
                 by_loan[loan].append(positions)
@@ -235,9 +235,9 @@ class Past:
             if row.cause == "not made":
                 self._not_made(loan, found[0].start, index, at)
             else:
-                self._released(loan, Released(at - (loan.granted_at or 0), index, tuple(found)), at)
+                self._released(loan, PastRelease(at - (loan.granted_at or 0), index, tuple(found)), at)
 
-    def _parts_of(self, run: range) -> Iterator[tuple[Loan, range]]:
+    def _parts_of(self, run: range) -> Iterator[tuple[PastLoan, range]]:
         """Yield each loan that has some of these extents, and their positions in it."""
         start = run.start
         while start < run.stop:
@@ -249,17 +249,17 @@ class Past:
                     yield loan, positions
             start = stop
 
-    def _released(self, loan: Loan, released: Released, at: int) -> None:
+    def _released(self, loan: PastLoan, released: PastRelease, at: int) -> None:
         answer = self._open.get((loan.session, loan.name, loan.location))
         if answer is None:
             loan.life.append(released)
         else:
             answer.released.append((released._replace(after=at - answer.at), loan, answer.size))
 
-    def _not_made(self, loan: Loan, position: int, index: int, at: int) -> None:
+    def _not_made(self, loan: PastLoan, position: int, index: int, at: int) -> None:
         """Note that a packet failed. The rest of the call is credited in the same step, and is not another failure."""
         if not loan.call:  # it was being made when the part began
-            loan.life.append(Released(at - (loan.granted_at or 0), index, (range(position, position + 1),)))
+            loan.life.append(PastRelease(at - (loan.granted_at or 0), index, (range(position, position + 1),)))
         elif not loan.failures or loan.failures[-1][0] != at:
             loan.failures.append((at, position, Reason.DEVICE_FULL))
             if loan.call in self._calls:  # it may be granted later: it waits for room on the device
@@ -274,11 +274,11 @@ class Past:
     def _segment_ended(self, row: ft.SegmentEnded, index: int, at: int) -> None:
         loan = self._segments.pop(row.segment, None)
         if loan is not None and loan.granted_at is not None:
-            loan.life.append(Released(at - loan.granted_at, index, (range(1),)))
+            loan.life.append(PastRelease(at - loan.granted_at, index, (range(1),)))
 
     # --- recalls ---
 
-    def _recall(self, row: fx.Recall, _: int, at: int) -> None:
+    def _recall(self, row: fx.SendRecall, _: int, at: int) -> None:
         where = row.session, row.name, row.location
         known = self._numbers.get((row.session, row.recall))
         if known is not None:  # it is raised; or late, and repeated with what is left
@@ -308,7 +308,7 @@ class Past:
 
     # --- what is not in the trace ---
 
-    def life_of(self, loan: Loan) -> list[Released]:
+    def life_of(self, loan: PastLoan) -> list[PastRelease]:
         """Return how a loan is released. What was never granted lasts as long as the model's loans did most often.
 
         Nobody can know how long its program would have kept it. If none of the model's loans was released, it lasts
@@ -317,7 +317,7 @@ class Past:
         typical = self._typical.get((loan.name, loan.location, loan.is_segment))
         if loan.granted_at is not None or typical is None:
             return loan.life
-        return [Released(typical, 0, (range(loan.count),))]
+        return [PastRelease(typical, 0, (range(loan.count),))]
 
     def _typical_lives(self) -> dict[tuple[ModelName, Location, bool], int]:
         lives: defaultdict[tuple[ModelName, Location, bool], list[int]] = defaultdict(list)
@@ -327,12 +327,12 @@ class Past:
         return {key: statistics.median_low(found) for key, found in lives.items()}
 
 
-def is_uncounted(asked: Loan | Declared) -> bool:
+def is_uncounted(asked: PastLoan | PastDeclaration) -> bool:
     """Say whether a request is not counted: nobody feels its refusal, or the trace does not say what became of it."""
-    return asked.outcome is None or (asked.ahead if isinstance(asked, Loan) else not asked.asks_for_more)
+    return asked.outcome is None or (asked.ahead if isinstance(asked, PastLoan) else not asked.asks_for_more)
 
 
-def _shape(loan: Loan) -> tuple[Any, ...]:
+def _shape(loan: PastLoan) -> tuple[Any, ...]:
     return loan.session, loan.name, loan.location, loan.extent_bytes, loan.count, loan.is_segment
 
 
@@ -345,10 +345,10 @@ _READ: Mapping[type, Callable[[Past, Any, int, int], None]] = {
     trace.Outcome: Past._outcome,
     ft.Debited: Past._debited,
     ft.SegmentBegan: Past._segment_began,
-    Credited: Past._credited,
+    CreditedRuns: Past._credited,
     ft.SegmentCredited: Past._segment_credited,
     ft.SegmentEnded: Past._segment_ended,
-    fx.Recall: Past._recall,
+    fx.SendRecall: Past._recall,
     ev.AnswerRecall: Past._recall_answered,
     fx.Recalled: Past._recalled,
     ft.SessionMoved: Past._moved,

@@ -27,7 +27,7 @@ RECORD_NS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Credited:
+class CreditedRuns:
     """`facts.Credited` in runs of ids: a trace of one day may have released each extent of a GPU a thousand times."""
 
     runs: tuple[range, ...]
@@ -42,21 +42,21 @@ class Part:
     """
 
     begin: trace.Begin
-    rows: list[tuple[int, trace.Row | Credited]] = field(default_factory=list)
+    rows: list[tuple[int, trace.Row | CreditedRuns]] = field(default_factory=list)
     is_journal: bool = False
     _held: int = 0
     """Extents that were lent, less those that were released."""
 
     def add(self, at: int, row: trace.Row) -> None:
         """Add a row; time never goes back. Raises `Unusable`."""
-        kept: trace.Row | Credited = row
+        kept: trace.Row | CreditedRuns = row
         if isinstance(row, ft.Debited):
             self._held += row.count
         elif isinstance(row, ft.Credited):
             self._held -= len(row.ids)
             if self._held < 0:
                 raise Unusable("broken", "has fewer lent than released extents, which no daemon writes")
-            kept = Credited(tuple(range(first, first + count) for first, count in runs_of(row.ids)), row.cause)
+            kept = CreditedRuns(tuple(range(first, first + count) for first, count in runs_of(row.ids)), row.cause)
         self.rows.append((max(at, self.rows[-1][0]) if self.rows else at, kept))
 
 

@@ -118,7 +118,7 @@ class Recorder:
                 yield row
         if self._broker.books.stopping and not self._told_stopping:
             self._told_stopping = True
-            yield trace.Stopping()
+            yield trace.DaemonStops()
         yield from _rows_of(step.facts)
         answering: list[tuple[int, ModelName]] = []
         for fact in step.facts:
@@ -140,7 +140,7 @@ class Recorder:
                 reason = effect.result.reason.value if isinstance(effect.result, Denied) else ""
                 wait = waits.get(effect.call)
                 yield trace.Outcome(effect.call, reason, wait.result if wait else "", wait.waited_ns if wait else 0)
-            elif isinstance(effect, fx.Recall | fx.Recalled):
+            elif isinstance(effect, fx.SendRecall | fx.Recalled):
                 yield effect
 
     def close(self) -> None:

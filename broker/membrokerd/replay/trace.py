@@ -89,7 +89,7 @@ class Answering:
 
 
 @value
-class Stopping:
+class DaemonStops:
     """The daemon stops: requests that wait are refused."""
 
     stopping: bool = True
@@ -102,14 +102,14 @@ Row = (
     | ev.CancelWait
     | ev.AnswerRecall
     | ev.SetDraining
-    | fx.Recall
+    | fx.SendRecall
     | fx.Recalled
     | ft.Fact
     | Told
     | Create
     | Outcome
     | Answering
-    | Stopping
+    | DaemonStops
 )
 FORMS: Mapping[type, Form] = {
     kind: Form(to_json(tag), kind)
@@ -121,7 +121,7 @@ FORMS: Mapping[type, Form] = {
         "inputs read": ev.InputsDrained,
         "answered": Outcome,
         "cancelled": ev.CancelWait,
-        "recall": fx.Recall,
+        "recall": fx.SendRecall,
         "recall answered": ev.AnswerRecall,
         "recall ended": fx.Recalled,
         "answers recalls": Answering,
@@ -142,7 +142,7 @@ FORMS: Mapping[type, Form] = {
         "segment credited": ft.SegmentCredited,
         "quota": ft.QuotaSet,
         "draining": ev.SetDraining,
-        "stopping": Stopping,
+        "stopping": DaemonStops,
     }.items()
 }
 """How each kind of row is written. A tag never changes its meaning."""

@@ -26,7 +26,7 @@ from .answers import LAST, Answers
 from .changes import Changes, Unplayable
 from .deaths import Deaths
 from .figures import Tally
-from .past import Loan, Past, is_uncounted
+from .past import Past, PastLoan, is_uncounted
 from .reading import Part
 
 AUDIT_NS = 100_000_000
@@ -55,9 +55,9 @@ class World:
         self._sessions: dict[int, int] = {}
         self._recorded: dict[int, int] = {}
         """By session of the core: the session in the trace."""
-        self._loans: dict[int, Loan] = {}
+        self._loans: dict[int, PastLoan] = {}
         """By call of the core, which is the request id, too."""
-        self.extents: dict[Loan, range] = {}
+        self.extents: dict[PastLoan, range] = {}
         self._models: dict[ModelName, tuple[int | None, dict[Location, int]]] = {}
         self._answers = Answers(self, past)
         self._deaths = Deaths(self.broker, self.tell)
@@ -254,7 +254,7 @@ class World:
             elif loan.is_segment and not loan.call:
                 self._borrow_for_nobody(loan)
 
-    def _borrow(self, loan: Loan, session: int) -> None:
+    def _borrow(self, loan: PastLoan, session: int) -> None:
         def make(call: int) -> ev.Event:
             self._loans[call] = loan
             if not loan.is_segment:
@@ -265,7 +265,7 @@ class World:
 
         self._ask(make, lambda result, wait: self._decided(loan, session, result, wait), loan.call)
 
-    def _borrow_for_nobody(self, loan: Loan) -> None:
+    def _borrow_for_nobody(self, loan: PastLoan) -> None:
         """Lend a segment whose writer had left before the part began: another session writes it, and leaves."""
         writer = -self.broker.ledger.revision - 1
         self._session_began(ft.SessionBegan(writer, loan.name.tenant, 0, 0, "", False, "", self.now))
@@ -274,7 +274,7 @@ class World:
             self._borrow(loan, found.session)
             self._request(ev.Goodbye, found.session)
 
-    def _decided(self, loan: Loan, session: int, result: fx.Result | Denied, wait: fx.Waited | None) -> None:
+    def _decided(self, loan: PastLoan, session: int, result: fx.Result | Denied, wait: fx.Waited | None) -> None:
         reason = result.reason.value if isinstance(result, Denied) else ""
         if (self._part.is_journal and not loan.call) or not is_uncounted(loan):
             self._tally.answered(loan.name, loan.location, reason, wait.waited_ns if wait else None)
@@ -293,7 +293,7 @@ class World:
                 (session, [ids[one.start : one.stop] for one in positions]),
             )
 
-    def _seal(self, loan: Loan, session: int, segment: fx.SegmentView) -> None:
+    def _seal(self, loan: PastLoan, session: int, segment: fx.SegmentView) -> None:
         """Seal a segment at once, so that it lasts until it is deleted. Sessions that attach it are charged nothing."""
         number, name = segment.segment, segment.name
         self._request(ev.SealSegment, session, number)
@@ -339,7 +339,7 @@ class World:
         quota = self._changes.left_of(row)
         self._ask(lambda call: ev.SetQuota(call, row.tenant, row.model, row.location, *quota, undo=True))
 
-    def _stopping(self, _: trace.Stopping) -> None:
+    def _stopping(self, _: trace.DaemonStops) -> None:
         self.broker.books.stopping = True
         self.tell(ev.Elapsed())
 
@@ -361,7 +361,7 @@ _ACTS: Mapping[type, Callable[[World, Any], None]] = {
     trace.Told: World._told,
     trace.Answering: World._answering,
     trace.Create: World._allocate,
-    trace.Stopping: World._stopping,
+    trace.DaemonStops: World._stopping,
     ev.Allocate: World._allocate,
     ev.Declare: World._declare,
     ev.CancelWait: World._cancel,
@@ -371,7 +371,7 @@ _ACTS: Mapping[type, Callable[[World, Any], None]] = {
 _EFFECTS: Mapping[type, Callable[[World, Any], None]] = {
     fx.Make: World._make,
     fx.DrainInputs: World._drain,
-    fx.Recall: lambda world, recall: world._answers.recall(recall, world._recorded[recall.session]),
+    fx.SendRecall: lambda world, recall: world._answers.recall(recall, world._recorded[recall.session]),
     fx.Recalled: lambda world, recalled: world._tally.recalled(recalled),
     fx.Seal: lambda world, effect: world._events.append(ev.Sealed(effect.segment)),
     fx.Drop: lambda world, effect: world._events.append(ev.Dropped(effect.segment)),

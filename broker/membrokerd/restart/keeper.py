@@ -65,11 +65,11 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
 _MAX_NUMBER = (1 << 63) - 1
 
 
-class Refused(Exception):
+class PacketRefused(Exception):
     """A packet is refused and changes nothing. The message is a sentence for the sender."""
 
 
-class Owned(Refused):
+class Owned(PacketRefused):
     """The keeper belongs to another owner."""
 
     def __init__(self, owner: str) -> None:
@@ -81,7 +81,7 @@ class Owned(Refused):
         self.owner = owner
 
 
-class Packet(NamedTuple):
+class KeeperPacket(NamedTuple):
     """One packet as it was received. The receiver must close the descriptors."""
 
     data: bytes
@@ -89,23 +89,25 @@ class Packet(NamedTuple):
     flags: int
 
     def message(self) -> dict[str, Any]:
-        """Return the JSON object in the packet; raises `Refused`."""
+        """Return the JSON object in the packet; raises `PacketRefused`."""
         if self.flags & socket.MSG_TRUNC:
-            raise Refused(f"the packet is longer than {MAX_PACKET_BYTES} bytes")
+            raise PacketRefused(f"the packet is longer than {MAX_PACKET_BYTES} bytes")
         try:
             message = json.loads(self.data)
         except (ValueError, RecursionError) as error:
-            raise Refused("the packet is not JSON") from error
+            raise PacketRefused("the packet is not JSON") from error
         if not isinstance(message, dict):
-            raise Refused("the packet is not a JSON object")
+            raise PacketRefused("the packet is not a JSON object")
         return message
 
     def check_descriptors(self, count: int) -> None:
-        """Raise `Refused` unless the packet came with this many descriptors."""
+        """Raise `PacketRefused` unless the packet came with this many descriptors."""
         if self.flags & socket.MSG_CTRUNC:
-            raise Refused(f"descriptors were lost: more than {MAX_DESCRIPTORS} were sent, or the receiver has too many")
+            raise PacketRefused(
+                f"descriptors were lost: more than {MAX_DESCRIPTORS} were sent, or the receiver has too many"
+            )
         if len(self.descriptors) != count:
-            raise Refused(f"the packet has {len(self.descriptors)} descriptors and needs {count}")
+            raise PacketRefused(f"the packet has {len(self.descriptors)} descriptors and needs {count}")
 
 
 def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int]) -> None:
@@ -113,9 +115,9 @@ def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Seq
     passing.send(connection, json.dumps(message).encode(), descriptors)
 
 
-def receive(connection: socket.socket) -> Packet:
+def receive(connection: socket.socket) -> KeeperPacket:
     """Receive one packet. An empty packet means that the other end has closed. Raises what `recvmsg` raises."""
-    return Packet(*passing.receive(connection, MAX_PACKET_BYTES))
+    return KeeperPacket(*passing.receive(connection, MAX_PACKET_BYTES))
 
 
 class Keeper:
@@ -235,14 +237,14 @@ class Keeper:
         except OSError:
             self._hang_up(connection)
 
-    def _answer(self, packet: Packet, connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    def _answer(self, packet: KeeperPacket, connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
         """Carry out a request and return the answer. Descriptors that stay in the packet were not taken."""
         answer: dict[str, Any] = {"number": None}
         try:
             message = packet.message()
             number = message.pop("number", None)
             if type(number) is not int or not 0 <= number <= _MAX_NUMBER:
-                raise Refused("the request has no number")
+                raise PacketRefused("the request has no number")
             answer["number"] = number
             if connection is not self._daemon or "own" in message:
                 self._admit(connection, _checked_owner(message.get("own", "")))
@@ -259,35 +261,37 @@ class Keeper:
                     names = list(itertools.islice(self._kept, first, first + MAX_DESCRIPTORS))
                     return answer | {"names": names, "count": len(self._kept)}, [self._kept[name] for name in names]
                 case _:
-                    raise Refused("the request is not own, put, drop or list")
+                    raise PacketRefused("the request is not own, put, drop or list")
         except Owned as error:
             answer |= {"error": str(error), "owner": error.owner}
-        except Refused as error:
+        except PacketRefused as error:
             answer["error"] = str(error)
         return answer, []
 
-    def _put(self, names: list[str], packet: Packet) -> None:
+    def _put(self, names: list[str], packet: KeeperPacket) -> None:
         packet.check_descriptors(len(names))
         if len(self._kept.keys() | names) > self._most:
-            raise Refused(f"it has {len(self._kept)} descriptors and may have {max(0, self._most)}: raise ulimit -n")
+            raise PacketRefused(
+                f"it has {len(self._kept)} descriptors and may have {max(0, self._most)}: raise ulimit -n"
+            )
         close_all(self._kept[name] for name in names if name in self._kept)
         self._kept.update(zip(names, packet.descriptors, strict=True))
         packet.descriptors.clear()
 
 
 def _checked_owner(owner: Any) -> str:
-    """Return `owner` if it is a valid owner's name; raises `Refused`."""
+    """Return `owner` if it is a valid owner's name; raises `PacketRefused`."""
     if not isinstance(owner, str) or len(owner) > MAX_OWNER_LENGTH:
-        raise Refused(f"an owner is a string of at most {MAX_OWNER_LENGTH} characters")
+        raise PacketRefused(f"an owner is a string of at most {MAX_OWNER_LENGTH} characters")
     return owner
 
 
 def _checked(names: Any) -> list[str]:
-    """Return `names` if they are valid; raises `Refused`."""
+    """Return `names` if they are valid; raises `PacketRefused`."""
     if not isinstance(names, list) or not all(isinstance(name, str) and _NAME.fullmatch(name) for name in names):
-        raise Refused("names must be a list of strings of 1 to 255 characters of [A-Za-z0-9._-]")
+        raise PacketRefused("names must be a list of strings of 1 to 255 characters of [A-Za-z0-9._-]")
     if len(names) > MAX_DESCRIPTORS or len(set(names)) < len(names):
-        raise Refused(f"a request has at most {MAX_DESCRIPTORS} names, all different")
+        raise PacketRefused(f"a request has at most {MAX_DESCRIPTORS} names, all different")
     return names
 
 

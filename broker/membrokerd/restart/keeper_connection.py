@@ -37,7 +37,7 @@ class Lost(ConnectionError):
     """The connection to the keeper ended before the answer, so the request may or may not have been carried out."""
 
 
-class Owned(OSError):
+class OwnedElsewhere(OSError):
     """The keeper serves another device's daemon. Retry only after that daemon and its descriptors are gone."""
 
 
@@ -115,8 +115,8 @@ class KeeperConnection:
         try:
             message = packet.message()
             if not self._unanswered or message["number"] != self._unanswered[0].number:
-                raise fdstore.Refused("it sent an answer that matches no request")
-        except (fdstore.Refused, KeyError) as error:
+                raise fdstore.PacketRefused("it sent an answer that matches no request")
+        except (fdstore.PacketRefused, KeyError) as error:
             close_all(packet.descriptors)
             self.lose(Lost(str(error)))
             return
@@ -124,17 +124,17 @@ class KeeperConnection:
         self._flush()
 
     @staticmethod
-    def _deliver(answer: asyncio.Future[_Answer], message: Mapping[str, Any], packet: fdstore.Packet) -> None:
+    def _deliver(answer: asyncio.Future[_Answer], message: Mapping[str, Any], packet: fdstore.KeeperPacket) -> None:
         """Complete the future of a request, unless the caller has cancelled it."""
         names = message.get("names", [])
         try:
             if "error" in message:
-                raise fdstore.Refused(message["error"])
+                raise fdstore.PacketRefused(message["error"])
             packet.check_descriptors(len(names))
-        except fdstore.Refused as error:
+        except fdstore.PacketRefused as error:
             close_all(packet.descriptors)
             if not answer.done():
-                kind = Owned if "owner" in message else OSError
+                kind = OwnedElsewhere if "owner" in message else OSError
                 answer.set_exception(kind(f"the keeper of descriptors: {error}"))
             return
         if answer.done():
@@ -172,7 +172,7 @@ async def dial(path: Path, owner: str) -> KeeperConnection:
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
             await connection.ask({"own": owner})
-    except (Lost, Owned, TimeoutError, asyncio.CancelledError):
+    except (Lost, OwnedElsewhere, TimeoutError, asyncio.CancelledError):
         connection.close()
         raise
     except OSError as error:  # an older membrokerd started this keeper: it serves the newest connection

@@ -9,7 +9,7 @@ from ..system import logs
 from ..system.device_directory import DirectoryError
 from .descriptor_store import Mirror, StoredDescriptors
 from .keeper_client import open_keeper
-from .keeper_connection import Owned
+from .keeper_connection import OwnedElsewhere
 from .systemd import open_systemd, started_by_systemd, systemd_available
 
 
@@ -34,7 +34,7 @@ async def open_mirror(config: Config, keeper_socket: Path, owner: str) -> tuple[
             mirror, kept = open_systemd(most)
         elif kind == "keeper":
             mirror, kept = await open_keeper(keeper_socket, owner)
-    except Owned as error:
+    except OwnedElsewhere as error:
         raise DirectoryError(f"keeper_socket = {keeper_socket}: {error}") from error
     except OSError as error:
         key = "keeper_socket" if kind == "keeper" and config.keeper_socket else "descriptor_store"

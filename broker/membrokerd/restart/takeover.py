@@ -28,7 +28,7 @@ from .process_watch import Watch
 from .records import MAX_IDS
 
 
-class Books(NamedTuple):
+class PredecessorBooks(NamedTuple):
     """The predecessor's books.
 
     `charged` has the bytes of each location that is in use. They may be 0: a segment whose create failed has a row
@@ -42,7 +42,7 @@ class Books(NamedTuple):
     epoch: int
 
 
-def rebuild_books(facts: Iterable[ft.Fact]) -> Books:
+def rebuild_books(facts: Iterable[ft.Fact]) -> PredecessorBooks:
     """Return the books that result from these facts, with the fewest facts that make them.
 
     Raises `AssertionError` or `KeyError` if the facts contradict each other.
@@ -56,7 +56,9 @@ def rebuild_books(facts: Iterable[ft.Fact]) -> Books:
     by_pid: Counter[int] = Counter()
     for row in ledger.sessions.values():
         by_pid[row.pid] += row.charged("device")
-    return Books(list(checkpoint_facts(ledger)), charged, by_pid, max(_ids(ledger), default=0) >> COUNTER_BITS)
+    return PredecessorBooks(
+        list(checkpoint_facts(ledger)), charged, by_pid, max(_ids(ledger), default=0) >> COUNTER_BITS
+    )
 
 
 def _bounded(facts: Iterable[ft.Fact], ledger: Ledger) -> Iterator[ft.Fact]:

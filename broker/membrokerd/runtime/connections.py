@@ -39,7 +39,7 @@ class SessionConnection(Input, Protocol):
         """Send a frame that answers no request."""
         ...
 
-    def recall(self, recall: fx.Recall) -> None:
+    def recall(self, recall: fx.SendRecall) -> None:
         """Ask for memory."""
         ...
 

@@ -32,7 +32,7 @@ EXPLAINED = frozenset(
 Kind = Literal["refused", "waited", "waiting", "recalled"]
 
 
-class Decision(NamedTuple):
+class DecisionRecord(NamedTuple):
     """One decision at the time `at` (Unix seconds). `why` of a wait is the refusal that it would have got instead."""
 
     kind: Kind
@@ -54,7 +54,7 @@ class Decisions:
     """The record of one daemon, by tenant and model; the least recently used are dropped first."""
 
     def __init__(self) -> None:
-        self._tenants: OrderedDict[str, OrderedDict[ModelName, deque[Decision]]] = OrderedDict()
+        self._tenants: OrderedDict[str, OrderedDict[ModelName, deque[DecisionRecord]]] = OrderedDict()
 
     def refused(
         self, session: int, request_id: int, name: ModelName, location: Location, size: int, denied: Denied
@@ -62,22 +62,22 @@ class Decisions:
         """Note a refusal."""
         after_ms = int(denied.numbers.get("waited_ms", 0))
         told = session, request_id, size, 0, after_ms, denied.reason.value, denied
-        self._note(Decision("refused", time.time(), name, location, *told))
+        self._note(DecisionRecord("refused", time.time(), name, location, *told))
 
     def waited(self, waited: fx.Waited) -> None:
         """Note the end of a wait. One that was refused is noted as the refusal."""
         if waited.result != "refused":
             whose = waited.name, waited.location, waited.session, waited.request_id
             told = waited.size, 0, waited.waited_ns // _MS, waited.result
-            self._note(Decision("waited", time.time(), *whose, *told, waited.why, waited.guaranteed))
+            self._note(DecisionRecord("waited", time.time(), *whose, *told, waited.why, waited.guaranteed))
 
     def recalled(self, recalled: fx.Recalled) -> None:
         """Note the end of a recall, or that it is late."""
         whose = recalled.name, recalled.location, recalled.session, 0
         told = recalled.size, recalled.returned, recalled.after_ns // _MS, recalled.result
-        self._note(Decision("recalled", time.time(), *whose, *told, None, wanted_by=recalled.wanted_by))
+        self._note(DecisionRecord("recalled", time.time(), *whose, *told, None, wanted_by=recalled.wanted_by))
 
-    def _note(self, decision: Decision) -> None:
+    def _note(self, decision: DecisionRecord) -> None:
         models = self._tenants.setdefault(decision.name.tenant, OrderedDict())
         self._tenants.move_to_end(decision.name.tenant)
         models.setdefault(decision.name, deque(maxlen=KEPT_OF_A_MODEL)).append(decision)
@@ -87,12 +87,12 @@ class Decisions:
         while len(self._tenants) > TENANTS:
             self._tenants.popitem(last=False)
 
-    def of_model(self, name: ModelName) -> list[Decision]:
+    def of_model(self, name: ModelName) -> list[DecisionRecord]:
         """Return the decisions about a model, the newest first."""
         models = self._tenants.get(name.tenant)
         return list(models.get(name, ()))[::-1] if models else []
 
-    def of_request(self, tenant: str | None, session: int, request_id: int) -> Iterator[Decision]:
+    def of_request(self, tenant: str | None, session: int, request_id: int) -> Iterator[DecisionRecord]:
         """Yield the decisions about one request of a tenant, or of any."""
         for known, models in self._tenants.items():
             if tenant in (None, known):
@@ -100,9 +100,9 @@ class Decisions:
                     yield from (one for one in decisions if (one.session, one.request_id) == (session, request_id))
 
 
-def waiting(one: Waiter, now_ns: int) -> Decision:
+def waiting(one: Waiter, now_ns: int) -> DecisionRecord:
     """Return a request that waits now, as a decision; `now_ns` is CLOCK_BOOTTIME."""
     event, since = one.event, now_ns - one.since
     whose = one.name, event.location, event.session, event.request_id
     told = one.size, 0, since // _MS
-    return Decision("waiting", time.time() - since / 1e9, *whose, *told, "", one.why, one.guaranteed)
+    return DecisionRecord("waiting", time.time() - since / 1e9, *whose, *told, "", one.why, one.guaranteed)

@@ -20,7 +20,7 @@ from ..system.turns import in_portions
 _DEBITS = frozenset((ft.Debited, ft.SegmentBegan))
 
 
-class Writer:
+class JournalWriter:
     """Writes the facts of one broker to one journal. `observe` gets the seconds of each write.
 
     `is_in_place` says whether the daemon's directory is its own: in another's place, a successor has its journal.

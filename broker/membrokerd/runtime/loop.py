@@ -28,7 +28,7 @@ from ..system import logs
 from ..system.turns import Turns
 from .connections import SessionConnection
 from .deferrals import Deferrals
-from .journal_writer import Writer
+from .journal_writer import JournalWriter
 from .packets import Packets
 from .sleeping import Sleeping
 
@@ -49,7 +49,7 @@ class Loop:
         audit_seconds: float,
         observe_step: Callable[[float], None] = lambda seconds: None,
         context_bytes: int = 0,
-        writer: Writer | None = None,
+        writer: JournalWriter | None = None,
         turns: Turns | None = None,
     ) -> None:
         self.broker = broker
@@ -91,7 +91,7 @@ class Loop:
             fx.Answer: self.answer,
             fx.DrainInputs: lambda effect: self.deferrals.add(effect.call),
             fx.Waited: lambda waited: self.observe_wait(waited),
-            fx.Recall: self._recall,
+            fx.SendRecall: self._recall,
             fx.Recalled: lambda recalled: self.observe_recall(recalled),
             fx.Make: packets.make,
             fx.Send: packets.send_later,
@@ -215,7 +215,7 @@ class Loop:
         """Answer a call."""
         self._replies.pop(answer.call)(answer.result)
 
-    def _recall(self, effect: fx.Recall) -> None:
+    def _recall(self, effect: fx.SendRecall) -> None:
         link = self.links.get(effect.session) or self.resuming.get(effect.session)
         if link is not None:
             link.recall(effect)

@@ -38,7 +38,7 @@ UNCHANGED = "the configuration was not reloaded and stays as it is"
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class ReloadResult:
     """The result of a reload. `config` is in force afterwards; the keys in `fixed` have their old values in it."""
 
     config: Config
@@ -47,7 +47,7 @@ class Changes:
     removed: tuple[str, ...] = ()
 
 
-def compare(before: Config, after: Config) -> Changes:
+def compare(before: Config, after: Config) -> ReloadResult:
     """Return what changes from one configuration to the next, and which changed keys cannot."""
     fixed = [key for key in _changed(before, after) if key not in CHANGEABLE | {"log", "metrics"}]
     fixed += [f"metrics.{key}" for key in _changed(before.metrics, after.metrics)]
@@ -57,12 +57,12 @@ def compare(before: Config, after: Config) -> Changes:
     if before.uid_tenants != after.uid_tenants:
         changed["tenants"] = before.tenants
         fixed.append("tenants")
-        return Changes(replace(before, log=log, **changed), tuple(fixed))
+        return ReloadResult(replace(before, log=log, **changed), tuple(fixed))
     tenants = {name: _merged(before.tenants.get(name), tenant, name, fixed) for name, tenant in after.tenants.items()}
     changed["tenants"] = tenants
     added = tuple(name for name in tenants if name not in before.tenants)
     removed = tuple(name for name in before.tenants if name not in tenants)
-    return Changes(replace(before, log=log, **changed), tuple(fixed), added, removed)
+    return ReloadResult(replace(before, log=log, **changed), tuple(fixed), added, removed)
 
 
 def _changed(before: Any, after: Any) -> Iterator[str]:

@@ -19,7 +19,7 @@ FLUSH_SECONDS = 1.0
 """How long an exit waits for lines that are not yet written."""
 
 
-class Writer(logging.Handler):
+class LogWriter(logging.Handler):
     """Queues lines and writes them on a thread of its own: a pipe that nobody reads blocks only that thread.
 
     At most QUEUE_BYTES of lines wait, and a line has at most LINE_BYTES. Lines beyond that are dropped and counted, and

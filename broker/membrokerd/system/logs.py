@@ -24,7 +24,7 @@ from ..core import effects as fx
 from ..core import facts as ft
 from ..core.denied import Denied
 from ..core.names import ModelName
-from .log_writer import Writer
+from .log_writer import LogWriter
 
 _LOGGER = logging.getLogger("membrokerd")
 _PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
@@ -61,7 +61,7 @@ class Allowance:
 
 
 _allowance = Allowance()
-_writer: Writer | None = None
+_writer: LogWriter | None = None
 not_logged: set[type[ft.Fact]] = set()
 """The kinds of facts that have no line at the level that is set."""
 
@@ -77,7 +77,7 @@ def configure(level: str, line_format: str, descriptor: int = 2, gpu: str = "") 
     if _writer is not None:
         _writer.flush()
         _writer.close()
-    _writer = Writer(descriptor)
+    _writer = LogWriter(descriptor)
     _writer.setFormatter(
         _Formatter(
             {"text": _text_line, "json": _json_line}[line_format],

@@ -29,7 +29,7 @@ ALIGNMENT = 512
 """The alignment of every address, in bytes. cudaMalloc promises 256."""
 
 
-class Lending:
+class BlockLending:
     """Memory of `model` for one framework, by address. Thread-safe.
 
     Blocks that the framework has not freed stay mapped after the client is closed, as live views do.

@@ -1,7 +1,7 @@
 """CuPy: arrays over borrowed memory, and CuPy's own arrays made of it.
 
-Owns no memory: an array keeps a span, and the allocator's blocks belong to a `Lending`. A refusal must reach CuPy as
-its own `cudaErrorMemoryAllocation`: only that error makes CuPy's pool free its cache.
+Owns no memory: an array keeps a span, and the allocator's blocks belong to a `BlockLending`. A refusal must reach CuPy
+as its own `cudaErrorMemoryAllocation`: only that error makes CuPy's pool free its cache.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..errors import InvalidRequest, OutOfMemory
 from ..memory.dlpack import DlpackTensor, Exportable, export, is_numpys
 from ..model import Model
 from ._packages import check_card, framework
-from .blocks import CHUNK_BYTES, Lending
+from .blocks import CHUNK_BYTES, BlockLending
 
 MEMORY_ALLOCATION = 2
 """cudaErrorMemoryAllocation (CUDA's driver_types.h): CuPy 14 has no name for it."""
@@ -58,7 +58,7 @@ def memory_pool(model: Model, chunk_bytes: int | str = CHUNK_BYTES) -> Any:
     cupy = _cupy()
     device = model.driver.device
     check_card("CuPy", on_card=device.driver == "cuda")
-    lending = Lending(model, chunk_bytes)
+    lending = BlockLending(model, chunk_bytes)
 
     def malloc(size: int, device_id: int) -> int:
         if device_id != device.ordinal:

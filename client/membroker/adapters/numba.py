@@ -1,7 +1,7 @@
 """Numba: device arrays over borrowed memory, and Numba's own arrays made of it (an external memory manager, version 1).
 
-Owns no memory: its blocks belong to a `Lending`. It must be selected before Numba's first use of a GPU, because Numba
-ignores it afterwards.
+Owns no memory: its blocks belong to a `BlockLending`. It must be selected before Numba's first use of a GPU, because
+Numba ignores it afterwards.
 
 https://nvidia.github.io/numba-cuda/user/external-memory.html
 """
@@ -18,7 +18,7 @@ from ..memory.dlpack import Exportable, export, is_numpys
 from ..model import Model
 from ..vmm.driver import Location
 from ._packages import check_card, framework
-from .blocks import CHUNK_BYTES, Lending
+from .blocks import CHUNK_BYTES, BlockLending
 
 
 def _numba_cuda() -> Any:
@@ -53,7 +53,7 @@ def memory_manager(model: Model, chunk_bytes: int | str = CHUNK_BYTES) -> Any:
     """Return the class that `numba.cuda.set_memory_manager` takes."""
     numba_cuda = _numba_cuda()
     check_card("Numba", on_card=model.driver.device.driver == "cuda")
-    lending = Lending(model, chunk_bytes)
+    lending = BlockLending(model, chunk_bytes)
     base: Any = numba_cuda.HostOnlyCUDAMemoryManager
 
     class MembrokerMemoryManager(base):  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """RMM: the memory resource of RAPIDS (cuDF, cuML, RAFT), with memory that is borrowed from a model.
 
-Owns no memory: RMM's own pool allocates from a `Lending`. It must never let RMM choose the pool's initial size, which
-would be half of the GPU.
+Owns no memory: RMM's own pool allocates from a `BlockLending`. It must never let RMM choose the pool's initial size,
+which would be half of the GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..arguments import bytes_of
 from ..model import Model
 from ..vmm.sizes import MIB
 from ._packages import check_card, framework
-from .blocks import Lending
+from .blocks import BlockLending
 
 INITIAL_BYTES = 64 * MIB
 """What a pool borrows when it is created."""
@@ -35,7 +35,7 @@ def memory_resource(
     """
     rmm = _rmm()
     check_card("RMM", on_card=model.driver.device.driver == "cuda")
-    lending = Lending(model)
+    lending = BlockLending(model)
 
     def allocate(size: int, _stream: Any) -> int:
         return lending.allocate(size)

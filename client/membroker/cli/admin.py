@@ -31,7 +31,7 @@ CALL_SECONDS = 10.0
 
 @renamed("limit", "used")
 @dataclass(frozen=True, slots=True)
-class Quota:
+class QuotaStatus:
     """A limit, a guarantee and a weight set by command. They are None if nothing is set.
 
     `shortfall_bytes` is how much of all guarantees at the location cannot be kept now.
@@ -151,7 +151,7 @@ class Admin:
         """End a segment of any tenant, by its resource name."""
         self._call("DeleteSegment", broker_pb2.DeleteSegmentRequest(name=name))
 
-    def set_quota(self, name: str, location: Location, numbers: Mapping[str, int | None]) -> Quota:
+    def set_quota(self, name: str, location: Location, numbers: Mapping[str, int | None]) -> QuotaStatus:
         """Set numbers of a quota of `tenants/…` or `tenants/…/models/…`; None removes one.
 
         They are `limit_bytes`, `guarantee_bytes` and `weight`.
@@ -164,12 +164,12 @@ class Admin:
             weight=numbers.get("weight"),
         )
         request.update_mask.paths.extend(numbers)
-        return messages.value(Quota, self._call("SetQuota", request))
+        return messages.value(QuotaStatus, self._call("SetQuota", request))
 
-    def quotas(self, *, configured: bool = False) -> list[Quota]:
+    def quotas(self, *, configured: bool = False) -> list[QuotaStatus]:
         """Return the quotas that were set by command; with `configured`, all that are in force."""
         quotas = self._call("ListQuotas", admin_pb2.ListQuotasRequest(all=configured)).quotas
-        return [messages.value(Quota, quota) for quota in quotas]
+        return [messages.value(QuotaStatus, quota) for quota in quotas]
 
     def processes(self) -> list[ProcessStatus]:
         """Return the processes that the driver sees using the device, largest excess first."""

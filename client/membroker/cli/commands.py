@@ -121,7 +121,7 @@ def add(
     return parser
 
 
-def listing(read: Callable[[Any], list[Any]], table: Callable[[Iterable[Any]], tables.Table]) -> Command:
+def listing(read: Callable[[Any], list[Any]], table: Callable[[Iterable[Any]], tables.TextTable]) -> Command:
     """Return a command that reads a list from the books, and shows it."""
 
     def run(options: argparse.Namespace) -> int:

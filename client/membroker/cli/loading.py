@@ -25,7 +25,7 @@ from ..safetensors import InvalidTensorIndex, TensorIndex, read_index
 from ..segment import MAX_HEADER_BYTES, Segment
 from ..session.session import Session
 from ..vmm.sizes import format_size
-from .segment_name import SegmentName
+from .segment_name import SegmentPath
 
 LINES = 10
 """How many lines of progress are printed where the output is not a terminal."""
@@ -53,7 +53,12 @@ def open_worker(endpoint: str | None) -> Client:
 
 
 def load(
-    endpoint: str | None, path: str, name: SegmentName, location: str, sizes: Mapping[str, int | None], stream: TextIO
+    endpoint: str | None,
+    path: str,
+    name: SegmentPath,
+    location: str,
+    sizes: Mapping[str, int | None],
+    stream: TextIO,
 ) -> Loaded:
     """Copy a safetensors file into a new segment and seal it; on any failure no segment and no new model is left.
 

@@ -15,7 +15,7 @@ from ..errors import BrokerUnavailable, NotFound
 from ..types import DeviceStatus, SegmentStatus, SessionStatus
 from ..vmm.sizes import format_size
 from . import tables
-from .admin import Admin, Quota, open_admin, open_device
+from .admin import Admin, QuotaStatus, open_admin, open_device
 from .commands import did_you_mean
 
 
@@ -54,7 +54,9 @@ def _in_words(size: int | None) -> str:
     return "as configured" if size is None else format_size(size)
 
 
-def _notes_on(quota: Quota, numbers: Mapping[str, int | None], known: Collection[str], admin: Admin) -> Iterator[str]:
+def _notes_on(
+    quota: QuotaStatus, numbers: Mapping[str, int | None], known: Collection[str], admin: Admin
+) -> Iterator[str]:
     """Yield what may surprise an operator about the numbers that are now in force."""
     limit, guarantee, weight = (numbers.get(field) for field in ("limit_bytes", "guarantee_bytes", "weight"))
     if limit is not None:
@@ -157,7 +159,7 @@ def drain(options: argparse.Namespace) -> int:
         device = admin.drain(deadline, exits=options.exit)
         sessions, segments = _holders(admin, device, exits=options.exit)
     answer = {"device": device, "sessions": sessions, "segments": segments}
-    lines: list[str | tables.Table] = ["the device lends nothing more, and the workers are told"]
+    lines: list[str | tables.TextTable] = ["the device lends nothing more, and the workers are told"]
     if not sessions and not segments:
         return tables.answer(
             options.json, answer, *lines, "nothing is charged" + (": the daemon exits" if options.exit else "")

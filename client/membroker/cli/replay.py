@@ -138,14 +138,14 @@ def _absent(quotas: Iterable[tuple[str, str | None]], models: list[dict[str, Any
             )
 
 
-def _table(models: list[dict[str, Any]]) -> tables.Table:
+def _table(models: list[dict[str, Any]]) -> tables.TextTable:
     rows = [
         row
         for model in models
         for row in (_row(_name(model), model["happened"]), _row("  replayed", model["replayed"]))
     ]
     columns = ("model", ">requests", ">granted", "refused", ">waited", ">in all", ">p99", ">recalled", ">late")
-    return tables.Table(columns, rows, "nothing was asked for")
+    return tables.TextTable(columns, rows, "nothing was asked for")
 
 
 def _name(model: dict[str, Any]) -> str:

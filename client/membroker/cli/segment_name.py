@@ -8,7 +8,7 @@ from ..wire.names import NAMES, parse_segment, valid_model, valid_segment, valid
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentName:
+class SegmentPath:
     """A segment's name as typed: SEGMENT, MODEL/SEGMENT or TENANT/MODEL/SEGMENT; a part that was left out is empty.
 
     The first of three parts is a tenant, or belongs to a model's name: `within` decides.
@@ -20,7 +20,7 @@ class SegmentName:
     is_resource_name: bool = False
 
     @classmethod
-    def parse(cls, text: str) -> SegmentName:
+    def parse(cls, text: str) -> SegmentPath:
         """Read one of the three, or a resource name. Raises `ValueError`."""
         if (parts := parse_segment(text)) and parts[1] != "-":
             return cls(*parts, is_resource_name=True)
@@ -36,14 +36,14 @@ class SegmentName:
             )
         return cls(tenant, model, segment)
 
-    def within(self, tenant: str) -> SegmentName:
+    def within(self, tenant: str) -> SegmentPath:
         """Return what this means at the endpoint of `tenants/{tenant}`.
 
         There `a/b/c` is the segment `c` of the model `a/b`, unless `a` is that tenant.
         """
         if self.is_resource_name or not self.tenant or f"tenants/{self.tenant}" == tenant or "/" in self.model:
             return self
-        return SegmentName("", f"{self.tenant}/{self.model}", self.segment)
+        return SegmentPath("", f"{self.tenant}/{self.model}", self.segment)
 
     def __str__(self) -> str:
         """Return the name in the form that the library takes."""

@@ -19,7 +19,7 @@ from . import commands, loading, tables
 from .admin import Admin, is_admin, open_books
 from .commands import Commands, add, listing
 from .loading import open_worker
-from .segment_name import SegmentName
+from .segment_name import SegmentPath
 
 # --- Commands ---
 
@@ -27,11 +27,11 @@ from .segment_name import SegmentName
 def _load(options: argparse.Namespace) -> int:
     if is_admin(options.endpoint, options.admin):
         options.parser.error("a segment is loaded at its tenant's endpoint, not at the admin endpoint")
-    name: SegmentName = options.name
+    name: SegmentPath = options.name
     if bool(options.model) == bool(name.model):
         options.parser.error("name the segment and its model once: as MODEL/SEGMENT, or as SEGMENT with --model MODEL")
     if options.model:
-        name = SegmentName("", options.model, name.segment)
+        name = SegmentPath("", options.model, name.segment)
     sizes = {"virtual_capacity": options.virtual_capacity, "limit": options.limit}
     try:
         loaded = loading.load(options.endpoint, options.file, name, options.location, sizes, sys.stderr)
@@ -115,7 +115,7 @@ def _delete(options: argparse.Namespace) -> int:
     return tables.answer(options.json, {"name": deleted, "size": size, "sessions": sessions}, *lines)
 
 
-def _known_by(books: Admin | Client, name: SegmentName) -> SegmentStatus | None:
+def _known_by(books: Admin | Client, name: SegmentPath) -> SegmentStatus | None:
     """Return the segment that the broker will choose for this name, if there is one."""
     for one in books.segments():
         tenant, model, segment = parts_of(one.name)
@@ -183,8 +183,8 @@ def add_commands(subparsers: Commands) -> None:
     delete.add_argument("--admin", action="store_true", default=argparse.SUPPRESS, help="any tenant's")
 
 
-def _segment(text: str) -> SegmentName:
+def _segment(text: str) -> SegmentPath:
     try:
-        return SegmentName.parse(text)
+        return SegmentPath.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error

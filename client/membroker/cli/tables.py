@@ -24,7 +24,7 @@ from ..deprecated import old_spellings
 from ..safetensors import TensorInfo
 from ..types import DeviceStatus, LocationBooks, ModelBooks, ModelStatus, SegmentStatus, SessionStatus
 from ..vmm.sizes import format_size
-from .admin import ProcessStatus, Quota, TenantBooks, TenantStatus
+from .admin import ProcessStatus, QuotaStatus, TenantBooks, TenantStatus
 
 NONE = "-"
 _SEE = ", see `membroker doctor`"
@@ -33,7 +33,7 @@ COLUMNS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class TextTable:
     """Column names (those that begin with `>` are numbers, to the right) and rows of text."""
 
     columns: Sequence[str]
@@ -45,12 +45,12 @@ Columns = Mapping[str, Callable[..., str]]
 """By the name of a column, the function that makes its cell."""
 
 
-def _table(rows: Iterable[tuple[Any, ...]], columns: Columns, empty: str = "") -> Table:
+def _table(rows: Iterable[tuple[Any, ...]], columns: Columns, empty: str = "") -> TextTable:
     """Return a table with a row for each of `rows`: what the functions of the columns make of it."""
-    return Table(list(columns), [[cell(*row) for cell in columns.values()] for row in rows], empty)
+    return TextTable(list(columns), [[cell(*row) for cell in columns.values()] for row in rows], empty)
 
 
-def models_table(models: Iterable[ModelStatus]) -> Table:
+def models_table(models: Iterable[ModelStatus]) -> TextTable:
     """Return a row for each model and location, except for locations that it never used and has no limit for."""
     columns: Columns = {
         "model": lambda model, books: short_name(model.name) + _elsewhere(books.location),
@@ -66,7 +66,7 @@ def models_table(models: Iterable[ModelStatus]) -> Table:
     return _table(rows, columns, "no models are registered")
 
 
-def model_table(model: ModelStatus) -> Table:
+def model_table(model: ModelStatus) -> TextTable:
     """Return all that is known of one model, with a column for each location."""
     books = _worth_showing(model)
     refused = ", ".join(f"{count} {reason}" for reason, count in sorted(model.denials_total.items()))
@@ -106,14 +106,14 @@ def _worth_showing(model: ModelStatus) -> list[ModelBooks]:
     ]
 
 
-def _by_location(title: str, books: Sequence[Any], rows: Columns, more: Sequence[Sequence[str]] = ()) -> Table:
+def _by_location(title: str, books: Sequence[Any], rows: Columns, more: Sequence[Sequence[str]] = ()) -> TextTable:
     """Return a table with a row for each figure and a column for each location; `more` rows have one value."""
     figures = [[name, *map(cell, books)] for name, cell in rows.items()]
     others = [[*row, *[""] * (len(books) - 1)] for row in more]
-    return Table((title, *(f">{one.location}" for one in books)), [*figures, *others])
+    return TextTable((title, *(f">{one.location}" for one in books)), [*figures, *others])
 
 
-def sessions_table(sessions: Iterable[SessionStatus]) -> Table:
+def sessions_table(sessions: Iterable[SessionStatus]) -> TextTable:
     """Return a row for each session."""
     now = datetime.now(UTC)
     columns: Columns = {
@@ -130,7 +130,7 @@ def sessions_table(sessions: Iterable[SessionStatus]) -> Table:
     return _table(zip(sessions, strict=True), columns, "no sessions are open")
 
 
-def segments_table(segments: Iterable[SegmentStatus]) -> Table:
+def segments_table(segments: Iterable[SegmentStatus]) -> TextTable:
     """Return a row for each segment."""
     now = datetime.now(UTC)
     columns: Columns = {
@@ -143,7 +143,7 @@ def segments_table(segments: Iterable[SegmentStatus]) -> Table:
     return _table(zip(segments, strict=True), columns, "there are no segments")
 
 
-def tensors_table(tensors: Iterable[TensorInfo]) -> Table:
+def tensors_table(tensors: Iterable[TensorInfo]) -> TextTable:
     """Return a row for each tensor of a segment, in the order of their offsets."""
     columns: Columns = {
         "tensor": lambda tensor: tensor.name,
@@ -155,16 +155,16 @@ def tensors_table(tensors: Iterable[TensorInfo]) -> Table:
     return _table(zip(tensors, strict=True), columns, "it has no tensors")
 
 
-def metadata_table(metadata: Mapping[str, str]) -> Table:
+def metadata_table(metadata: Mapping[str, str]) -> TextTable:
     """Return the metadata of a segment, by name."""
-    return Table(("metadata", ""), sorted(metadata.items()))
+    return TextTable(("metadata", ""), sorted(metadata.items()))
 
 
-def device_table(device: DeviceStatus, endpoint: str) -> Table:
+def device_table(device: DeviceStatus, endpoint: str) -> TextTable:
     """Return the properties of the device, one in each row. `endpoint` is where it is entered."""
     driver = device.driver + f", as no usable GPU was found{_SEE}" * device.driver_fallback
     sessions = str(device.sessions) + (f", {device.detached_sessions} detached" if device.detached_sessions else "")
-    return Table(
+    return TextTable(
         ("device", device.uuid),
         [
             ["product", device.product],
@@ -180,7 +180,7 @@ def device_table(device: DeviceStatus, endpoint: str) -> Table:
     )
 
 
-def locations_table(locations: Iterable[LocationBooks]) -> Table:
+def locations_table(locations: Iterable[LocationBooks]) -> TextTable:
     """Return the books and the device's own figures, with a column for each location of which anything is lent."""
     rows: Columns = {
         "capacity": lambda books: format_size(books.capacity_bytes),
@@ -212,7 +212,7 @@ def _waiting(books: LocationBooks | ModelBooks) -> str:
     return f"{format_size(books.waiting_bytes)} ({count} request{'s' * (count != 1)})" if count else NONE
 
 
-def tenants_table(tenants: Iterable[TenantStatus]) -> Table:
+def tenants_table(tenants: Iterable[TenantStatus]) -> TextTable:
     """Return a row for each tenant and location."""
     columns: Columns = {
         "tenant": lambda tenant, books: short_name(tenant.name) + _elsewhere(books.location),
@@ -234,7 +234,7 @@ def _concerns(books: TenantBooks) -> bool:
     return books.location == "device" or bool(used)
 
 
-def quotas_table(quotas: Iterable[Quota]) -> Table:
+def quotas_table(quotas: Iterable[QuotaStatus]) -> TextTable:
     """Return a row for each quota that was set."""
     columns: Columns = {
         "name": lambda quota: short_name(quota.name) + _elsewhere(quota.location),
@@ -246,7 +246,7 @@ def quotas_table(quotas: Iterable[Quota]) -> Table:
     return _table(zip(quotas, strict=True), columns, "no quota was set by command; the configured ones are in force")
 
 
-def processes_table(processes: Iterable[ProcessStatus]) -> Table:
+def processes_table(processes: Iterable[ProcessStatus]) -> TextTable:
     """Return a row for each process that uses the device."""
     columns: Columns = {
         ">pid": lambda process: str(process.pid),
@@ -299,7 +299,7 @@ def _age(begin: datetime, now: datetime) -> str:
 # --- Printing ---
 
 
-def answer(as_json: bool, value: Any, *parts: Table | str) -> int:
+def answer(as_json: bool, value: Any, *parts: TextTable | str) -> int:
     """Print the answer of a command, as JSON or as tables and lines, and return its exit status.
 
     A table has an empty line before and after it.
@@ -308,14 +308,14 @@ def answer(as_json: bool, value: Any, *parts: Table | str) -> int:
         print_json(value, sys.stdout)
         return 0
     for before, part in zip((None, *parts), parts, strict=False):
-        if before is not None and (isinstance(before, Table) or isinstance(part, Table)):
+        if before is not None and (isinstance(before, TextTable) or isinstance(part, TextTable)):
             print()
-        sys.stdout.write(render(part, sys.stdout) if isinstance(part, Table) else f"{part}\n")
+        sys.stdout.write(render(part, sys.stdout) if isinstance(part, TextTable) else f"{part}\n")
     sys.stdout.flush()
     return 0
 
 
-def render(table: Table, stream: TextIO) -> str:
+def render(table: TextTable, stream: TextIO) -> str:
     """Return a table as text for `stream`, each line ended."""
     if not table.rows and table.empty:
         return table.empty + "\n"
@@ -326,7 +326,7 @@ def render(table: Table, stream: TextIO) -> str:
     return "".join(line.rstrip() + "\n" for line in out.getvalue().splitlines())
 
 
-def _rich(table: Table, terminal: bool) -> RichTable:
+def _rich(table: TextTable, terminal: bool) -> RichTable:
     made = RichTable(box=box.SIMPLE_HEAD if terminal else None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in table.columns:
         number = column.startswith(">")

@@ -1,4 +1,4 @@
-"""`Borrower`: the thread of an elastic cache that asks the broker for what the engine needs, and maps it.
+"""`GroupBorrower`: the thread of an elastic cache that asks the broker for what the engine needs, and maps it.
 
 Owns the question that is under way: there is one at a time, and it may wait in the broker's queue. What is wanted, and
 what was granted, is in `CacheState`. It must not release anything.
@@ -25,7 +25,7 @@ FIRST_PAUSE, LAST_PAUSE = 0.02, 1.0
 """How many seconds nothing is asked after a refusal that did not wait, doubled with each such refusal in a row."""
 
 
-class Borrower:
+class GroupBorrower:
     """Borrows groups of `layout` in `pool`, as `state` wants them. `granted` is called after each grant."""
 
     def __init__(

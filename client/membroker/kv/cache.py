@@ -1,6 +1,6 @@
 """`ElasticCache`: the memory of an engine's KV cache, borrowed and released while the engine serves.
 
-Owns the pages of a pool, and two threads. One borrows (`Borrower`). The other releases what has passed its fence,
+Owns the pages of a pool, and two threads. One borrows (`GroupBorrower`). The other releases what has passed its fence,
 answers recalls, and shrinks the cache of an engine that rests (`Releaser`).
 
 The engine's scheduler thread calls `grow` and `turn`. These must never wait for the broker or the driver: what they
@@ -26,7 +26,7 @@ from ..model import Recall
 from ..pool.pool import VirtualMemoryPool
 from ..session.recalls import DEFERRED
 from .balloon import Balloon
-from .borrower import Borrower
+from .borrower import GroupBorrower
 from .engine import Engine
 from .groups import DOOMED, DRAINING, MAPPED, RETIRING
 from .layout import Layout
@@ -104,7 +104,7 @@ class ElasticCache(Closing):
             self._balloon.move(group, "mapped")
         lender: Any = pool if isinstance(pool, Ranks) else pool._lender
         self._model: Any = lender if hasattr(lender, "on_recall") else None
-        self._borrower = Borrower(pool, layout, self._state, self._borrowed)
+        self._borrower = GroupBorrower(pool, layout, self._state, self._borrowed)
         self._releaser = Releaser(pool, layout, self._state, self._borrower)
         if self._model is not None:  # from here on recalls may come
             try:

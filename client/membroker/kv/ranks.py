@@ -61,7 +61,7 @@ class Ranks(Closing):
         self._asked_at = 0.0
         self._passed = -1
         with ExitStack() as undo:
-            self._ranks = [undo.enter_context(_Link(address)) for address in addresses]
+            self._ranks = [undo.enter_context(_RankLink(address)) for address in addresses]
             self.resource_name: str = self._ranks[0].tell("name")
             self.weights = RankWeights(self._ranks) if self._ranks[0].tell("weights") else None
             """The weights of all ranks, if these are in pools of theirs."""
@@ -148,7 +148,7 @@ class Ranks(Closing):
                 if self.closed or not answer(one, asked[one]):
                     del asked[one]
 
-    def _recalled(self, rank: _Link, number: int, remaining: int, deadline: float) -> bool:
+    def _recalled(self, rank: _RankLink, number: int, remaining: int, deadline: float) -> bool:
         rank.recall = RankRecall(rank, number, remaining, deadline)
         return self.callback is not None and self.callback(rank.recall) is DEFERRED
 
@@ -166,7 +166,7 @@ class Ranks(Closing):
 class RankWeights:
     """The weights of all ranks, with the methods of a pool that a `Sleeper` calls."""
 
-    def __init__(self, ranks: Sequence[_Link]) -> None:
+    def __init__(self, ranks: Sequence[_RankLink]) -> None:
         self._ranks = ranks
 
     def offload(self, *, progress: Progress) -> None:
@@ -200,7 +200,7 @@ class RankRecall:
 
     location: Final = "device"
 
-    def __init__(self, model: _Link, number: int, remaining: int, deadline: float) -> None:
+    def __init__(self, model: _RankLink, number: int, remaining: int, deadline: float) -> None:
         self.model = model
         self.remaining = remaining
         self.deadline = deadline
@@ -213,7 +213,7 @@ class RankRecall:
             self.model.tell("answer", self.number)
 
 
-class _Link(Closing):
+class _RankLink(Closing):
     """The scheduler's side of the connections to one rank."""
 
     def __init__(self, address: str) -> None:
@@ -246,7 +246,7 @@ class _Link(Closing):
         self.heard.close()
 
 
-def _ask_all(ranks: Sequence[_Link], name: str, *arguments: object) -> None:
+def _ask_all(ranks: Sequence[_RankLink], name: str, *arguments: object) -> None:
     """Ask all ranks at the same time, and wait until all have answered. Raises the first error."""
     errors: list[MembrokerError] = []
     for rank in ranks:

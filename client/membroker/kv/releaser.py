@@ -13,11 +13,11 @@ from collections.abc import Iterable
 
 from ..errors import ClosedError
 from ..pool.pool import VirtualMemoryPool
-from .borrower import Borrower
+from .borrower import GroupBorrower
 from .engine import Engine, Fence
 from .layout import Layout
 from .ranks import Ranks
-from .state import FENCE_SECONDS, LOOK_SECONDS, CacheState, Recall
+from .state import FENCE_SECONDS, LOOK_SECONDS, CacheRecall, CacheState
 
 logger = logging.getLogger("membroker")
 
@@ -33,7 +33,9 @@ def mapped(pool: VirtualMemoryPool | Ranks, ranges: Iterable[tuple[int, int]]) -
 class Releaser:
     """Releases groups of `layout` in `pool`, as `state` lets them go. `borrower` is told: it may borrow them again."""
 
-    def __init__(self, pool: VirtualMemoryPool | Ranks, layout: Layout, state: CacheState, borrower: Borrower) -> None:
+    def __init__(
+        self, pool: VirtualMemoryPool | Ranks, layout: Layout, state: CacheState, borrower: GroupBorrower
+    ) -> None:
         self._pool = pool
         self._layout = layout
         self._state = state
@@ -152,7 +154,7 @@ class Releaser:
             self._answer(recall)
             self._borrower.retry()
 
-    def _answer(self, recall: Recall) -> None:
+    def _answer(self, recall: CacheRecall) -> None:
         try:
             recall.done()
         except Exception:

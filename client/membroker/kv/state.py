@@ -31,7 +31,7 @@ LOOKS_AT_REST: Final = 3
 """After so many looks that found nothing to release, an engine at rest has no more than it wants."""
 
 
-class Recall(Protocol):
+class CacheRecall(Protocol):
     """A recall of the broker, as `membroker.Recall`."""
 
     @property
@@ -85,11 +85,11 @@ class CacheState:
         self._fences: dict[int, Fence] = {}
         self._unfenced: set[int] = set()
         """Groups that retire, and have no fence yet."""
-        self._recalls: dict[object, Recall] = {}
+        self._recalls: dict[object, CacheRecall] = {}
         """The open ones, by model: each rank of an engine has a model of its own."""
         self._answers = True
         """Whether recalls are answered: until `end`."""
-        self._tried: Collection[Recall] = ()
+        self._tried: Collection[CacheRecall] = ()
         """The recalls for which groups were chosen last."""
         self._is_asked_anew = False
         """Whether others want more back than when groups were chosen last."""
@@ -318,7 +318,7 @@ class CacheState:
         with self._lock:
             self._owed, self._is_asked_anew = self._owed + size, True
 
-    def recalled(self, recall: Recall) -> bool:
+    def recalled(self, recall: CacheRecall) -> bool:
         """Release what a recall asks for, or asks for now: it may be open, and raised. False if it is not answered."""
         with self._lock:
             if self._answers:
@@ -327,7 +327,7 @@ class CacheState:
                 self._tried = [one for one in self._tried if one is not recall]
             return self._answers
 
-    def settled(self, *, has_engine: bool) -> Recall | None:
+    def settled(self, *, has_engine: bool) -> CacheRecall | None:
         """Return an open recall that is to be answered now and forget it, or return None.
 
         That is so if all of it is released, nothing more can be, or its time is nearly over.
@@ -340,7 +340,7 @@ class CacheState:
                     return self._recalls.pop(recall.model)
             return None
 
-    def end(self) -> list[Recall]:
+    def end(self) -> list[CacheRecall]:
         """Return the open recalls, which are to be answered now. None is answered after that."""
         with self._lock:
             self._answers = False

@@ -74,11 +74,11 @@ class Crowd:
         finally:
             sys.settrace(before)
 
-    def want(self, pages: int) -> list[fx.Recall]:
+    def want(self, pages: int) -> list[fx.SendRecall]:
         """Return what is asked for when the other tenant wants some pages, and waits for them."""
         call = self.call()
         wanted = ev.Allocate(call, self.other, call, self.name, "device", GRANULE, pages, 10**10)
-        return [one for one in self.counted(wanted) if isinstance(one, fx.Recall)]
+        return [one for one in self.counted(wanted) if isinstance(one, fx.SendRecall)]
 
 
 def _refusal(sessions: int) -> Counter[str]:
@@ -97,7 +97,7 @@ def test_a_refusal_costs_the_same_however_many_sessions_answer() -> None:
     assert many.total() <= few.total() + 100, (many - few).most_common(10)
 
 
-def _recalled(sessions: int) -> tuple[Crowd, list[fx.Recall]]:
+def _recalled(sessions: int) -> tuple[Crowd, list[fx.SendRecall]]:
     crowd = Crowd(sessions)
     asked = crowd.want(crowd.pages // 2)
     assert len(asked) == crowd.pages // 2
@@ -139,7 +139,7 @@ def test_many_sessions_are_asked_in_portions() -> None:
     asked = crowd.want(500)
     while crowd.broker.deadline == 0:
         portions.append(len(asked))
-        asked = [one for one in crowd.step(ev.Elapsed()) if isinstance(one, fx.Recall)]
+        asked = [one for one in crowd.step(ev.Elapsed()) if isinstance(one, fx.SendRecall)]
     assert [*portions, len(asked)] == [256, 244]
     assert crowd.broker.deadline is not None
     crowd.now, late = crowd.broker.recalls.deadline or 0, Counter[int]()
@@ -147,7 +147,7 @@ def test_many_sessions_are_asked_in_portions() -> None:
         effects = crowd.step(ev.Elapsed())
         late.update(one.session for one in effects if isinstance(one, fx.Recalled))
         assert sum(isinstance(one, fx.Recalled) for one in effects) <= 256
-        assert sum(isinstance(one, fx.Recall) for one in effects) <= 512
+        assert sum(isinstance(one, fx.SendRecall) for one in effects) <= 512
     assert late.total() >= 500
 
 
@@ -157,6 +157,6 @@ def test_a_limit_is_recalled_in_portions() -> None:
     limit = ev.SetQuota(crowd.call(), "many", None, "device", 424 * GRANULE)
     asked, portions = crowd.step(limit), []
     while crowd.broker.deadline == 0:
-        portions.append(sum(isinstance(one, fx.Recall) for one in asked))
+        portions.append(sum(isinstance(one, fx.SendRecall) for one in asked))
         asked = crowd.step(ev.Elapsed())
-    assert [*portions, sum(isinstance(one, fx.Recall) for one in asked)] == [256, 256, 88]
+    assert [*portions, sum(isinstance(one, fx.SendRecall) for one in asked)] == [256, 256, 88]

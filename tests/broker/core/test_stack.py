@@ -16,10 +16,10 @@ from membrokerd.core.machine import Broker
 from membrokerd.core.models import Models
 from membrokerd.core.segments import Segments
 from membrokerd.core.sessions import Sessions
-from membrokerd.core.stock import Stock
+from membrokerd.core.stock import WarmPool
 from membrokerd.core.waiting import Waiting
 
-STACK = (Books, Stock, Waiting, Lending, Segments, Models, Sessions, Releasing, Broker)
+STACK = (Books, WarmPool, Waiting, Lending, Segments, Models, Sessions, Releasing, Broker)
 
 
 def _held(value: Any) -> list[Any]:

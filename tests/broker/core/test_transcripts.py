@@ -398,7 +398,7 @@ class Script:
             return f"send for {effect.request_id} of {self.names[effect.session]}, {part}: {what}"
         if isinstance(effect, fx.Waited):
             return f"{self.calls[effect.call]} waited {effect.waited_ns / SECOND:g}s and was {effect.result}"
-        if isinstance(effect, fx.Recall):
+        if isinstance(effect, fx.SendRecall):
             asked = f"{size_text(effect.size)} of {effect.name.tenant}/{effect.name.model} at {effect.location}"
             if effect.within_ns != self.rules.recall_ns:
                 asked += f", within {effect.within_ns / SECOND:g}s"

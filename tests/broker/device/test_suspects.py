@@ -14,7 +14,7 @@ from membrokerd.core import facts as ft
 from membrokerd.core.ledger import Ledger
 from membrokerd.core.names import Location, ModelName
 from membrokerd.core.snapshot import MOST_MODELS, HolderView, each_holder
-from membrokerd.device.suspects import Process, command_of, compare
+from membrokerd.device.suspects import SeenProcess, command_of, compare
 
 MODEL = ModelName("t", "m")
 
@@ -50,7 +50,7 @@ def segment(number: int, size: int, *holders: int, location: Location = "device"
     return [began, *(ft.SegmentHeld(number, holder) for holder in holders)]
 
 
-def excesses(found: list[Process]) -> list[tuple[int, int]]:
+def excesses(found: list[SeenProcess]) -> list[tuple[int, int]]:
     return [(process.pid, process.excess // MIB) for process in found]
 
 

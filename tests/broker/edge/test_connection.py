@@ -36,9 +36,9 @@ from membrokerd.core.names import ModelName
 from membrokerd.core.rows import SessionRow
 from membrokerd.edge.convert import from_result
 from membrokerd.edge.handoff import outbox
-from membrokerd.edge.handoff.connection import Connection
+from membrokerd.edge.handoff.connection import HandoffConnection
 from membrokerd.edge.handoff.endpoint import HandoffEndpoint
-from membrokerd.edge.handoff.outbox import Traffic
+from membrokerd.edge.handoff.outbox import OutboxCounters
 from membrokerd.edge.handoff.peer import Peer
 from membrokerd.runtime.loop import Reply
 from membrokerd.system.retry import IN_FLIGHT_SECONDS
@@ -58,12 +58,12 @@ class Lender:
         self.asked: dict[int, Reply] = {}
         """By request id: how a request is answered."""
         self.told: list[ev.Event] = []
-        self.traffic = Traffic()
+        self.traffic = OutboxCounters()
         self.watched = -1
         self.ids = itertools.count(100)
         capacities = {"device": 64 * MIB}
-        self.links: dict[int, Connection] = {}
-        self.resuming: dict[int, Connection] = {}
+        self.links: dict[int, HandoffConnection] = {}
+        self.resuming: dict[int, HandoffConnection] = {}
         self.drain: Any = None
         self.turns = SimpleNamespace(left=lambda *_: 1.0, charge=lambda *_: None)  # no loop begins turns here
         row = SessionRow(SESSION, "red", 1, 0, "pid:1", False, "", 0)
@@ -91,7 +91,9 @@ class Lender:
         )
         pidfd, self._alive = os.pipe()
         peer = Peer(1, 0, pidfd, "pid:1")
-        self.connection = Connection(cast(HandoffEndpoint, endpoint), self.ours, peer, lambda _: None, lambda _: None)
+        self.connection = HandoffConnection(
+            cast(HandoffEndpoint, endpoint), self.ours, peer, lambda _: None, lambda _: None
+        )
 
     def _watch(self, session: int, pidfd: int, pid: int) -> None:
         self.watched = pidfd

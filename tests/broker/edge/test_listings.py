@@ -69,7 +69,7 @@ def test_the_memory_is_divided_once_for_all_pages(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(broker.waiting, "shares", counted)
     monkeypatch.setattr(views, "clock", lambda: now[0])
     loop: Any = SimpleNamespace(broker=broker)
-    shown = views.Views(loop, cast(Any, None), Decisions())
+    shown = views.BookMessages(loop, cast(Any, None), Decisions())
 
     def shares() -> list[int | None]:
         found: list[rpb.Model] = []

@@ -171,7 +171,7 @@ from membrokerd.core import events as ev, policy
 from membrokerd.core.machine import Broker
 from membrokerd.runtime.loop import Loop
 from membrokerd.restart.descriptor_store import Store
-from membrokerd.runtime.journal_writer import Writer
+from membrokerd.runtime.journal_writer import JournalWriter
 
 class Lines(logging.Handler):
     def emit(self, record):
@@ -188,7 +188,7 @@ async def main():
     fresh.begin([])
     limit(path.stat().st_size + 100_000)
     broker = Broker(policy.Rules(2, {"device": 64}, max_sessions_per_process=100), epoch=1)
-    loop = Loop(broker, None, Store(), 1.0, writer=Writer(broker, fresh))
+    loop = Loop(broker, None, Store(), 1.0, writer=JournalWriter(broker, fresh))
 
     def come():
         loop.ask(lambda call: ev.OpenSession(call, "t", 1, 1, "p", False, "x" * 1_000), lambda answer: None)

@@ -10,7 +10,7 @@ from membrokerd.core import events as ev
 from membrokerd.core import policy
 from membrokerd.core.machine import Broker
 from membrokerd.restart.journal import Binding, Journal
-from membrokerd.runtime.journal_writer import Writer
+from membrokerd.runtime.journal_writer import JournalWriter
 from membrokerd.system.device_directory import DeviceDirectory
 
 
@@ -22,7 +22,7 @@ def test_a_daemon_without_its_directory_leaves_its_successors_journal(tmp_path: 
         broker = Broker(policy.Rules(granularity=2, capacities={"device": 64}), epoch=1)
         journal = Journal(first.state / "journal", Binding("boot", "host"), compact_bytes=1)
         journal.begin([])
-        writer = Writer(broker, journal, is_in_place=first.is_in_place)
+        writer = JournalWriter(broker, journal, is_in_place=first.is_in_place)
         shutil.rmtree(first.root)
         second = DeviceDirectory(tmp_path, "host")
         (second.state / "journal").write_text("the second's")

@@ -24,7 +24,7 @@ from membrokerd.core import facts as ft
 from membrokerd.core.denied import Reason, deny
 from membrokerd.core.names import ModelName
 from membrokerd.system import log_writer, logs
-from membrokerd.system.log_writer import Writer
+from membrokerd.system.log_writer import LogWriter
 
 NAME = ModelName("acme", "llama-7b")
 FACTS: tuple[ft.Fact, ...] = (
@@ -301,7 +301,7 @@ def test_a_refusal_is_debug_with_its_numbers(capture: Capture) -> None:
 
 # --- The writer ---
 
-Open = Callable[[int], Writer]
+Open = Callable[[int], LogWriter]
 
 
 @pytest.fixture
@@ -319,10 +319,10 @@ def pipe() -> Iterator[tuple[int, int]]:
 @pytest.fixture
 def opened() -> Iterator[Open]:
     """Return a function that makes a writer, which is closed in the end."""
-    made: list[Writer] = []
+    made: list[LogWriter] = []
 
-    def open_writer(descriptor: int) -> Writer:
-        made.append(Writer(descriptor))
+    def open_writer(descriptor: int) -> LogWriter:
+        made.append(LogWriter(descriptor))
         return made[-1]
 
     yield open_writer
@@ -330,7 +330,7 @@ def opened() -> Iterator[Open]:
         each.close()
 
 
-def say(writer: Writer, lines: int, text: str = "a line") -> None:
+def say(writer: LogWriter, lines: int, text: str = "a line") -> None:
     for number in range(lines):
         writer.handle(logging.LogRecord("test", logging.INFO, "", 0, f"{text} {number}", (), None))
 

@@ -10,13 +10,13 @@ import pytest
 
 from membroker import InvalidRequest
 from membroker.kv.sglang import plugin
-from membroker.kv.sglang.settings import VARIABLE, Settings, check_supported, settings_of
+from membroker.kv.sglang.settings import VARIABLE, SglangSettings, check_supported, settings_of
 
 
 def test_settings_have_the_names_of_the_library() -> None:
-    assert settings_of("{}") == Settings()
+    assert settings_of("{}") == SglangSettings()
     found = settings_of('{"model": "chat", "capacity": "60GiB", "limit": "8GiB", "floor": 1024, "keep": 0}')
-    assert found == Settings(model="chat", capacity="60GiB", limit="8GiB", floor=1024, keep=0)
+    assert found == SglangSettings(model="chat", capacity="60GiB", limit="8GiB", floor=1024, keep=0)
 
 
 @pytest.mark.parametrize(

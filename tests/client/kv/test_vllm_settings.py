@@ -13,7 +13,7 @@ import membroker.kv.vllm
 from membroker import Available, InvalidRequest
 from membroker.kv.vllm.settings import (
     UNI,
-    Settings,
+    VllmSettings,
     check_cache,
     check_supported,
     endpoint_of,
@@ -23,9 +23,9 @@ from membroker.kv.vllm.settings import (
 
 
 def test_settings_have_the_names_of_the_library() -> None:
-    assert settings_of({}) == Settings()
+    assert settings_of({}) == VllmSettings()
     found = settings_of({"model": "chat", "limit": "8GiB", "floor": 1 << 30, "ceiling": "16GiB", "keep": 0})
-    assert found == Settings(model="chat", limit="8GiB", floor=1 << 30, ceiling="16GiB", keep=0)
+    assert found == VllmSettings(model="chat", limit="8GiB", floor=1 << 30, ceiling="16GiB", keep=0)
 
 
 @pytest.mark.parametrize(
@@ -35,10 +35,10 @@ def test_settings_have_the_names_of_the_library() -> None:
 def test_the_broker_knows_a_path_by_its_directory(served: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`vllm serve /models/llama` without a served name is known by the directory. What a user chooses comes first."""
     monkeypatch.delenv("MEMBROKER_MODEL", raising=False)
-    assert Settings().name(served) == name
-    assert Settings(model="chat").name(served) == "chat"
+    assert VllmSettings().name(served) == name
+    assert VllmSettings(model="chat").name(served) == "chat"
     monkeypatch.setenv("MEMBROKER_MODEL", "code")
-    assert Settings().name(served) == "code"
+    assert VllmSettings().name(served) == "code"
 
 
 @pytest.mark.parametrize(
@@ -65,11 +65,11 @@ def test_wrong_settings_are_named(extra: dict[str, Any], said: str) -> None:
 def test_the_settings_of_one_connector_of_several_are_found() -> None:
     """The worker reads them before there is a connector."""
     own = {"kv_connector": "Membroker", "kv_connector_extra_config": {"weights": "borrowed", "declare": "auto"}}
-    expected = Settings(weights="borrowed", declare="auto")
+    expected = VllmSettings(weights="borrowed", declare="auto")
     several = {"connectors": [{"kv_connector": "Empty", "kv_connector_extra_config": {"other": 1}}, own]}
     assert settings_in(SimpleNamespace(**own)) == expected
     assert settings_in(SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config=several)) == expected
-    assert settings_in(None) == Settings()
+    assert settings_in(None) == VllmSettings()
 
 
 @pytest.mark.parametrize("limits", [(12, None), (None, 12), (13, 12)], ids=["model", "tenant", "both"])

@@ -23,7 +23,7 @@ from tests.support.template import run as run_python
 
 import membroker
 from membroker.cli import main as cli
-from membroker.cli.segment_name import SegmentName
+from membroker.cli.segment_name import SegmentPath
 from membroker.safetensors import write_index
 from membroker.segment import MAX_HEADER_BYTES
 from membroker.v1 import broker_pb2, resources_pb2
@@ -315,14 +315,14 @@ def test_load_offers_only_the_names_that_it_takes(capsys: pytest.CaptureFixture[
 
 
 def test_names_are_read_as_people_write_them() -> None:
-    assert str(SegmentName.parse("weights")) == "weights"
-    assert str(SegmentName.parse("llama-7b/weights.v2")) == "llama-7b/weights.v2"
+    assert str(SegmentPath.parse("weights")) == "weights"
+    assert str(SegmentPath.parse("llama-7b/weights.v2")) == "llama-7b/weights.v2"
     whole = "tenants/uid-1000/models/m/segments/w"
-    assert str(SegmentName.parse("uid-1000/m/w")) == str(SegmentName.parse(whole)) == whole
-    assert SegmentName.parse("models/segments") == SegmentName("", "models", "segments")
+    assert str(SegmentPath.parse("uid-1000/m/w")) == str(SegmentPath.parse(whole)) == whole
+    assert SegmentPath.parse("models/segments") == SegmentPath("", "models", "segments")
     for text in ("", "/", "a/", "/b", "a//b", "A/b/c/d", "a/b/c/d/e", "x" * 97, "a b", "a\n"):
         with pytest.raises(ValueError, match="is not SEGMENT"):
-            SegmentName.parse(text)
+            SegmentPath.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_names_are_read_as_people_write_them() -> None:
 )
 def test_three_parts_begin_with_the_tenant_of_the_endpoint_or_with_the_models_name(text: str, at_red: str) -> None:
     """What `membroker segments` prints can be pasted, and so can what Hugging Face calls a model."""
-    assert str(SegmentName.parse(text).within("tenants/red")) == at_red
+    assert str(SegmentPath.parse(text).within("tenants/red")) == at_red
 
 
 def test_the_brokers_refusals_are_sentences(model: Path) -> None:

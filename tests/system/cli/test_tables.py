@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from membroker.cli import tables
-from membroker.cli.admin import ProcessStatus, Quota, TenantBooks, TenantStatus
+from membroker.cli.admin import ProcessStatus, QuotaStatus, TenantBooks, TenantStatus
 from membroker.safetensors import TensorInfo
 from membroker.types import (
     DeviceStatus,
@@ -30,11 +30,11 @@ SHORT = "tenants/acme/models/llama-7b"
 BEGAN = datetime(2026, 11, 23, 18, 40, 13, tzinfo=UTC)
 
 
-def rendered(table: tables.Table) -> list[str]:
+def rendered(table: tables.TextTable) -> list[str]:
     return tables.render(table, io.StringIO()).splitlines()
 
 
-def width(table: tables.Table) -> int:
+def width(table: tables.TextTable) -> int:
     return max(map(len, rendered(table)))
 
 
@@ -82,7 +82,7 @@ def device_books(where: str, lent: int) -> LocationBooks:
     return LocationBooks(where, 137 * GIB, lent, GIB, 0, 35 * GIB, 4 * GIB, 3 * GIB, 141 * GIB, lent, 16 * GIB, 7 * GIB)
 
 
-def every_table(name: str) -> dict[str, tables.Table]:
+def every_table(name: str) -> dict[str, tables.TextTable]:
     """Return each table with one busy row, for a model of this name."""
     tenant = name.partition("/models/")[0]
     sizes = (12_300 << 20, 12_300 << 20, 0, 600 << 20)
@@ -115,7 +115,7 @@ def every_table(name: str) -> dict[str, tables.Table]:
         "device": tables.device_table(device, "/run/membroker/gpu-12345678/tenants/NAME"),
         "locations": tables.locations_table(books),
         "tenants": tables.tenants_table([TenantStatus(tenant, tenant_books, 3, 12)]),
-        "quotas": tables.quotas_table([Quota(name, "device", 100 * GIB, 12 * GIB, 16 * GIB, 0, 2)]),
+        "quotas": tables.quotas_table([QuotaStatus(name, "device", 100 * GIB, 12 * GIB, 16 * GIB, 0, 2)]),
         "processes": tables.processes_table([process]),
         "tensors": tables.tensors_table([TensorInfo(TENSOR, "BF16", (152_064, 5_120), 15 * GIB, 1485 << 20)]),
     }
@@ -177,12 +177,12 @@ def test_an_age_is_one_number(seconds: int, age: str) -> None:
 def test_a_terminal_gets_lines_and_colour() -> None:
     terminal, other = pty.openpty()
     with os.fdopen(terminal, "rb", buffering=0), os.fdopen(other, "w") as stream:
-        shown = tables.render(tables.Table(("name", ">used"), [["a", "1"]]), stream)
+        shown = tables.render(tables.TextTable(("name", ">used"), [["a", "1"]]), stream)
     assert "─" in shown
     assert "\x1b[1m" in shown
 
 
 def test_a_peers_text_cannot_paint_the_terminal() -> None:
     """What a process calls itself is shown, not obeyed."""
-    shown = tables.render(tables.Table(("client",), [["\x1b[2J\r[bold]x\u202e"]]), io.StringIO())
+    shown = tables.render(tables.TextTable(("client",), [["\x1b[2J\r[bold]x\u202e"]]), io.StringIO())
     assert shown == "client\n\ufffd[2J\ufffd[bold]x\ufffd\n"

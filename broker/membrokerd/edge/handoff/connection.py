@@ -46,7 +46,7 @@ _QUIET = frozenset(("release", "detach_segment"))
 """Requests that may be sent without asking for an answer (`no_reply`)."""
 
 
-class Connection:
+class HandoffConnection:
     """A connection, from its accept to its end. It has a session from the answer to its Hello on."""
 
     def __init__(
@@ -54,8 +54,8 @@ class Connection:
         endpoint: HandoffEndpoint,
         sock: socket.socket,
         peer: Peer,
-        on_greeted: Callable[[Connection], None],
-        on_ended: Callable[[Connection], None],
+        on_greeted: Callable[[HandoffConnection], None],
+        on_ended: Callable[[HandoffConnection], None],
     ) -> None:
         self._entrance = endpoint
         self._on_greeted = on_greeted
@@ -306,7 +306,7 @@ class Connection:
         except OSError:
             self._entrance.traffic.notices_dropped += 1
 
-    def recall(self, recall: fx.Recall) -> None:
+    def recall(self, recall: fx.SendRecall) -> None:
         """Ask for memory. The core asks again if the notice is dropped."""
         self.notify(from_recall(recall))
 

@@ -12,7 +12,7 @@ from ...core.denied import Reason
 from ...restart.process_watch import Watch
 from ...system import logs
 from ..dispatch import Dispatcher
-from .outbox import Traffic
+from .outbox import OutboxCounters
 from .peer import Peer
 
 REFUSED_LINE_SECONDS = 1.0
@@ -26,7 +26,7 @@ class HandoffEndpoint:
     tenant: str | None
     dispatcher: Dispatcher
     device: DeviceInfo
-    traffic: Traffic
+    traffic: OutboxCounters
     watch: Watch
     buffer: bytearray = field(default_factory=lambda: bytearray(MAX_FRAME_BYTES))
     _unsaid: int = 0

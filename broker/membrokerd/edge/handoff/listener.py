@@ -16,7 +16,7 @@ from ...core.denied import Reason
 from ...system import logs
 from ..convert import Refused
 from ..errors import to_status
-from .connection import Connection
+from .connection import HandoffConnection
 from .endpoint import HandoffEndpoint
 from .peer import attest, hang_up
 
@@ -35,8 +35,8 @@ class Listener:
         self._sock = sock
         self._entrance = endpoint
         self._uids = uids
-        self._silent: dict[Connection, asyncio.TimerHandle] = {}
-        self._greeted: set[Connection] = set()
+        self._silent: dict[HandoffConnection, asyncio.TimerHandle] = {}
+        self._greeted: set[HandoffConnection] = set()
         self._io = asyncio.get_running_loop()
         self._io.add_reader(sock, self._acceptable)
 
@@ -84,12 +84,12 @@ class Listener:
             logs.log("the kernel does not identify the peer", endpoint=self._entrance.endpoint, error=error.strerror)
             sock.close()
             return
-        connection = Connection(self._entrance, sock, peer, self._on_greeted, self._on_ended)
+        connection = HandoffConnection(self._entrance, sock, peer, self._on_greeted, self._on_ended)
         self._silent[connection] = self._io.call_later(HELLO_SECONDS, self._give_up, connection, "it sent no Hello")
         if len(self._silent) > MAX_SILENT:
             self._give_up(next(iter(self._silent)), "too many connections sent no Hello")
 
-    def _give_up(self, connection: Connection, why: str) -> None:
+    def _give_up(self, connection: HandoffConnection, why: str) -> None:
         """Close a connection, unless its Hello has arrived unread because the broker itself was suspended."""
         connection.hear()
         if connection.session is None:
@@ -106,12 +106,12 @@ class Listener:
 
     # --- what connections report ---
 
-    def _on_greeted(self, connection: Connection) -> None:
+    def _on_greeted(self, connection: HandoffConnection) -> None:
         """Note that a connection has a session."""
         self._silent.pop(connection).cancel()
         self._greeted.add(connection)
 
-    def _on_ended(self, connection: Connection) -> None:
+    def _on_ended(self, connection: HandoffConnection) -> None:
         """Note that a connection is closed."""
         self._greeted.discard(connection)
         timer = self._silent.pop(connection, None)

@@ -19,7 +19,7 @@ from ...system.failpoints import reach
 from ...system.retry import Retry
 
 
-class Traffic:
+class OutboxCounters:
     """The counters of all connections of the daemon together."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Outbox:
     """
 
     def __init__(
-        self, sock: socket.socket, read: Callable[[], None], traffic: Traffic, end: Callable[[str], None]
+        self, sock: socket.socket, read: Callable[[], None], traffic: OutboxCounters, end: Callable[[str], None]
     ) -> None:
         self.packets: deque[tuple[pb.Frame, list[int]]] = deque()
         """Each frame, and the descriptors that go with it."""

@@ -20,14 +20,14 @@ from ...core.denied import Denied, Reason, deny
 from ...core.models import only_removes
 from ...core.names import Location, ModelName, QuotaKey
 from ...core.rows import Quota
-from ...device.suspects import Process, command_of
+from ...device.suspects import SeenProcess, command_of
 from ...runtime.drain import Drain
 from ...runtime.eviction import Evictions
 from ...runtime.loop import Loop, MakeEvent, clock
 from ...system import logs
 from .. import convert, messages
 from ..convert import Refused
-from ..listings import Views
+from ..listings import BookMessages
 from ..messages import LOCATION_NUMBERS
 
 _UID_TENANT = re.compile("uid-(0|[1-9][0-9]{0,9})")
@@ -39,7 +39,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def __init__(
         self,
         loop: Loop,
-        views: Views,
+        views: BookMessages,
         tenants: Callable[[], Collection[str]],
         keep_quotas: Callable[[Mapping[QuotaKey, Quota]], None],
         drain: Drain,
@@ -194,9 +194,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def ListProcesses(self, request: pb.ListProcessesRequest, context: Any) -> pb.ListProcessesResponse:
         """Return the processes that use the device, as the driver sees them."""
-        answer: asyncio.Future[list[Process] | Denied] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[list[SeenProcess] | Denied] = asyncio.get_running_loop().create_future()
 
-        def listed(found: list[Process] | Denied) -> None:
+        def listed(found: list[SeenProcess] | Denied) -> None:
             if not answer.cancelled():  # the caller may be gone before the driver answers
                 answer.set_result(found)
 
@@ -265,7 +265,7 @@ def _unkept(error: OSError) -> str:
     )
 
 
-def _from_process(process: Process) -> pb.Process:
+def _from_process(process: SeenProcess) -> pb.Process:
     return pb.Process(
         pid=process.pid,
         command=command_of(process.pid),

@@ -15,13 +15,13 @@ from ...core.denied import Denied
 from ...core.rows import SessionRow
 from ..convert import Refused
 from ..dispatch import Dispatcher
-from ..listings import Views
+from ..listings import BookMessages
 
 
 class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     """One endpoint's service."""
 
-    def __init__(self, endpoint: str, dispatcher: Dispatcher, views: Views) -> None:
+    def __init__(self, endpoint: str, dispatcher: Dispatcher, views: BookMessages) -> None:
         self._endpoint = endpoint
         self._dispatcher = dispatcher
         self._views = views

@@ -62,7 +62,7 @@ def claim_soon(holds: Callable[[], bool], what: str, show: Callable[[], None] = 
         show()
 
 
-class Worker:
+class DemoWorker:
     """A worker process, told what to do by lines and answering by lines."""
 
     def __init__(self, endpoint: Path, model: str, virtual: str, limit: str = "") -> None:
@@ -112,7 +112,7 @@ class Worker:
             self.kill()
 
 
-class Broker:
+class DemoBroker:
     """The demo's own daemon, asked at its admin endpoint. When it ends it is started again, as systemd would do it."""
 
     admin: Admin

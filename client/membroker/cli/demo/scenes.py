@@ -24,7 +24,7 @@ from rich.table import Table
 from ...errors import MembrokerError
 from ...types import SegmentStatus
 from ...vmm.sizes import MIB, format_size
-from .processes import Broker, Disproved, Worker, claim, claim_soon
+from .processes import DemoBroker, DemoWorker, Disproved, claim, claim_soon
 
 CAPACITY = 256 * MIB
 PAGE = 2 * MIB
@@ -40,7 +40,7 @@ SEED = 7
 class Stage:
     """Prints the demo's text and its table: live on a terminal, once in each scene elsewhere."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: DemoBroker) -> None:
         self.console = Console(highlight=False)
         self.broker = broker
 
@@ -81,7 +81,7 @@ def main() -> int:
     directory = Path(tempfile.mkdtemp(prefix="membroker-demo-"))
     try:
         with ExitStack() as stack:
-            broker = Broker(directory)
+            broker = DemoBroker(directory)
             stack.callback(broker.close)
             broker.start()
             with ExitStack() as workers:
@@ -98,18 +98,18 @@ def main() -> int:
     return 0
 
 
-def _play(broker: Broker, stack: ExitStack) -> str:
+def _play(broker: DemoBroker, stack: ExitStack) -> str:
     stage = Stage(broker)
     stage.say(
         f"One broker lends {format_size(CAPACITY)} of one device in pages of {format_size(PAGE)}. There are two "
         "tenants, red and blue. Each has its own endpoint directory, and runs one model in its own processes. (The "
         "device is the host driver's: real processes, real descriptors, no GPU.)"
     )
-    red = Worker(broker.endpoint("red"), "chat", "64GiB")
+    red = DemoWorker(broker.endpoint("red"), "chat", "64GiB")
     stack.callback(red.close)
-    blue = Worker(broker.endpoint("blue"), "search", "64GiB", "192MiB")
+    blue = DemoWorker(broker.endpoint("blue"), "search", "64GiB", "192MiB")
     stack.callback(blue.close)
-    second = Worker(broker.endpoint("red"), "chat", "64GiB")
+    second = DemoWorker(broker.endpoint("red"), "chat", "64GiB")
     stack.callback(second.close)
     for worker in (red, blue, second):
         worker.hear()
@@ -133,7 +133,7 @@ def _play(broker: Broker, stack: ExitStack) -> str:
 # --- the scenes ---
 
 
-def _sharing(stage: Stage, writer: Worker, reader: Worker) -> None:
+def _sharing(stage: Stage, writer: DemoWorker, reader: DemoWorker) -> None:
     """Map the same weights in two workers of a model, charge them once, and get their bytes back."""
     with stage.scene("Sharing: weights are written once, mapped by all, charged once") as show:
         writer.tell("publish", size=WEIGHTS)
@@ -167,7 +167,7 @@ def _sharing(stage: Stage, writer: Worker, reader: Worker) -> None:
     claim_soon(lambda: stage.broker.memory().device_used_bytes == PAGE, "the device still holds a deleted segment")
 
 
-def _trade(stage: Stage, red: Worker, blue: Worker) -> int:
+def _trade(stage: Stage, red: DemoWorker, blue: DemoWorker) -> int:
     """Replay two bursts of requests with their peaks one after the other; returns the sum of both peaks in bytes."""
     numbers = random.Random(SEED)
     with stage.scene("Trade: one model borrows what the other releases") as show:
@@ -175,7 +175,7 @@ def _trade(stage: Stage, red: Worker, blue: Worker) -> int:
             "Each model reserves 64 GiB of addresses. Requests come in bursts. Each request borrows pages of the "
             "cache, writes a pattern into every page, and checks it before it releases the page."
         )
-        running: dict[Worker, list[tuple[int, int]]] = {red: [], blue: []}
+        running: dict[DemoWorker, list[tuple[int, int]]] = {red: [], blue: []}
         for step in range(STEPS):
             for worker, phase in ((red, 0.0), (blue, 0.5)):
                 _serve(worker, running[worker], _load(step / STEPS + phase), step, numbers)
@@ -200,7 +200,7 @@ def _load(moment: float) -> int:
     return round(10 + 160 * max(0.0, 0.5 - abs(position - 0.25) * 2))
 
 
-def _serve(worker: Worker, running: list[tuple[int, int]], wanted: int, step: int, numbers: random.Random) -> None:
+def _serve(worker: DemoWorker, running: list[tuple[int, int]], wanted: int, step: int, numbers: random.Random) -> None:
     """Begin and finish requests until the worker holds about as many pages as it wants."""
     request = step * 100
     while sum(pages for _, pages in running) + 8 <= wanted:
@@ -214,12 +214,12 @@ def _serve(worker: Worker, running: list[tuple[int, int]], wanted: int, step: in
         worker.tell("finish", request=finished)
 
 
-def _burst(stage: Stage, red: Worker) -> float:
+def _burst(stage: Stage, red: DemoWorker) -> float:
     """Lend red's unused guarantee to a batch model, then use it; returns how many milliseconds red waited."""
     broker = stage.broker
     with stage.scene("Burst: an unused guarantee is lent, and comes back when it is needed"):
         broker.guarantee("red", GUARANTEE)
-        batch = Worker(broker.endpoint("blue"), "batch", "64GiB")
+        batch = DemoWorker(broker.endpoint("blue"), "batch", "64GiB")
         try:
             batch.hear()
             batch.tell("answer recalls")
@@ -254,12 +254,12 @@ def _burst(stage: Stage, red: Worker) -> float:
     return took
 
 
-def _refusals(broker: Broker) -> int:
+def _refusals(broker: DemoBroker) -> int:
     """Return how many requests of all models were refused so far."""
     return sum(sum(row.denials_total.values()) for row in broker.models().values())
 
 
-def _refusal(stage: Stage, red: Worker, blue: Worker) -> None:
+def _refusal(stage: Stage, red: DemoWorker, blue: DemoWorker) -> None:
     """Let one model reach its limit, and the other the capacity of the device."""
     with stage.scene("Refusal: a limit is a sentence with numbers, not a crash"):
         answer = blue.tell("admit", request=1, pages=100)
@@ -272,7 +272,7 @@ def _refusal(stage: Stage, red: Worker, blue: Worker) -> None:
         claim(stage.broker.memory().lent_bytes == 64 * PAGE, "a refused request changed the books")
 
 
-def _death_of_the_broker(stage: Stage, red: Worker, blue: Worker) -> tuple[int, float]:
+def _death_of_the_broker(stage: Stage, red: DemoWorker, blue: DemoWorker) -> tuple[int, float]:
     """Kill the broker under two workers; return the rounds computed without it, and the milliseconds to a borrowing."""
     broker = stage.broker
     with stage.scene("Death: a broker that is killed costs its workers a short wait, and nothing else"):
@@ -314,16 +314,16 @@ def _death_of_the_broker(stage: Stage, red: Worker, blue: Worker) -> tuple[int, 
     return sum(rounds), away
 
 
-def _claim_agreement(broker: Broker, model: str, held: int) -> None:
+def _claim_agreement(broker: DemoBroker, model: str, held: int) -> None:
     """Compare what a model is charged with what its worker has mapped; its last release may still be on its way."""
     claim_soon(lambda: broker.used(model) == held, f"{model} holds {held} bytes, and is not charged just that")
 
 
-def _claim_segment_survived(broker: Broker, red: Worker, segment: SegmentStatus, written: int) -> None:
+def _claim_segment_survived(broker: DemoBroker, red: DemoWorker, segment: SegmentStatus, written: int) -> None:
     """Attach the weights in a worker that knows only the new broker; then end them."""
     claim([one.generation for one in broker.segments()] == [segment.generation], "the weights are another segment")
     claim(red.tell("sum")["sum"] == written, "the weights changed with their broker")
-    later = Worker(broker.endpoint("red"), "chat", "64GiB")
+    later = DemoWorker(broker.endpoint("red"), "chat", "64GiB")
     try:
         later.hear()
         later.tell("attach")
@@ -335,7 +335,7 @@ def _claim_segment_survived(broker: Broker, red: Worker, segment: SegmentStatus,
         later.close()
 
 
-def _death(stage: Stage, red: Worker, blue: Worker) -> float:
+def _death(stage: Stage, red: DemoWorker, blue: DemoWorker) -> float:
     """Kill one worker in mid-flight; returns the milliseconds until its bytes may be lent again."""
     with stage.scene("Death: a worker that is killed costs the others nothing") as show:
         red.order("churn", pages=40)

@@ -108,7 +108,7 @@ class Cache:
             self.finish(request)
 
 
-class Weights:
+class DemoWeights:
     """A model's weights: one tensor in a segment, written here or by another worker."""
 
     def __init__(self, client: membroker.Client, model: membroker.Model) -> None:
@@ -216,10 +216,10 @@ def _pattern(request: int, page: int, round_: int = 0) -> bytes:
     return seed.to_bytes(4, "little") * (PAGE // 4)
 
 
-class Engine:
+class DemoEngine:
     """What a worker has, and how it obeys an order."""
 
-    def __init__(self, model: membroker.Model, cache: Cache, weights: Weights) -> None:
+    def __init__(self, model: membroker.Model, cache: Cache, weights: DemoWeights) -> None:
         self._model = model
         self._cache = cache
         self._weights = weights
@@ -271,7 +271,7 @@ def main() -> None:
     with membroker.connect(client=f"demo worker of {name}") as client:
         model = client.register_model(name, virtual_capacity=virtual, limit=limit or None)
         with model.pool(page_size=PAGE) as pool:
-            engine = Engine(model, Cache(pool), Weights(client, model))
+            engine = DemoEngine(model, Cache(pool), DemoWeights(client, model))
             _say(ready=True)
             for line in sys.stdin:
                 try:

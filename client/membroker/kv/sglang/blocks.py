@@ -18,7 +18,7 @@ from ..engine import Fence
 from .allocator import Allocator
 
 
-class Blocks:
+class SglangBlocks:
     """The pages and requests of one SGLang scheduler. `new_fence` returns a fence behind all work that was launched.
 
     The scheduler launches what it has scheduled at once.

@@ -17,7 +17,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from ...errors import InvalidRequest
 from . import seams
-from .memory import Memory
+from .memory import SglangMemory
 from .settings import check_supported, settings_of
 
 _MEM_CACHE: Final = "sglang.srt.mem_cache"
@@ -27,7 +27,7 @@ _BATCH: Final = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 _COMPONENTS: Final = "sglang.srt.managers.scheduler_components"
 
 _text = ""
-_current: Memory | None = None
+_current: SglangMemory | None = None
 
 
 def register(text: str) -> None:
@@ -38,7 +38,7 @@ def register(text: str) -> None:
         HookRegistry.register(target, hook, kind)
 
 
-def current() -> Memory:
+def current() -> SglangMemory:
     """Return the memory of this process's engine."""
     if _current is None:
         raise InvalidRequest("SGLang's scheduler runs without the KV cache that membroker made for it")
@@ -56,7 +56,7 @@ def _configure(original: Callable[..., Any], config: Any, **options: Any) -> Any
     if missing := [target for target in HOOKS if target not in HookRegistry._patched]:
         raise InvalidRequest(f"SGLang did not apply membroker's hook on {missing[0]}: its log has the reason")
     check_supported(config)
-    _current = Memory(settings, config)
+    _current = SglangMemory(settings, config)
     return original(config, **options)
 
 

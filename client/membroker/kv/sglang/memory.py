@@ -26,8 +26,8 @@ from ..capture import Capture, strided
 from ..engine import Over
 from ..layout import Layout, Strided
 from .allocator import Allocator
-from .blocks import Blocks
-from .settings import PAGES, Settings
+from .blocks import SglangBlocks
+from .settings import PAGES, SglangSettings
 
 logger = logging.getLogger("membroker")
 
@@ -35,10 +35,10 @@ IDLE_SECONDS = 0.001
 """How long a turn of an idle scheduler lets the thread that unmaps have the interpreter."""
 
 
-class Memory:
+class SglangMemory:
     """The KV cache of a `KVCacheConfigurator`. It connects to the broker, and borrows nothing before `open`."""
 
-    def __init__(self, settings: Settings, config: Any) -> None:
+    def __init__(self, settings: SglangSettings, config: Any) -> None:
         self.settings = settings
         self._config = config
         self._name = settings.name(config.server_args.served_model_name)
@@ -51,7 +51,7 @@ class Memory:
             raise InvalidRequest(f"this engine computes on {device} {index}, and the broker lends memory of {lent}")
         self._cache: ElasticCache | None = None
         self._allocator: Allocator | None = None
-        self.blocks: Blocks
+        self.blocks: SglangBlocks
         """The scheduler's pages and requests, once it is attached."""
 
     # At the start
@@ -121,7 +121,9 @@ class Memory:
         if type(tree).__name__ not in ("RadixCache", "ChunkCache"):
             raise InvalidRequest(f"membroker.kv.sglang does not support the prefix cache {type(tree).__name__}")
         is_cuda = torch.device(scheduler.device).type == "cuda"
-        self.blocks = Blocks(scheduler, allocator, (lambda: _Fence(scheduler.forward_stream)) if is_cuda else Over)
+        self.blocks = SglangBlocks(
+            scheduler, allocator, (lambda: _Fence(scheduler.forward_stream)) if is_cuda else Over
+        )
         self._opened.attach(self.blocks)
 
     # In the scheduler's loop

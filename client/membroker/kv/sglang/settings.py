@@ -22,7 +22,7 @@ MIN_PAGE_TOKENS: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings(Bounds):
+class SglangSettings(Bounds):
     """The values of `MEMBROKER_SGLANG`, a JSON object: those of `Bounds`, and `capacity`.
 
     That is how many bytes of addresses the cache has; without it, what SGLang finds free at its start.
@@ -36,7 +36,7 @@ class Settings(Bounds):
             bytes_of("capacity", self.capacity)
 
 
-def settings_of(text: str) -> Settings:
+def settings_of(text: str) -> SglangSettings:
     """Return the settings in the variable's text. Raises `InvalidRequest` about the first that is wrong."""
     try:
         found = json.loads(text)
@@ -44,8 +44,8 @@ def settings_of(text: str) -> Settings:
         raise InvalidRequest(f"{VARIABLE} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise InvalidRequest(f'{VARIABLE} is an object such as {{"model": "chat"}}, not {text!r}')
-    check_names(VARIABLE, found, Settings)
-    return Settings(**found)
+    check_names(VARIABLE, found, SglangSettings)
+    return SglangSettings(**found)
 
 
 def check_supported(config: Any) -> None:

@@ -25,7 +25,7 @@ _NEVER = 1e-9
 """The warmth of cached contents whose last use is not known: colder than all others, and not 0."""
 
 
-class Blocks:
+class VllmBlocks:
     """The free list, reference counts and requests of one vLLM engine.
 
     `pool` is vLLM's `BlockPool`. A block has `block_tokens` tokens, and a request at most `most_tokens`; at most

@@ -38,7 +38,7 @@ from ..layout import Layout
 from ..ranks import Ranks, RankWeights
 from ..sleeper import Sleeper
 from . import memory, seams
-from .blocks import Blocks
+from .blocks import VllmBlocks
 from .settings import BLOCK_MAJOR, check_cache, check_supported, has_ranks, is_block_major, settings_of
 from .sleep import why_kept
 from .steps import Scheduled
@@ -91,7 +91,7 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
         self._pool: Any
         self._steps: Scheduled
         self._cache: ElasticCache
-        self._blocks: Blocks
+        self._blocks: VllmBlocks
         self._swap: Swap
         self._sleeper: Sleeper
         self._rests = True
@@ -200,7 +200,7 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
         self._steps, self._cache = Scheduled(passed), cache
         size, tokens = self._settings.swap_space, config.cache_config.block_size
         self._swap = Swap(0 if size is None else slots_in(bytes_of("swap_space", size), cache.layout), tokens)
-        self._blocks = Blocks(
+        self._blocks = VllmBlocks(
             pool,
             block_tokens=tokens,
             most_tokens=config.model_config.max_model_len,

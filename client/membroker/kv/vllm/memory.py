@@ -31,8 +31,8 @@ from ..layout import Layout, Strided
 from ..rank import Rank
 from ..sleeper import Sleeper
 from .seams import has_layouts
-from .settings import AUTO, BLOCK_MAJOR, LAYER_MAJOR, PAGES, Settings, endpoint_of
-from .sleep import Weights
+from .settings import AUTO, BLOCK_MAJOR, LAYER_MAJOR, PAGES, VllmSettings, endpoint_of
+from .sleep import VllmWeights
 from .steps import Launched, recorded
 from .swap import SwapSpace
 
@@ -42,13 +42,13 @@ CONTEXT_BYTES = 600 << 20
 """What a CUDA context and the kernels take, which PyTorch does not count: 518 MiB on an H200."""
 _NO_WORKER = "the KV cache is vLLM's own: give vLLM --worker-cls membroker.kv.vllm.Worker"
 
-_current: Memory | None = None
+_current: VllmMemory | None = None
 
 
-class Memory:
+class VllmMemory:
     """The KV cache of a `VllmConfig` and a `KVCacheConfig`. It borrows nothing before `open`."""
 
-    def __init__(self, settings: Settings, config: Any, cache_config: Any) -> None:
+    def __init__(self, settings: VllmSettings, config: Any, cache_config: Any) -> None:
         self.settings = settings
         self._config, self._cache_config = config, cache_config
         self._name = settings.name(config.model_config.served_model_name)
@@ -62,7 +62,7 @@ class Memory:
         """The engine's, if its scheduler is in this process."""
         self.rank: Rank | None = None
         """This one, if its scheduler is in another process."""
-        self.weights: Weights | None = None
+        self.weights: VllmWeights | None = None
         self.launched = Launched()
         self.swap_space: SwapSpace | None = None
 
@@ -222,10 +222,10 @@ class Memory:
         return declared + (0 if weights is None or weights.pool is None else weights.pool.physical_usage_bytes)
 
 
-def begin(settings: Settings, config: Any, cache_config: Any) -> Memory:
+def begin(settings: VllmSettings, config: Any, cache_config: Any) -> VllmMemory:
     """Return the memory of the engine that starts in this process."""
     global _current
-    _current = Memory(settings, config, cache_config)
+    _current = VllmMemory(settings, config, cache_config)
     return _current
 
 
@@ -235,7 +235,7 @@ def awake() -> AbstractContextManager[None]:
     return nullcontext() if keeper is None else keeper.awake()
 
 
-def current() -> Memory:
+def current() -> VllmMemory:
     """Return the memory of the engine that starts in this process, for another part of it."""
     if _current is None:
         raise InvalidRequest(

@@ -26,7 +26,7 @@ UNI: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings(Bounds):
+class VllmSettings(Bounds):
     """The values of `kv_connector_extra_config`: those of `Bounds`, and more.
 
     `layout` is what the engine is asked for. `endpoint` is the directory of the broker's endpoint, or a list with one
@@ -71,7 +71,7 @@ class WeightSettings:
     The first engine loads with vLLM's own `load_format`, which gets `extra_config` as its extra configuration. `model`
     is the name in the broker's books to which the weights are charged; without it, that is the name of what vLLM
     loads. `wait` is how many seconds an engine waits until another one has loaded, and until the broker can lend the
-    memory. With `keep` the weights stay when the last engine leaves. `endpoint` is that of `Settings`.
+    memory. With `keep` the weights stay when the last engine leaves. `endpoint` is that of `VllmSettings`.
     """
 
     load_format: str = "auto"
@@ -95,16 +95,16 @@ class WeightSettings:
             raise InvalidRequest(f"keep is true or false, not {self.keep!r}")
 
 
-def settings_of(extra: Mapping[str, Any]) -> Settings:
+def settings_of(extra: Mapping[str, Any]) -> VllmSettings:
     """Return the settings in `kv_connector_extra_config`. Raises `InvalidRequest` about the first that is wrong."""
-    check_names("kv_connector_extra_config", extra, Settings)
-    return Settings(**extra)
+    check_names("kv_connector_extra_config", extra, VllmSettings)
+    return VllmSettings(**extra)
 
 
-def settings_in(transfer: Any) -> Settings:
+def settings_in(transfer: Any) -> VllmSettings:
     """Return the settings in `--kv-transfer-config`, where the connector may be one of a MultiConnector's."""
     if transfer is None:
-        return Settings()
+        return VllmSettings()
     extra = transfer.kv_connector_extra_config
     if transfer.kv_connector == "MultiConnector":
         several = [one for one in extra.get("connectors", ()) if one.get("kv_connector") == "Membroker"]

@@ -36,7 +36,7 @@ def _is_shared(config: Any) -> bool:
     return str(config.load_config.load_format) == "membroker"
 
 
-class Weights:
+class VllmWeights:
     """The weights of one engine, or of one rank. Their memory is in `pool`, or vLLM's own: then that is None."""
 
     def __init__(self, config: Any) -> None:

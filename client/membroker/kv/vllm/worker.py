@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 
 from . import memory, seams
 from .settings import check_supported, is_block_major
-from .sleep import Weights
+from .sleep import VllmWeights
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Base
@@ -50,7 +50,7 @@ class Worker(_Base):  # type: ignore[misc]
 
     def load_model(self, **options: Any) -> None:
         """Load, and move the weights to borrowed memory if the user asked for that."""
-        self._weights = Weights(self.vllm_config)
+        self._weights = VllmWeights(self.vllm_config)
         super().load_model(**options)
         self._weights.move(self.get_model())
 

@@ -19,7 +19,7 @@ from membrokerd.restart import keeper as fdstore
 from membrokerd.restart import keeper_client as mirrors
 from membrokerd.restart.descriptor_store import Store, StoredDescriptors
 from membrokerd.restart.keeper_client import KeeperMirror, open_keeper
-from membrokerd.restart.keeper_connection import KeeperConnection, Owned
+from membrokerd.restart.keeper_connection import KeeperConnection, OwnedElsewhere
 
 
 def pid_of(mirror: KeeperMirror) -> int | None:
@@ -318,11 +318,11 @@ def test_a_keeper_of_another_device_is_refused_at_once(path: Path) -> None:
         mirror, _ = await open_keeper(path, OWNER)
         store = Store(mirror)
         await keeping(store, 1, {1: b"the first one's"})
-        with pytest.raises(Owned, match=rf"keeps the descriptors of {OWNER}: give each device a keeper"):
+        with pytest.raises(OwnedElsewhere, match=rf"keeps the descriptors of {OWNER}: give each device a keeper"):
             await open_keeper(path, "/run/membroker/host-1")
         await keeping(store, 2, {2: b"more"})
         end(store)
-        with pytest.raises(Owned):
+        with pytest.raises(OwnedElsewhere):
             await open_keeper(path, "/run/membroker/host-1")
         assert read(await left_at(path)) == {1: {1: b"the first one's"}, 2: {2: b"more"}}
 
