@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import errno
+import functools
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -147,7 +148,7 @@ class Daemon:
         self._loop.observe_wait = self._observe_wait
         self._loop.observe_recall = self._observe_recall
         self._loop.figures = executor.figures()
-        self._dispatcher = Dispatcher(self._loop, self._request_noted, self._decisions)
+        self._dispatcher = Dispatcher(self._loop, functools.cache(self._request_noted), self._decisions)
         self._views = BookMessages(self._loop, plan, self._decisions)
         self._drain = Drain(lambda: not any(total.charged for total in broker.ledger.totals.values()), stop)
         stack.callback(self._drain.end)
