@@ -4,32 +4,36 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
-import tempfile
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.support.daemons import Daemon, Shared, running
 from tests.support.devices import DEVICES, Device
+from tests.support.hermetic import Run, surroundings
 
 _STATED: list[str] = []
 
 # From 3.12 on, Python warns of each fork in a process with threads. Programs of the tests do that on purpose.
 os.environ.setdefault("PYTHONWARNINGS", "ignore:This process (pid=:DeprecationWarning")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell ignores SIGINT for what it starts in the background (`make test &`, nohup), and children inherit that.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+RUN = Run()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def runtime_directory() -> Iterator[None]:
-    """A user without a login session has no XDG_RUNTIME_DIR, and CI may be one: lend it one."""
-    with tempfile.TemporaryDirectory(prefix="mb-xdg-") as directory, pytest.MonkeyPatch.context() as patch:
-        if "XDG_RUNTIME_DIR" not in os.environ:
-            patch.setenv("XDG_RUNTIME_DIR", directory)
+def nothing_is_left() -> Iterator[None]:
+    """The tests of this process leave no process and no file behind: of all fixtures this one ends last."""
+    yield
+    assert RUN.leftovers() == []
+
+
+@pytest.fixture(autouse=True)
+def own_surroundings(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test has its own home, runtime and state directories. Engines compile for minutes into the user's home."""
+    is_long = request.node.get_closest_marker("gpu") is not None or "engines" in request.path.parts
+    with surroundings(own_home=not is_long):
         yield
+    RUN.remember(request.node.nodeid)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,6 +92,18 @@ def state(record_property: Callable[[str, object], None]) -> Callable[[str, str]
         _STATED.append(f"{what}: {figure}")
 
     return put
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Put the directories of `tmp_path` into the run's own; `--basetemp` keeps them after the run."""
+    if config.option.basetemp is None:
+        config.option.basetemp = str(RUN.directory / "run" / "tmp")
+
+
+def pytest_unconfigure() -> None:
+    """Remove the run's directory."""
+    RUN.remove()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,14 +18,14 @@ import subprocess
 import tempfile
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support import daemons
 from tests.support.all_gpus import running_all
-from tests.support.daemons import Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.honest_worker import spare_descriptors
 from tests.support.sizes import MIB
 from tests.support.template import PythonProcess
@@ -37,8 +37,6 @@ pytestmark = pytest.mark.deep
 
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "alerts.yml"
 ALERTS = set(re.findall(r"- alert: (\w+)", RULES.read_text()))
-SECONDS = 60.0
-"""How long an alert may take. Its scaled `for` is 10 seconds at most."""
 CONFIGURATION = """
 global: {{scrape_interval: 1s, scrape_timeout: 1s, evaluation_interval: 1s}}
 rule_files: [alerts.yml]
@@ -67,7 +65,7 @@ class Prometheus:
     def ask(self, path: str) -> Any:
         """Return the data of an answer, or None while there is no answer."""
         try:
-            with urllib.request.urlopen(f"http://{self._authority}/api/v1/{path}", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://{self._authority}/api/v1/{path}", timeout=DEADLINE_SECONDS) as answer:
                 return json.load(answer)["data"]
         except OSError:
             assert self.process.poll() is None, "Prometheus has ended"
@@ -93,7 +91,7 @@ class Prometheus:
     def until_fired(self, *alerts: str) -> None:
         """Wait until each has fired at some time."""
         assert set(alerts) <= ALERTS
-        until(lambda: self.firing() is not None and self.fired >= set(alerts), SECONDS)
+        until(lambda: self.firing() is not None and self.fired >= set(alerts), DEADLINE_SECONDS)
 
     def close(self) -> None:
         """End it."""
@@ -171,6 +169,7 @@ def test_every_alert_fires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stde
         running(config) as daemon,
         prometheus(tmp_path, daemon.device().metrics_url) as watch,
         workers(3) as (parent, lost, asker),
+        ExitStack() as ending,
     ):
         until(lambda: watch.scraped() >= 5)
         watch.until_fired("MembrokerDriverFallback")
@@ -179,7 +178,7 @@ def test_every_alert_fires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stde
         _stand_near_a_limit_while_drained(daemon, watch)
         _guarantee_what_is_lent(daemon, watch)
         _recall_from_one_that_is_stopped(daemon, watch)
-        _make_a_child_keep_memory(daemon, watch, parent)
+        ending.callback(os.kill, _make_a_child_keep_memory(daemon, watch, parent), signal.SIGKILL)
         lost.do(f"raw = Raw({str(daemon.endpoint())!r}, 'handoff'); raw.hello(); raw.socket.shutdown(2)")
         borrow(asker, daemon, "red", 2 * MIB)
         asker.do(_ASK_AGAIN_AND_AGAIN)
@@ -212,7 +211,7 @@ def test_a_gpu_without_its_daemon_among_others(tmp_path: Path) -> None:
         with running_all(Path(directory)) as parent:
             until(parent.metrics_url)
             with prometheus(tmp_path, parent.metrics_url()) as watch:
-                until(lambda: any(one.endswith(" for host-1.") for one in watch.summaries()), SECONDS)
+                until(lambda: any(one.endswith(" for host-1.") for one in watch.summaries()), DEADLINE_SECONDS)
                 assert watch.firing() >= {"MembrokerDown"}
                 assert not any(one.endswith(" for host.") for one in watch.summaries())
 
@@ -257,7 +256,7 @@ def _guarantee_what_is_lent(daemon: Daemon, watch: Prometheus) -> None:
                 assert owner.refused("model.allocate(128 * MIB, wait=0.05)").reason == "CAPACITY"
                 return "MembrokerGuaranteedRequestRefused" in watch.firing()
 
-            until(fires_amid_refusals, SECONDS)
+            until(fires_amid_refusals, DEADLINE_SECONDS)
         request.ClearField("guarantee_bytes")
         admin.SetQuota(request)
         one.do("pool.close(); client.close()")
@@ -277,13 +276,14 @@ def _recall_from_one_that_is_stopped(daemon: Daemon, watch: Prometheus) -> None:
         admin.SetQuota(request)
 
 
-def _make_a_child_keep_memory(daemon: Daemon, watch: Prometheus, parent: Worker) -> None:
+def _make_a_child_keep_memory(daemon: Daemon, watch: Prometheus, parent: Worker) -> int:
     """A rank dies, and a child that it forked holds its memory on, longer than the broker waits."""
     borrow(parent, daemon, "blue", 64 * MIB)
     child = parent.ask("fork_unseen()")
     parent.kill()
     watch.until_fired("MembrokerMemoryNotReturned", "MembrokerUnaccounted")
     os.kill(child, signal.SIGSTOP)  # it stays, until its memory has made the device full
+    return child
 
 
 def _use_up_descriptors(daemon: Daemon, watch: Prometheus) -> None:
@@ -299,7 +299,7 @@ def _fill_the_log(one: Worker, watch: Prometheus) -> None:
         lambda: (
             one.do("for _ in range(200): model.allocate(PAGE).close()") or "MembrokerLogLinesDropped" in watch.firing()
         ),
-        SECONDS,
+        DEADLINE_SECONDS,
     )
 
 

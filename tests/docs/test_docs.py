@@ -105,8 +105,7 @@ def test_the_commands_of_readme_run_in_order(tmp_path: Path) -> None:
     assert daemon.split()[0] == "membrokerd"
     with tempfile.TemporaryDirectory(prefix="mb-") as runtime:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("MEMBROKER_")}
-        environment |= {"PATH": path, "XDG_RUNTIME_DIR": runtime}
+        environment = {**os.environ, "PATH": path, "XDG_RUNTIME_DIR": runtime}
         # Root's directories are the machine's own, and port 9710 may be another daemon's.
         config = tmp_path / "membrokerd.toml"
         config.write_text(f'runtime_directory = "{runtime}/membroker"\nstate_directory = "{tmp_path}"\n')

@@ -51,7 +51,7 @@ def machine_or_skip() -> Path:
         give_up(f"a real systemd takes tools that are missing: apt-get install {' '.join(sorted(packages))}")
     requirements = requirements_of("broker")
     recipe = hashlib.sha256("\n".join([SUITE, PACKAGES, *requirements]).encode()).hexdigest()[:8]
-    cached = Path(os.environ.get("XDG_CACHE_HOME", "/var/cache")) / "membroker-tests" / f"{SUITE}-{recipe}"
+    cached = Path("/var/cache/membroker-tests", f"{SUITE}-{recipe}")
     if not cached.is_dir():
         cached.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f"{SUITE}-", dir=cached.parent) as place:
@@ -179,7 +179,9 @@ class Machine:
 
     def run(self, *command: str) -> str:
         """Run a command there and return what it says; it must succeed."""
-        done = subprocess.run(self.command(command), capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            self.command(command), capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
+        )
         assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout
 
@@ -267,5 +269,5 @@ def children(pid: int) -> list[int]:
 def _is_up(machine: Machine) -> bool:
     """Say whether systemd has started all that it starts, whether or not each of it could."""
     command = machine.command(["systemctl", "is-system-running", "--wait"])
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.strip()
+    said = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False).stdout.strip()
     return said in ("running", "degraded")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import errno
-import functools
 import gc
 import importlib
 import json
@@ -25,6 +24,7 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ MAX_REQUEST = 1 << 20
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 """NumPy must not start threads when it is imported: a fork would be without them."""
 _THREADS = Path("/proc/self/task")
+started: dict[int, str] = {}
+"""The test that has started each fork: its environment in /proc is the template's."""
 
 
 class PythonProcess(subprocess.Popen[Any]):
@@ -63,6 +65,7 @@ class PythonProcess(subprocess.Popen[Any]):
         inherited = [number if given == -1 else given for number, given in enumerate((stdin, stdout, stderr))]
         early = tuple(sorted(item for item in environment.items() if item[0].startswith(EARLY)))
         self.pid = _template(self._imported, early).fork(args[1:], environment, cwd or os.getcwd(), inherited)
+        started[self.pid] = os.environ.get("PYTEST_CURRENT_TEST", "")
         if rest[-1] >= 0:
             os.setpgid(self.pid, rest[-1])
         self._child_created = True
@@ -99,7 +102,6 @@ class _Template:
             self._process = subprocess.Popen(
                 command, stdin=other, cwd=ROOT, env={**os.environ, **ONE_THREAD, **dict(early)}
             )
-        atexit.register(self._end)
 
     def fork(self, arguments: list[str], environment: Mapping[str, str], cwd: str | Path, streams: list[int]) -> int:
         """Start a process with these arguments of the interpreter, and return its pid."""
@@ -117,16 +119,31 @@ class _Template:
         assert answer, "the template has ended"
         return int(answer)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End the template; in a fork of its owner this does nothing."""
         if os.getpid() == self._owner:
             self._socket.close()
-            self._process.wait(30)
+            with suppress(subprocess.TimeoutExpired):  # a process that a test has left has its socket, too
+                self._process.wait(30)
 
 
-@functools.cache
+_templates: dict[tuple[tuple[str, ...], tuple[tuple[str, str], ...]], _Template] = {}
+
+
 def _template(modules: tuple[str, ...], early: tuple[tuple[str, str], ...]) -> _Template:
     """Return the template with these modules, which were imported with these variables."""
-    return _Template(modules, early)
+    if (modules, early) not in _templates:
+        _templates[modules, early] = _Template(modules, early)
+    return _templates[modules, early]
+
+
+def end_all() -> None:
+    """End the templates of this process."""
+    while _templates:
+        _templates.popitem()[1].end()
+
+
+atexit.register(end_all)
 
 
 # --- The template's side ---

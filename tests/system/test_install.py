@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from tests.support.daemons import DEADLINE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -72,8 +73,10 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(command: Path, *arguments: str) -> tuple[int, str, str]:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "MEMBROKER"))}
-    done = subprocess.run([command, *arguments], env=clean, capture_output=True, text=True, timeout=60, check=False)
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    done = subprocess.run(
+        [command, *arguments], env=clean, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
+    )
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout, done.stderr
 

@@ -93,9 +93,9 @@ def test_1024_descriptors_are_enough_for_five_sessions() -> None:
 def test_the_runtime_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(prefix="mb-") as directory:
         assert doctor.check_runtime_directory({"XDG_RUNTIME_DIR": directory}, 1000).status == "ok"
-        long = doctor.check_runtime_directory({"XDG_RUNTIME_DIR": f"{directory}/{'x' * 30}"}, 1000)
+        long = doctor.check_runtime_directory({"XDG_RUNTIME_DIR": f"{directory}/".ljust(46, "x")}, 1000)
         assert (long.status, long.advice) == ("warn", "tenants with long names will not fit")
-        too_long = doctor.check_runtime_directory({"XDG_RUNTIME_DIR": f"{directory}/{'x' * 60}"}, 1000)
+        too_long = doctor.check_runtime_directory({"XDG_RUNTIME_DIR": f"{directory}/".ljust(76, "x")}, 1000)
         assert too_long.status == "fail"
         monkeypatch.setattr(os, "access", lambda *_: False)
         closed = doctor.check_runtime_directory({"XDG_RUNTIME_DIR": directory}, 1000)

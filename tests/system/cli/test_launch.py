@@ -28,16 +28,16 @@ SHOW = (
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run the command in an interpreter of its own, since it becomes another program."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("MEMBROKER_")}
     command = [sys.executable, "-m", "membroker.cli.main", "run", *arguments]
     return subprocess.run(
-        command, env={**clean, **variables}, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
+        command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
     )
 
 
 def shown(done: subprocess.CompletedProcess[str]) -> Any:
     assert (done.returncode, done.stderr) == (0, "")
-    return json.loads(done.stdout)
+    arguments, environment = json.loads(done.stdout)
+    return arguments, {key: value for key, value in environment.items() if key not in os.environ}
 
 
 def test_a_program_gets_its_endpoint_model_and_limit(daemon: Daemon) -> None:
