@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from tests.support.daemons import Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.sizes import MIB
 
 import membroker
@@ -456,7 +456,9 @@ def test_tensors_that_outlive_the_interpreter(shared_daemon: Daemon) -> None:
         kept = torch.nn.Parameter(torch.from_dlpack(export(buffer, "F32", (4,))))
         threading.Thread(target=lambda _tensor: threading.Event().wait(), args=(tensor,), daemon=True).start()
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=DEADLINE_SECONDS
+    )
     assert (done.returncode, done.stderr) == (0, "")
     until(lambda: shared_daemon.books().lent_bytes == 0)
 

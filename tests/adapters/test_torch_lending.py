@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.support.daemons import Daemon, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.sizes import MIB
 
 import membroker
@@ -207,12 +207,12 @@ class TestLending:
         def work() -> None:
             allocate(4 * MIB, 0, None)
             first.set()
-            assert second.wait(60)
+            assert second.wait(DEADLINE_SECONDS)
             alive.add(allocate(2 * MIB, 0, None))
 
         thread = threading.Thread(target=work)
         thread.start()
-        assert first.wait(60)
+        assert first.wait(DEADLINE_SECONDS)
         assert lending.collect() == 0, "torch may be taking it at this moment"
         second.set()
         thread.join()
@@ -236,7 +236,7 @@ class TestLending:
         def empty() -> bool:
             empties[0] += 1
             entered.set()
-            assert refused.wait(60)
+            assert refused.wait(DEADLINE_SECONDS)
             alive.clear()
             return True
 
@@ -246,7 +246,7 @@ class TestLending:
         alive.add(allocate(8 * MIB, 0, None))
         threads = [threading.Thread(target=lambda: found.append(allocate(4 * MIB, 0, None))) for _ in range(2)]
         threads[0].start()
-        assert entered.wait(60)
+        assert entered.wait(DEADLINE_SECONDS)
         lend = model.allocate
 
         def seen_refused(size: int, **options: Any) -> Any:

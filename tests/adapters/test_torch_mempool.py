@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.support.daemons import Daemon, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.sizes import MIB
 
 import membroker
@@ -255,7 +255,7 @@ def recall(memory: Any, size: int, seconds: float = 30.0) -> None:
     asked = model._shown(OpenRecall(model._recalls, message, model._session.connection))
     thread = threading.Thread(target=lambda: model._recalls.callback_of(model.resource_name)(asked))
     thread.start()
-    thread.join(60)
+    thread.join(DEADLINE_SECONDS)
     assert not thread.is_alive()
 
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from tests.support.daemons import until
+from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_broker import PlayedBroker, PlayedService, open_sockets, playing
 from tests.support.fake_lender import PAGE, Lender
 from tests.support.processes import mapped_extents, open_extents
@@ -26,7 +26,7 @@ def broker() -> Iterator[PlayedBroker]:
 def client(broker: PlayedBroker) -> Iterator[membroker.Client]:
     """A client of the first session, closed without a goodbye by who has not. It leaves no thread and no descriptor."""
     before = open_sockets()
-    one = broker.connect(timeout=30)
+    one = broker.connect(timeout=DEADLINE_SECONDS)
     yield one
     broker.die()
     one._session.reconnecting._outage = 0

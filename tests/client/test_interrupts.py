@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.daemons import Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.interrupts import interrupted_at, sampled
 from tests.support.processes import EXTENT, open_extents
 
@@ -243,7 +243,7 @@ def in_time(call: Call) -> None:
     done: list[object] = []
     thread = threading.Thread(target=lambda: done.append(call()), daemon=True)
     thread.start()
-    thread.join(30)
+    thread.join(DEADLINE_SECONDS)
     assert done, "another thread waits for what an interrupt has left behind"
 
 
@@ -324,7 +324,7 @@ class TestUninterrupted:
 
         def work() -> None:
             os.kill(os.getpid(), signal.SIGINT)
-            assert go_on.wait(30)
+            assert go_on.wait(DEADLINE_SECONDS)
 
         with pytest.raises(KeyboardInterrupt):
             uninterrupted(work, patience=0.0)
@@ -413,7 +413,7 @@ class TestTurns:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(DEADLINE_SECONDS)
         assert not any(thread.is_alive() for thread in threads)
         assert errors == []
 
@@ -434,11 +434,11 @@ class TestTurns:
                     os.kill(os.getpid(), signal.SIGINT)
                 else:
                     signal.pthread_kill(threading.get_ident(), signal.SIGINT)
-                done.wait(10)
+                done.wait(DEADLINE_SECONDS)
 
         hanging = threading.Thread(target=hang)
         hanging.start()
-        assert taken.wait(30)
+        assert taken.wait(DEADLINE_SECONDS)
         with pytest.raises(KeyboardInterrupt), Operation(Used()) as operation:
             turns.take({1, 2}, operation)
         assert hanging.is_alive(), "it waited for the call that hangs"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.support.daemons import DEADLINE_SECONDS
+
 SCRIPT = """
 import os, signal, threading
 from membroker.interrupts import uninterrupted
@@ -27,5 +29,5 @@ except KeyboardInterrupt:
 
 def test_an_interrupt_that_another_thread_receives_ends_the_wait() -> None:
     """Python only notes it there, and the main thread sleeps on. So does one just before the main thread's sleep."""
-    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=30)
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=DEADLINE_SECONDS)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "interrupted\n", "")

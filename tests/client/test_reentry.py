@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.support.daemons import DEADLINE_SECONDS
+
 SCRIPT = """
 import gc, time
 from membroker.memory.buffer import Buffer
@@ -43,7 +45,7 @@ other = LocalSource("host")
 Block()
 libc._mmap = collect_and_map
 last = pool.allocate_anywhere("2MiB")  # holds the lock of the addresses while it maps
-end = time.monotonic() + 30
+end = time.monotonic() + 120
 while not (other._ended and source.physical_usage_bytes == 2 << 20) and time.monotonic() < end:
     time.sleep(0.01)
 print(source.physical_usage_bytes, other._ended)
@@ -55,7 +57,7 @@ def test_the_collector_interrupts_a_call_that_holds_a_lock() -> None:
 
     In the program's own code that happens at once. In a call of the library, another thread does it.
     """
-    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=DEADLINE_SECONDS)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.splitlines() == ["deleted", "0 True", "deleted", "2097152 True"]
 
@@ -84,7 +86,7 @@ try:
     pool.allocate_anywhere("2MiB")  # holds the lock of the addresses while it maps
 except Exception as error:
     print(error)
-end = time.monotonic() + 30
+end = time.monotonic() + 120
 while not source._ended and time.monotonic() < end:
     time.sleep(0.01)
 print(source.physical_usage_bytes, source._ended)
@@ -93,6 +95,6 @@ print(source.physical_usage_bytes, source._ended)
 
 def test_a_signal_handler_interrupts_a_call_that_holds_a_lock() -> None:
     """A program closes all it has on SIGTERM, in the handler: the lock is its own thread's, which waits there."""
-    ended = subprocess.run([sys.executable, "-c", HANDLER], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", HANDLER], capture_output=True, text=True, timeout=DEADLINE_SECONDS)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.splitlines()[-1] == "0 True"

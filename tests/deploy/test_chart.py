@@ -244,7 +244,7 @@ def test_an_upgrade_ends_no_segment_and_refuses_no_call(place: Path) -> None:
             assert each.ask("bytes(kept.view()[:4]).decode()") == "kept"
             with (
                 membroker.connect(node.endpoint(number)) as client,
-                client.attach("m/weights", timeout=10) as segment,
+                client.attach("m/weights", timeout=DEADLINE_SECONDS) as segment,
             ):
                 assert bytes(segment.view()[:1]) == bytes([number + 65])
             each.do("kept.close(); client.close()")
@@ -270,7 +270,9 @@ def test_the_example_tenant_runs_as_an_ordinary_user(place: Path) -> None:
         (init,) = pod["initContainers"]
         assert init["command"] == ["membroker", "doctor"]
         doctor = [*user, sys.executable, "-m", "membroker.cli.main", "doctor"]
-        done = subprocess.run(doctor, env=environment, capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(
+            doctor, env=environment, capture_output=True, text=True, check=False, timeout=DEADLINE_SECONDS
+        )
         assert done.returncode == 0, done.stdout + done.stderr + node.log()
         (container,) = pod["containers"]
         command = [*user, sys.executable, *container["command"][1:]]

@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.deploy.test_alerts import RULES, Prometheus, prometheus
 from tests.deploy.test_deploy import check, tool
-from tests.support.daemons import running
+from tests.support.daemons import DEADLINE_SECONDS, running
 from tests.support.sizes import MIB
 
 import membroker
@@ -25,7 +25,6 @@ from membrokerd.observe import catalog
 DEPLOY = Path(__file__).parents[2] / "deploy"
 BOARD = json.loads((DEPLOY / "grafana" / "membroker.json").read_text())
 RUNBOOKS = (DEPLOY.parent / "docs" / "alerts.md").read_text()
-SECONDS = 60.0
 
 
 def queries() -> list[tuple[str, str]]:
@@ -105,7 +104,7 @@ def test_each_query_of_the_dashboard_has_data(tmp_path: Path) -> None:
         waiter = threading.Thread(target=_work, args=(other, model, over))
         waiter.start()
         try:
-            end, empty = time.monotonic() + SECONDS, queries()
+            end, empty = time.monotonic() + DEADLINE_SECONDS, queries()
             while empty and time.monotonic() < end:
                 empty = [one for one in empty if not _has_data(ask(watch, one[1]))]
                 over.wait(0.2)

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from tests.support.daemons import DEADLINE_SECONDS
 from tools import site
 
 import membroker
@@ -111,6 +112,6 @@ def test_a_broken_link_fails_the_build(text: str, fault: str, tmp_path: Path) ->
     nav = "nav: [index.md, other.md]\nplugins: []\ndocs_dir: pages\nsite_dir: html\n"
     (tmp_path / "mkdocs.yml").write_text(f"INHERIT: {site.ROOT}/mkdocs.yml\n{nav}")
     command = [sys.executable, "-m", *MKDOCS.split()]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
     assert (done.returncode != 0) == bool(fault), done.stderr
     assert fault in done.stderr

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.support.daemons import Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.fake_broker import Caller, playing
 from tests.support.sizes import MIB
 
@@ -32,7 +32,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(program: Path, endpoint: Path) -> subprocess.CompletedProcess[str]:
     """Run it to its end."""
-    return subprocess.run([program, endpoint], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([program, endpoint], capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
 
 
 def test_it_registers_borrows_shares_and_leaves(program: Path) -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.daemons import running, until
+from tests.support.daemons import DEADLINE_SECONDS, running, until
 
 pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
 
@@ -24,7 +24,9 @@ def test_two_engines_in_turn() -> None:
     with running({"capacity": "32MiB"}) as daemon:
         command = [sys.executable, "-W", "error::ResourceWarning", str(EXAMPLE)]
         environment = {**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint()), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False, env=environment
+        )
         assert (done.returncode, done.stderr) == (0, "")
         found = [re.fullmatch(PATTERN, line) for line in done.stdout.splitlines()]
         assert [one and one[1] for one in found] == ["first", "second", "first", "second"], done.stdout

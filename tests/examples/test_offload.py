@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.daemons import Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "offload.py"
 WORDS = (
@@ -32,7 +32,7 @@ def test_it_sleeps_and_wakes() -> None:
     """The bytes are what they were, nothing is left, and a file gets two lines instead of a bar that moves."""
     with running({"host_capacity": "64MiB"}) as daemon:
         worker = start(daemon, subprocess.PIPE)
-        out, err = worker.communicate(timeout=60)
+        out, err = worker.communicate(timeout=DEADLINE_SECONDS)
         assert worker.returncode == 0, err
         assert re.fullmatch(WORDS, out)
         assert re.fullmatch(r"offload \[#{30}\] 34\.0 MiB, .*/s\nrestore \[#{30}\] 34\.0 MiB, .*/s\n", err)
@@ -45,7 +45,7 @@ def test_the_bar_moves_on_a_terminal() -> None:
     try:
         with running({"host_capacity": "64MiB"}) as daemon:
             worker = start(daemon, theirs)
-            out, _ = worker.communicate(timeout=60)
+            out, _ = worker.communicate(timeout=DEADLINE_SECONDS)
             assert worker.returncode == 0
             assert re.fullmatch(WORDS, out)
         drawn = os.read(ours, 65_536).decode()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.daemons import Daemon, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.sizes import MIB
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ def start(daemon: Daemon, *arguments: str) -> subprocess.Popen[str]:
 
 def finish(worker: subprocess.Popen[str]) -> list[str]:
     """Return the lines that a worker wrote, and hold it to its end without a complaint."""
-    out, err = worker.communicate(timeout=60)
+    out, err = worker.communicate(timeout=DEADLINE_SECONDS)
     assert (worker.returncode, err) == (0, "")
     return out.splitlines()
 

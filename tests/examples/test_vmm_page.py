@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.daemons import DEADLINE_SECONDS
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "vmm.md").read_text()
 
@@ -16,7 +18,7 @@ def test_every_block_of_the_page_runs() -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     assert len(blocks) == 5
     command = [sys.executable, "-X", "dev", "-W", "error::ResourceWarning", "-c", "\n".join(blocks)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
         "b'bytes'",

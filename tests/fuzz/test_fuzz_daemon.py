@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.fuzz.corpus import FROM_CLIENT, MODEL, PAGE, REQUESTS, SEALED, UNSIGNED, WRITTEN, bent, budget, lasting
 from tests.support import raw
-from tests.support.daemons import Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 
 import membroker
 from membroker.v1 import broker_pb2 as bpb
@@ -86,7 +86,7 @@ def test_bent_conversations() -> None:
         def fuzz(said: list[list[bytes]]) -> None:
             lines = "".join(" ".join(data.hex() for data in packets) + "\n" for packets in said)
             command = [sys.executable, "-I", "-S", "-c", STRANGER, socket, GOODBYE.hex()]
-            subprocess.run(command, input=lines, text=True, check=True, timeout=100)
+            subprocess.run(command, input=lines, text=True, check=True, timeout=DEADLINE_SECONDS)
             with model.allocate(PAGE) as buffer:
                 buffer.view()[:5] = b"hello"
 
@@ -168,13 +168,13 @@ class Asker:
         if getattr(request, "no_reply", False) or _waits(request):
             return None
         with self.arrived:
-            assert self.arrived.wait_for(lambda: request_id in self.replies, raw.SECONDS), f"no reply to {request}"
+            assert self.arrived.wait_for(lambda: request_id in self.replies, DEADLINE_SECONDS), f"no reply to {request}"
             return self.replies[request_id]
 
     def by_grpc(self, method: str, request: Any) -> Any:
         """Make a call; one that waits is given up."""
         metadata = (("membroker-token", self.session.token),)
-        seconds = 0.02 if _waits(request) else raw.SECONDS
+        seconds = 0.02 if _waits(request) else DEADLINE_SECONDS
         done = getattr(self.stub, method).future(request, metadata=metadata, timeout=seconds)
         error = done.exception()
         gave_up = _waits(request) and done.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -205,7 +205,7 @@ class Asker:
         """Say Goodbye, which the broker always answers, and hang up."""
         try:
             self.by_handoff("goodbye", next(self.numbers), pb.Goodbye())
-            self.reader.join(raw.SECONDS)
+            self.reader.join(DEADLINE_SECONDS)
             assert not self.reader.is_alive(), "the broker did not hang up"
         finally:
             self.channel.close()

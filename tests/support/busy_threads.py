@@ -11,6 +11,8 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tests.support.daemons import DEADLINE_SECONDS
+
 
 class Busy:
     """Steps, one after another, until the end or the first that fails."""
@@ -49,7 +51,7 @@ class Busy:
     def end(self) -> float:
         """End after the step that is being made, and return how many seconds the longest took."""
         self._end.set()
-        self._thread.join(60)
+        self._thread.join(DEADLINE_SECONDS)
         assert not self._thread.is_alive(), "a step does not end"
         self.lives()
         return self.longest

@@ -12,6 +12,7 @@ from membroker.v1 import broker_pb2, resources_pb2
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire import frames as handoff
 from membroker.wire import names
+from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.fake_broker import refusal
 
 Finish = Callable[[Outcome, int], None]
@@ -28,7 +29,7 @@ class Broker:
 
     def __init__(self, end: socket.socket) -> None:
         self.end = end
-        self.end.settimeout(30)
+        self.end.settimeout(DEADLINE_SECONDS)
         self._buffer = bytearray(names.MAX_FRAME_BYTES)
 
     def hear(self, kind: str) -> pb.Frame:
@@ -47,7 +48,7 @@ class Broker:
         except BlockingIOError:
             return True
         finally:
-            self.end.settimeout(30)
+            self.end.settimeout(DEADLINE_SECONDS)
         return False
 
     def deliver(

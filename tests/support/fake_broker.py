@@ -33,9 +33,8 @@ from membroker.vmm.driver import Location
 from membroker.vmm.host.driver import HostDriver
 from membroker.wire import frames as handoff
 from membroker.wire import names
-from tests.support.daemons import until
+from tests.support.daemons import DEADLINE_SECONDS, until
 
-SECONDS = 30
 PAGE = 2 << 20
 TOKEN = "token-of-the-session"
 MODEL = "tenants/red/models/m"
@@ -66,7 +65,7 @@ class Caller(threading.Thread):
 
     def end(self) -> Caller:
         """Wait for its end."""
-        self.join(SECONDS)
+        self.join(DEADLINE_SECONDS)
         assert not self.is_alive()
         return self
 
@@ -102,7 +101,7 @@ class PlayedBroker:
         path = self.directory / "handoff.sock"
         path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.settimeout(SECONDS)
+        self._listener.settimeout(DEADLINE_SECONDS)
         self._listener.bind(str(path))
         self._listener.listen()
 
@@ -131,7 +130,7 @@ class PlayedBroker:
         """Take the next connection and return its Hello."""
         assert self._listener is not None
         self._connection, _ = self._listener.accept()
-        self._connection.settimeout(SECONDS)
+        self._connection.settimeout(DEADLINE_SECONDS)
         return self.hear("hello").hello
 
     def welcome(self, *, resumed: bool = False) -> None:

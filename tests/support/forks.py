@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 
-DEADLINE_SECONDS = 20
+from tests.support.daemons import DEADLINE_SECONDS
 
 
 def in_a_child(body: Callable[[], None]) -> None:
@@ -19,7 +19,7 @@ def in_a_child(body: Callable[[], None]) -> None:
             failed.callback(os._exit, 1)
             failed.callback(traceback.print_exc)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(DEADLINE_SECONDS)
+            signal.alarm(int(DEADLINE_SECONDS))
             body()
             os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -16,6 +16,7 @@ import cuda.bindings.driver as cuda
 from membroker import Model
 from membroker.segment import Segment
 from membroker.vmm import Driver, DriverError, Location, open_driver
+from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.sizes import GIB, MIB
 from tests.support.workers import Raw
 
@@ -165,7 +166,7 @@ class Computing:
     def stop(self) -> int:
         """End the thread, give the buffer back, and return how many rounds there were. Raises what went wrong."""
         self._ended.set()
-        self._thread.join(30)
+        self._thread.join(DEADLINE_SECONDS)
         assert not self._thread.is_alive(), "it computes forever"
         assert not self.error, self.error
         self._buffer.close()

@@ -12,6 +12,8 @@ from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 
+from tests.support.daemons import DEADLINE_SECONDS
+
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 INITIAL_WINDOW = 4
@@ -24,7 +26,7 @@ class Peer:
 
     def __init__(self, endpoint: Path) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(10)
+        self.sock.settimeout(DEADLINE_SECONDS)
         self.sock.connect(str(endpoint / "grpc.sock"))
         self.sock.sendall(PREFACE + _frame(SETTINGS, 0, 0, b""))
         self.ended: set[int] = set()

@@ -21,12 +21,11 @@ from membrokerd.core.recount import recount
 from membrokerd.device.executor import OWN, Executor
 from membrokerd.restart.descriptor_store import Store
 from membrokerd.runtime.loop import Loop
+from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.sizes import MIB
 
 MODEL = ModelName("t", "m")
 WEIGHTS = SegmentName("t", "m", "weights")
-SECONDS = 10
-"""So long a test waits for what must come."""
 
 _T = TypeVar("_T")
 
@@ -48,7 +47,7 @@ class Failing(HostDriver):
 
     def lend(self, size: int, count: int, location: Location = Location.DEVICE, *, sealable: bool = False) -> list[int]:
         self.lent += count
-        assert self.go_on.wait(SECONDS)
+        assert self.go_on.wait(DEADLINE_SECONDS)
         return super().lend(size, count, location, sealable=sealable)
 
     def seal(self, descriptor: int) -> None:
@@ -59,7 +58,7 @@ class Failing(HostDriver):
 
     def processes(self) -> list[tuple[int, int]]:
         self.asked_on.append(threading.current_thread().name)
-        assert self.go_on.wait(SECONDS)
+        assert self.go_on.wait(DEADLINE_SECONDS)
         if isinstance(self.shown, Exception):
             raise self.shown
         return self.shown
@@ -208,7 +207,7 @@ class World:
             while not true():
                 await asyncio.sleep(0.001)
 
-        await asyncio.wait_for(wait(), SECONDS)
+        await asyncio.wait_for(wait(), DEADLINE_SECONDS)
 
 
 def play(
@@ -236,8 +235,8 @@ def play(
         loop.start()
         world = World(loop, driver)
         try:
-            told = await asyncio.wait_for(story(world), SECONDS)
-            await loop.stop(SECONDS)
+            told = await asyncio.wait_for(story(world), DEADLINE_SECONDS)
+            await loop.stop(DEADLINE_SECONDS)
             for queue in world.queues.values():
                 queue.close()
             recount(loop.broker.ledger)

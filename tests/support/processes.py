@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tests.support.daemons import Daemon
+from tests.support.daemons import DEADLINE_SECONDS, Daemon
 
 EXTENT = "membroker-extent"
 
@@ -49,7 +49,7 @@ def worker(script: str, daemon: Daemon, transport: str) -> Iterator[subprocess.P
         "PAGE = 2 << 20\n"
         "def say(*words): print(*words, flush=True)\n"
         "def wait(): assert sys.stdin.readline()\n"
-        "def connect(): return membroker.connect(sys.argv[1], transport=sys.argv[2])\n"
+        "def connect(**more): return membroker.connect(sys.argv[1], transport=sys.argv[2], **more)\n"
     )
     command = [sys.executable, "-c", prelude + script, str(daemon.endpoint()), transport]
     process = subprocess.Popen(
@@ -67,7 +67,7 @@ def heard(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
-        raise AssertionError(process.communicate(timeout=30)[1])
+        raise AssertionError(process.communicate(timeout=DEADLINE_SECONDS)[1])
     return line.strip()
 
 
@@ -80,7 +80,7 @@ def tell(process: subprocess.Popen[str]) -> None:
 
 def ends(process: subprocess.Popen[str]) -> None:
     """The worker ends by itself, well, and without a word on stderr."""
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=DEADLINE_SECONDS)
     assert (process.returncode, errors) == (0, ""), errors
 
 

@@ -25,8 +25,8 @@ from membroker.v1 import admin_pb2_grpc, broker_pb2_grpc
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire import frames as handoff
+from tests.support.daemons import DEADLINE_SECONDS
 
-SECONDS = 10.0
 _ids = itertools.count(1)
 
 
@@ -52,7 +52,7 @@ class Connection:
 
     def __init__(self, endpoint: Path) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.sock.settimeout(SECONDS)
+        self.sock.settimeout(DEADLINE_SECONDS)
         self.sock.connect(os.fspath(endpoint / "handoff.sock"))
 
     def send(self, frame: pb.Frame) -> None:
@@ -113,7 +113,7 @@ class Session(Connection):
         self.welcome = packet.frame.welcome
         self.token = self.welcome.token
         self.notices = socket.socket(fileno=packet.descriptors[0])
-        self.notices.settimeout(SECONDS)
+        self.notices.settimeout(DEADLINE_SECONDS)
 
     def answer(self, request_id: int, *, acknowledge: bool = True) -> tuple[Any, list[int]]:
         """Return the Reply to a request, as its response or its Status, and the ids that were delivered before."""
@@ -192,7 +192,7 @@ class Session(Connection):
         packet = handoff.receive(self.sock)
         assert packet.frame.welcome.resumed, packet.frame
         self.notices = socket.socket(fileno=packet.descriptors[0])
-        self.notices.settimeout(SECONDS)
+        self.notices.settimeout(DEADLINE_SECONDS)
         return self.call(holds=pb.Holds(extent_ids=ids, answering_models=answering, last=True))
 
     def close(self) -> None:
@@ -276,7 +276,7 @@ def _call(directory: Path, stub_class: Any, method: str, request: Any, metadata:
     with grpc.insecure_channel(f"unix:{directory}/grpc.sock") as channel:
         stub = stub_class(channel)
         try:
-            return getattr(stub, method)(request, metadata=metadata, timeout=SECONDS)
+            return getattr(stub, method)(request, metadata=metadata, timeout=DEADLINE_SECONDS)
         except grpc.RpcError as error:
             status = status_of(error)
             if status is None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from membroker.cli import main as cli
 from membroker.v1.resources_pb2 import LOCATION_DEVICE, LOCATION_HOST
-from tests.support.daemons import Daemon
+from tests.support.daemons import DEADLINE_SECONDS, Daemon
 
 
 def command(daemon: Daemon, *arguments: str) -> subprocess.Popen[str]:
@@ -27,14 +27,14 @@ def command(daemon: Daemon, *arguments: str) -> subprocess.Popen[str]:
 
 def done(process: subprocess.Popen[str]) -> str:
     """Wait for a command that succeeds, and return what it says."""
-    out, errors = process.communicate(timeout=120)
+    out, errors = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 0, errors
     return out
 
 
 def refused(process: subprocess.Popen[str]) -> str:
     """Wait for a command that fails, and return what it says."""
-    out, errors = process.communicate(timeout=120)
+    out, errors = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 1, out
     return errors
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.fake_lender import Lender
 
 
@@ -19,12 +20,12 @@ class HeldUp:
         lender.before_borrow = self._wait
         self._thread = threading.Thread(target=call)
         self._thread.start()
-        assert self._waiting.wait(30)
+        assert self._waiting.wait(DEADLINE_SECONDS)
 
     def _wait(self) -> None:
         self._lender.before_borrow = lambda: None
         self._waiting.set()
-        assert self._go_on.wait(30)
+        assert self._go_on.wait(DEADLINE_SECONDS)
 
     def go_on(self) -> None:
         """Let it go on, to its end."""
@@ -47,7 +48,7 @@ def together(work: Sequence[Callable[[], object]]) -> None:
     start = threading.Barrier(len(work))
 
     def begin(piece: Callable[[], object]) -> None:
-        start.wait(30)
+        start.wait(DEADLINE_SECONDS)
         piece()
 
     with ThreadPoolExecutor(len(work)) as threads:

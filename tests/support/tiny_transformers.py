@@ -17,7 +17,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import membroker
 from membroker.kv.transformers import ElasticManager
-from tests.support.daemons import Daemon
+from tests.support.daemons import DEADLINE_SECONDS, Daemon
 from tests.support.engine_batches import Batch, batch_of
 from tests.support.sizes import MIB
 
@@ -92,7 +92,7 @@ def collect(manager: ElasticManager, asked: Sequence[str]) -> list[list[int]]:
     """The answers to requests that were added."""
     found: dict[str, Any] = {}
     while len(found) < len(asked):
-        result = manager.get_result(timeout=60)
+        result = manager.get_result(timeout=DEADLINE_SECONDS)
         assert result is not None, "the manager ended, or took a minute for a request"
         if result.is_finished():
             found[result.request_id] = result

@@ -20,7 +20,7 @@ import pytest
 
 from membroker.closing import Closing
 from membroker.vmm import DriverUnavailable
-from tests.support.daemons import Daemon, running
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running
 from tests.support.engine_batches import ROUNDING
 from tests.support.sizes import MIB
 from tests.support.template import PythonProcess
@@ -302,7 +302,7 @@ class Engine(Closing):
         assert self.process.stdout is not None
         self.process.stdin.close()
         try:
-            self.process.wait(30)
+            self.process.wait(DEADLINE_SECONDS)
         finally:
             if self.process.poll() is None:
                 self.kill()

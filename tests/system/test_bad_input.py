@@ -15,6 +15,7 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from tests.support import raw
+from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.raw import Asker, Session, reason
 from tests.support.scene import CONFIG, PAGE, Scene
 from tests.support.sizes import MIB
@@ -293,10 +294,10 @@ def test_a_body_that_is_no_message_and_one_that_is_too_long(scene: Scene, unmove
         call = channel.unary_unary(method, request_serializer=bytes, response_deserializer=bytes)
         for body in (b"\xff" * 100, b"\x0a\x7f"):
             with pytest.raises(grpc.RpcError) as caught:
-                call(body, timeout=raw.SECONDS)
+                call(body, timeout=DEADLINE_SECONDS)
             assert reason(raw.status_of(caught.value)) == "PROTOCOL_VIOLATION"
         with pytest.raises(grpc.RpcError) as caught:
-            call(bytes(300_000), timeout=raw.SECONDS)
+            call(bytes(300_000), timeout=DEADLINE_SECONDS)
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -322,7 +323,7 @@ def test_pages_that_nobody_gave_out(
     with Session(scene.daemon.endpoint()) as session:
         assert reason(raw.grpc_call(session.endpoint, session.token, method, request)) == why
     with scene.daemon.admin_stub() as stub, pytest.raises(grpc.RpcError) as caught:
-        getattr(stub, method)(request, timeout=raw.SECONDS)
+        getattr(stub, method)(request, timeout=DEADLINE_SECONDS)
     assert reason(raw.status_of(caught.value)) == why
     unmoved()
 
@@ -368,7 +369,7 @@ def test_pages_of_every_size_hold_everything(scene: Scene) -> None:
 def test_quotas_that_make_no_sense(scene: Scene, unmoved: Callable[[], None], why: str, fields: dict[str, Any]) -> None:
     unmoved()
     with scene.daemon.admin_stub() as stub, pytest.raises(grpc.RpcError) as caught:
-        stub.SetQuota(admin_pb2.SetQuotaRequest(**fields), timeout=raw.SECONDS)
+        stub.SetQuota(admin_pb2.SetQuotaRequest(**fields), timeout=DEADLINE_SECONDS)
     assert reason(raw.status_of(caught.value)) == why
     with scene.daemon.admin_stub() as stub:
         assert not stub.ListQuotas(admin_pb2.ListQuotasRequest()).quotas
@@ -379,12 +380,12 @@ def test_each_endpoint_has_its_own_service_only(scene: Scene) -> None:
     with grpc.insecure_channel(f"unix:{scene.daemon.endpoint()}/grpc.sock") as channel:
         command = channel.unary_unary("/membroker.v1.AdminService/SetQuota", bytes, bytes)
         with pytest.raises(grpc.RpcError) as caught:
-            command(b"", timeout=raw.SECONDS)
+            command(b"", timeout=DEADLINE_SECONDS)
         assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
     with grpc.insecure_channel(f"unix:{scene.daemon.admin}/grpc.sock") as channel:
         stub = broker_pb2_grpc.BrokerServiceStub(channel)
         with pytest.raises(grpc.RpcError) as caught:
-            stub.AllocateExtents(raw.allocation(MINE, PAGE), timeout=raw.SECONDS)
+            stub.AllocateExtents(raw.allocation(MINE, PAGE), timeout=DEADLINE_SECONDS)
         assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
     assert not (scene.daemon.admin / "handoff.sock").exists()
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from tests.support import raw
-from tests.support.daemons import Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.raw import Asker, Connection, Session, reason
 from tests.support.scene import PAGE, Scene
 
@@ -128,7 +128,7 @@ def test_idle_grpc_connections_of_one_tenant_leave_the_others_room() -> None:
         before = daemon.descriptors()
         for _ in range(200):
             idle = stack.enter_context(socket.socket(socket.AF_UNIX))
-            idle.settimeout(raw.SECONDS)
+            idle.settimeout(DEADLINE_SECONDS)
             idle.connect(str(daemon.endpoint("red") / "grpc.sock"))
         with suppress(ConnectionResetError):
             assert idle.recv(1) == b"", "greeted, though far above the bound"

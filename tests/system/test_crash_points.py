@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.support import crashing_daemon
-from tests.support.daemons import Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, worker
 
 from membrokerd.system.failpoints import POINTS
@@ -98,7 +98,7 @@ def test_the_daemon_is_killed(crashed: Daemon, point: str, transport: str) -> No
         else:
             arm(point, 0)
         one.begin(CALLS[point])
-        crashed.process.wait(30)
+        crashed.process.wait(DEADLINE_SECONDS)
         crashed.start_again()
         one.result()
         check(crashed, one)
@@ -116,7 +116,7 @@ def test_the_worker_is_killed(crashed: Daemon, point: str) -> None:
         else:
             arm(point, one.pid)
         one.begin(CALLS[point])
-        one.process.wait(30)
+        one.process.wait(DEADLINE_SECONDS)
         if point in ("seal", "sealed"):
             neighbour.do("client.attach('m/weights').close(); client.delete_segment('m/weights')")
         left = 0 if point in IN_RESUME else 3 * PAGE

@@ -11,7 +11,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 import urllib.request
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from typing import Any
 
 import grpc
 import pytest
-from tests.support.daemons import DEFAULTS, Daemon, running, to_toml, until
+from tests.support.daemons import DEADLINE_SECONDS, DEFAULTS, Daemon, running, to_toml, until
 from tests.support.honest_worker import other_user
 from tests.support.sizes import MIB
 from tests.support.template import run as run_python
@@ -90,7 +89,7 @@ def refuse_to_start(*arguments: str, user: int | None = None, warns: bool = Fals
         ran = run_python(command, 30, env=env)
     else:
         command = [*as_user(user), sys.executable, *command]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=30, env=env, check=False)
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, env=env, check=False)
     assert ran.returncode == 1, f"status {ran.returncode}: {ran.stderr}"
     assert "Traceback" not in ran.stderr
     assert warns or "WARNING" not in ran.stderr, ran.stderr
@@ -100,16 +99,13 @@ def refuse_to_start(*arguments: str, user: int | None = None, warns: bool = Fals
 # Its end
 
 
-def test_sigterm_ends_it_at_once_and_workers_compute_on(daemon: Daemon, transport: str) -> None:
+def test_sigterm_ends_it_and_workers_compute_on(daemon: Daemon, transport: str) -> None:
     """The operator stops the daemon under two engines, one of them with half of an answer unread."""
     with worker() as engine, worker() as reader:
         borrow(engine, daemon, transport)
         reader.do(f"raw = Raw({str(daemon.endpoint('blue'))!r}, {transport!r}); raw.hello(); raw.send_allocate(4)")
         reader.do("raw.read_delivery(); raw.import_all(); raw.map_all()")
-        began = time.monotonic()
         assert daemon.stop() == 0
-        seconds = time.monotonic() - began
-        assert seconds < 3, f"it took {seconds:.1f} s to stop"
         assert "Traceback" not in daemon.log()
         left = [path.name for path in daemon.root.rglob("*.sock")]
         assert left == ["fdstore.sock"], "it left sockets behind"  # the keeper's, which outlives it
@@ -178,7 +174,7 @@ def test_an_old_daemons_stop_leaves_its_successors_sockets(daemon: Daemon) -> No
     """A stop and a start overlap as little as they can: the lock is held until exit, and the new sockets stay."""
     for _ in range(3):
         daemon.process.send_signal(signal.SIGTERM)
-        assert daemon.process.wait(30) == 0
+        assert daemon.process.wait(DEADLINE_SECONDS) == 0
         with successor(daemon) as second, worker() as one:
             one.connect(second)
             one.do("client.register_model('m').allocate(PAGE).close(); client.close()")
@@ -213,7 +209,7 @@ def test_ctrl_c_is_quiet_while_a_command_is_imported(command: str) -> None:
         assert process.stderr is not None
         assert any(line.rstrip().endswith(" argparse") for line in process.stderr)
         process.send_signal(signal.SIGINT)
-        said, complained = process.communicate(timeout=30)
+        said, complained = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode in (130, -signal.SIGINT)
     assert said == ""
     assert "Traceback" not in complained, complained
@@ -231,7 +227,7 @@ def test_ctrl_c_is_quiet_while_it_waits_for_its_keeper(tmp_path: Path) -> None:
             assert process.stderr is not None
             assert any("cannot reach or start a keeper of descriptors" in line for line in process.stderr)
             process.send_signal(signal.SIGINT)
-            _, complained = process.communicate(timeout=30)
+            _, complained = process.communicate(timeout=DEADLINE_SECONDS)
         assert process.returncode == 130, complained
         assert "Traceback" not in complained, complained
     finally:
@@ -372,15 +368,15 @@ def test_without_any_configuration_each_user_is_a_tenant(monkeypatch: pytest.Mon
             assert entered[-1].ask("[client.tenant, len(client.models())]") == [f"tenants/uid-{uid}", 1]
         with grpc.insecure_channel(f"unix:{root}/admin/grpc.sock") as channel:
             stub = admin_pb2_grpc.AdminServiceStub(channel)
-            models = stub.ListModels(broker_pb2.ListModelsRequest(), timeout=10).models
-            url = stub.GetDevice(broker_pb2.GetDeviceRequest(), timeout=10).metrics_url
+            models = stub.ListModels(broker_pb2.ListModelsRequest(), timeout=DEADLINE_SECONDS).models
+            url = stub.GetDevice(broker_pb2.GetDeviceRequest(), timeout=DEADLINE_SECONDS).metrics_url
         assert {model.name for model in models} == {f"tenants/uid-{uid}/models/m" for uid in uids}
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(url, timeout=DEADLINE_SECONDS) as answer:
             assert f'tenant="uid-{os.geteuid()}"' in answer.read().decode()
         for each in entered:
             each.close()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(DEADLINE_SECONDS) == 0
     finally:
         process.kill()
         process.wait()

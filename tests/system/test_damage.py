@@ -27,9 +27,6 @@ from membroker.v1 import admin_pb2, resources_pb2
 from membroker.v1 import broker_pb2 as bpb
 from membrokerd.restart.journal import boot_id
 
-DEAD_END_SECONDS = 20.0
-"""How long a daemon may take to refuse to start, on a busy machine. One that hangs never ends."""
-
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
@@ -47,7 +44,7 @@ def command(daemon: Daemon) -> list[str]:
 
 def refused(daemon: Daemon) -> str:
     """Start another daemon in the same place, which must refuse with one sentence, and return that."""
-    done = run_python(command(daemon)[1:], DEAD_END_SECONDS)
+    done = run_python(command(daemon)[1:], DEADLINE_SECONDS)
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]
@@ -423,6 +420,6 @@ def test_a_keeper_and_a_command_without_standard_descriptors(tmp_path: Path) -> 
             "--endpoint",
             str(tmp_path),
         ],
-        timeout=60,
+        timeout=DEADLINE_SECONDS,
     )
     assert done.returncode == 1

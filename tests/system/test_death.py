@@ -10,11 +10,11 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from tests.support.daemons import Daemon, hold_still, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, hold_still, running, until
 from tests.support.sizes import MIB
 from tests.support.workers import (
     ANCHOR_BYTES,
@@ -273,7 +273,9 @@ def test_the_librarys_fork_hook_gives_the_memory_back(daemon: Daemon, transport:
 # Liars
 
 
-def test_a_worker_that_says_released_and_keeps_its_mapping_is_found_out(transport: str) -> None:
+def test_a_worker_that_says_released_and_keeps_its_mapping_is_found_out(
+    transport: str, state: Callable[[str, str], None]
+) -> None:
     """By its word the bytes are free; the next audit sees that the device has them still. They are lent to nobody.
 
     It can't be made to let go, so it is shown until it does, or dies.
@@ -289,8 +291,7 @@ def test_a_worker_that_says_released_and_keeps_its_mapping_is_found_out(transpor
             began = time.monotonic()
             liar.do("client._session.reconnecting.release(list(pool._holding.extents.values()))")
             until(lambda: daemon.books().unaccounted_bytes == 64 * MIB)
-            seconds = time.monotonic() - began
-            assert seconds < audit + 0.5, f"found out after {seconds:.2f} s, one audit is {audit} s"
+            state(f"a mapping that was kept is found out, audits every {audit} s", f"{time.monotonic() - began:.2f} s")
             assert daemon.books().lent_bytes == 0
             assert daemon.models()[0].books[0].used_bytes == 0
             assert other.refused("model.allocate('194MiB')").reason == "DEVICE_FULL"
@@ -401,7 +402,7 @@ def test_an_interpreter_that_exits_without_close_gives_everything_back(daemon: D
             assert daemon.books().lent_bytes == 39 * MIB
             if end:
                 engine.begin(end)
-                assert engine.process.wait(30) == 3
+                assert engine.process.wait(DEADLINE_SECONDS) == 3
             else:
                 assert engine.finish() == 0
             until_clean(daemon, at_start)

@@ -18,7 +18,7 @@ import pytest
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 from tests.support import raw
-from tests.support.daemons import Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.honest_worker import State, honest, other_user, spare_descriptors, unprivileged
 from tests.support.raw import Connection, Session, hello, reason
 from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, descriptors_at_start, until_clean, worker
@@ -101,7 +101,7 @@ class _Caller:
         self._channel = grpc.insecure_channel(f"unix:{self._session.endpoint}/grpc.sock")
         self._stub: Any = broker_pb2_grpc.BrokerServiceStub(self._channel)
         self._metadata = (("membroker-token", self._session.token),)
-        self._stub.GetDevice(bpb.GetDeviceRequest(), metadata=self._metadata, timeout=raw.SECONDS)
+        self._stub.GetDevice(bpb.GetDeviceRequest(), metadata=self._metadata, timeout=DEADLINE_SECONDS)
         self._request_id = 0
 
     def begin(self) -> None:
@@ -111,7 +111,7 @@ class _Caller:
             self._session.send(pb.Frame(request_id=self._request_id, allocate=request))
         else:
             request.request_id = self._request_id
-            self._call = self._stub.AllocateExtents.future(request, metadata=self._metadata, timeout=raw.SECONDS)
+            self._call = self._stub.AllocateExtents.future(request, metadata=self._metadata, timeout=DEADLINE_SECONDS)
 
     def end(self) -> tuple[Any, list[int]]:
         """Return the response or the refusal, and the ids that came."""
@@ -251,7 +251,7 @@ def test_a_grpc_connection_for_which_there_is_no_descriptor(daemon: Daemon) -> N
             assert _is_right(*standing.end())
             assert not call.done()
             spare_descriptors(daemon.process.pid, None)
-            assert call.result(raw.SECONDS).locations
+            assert call.result(DEADLINE_SECONDS).locations
         until(lambda: daemon.descriptors() == before)
     until_clean(daemon, at_start)
 
@@ -268,7 +268,7 @@ def test_a_scrape_for_which_there_is_no_descriptor(daemon: Daemon) -> None:
         with pytest.raises(AssertionError):
             until(lambda: _busy_seconds(daemon) - before > 1.0, seconds=1.5)
         spare_descriptors(daemon.process.pid, None)
-        scrape.settimeout(raw.SECONDS)
+        scrape.settimeout(DEADLINE_SECONDS)
         scrape.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
         assert scrape.recv(12) == b"HTTP/1.0 200"
 

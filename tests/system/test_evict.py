@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from google.rpc.status_pb2 import Status
 from tests.support import raw
-from tests.support.daemons import Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.killing_daemon import CONFINED
 from tests.support.sizes import MIB
 from tests.support.workers import Worker, is_clean, is_gone, worker, workers
@@ -82,7 +82,7 @@ def test_a_worker_that_ends_by_sigterm(daemon: Daemon) -> None:
         session = evict(daemon, name_of(one))
         assert (session.pid, session.tenant, session.models) == (one.pid, "tenants/red", ["tenants/red/models/chat"])
         assert session.books[0].used_bytes == 16 * MIB
-        assert one.process.wait(5) == -signal.SIGTERM
+        assert one.process.wait(DEADLINE_SECONDS) == -signal.SIGTERM
         until(lambda: not daemon.sessions() and daemon.books().lent_bytes == 2 * MIB)
         with daemon.admin_stub() as stub:
             (segment,) = stub.ListSegments(broker_pb2.ListSegmentsRequest()).segments
@@ -113,7 +113,7 @@ def test_a_worker_that_does_not_end_by_sigterm_is_killed(killing: Daemon, what: 
         else:
             one.do(f"import signal; signal.signal(signal.SIGTERM, {what})")
         assert evict(killing, name).name == name
-        assert one.process.wait(10) == -signal.SIGKILL
+        assert one.process.wait(DEADLINE_SECONDS) == -signal.SIGKILL
         until(lambda: is_clean(killing))
         said = [line for line in killing.log().splitlines() if "evict" in line]
         assert [line.rpartition(": ")[2].split()[0] for line in said] == ["SIGTERM", "SIGKILL"]
@@ -143,7 +143,7 @@ def test_a_session_that_an_earlier_daemon_began(killing: Daemon) -> None:
         killing.kill()
         killing.start_again()
         assert evict(killing, name).name == name
-        assert one.process.wait(10) == -signal.SIGKILL
+        assert one.process.wait(DEADLINE_SECONDS) == -signal.SIGKILL
         until(lambda: is_clean(killing))
 
 
@@ -205,7 +205,7 @@ def test_another_users_process_without_cap_kill(monkeypatch: pytest.MonkeyPatch)
             assert theirs.ask("bytes(kept.view()[:4]).decode()") == "kept"
             roots.connect(daemon, "blue").do(HOLD)
             assert not isinstance(evict(daemon, name_of(roots)), Status)
-            assert roots.process.wait(5) == -signal.SIGTERM
+            assert roots.process.wait(DEADLINE_SECONDS) == -signal.SIGTERM
 
 
 @pytest.mark.root
@@ -245,6 +245,6 @@ def test_a_containers_first_process_is_killed(killing: Daemon) -> None:
         (session,) = killing.sessions()
         assert session.pid not in (0, 1, one.pid)
         assert not isinstance(evict(killing, session.name), Status)
-        one.process.wait(10)
+        one.process.wait(DEADLINE_SECONDS)
         until(lambda: is_clean(killing))
         assert "SIGKILL" in killing.log()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from google.rpc.status_pb2 import Status
 from tests.support import raw
-from tests.support.daemons import Daemon, hold_still, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, hold_still, running, until
 from tests.support.devices import Device
 from tests.support.sizes import MIB
 from tests.support.workers import PAGE, Refused, Worker, descriptors_at_start, is_clean, until_clean, worker, workers
@@ -229,7 +229,7 @@ def test_an_operator_changes_limits_while_workers_run(daemon: Daemon, transport:
         def command(name: str, limit: int | None) -> admin_pb2.Quota:
             location = resources_pb2.LOCATION_DEVICE
             request = admin_pb2.SetQuotaRequest(name=name, location=location, limit_bytes=limit)
-            return admin.SetQuota(request, timeout=10)
+            return admin.SetQuota(request, timeout=DEADLINE_SECONDS)
 
         engine.connect(daemon, transport=transport)
         engine.do("pool = client.register_model('m', virtual_capacity='1GiB').pool(page_size='2MiB')")

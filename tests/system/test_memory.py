@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from tests.support.daemons import Daemon, hold_still, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, hold_still, running, until
 from tests.support.honest_worker import Honest, State, check_turns
 from tests.support.http2 import Peer
 from tests.support.sizes import KIB, MIB
@@ -53,7 +53,9 @@ def _channel(daemon: Daemon, number: int = 0) -> grpc.Channel:
 
 
 def _watch(channel: grpc.Channel, name: str) -> object:
-    return health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=name), timeout=30)
+    return health_pb2_grpc.HealthStub(channel).Watch(
+        health_pb2.HealthCheckRequest(service=name), timeout=DEADLINE_SECONDS
+    )
 
 
 def test_health_is_told_of_what_is_served(daemon: Daemon) -> None:
@@ -81,7 +83,7 @@ def test_streams_that_nothing_ends_are_bounded(daemon: Daemon) -> None:
             with pytest.raises(grpc.RpcError) as error:
                 next(refused)
             assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert health_pb2_grpc.HealthStub(channels[0]).Check(health_pb2.HealthCheckRequest(), timeout=10)
+        assert health_pb2_grpc.HealthStub(channels[0]).Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_SECONDS)
         watches[0].cancel()
         request = reflection_pb2.ServerReflectionRequest(list_services="")
 
@@ -95,7 +97,7 @@ def test_streams_that_nothing_ends_are_bounded(daemon: Daemon) -> None:
 
 
 def _reflect(channel: grpc.Channel, requests: Iterator[object]) -> object:
-    return reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(requests, timeout=30)
+    return reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(requests, timeout=DEADLINE_SECONDS)
 
 
 _CALLS = """
@@ -222,7 +224,7 @@ def _running(peers: list[Peer]) -> int:
 def _serves(daemon: Daemon) -> bool:
     with grpc.insecure_channel(f"unix:{daemon.endpoint('blue')}/grpc.sock") as channel:
         try:
-            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_SECONDS)
         except grpc.RpcError:
             return False
     return True

@@ -16,15 +16,13 @@ from typing import Any
 
 import pytest
 from tests.support import daemons, hanging_daemon
-from tests.support.daemons import Daemon, running, until
-from tests.support.honest_worker import State, honest
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
+from tests.support.honest_worker import State, check_turns, honest
 from tests.support.template import PythonProcess
 from tests.support.workers import worker
 
 from membrokerd.observe import catalog
 
-P99_SECONDS = 0.2
-"""What an honest worker may wait at p99. A turn takes it a millisecond alone; the rest is for slow machines."""
 MODELS = 500
 SCRAPERS = 16
 
@@ -39,7 +37,7 @@ def value(text: str, series: str) -> float:
 def probe(url: str) -> tuple[int, str]:
     """Return the status and the words of an answer."""
     try:
-        with urllib.request.urlopen(url, timeout=20) as answer:
+        with urllib.request.urlopen(url, timeout=DEADLINE_SECONDS) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -77,10 +75,10 @@ def test_scrapers_without_a_pause(state: State) -> None:
         scraper.do(f"url = {daemon.device().metrics_url!r}")
         scraper.do(_SCRAPE.replace("SCRAPERS", str(SCRAPERS)))
         until(lambda: scraper.ask("count") >= SCRAPERS)
-        p99 = one.beside(state, f"{SCRAPERS} scrapers of {MODELS} models", lambda: scraper.ask("count") > 5 * SCRAPERS)
+        one.beside(state, f"{SCRAPERS} scrapers of {MODELS} models", lambda: scraper.ask("count") > 5 * SCRAPERS)
         scraper.do("over = True\nfor thread in threads: thread.join()")
         state("scrapes meanwhile", str(scraper.ask("count")))
-        assert p99 < P99_SECONDS
+        check_turns(daemon, state, f"{SCRAPERS} scrapers")
 
 
 # --- With a log that nobody reads ---
@@ -118,8 +116,8 @@ def test_a_stderr_that_nobody_reads_stops_nobody(state: State) -> None:
         def drops() -> bool:
             return value(probe(url)[1], 'membroker_log_lines_dropped_total{gpu_uuid="host"}') > 0
 
-        p99 = one.beside(state, "a stderr that nobody reads, at DEBUG", drops)
-        assert p99 < P99_SECONDS
+        one.beside(state, "a stderr that nobody reads, at DEBUG", drops)
+        check_turns(daemon, state, "a stderr that nobody reads")
         with open(reader, encoding="utf-8", closefd=False) as pipe:
             told = next(line for line in pipe if "log lines were dropped" in line)
         assert int(told.rpartition("lines=")[2]) > 0
@@ -131,7 +129,6 @@ def test_sigterm_ends_a_daemon_whose_stderr_nobody_reads(state: State) -> None:
         began = time.monotonic()
         assert daemon.stop() == 0
         state("from SIGTERM to the end beside a full stderr", f"{time.monotonic() - began:.1f} s")
-        assert time.monotonic() - began < 10
 
 
 # --- Hanging ---

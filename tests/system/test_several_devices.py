@@ -75,7 +75,10 @@ def publish(daemon: Daemon, text: bytes) -> None:
 
 def published(daemon: Daemon, length: int) -> bytes:
     """Return the first bytes of the segment, as a process reads them that comes later."""
-    with membroker.connect(daemon.endpoint()) as client, client.attach("m/weights", timeout=10) as segment:
+    with (
+        membroker.connect(daemon.endpoint()) as client,
+        client.attach("m/weights", timeout=DEADLINE_SECONDS) as segment,
+    ):
         return bytes(segment.view()[:length])
 
 

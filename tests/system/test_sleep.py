@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,7 @@ from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import handoff_pb2 as pb
 from membroker.v1.resources_pb2 import SleepStatus
 from membroker.wire import frames as handoff
-from membrokerd.runtime.sleeping import ANSWER_SECONDS, MAX_DETAIL
+from membrokerd.runtime.sleeping import MAX_DETAIL
 
 PAGE = 2 * MIB
 CHAT = "tenants/red/models/chat"
@@ -78,9 +77,7 @@ def test_a_session_that_does_not_answer_costs_a_second(daemon: Daemon, threads: 
         one.register("chat")
         asked: Future[Any] = threads.submit(ask, daemon)
         answer(one, question(one).sleep_id)
-        begun = time.monotonic()
         rows = asked.result().sessions
-        assert time.monotonic() - begun < 10 * ANSWER_SECONDS
         assert [row.HasField("status") for row in rows] == [False, True]
 
 

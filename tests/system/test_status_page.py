@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.support.daemons import Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.sizes import MIB
 from tests.support.views import FULL, books, model
 
@@ -77,7 +77,7 @@ class Page(HTMLParser):
 def fetch(daemon: Daemon) -> tuple[str, dict[str, str]]:
     """Return the page and its headers."""
     url = daemon.device().metrics_url.removesuffix("/metrics") + "/"
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=DEADLINE_SECONDS) as answer:
         return answer.read().decode(), dict(answer.headers)
 
 
@@ -240,7 +240,7 @@ def test_a_browser_draws_it(tmp_path: Path) -> None:
             ],
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=DEADLINE_SECONDS,
             check=False,
         )
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.daemons import until
+from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.sizes import MIB
 from tests.support.systemd_machine import PREFIX, UNIT, Machine, booted, children, machine_or_skip
 from tests.support.workers import ANCHOR_BYTES, PAGE, Worker
@@ -79,7 +79,7 @@ class Inside(Worker):
         """Send SIGKILL to the worker itself; the command that has brought it in ends with it."""
         for child in children(self.pid):
             os.kill(child, signal.SIGKILL)
-        self.process.wait(30)
+        self.process.wait(DEADLINE_SECONDS)
 
 
 class Operator(Inside):

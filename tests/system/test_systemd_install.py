@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.support.daemons import until
+from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.systemd_machine import PREFIX, UNIT, Machine, booted, machine_or_skip
 from tests.support.workers import ROOT
 
@@ -162,7 +162,11 @@ def prometheus(machine: Machine, directory: Path) -> Iterator[Callable[[str], st
         yield (
             lambda command: (
                 subprocess.run(
-                    [*beside, "sh", "-c", command], capture_output=True, text=True, timeout=60, check=False
+                    [*beside, "sh", "-c", command],
+                    capture_output=True,
+                    text=True,
+                    timeout=DEADLINE_SECONDS,
+                    check=False,
                 ).stdout
             )
         )
@@ -182,7 +186,9 @@ def test_a_newcomer_clones_and_scrapes_two_tenants(machine: Machine, tmp_path: P
     # Git refuses to clone from another user's directory, and CI's checkout is not root's.
     (tmp_path / "gitconfig").write_text(f"[safe]\n\tdirectory = {ROOT}/.git\n")
     git = {**os.environ, "GIT_CONFIG_GLOBAL": str(tmp_path / "gitconfig")}
-    subprocess.run(["sh", "-euc", clone], cwd=tmp_path, env=git, check=True, capture_output=True, timeout=60)
+    subprocess.run(
+        ["sh", "-euc", clone], cwd=tmp_path, env=git, check=True, capture_output=True, timeout=DEADLINE_SECONDS
+    )
     shutil.copytree(
         tmp_path / "membroker", machine.path("/root/membroker")
     )  # no git reaches into another mount namespace

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.daemons import Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 
 pytestmark = pytest.mark.root
 
@@ -41,7 +41,7 @@ def enter(endpoint: Path, uid: int) -> str:
         [sys.executable, "-c", _ENTER, str(endpoint), str(uid)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -114,7 +114,7 @@ def test_a_containers_root_cannot_replace_a_socket_that_is_mounted_read_only(
         ["unshare", "--mount", "sh", "-c", _IN_A_CONTAINER, "sh", endpoint, str(inside), mode, sys.executable, _ENTER],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_SECONDS,
         check=False,
     )
     assert done.stdout.splitlines() == ["tenants/root ['tenants/root/models/chat']", outcome], done.stderr

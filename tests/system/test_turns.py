@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.support import raw
-from tests.support.daemons import Daemon, hold_still, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, hold_still, running, until
 from tests.support.honest_worker import Honest, State, check_turns, honest
 from tests.support.raw import Connection, Session
 from tests.support.workers import PAGE, Worker, worker, workers
@@ -184,7 +184,7 @@ def test_holds_are_bounded(daemon: Daemon, resumable: Resumable) -> None:
 def test_holds_that_never_end(daemon: Daemon, resumable: Resumable) -> None:
     """A process resumes, states something and waits. It has ten seconds; its session is detached again then."""
     with resumable.state(pb.Holds(extent_ids=[resumable.extent])) as line:
-        line.sock.settimeout(20)
+        line.sock.settimeout(DEADLINE_SECONDS)
         assert raw.reason(line.last_words()) == "PROTOCOL_VIOLATION"
     assert daemon.sessions()[0].state == DETACHED
     assert daemon.books().lent_bytes == 3 * PAGE

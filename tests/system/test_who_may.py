@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 from tests.support import raw
-from tests.support.daemons import Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.raw import reason
 from tests.system import who_may
 from tests.system.who_may import BOTH, GROUPS, KINDS, MARK, PAGE, ROWS, WHO, Party, needs_root
@@ -58,7 +58,7 @@ class Actor:
 
     def __init__(self, stack: ExitStack, uid: int, door: Path, theirs: Path, before: tuple[str, ...] = ()) -> None:
         self._control, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.settimeout(30)
+        self._control.settimeout(DEADLINE_SECONDS)
         with its:
             arguments = [sys.executable, "-m", "tests.system.who_may", str(its.fileno()), str(uid), door, theirs]
             path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -75,7 +75,7 @@ class Actor:
 
     def _end(self) -> None:
         self._control.close()
-        assert self._process.wait(30) == 0
+        assert self._process.wait(DEADLINE_SECONDS) == 0
 
 
 class Scene:

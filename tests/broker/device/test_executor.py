@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.sizes import MIB
 
 from membroker.vmm import DriverError, DriverLimit, DriverOutOfMemory, Location, MemoryInfo
@@ -365,7 +366,7 @@ def test_few_extents_wait_for_what_was_asked_before(driver: Failing) -> None:
     begun, go_on = hold(driver)
 
     def small(executor: Executor, done: Callable[[Any], None]) -> None:
-        assert begun.wait(10)
+        assert begun.wait(DEADLINE_SECONDS)
         executor.make(packet(1), done)
         driver.before_lend = lambda: None
         go_on.set()
@@ -382,7 +383,7 @@ def hold(driver: Failing) -> tuple[threading.Event, threading.Event]:
 
     def wait() -> None:
         begun.set()
-        assert go_on.wait(10)
+        assert go_on.wait(DEADLINE_SECONDS)
 
     driver.before_lend = wait
     return begun, go_on
@@ -409,7 +410,7 @@ def told_of(driver: Failing, ask: Callable[[Executor, Callable[[str], Callable[[
             return heard
 
         executor.make(packet(5), tell("large"))
-        assert begun.wait(10)
+        assert begun.wait(DEADLINE_SECONDS)
         asked = ask(executor, tell)
         go_on.set()
 
@@ -520,7 +521,7 @@ def test_a_result_that_nobody_has_heard_of_is_still_before(driver: Failing) -> N
         executor.make(packet(9), tell("large"))
         executor.close("red", [], lambda _: None)
         executor._asked.put(("red", finished.set))  # behind all that was asked
-        assert finished.wait(10)
+        assert finished.wait(DEADLINE_SECONDS)
         executor.make(packet(1), tell("small"))
         assert done_first == []
         assert [await asyncio.wait_for(told.get(), 10) for _ in range(2)] == ["large", "small"]

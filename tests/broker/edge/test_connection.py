@@ -18,7 +18,7 @@ from typing import Any, cast
 import pytest
 from google.protobuf.message import Message
 from tests.support import raw
-from tests.support.daemons import Daemon
+from tests.support.daemons import DEADLINE_SECONDS, Daemon
 from tests.support.raw import Session, allocation
 from tests.support.sizes import MIB
 
@@ -45,7 +45,6 @@ from membrokerd.system.retry import IN_FLIGHT_SECONDS
 
 PAGE = 2 * MIB
 SESSION = 7
-SECONDS = 10
 
 
 class Lender:
@@ -154,7 +153,7 @@ class Lender:
             while not true():
                 await asyncio.sleep(0.001)
 
-        await asyncio.wait_for(wait(), SECONDS)
+        await asyncio.wait_for(wait(), DEADLINE_SECONDS)
 
     def fill(self) -> int:
         """Deliver to a peer that does not read until its socket is full; return the number of packets."""
@@ -181,7 +180,7 @@ def play(story: Callable[[Lender], Awaitable[None]]) -> None:
         before = descriptors()
         lender = Lender()
         try:
-            await asyncio.wait_for(story(lender), SECONDS)
+            await asyncio.wait_for(story(lender), DEADLINE_SECONDS)
         finally:
             lender.close()
         assert lender.traffic.descriptors == 0

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import pytest
-from tests.support.loop_world import SECONDS, World, play
+from tests.support.daemons import DEADLINE_SECONDS
+from tests.support.loop_world import World, play
 from tests.support.sizes import MIB
 
 from membroker.v1 import admin_pb2 as pb
@@ -34,7 +35,7 @@ class Disk:
 
     def keep(self, quotas: Mapping[QuotaKey, Quota]) -> None:
         self.kept.append(dict(quotas))
-        assert self.go_on.wait(SECONDS)
+        assert self.go_on.wait(DEADLINE_SECONDS)
 
     def set(self, limit: int) -> asyncio.Task[pb.Quota]:
         return asyncio.create_task(self.service.SetQuota(pb.SetQuotaRequest(name="tenants/t", limit_bytes=limit), None))

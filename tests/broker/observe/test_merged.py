@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 
@@ -97,9 +96,7 @@ def test_an_answer_that_never_ends_is_cut(
     """Each byte comes in time, and the last one never does."""
     monkeypatch.setattr(merged, "FETCH_SECONDS", 0.5)
     endless = serve(stack, begin, ends=False)
-    begun = time.monotonic()
     assert b'membroker_daemon_up{gpu_uuid="b"} 0' in scrape(a=good, b=endless)
-    assert time.monotonic() - begun < 10
 
 
 def test_browsers_share_a_page(stack: ExitStack) -> None:

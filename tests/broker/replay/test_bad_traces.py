@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.journals import write as write_journal
 from tests.support.recorded import recorded
 
@@ -35,7 +36,12 @@ def replay(path: Path, **asked: Any) -> tuple[int, str]:
     run = f"{limit}; import runpy; runpy.run_module('membrokerd.replay', run_name='__main__')"
     request = {"files": [str(path)], "location": "device", "capacity": None, "quotas": [], **asked}
     done = subprocess.run(
-        [sys.executable, "-c", run], input=json.dumps(request), capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", run],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
     )
     assert "Traceback" not in done.stderr, done.stderr
     assert done.stderr.count("\n") <= 1

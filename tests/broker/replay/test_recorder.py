@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.daemons import until
+from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.recorded import recorded, replayed
 from tests.support.sizes import MIB
 
@@ -145,7 +145,7 @@ def test_reloads_beside_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.Mo
     hangs, write = threading.Event(), os.write
 
     def wait_and_write(descriptor: int, data: bytes) -> int:
-        assert hangs.wait(20)
+        assert hangs.wait(DEADLINE_SECONDS)
         return write(descriptor, data)
 
     monkeypatch.setattr(recorder.os, "write", wait_and_write)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.journals import BEGAN, BINDING, STEPS, read, steps
 
 from membrokerd.restart.journal import Journal
@@ -37,7 +38,9 @@ def size():
 
 def child(path: Path, script: str) -> int:
     """Run a daemon with a limit on the size of its files, and return how many steps it took."""
-    done = subprocess.run([sys.executable, "-c", _FULL + script, path], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", _FULL + script, path], capture_output=True, text=True, timeout=DEADLINE_SECONDS
+    )
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 

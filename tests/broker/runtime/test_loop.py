@@ -10,7 +10,8 @@ import logging
 import time
 
 import pytest
-from tests.support.loop_world import MODEL, SECONDS, World, play
+from tests.support.daemons import DEADLINE_SECONDS
+from tests.support.loop_world import MODEL, World, play
 from tests.support.sizes import MIB
 
 from membrokerd.core import effects as fx
@@ -73,7 +74,7 @@ def test_waits_end_when_their_time_has_come() -> None:
     async def story(world: World) -> None:
         writer, patient, hasty = await world.open(), await world.open(), await world.open()
         made = await world.create(writer, 2 * MIB)
-        long, short = world.attach(patient, wait=SECONDS), world.attach(hasty, wait=0.02)
+        long, short = world.attach(patient, wait=DEADLINE_SECONDS), world.attach(hasty, wait=0.02)
         assert (await short).reason is Reason.SEGMENT_NOT_SEALED
         assert not long.done()
         again = world.attach(hasty, wait=0.02)
@@ -96,7 +97,7 @@ def test_waits_for_memory_end_when_their_time_has_come() -> None:
         world.loop.observe_wait = ended.append
         holder, waiter = await world.open(), await world.open()
         await world.allocate(holder, 32)
-        long, short = world.allocate(waiter, wait=SECONDS), world.allocate(waiter, 2, wait=0.02)
+        long, short = world.allocate(waiter, wait=DEADLINE_SECONDS), world.allocate(waiter, 2, wait=0.02)
         refused = await short
         assert refused.reason is Reason.CAPACITY
         assert refused.numbers["waited_ms"] >= 20
@@ -201,7 +202,7 @@ def test_a_seal_sends_to_those_who_wait_over_several_turns(monkeypatch: pytest.M
         writer = await world.open()
         made = await world.create(writer, 2 * MIB)
         sessions = [await world.open() for _ in range(readers)]
-        waiting = [world.attach(session, wait=SECONDS) for session in sessions]
+        waiting = [world.attach(session, wait=DEADLINE_SECONDS) for session in sessions]
         sealed = world.seal(writer, made.segment)
         served = [0]
 
@@ -247,7 +248,7 @@ def test_grants_do_not_nest_in_grants() -> None:
     async def story(world: World) -> None:
         holder, waiters = await world.open(), [await world.open() for _ in range(32)]
         await world.allocate(holder, 32)
-        waits = [world.allocate(one, wait=SECONDS) for one in waiters]
+        waits = [world.allocate(one, wait=DEADLINE_SECONDS) for one in waiters]
         given_back = asyncio.ensure_future(world.give_back(holder))
         await asyncio.sleep(0)
         assert world.charged() == 16 * 2 * MIB, "they have had their turn in one step"
@@ -266,7 +267,7 @@ def test_failures_do_not_nest_in_failures(monkeypatch: pytest.MonkeyPatch) -> No
     async def story(world: World) -> None:
         holder, waiters = await world.open(), [await world.open() for _ in range(32)]
         await world.allocate(holder, 32)
-        waits = [world.allocate(one, 8, size=8 * MIB, wait=SECONDS) for one in waiters]
+        waits = [world.allocate(one, 8, size=8 * MIB, wait=DEADLINE_SECONDS) for one in waiters]
 
         def fail(*_: object, **__: object) -> list[int]:
             raise OSError("the driver has a defect")

@@ -6,7 +6,8 @@ import logging
 import os
 
 import pytest
-from tests.support.loop_world import SECONDS, World, descriptors, play, stock
+from tests.support.daemons import DEADLINE_SECONDS
+from tests.support.loop_world import World, descriptors, play, stock
 from tests.support.sizes import MIB
 
 from membrokerd.core import events as ev
@@ -105,7 +106,7 @@ def test_a_stop_closes_what_is_ready_and_what_comes_to_it_late() -> None:
         world.driver.go_on.clear()
         world.keep_busy()
         await world.until(lambda: world.driver.lent == 2)  # the first for the stock, on the thread
-        await world.loop.stop(SECONDS)
+        await world.loop.stop(DEADLINE_SECONDS)
         world.driver.go_on.set()
         await world.look()
         assert stock(world) == world.loop.packets.stocked == 0
@@ -128,7 +129,7 @@ def test_what_is_forgotten_after_a_stop_is_no_fault(
         session = await world.open()
         await world.allocate(session)
         await filled(world, 2)
-        await world.loop.stop(SECONDS)
+        await world.loop.stop(DEADLINE_SECONDS)
         ahead = 11_000_000_000
         world.loop.tell(ev.Audit({"device": 2 * MIB}))
         assert stock(world) == world.loop.packets.stocked == 0

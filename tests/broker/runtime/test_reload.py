@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.daemons import DEADLINE_SECONDS
 
 from membrokerd.config.config import Config, LogConfig, MetricsConfig, ModelConfig, TenantConfig
 from membrokerd.runtime.reload import CHANGEABLE, Reloader, compare
@@ -109,7 +110,7 @@ def test_a_stop_does_not_wait_for_a_reload() -> None:
 
     daemon = threading.Thread(target=lambda: asyncio.run(live()))
     daemon.start()
-    daemon.join(10)
+    daemon.join(DEADLINE_SECONDS)
     stopped = not daemon.is_alive()
     answered.set()
     daemon.join()

@@ -12,10 +12,9 @@ from contextlib import suppress
 from typing import cast
 
 import pytest
+from tests.support.daemons import DEADLINE_SECONDS
 
 from membrokerd.system.sd_notify import BEAT_SECONDS, Heartbeat, notify
-
-DEADLINE_SECONDS = 10.0
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ import resource
 from multiprocessing import Pipe
 from threading import Thread
 
+from tests.support.daemons import DEADLINE_SECONDS
+
 from membroker.kv.lines import hang_up
 
 
@@ -20,7 +22,7 @@ def test_a_connection_is_ended_by_a_process_without_a_free_descriptor() -> None:
         hang_up(ours)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    waits.join(10)
+    waits.join(DEADLINE_SECONDS)
     assert not waits.is_alive()
     assert theirs.poll(0)
     ours.close()

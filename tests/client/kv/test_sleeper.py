@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
-from tests.support.daemons import until
+from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_lender import PAGE
 from tests.support.sizes import KIB
 from tests.support.toy_engine import Fence, Request, ToyEngine
@@ -198,13 +198,13 @@ def test_a_request_waits_while_the_weights_go(lender: Slept) -> None:
 
     def slow() -> None:
         stopped.set()
-        assert stop.wait(30)
+        assert stop.wait(DEADLINE_SECONDS)
 
     with scene(lender) as one:
         one.cache.rest()
         lender.driver.before_synchronize = slow
         one.ask()
-        assert stopped.wait(30)
+        assert stopped.wait(DEADLINE_SECONDS)
         one.cache.wake()
         one.sleeper.wake()
         one.engine.add(Request(1))
@@ -320,7 +320,7 @@ def test_a_sleeping_engine_ends_whose_session_is_unknown(lender: Slept) -> None:
         one.sleeper.wake()
         one.engine.add(Request(10))
         with pytest.raises(ClosedError):
-            one.cache.wait(10.0)
+            one.cache.wait(DEADLINE_SECONDS)
         assert "the broker does not know this session" in one.ask(wake=True).detail
 
 
@@ -374,4 +374,4 @@ def test_what_uses_weights_wakes_it_and_keeps_it_awake(lender: Slept) -> None:
             until(lambda: one.sleeper.state == "waking")
             one.sleeper.close()
             with pytest.raises(ClosedError):
-                waiting.result(30)
+                waiting.result(DEADLINE_SECONDS)

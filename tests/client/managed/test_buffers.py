@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.support.daemons import running
+from tests.support.daemons import DEADLINE_SECONDS, running
 from tests.support.sizes import MIB
 
 from membroker.errors import InvalidRequest
@@ -227,7 +227,7 @@ def test_the_pages_worker_says_a_plain_sentence_on_the_host_driver() -> None:
             env={**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint())},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=DEADLINE_SECONDS,
             check=False,
         )
         assert (done.returncode, done.stderr) == (0, "")

@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 
 import pytest
-from tests.support.daemons import until
+from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_lender import PAGE, Lender
 from tests.support.sizes import MIB
 from tests.support.threads import held_up, together
@@ -462,5 +462,7 @@ assert table.read(7, 2) == bytes(16) + b"x" * 16
 
 def test_a_fork() -> None:
     """A worker forks: the child's copies of both say whose they are, and the parent feels nothing of its end."""
-    done = subprocess.run([sys.executable, "-c", _FORKS], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _FORKS], capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")

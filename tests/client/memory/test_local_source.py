@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
-from tests.support.daemons import until
+from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_lender import PAGE, FlakyDriver, put, text
 from tests.support.sizes import MIB
 from tests.support.threads import together
@@ -262,7 +262,7 @@ assert source.driver.memory(Location.DEVICE).used == 6 << 20
 print("done")
 """
         command = [sys.executable, "-X", "dev", "-W", "error::ResourceWarning", "-c", script]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
         assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
-from tests.support.daemons import until
+from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_lender import PAGE, Lender
 
 from membroker.errors import AlreadyMapped, InvalidRequest, OutOfMemory
@@ -48,7 +48,7 @@ class Held:
     def stop(self) -> None:
         """Part of what the library's thread does."""
         self.began.set()
-        assert self.may_go_on.wait(30)
+        assert self.may_go_on.wait(DEADLINE_SECONDS)
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_a_compaction_lets_it_rest(lender: Lender, monkeypatch: pytest.MonkeyPat
 def test_a_compaction_waits_for_pages_that_are_on_their_way(lender: Lender, asked_ahead: Held) -> None:
     """They lie in a hole. Ctrl-C ends the wait, because the broker may be away; then they come, and go back."""
     with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=4) as pool:
-        assert asked_ahead.began.wait(30)
+        assert asked_ahead.began.wait(DEADLINE_SECONDS)
         moves = a_hole(pool)
         assert not asked_ahead.waited.is_set()
         asked_ahead.on_wait = lambda: signal.raise_signal(signal.SIGINT)
@@ -175,7 +175,7 @@ def test_a_compaction_waits_for_pages_that_are_being_released(lender: Lender, mo
         lender.give_back = lambda ids: (held.stop(), give_back(ids))  # type: ignore[method-assign,assignment]
         release = threading.Thread(target=pool._holding.give_spare, args=(4 * PAGE, lambda _: True))
         release.start()
-        assert held.began.wait(30)
+        assert held.began.wait(DEADLINE_SECONDS)
         assert pool.compact() == moves
         release.join()
         assert held.waited.is_set()
@@ -187,7 +187,7 @@ def test_pages_that_come_after_their_release_go_back(
 ) -> None:
     """The call does not wait for them: the broker may be away."""
     with VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=8, ahead=4) as pool:
-        assert asked_ahead.began.wait(30)
+        assert asked_ahead.began.wait(DEADLINE_SECONDS)
         call(pool)
         assert not asked_ahead.waited.is_set()
         asked_ahead.may_go_on.set()
@@ -242,9 +242,9 @@ def test_a_call_that_is_refused_takes_what_is_on_its_way(lender: Lender) -> None
         if ahead:
             borrow(*args, **options)  # type: ignore[arg-type]
             lent.set()
-            assert refused.wait(30)
+            assert refused.wait(DEADLINE_SECONDS)
             return
-        assert lent.wait(30)
+        assert lent.wait(DEADLINE_SECONDS)
         try:
             borrow(*args, **options)  # type: ignore[arg-type]
         except OutOfMemory:
@@ -283,7 +283,7 @@ def test_a_call_waits_for_pages_that_are_on_their_way(
     if not lends:
         lender.before_borrow = refuse
     with VirtualMemoryPool(lender, 4 * PAGE, PAGE, ahead=4) as pool:
-        assert asked_ahead.began.wait(30)
+        assert asked_ahead.began.wait(DEADLINE_SECONDS)
         call(pool)
         assert asked_ahead.waited.is_set()
         assert pool.stats().mapped_pages >= 1
@@ -295,7 +295,7 @@ def test_shrink_undoes_a_grow_beside_pages_on_their_way(lender: Lender, asked_ah
         pool.grow(2 * PAGE)
         pool._backing._ahead = ahead = Ahead(4, PAGE)
         ahead.start(pool._backing.keep_ahead)
-        assert asked_ahead.began.wait(30)
+        assert asked_ahead.began.wait(DEADLINE_SECONDS)
         pool.shrink(2 * PAGE)
         assert not asked_ahead.waited.is_set()
 
@@ -303,7 +303,7 @@ def test_shrink_undoes_a_grow_beside_pages_on_their_way(lender: Lender, asked_ah
 def test_what_another_page_refuses_is_refused_at_once(lender: Lender, asked_ahead: Held) -> None:
     """Pages on their way change nothing about a page that is allocated."""
     with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=4) as pool:
-        assert asked_ahead.began.wait(30)
+        assert asked_ahead.began.wait(DEADLINE_SECONDS)
         pool.allocate(8 * PAGE, PAGE)
         with pytest.raises(AlreadyMapped, match="is mapped already"):
             pool.allocate(8 * PAGE, PAGE)
@@ -313,7 +313,7 @@ def test_what_another_page_refuses_is_refused_at_once(lender: Lender, asked_ahea
 def test_ctrl_c_ends_the_wait(lender: Lender, asked_ahead: Held) -> None:
     """The broker may be away."""
     with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=4) as pool:
-        assert asked_ahead.began.wait(30)
+        assert asked_ahead.began.wait(DEADLINE_SECONDS)
         asked_ahead.on_wait = lambda: signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             pool.allocate(0, PAGE)
@@ -330,7 +330,7 @@ def test_a_call_waits_for_pages_that_are_being_released(lender: Lender, monkeypa
         lender.give_back = lambda ids: (held.stop(), give_back(ids))  # type: ignore[method-assign,assignment]
         release = threading.Thread(target=pool._holding.give_spare, args=(4 * PAGE, lambda _: True))
         release.start()
-        assert held.began.wait(30)
+        assert held.began.wait(DEADLINE_SECONDS)
         assert pool.grow(2 * PAGE) == pool.base_address
         release.join()
         assert held.waited.is_set()

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
+from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.fake_lender import PAGE, Lender, put, state, text
 
 from membroker.errors import AlreadyMapped, ClosedError, CompactionFailed, InvalidRequest, NotMapped
@@ -307,13 +308,13 @@ class TestThreads:
         def wait() -> None:
             lender.driver.before_synchronize = lambda: None
             waiting.set()
-            assert go_on.wait(30)
+            assert go_on.wait(DEADLINE_SECONDS)
 
         lender.driver.before_synchronize = wait
         moves: list[Move] = []
         compacting = threading.Thread(target=lambda: moves.extend(pool.compact()))
         compacting.start()
-        assert waiting.wait(30)
+        assert waiting.wait(DEADLINE_SECONDS)
         calls: tuple[Callable[[int, int], object], ...] = (pool.deallocate, pool.view, pool.span)
         for call in calls:
             with pytest.raises(NotMapped, match="another call"):
@@ -335,12 +336,12 @@ class TestThreads:
         def wait() -> None:
             lender.before_borrow = lambda: None
             waiting.set()
-            assert go_on.wait(30)
+            assert go_on.wait(DEADLINE_SECONDS)
 
         lender.before_borrow = wait
         growing = threading.Thread(target=pool.grow, args=(PAGE,))
         growing.start()
-        assert waiting.wait(30)
+        assert waiting.wait(DEADLINE_SECONDS)
         plan = pool.compact(dry_run=True)
         assert pool.compact() == plan == [Move(PAGE, 0, 2 * PAGE), Move(4 * PAGE, 2 * PAGE, PAGE)]
         go_on.set()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import random
-import time
 from collections.abc import Callable
 from itertools import pairwise
+from typing import cast
 
 import pytest
 from tests.support.fake_lender import PAGE, Lender, put, state, text
@@ -319,15 +319,12 @@ def test_free_addresses(pool: VirtualMemoryPool) -> None:
 
 
 def test_what_a_large_range_allows() -> None:
-    """A view over 60,000 pages is made under the pool's lock: a thousand of them may not take half a minute."""
+    """A view over 60,000 pages is made under the pool's lock: while nothing is restricted, no page is looked at."""
     table = PageTable(60_000, PAGE)
     table.claim(range(60_000), [])
     table.set(range(60_000), USED)
     table.release([range(60_000)])
-    begin = time.monotonic()
-    for _ in range(1000):
-        assert table.least_access(range(60_000)) is AccessFlags.READ_WRITE
-    assert time.monotonic() - begin < 5
+    assert table.least_access(cast(range, object())) is AccessFlags.READ_WRITE
     for page, access in ((7, AccessFlags.READ), (40_000, AccessFlags.NONE)):
         table.restrict(range(page, page + 1), access)
     assert table.least_access(range(7)) is AccessFlags.READ_WRITE

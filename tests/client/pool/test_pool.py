@@ -7,6 +7,7 @@ import signal
 import threading
 
 import pytest
+from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.fake_lender import PAGE, Lender, state
 from tests.support.sizes import MIB
 from tests.support.threads import together
@@ -279,12 +280,12 @@ class TestThreads:
 
         def wait() -> None:
             waiting.set()
-            assert go_on.wait(30)
+            assert go_on.wait(DEADLINE_SECONDS)
 
         lender.before_borrow = wait
         borrower = threading.Thread(target=pool.allocate, args=(PAGE, PAGE))
         borrower.start()
-        assert waiting.wait(30)
+        assert waiting.wait(DEADLINE_SECONDS)
         lender.before_borrow = lambda: None
         pool.deallocate(0, PAGE)
         assert not pool.is_mapped(PAGE)
@@ -305,7 +306,7 @@ class TestThreads:
 
         def wait() -> None:
             waiting.set()
-            assert go_on.wait(30)
+            assert go_on.wait(DEADLINE_SECONDS)
 
         def borrow() -> None:
             try:
@@ -316,7 +317,7 @@ class TestThreads:
         lender.before_borrow = wait
         borrower = threading.Thread(target=borrow)
         borrower.start()
-        assert waiting.wait(30)
+        assert waiting.wait(DEADLINE_SECONDS)
         pool.close()
         with pytest.raises(ClosedError):
             pool.allocate(4 * PAGE, PAGE)
@@ -332,12 +333,12 @@ class TestThreads:
 
         def wait() -> None:
             waiting.set()
-            assert go_on.wait(30)
+            assert go_on.wait(DEADLINE_SECONDS)
 
         lender.driver.before_synchronize = wait
         first = threading.Thread(target=pool.deallocate, args=(0, 2 * PAGE))
         first.start()
-        assert waiting.wait(30)
+        assert waiting.wait(DEADLINE_SECONDS)
         lender.driver.before_synchronize = lambda: None
         with pytest.raises(NotMapped):
             pool.deallocate(PAGE, PAGE)

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 import pytest
+from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.fake_lender import PAGE, Lender, state
 from tests.support.threads import together
 
@@ -331,12 +332,12 @@ class TestSpare:
 
         def wait() -> None:
             waiting.set()
-            assert go_on.wait(30)
+            assert go_on.wait(DEADLINE_SECONDS)
 
         lender.driver.before_synchronize = wait
         trimming = threading.Thread(target=keeping.trim)
         trimming.start()
-        assert waiting.wait(30)
+        assert waiting.wait(DEADLINE_SECONDS)
         lender.driver.before_synchronize = lambda: None
         with pytest.raises(AlreadyMapped, match="another call"):
             keeping.allocate(0, PAGE)
@@ -389,12 +390,12 @@ def _borrowing(pool: VirtualMemoryPool, lender: Lender, offset: int, size: int) 
     def wait() -> None:
         lender.before_borrow = lambda: None
         waiting.set()
-        assert go_on.wait(30)
+        assert go_on.wait(DEADLINE_SECONDS)
 
     lender.before_borrow = wait
     borrower = threading.Thread(target=pool.allocate, args=(offset, size))
     borrower.start()
-    assert waiting.wait(30)
+    assert waiting.wait(DEADLINE_SECONDS)
 
     def finish() -> None:
         go_on.set()

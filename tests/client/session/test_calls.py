@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from tests.support.calls import Broker, Taker, allocate, attach, descriptors
-from tests.support.daemons import until
+from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_broker import Caller
 
 from membroker.errors import (
@@ -144,13 +144,13 @@ class TestCall:
         class Interrupted(Taker):
             def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
                 slow.set()
-                assert go_on.wait(30)
+                assert go_on.wait(DEADLINE_SECONDS)
                 raise KeyboardInterrupt
 
         one = Caller(lambda: connection.call(allocate(), Interrupted()))
         first = broker.hear("allocate").request_id
         broker.deliver(first, 1)
-        assert slow.wait(30)
+        assert slow.wait(DEADLINE_SECONDS)
         other = Caller(lambda: connection.call(allocate(), Taker()))
         broker.hear("allocate")
         broker.deliver(first, 2, part=1)
@@ -312,12 +312,12 @@ class TestThreads:
         class Slow(Taker):
             def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
                 entered.set()
-                assert go_on.wait(30)
+                assert go_on.wait(DEADLINE_SECONDS)
 
         slow = Caller(lambda: connection.call(allocate(), Slow()))
         slow_id = broker.hear("allocate").request_id
         broker.deliver(slow_id, 1)
-        assert entered.wait(30)
+        assert entered.wait(DEADLINE_SECONDS)
         quick = Caller(lambda: connection.call(allocate(), Taker()))
         quick_id = broker.hear("allocate").request_id
         broker.reply(slow_id, 1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.support.calls import Broker, Finish, Taker, allocate, descriptors
-from tests.support.daemons import until
+from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_broker import Caller
 
 from membroker.errors import (
@@ -63,7 +63,7 @@ class TestByGrpc:
     def start(self, pair: tuple[Connection, Broker], service: Service) -> Callable[..., Any]:
         def start(taker: Taker, frame: pb.Frame | None = None) -> tuple[Caller, int, Finish]:
             caller = Caller(lambda: pair[0].call(frame or allocate(), taker))
-            return (caller, *service.asked.get(timeout=30))
+            return (caller, *service.asked.get(timeout=DEADLINE_SECONDS))
 
         return start
 

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from tests.support.daemons import until
+from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_broker import (
     PAGE,
     TOKEN,
@@ -270,7 +270,7 @@ class TestClose:
         script = """
 import logging, time
 logging.disable()
-client = connect()
+client = connect(timeout=24 * 3600, outage=24 * 3600)
 say("connected")
 wait()
 while not client._session.connection.lost: pass
@@ -281,7 +281,7 @@ while not client._session.connection.lost: pass
             assert heard(process) == "connected"
             broker.die()
             tell(process)
-            assert process.wait(4) == 0, "it waited for a broker to say goodbye to"
+            assert process.wait(DEADLINE_SECONDS) == 0, "it waited for a broker to say goodbye to"
             ends(process)
 
     @pytest.mark.parametrize("answered", [True, False])

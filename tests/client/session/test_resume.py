@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 import pytest
-from tests.support.daemons import until
+from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_broker import (
     MODEL,
     PAGE,
@@ -86,14 +86,14 @@ class TestCallsInFlight:
 
         def slow(*arguments: Any) -> int:
             began.set()
-            assert go_on.wait(30)
+            assert go_on.wait(DEADLINE_SECONDS)
             return bind(*arguments)
 
         with monkeypatch.context() as patch:
             patch.setattr(pool._holding.region, "bind_descriptors", slow)
             caller = Caller(lambda: pool.allocate(0, PAGE))
             broker.deliver(broker.hear("allocate").request_id, 1, parts=2)
-            assert began.wait(30)
+            assert began.wait(DEADLINE_SECONDS)
             drop_all(broker, client)
             until(lambda: lost._changed._waiting)
             assert not broker.is_knocked_at()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.support.daemons import until
+from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_broker import (
     MODEL,
     PAGE,
@@ -49,7 +49,7 @@ class TestControlCalls:
         def answer(request: object, context: object) -> object:
             service.answers[method] = then
             came.set()
-            go_on.wait(30)
+            go_on.wait(DEADLINE_SECONDS)
             return None
 
         service.answers[method] = answer
@@ -59,7 +59,7 @@ class TestControlCalls:
         models = broker_pb2.ListModelsResponse(models=[resources_pb2.Model(name=MODEL)])
         came, go_on = self.begun(service, "ListModels", lambda *_: models)
         caller = Caller(client.models)
-        assert came.wait(30)
+        assert came.wait(DEADLINE_SECONDS)
         self.restart(broker, service)
         assert [one.name for one in caller.value()] == [MODEL]
         go_on.set()
@@ -92,7 +92,7 @@ class TestControlCalls:
 
         came, go_on = self.begun(service, "RegisterModel", register)  # type: ignore[arg-type]
         caller = Caller(lambda: client.register_model("m", exclusive=True))
-        assert came.wait(30)
+        assert came.wait(DEADLINE_SECONDS)
         self.restart(broker, service, models=[MODEL] if done else [])
         go_on.set()
         assert caller.value().resource_name == MODEL
@@ -113,7 +113,7 @@ class TestControlCalls:
         client.register_model("m")
         came, go_on = self.begun(service, "RegisterModel", register)
         caller = Caller(lambda: client.register_model("m", exclusive=True))
-        assert came.wait(30)
+        assert came.wait(DEADLINE_SECONDS)
         self.restart(broker, service, models=[MODEL])
         go_on.set()
         assert isinstance(caller.end().error, membroker.ModelAlreadyExists)
@@ -121,7 +121,7 @@ class TestControlCalls:
     def test_unregistered_twice(self, broker: PlayedBroker, client: membroker.Client, service: PlayedService) -> None:
         came, go_on = self.begun(service, "UnregisterModel", lambda _, context: abort(context, "MODEL_NOT_FOUND"))
         caller = Caller(model(client).unregister)
-        assert came.wait(30)
+        assert came.wait(DEADLINE_SECONDS)
         self.restart(broker, service)
         go_on.set()
         caller.value()
@@ -160,7 +160,7 @@ class TestByGrpc:
 
     @pytest.fixture
     def client(self, broker: PlayedBroker, service: PlayedService) -> Iterator[membroker.Client]:
-        one = broker.connect(timeout=30, transport="grpc")
+        one = broker.connect(timeout=DEADLINE_SECONDS, transport="grpc")
         yield one
         broker.die()
         until(lambda: is_away(one))  # or what it holds would be given back by gRPC, to a service that has no answer
@@ -183,13 +183,13 @@ class TestByGrpc:
             broker.deliver(request.request_id, 1, parts=2)
             service.answers["AllocateExtents"] = self.allocation(broker, ids)
             came.set()
-            go_on.wait(30)
+            go_on.wait(DEADLINE_SECONDS)
             return None
 
         service.answers["AllocateExtents"] = stand_still  # type: ignore[assignment]
         pool = model(client).pool(page_size=PAGE)
         caller = Caller(lambda: pool.allocate(0, 2 * PAGE))
-        assert came.wait(30)
+        assert came.wait(DEADLINE_SECONDS)
         broker.hear("ack")
         service.stop()
         broker.hang_up()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.support.calls import Broker, Taker, allocate, attach
-from tests.support.daemons import Daemon, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.fake_broker import Caller
 from tests.support.processes import ends, heard, is_settled, worker
 
@@ -53,7 +53,7 @@ class Slow(Taker):
     def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
         """Wait, then take it."""
         self.begun.set()
-        assert self.go_on.wait(30)
+        assert self.go_on.wait(DEADLINE_SECONDS)
         super().place(extent_ids, descriptors, extent_bytes)
 
 
@@ -107,7 +107,7 @@ def test_the_count_has_no_gap(pair: tuple[Connection, Broker]) -> None:
     two = Caller(lambda: connection.call(attach(), other))
     second = broker.hear("attach_segment").request_id
     broker.deliver(first, 1, parts=1)
-    assert slow.begun.wait(30)
+    assert slow.begun.wait(DEADLINE_SECONDS)
     broker.deliver(second, 7, parts=2, segment=77)
     until(lambda: other.taken == [7])
     assert broker.hears_nothing()
@@ -191,7 +191,7 @@ def test_long_and_short_calls_share_the_window(daemon: Daemon) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(DEADLINE_SECONDS)
         assert not any(thread.is_alive() for thread in threads)
         assert errors == []
         until(lambda: is_settled(daemon))

@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import partial
 
 import pytest
+from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.forks import in_a_child
 from tests.support.interrupts import interrupted_at, sampled
 
@@ -86,7 +87,7 @@ def in_time(work: Callable[[], object]) -> None:
     done: list[object] = []
     thread = threading.Thread(target=lambda: done.append(work()), daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(DEADLINE_SECONDS)
     assert not thread.is_alive(), "a lock was never released"
     assert done, "it failed"
 

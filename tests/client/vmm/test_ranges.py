@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from itertools import permutations
 
 import pytest
+from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.devices import Device
 from tests.support.forks import in_a_child
 from tests.support.sizes import MIB
@@ -259,9 +260,9 @@ def test_two_threads_close_once(driver: HostDriver, addresses: AddressRange, mem
     with ThreadPoolExecutor(4) as pool:
         for _ in range(20):
             mapping, start = MappedRange(addresses, memory), threading.Barrier(4)
-            ends = [pool.submit(lambda m=mapping, s=start: (s.wait(20), m.close())) for _ in range(4)]
+            ends = [pool.submit(lambda m=mapping, s=start: (s.wait(DEADLINE_SECONDS), m.close())) for _ in range(4)]
             for end in ends:
-                end.result(20)
+                end.result(DEADLINE_SECONDS)
     assert len(unmapped) == 20
 
 
@@ -278,7 +279,7 @@ def test_the_addresses_are_given_back_once(
         given_back.append(address)
         if len(given_back) == 1:
             with ThreadPoolExecutor(1) as pool:
-                pool.submit(mapping.close).result(20)
+                pool.submit(mapping.close).result(DEADLINE_SECONDS)
         unreserve(address, size)
 
     monkeypatch.setattr(driver, "unreserve", unreserve_beside_a_close)

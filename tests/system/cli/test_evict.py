@@ -96,7 +96,7 @@ def test_a_question_that_is_answered_by_yes(daemon: Daemon, victim: Victim) -> N
         f"process {victim.worker.pid} of blue and red was sent SIGTERM, and gets SIGKILL 10 s later if it still lives",
         "its memory can be lent again once the device shows it free; its sealed segments stay",
     ]
-    assert victim.worker.process.wait(5) == -signal.SIGTERM
+    assert victim.worker.process.wait(DEADLINE_SECONDS) == -signal.SIGTERM
     until(lambda: is_clean(daemon))
 
 
@@ -117,7 +117,7 @@ def test_a_script_that_says_yes(daemon: Daemon, victim: Victim) -> None:
     assert told["session"]["name"] == victim.red
     sessions = [(one["name"], one["tenant"], one["books"]["device"]["used_bytes"]) for one in told["sessions"]]
     assert sessions == [(victim.red, "tenants/red", 16 * MIB), (victim.blue, "tenants/blue", 32 * MIB)]
-    assert victim.worker.process.wait(5) == -signal.SIGTERM
+    assert victim.worker.process.wait(DEADLINE_SECONDS) == -signal.SIGTERM
 
 
 def test_what_was_ended_is_listed_where_nobody_was_asked(daemon: Daemon, victim: Victim) -> None:
@@ -133,7 +133,7 @@ def test_another_process_is_not_listed_and_not_ended(daemon: Daemon, victim: Vic
         bystander.connect(daemon, "blue").do("kept = client.register_model('search').allocate('2MiB')")
         _, out, _ = run(daemon, victim.red, "--yes", "--json")
         assert bystander.ask("client.session") not in out
-        assert victim.worker.process.wait(5) == -signal.SIGTERM
+        assert victim.worker.process.wait(DEADLINE_SECONDS) == -signal.SIGTERM
         bystander.do("client.register_model('search').allocate('2MiB').close()")
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.support.daemons import Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.sleeping import books, command, done, refused
 
 pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
@@ -59,7 +59,7 @@ def an_engine(daemon: Daemon, *options: str) -> Iterator[Engine]:
         finally:
             assert process.stdin is not None
             process.stdin.close()
-            process.wait(30)
+            process.wait(DEADLINE_SECONDS)
 
 
 def test_the_same_tokens_and_no_byte_in_between() -> None:

@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 import pytest
-from tests.support.daemons import Daemon, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.processes import (
     descriptors,
     ends,
@@ -246,7 +246,7 @@ class TestThreads:
 
         def work() -> None:
             try:
-                at_work.wait(30)
+                at_work.wait(DEADLINE_SECONDS)
                 while True:
                     model.allocate(1).close()
             except BaseException as error:  # noqa: BLE001 - a thread hands on what it raised
@@ -255,11 +255,11 @@ class TestThreads:
         threads = [threading.Thread(target=work) for _ in range(4)]
         for thread in threads:
             thread.start()
-        at_work.wait(30)
+        at_work.wait(DEADLINE_SECONDS)
         until(lambda: model.stats().allocations_total > 20)
         client.close()
         for thread in threads:
-            thread.join(30)
+            thread.join(DEADLINE_SECONDS)
         assert [type(error) for error in errors] == [membroker.ClosedError] * 4
         until(lambda: is_settled(daemon) and not daemon.sessions())
         assert mapped_extents() == 0

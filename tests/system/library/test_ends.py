@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.support.daemons import Daemon, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.fake_lender import PAGE
 from tests.support.sizes import MIB
 from tests.support.threads import together
@@ -154,7 +154,7 @@ def test_what_is_made_while_its_source_closes(
         address = reserve(self, size, alignment)
         reserved.append((address, size))
         inside.set()
-        assert go_on.wait(30)
+        assert go_on.wait(DEADLINE_SECONDS)
         return address
 
     def noted(self: HostDriver, address: int, size: int) -> None:
@@ -169,7 +169,7 @@ def test_what_is_made_while_its_source_closes(
             VirtualMemoryPool(lender, "1GiB", PAGE) if make == "pool" else Buffer(lender, PAGE)
 
     def end() -> None:
-        assert inside.wait(30)
+        assert inside.wait(DEADLINE_SECONDS)
         ends()
         go_on.set()
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import signal
 import struct
 import threading
-import time
 
 import pytest
-from tests.support.daemons import Daemon, hold_still, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, hold_still, running, until
 from tests.support.processes import (
     ends,
     heard,
@@ -19,7 +18,7 @@ from tests.support.processes import (
 from tests.support.sizes import MIB
 
 import membroker
-from membroker.session import reconnecting, shared_socket
+from membroker.session import connection, reconnecting
 
 PAGE = 2 * MIB
 
@@ -144,8 +143,9 @@ class TestBrokerGone:
             until(lambda: daemon.books().lent_bytes == 0)
         assert not caplog.records, "what comes late is no fault of the broker"
 
-    def test_stopped_while_a_client_closes(self, transport: str) -> None:
+    def test_stopped_while_a_client_closes(self, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """It waits once, for the goodbye, and not for each piece of memory."""
+        monkeypatch.setattr(reconnecting, "CONTROL_SECONDS", 3600.0)
         with running({"host_capacity": "64MiB"}) as daemon:
             client = membroker.connect(daemon.endpoint(), transport=transport)
             model = client.register_model("m")
@@ -154,9 +154,7 @@ class TestBrokerGone:
             pool.offload(0, PAGE)
             buffers = [model.allocate(PAGE) for _ in range(3)]
             with hold_still(daemon):
-                begun = time.monotonic()
                 client.close()
-                assert time.monotonic() - begun < 20, "four answers that do not come would take 30 seconds each"
             assert all(buffer.closed for buffer in buffers)
             assert mapped_extents() == 0
 
@@ -179,7 +177,7 @@ class TestBrokerGone:
             thread.start()
         daemon.kill()
         for thread in threads:
-            thread.join(30)
+            thread.join(DEADLINE_SECONDS)
         assert errors == [membroker.BrokerUnavailable] * 4
         client.close()
         assert mapped_extents() == 0
@@ -187,7 +185,7 @@ class TestBrokerGone:
 
 def test_a_stopped_daemon_with_a_full_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no room for so many releases. They give the connection up, and the resume says what is still held."""
-    monkeypatch.setattr(shared_socket, "_PATIENCE", struct.pack("@ll", 0, 200_000))
+    monkeypatch.setattr(connection, "_PATIENCE", struct.pack("@ll", 0, 200_000))
     pages = 800
     with running({"capacity": pages * PAGE}) as daemon, membroker.connect(daemon.endpoint()) as client:
         pool = client.register_model("m", virtual_capacity=pages * PAGE).pool(page_size=PAGE)

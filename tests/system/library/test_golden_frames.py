@@ -26,6 +26,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from google.rpc.code_pb2 import Code
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
+from tests.support import daemons
 from tests.support.daemons import Daemon
 from tests.support.raw import Session, admin_call, grpc_call
 
@@ -182,7 +183,7 @@ def _written(document: dict[str, Any]) -> str:
 
 def _connected(daemon: Daemon) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.settimeout(10)
+    sock.settimeout(daemons.DEADLINE_SECONDS)
     sock.connect(os.fspath(daemon.endpoint() / "handoff.sock"))
     return sock
 
@@ -212,7 +213,7 @@ def _check_said(
     frame = packet.frame
     if frame.HasField("welcome"):
         channels[vector["connection"], "notices"] = socket.socket(fileno=packet.descriptors.pop())
-        channels[vector["connection"], "notices"].settimeout(10)
+        channels[vector["connection"], "notices"].settimeout(daemons.DEADLINE_SECONDS)
         assert len(frame.welcome.token) == len(TOKEN)
         if frame.welcome.resumed:
             assert frame.welcome.token == tokens[-1]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import pytest
-from tests.support.daemons import Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.fake_lender import PAGE, FlakyDriver
 from tests.support.sizes import GIB, MIB
 from tests.support.threads import together
@@ -382,7 +382,7 @@ assert os.waitpid(child, 0)[1] == 0
 shared.allocate_for_model("m", 1)
 """
         command = [sys.executable, "-X", "dev", "-c", script]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
         assert (done.returncode, done.stderr) == (0, "")
 
     def test_at_the_host(self, where: Lending) -> None:

@@ -16,6 +16,7 @@ import grpc
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.support import raw
+from tests.support.daemons import DEADLINE_SECONDS
 
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
@@ -254,7 +255,7 @@ def _shown(rows: Any, name: str) -> str:
 def scrape(me: Party, target: Any) -> Any:
     """Who can, sees everybody: S's model is there by name."""
     url = urlsplit(target.metrics_url)
-    connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=raw.SECONDS)
+    connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=DEADLINE_SECONDS)
     try:
         connection.request("GET", url.path)
         body = connection.getresponse().read().decode()
@@ -272,7 +273,7 @@ def scrape(me: Party, target: Any) -> Any:
 )
 def health(me: Party, target: Any) -> Any:
     with grpc.insecure_channel(f"unix:{me.door}/grpc.sock") as channel:
-        return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=raw.SECONDS)
+        return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_SECONDS)
 
 
 @row(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.client.pool.offload.pages import digest, fill, sizes
-from tests.support.daemons import Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.fake_lender import PAGE
 from tests.support.processes import heard, worker
 
@@ -167,7 +167,7 @@ wait()
             with model.create_segment("s", pool.offload_size(), "host") as segment:
                 assert pool.offload(to=segment) == 0
                 assert not segment.writable
-                with client.attach("m/s", timeout=10) as attached:
+                with client.attach("m/s", timeout=DEADLINE_SECONDS) as attached:
                     assert pool.restore_from(attached) == 0
                 with pytest.raises(membroker.SegmentNotWritable):
                     pool.offload(to=segment)
@@ -212,7 +212,7 @@ wait()
             def slow(*args: Any, ahead: bool = False, **options: Any) -> None:
                 if ahead:
                     began.set()
-                    assert waited.wait(30)
+                    assert waited.wait(DEADLINE_SECONDS)
                 borrow(*args, ahead=ahead, **options)
 
             def noticed(condition: Condition, seconds: float | None = None) -> None:
@@ -220,7 +220,7 @@ wait()
                 wait(condition, seconds)
 
             monkeypatch.setattr(source, "borrow", slow)
-            assert began.wait(30)
+            assert began.wait(DEADLINE_SECONDS)
             monkeypatch.setattr(Condition, "wait", noticed)
             assert pool.restore_from(segment) == 4 * PAGE
             segment.delete()

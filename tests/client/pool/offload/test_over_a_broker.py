@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from tests.client.pool.offload.pages import digest, fill, sizes
-from tests.support.daemons import Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.fake_lender import PAGE
 from tests.support.processes import ends, heard, worker
 from tests.support.sizes import MIB
@@ -111,7 +111,7 @@ def told(done, total):
         self, daemon: Daemon, transport: str, away: bool, random_bytes: Callable[[int], bytes]
     ) -> None:
         """The call goes on with the next daemon, whose books are right at both locations."""
-        with membroker.connect(daemon.endpoint(), transport=transport, timeout=30) as client:
+        with membroker.connect(daemon.endpoint(), transport=transport, timeout=DEADLINE_SECONDS) as client:
             pool = client.register_model("m").pool(page_size=PAGE)
             pool.allocate(0, 12 * PAGE)
             fill(pool, 0, random_bytes(12 * PAGE))
@@ -134,7 +134,7 @@ def told(done, total):
 
     def test_host_bytes_are_freed_while_no_broker_runs(self, daemon: Daemon, transport: str) -> None:
         """Nobody waits for it; the next daemon is told what is declared still."""
-        with membroker.connect(daemon.endpoint(), transport=transport, timeout=30) as client:
+        with membroker.connect(daemon.endpoint(), transport=transport, timeout=DEADLINE_SECONDS) as client:
             model = client.register_model("m")
             model.declare("5MiB", "host")
             pool = model.pool(page_size=PAGE)

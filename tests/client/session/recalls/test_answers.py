@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.client.session.recalls.asking import HOST, answering, recall, until_heard
-from tests.support.daemons import until
+from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_broker import MODEL, PAGE, Caller, PlayedBroker, buffer, line
 
 import membroker
@@ -70,7 +70,7 @@ class TestAnswers:
 
         def slow(recall: membroker.Recall) -> None:
             called.append(recall)
-            assert go_on.wait(30)
+            assert go_on.wait(DEADLINE_SECONDS)
 
         answering(broker, served, slow)
         recall(broker, 1)
@@ -139,11 +139,11 @@ class TestAnswers:
 
         def slow(_: membroker.Recall) -> None:
             began.set()
-            assert go_on.wait(30)
+            assert go_on.wait(DEADLINE_SECONDS)
 
         answering(broker, served, slow)
         recall(broker, 1)
-        assert began.wait(30)
+        assert began.wait(DEADLINE_SECONDS)
         for recall_id in range(2, 30):
             recall(broker, recall_id, location=HOST)
             recall(broker, 100 + recall_id, model="tenants/red/models/other")

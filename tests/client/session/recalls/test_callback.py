@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 from tests.client.session.recalls.asking import answering, prepared, recall, until_heard
-from tests.support.daemons import until
+from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_broker import MODEL, PAGE, Caller, PlayedBroker, buffer, line, model
 
 import membroker
@@ -77,11 +77,11 @@ class TestInTheCallback:
 
         def hang(_: membroker.Recall) -> None:
             began.set()
-            assert go_on.wait(30)
+            assert go_on.wait(DEADLINE_SECONDS)
 
         answering(broker, served, hang)
         recall(broker, 1)
-        assert began.wait(30)
+        assert began.wait(DEADLINE_SECONDS)
         caller = Caller(client.close)
         broker.reply(broker.hear("goodbye").request_id, goodbye=pb.GoodbyeResponse())
         caller.value()
@@ -119,11 +119,11 @@ class TestHeldUp:
 
         def slow(_: membroker.Recall) -> None:
             began.set()
-            assert go_on.wait(30)
+            assert go_on.wait(DEADLINE_SECONDS)
 
         answering(broker, served, slow)
         recall(broker, 1)
-        assert began.wait(30)
+        assert began.wait(DEADLINE_SECONDS)
         inside = threading.Event()
 
         def capture() -> None:
@@ -185,7 +185,7 @@ class TestHeldUp:
 
 def test_a_client_that_is_garbage_ends_although_its_callback_refers_to_it(broker: PlayedBroker) -> None:
     """A notebook's cell is run again: the callback has the model, the model the session, and no thread has either."""
-    client: membroker.Client | None = broker.connect(timeout=30)
+    client: membroker.Client | None = broker.connect(timeout=DEADLINE_SECONDS)
     assert client is not None
     line(client).inventory.registered(MODEL)
     served: membroker.Model | None = model(client)

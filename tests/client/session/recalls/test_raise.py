@@ -6,7 +6,7 @@ import threading
 
 import pytest
 from tests.client.session.recalls.asking import HOST, answering, prepared, recall, until_heard
-from tests.support.daemons import until
+from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_broker import MODEL, PAGE, PlayedBroker, buffer
 
 import membroker
@@ -28,7 +28,7 @@ class TestRaises:
 
         def give(one: membroker.Recall) -> None:
             called.append((one.size, one.deadline))
-            assert go_on.wait(30)
+            assert go_on.wait(DEADLINE_SECONDS)
             for memory, _ in (first, second)[: one.remaining // PAGE]:
                 memory.close()
             called.append((one.remaining, one.deadline))
@@ -54,7 +54,7 @@ class TestRaises:
         def give(one: membroker.Recall) -> None:
             called.append(one.remaining)
             memory.close()
-            assert go_on.wait(30)
+            assert go_on.wait(DEADLINE_SECONDS)
 
         answering(broker, served, give)
         recall(broker, 1)
@@ -101,7 +101,7 @@ class TestRaises:
 
         def wake(one: membroker.Recall) -> object:
             called.append(one)
-            assert one.location == "device" or go_on.wait(30)
+            assert one.location == "device" or go_on.wait(DEADLINE_SECONDS)
             return membroker.DEFERRED
 
         answering(broker, served, wake)

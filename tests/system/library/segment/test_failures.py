@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.support.daemons import Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.processes import (
     ends,
     heard,
@@ -135,7 +135,7 @@ say("well")
         waiting = threading.Thread(target=wait)
         waiting.start()
         daemon.kill()
-        waiting.join(30)
+        waiting.join(DEADLINE_SECONDS)
         assert raised == [membroker.BrokerUnavailable]
         assert attached.read(0, 5) == b"hello"
         written.write(0, b"on")
@@ -170,7 +170,7 @@ def test_threads_share_a_segment(daemon: Daemon, transport: str) -> None:
     with membroker.connect(daemon.endpoint(), transport=transport) as client:
         sealed(client.register_model("m"), data=bytes(PAGE - 4) + b"last")
         for thread in [run(work, client) for _ in range(8)]:
-            thread.join(60)
+            thread.join(DEADLINE_SECONDS)
         assert errors == []
         until(lambda: holders(client) == {"weights": 0})
         client.delete_segment("weights")
