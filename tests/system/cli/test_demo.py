@@ -132,15 +132,15 @@ def test_it_fails_where_a_claim_of_its_sharing_does_not_hold(
     breakage: str, disproved: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A reader that borrows a copy of its own, reads something else, or never lets go: each is noticed."""
-    tell = demo.Worker.tell
+    tell = demo.DemoWorker.tell
 
-    def told(worker: demo.Worker, do: str, **more: Any) -> dict[str, Any]:
+    def told(worker: demo.DemoWorker, do: str, **more: Any) -> dict[str, Any]:
         answer = {} if (breakage, do) == ("keeps", "let go") else tell(worker, do, **more)
         if (breakage, do) == ("copies", "attach"):
             tell(worker, "admit", request=1, pages=demo.WEIGHTS // demo.PAGE)
         return {"sum": id(answer)} if (breakage, do) == ("misreads", "sum") else answer
 
-    monkeypatch.setattr(demo.Worker, "tell", told)
+    monkeypatch.setattr(demo.DemoWorker, "tell", told)
     monkeypatch.setattr(demo_processes, "SOON_SECONDS", 1.5)
     assert demo.main() == 1
     assert f"the demo failed: {disproved}" in capsys.readouterr().err
@@ -177,9 +177,9 @@ def test_it_fails_where_a_claim_of_its_burst_does_not_hold(
 ) -> None:
     """A borrower that answers no recalls, memory that comes late or not, books that are wrong, a refusal on the way."""
     plays_only("_burst", monkeypatch)
-    tell = demo.Worker.tell
+    tell = demo.DemoWorker.tell
 
-    def told(worker: demo.Worker, do: str, **more: Any) -> dict[str, Any]:
+    def told(worker: demo.DemoWorker, do: str, **more: Any) -> dict[str, Any]:
         if (breakage, do) == ("promises nothing", "answer recalls"):
             return {}
         if (breakage, do, worker.model) == ("wants more", "admit", "chat"):
@@ -189,7 +189,7 @@ def test_it_fails_where_a_claim_of_its_burst_does_not_hold(
         answer = tell(worker, do, **more)
         return {"held": 1} if (breakage, do) == ("holds more", "held") else answer
 
-    monkeypatch.setattr(demo.Worker, "tell", told)
+    monkeypatch.setattr(demo.DemoWorker, "tell", told)
     monkeypatch.setattr(demo_processes, "SOON_SECONDS", 1.5)
     if breakage == "is slow":
         monkeypatch.setattr(demo, "BURST_SECONDS", 0.0)
@@ -207,14 +207,14 @@ def only_the_brokers_death(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def before_the_successor(monkeypatch: pytest.MonkeyPatch, happens: Callable[[Path], None]) -> None:
     """Let something happen to the dead daemon's directory `state/`."""
-    start = demo.Broker._start
+    start = demo.DemoBroker._start
 
-    def started(broker: demo.Broker) -> None:
+    def started(broker: demo.DemoBroker) -> None:
         if broker.starts:
             happens(broker._root / "state")
         start(broker)
 
-    monkeypatch.setattr(demo.Broker, "_start", started)
+    monkeypatch.setattr(demo.DemoBroker, "_start", started)
 
 
 @pytest.mark.usefixtures("place", "forked", "only_the_brokers_death")
@@ -235,11 +235,11 @@ class TestTheBrokersDeath:
         fails(capsys, "the device and the workers' memory differ")
 
     def test_no_successor(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        def stays_away(broker: demo.Broker) -> None:
+        def stays_away(broker: demo.DemoBroker) -> None:
             monkeypatch.setattr(demo_processes, "START_SECONDS", 0.1)
             broker._leaving.wait()
 
-        monkeypatch.setattr(demo.Broker, "_supervise", stays_away)
+        monkeypatch.setattr(demo.DemoBroker, "_supervise", stays_away)
         fails(capsys, "the broker was killed, and no other was started in its place")
 
     @pytest.mark.parametrize(
@@ -258,14 +258,14 @@ class TestTheBrokersDeath:
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        tell, told = demo.Worker.tell, list[str]()
+        tell, told = demo.DemoWorker.tell, list[str]()
 
-        def lies(worker: demo.Worker, do: str, **more: Any) -> dict[str, Any]:
+        def lies(worker: demo.DemoWorker, do: str, **more: Any) -> dict[str, Any]:
             told.append(do)
             lied = do == order and "end work" in told
             return tell(worker, do, **more) | (change if lied else {})
 
-        monkeypatch.setattr(demo.Worker, "tell", lies)
+        monkeypatch.setattr(demo.DemoWorker, "tell", lies)
         monkeypatch.setattr(demo_processes, "SOON_SECONDS", 1.5)
         fails(capsys, disproved)
 
