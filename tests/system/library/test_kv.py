@@ -148,7 +148,7 @@ def test_a_busy_engine_gives_way_to_a_guarantee(seed: int, shared: bool) -> None
     the program counts the memory of its models in a `SharedMemoryPool`.
     """
     with (
-        # However busy this machine is, what is asked back is returned and not late, and who waits for it waits.
+        # However busy this machine is, what is asked back is returned and not late, and a request for it waits.
         running({**GUARANTEES, "recall_seconds": 3600, "guarantee_wait_seconds": 3600}) as daemon,
         serving(daemon, "red", seed, shared=shared) as red,
         serving(daemon, "blue", seed + 1) as blue,
