@@ -101,11 +101,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.basetemp = str(RUN.directory / "run" / "tmp")
 
 
-def pytest_unconfigure() -> None:
-    """Remove the run's directory."""
-    RUN.remove()
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put files with deep tests first, then those with many tests, so that no process is left with a long file."""
     files: dict[str, list[pytest.Item]] = {}

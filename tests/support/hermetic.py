@@ -6,6 +6,7 @@ that tests start inherit them. It must never look for anything that another run 
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import signal
@@ -46,6 +47,8 @@ class Run:
                 del os.environ[name]
         # A process of pytest-xdist has a directory in that of the process that started it.
         self.directory = _directory(os.environ.get("PYTEST_XDIST_WORKER"))
+        self._owner = os.getpid()
+        atexit.register(self._remove)
         self.directory.chmod(0o1777)  # as /tmp: some tests start programs of other users
         os.environ |= {"TMPDIR": str(self.directory), RUN_VARIABLE: str(self.directory)}
         tempfile.tempdir = None
@@ -94,9 +97,9 @@ class Run:
                 found.append(f"process {entry.name}, {command[:200]} ({test})")
         return found
 
-    def remove(self) -> None:
-        """Remove the directory."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+    def _remove(self) -> None:
+        if os.getpid() == self._owner:  # a test's fork has inherited this
+            shutil.rmtree(self.directory, ignore_errors=True)
 
 
 def _reset_signals() -> None:
