@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 from ..errors import InvalidRequest
 from .engine import Engine
-from .groups import ASKED, DRAINING, HELD, MAPPED, RETIRING, Groups
+from .groups import DRAINING, HELD, MAPPED, RETIRING, Groups
 from .layout import MAX_BLOCKS, Layout
 
 
-class Balloon(Groups):
-    """The groups and blocks of `layout`. All sizes are in bytes.
+class Balloon:
+    """The choice over the groups and blocks of `layout`, whose states are in `groups`. All sizes are in bytes.
 
     `floor` is never released. `ahead` is mapped beyond what the engine wants, so that growth finds it ready. `keep`
     is the most that cached prefixes may occupy in groups that no request uses. `ceiling` is the most that has memory at
@@ -41,7 +41,8 @@ class Balloon(Groups):
         ceiling: int | None = None,
         always: Collection[int] = (0,),
     ) -> None:
-        super().__init__(layout, always)
+        self.groups = Groups(layout, always)
+        self._layout = layout
         self.floor = floor
         self.keep = keep
         self.ahead = -(-ahead // layout.block_bytes)
@@ -52,7 +53,7 @@ class Balloon(Groups):
         self._next = layout.groups
         """A sweep goes on below this group."""
         self._last_drained = -1
-        if ceiling is not None and ceiling < max(floor, sum(self._bytes[group] for group in self.first)):
+        if ceiling is not None and ceiling < max(floor, sum(self.groups.sizes[group] for group in self.groups.first)):
             raise InvalidRequest(f"a ceiling of {ceiling} bytes is below the floor, or below what always has memory")
 
     # Growing
@@ -64,20 +65,22 @@ class Balloon(Groups):
         not. The lowest group comes first, so that what is mapped stays packed, and only its last block straddles into a
         page without memory.
         """
-        group = self._states.find(HELD)
-        if group < 0 or (self.ceiling is not None and self.charged_bytes + self._bytes[group] > self.ceiling):
+        groups = self.groups
+        group = groups.lowest_in(HELD)
+        if group is None or (self.ceiling is not None and groups.charged_bytes + groups.sizes[group] > self.ceiling):
             return None
-        if self.available < want or self.staying_bytes + self._charged[ASKED] < self.floor:
+        if groups.available < want or groups.staying_bytes + groups.asked_bytes < self.floor:
             return group, True
-        return (group, False) if self.available < want + self.ahead else None
+        return (group, False) if groups.available < want + self.ahead else None
 
     def wanted_bytes(self, want: int) -> int:
         """Return about how much is needed until the engine has `want` blocks, a group that is being asked for included.
 
         It is no more than the ceiling leaves.
         """
-        size = max(0, want - self.available) * self.layout.block_bytes
-        return size if self.ceiling is None else min(size, self.ceiling - self.charged_bytes + self._charged[ASKED])
+        groups = self.groups
+        size = max(0, want - groups.available) * self._layout.block_bytes
+        return size if self.ceiling is None else min(size, self.ceiling - groups.charged_bytes + groups.asked_bytes)
 
     # Shrinking
 
@@ -93,51 +96,51 @@ class Balloon(Groups):
         beyond `keep`. A call looks at about `most` blocks for that, or for what has become free, and the next one goes
         on from there: see `is_sweeping`.
         """
-        if size > self.going_bytes:
+        if size > self.groups.going_bytes:
             return self._choose_asked(size, engine)
         return self._choose_free(size, engine, most) if size else self._choose_spare(want, engine, most)
 
     @property
     def is_sweeping(self) -> bool:
         """Whether the last `choose` has not looked at all groups, and the next one goes on."""
-        return self._next < self.layout.groups
+        return self._next < self._layout.groups
 
     def _choose_asked(self, size: int, engine: Engine) -> list[int]:
         chosen = list[int]()
 
         def drain(looks: Iterable[_Look]) -> None:
             for look in looks:
-                if self.going_bytes >= size:
+                if self.groups.going_bytes >= size:
                     return
                 self._drain(look.group, chosen)
 
-        looks = [self._look(group, engine) for group in self.groups_in(MAPPED) if group not in self.first]
-        drain(sorted((one for one in looks if not one.used), key=lambda one: (one.warmth, -one.group)))
-        if self.going_bytes < size:  # costs take the engine's time
-            costs = {one: self._cost(one.group, engine) for one in looks if one.used}
-            drain(sorted(costs, key=lambda one: (costs[one], one.used, -one.group)))
+        looks = [self._look(group, engine) for group in self.groups.groups_in(MAPPED) if group not in self.groups.first]
+        drain(sorted((look for look in looks if not look.used), key=lambda look: (look.warmth, -look.group)))
+        if self.groups.going_bytes < size:  # costs take the engine's time
+            costs = {look: self._cost(look.group, engine) for look in looks if look.used}
+            drain(sorted(costs, key=lambda look: (costs[look], look.used, -look.group)))
         return chosen
 
     def _choose_free(self, size: int, engine: Engine, most: int) -> list[int]:
         chosen = list[int]()
-        for group in self._next_groups(most) if size > self.retiring_bytes else ():
+        for group in self._next_groups(most) if size > self.groups.retiring_bytes else ():
             if not self._look(group, engine).used:
                 self._drain(group, chosen)
         return chosen
 
     def _drain(self, group: int, chosen: list[int]) -> None:
-        if self.staying_bytes - self._bytes[group] >= self.floor:
-            self.move(group, "chosen")
+        if self.groups.staying_bytes - self.groups.sizes[group] >= self.floor:
+            self.groups.move(group, "chosen")
             self._cached.pop(group, None)
             chosen.append(group)
 
     def _cost(self, group: int, engine: Engine) -> float:
-        return engine.cost([block for block in self.layout.members(group) if self._out[block]])
+        return engine.cost(self.groups.blocks_out(group))
 
     def _choose_spare(self, want: int, engine: Engine, most: int) -> list[int]:
-        left, chosen = self.available - want - self.ahead, list[int]()
+        left, chosen = self.groups.available - want - self.ahead, list[int]()
         if left < 0:
-            self._next = self.layout.groups
+            self._next = self._layout.groups
             return chosen
 
         def spare(look: _Look) -> None:
@@ -148,14 +151,14 @@ class Balloon(Groups):
 
         for group in self._next_groups(most):
             look = self._look(group, engine)
-            if not look.warmth and 2 * look.used <= len(self.layout.members(group)):
+            if not look.warmth and 2 * look.used <= len(self._layout.members(group)):
                 spare(look)
-        cached = sum(self._bytes[group] for group in self._cached)
+        cached = sum(self.groups.sizes[group] for group in self._cached)
         for group in sorted(self._cached, key=self._cached.__getitem__):
             if cached <= self.keep:
                 break
             look = self._look(group, engine)  # it may be busy by now
-            cached -= self._bytes[group]
+            cached -= self.groups.sizes[group]
             if not look.used:
                 spare(look)
         return chosen
@@ -165,36 +168,34 @@ class Balloon(Groups):
         found, blocks = [], 0
         while self._next and blocks < most:
             self._next -= 1
-            if self._states[self._next] == MAPPED and self._next not in self.first:
+            if self.groups.state(self._next) == MAPPED and self._next not in self.groups.first:
                 found.append(self._next)
-                blocks += len(self.layout.members(self._next))
+                blocks += len(self._layout.members(self._next))
         if not self._next:
-            self._next = self.layout.groups
+            self._next = self._layout.groups
         return found
 
     def _look(self, group: int, engine: Engine) -> _Look:
         """Look at a group, and note whether it has nothing but cached contents."""
-        members = self.layout.members(group)
-        with_engine = [block for block in members if self._out[block]]
+        with_engine = self.groups.blocks_out(group)
         free = engine.unused(with_engine)
         used, warmth = len(with_engine) - len(free), engine.warmth(list(free)) if free else 0.0
         if warmth and not used:
             self._cached[group] = warmth
         else:
             self._cached.pop(group, None)
-        ready = 0 if len(with_engine) == len(members) else sum(block in self._ready for block in members)
-        return _Look(group, used, warmth, ready + sum(not self._missing[block] for block in free))
+        return _Look(group, used, warmth, self.groups.loss_of(group, free))
 
     def next_draining(self, most: int) -> list[int]:
         """Return draining groups with about `most` blocks, the next ones each time: many can wait for long requests."""
-        groups = self.groups_in(DRAINING)
+        groups = self.groups.groups_in(DRAINING)
         after = bisect_right(groups, self._last_drained)
         found, blocks = [], 0
         for group in groups[after:] + groups[:after]:
             if blocks >= most:
                 break
             found.append(group)
-            blocks += len(self.layout.members(group))
+            blocks += len(self._layout.members(group))
         if found:
             self._last_drained = found[-1]
         return found
@@ -202,22 +203,22 @@ class Balloon(Groups):
     def revive(self, want: int) -> list[int]:
         """Stop releasing what the engine wants again, the lowest groups first; return them. Nothing is borrowed."""
         revived = []
-        for group in sorted([*self.groups_in(DRAINING), *self.groups_in(RETIRING)]):
-            if self.available >= want:
+        for group in sorted([*self.groups.groups_in(DRAINING), *self.groups.groups_in(RETIRING)]):
+            if self.groups.available >= want:
                 break
-            self.move(group, "wanted")
+            self.groups.move(group, "wanted")
             revived.append(group)
         return revived
 
     def reconsider(self) -> None:
         """Stop draining: none of these groups is to go any more, unless it is chosen again."""
-        for group in self.groups_in(DRAINING):
-            self.move(group, "wanted")
+        for group in self.groups.groups_in(DRAINING):
+            self.groups.move(group, "wanted")
 
     def check(self) -> None:
         """Assert what always holds. For tests: it looks at every block."""
-        super().check()
-        assert self.ceiling is None or self.charged_bytes <= self.ceiling
+        self.groups.check()
+        assert self.ceiling is None or self.groups.charged_bytes <= self.ceiling
 
 
 class _Look(NamedTuple):

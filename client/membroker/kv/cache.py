@@ -91,6 +91,7 @@ class ElasticCache(Closing):
             ceiling=None if ceiling is None else bytes_of("the ceiling", ceiling),
             always=always,
         )
+        self._groups = self._balloon.groups
         self._state = CacheState(self._balloon, len(always))
         self._closed = False
         self._left: list[tuple[int, int]] = []
@@ -99,9 +100,9 @@ class ElasticCache(Closing):
         """Whether the groups that always have memory have none, because the engine sleeps."""
         first = self._first_ranges()
         pool.allocate_ranges(first, wait=wait)
-        for group in self._balloon.first:
-            self._balloon.move(group, "asked")
-            self._balloon.move(group, "mapped")
+        for group in self._groups.first:
+            self._groups.move(group, "asked")
+            self._groups.move(group, "mapped")
         lender: Any = pool if isinstance(pool, Ranks) else pool._lender
         self._model: Any = lender if hasattr(lender, "on_recall") else None
         self._borrower = GroupBorrower(pool, layout, self._state, self._borrowed)
@@ -131,7 +132,7 @@ class ElasticCache(Closing):
         self._check_open()
         if self._releaser.engine is not None:
             raise InvalidRequest("this cache has an engine already")
-        engine.hold([block for block in range(self.layout.blocks) if not self._balloon.is_out(block)])
+        engine.hold([block for block in range(self.layout.blocks) if not self._groups.is_out(block)])
         self._releaser.engine = engine
         self.turn()
 
@@ -265,7 +266,7 @@ class ElasticCache(Closing):
         self._releaser.look()
 
     def _first_ranges(self) -> list[tuple[int, int]]:
-        return [one for group in self._balloon.first for one in self.layout.ranges(group)]
+        return [one for group in self._groups.first for one in self.layout.ranges(group)]
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -326,7 +327,7 @@ class ElasticCache(Closing):
                 logger.info("could not tell the broker that this cache answers no more recalls: %s", error)
         for thread in self._threads:
             thread.join(CLOSE_SECONDS)
-        groups = [group for state in (MAPPED, DRAINING, RETIRING, DOOMED) for group in self._balloon.groups_in(state)]
+        groups = [group for state in (MAPPED, DRAINING, RETIRING, DOOMED) for group in self._groups.groups_in(state)]
         self._left = [one for group in groups for one in self.layout.ranges(group)]
 
     def stats(self) -> CacheStats:
@@ -334,7 +335,7 @@ class ElasticCache(Closing):
         self._check_open()
         found = self._state.stats()
         if self._first_gone:
-            gone = sum(map(self.layout.bytes_of, self._balloon.first))
+            gone = sum(map(self.layout.bytes_of, self._groups.first))
             found = replace(found, charged_bytes=found.charged_bytes - gone)
         return found
 

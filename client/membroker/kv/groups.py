@@ -41,10 +41,11 @@ class Groups:
             if not 0 <= block < layout.blocks:
                 raise InvalidRequest(f"block {block} is not one of the cache's {layout.blocks}")
         self.layout = layout
-        self._bytes = [layout.bytes_of(group) for group in range(layout.groups)]
+        self.sizes = [layout.bytes_of(group) for group in range(layout.groups)]
+        """The bytes of each group."""
         self._states = bytearray([HELD]) * layout.groups
         self._charged = [0] * len(LIFECYCLE)
-        self._charged[HELD] = sum(self._bytes)
+        self._charged[HELD] = sum(self.sizes)
         # For each block: how many of its groups are not mapped, and whether the engine has it.
         self._missing = [len(layout.touched(block)) for block in range(layout.blocks)]
         self._out = bytearray(layout.blocks)
@@ -74,6 +75,11 @@ class Groups:
         return bool(self._ready)
 
     @property
+    def asked_bytes(self) -> int:
+        """Bytes that are being borrowed."""
+        return self._charged[ASKED]
+
+    @property
     def staying_bytes(self) -> int:
         """Bytes with memory, less those that are going."""
         return self._charged[MAPPED]
@@ -91,7 +97,7 @@ class Groups:
     @property
     def charged_bytes(self) -> int:
         """Bytes with memory, those included that are being borrowed."""
-        return self._charged[ASKED] + self.staying_bytes + self.going_bytes
+        return self.asked_bytes + self.staying_bytes + self.going_bytes
 
     @property
     def is_draining(self) -> bool:
@@ -108,6 +114,20 @@ class Groups:
             return []
         return [group for group, found in enumerate(self._states) if found == state]
 
+    def lowest_in(self, state: int) -> int | None:
+        """Return the lowest group in a state, or None."""
+        group = self._states.find(state)
+        return None if group < 0 else group
+
+    def blocks_out(self, group: int) -> list[int]:
+        """Return the blocks of a group that the engine has."""
+        return [block for block in self.layout.members(group) if self._out[block]]
+
+    def loss_of(self, group: int, unused: Collection[int]) -> int:
+        """Return how many blocks the engine would miss at once without a group, of whose blocks it has these unused."""
+        ready = sum(block in self._ready for block in self.layout.members(group)) if self._ready else 0
+        return ready + sum(not self._missing[block] for block in unused)
+
     def is_out(self, block: int) -> bool:
         """Return whether the engine has a block."""
         return bool(self._out[block])
@@ -118,8 +138,8 @@ class Groups:
         after = LIFECYCLE[before].get(cause)
         assert after is not None, f"group {group} in state {before} cannot be {cause!r}"
         self._states[group] = after
-        self._charged[before] -= self._bytes[group]
-        self._charged[after] += self._bytes[group]
+        self._charged[before] -= self.sizes[group]
+        self._charged[after] += self.sizes[group]
         change = (before == MAPPED) - (after == MAPPED)
         if change:
             for block in self.layout.members(group):
@@ -163,7 +183,9 @@ class Groups:
     def staying_blocks(self) -> list[int]:
         """Return the engine's blocks whose memory stays, without those of `always`."""
         members = {block for group in self.groups_in(MAPPED) for block in self.layout.members(group)}
-        return sorted(one for one in members if self._out[one] and not self._missing[one] and one not in self._always)
+        return sorted(
+            block for block in members if self._out[block] and not self._missing[block] and block not in self._always
+        )
 
     def retire(self, groups: Iterable[int], *, final: bool = False) -> list[int]:
         """Return those draining groups of which the engine has no block any more. They wait for a fence from now on.
@@ -187,4 +209,4 @@ class Groups:
             assert (block in self._ready) == (not self._missing[block] and not self._out[block])
         assert self._count == self._out.count(1)
         for state in LIFECYCLE:
-            assert self._charged[state] == sum(self._bytes[group] for group in self.groups_in(state))
+            assert self._charged[state] == sum(self.sizes[group] for group in self.groups_in(state))

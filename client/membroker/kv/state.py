@@ -76,6 +76,7 @@ class CacheState:
 
     def __init__(self, balloon: Balloon, want: int) -> None:
         self._balloon = balloon
+        self._groups = balloon.groups
         self._want = want
         self._peaks = [0, 0]
         """The most that was wanted since the last look, and between that and the one before."""
@@ -123,19 +124,19 @@ class CacheState:
     def take(self) -> list[int]:
         """Return the blocks that have become usable."""
         with self._lock:
-            return [] if self._suspended else self._balloon.take()
+            return [] if self._suspended else self._groups.take()
 
     def untaken(self, blocks: Collection[int]) -> None:
         """Note that the engine does not have these blocks after all: the next `take` returns them again."""
         with self._lock:
-            self._balloon.held(blocks)
+            self._groups.held(blocks)
 
     def question(self) -> tuple[int, bool] | None:
         """Return the group to borrow now, and whether it is needed, or None. The caller tells the answer."""
         with self._lock:
             found = self._next_question()
             if found is not None:
-                self._balloon.move(found[0], "asked")
+                self._groups.move(found[0], "asked")
             return found
 
     def _next_question(self) -> tuple[int, bool] | None:
@@ -150,7 +151,7 @@ class CacheState:
     def answered(self, group: int, *, is_granted: bool) -> None:
         """Note that a group was borrowed and mapped, or refused."""
         with self._lock:
-            self._balloon.move(group, "mapped" if is_granted else "refused")
+            self._groups.move(group, "mapped" if is_granted else "refused")
             self._grants += is_granted
             self._refusals += not is_granted
             self._changed.notify_all()
@@ -161,11 +162,11 @@ class CacheState:
 
     def wait_for(self, blocks: int, seconds: float) -> bool:
         """Wait until so many blocks have memory; return whether they have. Raises `ClosedError`."""
-        return self._wait(lambda: self._balloon.available >= blocks, seconds)
+        return self._wait(lambda: self._groups.available >= blocks, seconds)
 
     def wait_for_ready(self, seconds: float) -> bool:
         """Wait until `take` would return any blocks; return whether it would. Raises `ClosedError`."""
-        return self._wait(lambda: self._balloon.has_ready and not self._suspended, seconds)
+        return self._wait(lambda: self._groups.has_ready and not self._suspended, seconds)
 
     def _wait(self, is_so: Callable[[], bool], seconds: float) -> bool:
         with self._changed:
@@ -184,16 +185,16 @@ class CacheState:
     def is_growing(self) -> bool:
         """Whether memory that is needed is there to be taken, is being borrowed, or will be asked for next."""
         with self._lock:
-            is_asked = self._balloon.is_asking or self._next_question() is not None
-            has_ready = self._balloon.has_ready and not self._suspended
-            return has_ready or (is_asked and self._balloon.available < self._want)
+            is_asked = self._groups.is_asking or self._next_question() is not None
+            has_ready = self._groups.has_ready and not self._suspended
+            return has_ready or (is_asked and self._groups.available < self._want)
 
     # Shrinking
 
     def _asked_back(self) -> int:
         """Return the bytes that must go, what is going already included. The caller holds the lock."""
         if self._suspended:
-            return self._balloon.charged_bytes
+            return self._groups.charged_bytes
         return max([self._owed, *(recall.remaining for recall in self._recalls.values())])
 
     def hold(self, engine: Engine) -> list[int]:
@@ -204,31 +205,31 @@ class CacheState:
         now = time.monotonic()
         with self._lock:
             balloon, size = self._balloon, self._asked_back()
-            if self._is_asked_anew or 0 < size <= balloon.retiring_bytes:
+            if self._is_asked_anew or 0 < size <= self._groups.retiring_bytes:
                 balloon.reconsider()  # others may go sooner than what drains for want of use, or have gone
                 self._is_asked_anew = False
-            draining = balloon.groups_in(DRAINING) if size else balloon.next_draining(BLOCKS_PER_TURN)
-            self._hold_unused(engine, balloon.draining_blocks(draining))
+            draining = self._groups.groups_in(DRAINING) if size else balloon.next_draining(BLOCKS_PER_TURN)
+            self._hold_unused(engine, self._groups.draining_blocks(draining))
             is_due = now >= self._look_at
             if is_due or balloon.is_sweeping or size:
                 chosen = balloon.choose(max(self._peaks), size, engine, most=BLOCKS_PER_TURN)
-                self._hold_unused(engine, balloon.draining_blocks(chosen))
+                self._hold_unused(engine, self._groups.draining_blocks(chosen))
                 draining += chosen
             if size:
-                if (busy := balloon.draining_blocks(draining)) and engine.preempt(busy):
+                if (busy := self._groups.draining_blocks(draining)) and engine.preempt(busy):
                     self._hold_unused(engine, busy)
                 self._tried = list(self._recalls.values())
-                if not balloon.going_bytes:
+                if not self._groups.going_bytes:
                     self._owed = 0  # there is no more
             if self._suspended:
-                blocks = balloon.staying_blocks()
+                blocks = self._groups.staying_blocks()
                 if self._hold_unused(engine, blocks):
-                    blocks = balloon.staying_blocks()
-                self._left_bytes = -1 if blocks else balloon.staying_bytes
+                    blocks = self._groups.staying_blocks()
+                self._left_bytes = -1 if blocks else self._groups.staying_bytes
             if is_due:
                 self._look_at = now + LINGER_SECONDS
                 self._peaks = [self._want, self._peaks[0]]
-            retired = balloon.retire(draining, final=bool(size) and not self._suspended)
+            retired = self._groups.retire(draining, final=bool(size) and not self._suspended)
             if retired:
                 self._looks_left = LOOKS_AT_REST
             elif is_due and self._looks_left:
@@ -242,7 +243,7 @@ class CacheState:
             return False
         assert set(unused) <= set(blocks), "the engine gave blocks up that it was not asked for"
         engine.hold(list(unused))
-        self._balloon.held(unused)
+        self._groups.held(unused)
         return True
 
     def retire(self, fence: Fence) -> None:
@@ -259,22 +260,22 @@ class CacheState:
     def leave(self, group: int, fence: Fence) -> bool:
         """Note that a group is being unmapped, and return True; False if the engine has wanted it again meanwhile."""
         with self._lock:
-            if self._fences.get(group) is not fence or self._balloon.state(group) not in (RETIRING, DOOMED):
+            if self._fences.get(group) is not fence or self._groups.state(group) not in (RETIRING, DOOMED):
                 return False
-            self._balloon.move(group, "fence passed")
+            self._groups.move(group, "fence passed")
             return True
 
     def stayed(self, group: int) -> None:
         """Note that it could not be unmapped, or only a part of it."""
         with self._lock:
-            self._balloon.move(group, "failed")
+            self._groups.move(group, "failed")
 
     def left(self, group: int) -> None:
         """Note that it was unmapped and released."""
         with self._lock:
-            self._balloon.move(group, "unmapped")
+            self._groups.move(group, "unmapped")
             self._fences.pop(group, None)
-            self._owed = max(0, self._owed - self._balloon.layout.bytes_of(group))
+            self._owed = max(0, self._owed - self._groups.layout.bytes_of(group))
 
     def rest(self) -> None:
         """Look some more times for what can go: the engine makes no turn from now on."""
@@ -303,7 +304,7 @@ class CacheState:
     def is_empty(self) -> bool:
         """Whether all is released that can go, and the engine has no block but those that it always has."""
         with self._lock:
-            return self._suspended and self._balloon.charged_bytes == self._left_bytes
+            return self._suspended and self._groups.charged_bytes == self._left_bytes
 
     # What others want back
 
@@ -335,7 +336,7 @@ class CacheState:
         with self._lock:
             for recall in self._recalls.values():
                 is_over = recall.deadline - ANSWER_SECONDS <= time.monotonic()
-                has_no_more = not has_engine or (recall in self._tried and not self._balloon.going_bytes)
+                has_no_more = not has_engine or (recall in self._tried and not self._groups.going_bytes)
                 if is_over or has_no_more or not recall.remaining:
                     return self._recalls.pop(recall.model)
             return None
@@ -360,7 +361,7 @@ class CacheState:
                 ends.append(max(now + FENCE_SECONDS, again))
             if at_rest and self._balloon.is_sweeping:
                 ends.append(again)
-            elif at_rest and (self._looks_left or self._balloon.is_draining):
+            elif at_rest and (self._looks_left or self._groups.is_draining):
                 ends.append(max(now + LINGER_SECONDS, again))
             ends += [recall.deadline - ANSWER_SECONDS for recall in self._recalls.values()]
         return max(0.0, min(ends) - now)
@@ -368,5 +369,11 @@ class CacheState:
     def stats(self) -> CacheStats:
         """Return the present figures."""
         with self._lock:
-            balloon, counts = self._balloon, (self._grants, self._refusals)
-            return CacheStats(balloon.available, self._want, balloon.charged_bytes, balloon.going_bytes, *counts)
+            return CacheStats(
+                blocks=self._groups.available,
+                wanted_blocks=self._want,
+                charged_bytes=self._groups.charged_bytes,
+                going_bytes=self._groups.going_bytes,
+                grants=self._grants,
+                refusals=self._refusals,
+            )

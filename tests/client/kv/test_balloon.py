@@ -33,9 +33,9 @@ def layer_major(layers: int, block: int, blocks: int) -> Layout:
 def with_memory(balloon: Balloon, groups: int) -> list[int]:
     """Map the lowest groups, and return the blocks that this makes usable."""
     for group in range(groups):
-        balloon.move(group, "asked")
-        balloon.move(group, "mapped")
-    return balloon.take()
+        balloon.groups.move(group, "asked")
+        balloon.groups.move(group, "mapped")
+    return balloon.groups.take()
 
 
 def all_unused(blocks: Sequence[int]) -> Collection[int]:
@@ -56,11 +56,11 @@ def test_a_straddling_block_comes_with_its_second_page() -> None:
     balloon = Balloon(block_major(768 << 10, 20), always=())
     assert with_memory(balloon, 1) == [0, 1]
     assert balloon.next_to_map(3) == (1, True)
-    balloon.move(1, "asked")
-    assert balloon.state(1) == ASKED
-    balloon.move(1, "mapped")
-    assert balloon.take() == [2, 3, 4]
-    assert balloon.take() == []
+    balloon.groups.move(1, "asked")
+    assert balloon.groups.state(1) == ASKED
+    balloon.groups.move(1, "mapped")
+    assert balloon.groups.take() == [2, 3, 4]
+    assert balloon.groups.take() == []
 
 
 def test_what_is_mapped_next() -> None:
@@ -79,17 +79,17 @@ def test_what_is_mapped_next() -> None:
 
 
 def with_memory_of(balloon: Balloon, group: int) -> None:
-    balloon.move(group, "asked")
-    balloon.move(group, "mapped")
-    balloon.take()
+    balloon.groups.move(group, "asked")
+    balloon.groups.move(group, "mapped")
+    balloon.groups.take()
 
 
 def test_a_refusal_changes_nothing() -> None:
     balloon = Balloon(block_major(MIB, 20), always=())
-    balloon.move(0, "asked")
-    assert balloon.charged_bytes == PAGE
-    balloon.move(0, "refused")
-    assert (balloon.charged_bytes, balloon.state(0), balloon.next_to_map(1)) == (0, HELD, (0, True))
+    balloon.groups.move(0, "asked")
+    assert balloon.groups.charged_bytes == PAGE
+    balloon.groups.move(0, "refused")
+    assert (balloon.groups.charged_bytes, balloon.groups.state(0), balloon.next_to_map(1)) == (0, HELD, (0, True))
     balloon.check()
 
 
@@ -150,11 +150,11 @@ def test_what_has_become_free_goes_instead_of_what_drains() -> None:
     assert choose() == [4], "all are busy"
     used.discard(4)
     assert [choose(), choose()] == [[], [2]], "one group a call, the highest first"
-    balloon.held([4, 5])
-    assert balloon.retire([2, 4]) == [2]
-    assert (choose(), balloon.retiring_bytes, balloon.going_bytes) == ([], PAGE, 2 * PAGE)
+    balloon.groups.held([4, 5])
+    assert balloon.groups.retire([2, 4]) == [2]
+    assert (choose(), balloon.groups.retiring_bytes, balloon.groups.going_bytes) == ([], PAGE, 2 * PAGE)
     balloon.reconsider()
-    assert (balloon.state(4), balloon.going_bytes) == (MAPPED, PAGE)
+    assert (balloon.groups.state(4), balloon.groups.going_bytes) == (MAPPED, PAGE)
     balloon.check()
 
 
@@ -196,24 +196,24 @@ def test_a_busy_group_goes_when_its_last_request_ends() -> None:
         return [block for block in blocks if block not in used]
 
     assert balloon.choose(10, 0, asking(unused)) == [3], "a request of 10 blocks more would miss those of the group 2"
-    balloon.held([12, 13, 14, 15])
-    assert balloon.retire(balloon.groups_in(DRAINING)) == [3]
+    balloon.groups.held([12, 13, 14, 15])
+    assert balloon.groups.retire(balloon.groups.groups_in(DRAINING)) == [3]
     assert balloon.choose(9, 0, asking(unused)) == [2]
-    assert balloon.draining_blocks(balloon.groups_in(DRAINING)) == [8, 9, 10, 11]
-    balloon.held([9, 10, 11])
+    assert balloon.groups.draining_blocks(balloon.groups.groups_in(DRAINING)) == [8, 9, 10, 11]
+    balloon.groups.held([9, 10, 11])
     assert (
-        balloon.retire(balloon.groups_in(DRAINING)),
-        balloon.draining_blocks(balloon.groups_in(DRAINING)),
-        balloon.take(),
+        balloon.groups.retire(balloon.groups.groups_in(DRAINING)),
+        balloon.groups.draining_blocks(balloon.groups.groups_in(DRAINING)),
+        balloon.groups.take(),
     ) == ([], [8], [])
     balloon.check()
-    balloon.held([8])
-    assert balloon.retire(balloon.groups_in(DRAINING)) == [2]
+    balloon.groups.held([8])
+    assert balloon.groups.retire(balloon.groups.groups_in(DRAINING)) == [2]
     for group in (2, 3):
-        balloon.move(group, "fence passed")
-        assert balloon.state(group) == LEAVING
-        balloon.move(group, "unmapped")
-    assert (balloon.charged_bytes, balloon.available) == (2 * PAGE, 8)
+        balloon.groups.move(group, "fence passed")
+        assert balloon.groups.state(group) == LEAVING
+        balloon.groups.move(group, "unmapped")
+    assert (balloon.groups.charged_bytes, balloon.groups.available) == (2 * PAGE, 8)
 
 
 def test_draining_groups_are_looked_at_in_turn() -> None:
@@ -231,15 +231,15 @@ def test_what_is_wanted_again_comes_back_without_a_request() -> None:
     balloon = Balloon(block_major(MIB, 10))
     with_memory(balloon, 5)
     assert balloon.choose(2, 0, asking()) == [4, 3, 2, 1]
-    balloon.held([2, 3, 4, 5, 6, 7])
-    assert balloon.retire(balloon.groups_in(DRAINING)) == [1, 2, 3]
-    balloon.move(1, "fence passed")
+    balloon.groups.held([2, 3, 4, 5, 6, 7])
+    assert balloon.groups.retire(balloon.groups.groups_in(DRAINING)) == [1, 2, 3]
+    balloon.groups.move(1, "fence passed")
     assert balloon.revive(6) == [2]
-    assert balloon.take() == [4, 5]
+    assert balloon.groups.take() == [4, 5]
     assert balloon.revive(7) == [3], "group 4 was draining, and the engine has its blocks still"
-    assert [balloon.state(group) for group in range(5)] == [MAPPED, LEAVING, MAPPED, MAPPED, DRAINING]
-    balloon.move(1, "failed")
-    assert balloon.state(1) == DOOMED
+    assert [balloon.groups.state(group) for group in range(5)] == [MAPPED, LEAVING, MAPPED, MAPPED, DRAINING]
+    balloon.groups.move(1, "failed")
+    assert balloon.groups.state(1) == DOOMED
     balloon.check()
 
 
@@ -282,13 +282,13 @@ class Machine:
         self.last_use = [0] * blocks
         self.recalled = 0
         self.quiet_steps = 0
-        for group in self.balloon.first:
-            self.balloon.move(group, "asked")
-            self.balloon.move(group, "mapped")
+        for group in self.balloon.groups.first:
+            self.balloon.groups.move(group, "asked")
+            self.balloon.groups.move(group, "mapped")
 
     def look(self, block: int) -> None:
         """A kernel uses a block."""
-        states = [self.balloon.state(group) for group in self.balloon.layout.touched(block)]
+        states = [self.balloon.groups.state(group) for group in self.balloon.groups.layout.touched(block)]
         assert set(states) <= {MAPPED, DRAINING}, f"block {block} is used, and its groups are in the states {states}"
         self.last_use[block] = self.step_number
 
@@ -297,17 +297,17 @@ class Machine:
         rng, balloon, engine = self.rng, self.balloon, self.engine
         if rng.random() < 0.4:
             engine.add(Request(rng.randrange(1, 8), rng.randrange(0, 3), decode_left=rng.randrange(1, 20)))
-        want = min(engine.need(), balloon.layout.blocks)
+        want = min(engine.need(), balloon.groups.layout.blocks)
         if not self.recalled:
             balloon.revive(want)
         if rng.random() < 0.8:
-            engine.release(balloon.take())
+            engine.release(balloon.groups.take())
         engine.step()
         self.give_back(engine.need())
         self.unmap()
         self.borrow(want)
         if rng.random() < 0.05:
-            self.recalled = rng.randrange(1, balloon.charged_bytes + 2)
+            self.recalled = rng.randrange(1, balloon.groups.charged_bytes + 2)
         elif self.recalled and rng.random() < 0.2:
             self.recalled = 0
         balloon.check()
@@ -315,63 +315,65 @@ class Machine:
     def is_sweeping(self) -> bool:
         """Some groups were not looked at since all was quiet."""
         self.quiet_steps += 1
-        return self.quiet_steps < 2 * self.balloon.layout.groups
+        return self.quiet_steps < 2 * self.balloon.groups.layout.groups
 
     def give_back(self, want: int) -> None:
         balloon, engine = self.balloon, self.engine
-        before = balloon.staying_bytes
+        before = balloon.groups.staying_bytes
         most = self.rng.choice([1, 20, 1000])
         chosen = balloon.choose(want, self.recalled, engine, most=most)
-        assert set(chosen).isdisjoint(balloon.first)
-        assert not chosen or balloon.staying_bytes >= balloon.floor, f"{before} bytes are below the floor now"
-        draining = balloon.groups_in(DRAINING) if self.recalled else [*balloon.next_draining(most), *chosen]
+        assert set(chosen).isdisjoint(balloon.groups.first)
+        assert not chosen or balloon.groups.staying_bytes >= balloon.floor, f"{before} bytes are below the floor now"
+        draining = balloon.groups.groups_in(DRAINING) if self.recalled else [*balloon.next_draining(most), *chosen]
         self.hold(draining)
-        if self.recalled and engine.preempt(balloon.draining_blocks(draining)):
+        if self.recalled and engine.preempt(balloon.groups.draining_blocks(draining)):
             self.hold(draining)
-            assert not balloon.draining_blocks(draining)
-        for group in balloon.retire(dict.fromkeys(draining)):
+            assert not balloon.groups.draining_blocks(draining)
+        for group in balloon.groups.retire(dict.fromkeys(draining)):
             self.fences[group] = self.step_number + self.rng.randrange(1, 4)
 
     def hold(self, groups: Sequence[int]) -> None:
-        blocks = self.engine.unused(self.balloon.draining_blocks(groups))
+        blocks = self.engine.unused(self.balloon.groups.draining_blocks(groups))
         self.engine.hold(blocks)
-        self.balloon.held(blocks)
+        self.balloon.groups.held(blocks)
 
     def unmap(self) -> None:
-        for group in self.balloon.groups_in(RETIRING) + self.balloon.groups_in(DOOMED):
+        for group in self.balloon.groups.groups_in(RETIRING) + self.balloon.groups.groups_in(DOOMED):
             if self.step_number >= self.fences[group]:
-                members = self.balloon.layout.members(group)
-                assert not any(self.balloon.is_out(block) or block in self.engine.used for block in members)
+                members = self.balloon.groups.layout.members(group)
+                assert not any(self.balloon.groups.is_out(block) or block in self.engine.used for block in members)
                 assert all(self.last_use[block] < self.step_number for block in members), "used in this very step"
-                self.balloon.move(group, "fence passed")
+                self.balloon.groups.move(group, "fence passed")
                 if self.rng.random() < 0.05:
-                    self.balloon.move(group, "failed")
+                    self.balloon.groups.move(group, "failed")
                 else:
-                    self.balloon.move(group, "unmapped")
+                    self.balloon.groups.move(group, "unmapped")
 
     def borrow(self, want: int) -> None:
         while not self.recalled and (found := self.balloon.next_to_map(want)):
             group, _ = found
-            self.balloon.move(group, "asked")
-            if self.balloon.charged_bytes > self.room or self.rng.random() < 0.1:
-                self.balloon.move(group, "refused")
+            self.balloon.groups.move(group, "asked")
+            if self.balloon.groups.charged_bytes > self.room or self.rng.random() < 0.1:
+                self.balloon.groups.move(group, "refused")
                 return
-            self.balloon.move(group, "mapped")
+            self.balloon.groups.move(group, "mapped")
 
     def drain(self) -> None:
         """No more requests come, all memory is there: everything ends, and only what must stay stays."""
         self.recalled, self.room = 0, 1 << 60
         for _ in range(3000):
             self.step_number += 1
-            want = min(self.engine.need(), self.balloon.layout.blocks)
+            want = min(self.engine.need(), self.balloon.groups.layout.blocks)
             self.balloon.revive(want)
-            self.engine.release(self.balloon.take())
+            self.engine.release(self.balloon.groups.take())
             self.engine.step()
             self.give_back(self.engine.need())
             self.unmap()
             self.borrow(want)
             self.balloon.check()
-            if not (self.engine.waiting or self.engine.running or self.balloon.going_bytes or self.is_sweeping()):
+            if not (
+                self.engine.waiting or self.engine.running or self.balloon.groups.going_bytes or self.is_sweeping()
+            ):
                 return
         raise AssertionError(f"{len(self.engine.waiting)} requests never end, of {self.engine.need()} blocks")
 
@@ -389,12 +391,14 @@ def test_random_traces(number: int) -> None:
     for _ in range(250):
         machine.step()
     ceiling = machine.balloon.ceiling
-    fits = ceiling is None or ceiling >= sum(map(machine.balloon.layout.bytes_of, range(machine.balloon.layout.groups)))
+    fits = ceiling is None or ceiling >= sum(
+        map(machine.balloon.groups.layout.bytes_of, range(machine.balloon.groups.layout.groups))
+    )
     if fits:
         machine.drain()
         balloon = machine.balloon
         assert machine.engine.finished
-        largest = max(map(balloon.layout.bytes_of, range(balloon.layout.groups)))
-        stays = sum(map(balloon.layout.bytes_of, balloon.first)) + balloon.floor + 2 * largest
-        ahead = balloon.ahead * balloon.layout.block_bytes
-        assert balloon.charged_bytes <= stays + ahead + (balloon.keep if machine.engine.caches else 0) + largest
+        largest = max(map(balloon.groups.layout.bytes_of, range(balloon.groups.layout.groups)))
+        stays = sum(map(balloon.groups.layout.bytes_of, balloon.groups.first)) + balloon.floor + 2 * largest
+        ahead = balloon.ahead * balloon.groups.layout.block_bytes
+        assert balloon.groups.charged_bytes <= stays + ahead + (balloon.keep if machine.engine.caches else 0) + largest

@@ -53,7 +53,7 @@ def test_what_waits_for_its_fence_goes_after_the_answer_too() -> None:
     assert state.hold(engine) == [4]
     state.settled(has_engine=True)
     state.want(10)
-    assert balloon.state(4) == DOOMED
+    assert balloon.groups.state(4) == DOOMED
 
 
 def test_a_recall_keeps_what_had_gone_before_it_from_coming_back() -> None:
@@ -68,7 +68,7 @@ def test_a_recall_keeps_what_had_gone_before_it_from_coming_back() -> None:
     assert state.hold(engine) == []
     state.settled(has_engine=True)
     state.want(10)
-    assert balloon.state(4) == DOOMED
+    assert balloon.groups.state(4) == DOOMED
 
 
 def test_what_is_wanted_again_before_it_has_a_fence_stays() -> None:
@@ -82,7 +82,7 @@ def test_what_is_wanted_again_before_it_has_a_fence_stays() -> None:
     state.want(10)
     assert state.hold(engine) == []
     state.retire(Over())
-    assert (state.retiring(), balloon.state(4)) == ([], MAPPED)
+    assert (state.retiring(), balloon.groups.state(4)) == ([], MAPPED)
 
 
 def test_a_recall_takes_free_groups_and_not_those_that_drain_already() -> None:
@@ -92,10 +92,10 @@ def test_a_recall_takes_free_groups_and_not_those_that_drain_already() -> None:
     state, engine = CacheState(balloon, 1), an_engine({8})
     state.want(8)
     assert state.hold(engine) == []
-    assert balloon.groups_in(DRAINING) == [4], "half of it is used, and 8 blocks are wanted"
+    assert balloon.groups.groups_in(DRAINING) == [4], "half of it is used, and 8 blocks are wanted"
     state.recalled(Recall("m", PAGE, time.monotonic() + 1.0))
     assert state.hold(engine) == [3]
-    assert (balloon.state(3), balloon.state(4)) == (DOOMED, MAPPED)
+    assert (balloon.groups.state(3), balloon.groups.state(4)) == (DOOMED, MAPPED)
     assert not engine.asked
 
 
@@ -104,7 +104,7 @@ def test_an_engine_that_gives_up_other_blocks_is_told_so() -> None:
     balloon = Balloon(block_major(MIB, 10))
     with_memory(balloon, 5)
     state, engine = CacheState(balloon, 1), an_engine(set())
-    engine.unused = lambda blocks: range(balloon.available)
+    engine.unused = lambda blocks: range(balloon.groups.available)
     state.want(8)
     state.recalled(Recall("m", PAGE, time.monotonic()))
     with pytest.raises(AssertionError, match="not asked for"):
