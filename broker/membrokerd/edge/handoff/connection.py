@@ -1,7 +1,8 @@
-"""One handoff connection: frames in, frames and descriptors out.
+"""One handoff connection: how it gets its session, frames in, frames and descriptors out.
 
-Owns the socket, and the pidfd until there is a session. While packets wait to be sent nothing is read, so a peer that
-does not read cannot make the broker work or grow. Must never decide anything about memory.
+Owns the socket, and the pidfd until there is a session. A Hello opens a session, or resumes one, and then the process
+states its Holds. While packets wait to be sent nothing is read, so a peer that does not read cannot make the broker
+work or grow. Must never decide anything about memory.
 """
 
 from __future__ import annotations
@@ -18,17 +19,22 @@ from typing import Any
 
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire import frames as handoff
-from membroker.wire.names import session_name
+from membroker.wire.names import MAX_CLIENT_CHARACTERS, PROTOCOL_REVISION, PROTOCOL_VERSION, session_name
 
+from ... import __version__
 from ...core import effects as fx
 from ...core import events as ev
 from ...core.denied import Denied, Reason, deny
+from ...core.rows import SessionRow
+from ...runtime.connections import SessionConnection
 from ...system import logs
 from ...system.failpoints import reach
-from ..convert import from_recall
+from ..convert import Refused, from_recall
+from ..dispatch import new_token
 from ..errors import to_status
+from ..messages import LOCATION_NUMBERS
 from .endpoint import HandoffEndpoint
-from .handshake import Handshake
+from .holds import Holds
 from .outbox import Outbox
 from .peer import Peer, hang_up
 
@@ -44,6 +50,10 @@ _METHODS: Mapping[str, str] = {
 """By field of a frame: the method of BrokerService that the request in it belongs to."""
 _QUIET = frozenset(("release", "detach_segment"))
 """Requests that may be sent without asking for an answer (`no_reply`)."""
+HOLDS_SECONDS = 10.0
+"""How long a process that resumes may take from its Welcome to its last Holds."""
+
+_Pair = tuple[socket.socket, socket.socket]
 
 
 class HandoffConnection:
@@ -75,7 +85,7 @@ class HandoffConnection:
         """Send what is queued, unless the socket is full."""
         self._asked: set[int] = set()
         """Unanswered allocations that were requested on this connection. The others are answered by gRPC."""
-        self._told: int | None = None
+        self._sent_answer: int | None = None
         """An allocation whose answer was sent with its delivery, before the core has answered."""
         self._closed = False
         self.heard = 0
@@ -86,7 +96,7 @@ class HandoffConnection:
         """How many deliveries the client has acknowledged by their count."""
         self._waiting = False
         self._turns = self._loop.turns
-        self._whose = endpoint.tenant_of(peer)
+        self._peers_tenant = endpoint.tenant_of(peer)
         self._descriptor = sock.fileno()
         self._io.add_reader(sock, self.read)
 
@@ -97,14 +107,14 @@ class HandoffConnection:
         if self._closed or self._outgoing or self._waiting:
             return
         turns, began = self._turns, time.perf_counter()
-        until = began + turns.left(self._whose, self._descriptor)
+        until = began + turns.left(self._peers_tenant, self._descriptor)
         for _ in range(FRAMES_PER_TURN):
             if time.perf_counter() >= until:
                 turns.pass_over(self._descriptor)  # the socket stays readable in the next turn
                 break
             if not self._read():
                 break
-        turns.charge(self._whose, time.perf_counter() - began)
+        turns.charge(self._peers_tenant, time.perf_counter() - began)
 
     def _read(self) -> bool:
         """Read and handle one frame. Return False when no other can be read now."""
@@ -190,8 +200,8 @@ class HandoffConnection:
             denied = result if isinstance(result, Denied) else None
             if denied is not None:
                 self._dispatcher.refused(session, request_id, method, message, denied)
-            if self._told == request_id:
-                self._told = None
+            if self._sent_answer == request_id:
+                self._sent_answer = None
             elif not quiet:
                 self.answer(request_id, result)
             elif denied is not None:
@@ -209,7 +219,7 @@ class HandoffConnection:
         pidfd, self._pidfd = self._pidfd, None
         self._entrance.watch.add(session, pidfd, self._peer.pid)
 
-    def welcome(self, frame: pb.Frame, pair: tuple[socket.socket, socket.socket]) -> None:
+    def welcome(self, frame: pb.Frame, pair: _Pair) -> None:
         """Send the Welcome with one end of the socket of notices, and keep the other."""
         self._notices, theirs = pair
         self._notices.setblocking(False)
@@ -269,7 +279,7 @@ class HandoffConnection:
         elif isinstance(packet, fx.Make) and packet.answer is not None and packet.request_id in self._asked:
             answer = delivery.reply.allocate
             answer.count, answer.extent_bytes = packet.answer.count, packet.answer.extent_bytes
-            self._told = packet.request_id
+            self._sent_answer = packet.request_id
         self._outbox.put(frame, descriptors)
         if self._closed:
             self._drop_all()
@@ -358,3 +368,155 @@ class HandoffConnection:
 
 def _refusal(request_id: int, denied: Denied) -> pb.Frame:
     return pb.Frame(request_id=request_id, reply=pb.Reply(error=to_status(denied)))
+
+
+class Handshake:
+    """The handshake of one connection, whose process is `peer`."""
+
+    def __init__(self, connection: HandoffConnection, endpoint: HandoffEndpoint, peer: Peer) -> None:
+        self.holds: Holds | None = None
+        """What the process has stated so far, while it resumes; no other frame is allowed then."""
+        self._connection = connection
+        self._entrance = endpoint
+        self._peer = peer
+        self._dispatcher = endpoint.dispatcher
+        self._loop = endpoint.dispatcher.loop
+        self._io = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def hello(self, frame: pb.Frame) -> None:
+        """Take a Hello."""
+        hello, request_id = frame.hello, frame.request_id
+        if self._connection.session is not None:
+            self._connection.violated(request_id, "Hello was said already")
+            return
+        if hello.protocol_version != PROTOCOL_VERSION:
+            versions = {"version": hello.protocol_version, "supported": PROTOCOL_VERSION}
+            self._connection.refuse(request_id, deny(Reason.UNSUPPORTED_VERSION, **versions))
+            return
+        try:
+            pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:  # before there is a session, which would outlive this connection
+            why = deny(Reason.DESCRIPTORS_EXHAUSTED, driver_says=f"socketpair: {error.strerror}")
+            self._connection.refuse(request_id, why)
+            return
+        if hello.resume_token:
+            self._resume(request_id, hello.resume_token, pair)
+        else:
+            self._open(request_id, hello, pair)
+
+    def _open(self, request_id: int, hello: pb.Hello, pair: _Pair) -> None:
+        peer, endpoint, tenant = self._peer, self._entrance.endpoint, self._entrance.tenant_of(self._peer)
+        client = "".join(letter for letter in hello.client[:MAX_CLIENT_CHARACTERS] if letter.isprintable())
+        token, token_hash = new_token()
+        observer = hello.observer
+
+        def opened(result: fx.Result | Denied) -> None:
+            if isinstance(result, Denied):
+                self._turn_away(request_id, pair, result)
+                return
+            assert isinstance(result, fx.SessionOpened)
+            row = self._loop.broker.ledger.sessions[result.session]
+            self._dispatcher.admit(row)
+            self._begin(row, self._loop.links)
+            self._welcome(request_id, row, token, pair, resumed=False)
+
+        self._loop.ask(
+            lambda call: ev.OpenSession(
+                call, tenant, peer.pid, peer.uid, peer.identity, observer, client, endpoint, token_hash
+            ),
+            opened,
+        )
+
+    def _resume(self, request_id: int, token: str, pair: _Pair) -> None:
+        try:
+            row = self._dispatcher.find(token, self._entrance.endpoint)
+        except Refused as refused:
+            self._turn_away(request_id, pair, refused.denied)
+            return
+
+        def resumed(result: fx.Result | Denied) -> None:
+            if isinstance(result, Denied):
+                self._turn_away(request_id, pair, result)
+                return
+            assert isinstance(result, fx.SessionResumed)
+            for connections in (self._loop.links, self._loop.resuming):
+                before = connections.pop(row.session, None)
+                if before is not None:  # it is not registered any more, so its end does not detach the session
+                    before.close("its process opened another connection")
+            self._begin(row, self._loop.resuming)
+            self.holds = Holds(row)
+            self._timer = self._io.call_later(HOLDS_SECONDS, self._no_holds)
+            # The core must learn what the old connection did not deliver before anything is read from this one.
+            self._connection.pause()
+            reach("resume")
+            self._welcome(request_id, row, token, pair, resumed=True)
+
+        self._loop.ask(lambda call: ev.ResumeSession(call, row.session, self._peer.identity), resumed)
+
+    def _turn_away(self, request_id: int, pair: _Pair, denied: Denied) -> None:
+        for end in pair:
+            end.close()
+        self._connection.refuse(request_id, denied)
+
+    def _begin(self, row: SessionRow, connections: dict[int, SessionConnection]) -> None:
+        connections[row.session] = self._connection
+        self._connection.begin(row.session, row.tenant)
+
+    def _welcome(self, request_id: int, row: SessionRow, token: str, pair: _Pair, *, resumed: bool) -> None:
+        device = self._entrance.device
+        welcome = pb.Welcome(
+            session=session_name(row.session),
+            token=token,
+            tenant=f"tenants/{row.tenant}",
+            device_uuid=device.uuid,
+            driver=device.driver,
+            granularity_bytes=device.granularity,
+            protocol_version=PROTOCOL_VERSION,
+            protocol_revision=PROTOCOL_REVISION,
+            resumed=resumed,
+            version=__version__,
+        )
+        for location, capacity in self._loop.broker.books.rules.capacities.items():
+            welcome.capacities.add(location=LOCATION_NUMBERS[location], limit_bytes=capacity)
+        self._connection.welcome(pb.Frame(request_id=request_id, welcome=welcome), pair)
+        if self._loop.drain is not None:
+            self._connection.notify(pb.Frame(notice=self._loop.drain))
+
+    # --- the Holds of a session that is resumed ---
+
+    def hold(self, frame: pb.Frame, session: int) -> None:
+        """Take one frame of Holds of a session that resumes; until the last one, no other frame is allowed."""
+        request_id, kind = frame.request_id, frame.WhichOneof("kind")
+        if kind != "holds" or self.holds is None:
+            what = "Holds come once, after a resumed Welcome" if self.holds is None else f"first the Holds, not {kind}"
+            self._connection.violated(request_id, what)
+            return
+        try:
+            self.holds.take(frame.holds)
+        except Refused as refused:
+            self.end()
+            self._connection.refuse(request_id, refused.denied)
+            return
+        if frame.holds.last:
+            holds = self.holds
+            self.end()
+            reach("reconcile")
+            self._loop.ask(holds.to_event, lambda result: self._reconciled(request_id, session, result))
+
+    def _no_holds(self) -> None:
+        self.end()
+        self._connection.violated(0, f"the last Holds did not come within {HOLDS_SECONDS:.0f} seconds")
+
+    def _reconciled(self, request_id: int, session: int, result: fx.Result | Denied) -> None:
+        reach("reconciled")
+        if self._loop.resuming.get(session) is self._connection and not isinstance(result, Denied):
+            self._loop.links[session] = self._loop.resuming.pop(session)
+        self._connection.answer(request_id, result)
+
+    def end(self) -> None:
+        """Expect no more Holds."""
+        self.holds = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
