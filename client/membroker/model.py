@@ -96,7 +96,9 @@ class Model:
         """
         self._session.check_open()
         capacity = self.virtual_capacity if virtual_capacity is None else virtual_capacity
-        return VirtualMemoryPool(self, capacity, page_size, location, spare_pages, ahead)
+        return VirtualMemoryPool(
+            self, capacity, page_size=page_size, location=location, spare_pages=spare_pages, ahead=ahead
+        )
 
     def allocate(
         self, size: int | str, location: Location | str = Location.DEVICE, *, wait: float | None = None
@@ -130,7 +132,7 @@ class Model:
         `allocate` raises; nothing is mapped or charged then.
         """
         self._session.check_open()
-        return GrowableBuffer(self, size, capacity, page_size, location, wait=wait)
+        return GrowableBuffer(self, size, capacity, page_size=page_size, location=location, wait=wait)
 
     def sparse_array(
         self,
@@ -147,7 +149,7 @@ class Model:
         `ClosedError`, and `DeviceFailure` when the addresses cannot be reserved.
         """
         self._session.check_open()
-        return SparseArray(self, shape, dtype, tile_rows, absent, location)
+        return SparseArray(self, shape, dtype, tile_rows=tile_rows, absent=absent, location=location)
 
     def create_segment(
         self, name: str, size: int | str, location: Location | str = Location.DEVICE, *, wait: float | None = None

@@ -85,13 +85,13 @@ def load(
             undo.pop_all()
         seconds = time.monotonic() - begun
         return Loaded(
-            segment.resource_name,
-            segment.generation,
-            segment.location,
-            segment.size,
-            len(index),
-            seconds,
-            len(content) / max(seconds, 1e-9),
+            name=segment.resource_name,
+            generation=segment.generation,
+            location=segment.location,
+            size=segment.size,
+            tensors=len(index),
+            seconds=seconds,
+            rate=len(content) / max(seconds, 1e-9),
         )
 
 

@@ -119,9 +119,17 @@ class Readers:
                 moved = {model.name: model.allocations_total + model.releases_total for model in models}
                 rates = {name: max(0, count - before.get(name, count)) / (now - at) for name, count in moved.items()}
                 tenants = books.tenants() if isinstance(books, Admin) else []
-                by_name = {parts_of(one.name)[0]: one for one in tenants}
+                by_name = {parts_of(tenant.name)[0]: tenant for tenant in tenants}
                 due = time.monotonic() + self._interval
-                self._known[place] = Snapshot(_device_name(place), time.time(), due, 0, device, by_name, models, rates)
+                self._known[place] = Snapshot(
+                    _device_name(place),
+                    read_at=time.time(),
+                    due=due,
+                    device=device,
+                    tenants=by_name,
+                    models=models,
+                    rates=rates,
+                )
                 before, at = moved, now
                 self._read_once.release()
                 time.sleep(self._interval)
@@ -161,18 +169,18 @@ def _tenants_of(snapshot: Snapshot, models: Sequence[Row]) -> Iterator[Row]:
         books = snapshot.tenants[name].books.get(location) if name in snapshot.tenants else None
         shares = [row.share for row in rows if row.share is not None]
         yield Row(
-            snapshot.name,
-            name,
-            location,
-            sum(row.used for row in rows),
-            books.guarantee_bytes if books else sum(row.guarantee for row in rows),
-            books.limit_bytes if books else None,
-            sum(shares) if shares else None,
-            sum(row.waiting for row in rows),
-            sum(row.recalled for row in rows),
-            sum(row.late for row in rows),
-            sum(row.rate for row in rows),
-            sum(row.refused for row in rows),
+            device=snapshot.name,
+            name=name,
+            location=location,
+            used=sum(row.used for row in rows),
+            guarantee=books.guarantee_bytes if books else sum(row.guarantee for row in rows),
+            limit=books.limit_bytes if books else None,
+            share=sum(shares) if shares else None,
+            waiting=sum(row.waiting for row in rows),
+            recalled=sum(row.recalled for row in rows),
+            late=sum(row.late for row in rows),
+            rate=sum(row.rate for row in rows),
+            refused=sum(row.refused for row in rows),
         )
 
 
@@ -183,16 +191,16 @@ def _models_of(snapshot: Snapshot) -> Iterator[Row]:
             if books.location != "device" and not (books.peak_bytes or books.guarantee_bytes):
                 continue
             yield Row(
-                snapshot.name,
-                f"{tenant}/{name}",
-                books.location,
-                books.used_bytes,
-                books.guarantee_bytes,
-                books.limit_bytes,
-                books.share_bytes,
-                books.waiting_bytes,
-                books.recalled_bytes,
-                books.late_bytes,
-                snapshot.rates.get(model.name, 0.0) if books.location == "device" else 0.0,
-                sum(model.denials_total.values()) if books.location == "device" else 0,
+                device=snapshot.name,
+                name=f"{tenant}/{name}",
+                location=books.location,
+                used=books.used_bytes,
+                guarantee=books.guarantee_bytes,
+                limit=books.limit_bytes,
+                share=books.share_bytes,
+                waiting=books.waiting_bytes,
+                recalled=books.recalled_bytes,
+                late=books.late_bytes,
+                rate=snapshot.rates.get(model.name, 0.0) if books.location == "device" else 0.0,
+                refused=sum(model.denials_total.values()) if books.location == "device" else 0,
             )

@@ -210,7 +210,7 @@ def export(
     """
     span = source.span(offset, size_of(dtype, shape))
     read_only = not span.writable and not ignore_read_only
-    return DlpackTensor(span, span.address, shape, dtype, device_of(span.device), read_only)
+    return DlpackTensor(span, span.address, shape, dtype, device_of(span.device), read_only=read_only)
 
 
 def is_numpys(dtype: str) -> bool:

@@ -154,10 +154,11 @@ def _slots(module: torch.nn.Module) -> Iterator[_Slot]:
         before = f"{prefix}." if prefix else ""
         for own, value in owner._parameters.items():
             if value is not None:
-                yield _Slot(before + own, owner, own, True, True, value)
+                yield _Slot(before + own, owner, own, is_parameter=True, persistent=True, value=value)
         for own, value in owner._buffers.items():
             if value is not None:
-                yield _Slot(before + own, owner, own, False, own not in owner._non_persistent_buffers_set, value)
+                persistent = own not in owner._non_persistent_buffers_set
+                yield _Slot(before + own, owner, own, is_parameter=False, persistent=persistent, value=value)
 
 
 def _contents(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

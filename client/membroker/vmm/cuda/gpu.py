@@ -117,8 +117,16 @@ class Gpu:
         kinds = self.cuda.CUmemAllocationGranularity_flags
         granularity = self._granularity(kinds.CU_MEM_ALLOC_GRANULARITY_MINIMUM)
         recommended = self._granularity(kinds.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED)
-        about = (granularity, nvml.index, nvml.driver_version, int(self.ordinal), recommended)
-        return DeviceInfo(nvml.uuid, nvml.name, "cuda", *about)
+        return DeviceInfo(
+            uuid=nvml.uuid,
+            name=nvml.name,
+            driver="cuda",
+            granularity=granularity,
+            index=nvml.index,
+            driver_version=nvml.driver_version,
+            ordinal=int(self.ordinal),
+            recommended_granularity=recommended,
+        )
 
     def _granularity(self, kind: Any) -> int:
         return int(self.call("cuMemGetAllocationGranularity", self.extent_properties(Location.DEVICE), kind))

@@ -72,7 +72,7 @@ class HostDriver:
         self._watch = ExtentWatch(GRANULARITY, survivors)
         self._totals = {Location.DEVICE: total_bytes, Location.HOST: host_bytes}
         uuid = f"host-{ordinal}" if ordinal else "host"
-        self._device = DeviceInfo(uuid, "host memory", "host", GRANULARITY, ordinal, ordinal=ordinal)
+        self._device = DeviceInfo(uuid, "host memory", "host", GRANULARITY, index=ordinal, ordinal=ordinal)
         self._ordinal, self._number = ordinal, next(_driver_numbers)
         self._handles: dict[Handle, _Extent] = {}
         self._process = HostProcess.here
