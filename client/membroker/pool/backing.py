@@ -26,7 +26,7 @@ from .ahead import MOST_PER_CALL, Ahead
 from .claims import Claims
 from .offload import OffloadedPages
 from .page_store import PageStore
-from .page_table import FREE, OFFLOADED, SPARE, USED, PageTable, as_runs
+from .page_table import FREE, OFFLOADED, SPARE, USED, PageTable, Search, as_runs
 
 
 class Waitable(Protocol):
@@ -104,49 +104,31 @@ class Backing:
             raise
         self._took(runs)
 
-    def back_lowest(self, length: int, step: int, first: int, until: float | None) -> range:
-        """Allocate the lowest unused pages for `length` bytes, from `first` or a multiple of `step` pages after it."""
-        count = -(-length // self._page_size)
-        if self._table.spare and (found := self._take_lowest(count, step, first)):
+    def back_found(self, search: Search, until: float | None) -> range:
+        """Allocate the unused pages that a search finds, as `back` does, and return them."""
+        if self._table.spare and (found := self._take_found(search)):
             return found
         try:
             with Operation(self.holding) as operation:
-                runs = self.claims.claim_lowest(operation, count, step, first)
+                runs = self.claims.claim_found(operation, search)
                 self._borrow(operation, runs, until)
                 self._mark_used(operation, runs)
         except OutOfMemory as error:
-            if self._wait_for_ahead() and (found := self._take_lowest(count, step, first)):
+            if self._wait_for_ahead() and (found := self._take_found(search)):
                 return found
-            add_asked(error, length, "pages", self._page_size)
+            add_asked(error, search.length, "pages", self._page_size)
             raise
         self._took(runs)
         return runs[0]
 
-    def back_above(self, length: int, until: float | None) -> range:
-        """Allocate the pages of the `length` bytes after the highest allocated page."""
-        if self._table.spare and (found := self._take_above(length)):
-            return found
+    def prepare(self, search: Search, until: float | None) -> None:
+        """Make the pages that a search finds spare, by the wish of the user."""
         try:
             with Operation(self.holding) as operation:
-                runs = self.claims.claim_above(operation, length)
-                self._borrow(operation, runs, until)
-                self._mark_used(operation, runs)
-        except OutOfMemory as error:
-            if self._wait_for_ahead() and (found := self._take_above(length)):
-                return found
-            add_asked(error, length, "pages", self._page_size)
-            raise
-        self._took(runs)
-        return runs[0]
-
-    def prepare(self, length: int, until: float | None) -> None:
-        """Make the pages of the `length` bytes after the highest allocated page spare, by the wish of the user."""
-        try:
-            with Operation(self.holding) as operation:
-                runs = self.claims.claim_above(operation, length)
+                runs = self.claims.claim_found(operation, search)
                 self._borrow_spare(operation, runs, until)
         except OutOfMemory as error:
-            add_asked(error, length, "pages", self._page_size)
+            add_asked(error, search.length, "pages", self._page_size)
             raise
 
     def _borrow(
@@ -212,23 +194,14 @@ class Backing:
             self._ahead.took(len(runs[0]), left)
         return True
 
-    def _take_lowest(self, count: int, step: int, first: int) -> range | None:
-        """Allocate the pages that `back_lowest` would, if all of them are spare. Those that are ready go first."""
+    def _take_found(self, search: Search) -> range | None:
+        """Allocate the pages that a search finds, if all of them are spare. Those that are ready go first."""
         with self._lock:
-            pages = self._table.spare_fit(count) if self._ahead is not None and step == 1 else None
+            pages = self._table.find_spare(search) if self._ahead is not None else None
             try:
-                pages = pages or self._table.first_fit(count, step, first)
+                pages = pages or self._table.find(search)
             except OutOfVirtualMemory:
                 return None  # the claim raises it, or waits for pages that the library changes
-            return pages if self._take_spare([pages]) else None
-
-    def _take_above(self, length: int) -> range | None:
-        """Allocate the pages that `back_above` would, if all of them are spare."""
-        with self._lock:
-            try:
-                pages = self._table.above(length)
-            except OutOfVirtualMemory:
-                return None  # as above
             return pages if self._take_spare([pages]) else None
 
     def _took(self, runs: Sequence[range]) -> None:

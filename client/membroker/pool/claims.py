@@ -15,7 +15,7 @@ from functools import partial
 from ..errors import AlreadyMapped, OutOfVirtualMemory
 from ..interrupts import Condition, Operation
 from ..memory.lifetime import MappedMemory
-from .page_table import USED, PageTable
+from .page_table import USED, PageTable, Search
 
 
 class Claims:
@@ -55,24 +55,16 @@ class Claims:
                 self._own_ended.wait()
             self.claim(operation, runs)
 
-    def claim_lowest(self, operation: Operation, count: int, step: int, first: int) -> list[range]:
-        """Claim what `PageTable.first_fit` finds. It waits while the library itself changes pages that would do."""
+    def claim_found(self, operation: Operation, search: Search) -> list[range]:
+        """Claim the unused pages that a search finds. It waits while the library itself changes pages that would do."""
         with self.lock:
             while True:
                 try:
-                    runs = [self.table.first_fit(count, step, first)]
-                    break
+                    if not self.table.is_own(pages := self.table.find(search)):
+                        break
                 except OutOfVirtualMemory:
                     if not self.table.is_own(range(self.table.count)):
                         raise
-                self._own_ended.wait()
-            self.claim(operation, runs)
-        return runs
-
-    def claim_above(self, operation: Operation, length: int) -> list[range]:
-        """Claim what `PageTable.above` finds, all of which is unused. It waits while the library itself changes it."""
-        with self.lock:
-            while self.table.is_own(pages := self.table.above(length)):
                 self._own_ended.wait()
             self.claim(operation, [pages])
         return [pages]

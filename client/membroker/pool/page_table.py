@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from ..errors import AlreadyMapped, InvalidOffset, NotMapped, Offloaded, OutOfVirtualMemory
 from ..vmm.driver import AccessFlags
@@ -35,6 +36,18 @@ _SPARE_AS_FREE = bytes.maketrans(bytes((SPARE,)), bytes((FREE,)))
 _FREE_RUN = re.compile(b"%c+" % FREE)
 _ALLOCATED_RUN = re.compile(b"[%c%c%c%c]*" % (USED, OFFLOADED, USED | _PENDING, OFFLOADED | _PENDING))
 _TAKEN_RUN = re.compile(rb"(?s)([^%c%c%c])\1*" % (FREE, FREE | _PENDING, FREE | _OWN))
+
+
+class Search(NamedTuple):
+    """Which unused pages to take for `length` bytes: the lowest ones, or with `above` those after all taken ones.
+
+    The lowest ones begin at page `first`, or a multiple of `step` pages after it.
+    """
+
+    length: int
+    step: int = 1
+    first: int = 0
+    above: bool = False
 
 
 class PageTable:
@@ -162,8 +175,17 @@ class PageTable:
         taken = states[first:stop].lstrip(bytes((FREE,)))
         return range(first, max(first, min(stop, len(states)) - len(taken)) if taken else max(first, stop))
 
-    def spare_fit(self, count: int) -> range | None:
-        """Return the lowest `count` contiguous pages that are spare, or None."""
+    def find(self, search: Search) -> range:
+        """Return the pages that a search finds. Raises `OutOfVirtualMemory`."""
+        if search.above:
+            return self.above(search.length)
+        return self.first_fit(-(-search.length // self.page_size), search.step, search.first)
+
+    def find_spare(self, search: Search) -> range | None:
+        """Return the lowest contiguous pages that are spare and would do, or None. Only for the simplest search."""
+        if search.above or search.step > 1:
+            return None
+        count = -(-search.length // self.page_size)
         found = self._states.find(bytes((SPARE,)) * count)
         return range(found, found + count) if found >= 0 else None
 

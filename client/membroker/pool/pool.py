@@ -37,6 +37,7 @@ from . import compaction, report
 from .ahead import Ahead
 from .backing import Backing, Waitable
 from .page_store import PageStore, check_segment, runs_in, shapes
+from .page_table import Search
 
 DEFAULT_PAGE_SIZE = 64 * MIB
 
@@ -205,7 +206,7 @@ class VirtualMemoryPool(Resource):
             raise InvalidRequest(f"an alignment is a power of two, not {alignment!r}")
         base, step = self._holding.region.address, max(align, self._page_size) // self._page_size
         first = -(base // self._page_size) % step
-        pages = self._backing.back_lowest(length, step, first, until)
+        pages = self._backing.back_found(Search(length, step, first), until)
         return base + pages.start * self._page_size
 
     def grow(self, size: int | str, *, wait: float | None = None) -> int:
@@ -218,7 +219,7 @@ class VirtualMemoryPool(Resource):
         until = deadline_of(wait)
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
-        pages = self._backing.back_above(length, until)
+        pages = self._backing.back_found(Search(length, above=True), until)
         return self._holding.region.address + pages.start * self._page_size
 
     def shrink(self, size: int | str) -> None:
@@ -240,7 +241,7 @@ class VirtualMemoryPool(Resource):
         until = deadline_of(wait)
         self._holding.check_open()
         length = bytes_of("a size", size, at_least=1)
-        self._backing.prepare(length, until)
+        self._backing.prepare(Search(length, above=True), until)
 
     def trim(self) -> int:
         """Release every spare page, and return the number of bytes released. Waits as `deallocate` does.
