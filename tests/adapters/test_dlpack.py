@@ -416,6 +416,7 @@ class TestLives:
         del array
         assert gone() is None
 
+    @pytest.mark.deep
     @frameworks
     def test_ten_thousand_exports_leave_nothing(self, model: Model, by: str) -> None:
         with model.allocate("1MiB") as buffer:
@@ -440,6 +441,7 @@ class TestLives:
             assert not buffer._holding.views.any()
 
 
+@pytest.mark.deep
 def test_tensors_that_outlive_the_interpreter(shared_daemon: Daemon) -> None:
     """A program ends with tensors in its globals, in a cycle, and in a thread: no crash, no word on stderr."""
     pytest.importorskip("torch")

@@ -208,6 +208,7 @@ def test_without_torch_it_says_so() -> None:
     assert done.stdout == "membroker.adapters.torch needs PyTorch: pip install torch\n"
 
 
+@pytest.mark.deep
 def test_tensors_at_the_end_of_the_process(daemon: Daemon) -> None:
     """A tensor in a module's global outlives everything: the process ends with status 0 and without a word."""
     code = (

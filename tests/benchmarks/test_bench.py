@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from benchmarks.load import recalls, stage, targets
 
+pytestmark = pytest.mark.deep
+
 ROOT = Path(__file__).parents[2]
 SECONDS = 100
 

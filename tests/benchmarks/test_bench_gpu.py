@@ -24,6 +24,8 @@ from benchmarks.gpu.scenes import PAGE_BY_PAGE, PAIR, PAIR_AHEAD
 from benchmarks.gpu.targets import Goal
 from tests.support.fake_cuda import build_fake_cuda
 
+pytestmark = pytest.mark.deep
+
 ROOT = Path(__file__).parents[2]
 SECONDS = 100
 BY = {brokered(transport, stock) for transport in ("handoff", "grpc") for stock in (False, True)}

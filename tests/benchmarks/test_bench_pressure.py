@@ -11,6 +11,8 @@ from benchmarks.pressure import plot
 from tests.support.devices import Device
 from tests.support.sizes import MIB
 
+pytestmark = pytest.mark.deep
+
 NUMBERS = {
     "host": pressure.Numbers("host", 384 * MIB, 2 * MIB, 7.5, 1),
     "cuda": pressure.Numbers("cuda", 3 << 30, 2 * MIB, 12.0, 1),

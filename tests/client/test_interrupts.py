@@ -27,6 +27,8 @@ from membroker.adapters.blocks import BlockLending
 from membroker.interrupts import KeyedLocks, Operation, let_through, uninterrupted
 from membroker.v1 import broker_pb2, handoff_pb2, resources_pb2
 
+pytestmark = pytest.mark.deep
+
 PAGE = 2 << 20
 POINTS = int(os.environ.get("MEMBROKER_POINTS") or 14)
 SEED = int(os.environ.get("MEMBROKER_SEED") or random.randrange(1 << 30))

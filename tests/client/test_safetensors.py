@@ -508,6 +508,7 @@ def accepted_by_both(image: bytes) -> bool:
     return True
 
 
+@pytest.mark.deep
 def test_bent_images() -> None:
     """Real images with bytes changed, cut, doubled, and the length repaired or not: nothing else ever comes out."""
     seen: list[bool] = []
@@ -523,6 +524,7 @@ def test_bent_images() -> None:
     assert sum(seen) > len(seen) // 50, "nearly nothing was accepted: the fuzz tests the first lines only"
 
 
+@pytest.mark.deep
 def test_headers_of_any_numbers() -> None:
     """Well-formed JSON with entries of any dtype, shape and offsets, before some bytes."""
 

@@ -220,6 +220,7 @@ thread.start()
 """
 
 
+@pytest.mark.deep
 def test_an_upgrade_ends_no_segment_and_refuses_no_call(place: Path) -> None:
     """Both pods as rendered; the daemons' is replaced while workers allocate on both devices without a pause."""
     with ExitStack() as stack:

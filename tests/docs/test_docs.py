@@ -53,6 +53,7 @@ def run_page(script: Path, daemon: Daemon) -> subprocess.CompletedProcess[str]:
     return run_python(command, 2 * DEADLINE_SECONDS, imports=imports, env=environment)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
 def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
     """From top to bottom, with nothing on stderr; at the end nothing is lent and no session is left."""
@@ -98,6 +99,7 @@ def test_every_block_of_readme_runs() -> None:
     assert text.count("```python") == len(BLOCK.findall(text)) == 2
 
 
+@pytest.mark.deep
 def test_the_commands_of_readme_run_in_order(tmp_path: Path) -> None:
     """A newcomer has cloned the repository and has two shells. No command fails, and nothing is left at the end."""
     first, second = SHELL.findall((DOCS.parent / "README.md").read_text())

@@ -12,7 +12,7 @@ from tests.support.template import run as run_python
 
 from membroker.v1 import admin_pb2
 
-pytestmark = pytest.mark.shared_daemon
+pytestmark = [pytest.mark.deep, pytest.mark.shared_daemon]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDS = {"growable_numpy.py": "numpy", "sparse_numpy.py": "numpy", "kv_engine.py": "torch"}

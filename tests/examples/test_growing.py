@@ -35,6 +35,7 @@ def test_a_column_that_grows(daemon: Daemon) -> None:
     assert kept.endswith("; 2097152 are charged")
 
 
+@pytest.mark.deep
 def test_a_conversation_that_grows(daemon: Daemon) -> None:
     """Its beginning is never moved, and what it releases is charged no more."""
     pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")

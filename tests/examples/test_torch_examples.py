@@ -12,7 +12,7 @@ from tests.support.template import run as run_python
 
 pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
 
-pytestmark = pytest.mark.shared_daemon
+pytestmark = [pytest.mark.deep, pytest.mark.shared_daemon]
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

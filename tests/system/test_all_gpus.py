@@ -178,6 +178,7 @@ def test_drained_daemons_stay_away_and_the_last_ends_the_parent(place: Path) -> 
         assert "has died" not in parent.log()
 
 
+@pytest.mark.deep
 def test_a_daemon_that_cannot_start_does_not_stop_the_others(place: Path) -> None:
     """Its device is taken: the parent is ready with the other, says what is missing, and goes on trying."""
     (place / "other").mkdir()
@@ -209,6 +210,7 @@ def test_no_daemon_can_start(place: Path) -> None:
         assert len(re.findall("contains 'no number', which is not a number", parent.log())) == 2
 
 
+@pytest.mark.deep
 def test_the_daemons_end_with_a_parent_that_is_killed(place: Path) -> None:
     """Otherwise the next parent would find every device taken."""
     with running_all(place) as parent:
@@ -221,6 +223,7 @@ def test_the_daemons_end_with_a_parent_that_is_killed(place: Path) -> None:
         parent.wait_until_ready()
 
 
+@pytest.mark.deep
 def test_a_daemon_that_hangs_is_killed_and_starts_again(place: Path) -> None:
     code = "import sys; from membrokerd import all_gpus, cli; all_gpus.SILENT_SECONDS = 3.0; sys.exit(cli.main())"
     with running_all(place, ["-c", code]) as parent:
@@ -232,6 +235,7 @@ def test_a_daemon_that_hangs_is_killed_and_starts_again(place: Path) -> None:
         assert "a daemon does not answer: it gets SIGKILL gpu=host-1" in parent.log()
 
 
+@pytest.mark.deep
 def test_a_machine_that_was_frozen_loses_no_daemon(place: Path) -> None:
     """`docker pause`, or `systemctl freeze`: all stand still for longer than a daemon may be silent, and go on."""
     code = "import sys; from membrokerd import all_gpus, cli; all_gpus.SILENT_SECONDS = 3.0; sys.exit(cli.main())"
@@ -371,6 +375,7 @@ def test_a_gpu_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path) -> N
     assert json.loads(said.splitlines()[-1]) == ["cuda", ["31", "32"]]
 
 
+@pytest.mark.deep
 def test_daemons_live_on_where_the_parents_files_are_removed(place: Path) -> None:
     """Somebody tidies up the runtime directory. A daemon whose word does not arrive is not a daemon that hangs."""
     code = "import sys; from membrokerd import all_gpus, cli; all_gpus.SILENT_SECONDS = 5.0; sys.exit(cli.main())"

@@ -203,6 +203,7 @@ def test_a_17th_call_and_an_id_that_is_in_flight(scene: Scene) -> None:
     assert all(model.books[0].used_bytes == 0 for model in scene.daemon.models())
 
 
+@pytest.mark.deep
 def test_a_peer_that_says_goodbye_and_does_not_read_is_cut() -> None:
     """A full socket may not keep a connection whose session is over: nobody would count it any more.
 

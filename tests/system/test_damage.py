@@ -181,6 +181,7 @@ def test_a_whole_record_of_too_much_is_set_aside(daemon: Daemon) -> None:
 # --- the keeper ---
 
 
+@pytest.mark.deep
 def test_half_of_what_a_driver_needs_is_let_go(daemon: Daemon) -> None:
     """An older version has left it in the keeper: the daemon says so, starts, and its own is kept for the next."""
     assert daemon.stop() == 0
@@ -229,6 +230,7 @@ def test_what_is_removed_of_the_state_is_written_again(daemon: Daemon, removed: 
         one.do("buffer.close(); client.close()")
 
 
+@pytest.mark.deep
 def test_what_cannot_be_written_again_is_told(daemon: Daemon) -> None:
     """A socket, or all of the device's directory: the log says what to do, once. Who is connected goes on."""
     with Session(daemon.endpoint()) as session:
@@ -277,6 +279,7 @@ def test_what_is_no_file_is_a_sentence(daemon: Daemon, thing: str) -> None:
     daemon.start_again()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "place", ["tenants/red/handoff.sock", "tenants/red/grpc.sock", "admin/grpc.sock", "state/fdstore.sock"]
 )

@@ -364,6 +364,7 @@ def test_a_worker_that_hangs_up_and_lives_is_charged_until_it_dies(daemon: Daemo
         until_clean(daemon, at_start)
 
 
+@pytest.mark.deep
 def test_a_detached_worker_that_unmapped_is_credited_by_the_limit_of_time(transport: str) -> None:
     """It unmapped, and could not say so. Its memory was gone long before it died, so no fall can follow its death.
 

@@ -55,6 +55,7 @@ def descriptors_at_rest(daemon: Daemon) -> int:
     return seen[-1]
 
 
+@pytest.mark.deep
 def test_packets_for_which_there_are_few_descriptors(roomy: Daemon, transport: str) -> None:
     """Two sessions ask at once, with none to spare, with one, until all can be made: granted, or refused as what it is.
 
@@ -161,6 +162,7 @@ def test_an_honest_worker_while_the_broker_has_no_descriptor_left(daemon: Daemon
     until_clean(daemon, at_start)
 
 
+@pytest.mark.deep
 def test_sessions_that_never_read_leave_the_descriptors_of_others() -> None:
     """A tenant has all the sessions that it may have, reads nothing, and borrows by gRPC all that its windows take.
 
@@ -283,6 +285,7 @@ LIMIT = descriptors_for(3)
 """Enough for three sessions, by the daemon's own rule; too few for 64 silent connections of each of six tenants."""
 
 
+@pytest.mark.deep
 def test_a_daemon_that_strangers_fill_to_its_limit(state: State) -> None:
     """Six tenants' silent connections take every descriptor that the daemon may have, again and again.
 

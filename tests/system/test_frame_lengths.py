@@ -18,6 +18,8 @@ from tests.support.workers import PAGE, descriptors_at_start, until_clean, worke
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 
+pytestmark = pytest.mark.deep
+
 LARGEST = 65_536
 POWERS = sorted({(1 << power) + beside for power in range(18) for beside in (-1, 0, 1)})
 LENGTHS = sorted({*range(4_097), *POWERS})

@@ -23,6 +23,8 @@ from tests.support.workers import worker
 
 from membrokerd.observe import catalog
 
+pytestmark = pytest.mark.deep
+
 MODELS = 500
 SCRAPERS = 16
 

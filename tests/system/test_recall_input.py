@@ -123,6 +123,7 @@ def test_a_foreign_model_in_holds_is_ignored(stack: ExitStack) -> None:
         assert shown == {blue.model: 32 * MIB, green.model: 0, name: 0}
 
 
+@pytest.mark.deep
 def test_a_flood_of_answers(stack: ExitStack, state: State) -> None:
     """16 sessions answer recalls that never were, and not the one that each has, beside an honest worker.
 

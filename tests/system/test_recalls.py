@@ -293,6 +293,7 @@ def test_a_silent_borrower_is_late_until_it_answers(stack: ExitStack, capsys: py
         assert len(re.findall("does not answer a recall", daemon.log())) == 1
 
 
+@pytest.mark.deep
 def test_a_borrower_that_only_reconnects_is_late(stack: ExitStack) -> None:
     """A resume is no answer. It is asked again, by the same deadline, for what it still has of that."""
     with lending(recall_seconds=2.0) as daemon, stack:
@@ -327,6 +328,7 @@ def borrowing(daemon: Daemon, units: int) -> Iterator[Worker]:
         yield one
 
 
+@pytest.mark.deep
 def test_a_stopped_process_is_late_and_then_trusted_again(stack: ExitStack) -> None:
     """SIGSTOP: others give what it does not. Continued, it finds the recall, releases and answers."""
     with lending(recall_seconds=0.3) as daemon, borrowing(daemon, HALF) as blue, stack:
@@ -356,6 +358,7 @@ def test_a_borrower_that_is_killed_amid_a_recall(stack: ExitStack) -> None:
         assert ended(daemon) == {"returned": 0, "kept": 0, "late": 0}
 
 
+@pytest.mark.deep
 def test_a_late_session_that_dies_leaves_nothing_behind(stack: ExitStack) -> None:
     """It came back without a callback before it died, so it answered for nothing any more."""
     with lending(recall_seconds=0.1) as daemon, borrowing(daemon, ALL) as blue, stack:
@@ -391,6 +394,7 @@ def test_a_daemon_that_is_killed_amid_a_recall_and_a_wait(stack: ExitStack) -> N
         assert ended(daemon) == {"returned": 1, "kept": 0, "late": 0}
 
 
+@pytest.mark.deep
 def test_a_recall_that_the_notices_had_no_room_for_comes_again(stack: ExitStack) -> None:
     """A worker has not read its notices for long. It misses the recall, is late, and then reads all of them."""
     with lending(recall_seconds=0.2) as daemon, stack:

@@ -321,6 +321,7 @@ def test_a_segment_of_host_memory(transport: str) -> None:
         writer.do("segment.delete(); segment.close()")
 
 
+@pytest.mark.deep
 def test_two_hundred_lives_leave_no_descriptor(daemon: Daemon, transport: str) -> None:
     """A service that makes and drops segments all day: the daemon keeps nothing of those that are gone."""
     lives = (

@@ -26,6 +26,8 @@ from tests.support.workers import PAGE, worker
 import membroker
 from membroker.v1 import admin_pb2
 
+pytestmark = pytest.mark.deep
+
 KEEPERS: Mapping[str, str | None] = {
     "default": None,
     "by the device's name": "keepers/{device}/fdstore.sock",

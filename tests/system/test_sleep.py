@@ -198,6 +198,7 @@ answer = 'over'
 """
 
 
+@pytest.mark.deep
 def test_answers_that_nobody_asked_for_hold_up_no_one(daemon: Daemon, state: State) -> None:
     """A tenant floods the daemon with the longest answers, while another one borrows."""
     with honest(daemon) as one, worker() as flood:

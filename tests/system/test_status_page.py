@@ -150,6 +150,7 @@ def test_it_needs_no_script_and_no_other_file(daemon: Daemon) -> None:
     assert ("http-equiv", "refresh") in shown.attributes
 
 
+@pytest.mark.deep
 def test_the_chart_grows_with_time(daemon: Daemon) -> None:
     """A sample is taken every two seconds; what a tenant borrowed and returned since stays in the chart."""
     with membroker.connect(daemon.endpoint("red")) as client, client.register_model("m").allocate("64MiB"):

@@ -46,6 +46,7 @@ def check_free(daemon: Daemon) -> None:
     until(lambda: daemon.books().device_used_bytes == ANCHOR_BYTES)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kill", [True, False], ids=["killed", "stopped"])
 def test_a_pool_computes_on_and_grows_after_each_of_three_daemons(daemon: Daemon, transport: str, kill: bool) -> None:
     """An engine churns through three deaths: what it holds stays as it is, and nothing is lent twice or lost."""
@@ -240,6 +241,7 @@ def test_a_journal_of_another_boot_is_set_aside(daemon: Daemon) -> None:
     until(lambda: "journal.other-boot-1" in daemon.log())
 
 
+@pytest.mark.deep
 def test_a_full_disk_stops_new_debits_and_nothing_else(daemon: Daemon) -> None:
     """The runtime directory's disk is full: nothing more is lent, everything can be released; then there is room."""
     with worker() as one:

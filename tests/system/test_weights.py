@@ -162,6 +162,7 @@ def test_the_larger_part_goes_first(admin: Admin, tenants: Tenants, weight: int,
     assert len(tenants.answer(second, asked[second])) == 1
 
 
+@pytest.mark.deep
 def test_an_operator_sees_waits_and_how_they_ended(daemon: Daemon, admin: Admin, tenants: Tenants) -> None:
     held = tenants.borrow("green", 250 * MIB)
     results = ("granted", "refused", "cancelled")

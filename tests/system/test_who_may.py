@@ -217,10 +217,16 @@ def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
 
 
 def _cells() -> Iterator[Any]:
+    """Yield all cells; `make test` takes one of each outcome of a row, and `make test-deep` the others."""
     for row in ROWS.values():
+        seen: set[str] = set()
         for who, expected in row.cells.items():
             for transport in () if expected == "-" else row.transports_of(who):
-                marks = [pytest.mark.root] if needs_root(row, who) else []
+                if needs_root(row, who):
+                    marks = [pytest.mark.root]
+                else:
+                    marks = [pytest.mark.deep] if expected in seen else []
+                    seen.add(expected)
                 yield pytest.param(row, who, transport, id=f"{row.number}-{who}-{transport}", marks=marks)
 
 

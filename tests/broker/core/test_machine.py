@@ -127,6 +127,7 @@ def test_the_resumes_of_the_world_are_rich(ended: World) -> None:
     assert {Reason.DRAINING, Reason.JOURNAL_FULL} <= set(ended.answers)
 
 
+@pytest.mark.deep
 def test_the_same_seed_gives_the_same_story() -> None:
     """No clock, no order of a set, no address decides anything: two runs give fact for fact the same."""
     assert run(5, 3_000).facts == run(5, 3_000).facts

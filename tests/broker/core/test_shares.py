@@ -158,6 +158,7 @@ def test_a_model_that_wants_more_has_no_smaller_share() -> None:
             assert sum(more.values()) <= rules.capacities["device"]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("answering", [0, 0.7])
 def test_a_guarantee_above_its_tenants_limit_is_no_share(answering: float) -> None:
     """A limit that leaves no room for the guarantees bounds the shares, as far as memory is not firm."""

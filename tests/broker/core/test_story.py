@@ -78,6 +78,7 @@ def what_there_is(ledger: Ledger) -> Iterator[str]:
             yield "idle"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("seed", range(35, 37))
 def test_life_goes_on_from_a_story(seed: int) -> None:
     """Successors that began at different times with a story, and then saw what happened, have the same books."""
@@ -99,6 +100,7 @@ def test_nothing_is_told_in_no_facts() -> None:
     assert list(checkpoint_facts(Ledger(CAPACITIES))) == []
 
 
+@pytest.mark.deep
 def test_a_story_is_of_the_moment_when_it_was_begun() -> None:
     """It is told while the world goes on, as when the journal is compacted: what comes later is not in it."""
     world = World(seed := 35)

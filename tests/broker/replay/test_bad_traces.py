@@ -19,6 +19,8 @@ from tests.support.recorded import recorded
 import membrokerd.replay.__main__ as replay_process
 from membrokerd.replay import world
 
+pytestmark = pytest.mark.deep
+
 ADDRESS_SPACE = 3 << 30
 
 

@@ -127,6 +127,7 @@ def test_boots_have_names() -> None:
 # --- a daemon's life ---
 
 
+@pytest.mark.deep
 def test_a_successor_has_the_books_of_a_whole_world(path: Path) -> None:
     """Every step is journaled, with compactions in between. A successor rebuilds the same books."""
     world = World(41)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.journals import BEGAN, BINDING, STEPS, read, steps
 
@@ -45,6 +46,7 @@ def child(path: Path, script: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.deep
 def test_releases_are_written_on_a_full_disk(path: Path) -> None:
     """The disk is full, the reserve is left: that is reported at once, and a megabyte of credits is still written."""
     script = """

@@ -243,6 +243,7 @@ def test_each_question_says_how_much_is_wanted_besides(lender: Recalled, monkeyp
     assert [more // PAGE for _, more in wanted] == [0, 4, 3, 2, 1, 5, 4, 3, 2, 1], "0: the block that is always there"
 
 
+@pytest.mark.deep
 def test_what_is_not_lent_ahead(lender: Recalled, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others wait for memory, so nothing is lent ahead. It is asked for once a second, and what is needed comes."""
     borrow, refused = lender.borrow, []

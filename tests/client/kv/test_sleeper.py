@@ -232,6 +232,7 @@ def test_it_wakes_when_there_is_memory(lender: Slept) -> None:
         one.serve()
 
 
+@pytest.mark.deep
 def test_it_holds_nothing_that_it_cannot_use_for_long(lender: Slept, monkeypatch: pytest.MonkeyPatch) -> None:
     """The broker lends the weights, and not the first page of the cache. Another engine may wait for these."""
     monkeypatch.setattr(sleeper, "GIVE_WAY_SECONDS", 3.0)
@@ -249,6 +250,7 @@ def test_it_holds_nothing_that_it_cannot_use_for_long(lender: Slept, monkeypatch
         one.serve()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("error", [OutOfMemory("the host"), BrokerUnavailable("it is away")])
 def test_it_holds_them_if_they_cannot_go_to_the_host(
     lender: Slept, error: MembrokerError, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

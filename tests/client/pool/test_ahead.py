@@ -214,6 +214,7 @@ def test_after_a_refusal_it_pauses(lender: Lender, monkeypatch: pytest.MonkeyPat
     assert not ahead.is_paused
 
 
+@pytest.mark.deep
 def test_a_refusal_is_felt_by_nobody(lender: Lender) -> None:
     """Neither by the thread, which tries again later, nor by a call: that asks for itself."""
     asked: list[bool] = []

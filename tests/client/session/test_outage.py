@@ -59,6 +59,7 @@ class TestOutage:
         one.close()
         another.close()
 
+    @pytest.mark.deep
     def test_obstacles(self, broker: PlayedBroker, client: membroker.Client) -> None:
         """A dead socket, none, a broker that hangs up, stops, is full, dies at the Holds, refuses them; one works."""
         one, extent_id = buffer(broker, client)

@@ -113,6 +113,7 @@ def test_more_addresses_than_a_process_has(run: Run) -> None:
     assert run(code).strip() == "CUDA_ERROR_OUT_OF_MEMORY"
 
 
+@pytest.mark.deep
 def test_ctrl_c_loses_no_memory_of_the_card(run: Run) -> None:
     """Ctrl-C at each point of a borrowing without a broker: once its descriptors are closed, the card is empty."""
     code = """

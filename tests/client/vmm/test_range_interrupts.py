@@ -23,6 +23,8 @@ from membroker import MembrokerError
 from membroker.vmm import AccessFlags, AddressRange, DriverError, Location, MappedRange, PhysicalMemory
 from membroker.vmm.host.driver import HostDriver
 
+pytestmark = pytest.mark.deep
+
 PAGE = 2 << 20
 POINTS = int(os.environ.get("MEMBROKER_POINTS") or 40)
 SEED = int(os.environ.get("MEMBROKER_SEED") or random.randrange(1 << 30))

@@ -24,6 +24,8 @@ from tests.support.template import run as run_python
 from membroker.cli.demo import processes as demo_processes
 from membroker.cli.demo import scenes as demo
 
+pytestmark = pytest.mark.deep
+
 COMMAND = [sys.executable, "-m", "membroker.cli.main", "demo"]
 
 

@@ -308,6 +308,7 @@ def test_a_deadline_that_is_no_time_drains_nothing(daemon: Daemon, engine: Worke
 # --- a daemon that lends nothing by itself ---
 
 
+@pytest.mark.deep
 def test_a_full_disk_is_told(daemon: Daemon, engine: Worker) -> None:
     """The disk of the runtime directory is full at night, and the pager goes off. Then there is room again.
 
@@ -379,6 +380,7 @@ def test_a_tenants_endpoint_drains_nothing(
 STOPPED = ("status", "models", "sessions", "segments", "tenants", "processes", "quota list", "drain", "undrain")
 
 
+@pytest.mark.deep
 def test_a_stopped_daemon_is_not_gone(daemon: Daemon) -> None:
     """It stands in a debugger: starting another one would be the wrong advice. All commands wait at the same time."""
     where = ("--endpoint", str(daemon.admin))

@@ -33,6 +33,7 @@ def engine(daemon: Daemon) -> Iterator[Worker]:
         yield one
 
 
+@pytest.mark.deep
 def test_it_asks_until_the_engine_sleeps(daemon: Daemon, engine: Worker) -> None:
     """The model has requests for a while, and then falls asleep. Then it is told to wake."""
     sleeping = command(daemon, "sleep", "chat")
@@ -68,6 +69,7 @@ def test_it_goes_on_over_a_restart_of_the_daemon(daemon: Daemon, engine: Worker)
     assert "released" in done(sleeping)
 
 
+@pytest.mark.deep
 def test_what_it_says_of_a_model_that_cannot(daemon: Daemon, engine: Worker) -> None:
     """Busy, unknown, in two tenants, without a session, of a program that cannot sleep, and of one that is stopped."""
     busy = refused(command(daemon, "sleep", "chat", "--timeout", "0.5"))

@@ -59,6 +59,7 @@ def test_a_program_of_one_thread_fills_its_pool(daemon: Daemon, pair: tuple[Work
         one.do("pool.close()")
 
 
+@pytest.mark.deep
 def test_a_pool_that_sleeps_stays_free_of_charge() -> None:
     """After an offload its thread looks, and borrows nothing until the next allocation."""
     with running({"host_capacity": "64MiB"}) as daemon, worker() as one:
@@ -85,6 +86,7 @@ def test_prepared_pages_stay(daemon: Daemon, pair: tuple[Worker, Worker]) -> Non
     assert daemon.books().lent_bytes >= 64 * MIB
 
 
+@pytest.mark.deep
 def test_nothing_is_borrowed_ahead_while_others_wait(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
     """The memory is full and one waits: what is released goes there, and no refusal of the other is counted."""
     one, two = pair

@@ -143,6 +143,7 @@ class TestBrokerGone:
             until(lambda: daemon.books().lent_bytes == 0)
         assert not caplog.records, "what comes late is no fault of the broker"
 
+    @pytest.mark.deep
     def test_stopped_while_a_client_closes(self, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """It waits once, for the goodbye, and not for each piece of memory."""
         monkeypatch.setattr(reconnecting, "CONTROL_SECONDS", 3600.0)

@@ -346,6 +346,7 @@ def test_a_grpc_call_that_ends_waits_no_more(daemon: Daemon) -> None:
 # --- What outlasts a wait, and what does not ---
 
 
+@pytest.mark.deep
 def test_a_wait_goes_on_after_the_daemons_death(daemon: Daemon, asker: Worker) -> None:
     """The daemon is killed under two calls. Each asks the next one again, for the rest of its time."""
     with full(daemon) as holder:
@@ -430,6 +431,7 @@ for number, session in enumerate(sessions):
 """
 
 
+@pytest.mark.deep
 def test_a_thousand_waits_stop_nobody(state: State) -> None:
     """64 models with 16 requests each wait for more than there will be. Beside them an honest worker borrows.
 

@@ -19,6 +19,8 @@ from tests.support.sizes import MIB
 
 import membroker
 
+pytestmark = pytest.mark.deep
+
 PAGE = 2 * MIB
 
 
