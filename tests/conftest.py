@@ -24,7 +24,8 @@ RUN = Run()
 def nothing_is_left() -> Iterator[None]:
     """The tests of this process leave no process and no file behind: of all fixtures this one ends last."""
     yield
-    assert RUN.leftovers() == []
+    left = "\n".join(RUN.leftovers())
+    assert not left, f"the tests have left these behind:\n{left}"
 
 
 @pytest.fixture(autouse=True)

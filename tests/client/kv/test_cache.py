@@ -161,8 +161,10 @@ def test_a_fence_that_fails_keeps_its_own_pages_only(lender: Recalled) -> None:
     engine = an_engine()
     engine.make_fence = lambda: Fence() if engine.fences else Unrecorded()
     with serving(lender, engine, block=MIB) as cache:
-        engine.add(Request(9, decode_left=1))  # block 0 is in the first of five pages
+        engine.add(short := Request(9, decode_left=1 << 60))  # block 0 is in the first of five pages
         engine.add(long := Request(10, decode_left=1 << 60))
+        steps(cache, engine, lambda: len(engine.running) == 2)  # or the second would take what the first one had
+        short.decode_left = 1
         steps(cache, engine, lambda: engine.fences)
         kept = cache.stats().going_bytes
         assert kept
