@@ -15,7 +15,6 @@ from pathlib import Path
 
 from . import arguments
 from .closing import Closing
-from .deprecated import renamed
 from .errors import BrokerAbsent, BrokerUnavailable, InvalidRequest
 from .model import Model
 from .segment import Segment
@@ -86,7 +85,6 @@ def connect(
     raise AssertionError("pauses() has no end")
 
 
-@renamed(driver="driver_kind")
 class Client(Closing):
     """One session of this process with one broker. Thread-safe, and a context manager. `connect()` makes it."""
 

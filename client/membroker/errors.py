@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .deprecated import renamed
-
 if TYPE_CHECKING:
     from google.rpc.status_pb2 import Status
 
@@ -48,7 +46,6 @@ def _remake(kind: type[MembrokerError]) -> MembrokerError:
     return made
 
 
-@renamed("requested", "asked", "available", "limit")
 class OutOfMemory(MembrokerError, MemoryError):
     """The broker, or a limit in this process, refused to lend more.
 
@@ -112,7 +109,6 @@ OutOfPhysicalMemory = OutOfMemory
 """The name by which candle-cuda-vmm knows it."""
 
 
-@renamed("requested", "available")
 class OutOfVirtualMemory(MembrokerError, MemoryError):
     """The reserved addresses do not suffice: no free run is long enough, or growing would pass their end.
 

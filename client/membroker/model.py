@@ -12,7 +12,6 @@ from threading import get_ident
 from typing import Any, Literal
 
 from . import arguments
-from .deprecated import keywords_only
 from .errors import InvalidRequest
 from .interrupts import uninterrupted
 from .memory.buffer import Buffer
@@ -77,7 +76,6 @@ class Model:
         books = self._registered.books.get(location)
         return books.limit_bytes if books else None
 
-    @keywords_only("page_size", "virtual_capacity", "location", "spare_pages")
     def pool(
         self,
         *,

@@ -16,7 +16,6 @@ from google.protobuf.duration_pb2 import Duration
 
 from . import arguments
 from .arguments import check_range, contiguous_bytes, location_of, rounded_up
-from .deprecated import two_numbers
 from .dtypes import dtype_of
 from .errors import BrokerUnavailable, InvalidRequest, SegmentNotWritable
 from .interrupts import Operation, device_failures, uninterrupted
@@ -197,7 +196,6 @@ class Segment(AtAddress):
         """
         source = contiguous_bytes("what is written to a segment", data)
         arguments.check_progress(progress)
-        tell = two_numbers(progress) if progress is not None else None
         offset, _ = self._check_range(offset, len(source))
         with Operation(self._holding):
             # Before the check: a seal either finds this span and refuses, or has begun and is found here.
@@ -207,8 +205,8 @@ class Segment(AtAddress):
                 for first in range(0, len(source), CHUNK_BYTES):
                     some = source[first : first + CHUNK_BYTES]
                     self._session.driver.write(written.address + first, some)
-                    if tell is not None:
-                        tell(first + len(some), len(source))
+                    if progress is not None:
+                        progress(first + len(some), len(source))
             finally:
                 del written  # an error keeps its frames, and would keep the span
 

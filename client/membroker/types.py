@@ -10,10 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from .deprecated import renamed
 
-
-@renamed("virtual_capacity", "physical_usage", "largest_free_run")
 @dataclass(frozen=True, slots=True)
 class MemoryStats:
     """A pool at one moment, counted in this process.
@@ -62,7 +59,6 @@ class Move:
     size: int
 
 
-@renamed("physical_limit", "physical_usage")
 @dataclass(frozen=True, slots=True)
 class GlobalMemoryStats:
     """All models of a `SharedMemoryPool` at one moment, counted in this process.
@@ -76,7 +72,6 @@ class GlobalMemoryStats:
     num_models: int
 
 
-@renamed("capacity", "lent", "releasing", "stock", "free", "headroom", "unaccounted", "device_total", "device_used")
 @dataclass(frozen=True, slots=True)
 class LocationBooks:
     """The broker's books of one location, and the device's own figures.
@@ -108,7 +103,6 @@ class LocationBooks:
     gate_reserve_bytes: int = 0
 
 
-@renamed("granularity")
 @dataclass(frozen=True, slots=True)
 class DeviceStatus:
     """The device of a broker, and its books by location (`"device"`, `"host"`).
@@ -136,7 +130,6 @@ class DeviceStatus:
     driver_fallback: bool = False
 
 
-@renamed("used", "peak", "releasing", "declared", "limit", segments="segment_bytes")
 @dataclass(frozen=True, slots=True)
 class ModelBooks:
     """What a model is charged at one location.
@@ -168,7 +161,6 @@ class ModelBooks:
     share_bytes: int | None = None
 
 
-@renamed("virtual_capacity")
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
     """A model of this tenant, its books by location, and its counters since it began.
@@ -216,7 +208,6 @@ class Decision:
         return f"{self.session}/requests/{self.request_id}" if self.request_id else ""
 
 
-@renamed("now", "limit")
 @dataclass(frozen=True, slots=True)
 class Available:
     """What a model could borrow at one moment. It reserves nothing, so the next request of any process can change it.
@@ -240,7 +231,6 @@ class Available:
     tenant_limit_bytes: int | None = None
 
 
-@renamed("used")
 @dataclass(frozen=True, slots=True)
 class SessionBooks:
     """What a session is charged at one location. `extents` is a count."""
@@ -271,7 +261,6 @@ class SessionStatus:
     segments: tuple[str, ...]
 
 
-@renamed("size")
 @dataclass(frozen=True, slots=True)
 class SegmentStatus:
     """A segment: memory under a name, written by one session and attached by many.

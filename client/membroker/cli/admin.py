@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from ..client import Client
-from ..deprecated import renamed
 from ..errors import AccessDenied, BrokerUnavailable, InvalidRequest
 from ..session import messages
 from ..session.endpoint import VARIABLE, check_path, default_device, diagnose, find_endpoint, is_device, not_answering
@@ -29,7 +28,6 @@ from ..vmm.driver import Location
 CALL_SECONDS = 10.0
 
 
-@renamed("limit", "used")
 @dataclass(frozen=True, slots=True)
 class QuotaStatus:
     """A limit, a guarantee and a weight set by command. They are None if nothing is set.
@@ -46,7 +44,6 @@ class QuotaStatus:
     weight: int | None = None
 
 
-@renamed("used", "limit")
 @dataclass(frozen=True, slots=True)
 class TenantBooks:
     """What a tenant is charged at one location. `limit_bytes` is None if only the capacity applies.
@@ -73,7 +70,6 @@ class TenantStatus:
     sessions: int
 
 
-@renamed("used", "charged", "excess", segments="segment_bytes")
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
     """A process that uses the device, as the driver and the books see it; bytes of the device.

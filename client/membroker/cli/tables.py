@@ -20,7 +20,6 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ..arguments import parts_of
-from ..deprecated import old_spellings
 from ..safetensors import TensorInfo
 from ..types import DeviceStatus, LocationBooks, ModelBooks, ModelStatus, SegmentStatus, SessionStatus
 from ..vmm.sizes import format_size
@@ -349,7 +348,7 @@ def print_json(value: Any, stream: TextIO) -> None:
 
 def _json_value(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
-        return old_spellings(value) | {field.name: getattr(value, field.name) for field in fields(value)}
+        return {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, datetime):
         return value.isoformat()
     raise TypeError(f"no JSON for {type(value).__name__}")

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from functools import partial
 
 from ..arguments import bytes_of, check_page_size, check_range, deadline_of, location_of, rounded_up
-from ..deprecated import renamed
 from ..errors import InvalidRequest, OutOfMemory, OutOfVirtualMemory
 from ..interrupts import KeyedLocks, Operation, device_failures
 from ..vmm.driver import Location
@@ -30,7 +29,6 @@ A buffer wastes up to one page, and a worker has more buffers than pools. That i
 """
 
 
-@renamed(physical_memory_usage="physical_usage_bytes")
 class GrowableBuffer(AtAddress):
     """`size` bytes at `address`, and addresses for `capacity` bytes. Thread-safe, and a context manager.
 

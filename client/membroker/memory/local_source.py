@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..arguments import bytes_of
 from ..closing import Closing
-from ..deprecated import renamed
 from ..errors import DeviceFailure, InvalidRequest, OutOfMemory
 from ..interrupts import device_failures
 from ..vmm import open_driver
@@ -109,7 +108,6 @@ PACKET = 64
 """Extents are created and mapped in packets of this many, which limits the descriptors open at a time."""
 
 
-@renamed(physical_memory_usage="physical_usage_bytes")
 class LocalSource(MemoryOwner["_LocalLink"], Closing):
     """Lends the device's memory to this process: `VirtualMemoryPool(LocalSource(), "64GiB")`. A context manager.
 

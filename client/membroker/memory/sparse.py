@@ -22,7 +22,6 @@ from ..arguments import (
     shape_of,
     whole_number,
 )
-from ..deprecated import renamed
 from ..dtypes import word_of
 from ..errors import InvalidOffset, InvalidPageSize, InvalidRequest, NotMapped
 from ..interrupts import KeyedLocks, Operation, device_failures
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-@renamed(physical_memory_usage="physical_usage_bytes")
 class SparseArray(AtAddress):
     """`shape` elements of `dtype`, of which only tiles that were written have memory. Thread-safe, a context manager.
 

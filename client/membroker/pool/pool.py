@@ -23,7 +23,6 @@ from ..arguments import (
     rounded_up,
     whole_number,
 )
-from ..deprecated import renamed
 from ..errors import InvalidOffset, InvalidRequest
 from ..interrupts import device_failures, uninterrupted
 from ..memory.lender import Lender, Source, lender_of, source_of
@@ -42,7 +41,6 @@ from .page_table import Search
 DEFAULT_PAGE_SIZE = 64 * MIB
 
 
-@renamed(physical_memory_usage="physical_usage_bytes")
 class VirtualMemoryPool(Resource):
     """Addresses for `virtual_capacity` bytes, backed page by page on demand. Thread-safe, and a context manager.
 

@@ -124,12 +124,12 @@ def test_nothing_is_borrowed_at_the_admin_endpoint(daemon: Daemon) -> None:
 def test_json_has_bytes_for_programs(daemon: Daemon) -> None:
     at = ("--json", "--endpoint", str(daemon.endpoint("red")))
     device = json.loads(good("status", *at))
-    assert (device["driver"], device["locations"]["device"]["lent"]) == ("host", 4 * MIB)
+    assert (device["driver"], device["locations"]["device"]["lent_bytes"]) == ("host", 4 * MIB)
     (model,) = json.loads(good("models", *at))
-    assert model["books"]["device"]["limit"] == 8 * MIB
+    assert model["books"]["device"]["limit_bytes"] == 8 * MIB
     assert model["denials_total"] == {"MODEL_LIMIT": 1}
     mine = [each for each in json.loads(good("sessions", *at)) if not each["observer"]]
-    assert [each["books"]["device"]["used"] for each in mine] == [4 * MIB]
+    assert [each["books"]["device"]["used_bytes"] for each in mine] == [4 * MIB]
 
 
 @pytest.mark.usefixtures("worker")

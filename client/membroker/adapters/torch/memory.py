@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ...closing import Closing
-from ...deprecated import renamed
 from ...errors import ClosedError, InvalidRequest, MembrokerError
 from ...model import Model, Recall
 from .lending import TorchLending
@@ -22,7 +21,6 @@ from .package import torch
 from .tensors import device_of
 
 
-@renamed("lent")
 class TorchMemory(Closing):
     """Borrows what torch allocates on the GPU from `model`: a `torch.cuda.MemPool` without compiled code.
 
