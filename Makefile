@@ -72,7 +72,7 @@ $(ENGINES)/vllm-%:
 	find $@.part -name '*.so' -delete
 	mv $@.part $@
 
-test-engines:  ## real vLLM (its CPU build, 6 GiB of packages) and transformers over the host driver; left out where it cannot be installed
+test-engines:  ## real vLLM (its CPU build, 6 GiB of packages) over the host driver; left out where it cannot be installed
 	@if $(MAKE) --no-print-directory $(ENGINES)/.installed; then \
 	  PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker" $(ENGINES)/bin/python -m pytest -o cache_dir=.pytest_cache/engines tests/engines $(OPTIONS); \
 	else echo "left out: vLLM's CPU build cannot be installed here"; fi

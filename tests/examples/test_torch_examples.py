@@ -72,3 +72,9 @@ def test_many_workers_with_weights_that_stand_once(daemon: Daemon) -> None:
     assert alike.startswith("2 of 2 workers answer [")
     assert len(set(alike.split("[")[1].rstrip("]").split(", "))) > 3, "an answer that wrong weights would hardly give"
     assert charged == "the model is charged 2 MiB, once for all workers"
+
+
+def test_a_transformers_model_generates_in_borrowed_memory(daemon: Daemon) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed here: pip install transformers")
+    (line,) = run(daemon, "transformers_generate.py")
+    assert line == "2 MiB are borrowed; the same tokens: True"

@@ -85,7 +85,7 @@ def test_a_limit_is_kept(driver: FlakyDriver) -> None:
         with pytest.raises(OutOfMemory) as refused:
             second.allocate(0, 2 * PAGE)
         error = refused.value
-        assert (error.level, error.requested_bytes, error.available_bytes, error.limit) == (
+        assert (error.level, error.requested_bytes, error.available_bytes, error.limit_bytes) == (
             "capacity",
             2 * PAGE,
             PAGE,
@@ -120,7 +120,7 @@ def test_a_full_device(driver: FlakyDriver) -> None:
         with pytest.raises(OutOfMemory) as refused:
             pool.allocate(10 * PAGE, 200 * PAGE)
         error = refused.value
-        assert (error.level, error.reason, error.limit) == ("device", "DEVICE_FULL", None)
+        assert (error.level, error.reason, error.limit_bytes) == ("device", "DEVICE_FULL", None)
         assert (error.requested_bytes, error.available_bytes) == (200 * PAGE, 90 * PAGE)
         assert pool.stats().mapped_pages == 10
         assert source.physical_usage_bytes == 10 * PAGE
