@@ -138,16 +138,16 @@ class Daemon:
             broker,
             executor,
             self._store,
-            config.audit_seconds,
-            self._metrics.steps.observe,
-            CONTEXT_BYTES[plan.driver.device.driver],
-            writer,
-            self._turns,
+            audit_seconds=config.audit_seconds,
+            figures=executor.figures(),
+            context_bytes=CONTEXT_BYTES[plan.driver.device.driver],
+            writer=writer,
+            turns=self._turns,
+            on_audit=self._audited,
+            on_step=self._metrics.steps.observe,
+            on_wait=self._observe_wait,
+            on_recall=self._observe_recall,
         )
-        self._loop.on_audit = self._audited
-        self._loop.observe_wait = self._observe_wait
-        self._loop.observe_recall = self._observe_recall
-        self._loop.figures = executor.figures()
         self._dispatcher = Dispatcher(self._loop, functools.cache(self._request_noted), self._decisions)
         self._views = BookMessages(self._loop, plan, self._decisions)
         self._drain = Drain(lambda: not any(total.charged for total in broker.ledger.totals.values()), stop)
@@ -160,12 +160,11 @@ class Daemon:
         stack.callback(self._evictions.close)
         self._take_over(executor, kept)
         if config.record and not self._kept.is_shared:
-            recorder = self._recorder = Recorder(broker, self._kept.path, clock)
-            self._loop.record_step = recorder.take
-            stack.callback(recorder.close)
+            self._recorder = Recorder(broker, self._kept.path, clock)
+            stack.callback(self._recorder.close)
         self._heartbeat = Heartbeat(asyncio.get_running_loop())
         self._start_metrics(stack)
-        self._loop.start()
+        self._loop.start(None if self._recorder is None else self._recorder.take)
         try:
             await self._open_endpoints(stack)
         except BaseException:

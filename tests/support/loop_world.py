@@ -216,6 +216,7 @@ def play(
     stock: int = 0,
     context_bytes: int = 0,
     audit_seconds: float = 0.05,
+    on_wait: Callable[[fx.Waited], None] = lambda waited: None,
 ) -> _T:
     """Tell a story in a world of 64 MiB whose segments are made of extents of 4 MiB; nothing of it stays open.
 
@@ -231,7 +232,14 @@ def play(
         rules = policy.Rules(2 * MIB, {"device": 64 * MIB}, segment_extent_bytes=4 * MIB)
         rules = dataclasses.replace(rules, stock_extents=stock, stock_bytes=64 * MIB if stock else 0)
         kept = store if store is not None else Store()
-        loop = Loop(Broker(rules, epoch=1), executor, kept, audit_seconds, context_bytes=context_bytes)
+        loop = Loop(
+            Broker(rules, epoch=1),
+            executor,
+            kept,
+            audit_seconds=audit_seconds,
+            context_bytes=context_bytes,
+            on_wait=on_wait,
+        )
         loop.start()
         world = World(loop, driver)
         try:

@@ -35,6 +35,8 @@ from .sleeping import Sleeping
 MakeEvent = Callable[[int], ev.Event]
 """Returns the event of a call, given its number."""
 Reply = Callable[[fx.Result | Denied], None]
+RecordStep = Callable[[ev.Event, Step, int], None]
+"""Takes an event, the step that it caused and its time."""
 RELEASING_AUDIT_SECONDS = 0.01
 
 
@@ -46,12 +48,22 @@ class Loop:
         broker: Broker,
         executor: Executor,
         store: Store,
+        *,
         audit_seconds: float,
-        observe_step: Callable[[float], None] = lambda seconds: None,
+        figures: Figures | None = None,
         context_bytes: int = 0,
         writer: JournalWriter | None = None,
         turns: Turns | None = None,
+        on_audit: Callable[[], None] = lambda: None,
+        on_step: Callable[[float], None] = lambda seconds: None,
+        on_wait: Callable[[fx.Waited], None] = lambda waited: None,
+        on_recall: Callable[[fx.Recalled], None] = lambda recalled: None,
     ) -> None:
+        """Build a loop that is not started. `figures` are what the device shows now.
+
+        `on_audit` is called ten times a second, or more often; `on_step` with the seconds of each step of the core;
+        `on_wait` when a request that waited for room waits no more; `on_recall` when a recall has ended, or is late.
+        """
         self.broker = broker
         self.turns = turns or Turns()
         self.executor = executor
@@ -60,23 +72,17 @@ class Loop:
         self.resuming: dict[int, SessionConnection] = {}
         """Connections on which a session is being resumed: nothing is delivered on them before that is done."""
         self.on_forget: list[Callable[[int], None]] = []
-        self.on_audit: Callable[[], None] = lambda: None
-        """Called ten times a second, or more often."""
-        self.observe_wait: Callable[[fx.Waited], None] = lambda waited: None
-        """Called when a request that waited for room waits no more."""
-        self.observe_recall: Callable[[fx.Recalled], None] = lambda recalled: None
-        """Called when a recall has ended, or is late."""
-        self.record_step: Callable[[ev.Event, Step, int], None] | None = None
-        """Called with each event, the step that it caused and its time, if steps are recorded."""
         self.sleeping = Sleeping(self.links)
-        self.figures: Figures = {}
+        self.figures: Figures = figures or {}
         self.drain: Notice | None = None
         """The notice of the drain that is under way, for sessions that begin or resume during it."""
         self.deferrals = Deferrals(
             lambda call: self.tell(ev.InputsDrained(call)), lambda: [*self.links.values(), *self.resuming.values()]
         )
         self._audit_seconds = audit_seconds
-        self._observe_step = observe_step
+        self._on_audit = on_audit
+        self._on_step = on_step
+        self._record_step: RecordStep | None = None
         self._writer = writer
         self.processes = Processes(broker, executor, context_bytes)
         self._calls = itertools.count(1)
@@ -90,9 +96,9 @@ class Loop:
         self._carry_out: dict[type[fx.Effect], Callable[[Any], None]] = {
             fx.Answer: self.answer,
             fx.DrainInputs: lambda effect: self.deferrals.add(effect.call),
-            fx.Waited: lambda waited: self.observe_wait(waited),
+            fx.Waited: on_wait,
             fx.SendRecall: self._recall,
-            fx.Recalled: lambda recalled: self.observe_recall(recalled),
+            fx.Recalled: on_recall,
             fx.Make: packets.make,
             fx.Send: packets.send_later,
             fx.Stock: packets.stock_later,
@@ -120,15 +126,15 @@ class Loop:
         """Give the core an event and carry out what follows."""
         broker, now = self.broker, clock()
         effects, facts = step = broker.step(event, now)
-        self._observe_step((clock() - now) / 1e9)
+        self._on_step((clock() - now) / 1e9)
         is_written = True
         if facts or broker.books.cannot_write:
             is_written = self._writer is None or self._writer.write(facts)
             if not logs.not_logged.issuperset(map(type, facts)):
                 for fact in facts:
                     logs.log_fact(fact)
-        if self.record_step is not None:  # first: an effect can lead to the next step at once
-            self.record_step(event, step, now)
+        if self._record_step is not None:  # first: an effect can lead to the next step at once
+            self._record_step(event, step, now)
         for effect in effects:
             try:
                 if is_written or not isinstance(effect, fx.Make | fx.Send):
@@ -169,8 +175,9 @@ class Loop:
 
     # --- the audit ---
 
-    def start(self) -> None:
-        """Begin to audit the device."""
+    def start(self, record_step: RecordStep | None = None) -> None:
+        """Begin to audit the device, and to call `record_step` with each step from now on."""
+        self._record_step = record_step
         self._audit()
 
     def _audit(self) -> None:
@@ -183,7 +190,7 @@ class Loop:
         self._look_pending = False
         self.figures = figures
         self.tell(ev.Audit(seen(figures)))
-        self.on_audit()
+        self._on_audit()
         waiting = self.broker.releasing.deaths
         self._schedule_audit(RELEASING_AUDIT_SECONDS if waiting else self._audit_seconds)
 

@@ -193,7 +193,7 @@ async def main():
     fresh.begin([])
     limit(path.stat().st_size + 100_000)
     broker = Broker(policy.Rules(2, {"device": 64}, max_sessions_per_process=100), epoch=1)
-    loop = Loop(broker, None, Store(), 1.0, writer=JournalWriter(broker, fresh))
+    loop = Loop(broker, None, Store(), audit_seconds=1.0, writer=JournalWriter(broker, fresh))
 
     def come():
         loop.ask(lambda call: ev.OpenSession(call, "t", 1, 1, "p", False, "x" * 1_000), lambda answer: None)

@@ -92,9 +92,9 @@ def test_waits_end_when_their_time_has_come() -> None:
 def test_waits_for_memory_end_when_their_time_has_come() -> None:
     """Nothing else happens meanwhile: the device is audited once an hour. The other request goes on waiting."""
 
+    ended: list[fx.Waited] = []
+
     async def story(world: World) -> None:
-        ended: list[fx.Waited] = []
-        world.loop.observe_wait = ended.append
         holder, waiter = await world.open(), await world.open()
         await world.allocate(holder, 32)
         long, short = world.allocate(waiter, wait=DEADLINE_SECONDS), world.allocate(waiter, 2, wait=0.02)
@@ -111,7 +111,7 @@ def test_waits_for_memory_end_when_their_time_has_come() -> None:
         ]
         assert ended[0].waited_ns >= 20_000_000
 
-    play(story, audit_seconds=3_600)
+    play(story, audit_seconds=3_600, on_wait=ended.append)
 
 
 def test_an_answer_that_is_known_is_on_its_way_before_the_books_hear_of_the_packet(
