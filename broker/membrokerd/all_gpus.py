@@ -23,13 +23,9 @@ from urllib.parse import urlsplit
 
 from membroker.vmm import DriverError, DriverUnavailable
 
-from .config.config import Config
+from .ext import Config, DeviceDirectory, DirectoryError, Heartbeat, logs, notify, started_by_systemd
 from .observe.merged import Merged
 from .observe.metrics_server import METRICS_PORT, MetricsServer, authority
-from .restart.systemd import started_by_systemd
-from .system import logs
-from .system.device_directory import OF_ALL, DeviceDirectory, DirectoryError, clear_private
-from .system.sd_notify import Heartbeat, notify
 
 FIRST_DELAY_SECONDS, LAST_DELAY_SECONDS = 0.2, 30.0
 """How long a daemon that died stays away. The delay doubles with each death."""
@@ -258,8 +254,8 @@ class AllGpus:
         loop = asyncio.get_running_loop()
         stopping = asyncio.Event()
         with ExitStack() as stack:
-            directory = DeviceDirectory(self._config.runtime_directory, OF_ALL)
-            clear_private(directory, ["notify"])
+            directory = DeviceDirectory.of_all(self._config.runtime_directory)
+            directory.clear_private(["notify"])
             self._warn_of_keepers()
             self._children = [_Child(uuid, self._command, directory, stopping, self._changed) for uuid in self._uuids]
             for child in self._children:

@@ -212,8 +212,9 @@ def _guarantee_troubles(config: Config) -> Iterator[str]:
     from .config import quotas
     from .config.checks import joined
     from .config.config import QUOTA_KEYS, quotas_of
+    from .config.guarantees import misfit_sentences
     from .core import policy
-    from .device.plan import changed_rules, misfit_sentences
+    from .device.plan import changed_rules
 
     for (tenant, model, location), quota in quotas_of(config.tenants):
         if quota.guarantee and quota.guarantee % GUARANTEE_STEP and config.driver != "host":
@@ -325,8 +326,10 @@ def _parser() -> argparse.ArgumentParser:
 def _meant(parser: argparse.ArgumentParser, argument: str) -> str:
     """Return the end of a sentence: the option that is most like `argument`, if one is."""
     import difflib
+    import re
 
-    near = difflib.get_close_matches(argument.partition("=")[0], parser._option_string_actions, n=1)
+    options = ["--help", *re.findall(r"--[a-z-]+", parser.format_usage())]
+    near = difflib.get_close_matches(argument.partition("=")[0], options, n=1)
     return f", did you mean {near[0]}?" if near else ""
 
 

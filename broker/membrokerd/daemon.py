@@ -11,7 +11,8 @@ import errno
 import functools
 import os
 import signal
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +21,14 @@ from membroker.vmm import format_size
 from membroker.wire.frames import close_all
 from membroker.wire.sessions import sessions_for
 
+from . import __version__
 from .config import quotas
 from .config.config import Config, ConfigError, TenantConfig, without_guarantees
 from .config.descriptor_limits import raise_descriptor_limit, segment_extents_for, trouble
 from .core import effects as fx
 from .core import events as ev
 from .core import facts as ft
+from .core import snapshot
 from .core.checkpoint import checkpoint_facts
 from .core.machine import Broker
 from .core.names import Location
@@ -37,12 +40,11 @@ from .edge.endpoints import Endpoints
 from .edge.handoff.outbox import OutboxCounters
 from .edge.listings import BookMessages
 from .edge.rpc.admin_service import AdminService
-from .observe import status_page
+from .observe import catalog, status_page
 from .observe.cached_text import CachedText
 from .observe.history import History
 from .observe.metrics import Metrics, MetricsView
 from .observe.metrics_server import METRICS_PORT, MetricsServer, authority
-from .observe.view import take_view
 from .replay.recorder import Recorder
 from .restart.descriptor_store import Store, StoredDescriptors
 from .restart.journal import Binding, Journal, boot_id
@@ -66,9 +68,9 @@ from .runtime.journal_writer import JournalWriter
 from .runtime.loop import Loop, clock, seen
 from .runtime.reload import Reloader, compare
 from .system import logs
-from .system.device_directory import DeviceDirectory, DirectoryError, clear_private
+from .system.device_directory import DeviceDirectory, DirectoryError
 from .system.sd_notify import Heartbeat, notify
-from .system.turns import Turns, in_portions, spare_collections
+from .system.turns import Turns, gather, in_portions, spare_collections
 
 VIEW_SECONDS = 2.0
 """How long a scrape waits for the event loop before it fails."""
@@ -131,7 +133,7 @@ class Daemon:
         # More may be lent already than is configured now: that must not hide what the next start would refuse.
         check_guarantees(replace(rules, capacities=plan.capacities))
         broker = Broker(rules, journal.epoch, [*books.facts, *self._commanded()])
-        warn_of_guarantees(broker.ledger.quotas, rules, self._config)
+        warn_of_guarantees(broker.ledger.quotas, rules, config)
         self._begin_journal(journal, broker)
         writer = JournalWriter(broker, journal, self._metrics.journal.observe, self._directory.is_in_place)
         self._loop = Loop(
@@ -203,7 +205,7 @@ class Daemon:
 
     def _open_directory(self) -> None:
         self._directory = DeviceDirectory(self._config.runtime_directory, self._plan.directory)
-        clear_private(self._directory)
+        self._directory.clear_private()
         device = self._plan.driver.device
         if not self._directory.write_index(device.index, yields=device.driver == "host"):
             logs.warn(
@@ -364,13 +366,47 @@ class Daemon:
         """Return the values for a scrape. Runs on the HTTP server's threads and gets them from the event loop."""
         answer: concurrent.futures.Future[MetricsView] = concurrent.futures.Future()
 
-        def begin() -> None:
-            tenants, evictions = self._config.tenants, self._evictions.count
-            view = take_view(self._loop, self._plan, tenants, self._traffic, evictions, self._history)
-            in_portions(view, answer.set_result)
-
-        self._loop.call_threadsafe(begin)
+        self._loop.call_threadsafe(lambda: in_portions(self._take_view(), answer.set_result))
         return answer.result(VIEW_SECONDS)
+
+    def _take_view(self) -> Generator[None, None, MetricsView]:
+        """Return the view of a scrape, as work for `in_portions`. The sums are as of its last step."""
+        loop, plan, broker = self._loop, self._plan, self._loop.broker
+        models = yield from gather(snapshot.each_model(broker))
+        segments = yield from gather(snapshot.each_segment(broker))
+        sessions = snapshot.count_sessions(broker)
+        return MetricsView(
+            locations=snapshot.take_locations(broker),
+            tenants=snapshot.take_tenants(broker, self._config.tenants),
+            models=tuple(models),
+            segments=tuple(segments),
+            sessions=sessions,
+            memory={where: loop.figures.get(where) for where in broker.books.rules.capacities},
+            device=plan.driver.device,
+            version=__version__,
+            figures={
+                catalog.DEVICE_GRANULARITY: plan.driver.device.granularity,
+                catalog.DRAINING: broker.books.draining,
+                catalog.JOURNAL_FULL: bool(broker.books.cannot_write),
+                catalog.DRIVER_FALLBACK: plan.fell_back,
+                catalog.DESCRIPTORS: self._traffic.descriptors + len(loop.store) + loop.packets.stocked + 1,
+                catalog.NOTICES_DROPPED: self._traffic.notices_dropped,
+                catalog.EVICTIONS: self._evictions.count,
+                catalog.LOG_DROPPED: logs.dropped(),
+                catalog.OBSERVERS: len(broker.ledger.sessions) - sessions.total(),
+                catalog.SESSIONS_LIMIT: broker.books.rules.max_sessions,
+                catalog.SCRAPE_TIME: time.time(),
+                catalog.LONGEST_TURN: loop.turns.longest,
+                catalog.LONGEST_TURN_CPU: loop.turns.longest_cpu,
+                catalog.SLOW_TURNS: loop.turns.slow,
+            },
+            unproven_releases=dict(broker.releasing.unproven),
+            refused=dict(self._traffic.refused),
+            stock_changes=dict(broker.stock.changes),
+            headroom=plan.headroom,
+            gate_reserve=plan.gate_reserve,
+            history=self._history.samples,
+        )
 
     def _readiness(self) -> tuple[bool, str]:
         alive, sentence = self._heartbeat.health()

@@ -13,8 +13,8 @@ from membroker.vmm import Driver, DriverUnavailable, Location, format_size, open
 from membroker.vmm.sizes import GIB, MIB
 
 from ..config.config import Config, quotas_of
+from ..config.guarantees import misfit_sentences
 from ..core import policy
-from ..core.admission import Misfit, misfits
 from ..core.names import Location as CoreLocation
 from ..core.names import QuotaKey
 from ..core.rows import Quota
@@ -128,16 +128,6 @@ def warn_of_guarantees(quotas: Mapping[QuotaKey, Quota], rules: policy.Rules, co
                 f"`membroker quota set {name}{where} --guarantee none` ends that",
                 tenant=tenant,
             )
-
-
-def misfit_sentences(quotas: Mapping[QuotaKey, Quota], rules: policy.Rules) -> list[str]:
-    """Return a sentence for each guarantee that cannot be kept."""
-    return [_misfit(one, where) for where in rules.capacities for one in misfits(quotas, rules, where)]
-
-
-def _misfit(one: Misfit, where: CoreLocation) -> str:
-    sizes = format_size(one.size), format_size(one.most)
-    return f"{one.what} would be {sizes[0]} of {where} memory, more than {one.bound}, {sizes[1]}"
 
 
 def plan(config: Config) -> Plan:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ..core.denied import Reason
+from ..ext import Reason
 
 
 @dataclass(frozen=True, slots=True)

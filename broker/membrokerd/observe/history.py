@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from ..core.machine import Broker
+from ..ext import Broker
 
 SAMPLE_SECONDS = 2.0
 SAMPLES = 151

@@ -16,11 +16,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from membroker.vmm.driver import DeviceInfo, MemoryInfo
 
-from ..core.denied import Reason
-from ..core.effects import RecallResult, SegmentView, WaitResult
-from ..core.lifecycles import SEGMENT, SESSION
-from ..core.names import Location
-from ..core.snapshot import LocationView, ModelView, TenantView
+from ..ext import Location, Reason, lifecycles, snapshot
+from ..ext import effects as fx
 from . import catalog
 from .cached_text import CachedText
 from .durations import WAIT_BUCKETS, Durations
@@ -36,10 +33,10 @@ class MetricsView:
     `gate_reserve` are bytes of the device.
     """
 
-    locations: tuple[LocationView, ...]
-    tenants: tuple[TenantView, ...]
-    models: tuple[ModelView, ...]
-    segments: tuple[SegmentView, ...]
+    locations: tuple[snapshot.LocationView, ...]
+    tenants: tuple[snapshot.TenantView, ...]
+    models: tuple[snapshot.ModelView, ...]
+    segments: tuple[fx.SegmentView, ...]
     sessions: Mapping[str, int]
     memory: Mapping[Location, MemoryInfo | None]
     device: DeviceInfo
@@ -75,11 +72,11 @@ class Metrics:
         waits = durations.add(catalog.WAITS, WAIT_BUCKETS)
         self.waits = {  # each has a series from the start
             (result, guaranteed): waits(result, str(guaranteed).lower())
-            for result in get_args(WaitResult)
+            for result in get_args(fx.WaitResult)
             for guaranteed in (False, True)
         }
         recalls = durations.add(catalog.RECALLS, WAIT_BUCKETS)
-        self.recalls = {result: recalls(result) for result in get_args(RecallResult)}
+        self.recalls = {result: recalls(result) for result in get_args(fx.RecallResult)}
 
     def render(self) -> bytes:
         """Return the text of a scrape, at most a second old. Raises `TimeoutError` if there is no view."""
@@ -143,8 +140,8 @@ def _add_daemon(families: _Families, view: MetricsView) -> None:
     for spec, value in view.figures.items():
         families.add(spec, value)
     families.add(catalog.BUILD_INFO, 1, view.version, view.device.driver, view.device.name)
-    for state in SESSION:
-        if SESSION[state]:
+    for state in lifecycles.SESSION:
+        if lifecycles.SESSION[state]:
             families.add(catalog.SESSIONS, view.sessions.get(state, 0), state)
     for spec, known, counts in (
         (catalog.STOCK_EXTENTS, catalog.STOCK_CHANGES, view.stock_changes),
@@ -159,7 +156,7 @@ def _from_the_start(known: Iterable[str], counts: Mapping[str, int]) -> list[tup
     return sorted((dict.fromkeys(known, 0) | dict(counts)).items())
 
 
-def _add_location(families: _Families, view: MetricsView, books: LocationView) -> None:
+def _add_location(families: _Families, view: MetricsView, books: snapshot.LocationView) -> None:
     where = books.location
     for spec, value in (
         (catalog.DEVICE_CAPACITY, books.capacity),
@@ -180,7 +177,7 @@ def _add_location(families: _Families, view: MetricsView, books: LocationView) -
         families.add(catalog.MEMORY_USED, memory.used, where)
 
 
-def _add_model(families: _Families, model: ModelView) -> None:
+def _add_model(families: _Families, model: snapshot.ModelView) -> None:
     name = (model.name.tenant, model.name.model)
     families.add(catalog.MODEL_VIRTUAL, model.virtual_capacity, *name)
     families.add(catalog.MODEL_SESSIONS, model.sessions, *name)
@@ -202,7 +199,7 @@ def _add_model(families: _Families, model: ModelView) -> None:
         families.add(catalog.MODEL_SEGMENTS, books.segments, *name, books.location)
 
 
-def _add_segments(families: _Families, segments: Iterable[SegmentView]) -> None:
+def _add_segments(families: _Families, segments: Iterable[fx.SegmentView]) -> None:
     """Add every state's count for the models that have segments, what sharing saves, and each segment's attachments.
 
     A deleted segment can still exist beside its successor of the same name: a name is one series, their sum.
@@ -216,8 +213,8 @@ def _add_segments(families: _Families, segments: Iterable[SegmentView]) -> None:
         attachments[name.tenant, name.model, name.label] += segment.sessions
         saved[name.tenant, name.model, segment.location] += segment.size * max(0, segment.sessions - 1)
     for model, counts in sorted(states.items()):
-        for state in SEGMENT:
-            if SEGMENT[state]:
+        for state in lifecycles.SEGMENT:
+            if lifecycles.SEGMENT[state]:
                 families.add(catalog.SEGMENTS, counts[state], *model, state)
     for model_at, size in sorted(saved.items()):
         families.add(catalog.SEGMENT_SAVED, size, *model_at)

@@ -20,7 +20,7 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from ..system import logs
+from ..ext import logs
 
 METRICS_PORT = 9710
 MAX_CONNECTIONS = 16

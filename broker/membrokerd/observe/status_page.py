@@ -14,7 +14,7 @@ from html import escape
 
 from membroker.vmm import format_size
 
-from ..core.snapshot import LocationView, ModelLocationView, ModelView, TenantLocationView
+from ..ext import snapshot
 from . import catalog
 from .metrics import MetricsView
 from .pictures import COLOURS, DEFINITIONS, FREE, NOT_LENT, OTHERS, UNACCOUNTED, BarPart, bar, chart, refusals
@@ -108,13 +108,13 @@ def _troubles(view: MetricsView) -> Iterator[str]:
 # --- Pictures ---
 
 
-def _scale(view: MetricsView, books: LocationView) -> int:
+def _scale(view: MetricsView, books: snapshot.LocationView) -> int:
     memory = view.memory.get(books.location)
     return max(books.capacity, memory.total if memory is not None else 0)
 
 
 def _location(
-    view: MetricsView, books: LocationView, shown: Sequence[str], colours: Mapping[str, str]
+    view: MetricsView, books: snapshot.LocationView, shown: Sequence[str], colours: Mapping[str, str]
 ) -> Iterator[str]:
     """Yield the bar of one location, its legend, and a bar for each tenant."""
     where, scale = books.location, _scale(view, books)
@@ -123,7 +123,7 @@ def _location(
     free = max(0, min(books.free, scale - used - unaccounted))
     rest = max(0, scale - used - unaccounted - free)
     books_of = {one.tenant: found for one in view.tenants for found in one.locations if found.location == where}
-    models: dict[str, list[ModelView]] = {}
+    models: dict[str, list[snapshot.ModelView]] = {}
     for model in view.models:
         models.setdefault(model.name.tenant, []).append(model)
     parts = [part for one in shown for part in _parts_of(models.get(one, ()), one, where, colours[one])]
@@ -155,7 +155,7 @@ def _location(
 
 
 def _tenant(
-    models: Sequence[ModelView], tenant: str, one: TenantLocationView, scale: int, colour: str
+    models: Sequence[snapshot.ModelView], tenant: str, one: snapshot.TenantLocationView, scale: int, colour: str
 ) -> Iterator[str]:
     marks = {"guarantee": one.guarantee} if one.guarantee else {}
     if one.limit is not None:
@@ -168,7 +168,7 @@ def _tenant(
     yield bar(_parts_of(models, tenant, one.location, colour), scale, marks, f"{one.location} memory of {tenant}")
 
 
-def _parts_of(models: Sequence[ModelView], tenant: str, where: str, colour: str) -> list[BarPart]:
+def _parts_of(models: Sequence[snapshot.ModelView], tenant: str, where: str, colour: str) -> list[BarPart]:
     """Return the parts of a tenant's bar: of each model what is within its guarantee, beyond it, and releasing.
 
     The models that use the least are one part.
@@ -229,11 +229,11 @@ def _models(view: MetricsView) -> str:
     return f'<div class="wide">{table}</div>{more}'
 
 
-def _worth_showing(books: ModelLocationView) -> bool:
+def _worth_showing(books: snapshot.ModelLocationView) -> bool:
     return books.location == "device" or any((books.peak, books.guarantee, books.limit is not None))
 
 
-def _row(model: ModelView, books: ModelLocationView) -> str:
+def _row(model: snapshot.ModelView, books: snapshot.ModelLocationView) -> str:
     borrowed = max(0, books.used - books.releasing - books.guarantee)
     numbers = [
         format_size(books.used),

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ..restart.records import Unusable
+from ..ext import records
 from .changes import Changes, Unplayable
 from .figures import Tally
 from .past import Past
@@ -75,7 +75,7 @@ def replay(names: list[str], changes: Changes) -> dict[str, Any]:
 def _read(name: str) -> list[Part]:
     try:
         return read(Path(name))
-    except Unusable as error:
+    except records.Unusable as error:
         raise Unplayable(
             f"{name} {error}: give a trace that membrokerd has written (record = true), or a journal"
         ) from error

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
-from ..core import effects as fx
-from ..core import events as ev
-from ..core.machine import Broker
+from ..ext import Broker
+from ..ext import effects as fx
+from ..ext import events as ev
 from .past import Answered, Past, PastLoan, Where
 
 LAST = math.inf

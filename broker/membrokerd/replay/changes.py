@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from ..core import facts as ft
-from ..core import policy
-from ..core.names import Location, QuotaKey
-from ..core.rows import Quota
-from ..device.plan import misfit_sentences
+from ..ext import Location, QuotaKey, misfit_sentences, policy
+from ..ext import facts as ft
 
 MAX_EXTENTS = 1 << 20
 """How many extents a replayed device may hold: 2 TiB of the smallest of a GPU."""
@@ -84,8 +81,12 @@ class Changes:
         if problems := [one for one in misfit_sentences({}, rules) if one not in before]:
             raise Unplayable("; ".join(problems) + ": change one of these numbers")
 
-    def left_of(self, row: ft.QuotaSet) -> Quota:
+    def left_of(self, row: ft.QuotaSet) -> ft.QuotaSet:
         """Return what a command of that time sets still, where it is not replaced."""
-        quota = {"limit": row.limit, "guarantee": row.guarantee, "weight": row.weight}
         given = self.quotas.get((row.tenant, row.model), {}) if row.location == self.location else {}
-        return Quota(**{name: None if name in given else number for name, number in quota.items()})
+        return replace(
+            row,
+            limit=None if "limit" in given else row.limit,
+            guarantee=None if "guarantee" in given else row.guarantee,
+            weight=None if "weight" in given else row.weight,
+        )

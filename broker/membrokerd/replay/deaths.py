@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from ..core import events as ev
-from ..core.machine import Broker
-from ..core.names import Location
-from ..core.rows import SessionRow
+from ..ext import Broker, Location, SessionRow
+from ..ext import events as ev
 
 
 class Deaths:

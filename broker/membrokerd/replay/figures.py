@@ -6,9 +6,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core import effects as fx
-from ..core.denied import Reason
-from ..core.names import Location, ModelName
+from ..ext import Location, ModelName, Reason
+from ..ext import effects as fx
 
 GIVEN_UP = Reason.DELIVERY_FAILED.value
 """The reason of a request whose program did not wait for the answer, or has ended."""

@@ -14,12 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..core import effects as fx
-from ..core import events as ev
-from ..core import facts as ft
-from ..core import policy
-from ..core.denied import Reason
-from ..core.names import Location, ModelName
+from ..ext import Location, ModelName, Reason, policy
+from ..ext import effects as fx
+from ..ext import events as ev
+from ..ext import facts as ft
 from . import trace
 from .figures import GIVEN_UP, Tally
 from .reading import CreditedRuns, Part

@@ -12,11 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..core import facts as ft
-from ..core import policy
-from ..core.names import Location
-from ..restart.records import Unusable, decode, header_of, parse, runs_of, split
-from ..system import files
+from ..ext import Location, files, policy, records
+from ..ext import facts as ft
 from . import trace
 
 MAX_FILE_BYTES = 64 << 20
@@ -55,8 +52,10 @@ class Part:
         elif isinstance(row, ft.Credited):
             self._held -= len(row.ids)
             if self._held < 0:
-                raise Unusable("broken", "has fewer lent than released extents, which no daemon writes")
-            kept = CreditedRuns(tuple(range(first, first + count) for first, count in runs_of(row.ids)), row.cause)
+                raise records.Unusable("broken", "has fewer lent than released extents, which no daemon writes")
+            kept = CreditedRuns(
+                tuple(range(first, first + count) for first, count in records.runs_of(row.ids)), row.cause
+            )
         self.rows.append((max(at, self.rows[-1][0]) if self.rows else at, kept))
 
 
@@ -64,24 +63,24 @@ def read(path: Path) -> list[Part]:
     """Return the parts of a file. Raises `OSError` and `Unusable`."""
     data = files.read_file(path, MAX_FILE_BYTES, follow=True)
     if not data.strip(b"\0\n"):
-        raise Unusable("broken", "is empty: nothing was recorded yet")
-    if split(data[: 1 << 16])[0]:
+        raise records.Unusable("broken", "is empty: nothing was recorded yet")
+    if records.split(data[: 1 << 16])[0]:
         return [_read_journal(data.rstrip(b"\0"))]
     return list(_parts(data))
 
 
 def _parts(data: bytes) -> Iterator[Part]:
     part: Part | None = None
-    torn: Unusable | None = None
+    torn: records.Unusable | None = None
     for number, raw in enumerate(io.BytesIO(data), 1):
         if number > MAX_ROWS:
-            raise Unusable("broken", f"has more than {MAX_ROWS:,} lines, which no daemon writes")
+            raise records.Unusable("broken", f"has more than {MAX_ROWS:,} lines, which no daemon writes")
         if raw.isspace():
             continue
         found = _read_line(raw, number)
-        if isinstance(found, Unusable):
+        if isinstance(found, records.Unusable):
             if torn or part is None:
-                raise torn or Unusable("broken", "is not a trace")
+                raise torn or records.Unusable("broken", "is not a trace")
             torn = found
         elif isinstance(found, trace.Begin):  # a daemon that was killed leaves half a line before it
             torn = None
@@ -89,7 +88,9 @@ def _parts(data: bytes) -> Iterator[Part]:
                 yield part
             part = Part(found)
         elif torn or part is None:
-            raise torn or Unusable("broken", "is not a trace: its first line does not say with which rules it begins")
+            raise torn or records.Unusable(
+                "broken", "is not a trace: its first line does not say with which rules it begins"
+            )
         else:
             microseconds, row = found
             part.add(part.begin.now + microseconds * 1_000, row)
@@ -97,34 +98,34 @@ def _parts(data: bytes) -> Iterator[Part]:
         yield part
 
 
-def _read_line(raw: bytes, number: int) -> trace.Begin | tuple[int, trace.Row] | Unusable:
+def _read_line(raw: bytes, number: int) -> trace.Begin | tuple[int, trace.Row] | records.Unusable:
     try:
         if len(raw) > trace.MAX_LINE_BYTES:
-            raise Unusable("broken", "has a line that is too long")
+            raise records.Unusable("broken", "has a line that is too long")
         return trace.read_line(raw.decode())
-    except Unusable as error:
+    except records.Unusable as error:
         if error.reason == "other-version":
             raise
-        return Unusable("broken", f"{error} (line {number})")
+        return records.Unusable("broken", f"{error} (line {number})")
     except UnicodeDecodeError:
-        return Unusable("broken", f"is no text (line {number})")
+        return records.Unusable("broken", f"is no text (line {number})")
 
 
 def _read_journal(data: bytes) -> Part:
-    records, _ = split(data)
-    header = parse(header_of(data, records[:1]))
+    found, _ = records.split(data)
+    header = records.parse(records.header_of(data, found[:1]))
     if header[:2] != ["membroker journal", 1]:
-        raise Unusable("other-format", "is a journal in a format that this version does not know")
+        raise records.Unusable("other-format", "is a journal in a format that this version does not know")
     # It has no rules: there is no limit, and no capacity until one is given.
     part = Part(trace.Begin("a journal", 0, 0, policy.Rules(1, {"device": 0})), is_journal=True)
     sizes: dict[Location, int] = {}
-    for number, record in enumerate(records[1:]):
-        for fact in decode(data[record.begin : record.end]):
+    for number, record in enumerate(found[1:]):
+        for fact in records.decode(data[record.begin : record.end]):
             if isinstance(fact, ft.Debited | ft.SegmentBegan):
                 sizes[fact.location] = math.gcd(sizes.get(fact.location, 0), fact.extent_bytes)
             part.add(number * RECORD_NS, fact)
             if len(part.rows) > MAX_ROWS:
-                raise Unusable("broken", f"has more than {MAX_ROWS:,} facts")
+                raise records.Unusable("broken", f"has more than {MAX_ROWS:,} facts")
     if sizes:
         part.begin = replace(part.begin, rules=policy.Rules(math.gcd(*sizes.values()), dict.fromkeys(sizes, 0)))
     return part

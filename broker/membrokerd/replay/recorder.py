@@ -17,15 +17,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ..core import effects as fx
-from ..core import events as ev
-from ..core import facts as ft
-from ..core.books import Step
-from ..core.checkpoint import checkpoint_facts
-from ..core.denied import Denied
-from ..core.machine import Broker
-from ..core.names import ModelName
-from ..system import files, logs
+from ..ext import Broker, Denied, ModelName, Step, checkpoint_facts, files, logs
+from ..ext import effects as fx
+from ..ext import events as ev
+from ..ext import facts as ft
 from . import trace
 
 MAX_FILE_BYTES = 32 << 20

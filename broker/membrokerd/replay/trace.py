@@ -12,19 +12,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
-from membroker.vmm.sizes import MAX_BYTES
-
-from ..core import effects as fx
-from ..core import events as ev
-from ..core import facts as ft
-from ..core import policy
-from ..core.names import Location, ModelName, QuotaKey
-from ..core.values import value
-from ..restart import records
-from ..restart.records import Form, Unusable, parse, to_json
+from ..ext import Location, ModelName, QuotaKey, policy, records
+from ..ext import effects as fx
+from ..ext import events as ev
+from ..ext import facts as ft
 
 VERSION = 1
 MAX_LINE_BYTES = 4 << 20
@@ -33,7 +27,7 @@ _MAGIC = "membroker trace"
 _HEAD = f'{{"{_MAGIC}"'
 
 
-@value
+@dataclass(frozen=True, slots=True)
 class Begin:
     """A part begins: at `at` (Unix seconds), at `now` (nanoseconds of CLOCK_BOOTTIME), with these rules.
 
@@ -46,14 +40,14 @@ class Begin:
     rules: policy.Rules
 
 
-@value
+@dataclass(frozen=True, slots=True)
 class Told:
     """The books of the moment at which the part begins are told; what follows has happened since."""
 
     told: bool = True
 
 
-@value
+@dataclass(frozen=True, slots=True)
 class Create:
     """A session asked for a segment of `size` bytes."""
 
@@ -66,7 +60,7 @@ class Create:
     wait_ns: int | None
 
 
-@value
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """The answer to a call: `reason` is that of a refusal, or empty.
 
@@ -79,7 +73,7 @@ class Outcome:
     waited_ns: int
 
 
-@value
+@dataclass(frozen=True, slots=True)
 class Answering:
     """Whether a session answers recalls of a model from now on."""
 
@@ -88,7 +82,7 @@ class Answering:
     answers: bool
 
 
-@value
+@dataclass(frozen=True, slots=True)
 class DaemonStops:
     """The daemon stops: requests that wait are refused."""
 
@@ -111,8 +105,8 @@ Row = (
     | Answering
     | DaemonStops
 )
-FORMS: Mapping[type, Form] = {
-    kind: Form(to_json(tag), kind)
+FORMS: Mapping[type, records.Form] = {
+    kind: records.Form(records.to_json(tag), kind)
     for tag, kind in {
         "books told": Told,
         "asked": ev.Allocate,
@@ -158,12 +152,12 @@ def is_sound(row: Row) -> bool:
     """Say whether a row can be read again. A request with other numbers is refused whatever the rules are."""
     match row:
         case ev.Allocate():
-            numbers = 0 < row.extent_bytes <= MAX_BYTES and 0 < row.count <= policy.MAX_COUNT
-            numbers = numbers and 0 <= row.wanted_bytes <= MAX_BYTES
+            numbers = 0 < row.extent_bytes <= policy.MAX_BYTES and 0 < row.count <= policy.MAX_COUNT
+            numbers = numbers and 0 <= row.wanted_bytes <= policy.MAX_BYTES
         case Create():
-            numbers = 0 < row.size <= MAX_BYTES
+            numbers = 0 < row.size <= policy.MAX_BYTES
         case ev.Declare():
-            return 0 <= row.declared_bytes <= MAX_BYTES
+            return 0 <= row.declared_bytes <= policy.MAX_BYTES
         case _:
             return True
     return numbers and (row.wait_ns is None or 0 <= row.wait_ns <= policy.MAX_WAIT_NS)
@@ -172,7 +166,7 @@ def is_sound(row: Row) -> bool:
 def head(begin: Begin) -> str:
     """Return the first line of a part."""
     rules = {one.name: _PLAIN[one.name][0](getattr(begin.rules, one.name)) for one in fields(policy.Rules)}
-    return to_json({_MAGIC: VERSION, "why": begin.why, "at": begin.at, "now": begin.now, "rules": rules}) + "\n"
+    return records.to_json({_MAGIC: VERSION, "why": begin.why, "at": begin.at, "now": begin.now, "rules": rules}) + "\n"
 
 
 def read_line(text: str) -> Begin | tuple[int, Row]:
@@ -180,12 +174,12 @@ def read_line(text: str) -> Begin | tuple[int, Row]:
     if text.startswith(_HEAD):
         return _read_head(text)
     try:
-        microseconds, (tag, *values) = parse(text.encode())
-        if type(microseconds) is not int or not 0 <= microseconds < MAX_BYTES // 1_000:
+        microseconds, (tag, *values) = records.parse(text.encode())
+        if type(microseconds) is not int or not 0 <= microseconds < policy.MAX_BYTES // 1_000:
             raise ValueError
-        return microseconds, _TAGGED[to_json(tag)].decode(values)
+        return microseconds, _TAGGED[records.to_json(tag)].decode(values)
     except (TypeError, ValueError, KeyError) as error:
-        raise Unusable("broken", "has a row that this version does not know") from error
+        raise records.Unusable("broken", "has a row that this version does not know") from error
 
 
 def _read_head(text: str) -> Begin:
@@ -193,13 +187,13 @@ def _read_head(text: str) -> Begin:
         found = json.loads(text)
         version, given = found[_MAGIC], found["rules"]
         if version != VERSION:
-            raise Unusable("other-version", f"has the format {version!r:.20}, and this version reads {VERSION}")
+            raise records.Unusable("other-version", f"has the format {version!r:.20}, and this version reads {VERSION}")
         rules = policy.Rules(**{one.name: _PLAIN[one.name][1](given[one.name]) for one in fields(policy.Rules)})
         if not 0 < rules.granularity <= rules.segment_extent_bytes:
             raise ValueError
         return Begin(str(found["why"]), records.size(found["at"]), records.size(found["now"]), rules)
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-        raise Unusable("broken", "has a damaged first line") from error
+        raise records.Unusable("broken", "has a damaged first line") from error
 
 
 # --- rules ---

@@ -13,14 +13,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..core import effects as fx
-from ..core import events as ev
-from ..core import facts as ft
-from ..core import policy
-from ..core.denied import Denied
-from ..core.machine import Broker
-from ..core.names import Location, ModelName, SegmentName
-from ..core.rows import SessionRow
+from ..ext import Broker, Denied, Location, ModelName, SegmentName, SessionRow, policy
+from ..ext import effects as fx
+from ..ext import events as ev
+from ..ext import facts as ft
 from . import trace
 from .answers import LAST, Answers
 from .changes import Changes, Unplayable
@@ -336,8 +332,9 @@ class World:
         self.broker.change_rules(self._rules)
 
     def _quota(self, row: ft.QuotaSet) -> None:
-        quota = self._changes.left_of(row)
-        self._ask(lambda call: ev.SetQuota(call, row.tenant, row.model, row.location, *quota, undo=True))
+        left = self._changes.left_of(row)
+        numbers = {"limit": left.limit, "guarantee": left.guarantee, "weight": left.weight}
+        self._ask(lambda call: ev.SetQuota(call, row.tenant, row.model, row.location, **numbers, undo=True))
 
     def _stopping(self, _: trace.DaemonStops) -> None:
         self.broker.books.stopping = True

@@ -18,7 +18,7 @@ from operator import attrgetter
 from types import NoneType
 from typing import Any, NamedTuple, get_type_hints
 
-from membroker.vmm.sizes import MAX_BYTES
+from membroker.wire.names import MAX_BYTES
 
 from ..core import effects as fx
 from ..core import facts as ft

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from membroker.vmm import format_size
-from membroker.vmm.sizes import MAX_BYTES
+from membroker.wire.names import MAX_BYTES
 
 from ..core import facts as ft
 from ..core import policy

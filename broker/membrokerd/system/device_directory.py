@@ -22,7 +22,7 @@ from . import files
 
 MAX_EPOCH = (1 << 24) - 1
 """The last epoch. An id is an epoch and a counter, together 64 bits."""
-OF_ALL = "all"
+_OF_ALL = "all"
 """The place of a device's name in the directory of `membrokerd --all`."""
 _NUMBER_BYTES = 64
 """How much is read of a file that contains one number."""
@@ -60,6 +60,11 @@ class DeviceDirectory:
         """The identities of the published sockets, to notice when one is replaced."""
         self._acquire()
 
+    @classmethod
+    def of_all(cls, runtime: Path) -> DeviceDirectory:
+        """Return the directory of the parent of all daemons."""
+        return cls(runtime, _OF_ALL)
+
     def _acquire(self) -> None:
         directories = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
@@ -96,7 +101,7 @@ class DeviceDirectory:
         else:
             found, stop = "its file state/lock, which has its pid, was removed", f"`fuser {self.root}` finds it"
         owns, other = "already owns this device", ", or choose another device with --device"
-        if self.root.name == OF_ALL:
+        if self.root.name == _OF_ALL:
             owns, other = "--all already runs here", ""
         return f"a membrokerd {owns} ({self.root}): {found}; stop it first ({stop}){other}"
 
@@ -267,6 +272,17 @@ class DeviceDirectory:
         _check_length(path)
         return path
 
+    def clear_private(self, kinds: Iterable[str] = ("grpc", "handoff")) -> None:
+        """Remove the sockets of these kinds that a dead daemon has left in `state/`."""
+        for kind in kinds:
+            for path in self.state.glob(f"{kind}-*"):
+                try:
+                    path.unlink()
+                except OSError as error:
+                    raise DirectoryError(
+                        f"cannot remove {path}: {error.strerror}; move it away, and start again"
+                    ) from error
+
     def publish(self, private: Path, public: Path, ownership: Ownership) -> None:
         """Give a bound socket its owner and mode, and move it to its public path, replacing a dead daemon's socket."""
         private.chmod(ownership.mode)
@@ -350,15 +366,3 @@ def _identity(path: Path | int) -> tuple[int, int] | None:
 def _is_open(mode: int) -> bool:
     """Return whether other users may rename files in a directory: it is writable for them, and not sticky."""
     return bool(mode & 0o022) and not mode & stat.S_ISVTX
-
-
-def clear_private(directory: DeviceDirectory, kinds: Iterable[str] = ("grpc", "handoff")) -> None:
-    """Remove the sockets of these kinds that a dead daemon has left in `state/`."""
-    for kind in kinds:
-        for path in directory.state.glob(f"{kind}-*"):
-            try:
-                path.unlink()
-            except OSError as error:
-                raise DirectoryError(
-                    f"cannot remove {path}: {error.strerror}; move it away, and start again"
-                ) from error

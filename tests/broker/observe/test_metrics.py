@@ -14,9 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.sizes import MIB
 from tests.support.views import FULL, UUID, Source, books, model, segment
 
+from membrokerd.core import lifecycles
 from membrokerd.core.denied import Reason
 from membrokerd.core.snapshot import TenantLocationView, TenantView
-from membrokerd.observe import catalog, metrics
+from membrokerd.observe import catalog
 from membrokerd.observe.metrics import Metrics
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -92,7 +93,7 @@ def test_what_the_device_cannot_say_is_no_series() -> None:
 
 def test_sessions_are_counted_by_state_without_observers() -> None:
     series = scrape(Metrics(Source(books()).view, UUID))
-    counts = {state: values(series, "membroker_sessions", state=state) for state in metrics.SESSION}
+    counts = {state: values(series, "membroker_sessions", state=state) for state in lifecycles.SESSION}
     assert counts == {"open": [1], "leaving": [0], "detached": [1], "releasing": [0], "ended": []}
     assert values(series, "membroker_observers") == [1]
     assert values(series, "membroker_sessions_limit") == [16]
@@ -120,7 +121,7 @@ def test_segments_are_counted_by_model_and_state() -> None:
     source = Source(books(model("acme", "a", 6 * MIB), model("acme", "b", 0), model("umbra", "c", MIB), segments=rows))
     made = Metrics(source.view, UUID)
     series = scrape(made)
-    counts = {state: values(series, "membroker_segments", tenant="acme", state=state) for state in metrics.SEGMENT}
+    counts = {state: values(series, "membroker_segments", tenant="acme", state=state) for state in lifecycles.SEGMENT}
     assert counts == {
         "writing": [0],
         "sealing": [0],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from tests.support.sizes import MIB
@@ -10,7 +11,6 @@ from tests.support.sizes import MIB
 from membrokerd.core import facts as ft
 from membrokerd.core import policy
 from membrokerd.core.names import QuotaKey
-from membrokerd.core.rows import Quota
 from membrokerd.replay.changes import MAX_EXTENTS, Changes, Unplayable
 
 RULES = policy.Rules(
@@ -47,10 +47,11 @@ def test_the_stock_and_the_bounds_of_processes_are_left_out() -> None:
 
 
 def test_a_number_takes_the_place_of_a_commanded_one() -> None:
-    row = ft.QuotaSet("red", None, "device", 4 * MIB, None, 3)
-    assert changed(limit=16 * MIB).left_of(row) == Quota(None, None, 3)
-    assert changed(weight=None).left_of(row) == Quota(4 * MIB, None, None)
-    assert Changes().left_of(row) == Quota(4 * MIB, None, 3)
+    row = ft.QuotaSet("red", None, "device", 4 * MIB, 2 * MIB, 3)
+    assert changed(limit=16 * MIB).left_of(row) == replace(row, limit=None)
+    assert changed(guarantee=MIB).left_of(row) == replace(row, guarantee=None)
+    assert changed(weight=None).left_of(row) == replace(row, weight=None)
+    assert Changes().left_of(row) == row
 
 
 @pytest.mark.parametrize(

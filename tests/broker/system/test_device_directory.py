@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from membroker.wire.names import MAX_SOCKET_PATH_BYTES
-from membrokerd.system.device_directory import DeviceDirectory, DirectoryError, Ownership, clear_private
+from membrokerd.system.device_directory import DeviceDirectory, DirectoryError, Ownership
 
 _OWN = """
 import pathlib, sys
@@ -226,10 +226,10 @@ def test_what_is_where_a_socket_belongs(tmp_path: Path) -> None:
     public.mkdir()
     with pytest.raises(DirectoryError, match=r"handoff.sock: Is a directory; move away what is there"):
         home.listen(public, Ownership())
-    clear_private(home)
+    home.clear_private()
     home.private("grpc").mkdir()
     with pytest.raises(DirectoryError, match=r"cannot remove .*grpc-.*move it away"):
-        clear_private(home)
+        home.clear_private()
 
 
 def test_a_long_path_is_refused_with_the_path(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_what_a_dead_daemon_left_is_replaced(tmp_path: Path) -> None:
     for kind in ("grpc", "handoff"):
         home.private(kind).touch()
     (home.state / "epoch").write_text("4\n")
-    clear_private(home)
+    home.clear_private()
     assert sorted(path.name for path in home.state.iterdir()) == ["epoch", "lock"]
     with home.listen(public, Ownership()), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
         client.connect(str(public))

@@ -1,0 +1,59 @@
+"""The line between the daemon's kernel and its extensions: what membrokerd.ext lists is what there is, and is used."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import membrokerd
+from membrokerd import ext
+
+ROOT = Path(membrokerd.__file__).parent
+EXTENSIONS = [*sorted(ROOT.glob("observe/*.py")), *sorted(ROOT.glob("replay/*.py")), ROOT / "all_gpus.py"]
+HEAVY = ("pydantic", "grpc", "google", "asyncio", "cuda", "pynvml", "prometheus_client")
+
+
+def imports(path: Path) -> list[ast.ImportFrom]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+
+
+def listed() -> dict[str, str]:
+    """The names that the type checker sees, with the modules that they are said to come from."""
+    return {
+        alias.name: node.module or ""
+        for node in imports(ROOT / "ext.py")
+        if node.level == 1
+        for alias in node.names
+        if alias.asname == alias.name
+    }
+
+
+def test_the_type_checker_sees_what_is_imported() -> None:
+    assert listed() == ext._MODULES
+    for name, module in listed().items():
+        place = importlib.import_module(f"membrokerd.{module}")
+        assert getattr(ext, name) is getattr(place, name)
+
+
+def test_there_is_no_other_name() -> None:
+    with pytest.raises(ImportError, match="Loop"):
+        exec("from membrokerd.ext import Loop")
+    with pytest.raises(AttributeError):
+        getattr(ext, "core.machine")
+
+
+def test_each_name_is_used_by_an_extension() -> None:
+    used = {alias.name for path in EXTENSIONS for node in imports(path) if node.module == "ext" for alias in node.names}
+    assert used == set(listed())
+
+
+def test_a_replay_starts_without_what_only_a_daemon_needs() -> None:
+    """pydantic alone takes as long as all that a replay does import."""
+    script = f"import membrokerd.replay.__main__, sys; print(*sys.modules.keys() & {set(HEAVY)!r})"
+    found = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert found.stdout.split() == []
