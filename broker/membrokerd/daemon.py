@@ -179,7 +179,10 @@ class Daemon:
         self._kept = quotas.StateDirectory(quotas.state_directory(self._config, self._plan.directory))
         if trouble := self._kept.trouble():
             logs.warn(trouble)
-        return [ft.QuotaSet(*key, *quota) for key, quota in quotas.read(self._kept.quotas).items()]
+        return [
+            ft.QuotaSet(tenant, model, location, quota.limit, quota.guarantee, quota.weight)
+            for (tenant, model, location), quota in quotas.read(self._kept.quotas).items()
+        ]
 
     def _read_journal(self, journal: Journal) -> tuple[PredecessorBooks, bool]:
         """Return the predecessor's books, and False if some of them are missing."""

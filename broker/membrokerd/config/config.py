@@ -87,7 +87,8 @@ def quotas_of(tenants: Mapping[str, TenantQuotas]) -> Iterator[tuple[QuotaKey, Q
         named: list[tuple[str | None, ModelConfig]] = [(None, own), *own.models.items()]
         for model, table in named:
             for location, keys in QUOTA_KEYS.items():
-                quota = Quota(*(getattr(table, key) for key in keys))
+                limit, guarantee, weight = (getattr(table, key) for key in keys)
+                quota = Quota(limit, guarantee, weight)
                 if quota != Quota():
                     yield (tenant, model, location), quota
 

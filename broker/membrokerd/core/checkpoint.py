@@ -57,16 +57,16 @@ def _begin_session(row: SessionRow) -> Iterator[ft.Fact]:
     The state is told after the holds, because the death of a session turns its charges to releasing.
     """
     yield ft.SessionBegan(
-        row.session,
-        row.tenant,
-        row.pid,
-        row.uid,
-        row.process,
-        row.observer,
-        row.client,
-        row.began_at,
-        row.endpoint,
-        row.token_hash,
+        session=row.session,
+        tenant=row.tenant,
+        pid=row.pid,
+        uid=row.uid,
+        process=row.process,
+        observer=row.observer,
+        client=row.client,
+        at=row.began_at,
+        endpoint=row.endpoint,
+        token_hash=row.token_hash,
     )
     for name in sorted(row.models):
         yield ft.ModelJoined(name, row.session)
@@ -92,16 +92,16 @@ def _runs(extents: Iterable[tuple[int, Loan]]) -> Iterator[tuple[int, int, Loan]
 
 def _tell_segment(row: SegmentRow) -> Iterator[ft.Fact]:
     yield ft.SegmentBegan(
-        row.segment,
-        row.name,
-        row.label,
-        row.location,
-        row.extent_bytes,
-        row.last_bytes,
-        row.ids.start,
-        len(row.ids),
-        row.writer,
-        row.began_at,
+        segment=row.segment,
+        name=row.name,
+        label=row.label,
+        location=row.location,
+        extent_bytes=row.extent_bytes,
+        last_bytes=row.last_bytes,
+        first=row.ids.start,
+        count=len(row.ids),
+        writer=row.writer,
+        at=row.began_at,
     )
     if credited := len(row.ids) - row.extents:
         yield ft.SegmentCredited(row.segment, _credited(row, credited))

@@ -51,16 +51,16 @@ class Ledger:
     def _session_began(self, fact: facts.SessionBegan) -> None:
         assert fact.session not in self.sessions
         self.sessions[fact.session] = SessionRow(
-            fact.session,
-            fact.tenant,
-            fact.pid,
-            fact.uid,
-            fact.process,
-            fact.observer,
-            fact.client,
-            fact.at,
-            fact.endpoint,
-            fact.token_hash,
+            session=fact.session,
+            tenant=fact.tenant,
+            pid=fact.pid,
+            uid=fact.uid,
+            process=fact.process,
+            observer=fact.observer,
+            client=fact.client,
+            began_at=fact.at,
+            endpoint=fact.endpoint,
+            token_hash=fact.token_hash,
         )
 
     def _session_moved(self, fact: facts.SessionMoved) -> None:
@@ -148,17 +148,17 @@ class Ledger:
         size = fact.extent_bytes * (fact.count - 1) + fact.last_bytes
         ids = range(fact.first, fact.first + fact.count)
         row = SegmentRow(
-            fact.segment,
-            fact.name,
-            fact.label,
-            fact.location,
-            fact.extent_bytes,
-            fact.last_bytes,
-            ids,
-            fact.writer,
-            fact.at,
-            size,
-            fact.count,
+            segment=fact.segment,
+            name=fact.name,
+            label=fact.label,
+            location=fact.location,
+            extent_bytes=fact.extent_bytes,
+            last_bytes=fact.last_bytes,
+            ids=ids,
+            writer=fact.writer,
+            began_at=fact.at,
+            bytes=size,
+            extents=fact.count,
         )
         assert row.full_name() not in self.labels
         self.segments[fact.segment] = row

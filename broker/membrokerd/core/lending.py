@@ -114,7 +114,14 @@ class Lending:
         result = fx.Allocated(event.count, size)
         waiter = self._waiting.granted(event, now) if self._waiting.busy else None
         call = Call(
-            *(event.call, event.request_id, event.name, event.location, size, size, ids, self._allocated),
+            call=event.call,
+            request_id=event.request_id,
+            name=event.name,
+            location=event.location,
+            extent_bytes=size,
+            last_bytes=size,
+            ids=ids,
+            on_done=self._allocated,
             result=result,
             event=event,
             since=waiter.since if waiter else now,
@@ -172,15 +179,38 @@ class Lending:
         ids, size = call.packet(part)
         number, parts = call.request_id, len(call.states)
         if call.sends:
-            self._books.emit(fx.Send(session, number, part, parts, ids, size, call.segment))
+            self._books.emit(
+                fx.Send(
+                    session=session,
+                    request_id=number,
+                    part=part,
+                    parts=parts,
+                    ids=ids,
+                    extent_bytes=size,
+                    segment=call.segment,
+                )
+            )
             return
         stocked = not call.segment and self._stock.take(call.location, size, len(ids))
         if stocked:
             self._books.making[call.location] -= size * len(ids)  # it exists
             call.stocked.add(part)
         answer = call.result if parts == 1 else None
-        packet = (session, number, part, parts, ids, size, call.location, call.segment, stocked, answer)
-        self._books.emit(fx.Make(call.name.tenant, *packet))
+        self._books.emit(
+            fx.Make(
+                tenant=call.name.tenant,
+                session=session,
+                request_id=number,
+                part=part,
+                parts=parts,
+                ids=ids,
+                extent_bytes=size,
+                location=call.location,
+                segment=call.segment,
+                stocked=stocked,
+                answer=answer,
+            )
+        )
 
     # --- outcomes ---
 

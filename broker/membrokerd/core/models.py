@@ -113,8 +113,9 @@ class Models:
         if denied:
             self._books.answer(event.call, denied)
             return
-        quota = event.limit, event.guarantee, event.weight
-        self._books.record(ft.QuotaSet(event.tenant, event.model, event.location, *quota))
+        self._books.record(
+            ft.QuotaSet(event.tenant, event.model, event.location, event.limit, event.guarantee, event.weight)
+        )
         self._books.answer(event.call, fx.Done())
 
     def refuse_quota(self, event: ev.SetQuota) -> Denied | None:

@@ -125,7 +125,10 @@ class Recallable:
             for one in self.of_session(row.session):
                 self._forget(one)
         elif self.is_possible:
-            for one in {*self.of_session(row.session), *(Borrower(row.session, *key) for key in row.charges)}:
+            for one in {
+                *self.of_session(row.session),
+                *(Borrower(row.session, name, location) for name, location in row.charges),
+            }:
                 self.count(one)
         self.changed()
 

@@ -67,7 +67,9 @@ class Recalls:
             recall = state.recalls.get(one)
             if recall is None:
                 number, deadline = self._books.take_ids(1)[0], now + self._books.rules.recall_ns
-                state.recalls[one] = recall = PendingRecall(number, part, part, part, now, deadline, wanted_by)
+                state.recalls[one] = recall = PendingRecall(
+                    number=number, first=part, size=part, left=part, since=now, deadline=deadline, wanted_by=wanted_by
+                )
                 heapq.heappush(self._ends, (deadline, one))
             else:
                 recall.size += part
@@ -171,8 +173,19 @@ class Recalls:
         state.count(one)
 
     def _report(self, one: Borrower, recall: PendingRecall, result: fx.RecallResult, now: int) -> None:
-        told = recall.size, recall.size - recall.left, now - recall.since, result, recall.wanted_by
-        self._books.emit(fx.Recalled(one.session, one.name, one.location, *told))
+        returned = recall.size - recall.left
+        self._books.emit(
+            fx.Recalled(
+                session=one.session,
+                name=one.name,
+                location=one.location,
+                size=recall.size,
+                returned=returned,
+                after_ns=now - recall.since,
+                result=result,
+                wanted_by=recall.wanted_by,
+            )
+        )
 
     # --- sessions ---
 

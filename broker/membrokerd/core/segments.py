@@ -56,13 +56,32 @@ class Segments:
         segment, ids = books.take_ids(1)[0], books.take_ids(count)
         location, label = event.location, event.name.label
         books.record(
-            ft.SegmentBegan(segment, name, label, location, extent, last, ids.start, count, event.session, now)
+            ft.SegmentBegan(
+                segment=segment,
+                name=name,
+                label=label,
+                location=location,
+                extent_bytes=extent,
+                last_bytes=last,
+                first=ids.start,
+                count=count,
+                writer=event.session,
+                at=now,
+            )
         )
         books.record(ft.SegmentHeld(segment, event.session))
         self._stock.make_room(location)
         waiter = self._waiting.granted(event, now)
         call = Call(
-            *(event.call, event.request_id, name, location, extent, last, ids, self._call_done, segment),
+            call=event.call,
+            request_id=event.request_id,
+            name=name,
+            location=location,
+            extent_bytes=extent,
+            last_bytes=last,
+            ids=ids,
+            on_done=self._call_done,
+            segment=segment,
             event=event,
             since=waiter.since if waiter else now,
             waiter=waiter,
@@ -205,7 +224,13 @@ class Segments:
     def _begin_attach(self, event: ev.AttachSegment, row: SegmentRow) -> None:
         self._books.record(ft.SegmentHeld(row.segment, event.session))
         call = Call(
-            *(event.call, event.request_id, row.name, row.location, row.extent_bytes, row.last_bytes, row.ids),
+            call=event.call,
+            request_id=event.request_id,
+            name=row.name,
+            location=row.location,
+            extent_bytes=row.extent_bytes,
+            last_bytes=row.last_bytes,
+            ids=row.ids,
             on_done=self._call_done,
             segment=row.segment,
             sends=True,
@@ -314,15 +339,15 @@ class Segments:
         """Return the current state of a segment."""
         size = row.size_of(row.ids)
         return fx.SegmentView(
-            row.segment,
-            row.full_name(),
-            row.state,
-            row.location,
-            size,
-            len(row.ids),
-            len(row.holders),
-            row.writer,
-            row.began_at,
+            segment=row.segment,
+            name=row.full_name(),
+            state=row.state,
+            location=row.location,
+            size=size,
+            extents=len(row.ids),
+            sessions=len(row.holders),
+            writer=row.writer,
+            began_at=row.began_at,
         )
 
     def _find_named(self, name: SegmentName) -> SegmentRow | Denied:

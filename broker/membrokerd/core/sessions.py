@@ -65,16 +65,16 @@ class Sessions:
         session = self._books.take_ids(1)[0]
         self._books.record(
             ft.SessionBegan(
-                session,
-                event.tenant,
-                event.pid,
-                event.uid,
-                event.process,
-                event.observer,
-                event.client,
-                now,
-                event.endpoint,
-                event.token_hash,
+                session=session,
+                tenant=event.tenant,
+                pid=event.pid,
+                uid=event.uid,
+                process=event.process,
+                observer=event.observer,
+                client=event.client,
+                at=now,
+                endpoint=event.endpoint,
+                token_hash=event.token_hash,
             )
         )
         self._lending.begin(session)

@@ -129,7 +129,8 @@ class WarmPool:
         for kind in reversed(self._wishes):
             if self._wants(kind):
                 self._making = True
-                self._books.emit(fx.Stock(*kind))
+                location, size = kind
+                self._books.emit(fx.Stock(location, size))
                 return
 
     @property
@@ -167,15 +168,17 @@ class WarmPool:
 
     def _drop(self, kind: Kind, count: int) -> None:
         self._change(kind, -count, "dropped")
-        self._books.emit(fx.DropStock(*kind, count))
+        location, size = kind
+        self._books.emit(fx.DropStock(location, size, count))
 
     def _change(self, kind: Kind, change: int, cause: str) -> None:
+        location, size = kind
         ready = self._ready.get(kind, 0) + change
         if ready:
             self._ready[kind] = ready
         else:
             del self._ready[kind]
         self._extents += change
-        self._bytes += change * kind[1]
+        self._bytes += change * size
         self.changes[cause] += abs(change)
-        self._books.record(ft.StockChanged(*kind, change, cause))
+        self._books.record(ft.StockChanged(location, size, change, cause))

@@ -119,7 +119,17 @@ class Waiting:
         if full is not None:
             self._refuse(event, full if wait or denied is None else denied, name, now)
             return
-        self._add(Waiter(event, name, size, now, now + wait if wait else None, guaranteed, denied))
+        self._add(
+            Waiter(
+                event=event,
+                name=name,
+                size=size,
+                since=now,
+                deadline=now + wait if wait else None,
+                guaranteed=guaranteed,
+                why=denied,
+            )
+        )
         if not wait:
             self.deferred.append(event.call)
 
@@ -139,7 +149,16 @@ class Waiting:
             return False
         guaranteed = self._books.admission.is_guaranteed(name, event.location, size)
         deadline = call.since + self._wait_ns(event, guaranteed)
-        waiter = Waiter(event, name, size, call.since, deadline, guaranteed, call.failure, met_full_device=True)
+        waiter = Waiter(
+            event=event,
+            name=name,
+            size=size,
+            since=call.since,
+            deadline=deadline,
+            guaranteed=guaranteed,
+            why=call.failure,
+            met_full_device=True,
+        )
         is_open = self._books.ledger.sessions[event.session].state == "open"
         if not is_open or deadline <= now or self._schedule.is_asked(waiter):
             return False
@@ -273,8 +292,20 @@ class Waiting:
     def _report(self, waiter: Waiter, result: fx.WaitResult) -> None:
         event, waited = waiter.event, waiter.waited
         if waiter.deadline is not None and (waited or result != "granted"):  # its turn may have come at once
-            whose = event.call, event.session, event.request_id, waiter.name, event.location
-            self._books.emit(fx.Waited(*whose, waiter.size, waited, result, waiter.guaranteed, waiter.why))
+            self._books.emit(
+                fx.Waited(
+                    call=event.call,
+                    session=event.session,
+                    request_id=event.request_id,
+                    name=waiter.name,
+                    location=event.location,
+                    size=waiter.size,
+                    waited_ns=waited,
+                    result=result,
+                    guaranteed=waiter.guaranteed,
+                    why=waiter.why,
+                )
+            )
 
     def _add(self, waiter: Waiter) -> None:
         self._looked_at = None

@@ -169,14 +169,14 @@ def _plan_host(config: Config) -> Plan:
 
     driver = open_host(None, {})
     return Plan(
-        driver,
-        open_host,
-        driver.device.uuid,
-        _capacities(capacity, config),
-        config.headroom or 0,
-        config.gate_reserve or 0,
-        config.stock_extents if config.stock else 0,
-        config.stock or 0,
+        driver=driver,
+        reopen=open_host,
+        directory=driver.device.uuid,
+        capacities=_capacities(capacity, config),
+        headroom=config.headroom or 0,
+        gate_reserve=config.gate_reserve or 0,
+        stock_extents=config.stock_extents if config.stock else 0,
+        stock_bytes=config.stock or 0,
     )
 
 
@@ -203,7 +203,16 @@ def _plan_cuda(config: Config) -> Plan:
     stock = CUDA_STOCK if config.stock is None else config.stock
     extents = config.stock_extents if stock else 0
     directory, capacities = _directory(driver.device.uuid), _capacities(capacity, config)
-    return Plan(driver, lambda *_: driver, directory, capacities, headroom, reserve, extents, stock)
+    return Plan(
+        driver=driver,
+        reopen=lambda *_: driver,
+        directory=directory,
+        capacities=capacities,
+        headroom=headroom,
+        gate_reserve=reserve,
+        stock_extents=extents,
+        stock_bytes=stock,
+    )
 
 
 def _capacities(capacity: int, config: Config) -> dict[CoreLocation, int]:

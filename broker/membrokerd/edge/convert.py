@@ -110,8 +110,18 @@ def to_event(call: int, session: int, tenant: str, request_id: int, request: Mes
             name, location = parse_model(request.model), parse_location(request.location)
             size, count = request.extent_bytes, request.count
             wait_ns = _wait_ns(request) if request.HasField("wait") else None
-            hints = request.ahead, request.wanted_bytes
-            return ev.Allocate(call, session, request_id, name, location, size, count, wait_ns, *hints)
+            return ev.Allocate(
+                call=call,
+                session=session,
+                request_id=request_id,
+                name=name,
+                location=location,
+                extent_bytes=size,
+                count=count,
+                wait_ns=wait_ns,
+                ahead=request.ahead,
+                wanted_bytes=request.wanted_bytes,
+            )
         case bpb.ReleaseExtentsRequest():
             return ev.Release(call, session, request_id, tuple(request.extent_ids))
         case bpb.DeclareMemoryRequest():
@@ -120,7 +130,15 @@ def to_event(call: int, session: int, tenant: str, request_id: int, request: Mes
         case bpb.CreateSegmentRequest():
             name, location, size = parse_model(request.model), parse_location(request.location), request.size_bytes
             segment = parse_segment(f"{name}/segments/{request.segment_id}")
-            return ev.CreateSegment(call, session, request_id, segment, location, size, _wait_ns(request))
+            return ev.CreateSegment(
+                call=call,
+                session=session,
+                request_id=request_id,
+                name=segment,
+                location=location,
+                size=size,
+                wait_ns=_wait_ns(request),
+            )
         case bpb.SealSegmentRequest():
             return ev.SealSegment(call, session, request_id, request.generation)
         case bpb.AttachSegmentRequest():
@@ -159,7 +177,16 @@ def _registration(
             raise Refused(deny(Reason.INVALID_ARGUMENT, what=f"two limits for the {location} memory"))
         limits[location] = limit.limit_bytes
     answers = request.answers_recalls if request.HasField("answers_recalls") else None
-    return ev.RegisterModel(call, session, request_id, name, virtual, limits, request.exclusive, answers)
+    return ev.RegisterModel(
+        call=call,
+        session=session,
+        request_id=request_id,
+        name=name,
+        virtual_capacity=virtual,
+        limits=limits,
+        exclusive=request.exclusive,
+        answers=answers,
+    )
 
 
 def from_result(result: fx.Result) -> tuple[str, Any]:

@@ -64,12 +64,12 @@ def _take(broker: Broker, now: float) -> Sample:
     ]
     charged.sort(reverse=True)
     return Sample(
-        now,
-        {tenant: size for size, tenant in charged[:MOST_TENANTS] if size},
-        sum(size for size, _ in charged[MOST_TENANTS:]),
-        total.capacity,
-        total.free,
-        max(0, broker.releasing.shown("device") or 0),
-        broker.waiting.of_location("device")[0],
-        sum(sum(counts.values()) for counts in broker.denials.values()),
+        at=now,
+        tenants={tenant: size for size, tenant in charged[:MOST_TENANTS] if size},
+        others=sum(size for size, _ in charged[MOST_TENANTS:]),
+        capacity=total.capacity,
+        free=total.free,
+        unaccounted=max(0, broker.releasing.shown("device") or 0),
+        waiting=broker.waiting.of_location("device")[0],
+        refusals=sum(sum(counts.values()) for counts in broker.denials.values()),
     )

@@ -141,12 +141,35 @@ class Past:
     # --- requests ---
 
     def _allocate(self, row: ev.Allocate, index: int, _: int) -> None:
-        shape = row.name, row.location, row.extent_bytes, row.count
-        self._ask(index, PastLoan(row.call, row.session, *shape, row.wait_ns, row.ahead, row.wanted_bytes))
+        self._ask(
+            index,
+            PastLoan(
+                call=row.call,
+                session=row.session,
+                name=row.name,
+                location=row.location,
+                extent_bytes=row.extent_bytes,
+                count=row.count,
+                wait_ns=row.wait_ns,
+                ahead=row.ahead,
+                wanted_bytes=row.wanted_bytes,
+            ),
+        )
 
     def _create(self, row: trace.Create, index: int, _: int) -> None:
-        shape = row.name, row.location, row.size, 1
-        self._ask(index, PastLoan(row.call, row.session, *shape, row.wait_ns, is_segment=True))
+        self._ask(
+            index,
+            PastLoan(
+                call=row.call,
+                session=row.session,
+                name=row.name,
+                location=row.location,
+                extent_bytes=row.size,
+                count=1,
+                wait_ns=row.wait_ns,
+                is_segment=True,
+            ),
+        )
 
     def _ask(self, index: int, loan: PastLoan) -> None:
         self.loans[index].append(loan)

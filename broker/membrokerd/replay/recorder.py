@@ -67,7 +67,10 @@ class Recorder:
         self._began = now = self._now()
         broker = self._broker
         head = trace.head(trace.Begin(why, int(time.time()), now, broker.books.rules))
-        more: list[trace.Row] = [ft.QuotaSet(*key, *quota) for key, quota in broker.ledger.quotas.items()]
+        more: list[trace.Row] = [
+            ft.QuotaSet(tenant, model, location, quota.limit, quota.guarantee, quota.weight)
+            for (tenant, model, location), quota in broker.ledger.quotas.items()
+        ]
         if broker.books.draining:
             more.append(ev.SetDraining(0, draining=True))
         waits = [
@@ -122,8 +125,8 @@ class Recorder:
                 answering += [(fact.session, name) for name in sorted(models)]
         if isinstance(event, ev.RegisterModel) and event.answers is not None:
             answering.append((event.session, event.name))
-        for one in answering:
-            yield trace.Answering(*one, self._broker.books.recallable.answers(*one))
+        for session, name in answering:
+            yield trace.Answering(session, name, self._broker.books.recallable.answers(session, name))
         if step.effects:
             yield from self._decisions(step.effects)
 
@@ -168,7 +171,15 @@ def _rows_of(said: Iterable[ev.Event | ft.Fact]) -> Iterator[trace.Row]:
         match one:
             case ev.CreateSegment():
                 name = ModelName(one.name.tenant, one.name.model)
-                yield trace.Create(one.call, one.session, one.request_id, name, one.location, one.size, one.wait_ns)
+                yield trace.Create(
+                    call=one.call,
+                    session=one.session,
+                    request_id=one.request_id,
+                    name=name,
+                    location=one.location,
+                    size=one.size,
+                    wait_ns=one.wait_ns,
+                )
             case ft.SessionBegan():
                 yield replace(one, **_HIDDEN)
             case ft.SegmentBegan():

@@ -152,13 +152,13 @@ class World:
             self.extents[loan] = range(make.ids.start, make.ids.start + loan.count)
         failure = loan.failures[0] if loan.failures else None
         end = make.part * policy.PACKET_EXTENTS + len(make.ids)
-        whose = make.session, make.request_id, make.part
+        session, request, part = make.session, make.request_id, make.part
         if failure is not None and (loan.is_segment or failure[1] < end):
             loan.failures.pop(0)
-            self._events.append(ev.NotMade(*whose, failure[2], {"location": make.location}))
+            self._events.append(ev.NotMade(session, request, part, failure[2], {"location": make.location}))
             self.do_later(self.now + AUDIT_NS, LAST, self._deaths.audit)
         else:
-            self._events += (ev.Made(*whose), ev.Acknowledge(*whose))
+            self._events += (ev.Made(session, request, part), ev.Acknowledge(session, request, part))
 
     def _drain(self, drain: fx.DrainInputs) -> None:
         """Let a request be refused when it was, in the trace; else behind this row."""
@@ -175,7 +175,12 @@ class World:
             if isinstance(result, fx.SessionOpened):
                 self._sessions[row.session], self._recorded[result.session] = result.session, row.session
 
-        self._ask(lambda call: ev.OpenSession(call, row.tenant, 0, 0, "", row.observer, ""), opened)
+        self._ask(
+            lambda call: ev.OpenSession(
+                call=call, tenant=row.tenant, pid=0, uid=0, process="", observer=row.observer, client=""
+            ),
+            opened,
+        )
 
     def _session_moved(self, row: ft.SessionMoved) -> None:
         found = self._row(row.session)
@@ -196,9 +201,9 @@ class World:
     def _resume(self, row: SessionRow) -> None:
         """Let a process resume its session with all that it has. What it had lost shows as released in the trace."""
         declared = {where: charge.declared for where, charge in row.charges.items() if charge.declared}
-        holds = frozenset(row.extents), dict(row.segments), declared
+        extents, segments = frozenset(row.extents), dict(row.segments)
         self._ask(lambda call: ev.ResumeSession(call, row.session, row.process))
-        self._ask(lambda call: ev.StateHolds(call, row.session, *holds))
+        self._ask(lambda call: ev.StateHolds(call, row.session, extents, segments, declared))
 
     def _settled(self, row: ft.SessionEnded | ft.LocationSettled) -> None:
         location = row.location if isinstance(row, ft.LocationSettled) else None
@@ -254,17 +259,46 @@ class World:
         def make(call: int) -> ev.Event:
             self._loans[call] = loan
             if not loan.is_segment:
-                shape = loan.name, loan.location, loan.extent_bytes, loan.count
-                return ev.Allocate(call, session, call, *shape, loan.wait_ns, loan.ahead, loan.wanted_bytes)
+                return ev.Allocate(
+                    call=call,
+                    session=session,
+                    request_id=call,
+                    name=loan.name,
+                    location=loan.location,
+                    extent_bytes=loan.extent_bytes,
+                    count=loan.count,
+                    wait_ns=loan.wait_ns,
+                    ahead=loan.ahead,
+                    wanted_bytes=loan.wanted_bytes,
+                )
             name = SegmentName(loan.name.tenant, loan.name.model, f"s{call}")
-            return ev.CreateSegment(call, session, call, name, loan.location, loan.size, loan.wait_ns)
+            return ev.CreateSegment(
+                call=call,
+                session=session,
+                request_id=call,
+                name=name,
+                location=loan.location,
+                size=loan.size,
+                wait_ns=loan.wait_ns,
+            )
 
         self._ask(make, lambda result, wait: self._decided(loan, session, result, wait), loan.call)
 
     def _borrow_for_nobody(self, loan: PastLoan) -> None:
         """Lend a segment whose writer had left before the part began: another session writes it, and leaves."""
         writer = -self.broker.ledger.revision - 1
-        self._session_began(ft.SessionBegan(writer, loan.name.tenant, 0, 0, "", False, "", self.now))
+        self._session_began(
+            ft.SessionBegan(
+                session=writer,
+                tenant=loan.name.tenant,
+                pid=0,
+                uid=0,
+                process="",
+                observer=False,
+                client="",
+                at=self.now,
+            )
+        )
         if (found := self._row(writer)) is not None:
             self._register(found.session, loan.name, None)
             self._borrow(loan, found.session)
@@ -314,8 +348,8 @@ class World:
                 self._tally.answered(asked.name, asked.location, reason, wait.waited_ns if wait else None)
 
         if session:
-            told = row.name, row.location, row.declared_bytes
-            self._ask(lambda call: ev.Declare(call, session, call, *told), answered, row.call)
+            name, location, size = row.name, row.location, row.declared_bytes
+            self._ask(lambda call: ev.Declare(call, session, call, name, location, size), answered, row.call)
 
     def _declaration_set(self, row: ft.DeclarationSet) -> None:
         session = self._sessions.get(row.session, 0)

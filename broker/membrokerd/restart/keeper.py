@@ -117,7 +117,8 @@ def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Seq
 
 def receive(connection: socket.socket) -> KeeperPacket:
     """Receive one packet. An empty packet means that the other end has closed. Raises what `recvmsg` raises."""
-    return KeeperPacket(*passing.receive(connection, MAX_PACKET_BYTES))
+    data, descriptors, flags = passing.receive(connection, MAX_PACKET_BYTES)
+    return KeeperPacket(data, descriptors, flags)
 
 
 class Keeper:

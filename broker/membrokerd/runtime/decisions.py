@@ -61,21 +61,60 @@ class Decisions:
     ) -> None:
         """Note a refusal."""
         after_ms = int(denied.numbers.get("waited_ms", 0))
-        told = session, request_id, size, 0, after_ms, denied.reason.value, denied
-        self._note(DecisionRecord("refused", time.time(), name, location, *told))
+        self._note(
+            DecisionRecord(
+                kind="refused",
+                at=time.time(),
+                name=name,
+                location=location,
+                session=session,
+                request_id=request_id,
+                size=size,
+                returned=0,
+                after_ms=after_ms,
+                result=denied.reason.value,
+                why=denied,
+            )
+        )
 
     def waited(self, waited: fx.Waited) -> None:
         """Note the end of a wait. One that was refused is noted as the refusal."""
         if waited.result != "refused":
-            whose = waited.name, waited.location, waited.session, waited.request_id
-            told = waited.size, 0, waited.waited_ns // _MS, waited.result
-            self._note(DecisionRecord("waited", time.time(), *whose, *told, waited.why, waited.guaranteed))
+            self._note(
+                DecisionRecord(
+                    kind="waited",
+                    at=time.time(),
+                    name=waited.name,
+                    location=waited.location,
+                    session=waited.session,
+                    request_id=waited.request_id,
+                    size=waited.size,
+                    returned=0,
+                    after_ms=waited.waited_ns // _MS,
+                    result=waited.result,
+                    why=waited.why,
+                    guaranteed=waited.guaranteed,
+                )
+            )
 
     def recalled(self, recalled: fx.Recalled) -> None:
         """Note the end of a recall, or that it is late."""
-        whose = recalled.name, recalled.location, recalled.session, 0
-        told = recalled.size, recalled.returned, recalled.after_ns // _MS, recalled.result
-        self._note(DecisionRecord("recalled", time.time(), *whose, *told, None, wanted_by=recalled.wanted_by))
+        self._note(
+            DecisionRecord(
+                kind="recalled",
+                at=time.time(),
+                name=recalled.name,
+                location=recalled.location,
+                session=recalled.session,
+                request_id=0,
+                size=recalled.size,
+                returned=recalled.returned,
+                after_ms=recalled.after_ns // _MS,
+                result=recalled.result,
+                why=None,
+                wanted_by=recalled.wanted_by,
+            )
+        )
 
     def _note(self, decision: DecisionRecord) -> None:
         models = self._tenants.setdefault(decision.name.tenant, OrderedDict())
@@ -100,9 +139,20 @@ class Decisions:
                     yield from (one for one in decisions if (one.session, one.request_id) == (session, request_id))
 
 
-def waiting(one: Waiter, now_ns: int) -> DecisionRecord:
+def waiting(waiter: Waiter, now_ns: int) -> DecisionRecord:
     """Return a request that waits now, as a decision; `now_ns` is CLOCK_BOOTTIME."""
-    event, since = one.event, now_ns - one.since
-    whose = one.name, event.location, event.session, event.request_id
-    told = one.size, 0, since // _MS
-    return DecisionRecord("waiting", time.time() - since / 1e9, *whose, *told, "", one.why, one.guaranteed)
+    event, waited_ns = waiter.event, now_ns - waiter.since
+    return DecisionRecord(
+        kind="waiting",
+        at=time.time() - waited_ns / 1e9,
+        name=waiter.name,
+        location=event.location,
+        session=event.session,
+        request_id=event.request_id,
+        size=waiter.size,
+        returned=0,
+        after_ms=waited_ns // _MS,
+        result="",
+        why=waiter.why,
+        guaranteed=waiter.guaranteed,
+    )

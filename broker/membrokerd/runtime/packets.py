@@ -96,14 +96,26 @@ class Packets:
         self._io.call_soon(self._make_stock, effect)
 
     def _make_stock(self, effect: fx.Stock) -> None:
-        kind = (effect.location, effect.extent_bytes)
+        location, extent_bytes = kind = effect.location, effect.extent_bytes
 
         def made(outcome: list[int] | Denied) -> None:
             if not isinstance(outcome, Denied):
                 self._stock.setdefault(kind, []).extend(outcome)
-            self._tell(ev.Stocked(*kind, made=not isinstance(outcome, Denied)))
+            self._tell(ev.Stocked(location, extent_bytes, made=not isinstance(outcome, Denied)))
 
-        self._executor.make(fx.Make(OWN, 0, 0, 0, 1, range(1), effect.extent_bytes, effect.location), made)
+        self._executor.make(
+            fx.Make(
+                tenant=OWN,
+                session=0,
+                request_id=0,
+                part=0,
+                parts=1,
+                ids=range(1),
+                extent_bytes=extent_bytes,
+                location=location,
+            ),
+            made,
+        )
 
     def drop_stock(self, effect: fx.DropStock) -> None:
         """Close extents of the stock."""

@@ -423,7 +423,15 @@ class Handshake:
 
         self._loop.ask(
             lambda call: ev.OpenSession(
-                call, tenant, peer.pid, peer.uid, peer.identity, observer, client, endpoint, token_hash
+                call=call,
+                tenant=tenant,
+                pid=peer.pid,
+                uid=peer.uid,
+                process=peer.identity,
+                observer=observer,
+                client=client,
+                endpoint=endpoint,
+                token_hash=token_hash,
             ),
             opened,
         )

@@ -105,11 +105,23 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             after = convert.changed_quota(before, request)
             if before == Quota() or not only_removes(before, after):  # a quota of a removed tenant can still be removed
                 self._check_tenant(tenant)
-            if denied := broker.models.refuse_quota(ev.SetQuota(0, *key, *after)):
+
+            def ordered(call: int) -> ev.SetQuota:
+                return ev.SetQuota(
+                    call=call,
+                    tenant=tenant,
+                    model=model,
+                    location=location,
+                    limit=after.limit,
+                    guarantee=after.guarantee,
+                    weight=after.weight,
+                )
+
+            if denied := broker.models.refuse_quota(ordered(0)):
                 raise Refused(denied)
             await self._keep({**broker.ledger.quotas, key: after})  # before the step: that may lend at once
             try:
-                await self._ask(lambda call: ev.SetQuota(call, *key, *after))
+                await self._ask(ordered)
             except Refused:  # a reload has changed the rules meanwhile
                 await self._keep(broker.ledger.quotas)
                 raise
