@@ -248,7 +248,7 @@ class Daemon:
             self._store.forget_driver()
             return self._plan
         self._plan.driver.close()
-        survivors = {name: os.dup(one) for name, one in kept.driver.items()}
+        survivors = {name: os.dup(descriptor) for name, descriptor in kept.driver.items()}
         return replace(self._plan, driver=self._plan.reopen(survivors, charged))
 
     def _take_over(self, executor: Executor, kept: StoredDescriptors) -> None:

@@ -136,7 +136,7 @@ class World:
         process = str(self.request())
         opened = await self.ask(lambda call: ev.OpenSession(call, model.tenant, 1, 1, process, False, "test"))
         session: int = opened.session
-        self.loop.links[session] = self.queues[session] = Queue()
+        self.loop.connections[session] = self.queues[session] = Queue()
         await self.ask(lambda call: ev.RegisterModel(call, session, self.request(), model, None, {}, False))
         return session
 
@@ -175,7 +175,7 @@ class World:
 
     def lose(self, session: int) -> None:
         """The session's connection breaks."""
-        del self.loop.links[session]
+        del self.loop.connections[session]
         self.loop.tell(ev.ConnectionLost(session))
 
     def used(self) -> int:

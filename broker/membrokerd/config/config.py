@@ -270,12 +270,12 @@ def _guarantee_misfits(config: Config) -> Iterator[tuple[str, str]]:
     )
     quotas = dict(quotas_of(config.tenants))
     for location, (_, key, _) in QUOTA_KEYS.items():
-        for one in misfits(quotas, rules, location):
-            of_model = ("models", one.model) if one.model else ()
-            path = ("tenants", one.tenant, *of_model, key) if one.tenant else ("tenants",)
-            sizes = size_text(one.size), size_text(one.most)
-            bound = ("host_capacity" if location == "host" else "capacity") if one.tenant is None else one.bound
-            yield joined(path), f"{one.what} would be {sizes[0]}, more than {bound}, {sizes[1]}; write at most that"
+        for misfit in misfits(quotas, rules, location):
+            of_model = ("models", misfit.model) if misfit.model else ()
+            path = ("tenants", misfit.tenant, *of_model, key) if misfit.tenant else ("tenants",)
+            sizes = size_text(misfit.size), size_text(misfit.most)
+            bound = ("host_capacity" if location == "host" else "capacity") if misfit.tenant is None else misfit.bound
+            yield joined(path), f"{misfit.what} would be {sizes[0]}, more than {bound}, {sizes[1]}; write at most that"
 
 
 def _bounds(config: Config) -> Iterator[tuple[str, int | None, str, int | None]]:

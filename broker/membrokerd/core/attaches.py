@@ -56,26 +56,26 @@ class Attaches:
     def refuse_one_more(self, tenant: str) -> Denied | None:
         """Return why no more attaches of a tenant may wait, or None. One seal begins all of them in one step."""
         limit = self._books.rules.max_waiting_per_tenant
-        if sum(1 for one in self._waiting.values() if one.event.name.tenant == tenant) < limit:
+        if sum(1 for attach in self._waiting.values() if attach.event.name.tenant == tenant) < limit:
             return None
         return deny(Reason.TOO_MANY_REQUESTS, limit=limit, whose="tenant", calls="attaches that wait for a seal")
 
     def take_for(self, segment: int) -> list[ev.AttachSegment]:
         """Remove the attaches that wait for the seal of a segment, and return them."""
-        return [one.event for one in self._take(self._waiting_for(segment))]
+        return [attach.event for attach in self._take(self._waiting_for(segment))]
 
     def segment_ended(self, segment: int, denied: Denied) -> None:
         """Refuse those that wait for the seal of a segment: it will never come."""
-        self._refuse([one._replace(deadline=0, denied=denied) for one in self._waiting_for(segment)])
+        self._refuse([attach._replace(deadline=0, denied=denied) for attach in self._waiting_for(segment)])
 
     def elapsed(self, now: int) -> None:
         """Refuse those whose wait has timed out, and those that were left over as their segment ended."""
-        self._refuse([one for one in self._waiting.values() if one.deadline <= now])
+        self._refuse([attach for attach in self._waiting.values() if attach.deadline <= now])
 
     def give_up(self, session: int) -> None:
         """Fail those of a session that is disconnected, leaving or dead."""
-        for one in self._take([one for one in self._waiting.values() if one.event.session == session]):
-            self._books.answer(one.event.call, deny(Reason.DELIVERY_FAILED))
+        for attach in self._take([attach for attach in self._waiting.values() if attach.event.session == session]):
+            self._books.answer(attach.event.call, deny(Reason.DELIVERY_FAILED))
 
     def _waiting_for(self, segment: int) -> list[WaitingAttach]:
         return [self._waiting[call] for call in self._calls.get(segment, ())]
@@ -83,12 +83,12 @@ class Attaches:
     def _refuse(self, waiting: list[WaitingAttach]) -> None:
         """Refuse as many as one step may, and the others when `Elapsed` comes, at once."""
         most = len(waiting) if self._books.stopping else MOST_AT_ONCE - self._refused
-        for one in self._take(waiting[:most]):
+        for attach in self._take(waiting[:most]):
             self._refused += 1
-            self._books.answer(one.event.call, one.denied or self._not_sealed(one.segment))
-        for one in waiting[most:]:
-            self._waiting[one.event.call] = one
-            self.deadline = one.deadline if self.deadline is None else min(one.deadline, self.deadline)
+            self._books.answer(attach.event.call, attach.denied or self._not_sealed(attach.segment))
+        for attach in waiting[most:]:
+            self._waiting[attach.event.call] = attach
+            self.deadline = attach.deadline if self.deadline is None else min(attach.deadline, self.deadline)
 
     def _not_sealed(self, segment: int) -> Denied:
         return deny(Reason.SEGMENT_NOT_SEALED, segment=str(self._books.ledger.segments[segment].full_name()))
@@ -104,5 +104,5 @@ class Attaches:
                 del self._calls[segment]
             self._lending.wait_no_more(event.session, event.request_id)
         if first:
-            self.deadline = min((one.deadline for one in self._waiting.values()), default=None)
+            self.deadline = min((attach.deadline for attach in self._waiting.values()), default=None)
         return waiting

@@ -110,11 +110,11 @@ class Recallable:
         if session in self._answering.get(name, ()):
             self.set_answers(session, name, answers=False)
         away = self.away.pop(session, {})
-        if staying := {one: recall for one, recall in away.items() if one.name != name}:
+        if staying := {borrower: recall for borrower, recall in away.items() if borrower.name != name}:
             self.away[session] = staying
-        for one in self.of_session(session):
-            if one.name == name:
-                self._forget(one)
+        for borrower in self.of_session(session):
+            if borrower.name == name:
+                self._forget(borrower)
 
     def session_moved(self, row: SessionRow) -> None:
         """Note that a session has lost its connection, is resumed, or ends."""
@@ -122,20 +122,20 @@ class Recallable:
             for name in [name for name, sessions in self._answering.items() if row.session in sessions]:
                 self.set_answers(row.session, name, answers=False)
             self.away.pop(row.session, None)
-            for one in self.of_session(row.session):
-                self._forget(one)
+            for borrower in self.of_session(row.session):
+                self._forget(borrower)
         elif self.is_possible:
-            for one in {
+            for borrower in {
                 *self.of_session(row.session),
                 *(Borrower(row.session, name, location) for name, location in row.charges),
             }:
-                self.count(one)
+                self.count(borrower)
         self.changed()
 
-    def _forget(self, one: Borrower) -> None:
-        self.recalls.pop(one, None)
-        self.kept.pop(one, None)
-        self.count(one)
+    def _forget(self, borrower: Borrower) -> None:
+        self.recalls.pop(borrower, None)
+        self.kept.pop(borrower, None)
+        self.count(borrower)
 
     def answers(self, session: int | None, name: ModelName) -> bool:
         """Say whether a session that is connected answers recalls of a model."""
@@ -154,18 +154,18 @@ class Recallable:
 
     def bound_kept(self, session: int) -> None:
         """Let a session keep no more than it has."""
-        for one in self._counted.get(session, ()):
-            if one in self.kept:
-                size, until = self.kept[one]
-                self.kept[one] = min(size, self._extents_of(one)), until
+        for borrower in self._counted.get(session, ()):
+            if borrower in self.kept:
+                size, until = self.kept[borrower]
+                self.kept[borrower] = min(size, self._extents_of(borrower)), until
 
     def credited(self, session: int) -> None:
         """Note that extents of a session were credited."""
         if session in self._counted:
             self.bound_kept(session)
-            for one, counted in list(self._counted[session].items()):
-                if one in self.kept or self._extents_of(one) != counted.size:
-                    self.count(one)
+            for borrower, counted in list(self._counted[session].items()):
+                if borrower in self.kept or self._extents_of(borrower) != counted.size:
+                    self.count(borrower)
 
     # --- the sums ---
 
@@ -173,25 +173,25 @@ class Recallable:
         """Return the borrowers of a session that have something to recall, a recall, or something that they keep."""
         return sorted(self._counted.get(session, ()))
 
-    def count(self, one: Borrower) -> None:
+    def count(self, borrower: Borrower) -> None:
         """Bring the sums up to date: what a borrower has, is asked for or keeps has changed, or whether it answers."""
-        counted = self._counted.setdefault(one.session, {})
-        before, after = counted.pop(one, _NOTHING), self._count(one)
-        if after != _NOTHING or one in self.recalls or one in self.kept:
-            counted[one] = after
+        counted = self._counted.setdefault(borrower.session, {})
+        before, after = counted.pop(borrower, _NOTHING), self._count(borrower)
+        if after != _NOTHING or borrower in self.recalls or borrower in self.kept:
+            counted[borrower] = after
         elif not counted:
-            del self._counted[one.session]
+            del self._counted[borrower.session]
         if before != after:
-            self._sum(one, before, -1)
-            self._sum(one, after, 1)
+            self._sum(borrower, before, -1)
+            self._sum(borrower, after, 1)
 
-    def _count(self, one: Borrower) -> Counted:
-        size = self.bytes_of(one) if self.answers(one.session, one.name) else 0
-        recall = self.recalls.get(one)
+    def _count(self, borrower: Borrower) -> Counted:
+        size = self.bytes_of(borrower) if self.answers(borrower.session, borrower.name) else 0
+        recall = self.recalls.get(borrower)
         return Counted(size, recall.left, recall.late, recall.wanted_by) if recall else Counted(size)
 
-    def _sum(self, one: Borrower, counted: Counted, sign: int) -> None:
-        _, name, location = one
+    def _sum(self, borrower: Borrower, counted: Counted, sign: int) -> None:
+        _, name, location = borrower
         if counted.size:
             _add(self._bytes, sign * counted.size, (name, location), (name.tenant, location), location)
         if counted.late:
@@ -201,8 +201,8 @@ class Recallable:
 
     # --- how much ---
 
-    def _extents_of(self, one: Borrower) -> int:
-        charge = self._ledger.sessions[one.session].charges.get((one.name, one.location))
+    def _extents_of(self, borrower: Borrower) -> int:
+        charge = self._ledger.sessions[borrower.session].charges.get((borrower.name, borrower.location))
         return charge.bytes - charge.declared if charge else 0
 
     def borrowers(self, name: ModelName, location: Location) -> Iterator[Borrower]:
@@ -211,27 +211,27 @@ class Recallable:
             if self._ledger.sessions[session].state == "open":
                 yield Borrower(session, name, location)
 
-    def bytes_of(self, one: Borrower) -> int:
+    def bytes_of(self, borrower: Borrower) -> int:
         """Return the bytes that a borrower can be asked for: its extents, without what it keeps; 0 if it is late."""
-        recall = self.recalls.get(one)
+        recall = self.recalls.get(borrower)
         if recall is not None and recall.late:
             return 0
-        return max(0, self._extents_of(one) - self.kept.get(one, (0, 0))[0])
+        return max(0, self._extents_of(borrower) - self.kept.get(borrower, (0, 0))[0])
 
-    def more_of(self, one: Borrower, now: int) -> int:
+    def more_of(self, borrower: Borrower, now: int) -> int:
         """Return the bytes that a borrower can be asked for now, besides what it has been asked for already.
 
         A recall is raised only in the first half of its time, so that the other half is left for what a raise adds.
         """
-        recall = self.recalls.get(one)
+        recall = self.recalls.get(borrower)
         if recall is None:
-            return self.bytes_of(one)
+            return self.bytes_of(borrower)
         is_early = now - recall.since <= recall.deadline - now
-        return max(0, self.bytes_of(one) - recall.left) if is_early else 0
+        return max(0, self.bytes_of(borrower) - recall.left) if is_early else 0
 
     def is_able(self, name: ModelName, location: Location, now: int) -> bool:
         """Say whether a session of a model can be asked for something now."""
-        return any(self.more_of(one, now) for one in self.borrowers(name, location))
+        return any(self.more_of(borrower, now) for borrower in self.borrowers(name, location))
 
     def of_model(self, name: ModelName, location: Location) -> int:
         """Return the bytes of a model that can be recalled."""

@@ -59,30 +59,32 @@ class Recalls:
         A session has one recall at a time: one that has an open recall is asked by raising that.
         """
         state, left = self._state, size
-        for more, one in sorted((-state.more_of(one, now), one) for one in state.borrowers(name, location)):
+        for more, borrower in sorted(
+            (-state.more_of(borrower, now), borrower) for borrower in state.borrowers(name, location)
+        ):
             part = min(left, -more)
             if part <= 0 or not self.room:
                 break
             self.room -= 1
-            recall = state.recalls.get(one)
+            recall = state.recalls.get(borrower)
             if recall is None:
                 number, deadline = self._books.take_ids(1)[0], now + self._books.rules.recall_ns
-                state.recalls[one] = recall = PendingRecall(
+                state.recalls[borrower] = recall = PendingRecall(
                     number=number, first=part, size=part, left=part, since=now, deadline=deadline, wanted_by=wanted_by
                 )
-                heapq.heappush(self._ends, (deadline, one))
+                heapq.heappush(self._ends, (deadline, borrower))
             else:
                 recall.size += part
                 recall.left += part
-            state.count(one)
-            self._say(one, recall, recall.size, recall.deadline - now)
+            state.count(borrower)
+            self._say(borrower, recall, recall.size, recall.deadline - now)
             left -= part
         if left < size:
             self._set_deadline()
         return size - left
 
-    def _say(self, one: Borrower, recall: PendingRecall, size: int, within: int) -> None:
-        self._books.emit(fx.SendRecall(one.session, recall.number, one.name, one.location, size, within))
+    def _say(self, borrower: Borrower, recall: PendingRecall, size: int, within: int) -> None:
+        self._books.emit(fx.SendRecall(borrower.session, recall.number, borrower.name, borrower.location, size, within))
 
     def _set_deadline(self) -> None:
         while self._ends and not self._is_end(*self._ends[0]):
@@ -90,10 +92,10 @@ class Recalls:
         self.deadline = self._ends[0][0] if self._ends else None
         self._state.changed()
 
-    def _is_end(self, at: int, one: Borrower) -> bool:
+    def _is_end(self, at: int, borrower: Borrower) -> bool:
         """Say whether a borrower's recall is due, or its time to keep bytes ends, at exactly this time."""
-        recall = self._state.recalls.get(one) or self._state.away.get(one.session, {}).get(one)
-        return (recall is not None and recall.deadline == at) or self._state.kept.get(one, (0, 0))[1] == at
+        recall = self._state.recalls.get(borrower) or self._state.away.get(borrower.session, {}).get(borrower)
+        return (recall is not None and recall.deadline == at) or self._state.kept.get(borrower, (0, 0))[1] == at
 
     # --- what comes back ---
 
@@ -101,16 +103,16 @@ class Recalls:
         """Count extents that a session has released. A recall ends with its last byte, unless it is late."""
         recalls, changed = self._state.recalls, dict[Borrower, None]()
         for loan in loans:
-            one = Borrower(session, loan.name, loan.location)
-            recall = recalls.get(one)
+            borrower = Borrower(session, loan.name, loan.location)
+            recall = recalls.get(borrower)
             if recall is not None:
-                changed[one] = None
+                changed[borrower] = None
                 recall.left = max(0, recall.left - loan.extent_bytes)
                 if not recall.left and not recall.late:
-                    del recalls[one]
-                    self._report(one, recall, "returned", now)
-        for one in changed:
-            self._state.count(one)
+                    del recalls[borrower]
+                    self._report(borrower, recall, "returned", now)
+        for borrower in changed:
+            self._state.count(borrower)
         self._set_deadline()
 
     def answer(self, event: ev.AnswerRecall, now: int) -> None:
@@ -120,9 +122,9 @@ class Recalls:
         those bytes.
         """
         recalls = self._state.recalls
-        for one in self._state.of_session(event.session):
-            if one in recalls and recalls[one].number == event.recall:
-                recall = recalls.pop(one)
+        for borrower in self._state.of_session(event.session):
+            if borrower in recalls and recalls[borrower].number == event.recall:
+                recall = recalls.pop(borrower)
                 break
         else:
             return
@@ -131,16 +133,16 @@ class Recalls:
             recall.left = max(0, recall.left - unheard)
             self._books.limits_changed = True  # some of it may have been for a limit
         if recall.left:
-            before, _ = self._state.kept.get(one, (0, 0))
+            before, _ = self._state.kept.get(borrower, (0, 0))
             # If nothing came back, twice as much is kept each time, so that a session that keeps everything is not
             # asked for one extent after the other.
             more = max(before, recall.left) if recall.left == recall.size else recall.left
-            self._state.kept[one] = before + more, now + KEPT_NS
-            heapq.heappush(self._ends, (now + KEPT_NS, one))
+            self._state.kept[borrower] = before + more, now + KEPT_NS
+            heapq.heappush(self._ends, (now + KEPT_NS, borrower))
             self._state.bound_kept(event.session)
-        self._state.count(one)
+        self._state.count(borrower)
         if not recall.late:
-            self._report(one, recall, "kept" if recall.left else "returned", now)
+            self._report(borrower, recall, "kept" if recall.left else "returned", now)
         self._set_deadline()
 
     def elapsed(self, now: int) -> None:
@@ -153,32 +155,32 @@ class Recalls:
             self._end(heapq.heappop(self._ends)[1], now)
         self._set_deadline()
 
-    def _end(self, one: Borrower, now: int) -> None:
+    def _end(self, borrower: Borrower, now: int) -> None:
         """Do what is due for a borrower, if anything is."""
-        state, away = self._state, self._state.away.get(one.session, {})
-        if one in away and away[one].deadline <= now:
-            state.recalls[one] = away.pop(one)
+        state, away = self._state, self._state.away.get(borrower.session, {})
+        if borrower in away and away[borrower].deadline <= now:
+            state.recalls[borrower] = away.pop(borrower)
             if not away:
-                del state.away[one.session]
-        if one in state.kept and state.kept[one][1] <= now:
-            del state.kept[one]
+                del state.away[borrower.session]
+        if borrower in state.kept and state.kept[borrower][1] <= now:
+            del state.kept[borrower]
             self._books.limits_changed = True
-        if one in state.recalls and state.recalls[one].deadline <= now:
-            recall = state.recalls[one]
+        if borrower in state.recalls and state.recalls[borrower].deadline <= now:
+            recall = state.recalls[borrower]
             if not recall.late:
-                self._report(one, recall, "late", now)
+                self._report(borrower, recall, "late", now)
             recall.late, recall.deadline = True, now + self._books.rules.recall_ns
-            heapq.heappush(self._ends, (recall.deadline, one))
-            self._say(one, recall, recall.left, self._books.rules.recall_ns)
-        state.count(one)
+            heapq.heappush(self._ends, (recall.deadline, borrower))
+            self._say(borrower, recall, recall.left, self._books.rules.recall_ns)
+        state.count(borrower)
 
-    def _report(self, one: Borrower, recall: PendingRecall, result: fx.RecallResult, now: int) -> None:
+    def _report(self, borrower: Borrower, recall: PendingRecall, result: fx.RecallResult, now: int) -> None:
         returned = recall.size - recall.left
         self._books.emit(
             fx.Recalled(
-                session=one.session,
-                name=one.name,
-                location=one.location,
+                session=borrower.session,
+                name=borrower.name,
+                location=borrower.location,
                 size=recall.size,
                 returned=returned,
                 after_ns=now - recall.since,
@@ -192,19 +194,19 @@ class Recalls:
     def set_answers(self, session: int, name: ModelName, answers: bool, now: int) -> None:
         """Note whether a session answers recalls of a model. If it stops, it keeps all that it is asked for."""
         if not answers:
-            for one in self._state.of_session(session):
-                recall = self._state.recalls.get(one)
-                if recall is not None and one.name == name:
+            for borrower in self._state.of_session(session):
+                recall = self._state.recalls.get(borrower)
+                if recall is not None and borrower.name == name:
                     self.answer(ev.AnswerRecall(session, recall.number, recall.size), now)
         self._state.set_answers(session, name, answers)
 
     def detached(self, session: int) -> None:
         """Put aside the recalls of a session that has lost its connection, except those that are late."""
         recalls = self._state.recalls
-        for one in self._state.of_session(session):
-            if one in recalls and not recalls[one].late:
-                self._state.away.setdefault(session, {})[one] = recalls.pop(one)
-                self._state.count(one)
+        for borrower in self._state.of_session(session):
+            if borrower in recalls and not recalls[borrower].late:
+                self._state.away.setdefault(session, {})[borrower] = recalls.pop(borrower)
+                self._state.count(borrower)
         self._set_deadline()
 
     def resumed(self, session: int, answering: frozenset[ModelName], gone: Iterable[Loan], now: int) -> None:
@@ -216,20 +218,20 @@ class Recalls:
         state = self._state
         back = state.away.pop(session, {})
         state.recalls |= back
-        for one in back:
-            state.count(one)
+        for borrower in back:
+            state.count(borrower)
         self.released(session, gone, now)
         for name in self._books.ledger.sessions[session].models:
             state.set_answers(session, name, name in answering)
-        for one in state.of_session(session):
-            recall = state.recalls.get(one)
+        for borrower in state.of_session(session):
+            recall = state.recalls.get(borrower)
             if recall is None:
                 continue
             if recall.late:
-                self._say(one, recall, recall.left, self._books.rules.recall_ns)
+                self._say(borrower, recall, recall.left, self._books.rules.recall_ns)
                 continue
             recall.first = recall.size = recall.left  # the notice that it hears now is its first
-            if one.name in answering:
-                self._say(one, recall, recall.left, max(0, recall.deadline - now))
+            if borrower.name in answering:
+                self._say(borrower, recall, recall.left, max(0, recall.deadline - now))
             else:
                 self.answer(ev.AnswerRecall(session, recall.number, recall.size), now)

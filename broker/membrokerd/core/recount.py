@@ -18,9 +18,11 @@ def check(ledger: Ledger) -> None:
         _same("lent + releasing, by model", total.charged, sum(charge.bytes for charge in models))
         _same("releasing, by model", total.releasing, sum(charge.releasing for charge in models))
         _same(
-            "lent + releasing, by tenant", total.charged, sum(ledger.tenant_charged(one, location) for one in tenants)
+            "lent + releasing, by tenant",
+            total.charged,
+            sum(ledger.tenant_charged(tenant, location) for tenant in tenants),
         )
-        _same("lent, by tenant", total.lent, sum(ledger.tenant_lent(one, location) for one in tenants))
+        _same("lent, by tenant", total.lent, sum(ledger.tenant_lent(tenant, location) for tenant in tenants))
         segments = sum(row.charged(location) for row in ledger.segments.values())
         _same("segments, by model", sum(charge.segments for charge in models), segments)
         assert total.lent >= 0, total

@@ -237,7 +237,7 @@ class Sessions:
         What it states beyond the books is ignored.
         """
         gone = tuple(sorted(row.extents.keys() - event.extents))
-        loans = [row.extents[one] for one in gone]
+        loans = [row.extents[extent] for extent in gone]
         if gone:
             self._books.record(ft.Credited(row.session, gone, "not held"))
         for (name, location), charge in list(row.charges.items()):

@@ -75,7 +75,7 @@ class WarmPool:
         Kinds that are requested in turn keep their stock; otherwise each would evict the other.
         """
         rules, wish = self._books.rules, self._wishes[kind]
-        for other in [one for one, its in self._wishes.items() if now - its.asked_at > JUST_NOW_NS]:
+        for other in [kind for kind, asked in self._wishes.items() if now - asked.asked_at > JUST_NOW_NS]:
             missing = wish.count - self._ready.get(kind, 0)
             extents = self._extents + missing - rules.stock_extents
             excess = self._bytes + missing * kind[1] - rules.stock_bytes

@@ -186,18 +186,18 @@ class Executor:
         """Wait for a job, and return the one whose turn it is; None when all are done and the executor stops."""
         waiting = self._waiting
         while not self._asked.empty() or not (waiting or self._stopping):
-            whose, job = self._asked.get()
-            waiting.setdefault(whose, deque()).append(job)
+            tenant, job = self._asked.get()
+            waiting.setdefault(tenant, deque()).append(job)
         if not waiting:
             return None
-        whose = OWN if OWN in waiting else next(iter(waiting))
-        jobs = waiting.pop(whose)
+        tenant = OWN if OWN in waiting else next(iter(waiting))
+        jobs = waiting.pop(tenant)
         job = jobs.popleft()
         if jobs:
-            waiting[whose] = jobs  # behind all others
+            waiting[tenant] = jobs  # behind all others
         return job
 
-    def _submit(self, whose: str, work: Callable[[], _T], done: Callable[[_T], None]) -> None:
+    def _submit(self, tenant: str, work: Callable[[], _T], done: Callable[[_T], None]) -> None:
         loop = self._loop
         assert loop is not None, "the executor is not started"
 
@@ -211,7 +211,7 @@ class Executor:
             loop.call_soon_threadsafe(report, result)
 
         self._unreported += 1
-        self._asked.put((whose, job))
+        self._asked.put((tenant, job))
 
     def _make(self, make: Make) -> list[int] | Denied:
         location = _LOCATIONS[make.location]

@@ -116,5 +116,5 @@ class Endpoints:
     async def close(self) -> None:
         """Close the endpoints of all tenants, the latest first."""
         while self._open:
-            _, door = self._open.popitem()
-            await door.parts.aclose()
+            _, endpoint = self._open.popitem()
+            await endpoint.parts.aclose()

@@ -174,17 +174,17 @@ class BookMessages:
         now_ns, waiters = clock(), self.loop.broker.waiting.waiters()
         if asked := _REQUEST.fullmatch(request.name):
             key = int(asked[1], 16), int(asked[2])
-            now = [one for one in waiters if (one.event.session, one.event.request_id) == key]
-            now = [one for one in now if tenant in (None, one.name.tenant)]
+            now = [waiter for waiter in waiters if (waiter.event.session, waiter.event.request_id) == key]
+            now = [waiter for waiter in now if tenant in (None, waiter.name.tenant)]
             found = list(self.decisions.of_request(tenant, *key))
         else:
             name = convert.parse_model(request.name)
-            now, found = [one for one in waiters if one.name == name], self.decisions.of_model(name)
+            now, found = [waiter for waiter in waiters if waiter.name == name], self.decisions.of_model(name)
             known = now or found or name in self.loop.broker.ledger.models
             if not known or tenant not in (None, name.tenant):
                 raise convert.Refused(deny(Reason.MODEL_NOT_FOUND, model=str(name)))
-        found = [*(waiting(one, now_ns) for one in reversed(now[:MOST_WAITING])), *found]
-        return pb.ListDecisionsResponse(decisions=[messages.from_decision(one, tenant) for one in found])
+        found = [*(waiting(waiter, now_ns) for waiter in reversed(now[:MOST_WAITING])), *found]
+        return pb.ListDecisionsResponse(decisions=[messages.from_decision(decision, tenant) for decision in found])
 
 
 def _page(

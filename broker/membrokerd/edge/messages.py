@@ -69,24 +69,24 @@ def from_model(row: ModelView, shares: Mapping[str, Mapping[ModelName, int]] = _
         denials_total=dict(row.denials),
         books=[
             rpb.ModelBooks(
-                location=LOCATION_NUMBERS[one.location],
-                used_bytes=one.used,
-                peak_bytes=one.peak,
-                releasing_bytes=one.releasing,
-                declared_bytes=one.declared,
-                limit_bytes=one.limit,
-                extents=one.extents,
-                segment_bytes=one.segments,
-                guarantee_bytes=one.guarantee,
-                weight=one.weight,
-                waiting_bytes=one.waiting,
-                waiting_requests=one.waiting_requests,
-                recallable_bytes=one.recallable,
-                recalled_bytes=one.recalled,
-                late_bytes=one.late,
-                share_bytes=shares[one.location].get(row.name, 0) if shares.get(one.location) else None,
+                location=LOCATION_NUMBERS[books.location],
+                used_bytes=books.used,
+                peak_bytes=books.peak,
+                releasing_bytes=books.releasing,
+                declared_bytes=books.declared,
+                limit_bytes=books.limit,
+                extents=books.extents,
+                segment_bytes=books.segments,
+                guarantee_bytes=books.guarantee,
+                weight=books.weight,
+                waiting_bytes=books.waiting,
+                waiting_requests=books.waiting_requests,
+                recallable_bytes=books.recallable,
+                recalled_bytes=books.recalled,
+                late_bytes=books.late,
+                share_bytes=shares[books.location].get(row.name, 0) if shares.get(books.location) else None,
             )
-            for one in row.locations
+            for books in row.locations
         ],
     )
 
@@ -117,14 +117,14 @@ def from_tenant(row: TenantView) -> apb.Tenant:
         name=f"tenants/{row.tenant}",
         books=[
             apb.TenantBooks(
-                location=LOCATION_NUMBERS[one.location],
-                used_bytes=one.used,
-                limit_bytes=one.limit,
-                guarantee_bytes=one.guarantee,
-                weight=one.weight,
-                waiting_bytes=one.waiting,
+                location=LOCATION_NUMBERS[books.location],
+                used_bytes=books.used,
+                limit_bytes=books.limit,
+                guarantee_bytes=books.guarantee,
+                weight=books.weight,
+                waiting_bytes=books.waiting,
             )
-            for one in row.locations
+            for books in row.locations
         ],
         models=row.models,
         sessions=row.sessions,
@@ -146,24 +146,24 @@ def from_segment(row: fx.SegmentView, now_ns: int) -> rpb.Segment:
     )
 
 
-def from_decision(one: DecisionRecord, tenant: str | None) -> rpb.Decision:
+def from_decision(decision: DecisionRecord, tenant: str | None) -> rpb.Decision:
     """Return a decision as a message. A tenant does not see which other tenant's model wanted its memory."""
-    wanted_by = "" if one.wanted_by is None else str(one.wanted_by)
-    if one.wanted_by is not None and tenant not in (None, one.wanted_by.tenant):
+    wanted_by = "" if decision.wanted_by is None else str(decision.wanted_by)
+    if decision.wanted_by is not None and tenant not in (None, decision.wanted_by.tenant):
         wanted_by = "tenants/-/models/-"
     return rpb.Decision(
-        kind=rpb.Decision.Kind.Value(one.kind.upper()),
-        time=timestamp(one.at),
-        model=str(one.name),
-        location=LOCATION_NUMBERS[one.location],
-        session=session_name(one.session),
-        request_id=one.request_id,
-        size_bytes=one.size,
-        returned_bytes=one.returned,
-        after_ms=one.after_ms,
-        result=one.result,
-        why="" if one.why is None else to_status(one.why).message,
-        guaranteed=one.guaranteed,
+        kind=rpb.Decision.Kind.Value(decision.kind.upper()),
+        time=timestamp(decision.at),
+        model=str(decision.name),
+        location=LOCATION_NUMBERS[decision.location],
+        session=session_name(decision.session),
+        request_id=decision.request_id,
+        size_bytes=decision.size,
+        returned_bytes=decision.returned,
+        after_ms=decision.after_ms,
+        result=decision.result,
+        why="" if decision.why is None else to_status(decision.why).message,
+        guaranteed=decision.guaranteed,
         wanted_by=wanted_by,
     )
 

@@ -103,10 +103,10 @@ class Metrics:
         for books in view.locations:
             _add_location(families, view, books)
         for tenant in view.tenants:
-            for one in tenant.locations:
-                families.add(catalog.TENANT_USED, one.used, tenant.tenant, one.location)
-                families.add(catalog.TENANT_LIMIT, one.limit, tenant.tenant, one.location)
-                families.add(catalog.TENANT_GUARANTEE, one.guarantee, tenant.tenant, one.location)
+            for row in tenant.locations:
+                families.add(catalog.TENANT_USED, row.used, tenant.tenant, row.location)
+                families.add(catalog.TENANT_LIMIT, row.limit, tenant.tenant, row.location)
+                families.add(catalog.TENANT_GUARANTEE, row.guarantee, tenant.tenant, row.location)
         for model in view.models:
             _add_model(families, model)
         _add_segments(families, view.segments)

@@ -80,7 +80,7 @@ def chart(samples: Sequence[Sample], scale: int, colours: Mapping[str, str]) -> 
         drawn = " ".join(f"{x:.1f},{_down(size, scale):.1f}" for x, size in points)
         shapes.append(f'<polygon points="{drawn}" fill="{colour}"><title>{escape(name)}</title></polygon>')
         below = above
-    line = " ".join(f"{x:.1f},{_down(one.capacity, scale):.1f}" for x, one in zip(across, samples, strict=True))
+    line = " ".join(f"{x:.1f},{_down(sample.capacity, scale):.1f}" for x, sample in zip(across, samples, strict=True))
     shapes.append(f'<polyline class="capacity" points="{line}"><title>capacity</title></polyline>')
     return _framed(shapes, scale, samples[-1].at - samples[0].at, "bytes by tenant over the last minutes")
 
@@ -98,7 +98,7 @@ def refusals(samples: Sequence[Sample]) -> str:
             width, tall = max(1.0, right - left - 1), step / most * height
             place = f'x="{left:.1f}" y="{height - tall:.1f}" width="{width:.1f}" height="{tall:.1f}"'
             shapes.append(f'<rect class="refused" {place}><title>{step} refused</title></rect>')
-    waits = (f"{height - one.waiting / most_waiting * height:.1f}" for one in samples)
+    waits = (f"{height - sample.waiting / most_waiting * height:.1f}" for sample in samples)
     points = " ".join(f"{x:.1f},{y}" for x, y in zip(across, waits, strict=True))
     shapes.append(f'<polyline class="waiting" points="{points}"><title>bytes waited for</title></polyline>')
     if any(sample.waiting for sample in samples):

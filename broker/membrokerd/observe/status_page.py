@@ -50,7 +50,7 @@ th { color: var(--faint); font-weight: 500; } .name { text-align: left; overflow
 def page(view: MetricsView, ended: Mapping[str, int]) -> str:
     """Return the page as HTML. `ended` says how many waits ended so far, by their result."""
     device = view.device
-    used = {tenant.tenant: sum(one.used for one in tenant.locations) for tenant in view.tenants}
+    used = {tenant.tenant: sum(books.used for books in tenant.locations) for tenant in view.tenants}
     colours = dict(zip(sorted(used), itertools.cycle(COLOURS), strict=False))
     shown = sorted(used, key=lambda tenant: (-used[tenant], tenant))[:MOST_TENANTS]
     sessions = sum(view.sessions.values())
@@ -65,7 +65,10 @@ def page(view: MetricsView, ended: Mapping[str, int]) -> str:
             parts += _location(view, books, shown, colours)
     parts += ["<h2>The last minutes</h2>", chart(view.history, _scale(view, view.locations[0]), colours)]
     parts += ["<h2>Refusals and waits</h2>", refusals(view.history)]
-    parts += ["<p>Columns: requests refused. Line: bytes that requests waited for.</p>", *_told_of_waits(view, ended)]
+    parts += [
+        "<p>Columns: requests refused. Line: bytes that requests waited for.</p>",
+        *_waits_and_refusals(view, ended),
+    ]
     parts += ["<h2>Models</h2>", _models(view)]
     parts.append('<p><a href="/metrics">/metrics</a> has all numbers.</p>')
     return document(f"membroker: {device.name}", DEFINITIONS + "".join(parts))
@@ -122,11 +125,11 @@ def _location(
     unaccounted = max(0, books.unaccounted or 0)
     free = max(0, min(books.free, scale - used - unaccounted))
     rest = max(0, scale - used - unaccounted - free)
-    books_of = {one.tenant: found for one in view.tenants for found in one.locations if found.location == where}
+    books_of = {row.tenant: found for row in view.tenants for found in row.locations if found.location == where}
     models: dict[str, list[snapshot.ModelView]] = {}
     for model in view.models:
         models.setdefault(model.name.tenant, []).append(model)
-    parts = [part for one in shown for part in _parts_of(models.get(one, ()), one, where, colours[one])]
+    parts = [part for tenant in shown for part in _parts_of(models.get(tenant, ()), tenant, where, colours[tenant])]
     parts.append(BarPart("other tenants", used - sum(part.size for part in parts), OTHERS))
     parts += [
         BarPart("unaccounted", unaccounted, UNACCOUNTED),
@@ -147,25 +150,25 @@ def _location(
         ]
     )
     for tenant in shown:
-        one = books_of[tenant]
-        if one.used or one.guarantee or one.limit is not None or one.waiting:
-            yield from _tenant(models.get(tenant, ()), tenant, one, scale, colours[tenant])
+        of_tenant = books_of[tenant]
+        if of_tenant.used or of_tenant.guarantee or of_tenant.limit is not None or of_tenant.waiting:
+            yield from _tenant(models.get(tenant, ()), tenant, of_tenant, scale, colours[tenant])
     if len(view.tenants) > len(shown):
         yield f"<p>{len(view.tenants) - len(shown)} tenants that use less are not shown.</p>"
 
 
 def _tenant(
-    models: Sequence[snapshot.ModelView], tenant: str, one: snapshot.TenantLocationView, scale: int, colour: str
+    models: Sequence[snapshot.ModelView], tenant: str, books: snapshot.TenantLocationView, scale: int, colour: str
 ) -> Iterator[str]:
-    marks = {"guarantee": one.guarantee} if one.guarantee else {}
-    if one.limit is not None:
-        marks["limit"] = one.limit
-    borrowed = max(0, one.used - one.guarantee)
-    told = [f"{format_size(one.used)} used", *(f"{what} {format_size(size)}" for what, size in marks.items())]
-    told += [f"{format_size(borrowed)} above its guarantee"] * bool(one.guarantee and borrowed)
-    told += [f"waits for {format_size(one.waiting)}"] * bool(one.waiting)
-    yield f"<p><b>{escape(tenant)}</b> {', '.join(told)}</p>"
-    yield bar(_parts_of(models, tenant, one.location, colour), scale, marks, f"{one.location} memory of {tenant}")
+    marks = {"guarantee": books.guarantee} if books.guarantee else {}
+    if books.limit is not None:
+        marks["limit"] = books.limit
+    borrowed = max(0, books.used - books.guarantee)
+    words = [f"{format_size(books.used)} used", *(f"{what} {format_size(size)}" for what, size in marks.items())]
+    words += [f"{format_size(borrowed)} above its guarantee"] * bool(books.guarantee and borrowed)
+    words += [f"waits for {format_size(books.waiting)}"] * bool(books.waiting)
+    yield f"<p><b>{escape(tenant)}</b> {', '.join(words)}</p>"
+    yield bar(_parts_of(models, tenant, books.location, colour), scale, marks, f"{books.location} memory of {tenant}")
 
 
 def _parts_of(models: Sequence[snapshot.ModelView], tenant: str, where: str, colour: str) -> list[BarPart]:
@@ -201,21 +204,21 @@ def _key(rows: Iterable[tuple[str, str]]) -> str:
 # --- Numbers ---
 
 
-def _told_of_waits(view: MetricsView, ended: Mapping[str, int]) -> Iterator[str]:
+def _waits_and_refusals(view: MetricsView, ended: Mapping[str, int]) -> Iterator[str]:
     """Yield what waits now, and how waits and refusals were so far."""
     now = [
-        f"{one.waiting_requests} for {format_size(one.waiting)} of {one.location} memory"
-        for one in view.locations
-        if one.waiting_requests
+        f"{books.waiting_requests} for {format_size(books.waiting)} of {books.location} memory"
+        for books in view.locations
+        if books.waiting_requests
     ]
     yield f"<p>Requests that wait now: {', '.join(now) or 'none'}.</p>"
-    counted = ", ".join(f"{count} {result}" for result, count in ended.items())
-    yield f"<p>Waits that have ended since this daemon started: {counted}.</p>"
+    results = ", ".join(f"{count} {result}" for result, count in ended.items())
+    yield f"<p>Waits that have ended since this daemon started: {results}.</p>"
     reasons: Counter[str] = Counter()
     for model in view.models:
         reasons.update(model.denials)
-    told = ", ".join(f"{escape(reason)} {count}" for reason, count in reasons.most_common())
-    yield f"<p>Requests refused, of the models that there are: {told or 'none'}.</p>"
+    counted = ", ".join(f"{escape(reason)} {count}" for reason, count in reasons.most_common())
+    yield f"<p>Requests refused, of the models that there are: {counted or 'none'}.</p>"
 
 
 def _models(view: MetricsView) -> str:

@@ -202,7 +202,7 @@ def _model_name(value: Any) -> ModelName:
 
 def sizes(value: Any) -> dict[Location, int]:
     """Return a table of sizes by location."""
-    return {location(where): size(one) for where, one in _table(value).items()}
+    return {location(where): size(number) for where, number in _table(value).items()}
 
 
 def _run(value: Any) -> range:
@@ -285,7 +285,7 @@ class Form:
         self._values = attrgetter(*names, names[-1])  # of one name alone it would not return a tuple
         plain = [hints[name] is int for name in names]
         self._others = [(place, form.encode) for place, (_, form) in enumerate(self._fields) if not plain[place]]
-        places = ("%d" if one else "%s" for one in plain)
+        places = ("%d" if is_number else "%s" for is_number in plain)
         self._text = f"[{tag},{','.join(places)}]"
 
     def encode(self, fact: Any) -> str:

@@ -9,8 +9,8 @@ from membroker.v1.handoff_pb2 import Frame
 from ..core import effects as fx
 
 
-class Input(Protocol):
-    """A connection, as far as reading is concerned: releases arrive on it."""
+class SessionConnection(Protocol):
+    """A connection. Releases arrive on it, and effects leave by it."""
 
     heard: int
     """The bytes that were read from it so far."""
@@ -23,12 +23,8 @@ class Input(Protocol):
         """Read frames, as many as this connection and its tenant may send in one turn."""
         ...
 
-
-class SessionConnection(Input, Protocol):
-    """A session's connection, as far as effects need it."""
-
     def deliver(self, packet: fx.Make | fx.Send, descriptors: list[int]) -> None:
-        """Queue a packet; the descriptors are the link's from now on."""
+        """Queue a packet; the descriptors are the connection's from now on."""
         ...
 
     def flush(self) -> None:

@@ -136,7 +136,9 @@ class Decisions:
         for known, models in self._tenants.items():
             if tenant in (None, known):
                 for decisions in models.values():
-                    yield from (one for one in decisions if (one.session, one.request_id) == (session, request_id))
+                    yield from (
+                        record for record in decisions if (record.session, record.request_id) == (session, request_id)
+                    )
 
 
 def waiting(waiter: Waiter, now_ns: int) -> DecisionRecord:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..system.turns import SHARE_SECONDS
-from .connections import Input
+from .connections import SessionConnection
 
 HEARING_SECONDS = 0.02
 """How long a call waits at most for connections that had more queued than they may send in a turn or two.
@@ -32,23 +32,25 @@ class _Batch:
 
     calls: deque[int]
     until: float
-    unread: list[tuple[Input, int]]
+    unread: list[tuple[SessionConnection, int]]
 
     def is_heard(self) -> bool:
         """Read what is still unread, as far as this turn allows, and return whether all is read."""
-        for one, end in self.unread:
-            if one.heard < end:
-                one.read()
-        self.unread = [(one, end) for one, end in self.unread if one.heard < end and one.queued()]
+        for connection, end in self.unread:
+            if connection.heard < end:
+                connection.read()
+        self.unread = [
+            (connection, end) for connection, end in self.unread if connection.heard < end and connection.queued()
+        ]
         return not self.unread
 
 
 class Deferrals:
-    """The calls that wait. `decide` is told of each, once; `inputs` returns all connections."""
+    """The calls that wait. `decide` is told of each, once; `connections` returns all that there are."""
 
-    def __init__(self, decide: Callable[[int], None], inputs: Callable[[], Iterable[Input]]) -> None:
+    def __init__(self, decide: Callable[[int], None], connections: Callable[[], Iterable[SessionConnection]]) -> None:
         self._decide = decide
-        self._inputs = inputs
+        self._connections = connections
         self._io = asyncio.get_running_loop()
         self._new: deque[int] = deque()
         """The calls that were deferred in this turn."""
@@ -73,7 +75,11 @@ class Deferrals:
         self._scheduled = False
         now, end = time.thread_time(), time.perf_counter() + SHARE_SECONDS
         if self._new:
-            unread = [(one, one.heard + queued) for one in self._inputs() if (queued := one.queued())]
+            unread = [
+                (connection, connection.heard + queued)
+                for connection in self._connections()
+                if (queued := connection.queued())
+            ]
             self._batches.append(_Batch(self._new, now + HEARING_SECONDS, unread))
             self._new = deque()
         try:

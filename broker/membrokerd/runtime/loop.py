@@ -1,7 +1,7 @@
 """The one place where events meet the core and effects meet the world.
 
-Everything here runs on the event loop's thread. It owns the clock, the calls that wait for an answer, and the links
-to sessions' connections; it decides nothing.
+Everything here runs on the event loop's thread. It owns the clock, the calls that wait for an answer, and which
+connection a session has; it decides nothing.
 """
 
 from __future__ import annotations
@@ -68,16 +68,17 @@ class Loop:
         self.turns = turns or Turns()
         self.executor = executor
         self.store = store
-        self.links: dict[int, SessionConnection] = {}
+        self.connections: dict[int, SessionConnection] = {}
         self.resuming: dict[int, SessionConnection] = {}
         """Connections on which a session is being resumed: nothing is delivered on them before that is done."""
         self.on_forget: list[Callable[[int], None]] = []
-        self.sleeping = Sleeping(self.links)
+        self.sleeping = Sleeping(self.connections)
         self.figures: Figures = figures or {}
         self.drain: Notice | None = None
         """The notice of the drain that is under way, for sessions that begin or resume during it."""
         self.deferrals = Deferrals(
-            lambda call: self.tell(ev.InputsDrained(call)), lambda: [*self.links.values(), *self.resuming.values()]
+            lambda call: self.tell(ev.InputsDrained(call)),
+            lambda: [*self.connections.values(), *self.resuming.values()],
         )
         self._audit_seconds = audit_seconds
         self._on_audit = on_audit
@@ -92,7 +93,7 @@ class Loop:
         self._look_pending = False
         self._deadline: int | None = None
         self._deadline_timer: asyncio.TimerHandle | None = None
-        packets = self.packets = Packets(broker, executor, store, self.links, self.tell)
+        packets = self.packets = Packets(broker, executor, store, self.connections, self.tell)
         self._carry_out: dict[type[fx.Effect], Callable[[Any], None]] = {
             fx.Answer: self.answer,
             fx.DrainInputs: lambda effect: self.deferrals.add(effect.call),
@@ -155,8 +156,8 @@ class Loop:
 
     def say(self, notice: Notice) -> None:
         """Send a notice to every session."""
-        for link in list(self.links.values()):
-            link.notify(Frame(notice=notice))
+        for connection in list(self.connections.values()):
+            connection.notify(Frame(notice=notice))
 
     def call_threadsafe(self, work: Callable[[], None]) -> None:
         """Run `work` on the event loop's thread; may be called from any thread."""
@@ -165,9 +166,9 @@ class Loop:
     def process_died(self, session: int) -> None:
         """Look at the device, then tell the core that a session's process is dead; close its connections."""
         self.executor.look(lambda figures: self._died(session, figures))
-        for link in (self.links.get(session), self.resuming.get(session)):
-            if link is not None:
-                link.close("its process died")
+        for connection in (self.connections.get(session), self.resuming.get(session)):
+            if connection is not None:
+                connection.close("its process died")
 
     def _died(self, session: int, figures: Figures) -> None:
         self.figures = figures
@@ -223,14 +224,14 @@ class Loop:
         self._replies.pop(answer.call)(answer.result)
 
     def _recall(self, effect: fx.SendRecall) -> None:
-        link = self.links.get(effect.session) or self.resuming.get(effect.session)
-        if link is not None:
-            link.recall(effect)
+        connection = self.connections.get(effect.session) or self.resuming.get(effect.session)
+        if connection is not None:
+            connection.recall(effect)
 
     def _disconnect(self, effect: fx.Disconnect) -> None:
-        link = self.links.get(effect.session)
-        if link is not None:
-            link.disconnect(effect.why)
+        connection = self.connections.get(effect.session)
+        if connection is not None:
+            connection.disconnect(effect.why)
 
     def _forget(self, effect: fx.Forget) -> None:
         for forget in self.on_forget:

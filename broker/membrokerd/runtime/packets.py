@@ -27,20 +27,20 @@ from .connections import SessionConnection
 
 
 class Packets:
-    """Carries out the effects that need the driver or the store. `links` are the sessions' connections."""
+    """Carries out the effects that need the driver or the store. `connections` are the sessions' connections."""
 
     def __init__(
         self,
         broker: Broker,
         executor: Executor,
         store: Store,
-        links: Mapping[int, SessionConnection],
+        connections: Mapping[int, SessionConnection],
         tell: Callable[[ev.Event], None],
     ) -> None:
         self._broker = broker
         self._executor = executor
         self._store = store
-        self._links = links
+        self._connections = connections
         self._tell = tell
         self._io = asyncio.get_running_loop()
         self._stock: dict[tuple[Location, int], list[int]] = {}
@@ -67,7 +67,7 @@ class Packets:
             self._idle.set()
         if isinstance(outcome, Denied):
             self._not_made(make, outcome)
-        elif make.session not in self._links:
+        elif make.session not in self._connections:
             close_all(outcome)
             self._not_made(make, Denied(Reason.DELIVERY_FAILED, {"location": make.location}))
         elif make.segment:
@@ -198,21 +198,21 @@ class Packets:
     # --- delivered ---
 
     def _deliver(self, packet: fx.Make | fx.Send, descriptors: list[int]) -> None:
-        link = self._links.get(packet.session)
-        if link is None:
+        connection = self._connections.get(packet.session)
+        if connection is None:
             close_all(descriptors)
             self._not_made(packet, Denied(Reason.DELIVERY_FAILED))
             return
         # The packet is queued before the core hears of it, so that an answer follows it or joins it. If the packet
         # has its answer already, it is even sent before that: the worker maps it while the core goes on.
-        link.deliver(packet, descriptors)
+        connection.deliver(packet, descriptors)
         made = ev.Made(packet.session, packet.request_id, packet.part)
         if isinstance(packet, fx.Make) and packet.answer is not None:
-            link.flush()
+            connection.flush()
             self._tell(made)
         else:
             self._tell(made)
-            link.flush()
+            connection.flush()
 
     # --- the end ---
 

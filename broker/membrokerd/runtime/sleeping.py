@@ -22,10 +22,10 @@ MAX_DETAIL = 400
 
 
 class Sleeping:
-    """The questions of one daemon. `links` are the sessions' connections."""
+    """The questions of one daemon. `connections` are the sessions' connections."""
 
-    def __init__(self, links: Mapping[int, SessionConnection]) -> None:
-        self._links = links
+    def __init__(self, connections: Mapping[int, SessionConnection]) -> None:
+        self._connections = connections
         self._ids = itertools.count(1)
         self._open: dict[int, tuple[int, asyncio.Future[SleepStatus]]] = {}
 
@@ -33,17 +33,17 @@ class Sleeping:
         """Ask those sessions that are connected. Return the answers that come within ANSWER_SECONDS, by session."""
         asked: dict[int, tuple[int, asyncio.Future[SleepStatus]]] = {}
         for session in sessions:
-            if (link := self._links.get(session)) is not None:
+            if (connection := self._connections.get(session)) is not None:
                 question.sleep_id = next(self._ids)
                 asked[question.sleep_id] = session, asyncio.get_running_loop().create_future()
-                link.notify(Frame(notice=Notice(sleep=question)))
+                connection.notify(Frame(notice=Notice(sleep=question)))
         self._open |= asked
         try:
             if asked:
                 await asyncio.wait([answer for _, answer in asked.values()], timeout=ANSWER_SECONDS)
         finally:
-            for one in asked:
-                del self._open[one]
+            for sleep_id in asked:
+                del self._open[sleep_id]
         return {session: answer.result() for session, answer in asked.values() if answer.done()}
 
     def answered(self, session: int, answer: SleepAnswer) -> None:

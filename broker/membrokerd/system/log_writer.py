@@ -78,8 +78,8 @@ class LogWriter(logging.Handler):
                 if not written:
                     self._drop()
                 elif self._untold and self._bytes < QUEUE_BYTES // 2:
-                    self._lines.append(told := _encoded(self.format(_record_of_dropped(self._untold))))
-                    self._bytes += len(told)
+                    self._lines.append(line := _encoded(self.format(_record_of_dropped(self._untold))))
+                    self._bytes += len(line)
                     self._untold = 0
                 self._changed.notify_all()
 

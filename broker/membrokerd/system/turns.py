@@ -94,27 +94,27 @@ class Turns:
             self.longest = max(self.longest, seconds)
         self.slow += seconds > SLOW_SECONDS
 
-    def left(self, whose: str, descriptor: int) -> float:
+    def left(self, tenant: str, descriptor: int) -> float:
         """Return how many seconds of this turn a tenant may still use. If none, its descriptor goes first later."""
-        left = min(READING_SECONDS - self._used, SHARE_SECONDS - self._shares.get(whose, 0.0))
+        left = min(READING_SECONDS - self._used, SHARE_SECONDS - self._shares.get(tenant, 0.0))
         if left <= 0:
             self.pass_over(descriptor)
         elif self._late:
             self._late.pop(descriptor, None)
         return left
 
-    def may(self, whose: str, descriptor: int) -> bool:
+    def may(self, tenant: str, descriptor: int) -> bool:
         """Return whether this tenant may use more of this turn. If not, its descriptor goes first in a later turn."""
-        return self.left(whose, descriptor) > 0
+        return self.left(tenant, descriptor) > 0
 
     def pass_over(self, descriptor: int) -> None:
         """Let a descriptor wait, although it may have more to read. It goes first in a later turn."""
         self._late.setdefault(descriptor, self.number)
 
-    def charge(self, whose: str, seconds: float) -> None:
+    def charge(self, tenant: str, seconds: float) -> None:
         """Charge a tenant's share of this turn."""
         self._used += seconds
-        self._shares[whose] = self._shares.get(whose, 0.0) + seconds
+        self._shares[tenant] = self._shares.get(tenant, 0.0) + seconds
 
     def passed_over(self, descriptor: int) -> int:
         """Return the number of the turn since which a descriptor has waited; this turn's if it has not."""
@@ -147,7 +147,7 @@ class TurnSelector(selectors.EpollSelector):
         ready = super().select(timeout)
         turns.begin()
         if turns.anybody_late:
-            ready.sort(key=lambda one: turns.passed_over(one[0].fd))
+            ready.sort(key=lambda key: turns.passed_over(key[0].fd))
         return ready
 
     def unregister(self, fileobj: FileDescriptorLike) -> selectors.SelectorKey:

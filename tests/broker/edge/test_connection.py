@@ -61,7 +61,7 @@ class Lender:
         self.watched = -1
         self.ids = itertools.count(100)
         capacities = {"device": 64 * MIB}
-        self.links: dict[int, HandoffConnection] = {}
+        self.connections: dict[int, HandoffConnection] = {}
         self.resuming: dict[int, HandoffConnection] = {}
         self.drain: Any = None
         self.turns = SimpleNamespace(left=lambda *_: 1.0, charge=lambda *_: None)  # no loop begins turns here
@@ -80,7 +80,7 @@ class Lender:
         )
         endpoint = SimpleNamespace(
             dispatcher=self.dispatcher,
-            endpoint="red",
+            name="red",
             device=DeviceInfo("host", "host driver", "host", PAGE),
             buffer=bytearray(names.MAX_FRAME_BYTES),
             watch=SimpleNamespace(add=self._watch, look=lambda session: None),
@@ -415,7 +415,7 @@ def test_a_connection_that_ends_with_a_reply_in_its_queue() -> None:
         undelivered = [event for event in lender.told if isinstance(event, ev.NotDelivered)]
         assert undelivered[-1] == ev.NotDelivered(SESSION, 2, 0)
         assert {event.part for event in undelivered[:-1]} <= set(range(1, sent + 1))
-        assert SESSION not in lender.links
+        assert SESSION not in lender.connections
 
     play(story)
 
@@ -428,7 +428,7 @@ def test_an_answer_that_is_no_frame_ends_the_connection(caplog: pytest.LogCaptur
         models = tuple(ModelName("red", f"{number:063}") for number in range(1_000))
         lender.answer(1, fx.Reconciled((), (), models))
         assert ev.ConnectionLost(SESSION) in lender.told
-        assert SESSION not in lender.links
+        assert SESSION not in lender.connections
         with pytest.raises(handoff.EndOfConnection):
             handoff.receive(lender.theirs)
 

@@ -86,12 +86,12 @@ def test_stock_for_a_connection_that_is_gone_is_closed() -> None:
         session = await world.open()
         await world.allocate(session)
         await filled(world, 2)
-        queue = world.loop.links.pop(session)
+        queue = world.loop.connections.pop(session)
         refused = await world.allocate(session)
         assert refused.reason is Reason.DELIVERY_FAILED
         assert (world.charged(), world.loop.packets.stocked, stock(world)) == (2 * MIB, 1, 2 * MIB)
         assert world.used() == 4 * MIB
-        world.loop.links[session] = queue
+        world.loop.connections[session] = queue
         await world.give_back(session)
 
     play(story, stock=2)

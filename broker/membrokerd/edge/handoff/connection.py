@@ -67,7 +67,7 @@ class HandoffConnection:
         on_greeted: Callable[[HandoffConnection], None],
         on_ended: Callable[[HandoffConnection], None],
     ) -> None:
-        self._entrance = endpoint
+        self._endpoint = endpoint
         self._on_greeted = on_greeted
         self._on_ended = on_ended
         self._dispatcher = endpoint.dispatcher
@@ -119,7 +119,7 @@ class HandoffConnection:
     def _read(self) -> bool:
         """Read and handle one frame. Return False when no other can be read now."""
         try:
-            frame, size = handoff.receive_without_descriptors(self._sock, self._entrance.buffer)
+            frame, size = handoff.receive_without_descriptors(self._sock, self._endpoint.buffer)
             self.heard += size
         except BlockingIOError:
             return False
@@ -135,7 +135,7 @@ class HandoffConnection:
         try:
             self._take(frame)
         except Exception as error:  # noqa: BLE001 - the edge of the daemon: no frame may end it, or hang its sender
-            logs.fault(error, endpoint=self._entrance.endpoint, pid=self._peer.pid)
+            logs.fault(error, endpoint=self._endpoint.name, pid=self._peer.pid)
             self.refuse(frame.request_id, deny(Reason.INTERNAL))
         return not (self._closed or self._outgoing or self._waiting)
 
@@ -217,7 +217,7 @@ class HandoffConnection:
         self._on_greeted(self)
         assert self._pidfd is not None
         pidfd, self._pidfd = self._pidfd, None
-        self._entrance.watch.add(session, pidfd, self._peer.pid)
+        self._endpoint.watch.add(session, pidfd, self._peer.pid)
 
     def welcome(self, frame: pb.Frame, pair: _Pair) -> None:
         """Send the Welcome with one end of the socket of notices, and keep the other."""
@@ -248,7 +248,7 @@ class HandoffConnection:
 
     def refuse(self, request_id: int, denied: Denied) -> None:
         """Answer with a refusal and end the connection once it is sent."""
-        self._entrance.refused(denied.reason, pid=self._peer.pid)
+        self._endpoint.refused(denied.reason, pid=self._peer.pid)
         self._last(_refusal(request_id, denied))
 
     def _last(self, frame: pb.Frame) -> None:
@@ -314,7 +314,7 @@ class HandoffConnection:
         try:
             handoff.send(self._notices, handoff.encode(frame))
         except OSError:
-            self._entrance.traffic.notices_dropped += 1
+            self._endpoint.traffic.notices_dropped += 1
 
     def recall(self, recall: fx.SendRecall) -> None:
         """Ask for memory. The core asks again if the notice is dropped."""
@@ -359,11 +359,11 @@ class HandoffConnection:
         if self.session is None:
             return
         logs.debug("connection ended", session=session_name(self.session), why=why)
-        for connections in (self._loop.links, self._loop.resuming):
+        for connections in (self._loop.connections, self._loop.resuming):
             if connections.get(self.session) is self:
                 del connections[self.session]
                 self._loop.tell(ev.ConnectionLost(self.session))
-                self._entrance.watch.look(self.session)
+                self._endpoint.watch.look(self.session)
 
 
 def _refusal(request_id: int, denied: Denied) -> pb.Frame:
@@ -377,7 +377,7 @@ class Handshake:
         self.holds: Holds | None = None
         """What the process has stated so far, while it resumes; no other frame is allowed then."""
         self._connection = connection
-        self._entrance = endpoint
+        self._endpoint = endpoint
         self._peer = peer
         self._dispatcher = endpoint.dispatcher
         self._loop = endpoint.dispatcher.loop
@@ -406,7 +406,7 @@ class Handshake:
             self._open(request_id, hello, pair)
 
     def _open(self, request_id: int, hello: pb.Hello, pair: _Pair) -> None:
-        peer, endpoint, tenant = self._peer, self._entrance.endpoint, self._entrance.tenant_of(self._peer)
+        peer, endpoint, tenant = self._peer, self._endpoint.name, self._endpoint.tenant_of(self._peer)
         client = "".join(letter for letter in hello.client[:MAX_CLIENT_CHARACTERS] if letter.isprintable())
         token, token_hash = new_token()
         observer = hello.observer
@@ -418,7 +418,7 @@ class Handshake:
             assert isinstance(result, fx.SessionOpened)
             row = self._loop.broker.ledger.sessions[result.session]
             self._dispatcher.admit(row)
-            self._begin(row, self._loop.links)
+            self._begin(row, self._loop.connections)
             self._welcome(request_id, row, token, pair, resumed=False)
 
         self._loop.ask(
@@ -438,7 +438,7 @@ class Handshake:
 
     def _resume(self, request_id: int, token: str, pair: _Pair) -> None:
         try:
-            row = self._dispatcher.find(token, self._entrance.endpoint)
+            row = self._dispatcher.find(token, self._endpoint.name)
         except Refused as refused:
             self._turn_away(request_id, pair, refused.denied)
             return
@@ -448,7 +448,7 @@ class Handshake:
                 self._turn_away(request_id, pair, result)
                 return
             assert isinstance(result, fx.SessionResumed)
-            for connections in (self._loop.links, self._loop.resuming):
+            for connections in (self._loop.connections, self._loop.resuming):
                 before = connections.pop(row.session, None)
                 if before is not None:  # it is not registered any more, so its end does not detach the session
                     before.close("its process opened another connection")
@@ -472,7 +472,7 @@ class Handshake:
         self._connection.begin(row.session, row.tenant)
 
     def _welcome(self, request_id: int, row: SessionRow, token: str, pair: _Pair, *, resumed: bool) -> None:
-        device = self._entrance.device
+        device = self._endpoint.device
         welcome = pb.Welcome(
             session=session_name(row.session),
             token=token,
@@ -519,7 +519,7 @@ class Handshake:
     def _reconciled(self, request_id: int, session: int, result: fx.Result | Denied) -> None:
         reach("reconciled")
         if self._loop.resuming.get(session) is self._connection and not isinstance(result, Denied):
-            self._loop.links[session] = self._loop.resuming.pop(session)
+            self._loop.connections[session] = self._loop.resuming.pop(session)
         self._connection.answer(request_id, result)
 
     def end(self) -> None:

@@ -20,9 +20,9 @@ REFUSED_LINE_SECONDS = 1.0
 
 @dataclass(slots=True)
 class HandoffEndpoint:
-    """The endpoint named `endpoint`. It belongs to `tenant`; if that is None, each uid is a tenant."""
+    """An endpoint. It belongs to `tenant`; if that is None, each uid is a tenant."""
 
-    endpoint: str
+    name: str
     tenant: str | None
     dispatcher: Dispatcher
     device: DeviceInfo
@@ -42,6 +42,6 @@ class HandoffEndpoint:
         self._unsaid += 1
         if time.monotonic() < self._silent_until:
             return
-        logs.log("connection refused", endpoint=self.endpoint, reason=reason.value, count=self._unsaid, **fields)
+        logs.log("connection refused", endpoint=self.name, reason=reason.value, count=self._unsaid, **fields)
         self._unsaid = 0
         self._silent_until = time.monotonic() + REFUSED_LINE_SECONDS

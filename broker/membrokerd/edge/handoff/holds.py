@@ -41,9 +41,11 @@ class Holds:
         if stated > self._room:
             raise Refused(_violation("it states more than the books have of it and a delivery window can have brought"))
         self._extents.update(frame.extent_ids)
-        self._segments.update((one.generation, one.times) for one in frame.segments)
-        for one in frame.declarations:
-            self._declarations[parse_model(one.model), parse_location(one.location)] = one.declared_bytes
+        self._segments.update((segment.generation, segment.times) for segment in frame.segments)
+        for declaration in frame.declarations:
+            self._declarations[parse_model(declaration.model), parse_location(declaration.location)] = (
+                declaration.declared_bytes
+            )
         self._answering.update(map(parse_model, frame.answering_models))
         if self._count() < stated:
             raise Refused(_violation("it states an extent, a segment, a declaration or a model twice"))

@@ -33,7 +33,7 @@ class Listener:
 
     def __init__(self, sock: socket.socket, endpoint: HandoffEndpoint, uids: frozenset[int]) -> None:
         self._sock = sock
-        self._entrance = endpoint
+        self._endpoint = endpoint
         self._uids = uids
         self._silent: dict[HandoffConnection, asyncio.TimerHandle] = {}
         self._greeted: set[HandoffConnection] = set()
@@ -45,13 +45,13 @@ class Listener:
         self._uids = uids
 
     def _acceptable(self) -> None:
-        turns = self._entrance.dispatcher.loop.turns
+        turns = self._endpoint.dispatcher.loop.turns
         for _ in range(ACCEPTS_PER_TURN):
-            if not turns.may(self._entrance.endpoint, self._sock.fileno()):
+            if not turns.may(self._endpoint.name, self._sock.fileno()):
                 return
             began = time.perf_counter()
             went_on = self._accept_one()
-            turns.charge(self._entrance.endpoint, time.perf_counter() - began)
+            turns.charge(self._endpoint.name, time.perf_counter() - began)
             if not went_on:
                 return
 
@@ -62,7 +62,7 @@ class Listener:
         except BlockingIOError:
             return False
         except OSError as error:
-            self._entrance.refused(Reason.DESCRIPTORS_EXHAUSTED, error=error.strerror)
+            self._endpoint.refused(Reason.DESCRIPTORS_EXHAUSTED, error=error.strerror)
             self._io.remove_reader(self._sock)
             self._io.call_later(PAUSE_SECONDS, self._resume)
             return False
@@ -81,10 +81,10 @@ class Listener:
             self._turn_away(sock, error)
             return
         except OSError as error:
-            logs.log("the kernel does not identify the peer", endpoint=self._entrance.endpoint, error=error.strerror)
+            logs.log("the kernel does not identify the peer", endpoint=self._endpoint.name, error=error.strerror)
             sock.close()
             return
-        connection = HandoffConnection(self._entrance, sock, peer, self._on_greeted, self._on_ended)
+        connection = HandoffConnection(self._endpoint, sock, peer, self._on_greeted, self._on_ended)
         self._silent[connection] = self._io.call_later(HELLO_SECONDS, self._give_up, connection, "it sent no Hello")
         if len(self._silent) > MAX_SILENT:
             self._give_up(next(iter(self._silent)), "too many connections sent no Hello")
@@ -96,12 +96,12 @@ class Listener:
             connection.close(why)
 
     def _turn_away(self, sock: socket.socket, error: Refused) -> None:
-        self._entrance.refused(error.denied.reason)
+        self._endpoint.refused(error.denied.reason)
         reply = pb.Frame(reply=pb.Reply(error=to_status(error.denied)))
         try:
             handoff.send(sock, handoff.encode(reply))
         except OSError:
-            logs.debug("a refused peer left before it got the answer", endpoint=self._entrance.endpoint)
+            logs.debug("a refused peer left before it got the answer", endpoint=self._endpoint.name)
         hang_up(sock)
 
     # --- what connections report ---
