@@ -7,6 +7,7 @@ memory: it passes the descriptors to a `Placement`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from .interrupts import uninterrupted
 from .memory.buffer import Buffer
 from .memory.growable import DEFAULT_PAGE_SIZE as GROWABLE_PAGE_SIZE
 from .memory.growable import GrowableBuffer
-from .memory.lender import Placement
+from .memory.lender import Placement, Source
 from .memory.sparse import SparseArray
 from .pool.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool
 from .segment import Segment
@@ -39,7 +40,7 @@ class Model:
     def __init__(self, session: Session, registered: resources_pb2.Model) -> None:
         self._session = session
         self._registered = messages.value(ModelStatus, registered)
-        self._as_source = _ModelSource(session, registered.name)
+        self._source = _ModelSource(session, registered.name)
         self._recalls = session.recalls
 
     @property
@@ -71,6 +72,11 @@ class Model:
     def driver(self) -> Driver:
         """The driver of the broker's device, in this process: for managed memory, and `membroker.vmm`."""
         return self._session.driver
+
+    @property
+    def source(self) -> Source:
+        """What the model's pools and buffers borrow from, for code that allocates in its own way (`membroker.ext`)."""
+        return self._source
 
     def _limit(self, location: str) -> int | None:
         books = self._registered.books.get(location)
@@ -159,7 +165,7 @@ class Model:
         `BrokerUnavailable`; nothing is mapped or charged then.
         """
         self._session.check_open()
-        self._as_source.check_may_borrow()
+        self._source.check_may_borrow()
         return Segment.create(self._session, self.resource_name, name, size, location, wait)
 
     def declare(self, size: int | str, location: Location | str = Location.DEVICE) -> None:
@@ -178,10 +184,18 @@ class Model:
         self._session.check_open()
         self._session.unregister_model(self.resource_name)
 
-    def _leave(self) -> None:
-        """Undo the registration that made this object: `unregister`, unless this client has registered it again."""
+    def leave(self) -> None:
+        """Undo the registration that made this object: `unregister`, unless this client has registered it again.
+
+        Raises what `unregister` raises.
+        """
         self._session.check_open()
         self._session.leave_model(self.resource_name)
+
+    def defer_recalls(self) -> AbstractContextManager[None]:
+        """Hold up recalls, and all work of the library's own threads, during a block: `Client.defer_recalls`."""
+        self._session.check_open()
+        return self._session.reconnecting.notices.held_up()
 
     def stats(self) -> ModelStatus:
         """Return the broker's present figures for the model, over all its sessions.
@@ -244,6 +258,16 @@ class Model:
             raise InvalidRequest(f"on_sleep takes a function of one request, or None, not {callback!r}")
         self._session.check_open()
         self._recalls.sleep_for(self.resource_name, callback)
+
+    @property
+    def recall_callback(self) -> Callable[[Recall], object] | None:
+        """What `on_recall` has set, or None."""
+        return self._recalls.callback_of(self.resource_name)
+
+    @property
+    def sleep_callback(self) -> Callable[[SleepRequest], SleepStatus] | None:
+        """What `on_sleep` has set, or None."""
+        return self._recalls.sleep_callback_of(self.resource_name)
 
     @property
     def pending_recall(self) -> Recall | None:

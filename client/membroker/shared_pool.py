@@ -98,7 +98,7 @@ class SharedMemoryPool(Closing):
                 limit=limit if on_device else None,
                 host_limit=None if on_device else limit,
             )
-            undo.callback(model._leave)
+            undo.callback(model.leave)
             hosted = _Hosted(self._pool(model, virtual_capacity, []), model)
             undo.pop_all()
         return hosted
@@ -221,14 +221,14 @@ class _Hosted:
         self.pool.close()
         if self._model is not None:
             with suppress(BrokerUnavailable, ClosedError, ModelInUse):
-                self._model._leave()
+                self._model.leave()
 
 
 class _Counted:
     """A source whose extents count against budgets (a `Source`)."""
 
     def __init__(self, lender: Source | Lender, budgets: Sequence[Budget]) -> None:
-        self._as_lender = lender
+        self.lender = lender
         self._source = source = source_of(lender)
         self._budgets = budgets
         self.track, self.untrack, self.later = source.track, source.untrack, source.later

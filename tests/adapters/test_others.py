@@ -152,7 +152,7 @@ class TestLending:
         lending = BlockLending(model)
         kept, first = lending.allocate(512), lending.allocate(512)
         waits: list[int] = []
-        monkeypatch.setattr(model._as_source, "later", lambda work: None, raising=True)
+        monkeypatch.setattr(model.source, "later", lambda work: None, raising=True)
         monkeypatch.setattr(model.driver, "synchronize", lambda: waits.append(1))
         lending.free(first)
         assert waits == []
@@ -172,7 +172,7 @@ class TestLending:
         def captured() -> None:
             raise DriverError("cuCtxSynchronize", "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", 900, "a graph is captured")
 
-        monkeypatch.setattr(model._as_source, "later", lambda work: None)
+        monkeypatch.setattr(model.source, "later", lambda work: None)
         monkeypatch.setattr(model.driver, "synchronize", captured)
         for address in blocks:
             lending.free(address)
@@ -191,7 +191,7 @@ class TestLending:
         """It is logged, and takes nothing of what was freed beside it along."""
         lending = BlockLending(model)
         one, other = lending.allocate(MIB), lending.allocate(MIB)
-        monkeypatch.setattr(model._as_source, "later", lambda work: None)
+        monkeypatch.setattr(model.source, "later", lambda work: None)
         for address in (one, one, other):
             lending.free(address)
         lending.take_back()

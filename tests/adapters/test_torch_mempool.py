@@ -253,7 +253,7 @@ def recall(memory: Any, size: int, seconds: float = 30.0) -> None:
     message = pb.Recall(recall_id=1, model=model.resource_name, location=resources_pb2.LOCATION_DEVICE, bytes=size)
     message.within.FromNanoseconds(int(seconds * 1e9))
     asked = model._shown(OpenRecall(model._recalls, message, model._session.connection))
-    thread = threading.Thread(target=lambda: model._recalls.callback_of(model.resource_name)(asked))
+    thread = threading.Thread(target=lambda: model.recall_callback(asked))
     thread.start()
     thread.join(DEADLINE_SECONDS)
     assert not thread.is_alive()
@@ -292,14 +292,13 @@ def test_the_programs_own_callback_stays(daemon: Daemon, fake: Torch) -> None:
     """TorchMemory answers where nobody else does, and no longer than it is open."""
     with membroker.connect(daemon.endpoint()) as client:
         model = client.register_model("torch")
-        callback_of = client._recalls.callback_of
         with memories.TorchMemory(model) as first:
-            assert callback_of(model.resource_name) == first._give_back
+            assert model.recall_callback == first._give_back
             with memories.TorchMemory(model) as second:
-                assert callback_of(model.resource_name) == second._give_back
-        assert callback_of(model.resource_name) is None
+                assert model.recall_callback == second._give_back
+        assert model.recall_callback is None
         mine: list[object] = []
         model.on_recall(mine.append)
         with memories.TorchMemory(model):
-            assert callback_of(model.resource_name) == mine.append
-        assert callback_of(model.resource_name) == mine.append
+            assert model.recall_callback == mine.append
+        assert model.recall_callback == mine.append

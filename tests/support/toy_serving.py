@@ -46,24 +46,19 @@ class Recalled(Lender):
 
     def __init__(self) -> None:
         super().__init__()
-        self.callback: Callable[[object], object] | None = None
+        self.recall_callback: Callable[[object], object] | None = None
         self.released_bytes = 0
-        self._recalls = self
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
         self.released_bytes += sum(self.lent.get(extent_id, 0) for extent_id in extent_ids)
         super().give_back(extent_ids)
 
     def on_recall(self, callback: Callable[[object], object] | None) -> None:
-        self.callback = callback
-
-    def callback_of(self, name: str) -> object:
-        assert name == self.resource_name
-        return self.callback
+        self.recall_callback = callback
 
     def recall(self, size: int, seconds: float = 30.0) -> Recall:
         one = Recall(self, size, seconds)
-        assert self.callback(one) is DEFERRED
+        assert self.recall_callback(one) is DEFERRED
         return one
 
 

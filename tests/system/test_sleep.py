@@ -170,7 +170,7 @@ def test_an_engine_that_ends_leaves_the_next_one_its_questions(daemon: Daemon) -
     with membroker.connect(daemon.endpoint()) as client, ExitStack() as engines:
         model = client.register_model("chat")
         old, new = (engines.enter_context(an_idle_engine(model)) for _ in range(2))
-        assert model._recalls.sleep_callback_of(model.resource_name) == new.answer
+        assert model.sleep_callback == new.answer
         old.close()
         assert [row.status.state for row in ask(daemon).sessions] == [SleepStatus.BUSY]
         new.close()

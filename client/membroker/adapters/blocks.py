@@ -89,7 +89,7 @@ class BlockLending:
         """Release a block later, when the work that this process has submitted to the device is done."""
         if address:
             self._freed.append(address)
-            self._model._as_source.later(self.take_back)
+            self._model.source.later(self.take_back)
 
     def take_back(self) -> None:
         """Wait for the device, make freed blocks allocatable, and release empty buffers to the broker.

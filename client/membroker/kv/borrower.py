@@ -12,9 +12,8 @@ from collections.abc import Callable
 from typing import Final
 
 from ..errors import ClosedError, MembrokerError, OutOfMemory, SessionLost
-from ..pool.pool import VirtualMemoryPool
 from .layout import Layout
-from .ranks import Ranks
+from .pages import Pages
 from .state import LOOK_SECONDS, CacheState
 
 logger = logging.getLogger("membroker")
@@ -26,16 +25,16 @@ FIRST_PAUSE, LAST_PAUSE = 0.02, 1.0
 
 
 class GroupBorrower:
-    """Borrows groups of `layout` in `pool`, as `state` wants them. `granted` is called after each grant."""
+    """Borrows groups of `layout` in `pages`, as `state` wants them. `granted` is called after each grant."""
 
     def __init__(
         self,
-        pool: VirtualMemoryPool | Ranks,
+        pages: Pages,
         layout: Layout,
         state: CacheState,
         granted: Callable[[], object],
     ) -> None:
-        self._pool = pool
+        self._pages = pages
         self._layout = layout
         self._state = state
         self._granted = granted
@@ -68,7 +67,7 @@ class GroupBorrower:
 
     def _ask(self) -> None:
         pause = 0.0
-        while not (self._closed or self._pool.closed):
+        while not (self._closed or self._pages.closed):
             question = self._state.question()
             if question is None:
                 self._wanted.wait(LOOK_SECONDS)
@@ -77,7 +76,7 @@ class GroupBorrower:
             group, is_needed = question
             error = self._borrow(group, self._state.wanted_bytes() if is_needed else 0, is_needed=is_needed)
             if isinstance(error, ClosedError | SessionLost):
-                if not (self._closed or self._pool.closed):
+                if not (self._closed or self._pages.closed):
                     logger.error("the cache can borrow no more memory: restart its engine. %s", error)
                 return
             if error is None:
@@ -95,11 +94,11 @@ class GroupBorrower:
         refusal: BaseException | None = None
         try:
             if is_needed:
-                self._pool.allocate_ranges(ranges, wait=ASK_SECONDS, wanted_bytes=wanted_bytes)
+                self._pages.allocate_ranges(ranges, wait=ASK_SECONDS, wanted_bytes=wanted_bytes)
             else:
-                self._pool.allocate_ranges(ranges, ahead=True)
+                self._pages.allocate_ranges(ranges, ahead=True)
             if self._closed:  # `ElasticCache.close` may have ended before this answer
-                self._pool.deallocate_ranges(ranges)
+                self._pages.deallocate_ranges(ranges)
                 raise ClosedError("this cache is closed")
             self._told = None
         except (OutOfMemory, ClosedError, SessionLost) as error:

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from ..arguments import bytes_of, seconds_of, whole_number
 from ..closing import Closing
@@ -30,8 +30,8 @@ from .borrower import GroupBorrower
 from .engine import Engine
 from .groups import DOOMED, DRAINING, MAPPED, RETIRING
 from .layout import Layout
-from .ranks import Ranks
-from .releaser import Releaser, mapped
+from .pages import Answering, Pages, pages_of
+from .releaser import Releaser
 from .state import CacheState, CacheStats
 
 logger = logging.getLogger("membroker")
@@ -64,7 +64,7 @@ class ElasticCache(Closing):
 
     def __init__(
         self,
-        pool: VirtualMemoryPool | Ranks,
+        pool: VirtualMemoryPool | Pages,
         layout: Layout,
         *,
         floor: int | str = 0,
@@ -74,13 +74,11 @@ class ElasticCache(Closing):
         always: Collection[int] = (0,),
         wait: float | None = None,
     ) -> None:
-        if (layout.base, layout.page_size) != (pool.base_address, pool.page_size):
+        self._pages = pages = pages_of(pool)
+        if (layout.base, layout.page_size) != (pages.base_address, pages.page_size):
             raise InvalidRequest(
                 f"{layout!r} is not one of this pool: make it with the pool's base_address and page_size"
             )
-        if isinstance(pool, VirtualMemoryPool) and (pool._backing.spare_pages or pool._ahead is not None):
-            raise InvalidRequest("the pool of an elastic cache has no spare pages and borrows nothing ahead by itself")
-        self._pool = pool
         self.layout = layout
         """The blocks, and the pages that they lie in."""
         self._balloon = Balloon(
@@ -99,19 +97,17 @@ class ElasticCache(Closing):
         self._first_gone = False
         """Whether the groups that always have memory have none, because the engine sleeps."""
         first = self._first_ranges()
-        pool.allocate_ranges(first, wait=wait)
+        pages.allocate_ranges(first, wait=wait)
         for group in self._groups.first:
             self._groups.move(group, "asked")
             self._groups.move(group, "mapped")
-        lender: Any = pool if isinstance(pool, Ranks) else pool._lender
-        self._model: Any = lender if hasattr(lender, "on_recall") else None
-        self._borrower = GroupBorrower(pool, layout, self._state, self._borrowed)
-        self._releaser = Releaser(pool, layout, self._state, self._borrower)
-        if self._model is not None:  # from here on recalls may come
+        self._borrower = GroupBorrower(pages, layout, self._state, self._borrowed)
+        self._releaser = Releaser(pages, layout, self._state, self._borrower)
+        if (model := pages.model) is not None:  # from here on recalls may come
             try:
-                self._model.on_recall(self.answer)
+                model.on_recall(self.answer)
             except BaseException:
-                pool.deallocate_ranges(first)
+                pages.deallocate_ranges(first)
                 raise
         self._threads = [
             threading.Thread(target=loop, name=f"membroker-kv-{name}", daemon=True)
@@ -247,7 +243,7 @@ class ElasticCache(Closing):
         self._releaser.wait_for_rest()
         if not self._balloon.floor:
             self._first_gone = True  # also if the driver fails half way
-            self._pool.deallocate_ranges(mapped(self._pool, self._first_ranges()))
+            self._pages.deallocate_ranges(self._pages.present(self._first_ranges()))
 
     def resume(self, wait: float | None = None) -> None:
         """Borrow again what `release_always` released, and let the engine have blocks again.
@@ -257,13 +253,25 @@ class ElasticCache(Closing):
         """
         self._check_open()
         if self._first_gone:
-            pool, first = self._pool, self._first_ranges()
-            has = [] if isinstance(pool, Ranks) else mapped(pool, first)
-            pool.allocate_ranges([one for one in first if one not in has], wait=wait)
+            self._pages.allocate_ranges(self._pages.missing(self._first_ranges()), wait=wait)
             self._first_gone = False
         self._state.resume()
         self._borrower.retry()
         self._releaser.look()
+
+    def end_growing(self) -> None:
+        """End the waits of an engine that cannot wake: no more blocks come."""
+        self._state.end_growing()
+
+    @property
+    def model(self) -> Answering | None:
+        """What answers the broker and its operator: the pool's model, or None without a broker."""
+        return self._pages.model
+
+    @property
+    def pages(self) -> Pages:
+        """The pages that have the memory."""
+        return self._pages
 
     def _first_ranges(self) -> list[tuple[int, int]]:
         return [one for group in self._groups.first for one in self.layout.ranges(group)]
@@ -311,8 +319,8 @@ class ElasticCache(Closing):
         """
         if not self._closed:
             self._end()
-        if self._left and not self._pool.closed:
-            self._pool.deallocate_ranges(mapped(self._pool, self._left))
+        if self._left and not self._pages.closed:
+            self._pages.deallocate_ranges(self._pages.present(self._left))
         self._left = []
 
     def _end(self) -> None:
@@ -320,9 +328,10 @@ class ElasticCache(Closing):
         self._state.end_growing()  # the thread that asks may still wait for an answer
         self._borrower.close()
         self._releaser.close()
-        if self._is_asked:
+        model = self._pages.model
+        if model is not None and model.recall_callback == self.answer:  # and no callback that was set later
             try:
-                self._model.on_recall(None)
+                model.on_recall(None)
             except MembrokerError as error:
                 logger.info("could not tell the broker that this cache answers no more recalls: %s", error)
         for thread in self._threads:
@@ -349,16 +358,8 @@ class ElasticCache(Closing):
         self._releaser.look()
         return DEFERRED
 
-    @property
-    def _is_asked(self) -> bool:
-        """Whether recalls come to this cache, and not to a callback that was set later."""
-        model = self._model
-        if model is None or isinstance(model, Ranks):
-            return model is not None
-        return bool(model._recalls.callback_of(model.resource_name) == self.answer)
-
     def _check_open(self) -> None:
-        if self._closed or self._pool.closed:
+        if self._closed or self._pages.closed:
             raise ClosedError("this cache, or its pool, is closed")
 
     def _check_attached(self) -> Engine:

@@ -58,7 +58,7 @@ class Capture(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._pool = pool
-        self._device = device_of(pool._lender.driver.device)
+        self._device = device_of(pool.lender.driver.device)
         self._wanted = wanted
         self._next = round_up(offset, pool.page_size)
         self.ranges: list[tuple[int, int]] = []

@@ -12,15 +12,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import partial
 from multiprocessing import AuthenticationError, current_process
 from multiprocessing.connection import Connection, Listener
-from typing import Any, Final
+from typing import Final
 
-from ..errors import ClosedError
+from ..errors import ClosedError, InvalidRequest
 from ..model import Recall
 from ..pool.pool import VirtualMemoryPool
 from ..session.recalls import DEFERRED
 from ..types import SleepRequest, SleepStatus
 from .engine import Over
 from .lines import Line, answer
+from .pages import PoolPages
 
 CONNECTIONS: Final = 3
 """Of a rank: one for questions, which may wait in a broker's queue, one for what is never to wait for those, and one
@@ -46,8 +47,10 @@ class Rank:
         weights: VirtualMemoryPool | None = None,
         also: Callable[[], object] | None = None,
     ) -> None:
-        self._pool, self._weights, self._also = pool, weights, also
-        self._model: Any = pool._lender
+        self._pages, self._weights, self._also = PoolPages(pool), weights, also
+        if self._pages.model is None:
+            raise InvalidRequest("the pool of a rank is one of a model")
+        self._model = self._pages.model
         self._calls: Mapping[str, Callable[..., object]] = {
             "allocate": self._allocate,
             "release": self._release,
@@ -93,13 +96,14 @@ class Rank:
     def _allocate(
         self, ranges: Sequence[tuple[int, int]], seconds: float | None, ahead: bool, wanted_bytes: int
     ) -> None:
-        missing = [one for one in ranges if not self._pool.is_mapped(*one)]
-        self._pool.allocate_ranges(missing, wait=seconds, ahead=ahead, wanted_bytes=wanted_bytes)
+        missing = self._pages.missing(ranges)
+        self._pages.allocate_ranges(missing, wait=seconds, ahead=ahead, wanted_bytes=wanted_bytes)
 
     def _release(self, ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
         """Release, and return the number of the last recall and what remains of it."""
-        present = [one for one in ranges if self._pool.is_mapped(*one)]
-        self._pool.deallocate_ranges(present, after=Over())  # the process that schedules has asked the fence
+        self._pages.deallocate_ranges(
+            self._pages.present(ranges), after=Over()
+        )  # the process that schedules has asked the fence
         number, recall = self._recall
         return number, 0 if recall is None else recall.remaining
 

@@ -15,20 +15,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from multiprocessing import current_process
 from multiprocessing.connection import Client, Connection, wait
 from typing import Any, Final
 
-from ..arguments import Progress, deadline_of
+from ..arguments import seconds_of
 from ..closing import Closing
 from ..errors import ClosedError, MembrokerError
 from ..session.recalls import DEFERRED
 from ..types import MemoryStats, SleepRequest, SleepStatus
 from .engine import Fence
 from .lines import Line, answer, hang_up
+from .pages import Range
 from .rank import CONNECTIONS, NO_ENGINE
 
 _AGAIN_SECONDS: Final = 0.005
@@ -40,7 +41,7 @@ _UNDO_SECONDS: Final = 1.0
 class Ranks(Closing):
     """The pools of several processes as one: of the `Rank`s at `addresses`, with pages of `page_size` bytes.
 
-    It has the methods of a pool that an `ElasticCache` calls, and those of a model that a `Sleeper` calls. Offsets
+    They are the `Pages` of an `ElasticCache`, and the model that its brokers and operators ask. Offsets
     count from the beginning of each pool, and the base address is 0. Every call raises `ClosedError` when a rank has
     ended.
     """
@@ -49,7 +50,7 @@ class Ranks(Closing):
 
     def __init__(self, addresses: Sequence[str], page_size: int) -> None:
         self.page_size = page_size
-        self.callback: Callable[[Any], object] | None = None
+        self.recall_callback: Callable[[Any], object] | None = None
         """What is called with each recall."""
         self.sleep_callback: Callable[[SleepRequest], SleepStatus] | None = None
         """What is called with each question of an operator."""
@@ -71,7 +72,7 @@ class Ranks(Closing):
 
     def allocate_ranges(
         self,
-        ranges: Sequence[tuple[int, int]],
+        ranges: Sequence[Range],
         *,
         wait: float | None = None,
         ahead: bool = False,
@@ -82,7 +83,7 @@ class Ranks(Closing):
         The ranks are asked in their order. So if two engines want the last pages of several brokers, one of them gets
         all of these pages. Raises the error of the first rank that is refused.
         """
-        until = deadline_of(wait)
+        until = None if wait is None else time.monotonic() + seconds_of("wait", wait)
         with ExitStack() as undo:
             for rank in self._ranks:
                 left = None if until is None else max(0.0, until - time.monotonic())
@@ -90,12 +91,25 @@ class Ranks(Closing):
                 undo.callback(rank.release, ranges)
             undo.pop_all()
 
-    def deallocate_ranges(self, ranges: Sequence[tuple[int, int]], *, after: Fence | None = None) -> None:
+    def deallocate_ranges(self, ranges: Sequence[Range], *, after: Fence | None = None) -> None:
         """Release the ranges in every rank. No rank waits for its device: the engine has passed `after`, or ends."""
         if after is not None:
             after.synchronize()
         for rank in self._ranks:
             rank.release(ranges)
+
+    def missing(self, ranges: Iterable[Range]) -> list[Range]:
+        """Return all of them: each rank skips those that it has."""
+        return list(ranges)
+
+    def present(self, ranges: Iterable[Range]) -> list[Range]:
+        """Return all of them: each rank skips those that it lacks."""
+        return list(ranges)
+
+    @property
+    def model(self) -> Ranks:
+        """The models of all ranks as one."""
+        return self
 
     def passed(self) -> int:
         """Return the last step whose fence has passed in every rank, as of a few milliseconds ago."""
@@ -107,7 +121,7 @@ class Ranks(Closing):
 
     def on_recall(self, callback: Callable[[Any], object] | None) -> None:
         """Call `callback` with each recall of device memory by any rank's broker, as `Model.on_recall` does."""
-        self.callback = callback
+        self.recall_callback = callback
         for rank in self._ranks:
             rank.tell("on_recall", callback is not None)
 
@@ -150,7 +164,7 @@ class Ranks(Closing):
 
     def _recalled(self, rank: _RankLink, number: int, remaining: int, deadline: float) -> bool:
         rank.recall = RankRecall(rank, number, remaining, deadline)
-        return self.callback is not None and self.callback(rank.recall) is DEFERRED
+        return self.recall_callback is not None and self.recall_callback(rank.recall) is DEFERRED
 
     def _slept(self, request: SleepRequest) -> SleepStatus:
         callback = self.sleep_callback
@@ -169,7 +183,7 @@ class RankWeights:
     def __init__(self, ranks: Sequence[_RankLink]) -> None:
         self._ranks = ranks
 
-    def offload(self, *, progress: Progress) -> None:
+    def offload(self, *, progress: Callable[[int, int], object]) -> None:
         """Copy the weights of every rank to its host, or of none, as `VirtualMemoryPool.offload` does.
 
         `progress` can stop it before it has begun.
@@ -230,7 +244,7 @@ class _RankLink(Closing):
         self.ask, self.tell = Line(asking), Line(telling)
         self.recall: RankRecall | None = None
 
-    def release(self, ranges: Sequence[tuple[int, int]]) -> None:
+    def release(self, ranges: Sequence[Range]) -> None:
         number, remaining = self.tell("release", ranges)
         recall = self.recall
         if recall is not None and recall.number == number:  # else another one has come since

@@ -9,34 +9,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
 
 from ..errors import ClosedError
-from ..pool.pool import VirtualMemoryPool
 from .borrower import GroupBorrower
 from .engine import Engine, Fence
 from .layout import Layout
-from .ranks import Ranks
+from .pages import Pages
 from .state import FENCE_SECONDS, LOOK_SECONDS, CacheRecall, CacheState
 
 logger = logging.getLogger("membroker")
 
 
-def mapped(pool: VirtualMemoryPool | Ranks, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges that have memory: a driver that has failed may have unmapped some of a group before.
-
-    Of `Ranks` these are all ranges. Each rank skips those that it lacks, and does not allocate those that it has.
-    """
-    return [one for one in ranges if isinstance(pool, Ranks) or pool.is_mapped(*one)]
-
-
 class Releaser:
-    """Releases groups of `layout` in `pool`, as `state` lets them go. `borrower` is told: it may borrow them again."""
+    """Releases groups of `layout` in `pages`, as `state` lets them go. `borrower` is told: it may borrow them again."""
 
-    def __init__(
-        self, pool: VirtualMemoryPool | Ranks, layout: Layout, state: CacheState, borrower: GroupBorrower
-    ) -> None:
-        self._pool = pool
+    def __init__(self, pages: Pages, layout: Layout, state: CacheState, borrower: GroupBorrower) -> None:
+        self._pages = pages
         self._layout = layout
         self._state = state
         self._borrower = borrower
@@ -95,7 +83,7 @@ class Releaser:
 
     def _release(self) -> None:
         again = 0.0
-        while not (self._closed or self._pool.closed):
+        while not (self._closed or self._pages.closed):
             self._wanted.wait(self._state.patience(again, at_rest=self.is_resting))
             self._wanted.clear()
             try:
@@ -141,7 +129,7 @@ class Releaser:
 
     def _unmap(self, group: int, fence: Fence) -> None:
         try:
-            self._pool.deallocate_ranges(mapped(self._pool, self._layout.ranges(group)), after=fence)
+            self._pages.deallocate_ranges(self._pages.present(self._layout.ranges(group)), after=fence)
         except BaseException:
             self._state.stayed(group)
             raise

@@ -22,7 +22,7 @@ from ..types import SleepRequest, SleepStatus
 from ..vmm.sizes import format_size
 from .cache import CLOSE_SECONDS, ElasticCache
 from .rank import awake
-from .ranks import Ranks, RankWeights
+from .ranks import RankWeights
 
 logger = logging.getLogger("membroker")
 
@@ -82,12 +82,11 @@ class Sleeper(Closing):
         self._detail = ""
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        model = cache._model
-        if not hasattr(model, "on_sleep"):
+        model = cache.model
+        if model is None:
             raise InvalidRequest("this cache has no pool of a model: no operator can ask it to sleep")
         self._model = model
-        if isinstance(model, Ranks):
-            model.on_use(self.keep_awake)
+        cache.pages.on_use(self.keep_awake)
         model.on_sleep(self.answer)
 
     # What the engine calls
@@ -182,7 +181,7 @@ class Sleeper(Closing):
                 else:
                     self._fall_asleep()
             except (ClosedError, SessionLost) as error:
-                self._cache._state.end_growing()  # an engine that cannot wake is not to wait for blocks
+                self._cache.end_growing()  # an engine that cannot wake is not to wait for blocks
                 with self._changed:
                     if not self._closed:
                         self._ended = f"its engine can no longer sleep or wake: {error}"
@@ -329,19 +328,11 @@ class Sleeper(Closing):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._is_asked:
+        if self._model.sleep_callback == self.answer:  # and no callback that was set later
             with suppress(MembrokerError):  # the client is closed
                 self._model.on_sleep(None)
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
-
-    @property
-    def _is_asked(self) -> bool:
-        """Whether operators' questions come to this engine, and not to a callback that was set later."""
-        model = self._model
-        if isinstance(model, Ranks):
-            return bool(model.sleep_callback == self.answer)
-        return bool(model._recalls.sleep_callback_of(model.resource_name) == self.answer)
 
     def __repr__(self) -> str:
         return f"<membroker.kv.Sleeper of {self._cache!r}, {self._state}>"

@@ -117,14 +117,16 @@ class Lender(Protocol):
         ...
 
     @property
-    def _as_source(self) -> Source: ...
+    def source(self) -> Source:
+        """The source itself."""
+        ...
 
 
 def source_of(lender: Source | Lender) -> Source:
     """Return the source of a lender, or the source itself if it is one."""
-    return cast("Source", getattr(lender, "_as_source", lender))
+    return cast("Source", getattr(lender, "source", lender))
 
 
 def lender_of(source: Source | Lender) -> Source | Lender:
     """Return the lender of a source that counts what another one lends, or else `source` itself."""
-    return cast("Source | Lender", getattr(source, "_as_lender", source))
+    return cast("Source | Lender", getattr(source, "lender", source))

@@ -35,7 +35,7 @@ class Ahead:
     """How many spare pages of `page_size` bytes to keep: `fixed`, or, if that is None, by what was taken lately."""
 
     def __init__(self, fixed: int | None, page_size: int) -> None:
-        self._fixed = fixed
+        self.fixed = fixed
         self._most = max(1, MOST_BYTES // page_size)
         self._slice = 0
         self._taken = 0
@@ -69,7 +69,7 @@ class Ahead:
 
     def work_out(self) -> int:
         """Work the target out again, and return it."""
-        if self._fixed is None:
+        if self.fixed is None:
             oldest = int(time.monotonic() / SLICE_SECONDS) - SLICES
             self._history = {at: count for at, count in list(self._history.items()) if at > oldest}
             lately = [*self._history.values(), self._taken if self._slice > oldest else 0]

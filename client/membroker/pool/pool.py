@@ -113,6 +113,23 @@ class VirtualMemoryPool(Resource):
         return self._page_size
 
     @property
+    def lender(self) -> Source | Lender:
+        """What lends the memory: the `Model`, or the `LocalSource`."""
+        return self._lender
+
+    @property
+    def spare_pages(self) -> int:
+        """How many deallocated pages may stay mapped."""
+        return self._backing.spare_pages
+
+    @property
+    def ahead(self) -> int | Literal["auto"]:
+        """How many pages are borrowed before they are needed."""
+        if self._ahead is None:
+            return 0
+        return "auto" if self._ahead.fixed is None else self._ahead.fixed
+
+    @property
     def physical_usage_bytes(self) -> int:
         """The bytes of memory that are mapped and charged: whole pages."""
         return len(self._holding.region.extents) * self._page_size

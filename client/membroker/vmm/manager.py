@@ -113,7 +113,7 @@ class VirtualMemoryManager(Closable):
         self._check(va, self._ranges)
         mappings = va.mappings_in(offset, size)
         for mapping in mappings:
-            mapping._synchronize()
+            mapping.synchronize()
         for mapping in mappings:
             mapping.close()
 

@@ -299,12 +299,13 @@ class MappedRange(Closable):
         if self._closed and self._pid == os.getpid():
             self.addresses._give_back()
 
-    def _synchronize(self) -> None:
+    def synchronize(self) -> None:
+        """Wait for the work of the devices with access."""
         for driver in self._drivers:
             driver.synchronize()
 
     def _give_back(self) -> None:
-        self._synchronize()
+        self.synchronize()
         self.addresses.driver.unmap(self.address, self.size)
         self.addresses._forget(self.offset)
         self.memory._leave()

@@ -17,6 +17,6 @@ def lender() -> Iterator[Recalled]:
     yield lender
     until(lambda: not [one for one in threading.enumerate() if one.name.startswith("membroker-kv")])
     lender.settle()
-    assert (lender.lent, lender.used_bytes, lender.callback) == ({}, 0, None)
+    assert (lender.lent, lender.used_bytes, lender.recall_callback) == ({}, 0, None)
     lender.driver.close()
     lender.device.close()

@@ -461,7 +461,7 @@ def test_it_says_that_its_thread_has_ended(lender: Recalled, caplog: pytest.LogC
         another.add(Request(10))
         steps(cache, another, lambda: another.finished)
         lender.before_borrow = closed
-        cache._pool.close()
+        cache.pages.pool.close()
         cache.close()
     assert not caplog.records
 
@@ -505,7 +505,7 @@ def test_what_is_refused(lender: Recalled) -> None:
         lender.capacity = 0
         with pytest.raises(OutOfMemory):
             ElasticCache(pool, layout)
-    assert lender.callback is None
+    assert lender.recall_callback is None
 
 
 @pytest.mark.parametrize("what", ["cache", "pool"])
@@ -516,7 +516,7 @@ def test_a_close_ends_what_waits_for_blocks(lender: Recalled, what: str, call: C
         lender.capacity = 0
         waits = waiting.submit(call, cache)
         until(lambda: cache._state._changed._waiters)
-        (cache if what == "cache" else cache._pool).close()
+        (cache if what == "cache" else cache.pages.pool).close()
         with pytest.raises(ClosedError):
             waits.result(DEADLINE_SECONDS)
         with pytest.raises(ClosedError):
@@ -545,7 +545,7 @@ def test_a_closed_pool_ends_its_threads(lender: Recalled) -> None:
     """A client that closes takes the pool along: the cache's threads end by themselves."""
     engine = an_engine()
     with serving(lender, engine) as cache:
-        cache._pool.close()
+        cache.pages.pool.close()
         until(lambda: not any(thread.is_alive() for thread in cache._threads))
         with pytest.raises(ClosedError):
             cache.turn()

@@ -127,8 +127,8 @@ def test_a_recall_that_is_raised(lender: Recalled) -> None:
         steps(cache, engine, lambda: len(engine.running) == 4)
         recall = lender.recall(2 * PAGE)
         recall.size += 6 * PAGE
-        assert lender.callback is not None
-        lender.callback(recall)
+        assert lender.recall_callback is not None
+        lender.recall_callback(recall)
         steps(cache, engine, lambda: recall.answers)
         assert (recall.answers, recall.remaining) == (1, 0)
 
@@ -150,7 +150,7 @@ def test_host_memory_is_not_the_caches(lender: Recalled) -> None:
     with serving(lender, an_engine()):
         recall = Recall(lender, PAGE)
         recall.location = "host"
-        assert lender.callback(recall) is None
+        assert lender.recall_callback(recall) is None
 
 
 def test_before_the_engine_is_there(lender: Recalled) -> None:
@@ -179,7 +179,7 @@ def test_a_program_with_a_callback_of_its_own(lender: Recalled) -> None:
         recall = lender.recall(4 * PAGE)
         steps(cache, engine, lambda: recall.answers)
         assert (recall.remaining, seen) == (0, [recall])
-    assert lender.callback is mine
+    assert lender.recall_callback is mine
     lender.on_recall(None)
 
 
@@ -192,7 +192,7 @@ def test_a_recall_that_is_open_at_the_end_is_answered(lender: Recalled, what: st
         engine.add(Request(20, decode_left=1 << 60))
         steps(cache, engine, lambda: engine.running)
         recall = lender.recall(4 * PAGE)
-        (cache if what == "cache" else cache._pool).close()
+        (cache if what == "cache" else cache.pages.pool).close()
         until(lambda: recall.answers)
         until(lambda: not cache._threads[1].is_alive())
         assert cache.answer(Recall(lender, PAGE)) is None, "there is no thread that would answer it"

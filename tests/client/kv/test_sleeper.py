@@ -34,14 +34,10 @@ class Slept(Recalled):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sleep: object = None
+        self.sleep_callback: object = None
 
     def on_sleep(self, callback: object) -> None:
-        self.sleep = callback
-
-    def sleep_callback_of(self, name: str) -> object:
-        assert name == self.resource_name
-        return self.sleep
+        self.sleep_callback = callback
 
 
 @pytest.fixture
@@ -50,7 +46,7 @@ def lender() -> Iterator[Slept]:
     yield lender
     until(lambda: not [one for one in threading.enumerate() if one.name.startswith(("membroker-kv", "membroker-sl"))])
     lender.settle()
-    assert (lender.lent, lender.used_bytes, lender.callback, lender.sleep) == ({}, 0, None, None)
+    assert (lender.lent, lender.used_bytes, lender.recall_callback, lender.sleep_callback) == ({}, 0, None, None)
     lender.driver.close()
     lender.device.close()
 

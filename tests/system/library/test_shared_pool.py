@@ -119,7 +119,11 @@ class TestSeed:
             assert pool.physical_usage_bytes == 96 * MIB
             assert [pool.is_mapped(offset) for offset in (0, 64 * MIB, GIB)] == [True, False, True]
             stats = pool.stats()
-            assert (stats.virtual_capacity, stats.physical_usage, stats.mapped_pages) == (128 * GIB, 96 * MIB, 48)
+            assert (stats.virtual_capacity_bytes, stats.physical_usage_bytes, stats.mapped_pages) == (
+                128 * GIB,
+                96 * MIB,
+                48,
+            )
             pool.deallocate(0, 64 * MIB)
             assert [(move.old_offset, move.new_offset, move.size) for move in pool.compact()] == [(GIB, 0, 32 * MIB)]
             pool.deallocate(0, 32 * MIB)

@@ -69,7 +69,7 @@ class TorchMemory(Closing):
         self._pool: Pool | None = None
         self._retired: list[tuple[float, Pool]] = []
         self._graph_pools: list[Pool] = []
-        callback = model._recalls.callback_of(model.resource_name)
+        callback = model.recall_callback
         if callback is None or isinstance(getattr(callback, "__self__", None), TorchMemory):
             model.on_recall(self._give_back)
 
@@ -141,7 +141,7 @@ class TorchMemory(Closing):
         are gone. Allocations of other threads during the block are not borrowed, and recalls wait for its end
         (`Client.defer_recalls`). Raises the errors of `use`.
         """
-        with self._model._session.reconnecting.notices.held_up(), _routing:
+        with self._model.defer_recalls(), _routing:
             self._check_open()
             self._graph_pools.append(Pool(self._device, self._allocator))
             with self._unrouted():
@@ -192,7 +192,7 @@ class TorchMemory(Closing):
                 # torch never frees them itself. Not in `trim`: a graph, or a kernel of another thread, may use them.
                 torch._C._cuda_clearCublasWorkspaces()
             self._release(ended)
-        if self._model._recalls.callback_of(self._model.resource_name) == self._give_back:
+        if self._model.recall_callback == self._give_back:
             with suppress(MembrokerError):
                 self._model.on_recall(None)
 

@@ -19,7 +19,6 @@ from ...adapters.torch.package import torch
 from ...arguments import bytes_of
 from ...client import Client, connect
 from ...errors import InvalidRequest, MembrokerError
-from ...memory.lender import source_of
 from ...model import Model
 from ...pool.pool import VirtualMemoryPool
 from ...vmm.sizes import format_size, round_up
@@ -131,7 +130,7 @@ class VllmMemory:
             )
         if settings.swap_space is not None:
             size = bytes_of("swap_space", settings.swap_space)
-            self.swap_space = SwapSpace(source_of(model), layout, size, on_gpu=self._tensor_device.type == "cuda")
+            self.swap_space = SwapSpace(model.source, layout, size, on_gpu=self._tensor_device.type == "cuda")
             logger.info("membroker: pinned %s of host memory for the KV cache of preempted requests", format_size(size))
         logger.info(
             "membroker: the KV cache of model %r is %s, in %d groups of %d MiB: %d blocks of %d tokens, %.1f GiB of "

@@ -32,7 +32,7 @@ class TestInTheCallback:
             lambda: served.growable_buffer(PAGE, PAGE, PAGE),
             lambda: served.sparse_array((64, PAGE), "U8").back(0),
             lambda: served.create_segment("weights", 1),
-            lambda: served._as_source.charge(1, membroker.vmm.Location.HOST),  # type: ignore[attr-defined]
+            lambda: served.source.charge(1, membroker.vmm.Location.HOST),  # type: ignore[attr-defined]
         ]
         pool.allocate(0, PAGE)
 

@@ -1,0 +1,141 @@
+"""`Pages`: where a KV cache has its memory, in the pages of one pool or of the pools of all ranks of an engine.
+
+Owns the protocol through which a cache borrows and releases, and its implementation over one pool; `Ranks` is the other
+one. It must never decide what is borrowed or released: an `ElasticCache` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, cast
+
+from .. import InvalidRequest, VirtualMemoryPool
+from ..types import SleepRequest, SleepStatus
+from .engine import Fence
+
+Range = tuple[int, int]
+"""An offset and a size, in bytes."""
+
+
+class Answering(Protocol):
+    """What answers a broker and its operator: a `Model`, or the models of all ranks as one."""
+
+    @property
+    def resource_name(self) -> str:
+        """The name of the model."""
+        ...
+
+    @property
+    def recall_callback(self) -> Callable[[Any], object] | None:
+        """What is called with each recall."""
+        ...
+
+    @property
+    def sleep_callback(self) -> Callable[[SleepRequest], SleepStatus] | None:
+        """What is called with each question of an operator."""
+        ...
+
+    def on_recall(self, callback: Callable[[Any], object] | None) -> None:
+        """Call `callback` with each recall."""
+        ...
+
+    def on_sleep(self, callback: Callable[[SleepRequest], SleepStatus] | None) -> None:
+        """Call `callback` with each question of an operator."""
+        ...
+
+
+class Pages(Protocol):
+    """Addresses, and memory for some of their pages: a pool, or the pools of all ranks of an engine."""
+
+    @property
+    def base_address(self) -> int:
+        """The address of offset 0."""
+        ...
+
+    @property
+    def page_size(self) -> int:
+        """The bytes of a page."""
+        ...
+
+    @property
+    def closed(self) -> bool:
+        """Whether the pool is closed, or the connections to the ranks are."""
+        ...
+
+    @property
+    def model(self) -> Answering | None:
+        """What answers recalls of the memory, or None if no broker lends it."""
+        ...
+
+    def allocate_ranges(
+        self, ranges: Sequence[Range], *, wait: float | None = None, ahead: bool = False, wanted_bytes: int = 0
+    ) -> None:
+        """Back the ranges, all or none, as `VirtualMemoryPool.allocate_ranges` does."""
+        ...
+
+    def deallocate_ranges(self, ranges: Sequence[Range], *, after: Fence | None = None) -> None:
+        """Release the ranges, as `VirtualMemoryPool.deallocate_ranges` does."""
+        ...
+
+    def missing(self, ranges: Iterable[Range]) -> list[Range]:
+        """Return the ranges that `allocate_ranges` is to back: a driver that failed may have unmapped some of them."""
+        ...
+
+    def present(self, ranges: Iterable[Range]) -> list[Range]:
+        """Return the ranges that `deallocate_ranges` is to release: a driver that failed may have unmapped others."""
+        ...
+
+    def on_use(self, callback: Callable[[int], bool]) -> None:
+        """Call `callback`, `Sleeper.keep_awake`, when another process of the engine begins or ends to use it."""
+        ...
+
+
+class PoolPages:
+    """The pages of one pool. Raises `InvalidRequest` if the pool keeps spare pages, or borrows ahead by itself."""
+
+    def __init__(self, pool: VirtualMemoryPool) -> None:
+        if pool.spare_pages or pool.ahead:
+            raise InvalidRequest("the pool of an elastic cache has no spare pages and borrows nothing ahead by itself")
+        self.pool = pool
+        self.page_size = pool.page_size
+
+    @property
+    def base_address(self) -> int:
+        """The address of offset 0. Raises `ClosedError`."""
+        return self.pool.base_address
+
+    @property
+    def closed(self) -> bool:
+        """Whether the pool is closed."""
+        return self.pool.closed
+
+    @property
+    def model(self) -> Answering | None:
+        """The pool's model, or None if it has a source without a broker."""
+        return cast("Answering", self.pool.lender) if hasattr(self.pool.lender, "on_recall") else None
+
+    def allocate_ranges(
+        self, ranges: Sequence[Range], *, wait: float | None = None, ahead: bool = False, wanted_bytes: int = 0
+    ) -> None:
+        """Back the ranges, all or none. Raises what `VirtualMemoryPool.allocate_ranges` raises."""
+        self.pool.allocate_ranges(ranges, wait=wait, ahead=ahead, wanted_bytes=wanted_bytes)
+
+    def deallocate_ranges(self, ranges: Sequence[Range], *, after: Fence | None = None) -> None:
+        """Release the ranges. Raises what `VirtualMemoryPool.deallocate_ranges` raises."""
+        self.pool.deallocate_ranges(ranges, after=after)
+
+    def missing(self, ranges: Iterable[Range]) -> list[Range]:
+        """Return the ranges without memory."""
+        return [one for one in ranges if not self.pool.is_mapped(*one)]
+
+    def present(self, ranges: Iterable[Range]) -> list[Range]:
+        """Return the ranges with memory."""
+        return [one for one in ranges if self.pool.is_mapped(*one)]
+
+    def on_use(self, callback: Callable[[int], bool]) -> None:
+        """Do nothing: all of the engine is in this process, and its `Sleeper` is told directly."""
+
+
+def pages_of(pool: VirtualMemoryPool | Pages) -> Pages:
+    """Return a pool as `Pages`. Raises what `PoolPages` raises."""
+    return PoolPages(pool) if isinstance(pool, VirtualMemoryPool) else pool
