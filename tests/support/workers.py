@@ -440,7 +440,7 @@ def main() -> None:
                     level=error.level,
                     requested=error.requested_bytes,
                     available=error.available_bytes,
-                    limit=error.limit,
+                    limit=error.limit_bytes,
                 )
         print(json.dumps(told), flush=True)
 
