@@ -10,17 +10,17 @@ from membrokerd.core.books import Step
 from membrokerd.core.machine import Broker
 from membrokerd.replay.changes import Changes
 from membrokerd.replay.figures import Tally
-from membrokerd.replay.past import Past
 from membrokerd.replay.reading import read
 from membrokerd.replay.recorder import MAX_FILE_BYTES, Recorder
-from membrokerd.replay.world import World
-from tests.simulation.world import World as Simulated
+from membrokerd.replay.recording import Recording
+from membrokerd.replay.replayer import Replayer
+from tests.simulation.world import World
 
 
-class Recording:
+class RecordedSimulation:
     """Records a simulated world, as long as its first daemon lives."""
 
-    def __init__(self, world: Simulated, directory: Path, max_bytes: int = MAX_FILE_BYTES) -> None:
+    def __init__(self, world: World, directory: Path, max_bytes: int = MAX_FILE_BYTES) -> None:
         broker = world.broker
         self.recorder = Recorder(broker, directory, lambda: world.now, max_bytes)
         step, change_rules = broker.step, broker.change_rules
@@ -44,8 +44,8 @@ def _patch(broker: Broker, **methods: Any) -> None:
 
 def recorded(seed: int, turns: int, directory: Path, max_bytes: int = MAX_FILE_BYTES) -> Path:
     """Play a world, and return its trace."""
-    world = Simulated(seed)
-    recording = Recording(world, directory, max_bytes)
+    world = World(seed)
+    recording = RecordedSimulation(world, directory, max_bytes)
     for number in range(turns):
         world.turn(number)
     recording.recorder.close()
@@ -56,5 +56,5 @@ def replayed(path: Path, changes: Changes | None = None) -> tuple[Tally, Tally]:
     """Return what happened, and what happens."""
     happened, again = Tally(), Tally()
     for part in read(path):
-        World(part, Past(part, happened), changes or Changes(), again).run(lambda _: None)
+        Replayer(part, Recording(part, happened), changes or Changes(), again).run(lambda _: None)
     return happened, again

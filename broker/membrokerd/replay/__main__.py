@@ -16,9 +16,9 @@ from typing import Any
 from ..ext import records
 from .changes import Changes, Unplayable
 from .figures import Tally
-from .past import Past
 from .reading import Part, read
-from .world import World
+from .recording import Recording
+from .replayer import Replayer
 
 PROGRESS_SECONDS = 0.5
 
@@ -49,8 +49,8 @@ def replay(names: list[str], changes: Changes) -> dict[str, Any]:
         if part.is_journal and changes.capacity is None:
             raise Unplayable(f"{name} is a journal, which does not say the capacity: give one with --capacity")
         try:
-            past = Past(part, happened)
-            World(part, past, changes, replayed).run(_progress(number, len(parts), len(part.rows)))
+            recording = Recording(part, happened)
+            Replayer(part, recording, changes, replayed).run(_progress(number, len(parts), len(part.rows)))
         except (AssertionError, KeyError, IndexError, ValueError) as error:
             raise Unplayable(f"{name} contradicts itself: no daemon has recorded it like this ({error!r})") from error
     return {
@@ -93,15 +93,15 @@ def _seconds(part: Part) -> int:
 
 def _progress(number: int, parts: int, rows: int) -> Callable[[int], None]:
     """Return what tells how far it is, on a terminal."""
-    told = time.monotonic()
+    printed_at = time.monotonic()
 
-    def tell(row: int) -> None:
-        nonlocal told
-        if time.monotonic() - told >= PROGRESS_SECONDS and sys.stderr.isatty():
-            told = time.monotonic()
+    def show(row: int) -> None:
+        nonlocal printed_at
+        if time.monotonic() - printed_at >= PROGRESS_SECONDS and sys.stderr.isatty():
+            printed_at = time.monotonic()
             print(f"replayed part {number + 1} of {parts}, {100 * row // max(1, rows)} %", end="\r", file=sys.stderr)
 
-    return tell
+    return show
 
 
 if __name__ == "__main__":

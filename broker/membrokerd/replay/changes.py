@@ -78,7 +78,7 @@ class Changes:
                     f"than a replay holds, {MAX_EXTENTS} extents: give a smaller --capacity"
                 )
         before = set(misfit_sentences({}, recorded))
-        if problems := [one for one in misfit_sentences({}, rules) if one not in before]:
+        if problems := [sentence for sentence in misfit_sentences({}, rules) if sentence not in before]:
             raise Unplayable("; ".join(problems) + ": change one of these numbers")
 
     def left_of(self, row: ft.QuotaSet) -> ft.QuotaSet:

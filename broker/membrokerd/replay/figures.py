@@ -1,4 +1,4 @@
-"""What is counted, of the past and of a replay alike: requests by model and location, and what became of them."""
+"""What is counted, of a recording and of its replay alike: requests by model and location, and what became of them."""
 
 from __future__ import annotations
 

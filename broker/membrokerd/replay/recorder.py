@@ -49,7 +49,7 @@ class Recorder:
         self._began = 0
         self._calls: set[int] = set()
         """Requests for memory without an answer."""
-        self._told_stopping = False
+        self._stop_is_recorded = False
         self._incomplete = False
         """Whether rows were left out, so that a new part must begin."""
         self._file = _File(directory, max_bytes)
@@ -74,9 +74,9 @@ class Recorder:
         if broker.books.draining:
             more.append(ev.SetDraining(0, draining=True))
         waits = [
-            (one.event, max(0, (one.deadline or 0) - now))
-            for one in broker.waiting.waiters()
-            if not isinstance(one.event, ev.Declare)
+            (waiter.event, max(0, (waiter.deadline or 0) - now))
+            for waiter in broker.waiting.waiters()
+            if not isinstance(waiter.event, ev.Declare)
         ]
         self._calls = {event.call for event, _ in waits}
         answering = broker.books.recallable.answering()
@@ -114,8 +114,8 @@ class Recorder:
                     yield row
             elif not isinstance(row, ev.CancelWait) or row.call in self._calls:
                 yield row
-        if self._broker.books.stopping and not self._told_stopping:
-            self._told_stopping = True
+        if self._broker.books.stopping and not self._stop_is_recorded:
+            self._stop_is_recorded = True
             yield trace.DaemonStops()
         yield from _rows_of(step.facts)
         answering: list[tuple[int, ModelName]] = []
@@ -131,7 +131,7 @@ class Recorder:
             yield from self._decisions(step.effects)
 
     def _decisions(self, effects: list[fx.Effect]) -> Iterator[trace.Row]:
-        waits = {one.call: one for one in effects if isinstance(one, fx.Waited)}
+        waits = {waited.call: waited for waited in effects if isinstance(waited, fx.Waited)}
         for effect in effects:
             if isinstance(effect, fx.Answer) and effect.call in self._calls:
                 self._calls.discard(effect.call)
@@ -148,7 +148,7 @@ class Recorder:
 
 def _lines_of(
     head: str,
-    told: Iterator[ft.Fact],
+    books: Iterator[ft.Fact],
     answering: Mapping[ModelName, Iterable[int]],
     more: list[trace.Row],
     waits: list[tuple[ev.Allocate | ev.CreateSegment, int]],
@@ -157,35 +157,37 @@ def _lines_of(
 
     To make the rows of 16,384 requests that wait would take 100 ms of a turn of the event loop.
     """
-    answers = (trace.Answering(one, name, answers=True) for name, all_ in answering.items() for one in sorted(all_))
+    answers = (
+        trace.Answering(session, name, answers=True) for name, all_ in answering.items() for session in sorted(all_)
+    )
     waiting = _rows_of(replace(event, wait_ns=wait) for event, wait in waits)
-    rows: tuple[Iterable[trace.Row], ...] = _rows_of(told), [trace.Told()], answers, more, waiting
+    rows: tuple[Iterable[trace.Row], ...] = _rows_of(books), [trace.BooksComplete()], answers, more, waiting
     yield head
     yield from (trace.line(0, row) for row in chain.from_iterable(rows))
 
 
 def _rows_of(said: Iterable[ev.Event | ft.Fact]) -> Iterator[trace.Row]:
     """Yield what a trace has of events and facts, without what identifies a program or a segment."""
-    one: Any
-    for one in said:
-        match one:
+    row: Any
+    for row in said:
+        match row:
             case ev.CreateSegment():
-                name = ModelName(one.name.tenant, one.name.model)
+                name = ModelName(row.name.tenant, row.name.model)
                 yield trace.Create(
-                    call=one.call,
-                    session=one.session,
-                    request_id=one.request_id,
+                    call=row.call,
+                    session=row.session,
+                    request_id=row.request_id,
                     name=name,
-                    location=one.location,
-                    size=one.size,
-                    wait_ns=one.wait_ns,
+                    location=row.location,
+                    size=row.size,
+                    wait_ns=row.wait_ns,
                 )
             case ft.SessionBegan():
-                yield replace(one, **_HIDDEN)
+                yield replace(row, **_HIDDEN)
             case ft.SegmentBegan():
-                yield replace(one, label="")
-            case _ if type(one) in trace.FORMS:
-                yield one
+                yield replace(row, label="")
+            case _ if type(row) in trace.FORMS:
+                yield row
 
 
 class _File:

@@ -33,7 +33,7 @@ _BY_NUMBERS = frozenset(
 """Refusals that the core decides by its books. A request that was refused for another reason is so in a replay too."""
 
 
-class PastRelease(NamedTuple):
+class RecordedRelease(NamedTuple):
     """Part of a loan was released, `after` nanoseconds: by the row `row`, its extents at `positions`."""
 
     after: int
@@ -42,7 +42,7 @@ class PastRelease(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class PastLoan:
+class RecordedLoan:
     """A request for memory. `call` 0: it was lent already when the part began."""
 
     call: int
@@ -57,7 +57,7 @@ class PastLoan:
     is_segment: bool = False
     first: int = 0
     granted_at: int | None = None
-    life: list[PastRelease] = field(default_factory=list)
+    life: list[RecordedRelease] = field(default_factory=list)
     failures: list[tuple[int, int, str]] = field(default_factory=list)
     """Packets that could not be made: when, the position of the first extent, and why."""
     outcome: trace.Outcome | None = None
@@ -70,14 +70,14 @@ class PastLoan:
     @property
     def is_decided(self) -> bool:
         """Whether it was refused for a reason that no other number changes."""
-        told = self.outcome
-        if told is None or not told.reason or self.failures or told.waited == "cancelled":
+        outcome = self.outcome
+        if outcome is None or not outcome.reason or self.failures or outcome.waited == "cancelled":
             return False
-        return told.reason not in _BY_NUMBERS
+        return outcome.reason not in _BY_NUMBERS
 
 
 @dataclass(slots=True)
-class PastDeclaration:
+class RecordedDeclaration:
     """A declaration that was asked for; one that asks for no more than before is not counted."""
 
     name: ModelName
@@ -87,7 +87,7 @@ class PastDeclaration:
 
 
 @dataclass(slots=True)
-class Answered:
+class RecordedAnswer:
     """How a session answered a recall of `size` bytes: what it released, and `after` which time that was all.
 
     Beside each release is how much was asked for by then. `has_heard`: it knew of all raises when it answered.
@@ -95,46 +95,46 @@ class Answered:
 
     size: int
     at: int
-    released: list[tuple[PastRelease, PastLoan, int]] = field(default_factory=list)
+    released: list[tuple[RecordedRelease, RecordedLoan, int]] = field(default_factory=list)
     after: int | None = None
     has_heard: bool = False
 
 
-Where = tuple[int, ModelName, Location]
+BorrowerKey = tuple[int, ModelName, Location]
 """A session's part of a model at a location."""
 
 
-class Past:
+class Recording:
     """A part of a trace, read once. `happened` counts what became of the requests."""
 
     def __init__(self, part: Part, happened: Tally) -> None:
-        self.loans: defaultdict[int, list[PastLoan]] = defaultdict(list)
+        self.loans: defaultdict[int, list[RecordedLoan]] = defaultdict(list)
         """By the index of the row at which they are asked for."""
-        self.declared: dict[int, PastDeclaration] = {}
+        self.declared: dict[int, RecordedDeclaration] = {}
         """By the index of the row."""
-        self.preset: set[int] = set()
+        self.unasked_declarations: set[int] = set()
         """The rows of declarations that nobody asked for: they were in force when the part began."""
         self.drained: dict[int, tuple[int, int]] = {}
         """By call: when all inputs before its refusal were read, and in which row."""
-        self.answers: defaultdict[Where, list[Answered]] = defaultdict(list)
+        self.answers: defaultdict[BorrowerKey, list[RecordedAnswer]] = defaultdict(list)
         self._happened = happened
         self._is_journal = part.is_journal
-        self._calls: dict[int, PastLoan | PastDeclaration] = {}
-        self._pending: defaultdict[Any, deque[PastLoan]] = defaultdict(deque)
+        self._calls: dict[int, RecordedLoan | RecordedDeclaration] = {}
+        self._pending: defaultdict[Any, deque[RecordedLoan]] = defaultdict(deque)
         self._firsts: list[int] = []
-        self._by_first: dict[int, PastLoan] = {}
-        self._segments: dict[int, PastLoan] = {}
-        self._sums: dict[Where, int] = {}
-        self._asked_sums: dict[Where, int] = {}
-        self._open: dict[Where, Answered] = {}
-        self._numbers: dict[tuple[int, int], tuple[Where, Answered]] = {}
+        self._by_first: dict[int, RecordedLoan] = {}
+        self._segments: dict[int, RecordedLoan] = {}
+        self._sums: dict[BorrowerKey, int] = {}
+        self._asked_sums: dict[BorrowerKey, int] = {}
+        self._open: dict[BorrowerKey, RecordedAnswer] = {}
+        self._numbers: dict[tuple[int, int], tuple[BorrowerKey, RecordedAnswer]] = {}
         for index, (at, row) in enumerate(part.rows):
             read = _READ.get(type(row))
             if read is not None:
                 read(self, row, index, at)
         self._typical = self._typical_lives()
 
-    def everything(self) -> Iterable[PastLoan]:
+    def all_loans(self) -> Iterable[RecordedLoan]:
         """Yield all loans."""
         return (loan for loans in self.loans.values() for loan in loans)
 
@@ -143,7 +143,7 @@ class Past:
     def _allocate(self, row: ev.Allocate, index: int, _: int) -> None:
         self._ask(
             index,
-            PastLoan(
+            RecordedLoan(
                 call=row.call,
                 session=row.session,
                 name=row.name,
@@ -159,7 +159,7 @@ class Past:
     def _create(self, row: trace.Create, index: int, _: int) -> None:
         self._ask(
             index,
-            PastLoan(
+            RecordedLoan(
                 call=row.call,
                 session=row.session,
                 name=row.name,
@@ -171,22 +171,22 @@ class Past:
             ),
         )
 
-    def _ask(self, index: int, loan: PastLoan) -> None:
+    def _ask(self, index: int, loan: RecordedLoan) -> None:
         self.loans[index].append(loan)
         self._calls[loan.call] = loan
         self._pending[_shape(loan)].append(loan)
 
     def _declare(self, row: ev.Declare, index: int, _: int) -> None:
-        where = row.session, row.name, row.location
-        more = row.declared_bytes > self._sums.get(where, 0)
-        self.declared[index] = self._calls[row.call] = PastDeclaration(row.name, row.location, more)
-        self._asked_sums[where] = row.declared_bytes
+        borrower = row.session, row.name, row.location
+        more = row.declared_bytes > self._sums.get(borrower, 0)
+        self.declared[index] = self._calls[row.call] = RecordedDeclaration(row.name, row.location, more)
+        self._asked_sums[borrower] = row.declared_bytes
 
     def _declaration_set(self, row: ft.DeclarationSet, index: int, _: int) -> None:
-        where = row.session, row.name, row.location
-        if self._asked_sums.get(where) != row.declared_bytes:
-            self.preset.add(index)
-        self._sums[where] = row.declared_bytes
+        borrower = row.session, row.name, row.location
+        if self._asked_sums.get(borrower) != row.declared_bytes:
+            self.unasked_declarations.add(index)
+        self._sums[borrower] = row.declared_bytes
 
     def _drained(self, row: ev.InputsDrained, index: int, at: int) -> None:
         self.drained[row.call] = at, index
@@ -196,7 +196,7 @@ class Past:
         if asked is None:
             return
         asked.outcome = row
-        if isinstance(asked, PastLoan) and row.reason:
+        if isinstance(asked, RecordedLoan) and row.reason:
             pending = self._pending[_shape(asked)]
             if asked in pending:
                 pending.remove(asked)
@@ -216,7 +216,7 @@ class Past:
             return
         for start in range(0, row.count, policy.MAX_COUNT):
             count = min(policy.MAX_COUNT, row.count - start)
-            loan = PastLoan(0, row.session, row.name, row.location, row.extent_bytes, count)
+            loan = RecordedLoan(0, row.session, row.name, row.location, row.extent_bytes, count)
             self.loans[index].append(loan)
             self._lent(loan, row.first + start, at)
             self._count_of_journal(loan)
@@ -227,17 +227,17 @@ class Past:
         if self._pending[shape]:
             loan = self._pending[shape].popleft()
         else:
-            loan = PastLoan(0, row.writer, row.name, row.location, size, 1, is_segment=True)
+            loan = RecordedLoan(0, row.writer, row.name, row.location, size, 1, is_segment=True)
             self.loans[index].append(loan)
             self._count_of_journal(loan)
         loan.granted_at = at
         self._segments[row.segment] = loan
 
-    def _count_of_journal(self, loan: PastLoan) -> None:
+    def _count_of_journal(self, loan: RecordedLoan) -> None:
         if self._is_journal:
             self._happened.answered(loan.name, loan.location, "", None)
 
-    def _lent(self, loan: PastLoan, first: int, at: int) -> None:
+    def _lent(self, loan: RecordedLoan, first: int, at: int) -> None:
         loan.first, loan.granted_at = first, at
         if not self._firsts or first > self._firsts[-1]:
             self._firsts.append(first)
@@ -248,7 +248,7 @@ class Past:
     def _credited(self, row: CreditedRuns, index: int, at: int) -> None:
         if row.cause not in (*_BY_PROGRAM, "not made"):
             return
-        by_loan: defaultdict[PastLoan, list[range]] = defaultdict(list)
+        by_loan: defaultdict[RecordedLoan, list[range]] = defaultdict(list)
         for run in row.runs:
             for loan, positions in self._parts_of(run):
                 by_loan[loan].append(positions)
@@ -256,9 +256,9 @@ class Past:
             if row.cause == "not made":
                 self._not_made(loan, found[0].start, index, at)
             else:
-                self._released(loan, PastRelease(at - (loan.granted_at or 0), index, tuple(found)), at)
+                self._released(loan, RecordedRelease(at - (loan.granted_at or 0), index, tuple(found)), at)
 
-    def _parts_of(self, run: range) -> Iterator[tuple[PastLoan, range]]:
+    def _parts_of(self, run: range) -> Iterator[tuple[RecordedLoan, range]]:
         """Yield each loan that has some of these extents, and their positions in it."""
         start = run.start
         while start < run.stop:
@@ -270,17 +270,17 @@ class Past:
                     yield loan, positions
             start = stop
 
-    def _released(self, loan: PastLoan, released: PastRelease, at: int) -> None:
+    def _released(self, loan: RecordedLoan, released: RecordedRelease, at: int) -> None:
         answer = self._open.get((loan.session, loan.name, loan.location))
         if answer is None:
             loan.life.append(released)
         else:
             answer.released.append((released._replace(after=at - answer.at), loan, answer.size))
 
-    def _not_made(self, loan: PastLoan, position: int, index: int, at: int) -> None:
+    def _not_made(self, loan: RecordedLoan, position: int, index: int, at: int) -> None:
         """Note that a packet failed. The rest of the call is credited in the same step, and is not another failure."""
         if not loan.call:  # it was being made when the part began
-            loan.life.append(PastRelease(at - (loan.granted_at or 0), index, (range(position, position + 1),)))
+            loan.life.append(RecordedRelease(at - (loan.granted_at or 0), index, (range(position, position + 1),)))
         elif not loan.failures or loan.failures[-1][0] != at:
             loan.failures.append((at, position, Reason.DEVICE_FULL))
             if loan.call in self._calls:  # it may be granted later: it waits for room on the device
@@ -295,28 +295,28 @@ class Past:
     def _segment_ended(self, row: ft.SegmentEnded, index: int, at: int) -> None:
         loan = self._segments.pop(row.segment, None)
         if loan is not None and loan.granted_at is not None:
-            loan.life.append(PastRelease(at - loan.granted_at, index, (range(1),)))
+            loan.life.append(RecordedRelease(at - loan.granted_at, index, (range(1),)))
 
     # --- recalls ---
 
     def _recall(self, row: fx.SendRecall, _: int, at: int) -> None:
-        where = row.session, row.name, row.location
+        borrower = row.session, row.name, row.location
         known = self._numbers.get((row.session, row.recall))
         if known is not None:  # it is raised; or late, and repeated with what is left
             known[1].size = max(known[1].size, row.size)
         else:
-            answer = Answered(row.size, at)
-            self.answers[where].append(answer)
-            self._open[where] = answer
-            self._numbers[row.session, row.recall] = where, answer
+            answer = RecordedAnswer(row.size, at)
+            self.answers[borrower].append(answer)
+            self._open[borrower] = answer
+            self._numbers[row.session, row.recall] = borrower, answer
 
     def _recall_answered(self, row: ev.AnswerRecall, _: int, at: int) -> None:
-        where, answer = self._numbers.get((row.session, row.recall), (None, None))
-        if where is not None and answer is not None:
+        borrower, answer = self._numbers.get((row.session, row.recall), (None, None))
+        if borrower is not None and answer is not None:
             answer.after = at - answer.at
             answer.has_heard = row.size >= answer.size
-            if self._open.get(where) is answer:
-                del self._open[where]
+            if self._open.get(borrower) is answer:
+                del self._open[borrower]
 
     def _recalled(self, row: fx.Recalled, _: int, __: int) -> None:
         self._happened.recalled(row)
@@ -324,12 +324,12 @@ class Past:
             self._open.pop((row.session, row.name, row.location), None)
 
     def _moved(self, row: ft.SessionMoved, _: int, __: int) -> None:
-        for where in [where for where in self._open if where[0] == row.session]:
-            del self._open[where]
+        for borrower in [borrower for borrower in self._open if borrower[0] == row.session]:
+            del self._open[borrower]
 
     # --- what is not in the trace ---
 
-    def life_of(self, loan: PastLoan) -> list[PastRelease]:
+    def life_of(self, loan: RecordedLoan) -> list[RecordedRelease]:
         """Return how a loan is released. What was never granted lasts as long as the model's loans did most often.
 
         Nobody can know how long its program would have kept it. If none of the model's loans was released, it lasts
@@ -338,40 +338,40 @@ class Past:
         typical = self._typical.get((loan.name, loan.location, loan.is_segment))
         if loan.granted_at is not None or typical is None:
             return loan.life
-        return [PastRelease(typical, 0, (range(loan.count),))]
+        return [RecordedRelease(typical, 0, (range(loan.count),))]
 
     def _typical_lives(self) -> dict[tuple[ModelName, Location, bool], int]:
         lives: defaultdict[tuple[ModelName, Location, bool], list[int]] = defaultdict(list)
-        for loan in self.everything():
+        for loan in self.all_loans():
             if loan.life:
                 lives[loan.name, loan.location, loan.is_segment].append(loan.life[-1].after)
         return {key: statistics.median_low(found) for key, found in lives.items()}
 
 
-def is_uncounted(asked: PastLoan | PastDeclaration) -> bool:
+def is_uncounted(asked: RecordedLoan | RecordedDeclaration) -> bool:
     """Say whether a request is not counted: nobody feels its refusal, or the trace does not say what became of it."""
-    return asked.outcome is None or (asked.ahead if isinstance(asked, PastLoan) else not asked.asks_for_more)
+    return asked.outcome is None or (asked.ahead if isinstance(asked, RecordedLoan) else not asked.asks_for_more)
 
 
-def _shape(loan: PastLoan) -> tuple[Any, ...]:
+def _shape(loan: RecordedLoan) -> tuple[Any, ...]:
     return loan.session, loan.name, loan.location, loan.extent_bytes, loan.count, loan.is_segment
 
 
-_READ: Mapping[type, Callable[[Past, Any, int, int], None]] = {
-    ev.Allocate: Past._allocate,
-    trace.Create: Past._create,
-    ev.Declare: Past._declare,
-    ft.DeclarationSet: Past._declaration_set,
-    ev.InputsDrained: Past._drained,
-    trace.Outcome: Past._outcome,
-    ft.Debited: Past._debited,
-    ft.SegmentBegan: Past._segment_began,
-    CreditedRuns: Past._credited,
-    ft.SegmentCredited: Past._segment_credited,
-    ft.SegmentEnded: Past._segment_ended,
-    fx.SendRecall: Past._recall,
-    ev.AnswerRecall: Past._recall_answered,
-    fx.Recalled: Past._recalled,
-    ft.SessionMoved: Past._moved,
+_READ: Mapping[type, Callable[[Recording, Any, int, int], None]] = {
+    ev.Allocate: Recording._allocate,
+    trace.Create: Recording._create,
+    ev.Declare: Recording._declare,
+    ft.DeclarationSet: Recording._declaration_set,
+    ev.InputsDrained: Recording._drained,
+    trace.Outcome: Recording._outcome,
+    ft.Debited: Recording._debited,
+    ft.SegmentBegan: Recording._segment_began,
+    CreditedRuns: Recording._credited,
+    ft.SegmentCredited: Recording._segment_credited,
+    ft.SegmentEnded: Recording._segment_ended,
+    fx.SendRecall: Recording._recall,
+    ev.AnswerRecall: Recording._recall_answered,
+    fx.Recalled: Recording._recalled,
+    ft.SessionMoved: Recording._moved,
 }
 """How each kind of row is read."""

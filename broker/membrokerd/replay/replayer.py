@@ -1,4 +1,4 @@
-"""The world of a replay: the recorded programs around the core, with a clock that stands still but for the rows.
+"""The replayer: the recorded programs around the core, with a clock that stands still but for the rows.
 
 The core is the daemon's own, and so are its decisions. Around it, extents are made at once, and programs do what they
 did: they ask at the same times, keep a loan as long, and answer recalls after the same time with the same part. The
@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
+import math
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from ..ext import Broker, Denied, Location, ModelName, SegmentName, SessionRow, policy
@@ -18,24 +21,25 @@ from ..ext import effects as fx
 from ..ext import events as ev
 from ..ext import facts as ft
 from . import trace
-from .answers import LAST, Answers
 from .changes import Changes, Unplayable
 from .deaths import Deaths
 from .figures import Tally
-from .past import Past, PastLoan, is_uncounted
 from .reading import Part
+from .recording import BorrowerKey, RecordedAnswer, RecordedLoan, Recording, is_uncounted
 
 AUDIT_NS = 100_000_000
+LAST = math.inf
+"""The place of what the trace does not place: behind the rows of the same time."""
 MAX_DEADLINES = 5_000_000
 """How many deadlines of the core may pass in one part. A recall without an answer has one every `recall_seconds`."""
 Reply = Callable[[fx.Result | Denied, fx.Waited | None], None]
 
 
-class World:
+class Replayer:
     """One part, replayed with other numbers. `replayed` counts what becomes of the requests."""
 
-    def __init__(self, part: Part, past: Past, changes: Changes, replayed: Tally) -> None:
-        self._part, self._past, self._changes = part, past, changes
+    def __init__(self, part: Part, recording: Recording, changes: Changes, replayed: Tally) -> None:
+        self._part, self._recording, self._changes = part, recording, changes
         self._tally = replayed
         self._rules = changes.rules(part.begin.rules)
         # What was lent when the part began was lent under earlier rules.
@@ -51,11 +55,11 @@ class World:
         self._sessions: dict[int, int] = {}
         self._recorded: dict[int, int] = {}
         """By session of the core: the session in the trace."""
-        self._loans: dict[int, PastLoan] = {}
+        self._loans: dict[int, RecordedLoan] = {}
         """By call of the core, which is the request id, too."""
-        self.extents: dict[PastLoan, range] = {}
+        self.extents: dict[RecordedLoan, range] = {}
         self._models: dict[ModelName, tuple[int | None, dict[Location, int]]] = {}
-        self._answers = Answers(self, past)
+        self._answers = Answers(self, recording)
         self._deaths = Deaths(self.broker, self.tell)
         self._stuck: int | None = None
         self._deadlines = 0
@@ -123,7 +127,7 @@ class World:
             return
         while self._events:
             step = self.broker.step(self._events[0], self.now)
-            waits = {one.call: one for one in step.effects if isinstance(one, fx.Waited)}
+            waits = {waited.call: waited for waited in step.effects if isinstance(waited, fx.Waited)}
             for effect in step.effects:
                 if isinstance(effect, fx.Answer):
                     reply = self._replies.pop(effect.call, None)
@@ -162,7 +166,7 @@ class World:
 
     def _drain(self, drain: fx.DrainInputs) -> None:
         """Let a request be refused when it was, in the trace; else behind this row."""
-        at, index = self._past.drained.get(drain.call, (self.now, self._index))
+        at, index = self._recording.drained.get(drain.call, (self.now, self._index))
         self.do_later(max(self.now, at), index, lambda: self.tell(ev.InputsDrained(drain.call)))
 
     def _row(self, session: int) -> SessionRow | None:
@@ -245,7 +249,7 @@ class World:
     # --- requests ---
 
     def _allocate(self, _: ev.Allocate | trace.Create | ft.Debited | ft.SegmentBegan) -> None:
-        for loan in self._past.loans.get(int(self._index), ()):
+        for loan in self._recording.loans.get(int(self._index), ()):
             found = self._row(loan.session)
             if loan.outcome is not None and loan.is_decided:
                 if not is_uncounted(loan):
@@ -255,7 +259,7 @@ class World:
             elif loan.is_segment and not loan.call:
                 self._borrow_for_nobody(loan)
 
-    def _borrow(self, loan: PastLoan, session: int) -> None:
+    def _borrow(self, loan: RecordedLoan, session: int) -> None:
         def make(call: int) -> ev.Event:
             self._loans[call] = loan
             if not loan.is_segment:
@@ -284,7 +288,7 @@ class World:
 
         self._ask(make, lambda result, wait: self._decided(loan, session, result, wait), loan.call)
 
-    def _borrow_for_nobody(self, loan: PastLoan) -> None:
+    def _borrow_for_nobody(self, loan: RecordedLoan) -> None:
         """Lend a segment whose writer had left before the part began: another session writes it, and leaves."""
         writer = -self.broker.ledger.revision - 1
         self._session_began(
@@ -304,7 +308,7 @@ class World:
             self._borrow(loan, found.session)
             self._request(ev.Goodbye, found.session)
 
-    def _decided(self, loan: PastLoan, session: int, result: fx.Result | Denied, wait: fx.Waited | None) -> None:
+    def _decided(self, loan: RecordedLoan, session: int, result: fx.Result | Denied, wait: fx.Waited | None) -> None:
         reason = result.reason.value if isinstance(result, Denied) else ""
         if (self._part.is_journal and not loan.call) or not is_uncounted(loan):
             self._tally.answered(loan.name, loan.location, reason, wait.waited_ns if wait else None)
@@ -315,20 +319,20 @@ class World:
         if isinstance(result, fx.SegmentView):
             self._seal(loan, session, result)
             return
-        for after, index, positions in self._past.life_of(loan):
+        for after, index, positions in self._recording.life_of(loan):
             ids = self.extents[loan]
             self.do_later(
                 self.now + after,
                 index if loan.granted_at is not None else LAST,
-                (session, [ids[one.start : one.stop] for one in positions]),
+                (session, [ids[run.start : run.stop] for run in positions]),
             )
 
-    def _seal(self, loan: PastLoan, session: int, segment: fx.SegmentView) -> None:
+    def _seal(self, loan: RecordedLoan, session: int, segment: fx.SegmentView) -> None:
         """Seal a segment at once, so that it lasts until it is deleted. Sessions that attach it are charged nothing."""
         number, name = segment.segment, segment.name
         self._request(ev.SealSegment, session, number)
         self._request(ev.DetachSegment, session, number)
-        if life := self._past.life_of(loan):
+        if life := self._recording.life_of(loan):
             delete_at = self.now + life[-1].after
             self.do_later(delete_at, LAST, lambda: self._request(ev.DeleteSegment, None, name, number))
 
@@ -340,7 +344,7 @@ class World:
             self._request(ev.Release, session, tuple(held[start : start + policy.MAX_RELEASE]))
 
     def _declare(self, row: ev.Declare) -> None:
-        asked, session = self._past.declared[int(self._index)], self._sessions.get(row.session, 0)
+        asked, session = self._recording.declared[int(self._index)], self._sessions.get(row.session, 0)
 
         def answered(result: fx.Result | Denied, wait: fx.Waited | None) -> None:
             if not is_uncounted(asked):
@@ -353,7 +357,7 @@ class World:
 
     def _declaration_set(self, row: ft.DeclarationSet) -> None:
         session = self._sessions.get(row.session, 0)
-        if session and int(self._index) in self._past.preset:
+        if session and int(self._index) in self._recording.unasked_declarations:
             self._request(ev.Declare, session, row.name, row.location, row.declared_bytes)
 
     def _cancel(self, row: ev.CancelWait) -> None:
@@ -362,7 +366,7 @@ class World:
 
     # --- operators ---
 
-    def _told(self, _: trace.Told) -> None:
+    def _books_complete(self, _: trace.BooksComplete) -> None:
         self.broker.change_rules(self._rules)
 
     def _quota(self, row: ft.QuotaSet) -> None:
@@ -375,36 +379,137 @@ class World:
         self.tell(ev.Elapsed())
 
 
-_ACTS: Mapping[type, Callable[[World, Any], None]] = {
-    ft.SessionBegan: World._session_began,
-    ft.SessionMoved: World._session_moved,
-    ft.SessionEnded: World._settled,
-    ft.LocationSettled: World._settled,
-    ft.ModelBegan: World._model_began,
-    ft.ModelAsked: World._model_asked,
-    ft.ModelJoined: World._model_joined,
-    ft.ModelLeft: World._model_left,
-    ft.ModelEnded: lambda world, _: world._deaths.audit(),
-    ft.Debited: World._allocate,
-    ft.SegmentBegan: World._allocate,
-    ft.DeclarationSet: World._declaration_set,
-    ft.QuotaSet: World._quota,
-    trace.Told: World._told,
-    trace.Answering: World._answering,
-    trace.Create: World._allocate,
-    trace.DaemonStops: World._stopping,
-    ev.Allocate: World._allocate,
-    ev.Declare: World._declare,
-    ev.CancelWait: World._cancel,
-    ev.SetDraining: lambda world, row: world.tell(ev.SetDraining(0, row.draining)),
+@dataclass(slots=True)
+class _Asked:
+    """A recall that a program works on. It looks at the `size` when it releases: `heard` is what it saw last."""
+
+    size: int
+    heard: int
+    given: int = 0
+
+
+class Answers:
+    """How programs answer recalls: as they did, after the same time and with the same part of what is asked."""
+
+    def __init__(self, replayer: Replayer, recording: Recording) -> None:
+        self._replayer = replayer
+        self._recording = recording
+        self._asked: dict[tuple[int, int], _Asked] = {}
+        self._answered: Counter[BorrowerKey] = Counter()
+
+    def recall(self, recall: fx.SendRecall, recorded: int) -> None:
+        """Answer a recall of the session that is `recorded` in the trace.
+
+        Its first as its first there, and so on; one more as its last, or else as another session of its model.
+        """
+        asked = self._asked.get((recall.session, recall.recall))
+        if asked is not None:  # it is raised; or late, and repeated with what is left
+            asked.size = max(asked.size, recall.size)
+            return
+        self._asked[recall.session, recall.recall] = _Asked(recall.size, recall.size)
+        borrower = recorded, recall.name, recall.location
+        number, known = self._answered[borrower], self._recording.answers.get(borrower, [])
+        self._answered[borrower] += 1
+        answer = known[min(number, len(known) - 1)] if known else None
+        if answer is None:
+            answer = next(
+                (found[-1] for key, found in self._recording.answers.items() if key[1:] == borrower[1:]), None
+            )
+        if answer is None:  # nothing like it was recorded: it releases all that is asked, at once
+            self._give_later(recall, Fraction(1), (), 0, LAST)
+            self._say(recall, 0, has_heard=True)
+        else:
+            self._answer(recall, answer)
+
+    def _answer(self, recall: fx.SendRecall, answer: RecordedAnswer) -> None:
+        total = after = 0
+        for row, together in itertools.groupby(answer.released, lambda entry: entry[0].row):
+            own: list[int] = []
+            size = of = 0
+            for released, loan, asked in together:
+                of = asked
+                ids, after = self._replayer.extents.get(loan, range(0)), released.after
+                for positions in released.positions:
+                    own += ids[positions.start : positions.stop]
+                    size += len(positions) * loan.extent_bytes
+            total += size
+            self._give_later(recall, Fraction(total, max(1, of)), tuple(own), after, row)
+        if answer.after is not None:
+            self._say(recall, answer.after, has_heard=answer.has_heard)
+        elif total >= answer.size:  # its last byte ended it
+            self._say(recall, after, has_heard=False)
+
+    def _give_later(self, recall: fx.SendRecall, part: Fraction, own: tuple[int, ...], after: int, row: float) -> None:
+        """Release, in some time, what is then missing of a part of all that is asked for."""
+
+        def give() -> None:
+            asked = self._asked.get((recall.session, recall.recall))
+            if asked is not None:
+                asked.heard = asked.size
+                size = math.ceil(part * asked.size) - asked.given
+                asked.given += size
+                self._give_back(recall, size, own)
+
+        self._replayer.do_later(self._replayer.now + after, row, give)
+
+    def _say(self, recall: fx.SendRecall, after: int, *, has_heard: bool) -> None:
+        def say() -> None:
+            asked = self._asked.pop((recall.session, recall.recall), None)
+            if asked is not None:
+                size = asked.size if has_heard else asked.heard
+                self._replayer.tell(ev.AnswerRecall(recall.session, recall.recall, size))
+
+        self._replayer.do_later(self._replayer.now + after, LAST, say)
+
+    def _give_back(self, recall: fx.SendRecall, size: int, own: tuple[int, ...]) -> None:
+        """Let a session release `size` bytes: the extents that it did release, if it has them, then its newest ones."""
+        row = self._replayer.broker.ledger.sessions.get(recall.session)
+        if row is None:
+            return
+        mine = {
+            extent: loan.extent_bytes
+            for extent, loan in row.extents.items()
+            if (loan.name, loan.location) == (recall.name, recall.location)
+        }
+        chosen: list[int] = []
+        for extent in [*(extent for extent in own if extent in mine), *sorted(mine.keys() - set(own), reverse=True)]:
+            if size <= 0:
+                break
+            chosen.append(extent)
+            size -= mine[extent]
+        self._replayer.release(recall.session, chosen)
+
+
+_ACTS: Mapping[type, Callable[[Replayer, Any], None]] = {
+    ft.SessionBegan: Replayer._session_began,
+    ft.SessionMoved: Replayer._session_moved,
+    ft.SessionEnded: Replayer._settled,
+    ft.LocationSettled: Replayer._settled,
+    ft.ModelBegan: Replayer._model_began,
+    ft.ModelAsked: Replayer._model_asked,
+    ft.ModelJoined: Replayer._model_joined,
+    ft.ModelLeft: Replayer._model_left,
+    ft.ModelEnded: lambda replayer, _: replayer._deaths.audit(),
+    ft.Debited: Replayer._allocate,
+    ft.SegmentBegan: Replayer._allocate,
+    ft.DeclarationSet: Replayer._declaration_set,
+    ft.QuotaSet: Replayer._quota,
+    trace.BooksComplete: Replayer._books_complete,
+    trace.Answering: Replayer._answering,
+    trace.Create: Replayer._allocate,
+    trace.DaemonStops: Replayer._stopping,
+    ev.Allocate: Replayer._allocate,
+    ev.Declare: Replayer._declare,
+    ev.CancelWait: Replayer._cancel,
+    ev.SetDraining: lambda replayer, row: replayer.tell(ev.SetDraining(0, row.draining)),
 }
 """What happens by each kind of row; the others are what followed then."""
-_EFFECTS: Mapping[type, Callable[[World, Any], None]] = {
-    fx.Make: World._make,
-    fx.DrainInputs: World._drain,
-    fx.SendRecall: lambda world, recall: world._answers.recall(recall, world._recorded[recall.session]),
-    fx.Recalled: lambda world, recalled: world._tally.recalled(recalled),
-    fx.Seal: lambda world, effect: world._events.append(ev.Sealed(effect.segment)),
-    fx.Drop: lambda world, effect: world._events.append(ev.Dropped(effect.segment)),
+_EFFECTS: Mapping[type, Callable[[Replayer, Any], None]] = {
+    fx.Make: Replayer._make,
+    fx.DrainInputs: Replayer._drain,
+    fx.SendRecall: lambda replayer, recall: replayer._answers.recall(recall, replayer._recorded[recall.session]),
+    fx.Recalled: lambda replayer, recalled: replayer._tally.recalled(recalled),
+    fx.Seal: lambda replayer, effect: replayer._events.append(ev.Sealed(effect.segment)),
+    fx.Drop: lambda replayer, effect: replayer._events.append(ev.Dropped(effect.segment)),
 }
 """What the core's effects lead to; the others are for a daemon."""

@@ -41,10 +41,10 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """The books of the moment at which the part begins are told; what follows has happened since."""
+class BooksComplete:
+    """All books of the moment at which the part begins were written; what follows has happened since."""
 
-    told: bool = True
+    complete: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ Row = (
     | fx.SendRecall
     | fx.Recalled
     | ft.Fact
-    | Told
+    | BooksComplete
     | Create
     | Outcome
     | Answering
@@ -108,7 +108,7 @@ Row = (
 FORMS: Mapping[type, records.Form] = {
     kind: records.Form(records.to_json(tag), kind)
     for tag, kind in {
-        "books told": Told,
+        "books told": BooksComplete,
         "asked": ev.Allocate,
         "asked for a segment": Create,
         "asked to declare": ev.Declare,
@@ -165,7 +165,7 @@ def is_sound(row: Row) -> bool:
 
 def head(begin: Begin) -> str:
     """Return the first line of a part."""
-    rules = {one.name: _PLAIN[one.name][0](getattr(begin.rules, one.name)) for one in fields(policy.Rules)}
+    rules = {field.name: _PLAIN[field.name][0](getattr(begin.rules, field.name)) for field in fields(policy.Rules)}
     return records.to_json({_MAGIC: VERSION, "why": begin.why, "at": begin.at, "now": begin.now, "rules": rules}) + "\n"
 
 
@@ -188,7 +188,7 @@ def _read_head(text: str) -> Begin:
         version, given = found[_MAGIC], found["rules"]
         if version != VERSION:
             raise records.Unusable("other-version", f"has the format {version!r:.20}, and this version reads {VERSION}")
-        rules = policy.Rules(**{one.name: _PLAIN[one.name][1](given[one.name]) for one in fields(policy.Rules)})
+        rules = policy.Rules(**{field.name: _PLAIN[field.name][1](given[field.name]) for field in fields(policy.Rules)})
         if not 0 < rules.granularity <= rules.segment_extent_bytes:
             raise ValueError
         return Begin(str(found["why"]), records.size(found["at"]), records.size(found["now"]), rules)

@@ -17,7 +17,7 @@ from tests.support.journals import write as write_journal
 from tests.support.recorded import recorded
 
 import membrokerd.replay.__main__ as replay_process
-from membrokerd.replay import world
+from membrokerd.replay import replayer
 
 pytestmark = pytest.mark.deep
 
@@ -163,7 +163,7 @@ def test_a_recall_that_is_repeated_forever_is_one_sentence(
     rows += ['[2,["recall",1,7,["b","m"],"device",2097152,1]]\n[31536000000000,["books told",true]]\n']
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(rows))
-    monkeypatch.setattr(world, "MAX_DEADLINES", 1_000)
+    monkeypatch.setattr(replayer, "MAX_DEADLINES", 1_000)
     asked = {"files": [str(path)], "location": "device", "capacity": None, "quotas": []}
     told = io.StringIO()
     with monkeypatch.context() as patch, contextlib.redirect_stderr(told):

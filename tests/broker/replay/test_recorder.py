@@ -21,9 +21,9 @@ from membrokerd.core.machine import Broker
 from membrokerd.core.names import ModelName, SegmentName
 from membrokerd.replay import recorder, trace
 from membrokerd.replay.figures import Tally
-from membrokerd.replay.past import Past
 from membrokerd.replay.reading import read
 from membrokerd.replay.recorder import Recorder
+from membrokerd.replay.recording import Recording
 
 NAME = ModelName("acme", "llama-7b")
 SECRETS = {"process": "4711:99", "client": "python serve.py", "endpoint": "acme", "token_hash": "beef"}
@@ -261,7 +261,7 @@ def test_a_day_may_release_each_extent_a_hundred_times(tmp_path: Path) -> None:
             half = policy.MAX_COUNT // 2
             file.write(f'[{day},["credited",{core.session},[[{first},5],[{first + half},{half}]],"released"]]\n')
     (part,) = read(path)
-    loans = list(Past(part, Tally()).everything())
+    loans = list(Recording(part, Tally()).all_loans())
     assert len(loans) == 140
     assert {loan.life[0].positions for loan in loans} == {(range(5), range(half, 2 * half))}
 
