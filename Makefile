@@ -84,11 +84,12 @@ bench-gpu:  ## what the broker costs on a GPU: make bench-gpu OPTIONS='--json FI
 bench-serving:  ## vLLM engines that share one GPU, beside static parts: make bench-serving OPTIONS='--json FILE --plot FILE'
 	PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker:$(CURDIR):$$PYTHONPATH" $(PYTHON) -m benchmarks.serving $(OPTIONS)
 
-check: $(STAMP) proto-check  ## format, lint, types, import contracts, stale stubs and pages, spelling, prose, the site
+check: $(STAMP) proto-check  ## format, lint, types, import contracts, private accesses, stale stubs and pages, spelling, prose, the site
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.private_access
 	$(BIN)/codespell
 	$(BIN)/python -m tools.prose
 	$(BIN)/python -m tools.picture --check
