@@ -126,7 +126,7 @@ class Recorder:
         if isinstance(event, ev.RegisterModel) and event.answers is not None:
             answering.append((event.session, event.name))
         for session, name in answering:
-            yield trace.Answering(session, name, self._broker.books.recallable.answers(session, name))
+            yield trace.AnswersRecalls(session, name, self._broker.books.recallable.answers(session, name))
         if step.effects:
             yield from self._decisions(step.effects)
 
@@ -158,7 +158,9 @@ def _lines_of(
     To make the rows of 16,384 requests that wait would take 100 ms of a turn of the event loop.
     """
     answers = (
-        trace.Answering(session, name, answers=True) for name, all_ in answering.items() for session in sorted(all_)
+        trace.AnswersRecalls(session, name, answers=True)
+        for name, all_ in answering.items()
+        for session in sorted(all_)
     )
     waiting = _rows_of(replace(event, wait_ns=wait) for event, wait in waits)
     rows: tuple[Iterable[trace.Row], ...] = _rows_of(books), [trace.BooksComplete()], answers, more, waiting

@@ -226,7 +226,7 @@ class Replayer:
     def _model_joined(self, row: ft.ModelJoined) -> None:
         self._register(self._sessions.get(row.session, 0), row.name, None)
 
-    def _answering(self, row: trace.Answering) -> None:
+    def _answering(self, row: trace.AnswersRecalls) -> None:
         self._register(self._sessions.get(row.session, 0), row.name, row.answers)
 
     def _register(self, session: int, name: ModelName, answers: bool | None) -> None:
@@ -495,7 +495,7 @@ _ACTS: Mapping[type, Callable[[Replayer, Any], None]] = {
     ft.DeclarationSet: Replayer._declaration_set,
     ft.QuotaSet: Replayer._quota,
     trace.BooksComplete: Replayer._books_complete,
-    trace.Answering: Replayer._answering,
+    trace.AnswersRecalls: Replayer._answering,
     trace.Create: Replayer._allocate,
     trace.DaemonStops: Replayer._stopping,
     ev.Allocate: Replayer._allocate,

@@ -74,7 +74,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Answering:
+class AnswersRecalls:
     """Whether a session answers recalls of a model from now on."""
 
     session: int
@@ -102,7 +102,7 @@ Row = (
     | BooksComplete
     | Create
     | Outcome
-    | Answering
+    | AnswersRecalls
     | DaemonStops
 )
 FORMS: Mapping[type, records.Form] = {
@@ -118,7 +118,7 @@ FORMS: Mapping[type, records.Form] = {
         "recall": fx.SendRecall,
         "recall answered": ev.AnswerRecall,
         "recall ended": fx.Recalled,
-        "answers recalls": Answering,
+        "answers recalls": AnswersRecalls,
         "lent": ft.Debited,
         "credited": ft.Credited,
         "declared": ft.DeclarationSet,

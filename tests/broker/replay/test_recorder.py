@@ -226,8 +226,8 @@ def test_a_part_says_which_sessions_answer_recalls(tmp_path: Path) -> None:
     core.recorder.begin("the rules have changed")
     core.recorder.close()
     last = read(tmp_path / "trace.jsonl")[-1]
-    said = [row for _, row in last.rows if isinstance(row, trace.Answering)]
-    assert said == [trace.Answering(core.session, answering, answers=True)]
+    said = [row for _, row in last.rows if isinstance(row, trace.AnswersRecalls)]
+    assert said == [trace.AnswersRecalls(core.session, answering, answers=True)]
     replayed(tmp_path / "trace.jsonl")
 
 
