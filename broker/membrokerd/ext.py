@@ -5,8 +5,8 @@ and `all_gpus`: nothing of the kernel knows them, and a newcomer may leave them 
 pyproject.toml keeps both so. A name here is a promise to extensions; what has none may change freely.
 
 A name is imported when an extension asks for it: `python -m membrokerd.replay` needs neither the configuration's
-pydantic nor an event loop, and `--all` no core. So each name stands twice, for the type checker and in `_MODULES`;
-tests/broker/test_ext.py compares the two. This module must have nothing of its own.
+pydantic nor an event loop, and `--all` neither protobuf nor the core's machine. So each name stands twice, for the type
+checker and in `_MODULES`; tests/broker/test_ext.py compares the two. This module must have nothing of its own.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from .core.names import SegmentName as SegmentName  # tenant, model and the segment's own name
     from .core.rows import SessionRow as SessionRow  # a session in the ledger
     from .restart import records as records  # the format of facts in a journal
-    from .restart.systemd import started_by_systemd as started_by_systemd  # whether this process is a service
     from .system import files as files  # files that nobody else could have put there
     from .system import logs as logs  # the daemon's log
     from .system.device_directory import DeviceDirectory as DeviceDirectory  # a directory that one process owns
     from .system.device_directory import DirectoryError as DirectoryError  # why that is not possible
     from .system.sd_notify import Heartbeat as Heartbeat  # tells systemd that the event loop turns
     from .system.sd_notify import notify as notify  # tells systemd this process's state
+    from .system.sd_notify import started_by_systemd as started_by_systemd  # whether this process is a service
 
 _MODULES = {
     "Broker": "core.machine",
@@ -72,7 +72,7 @@ _MODULES = {
     "policy": "core",
     "records": "restart",
     "snapshot": "core",
-    "started_by_systemd": "restart.systemd",
+    "started_by_systemd": "system.sd_notify",
 }
 """Where each name comes from. In a package it is a module."""
 

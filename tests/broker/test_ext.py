@@ -15,7 +15,7 @@ from membrokerd import ext
 
 ROOT = Path(membrokerd.__file__).parent
 EXTENSIONS = [*sorted(ROOT.glob("observe/*.py")), *sorted(ROOT.glob("replay/*.py")), ROOT / "all_gpus.py"]
-HEAVY = ("pydantic", "grpc", "google", "asyncio", "cuda", "pynvml", "prometheus_client")
+HEAVY = {"pydantic", "grpc", "google", "asyncio", "cuda", "pynvml", "prometheus_client", "membrokerd.core.machine"}
 
 
 def imports(path: Path) -> list[ast.ImportFrom]:
@@ -52,8 +52,15 @@ def test_each_name_is_used_by_an_extension() -> None:
     assert used == set(listed())
 
 
-def test_a_replay_starts_without_what_only_a_daemon_needs() -> None:
+@pytest.mark.parametrize(
+    ("module", "needed"),
+    [
+        ("replay.__main__", {"membrokerd.core.machine"}),
+        ("all_gpus", {"pydantic", "asyncio"}),  # the configuration is read before
+    ],
+)
+def test_an_extension_starts_without_what_it_does_not_need(module: str, needed: set[str]) -> None:
     """pydantic alone takes as long as all that a replay does import."""
-    script = f"import membrokerd.replay.__main__, sys; print(*sys.modules.keys() & {set(HEAVY)!r})"
+    script = f"import membrokerd.{module}, sys; print(*sys.modules.keys() & {HEAVY!r})"
     found = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
-    assert found.stdout.split() == []
+    assert set(found.stdout.split()) == needed

@@ -14,8 +14,8 @@ from html import escape
 
 from .cached_text import CachedText
 from .catalog import DAEMON_RESTARTS, DAEMON_UP
+from .html_document import document
 from .metrics_server import shut
-from .status_page import document
 
 FETCH_SECONDS = 3.0
 """How long one daemon may take to answer. It answers a scrape with an error after 2 s itself."""

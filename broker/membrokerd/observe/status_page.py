@@ -16,35 +16,12 @@ from membroker.vmm import format_size
 
 from ..ext import snapshot
 from . import catalog
+from .html_document import document
 from .metrics import MetricsView
 from .pictures import COLOURS, DEFINITIONS, FREE, NOT_LENT, OTHERS, UNACCOUNTED, BarPart, bar, chart, refusals
 
-REFRESH_SECONDS = 5
 MOST_TENANTS, MOST_MODELS, MOST_PARTS = 64, 200, 20
 """Shown on the page: the tenants, the models, and the models in a tenant's bar that use the most. /metrics has all."""
-
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1d2126; --paper: #fbfbfa; --faint: #6a7078; --line: #d9dce0;
-  --free: #e3efe4; --rest: #eceef1; --bad: #b3261e; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e8ea; --paper: #17191c; --faint: #9aa1a9; --line: #33383e;
-  --free: #24382a; --rest: #24282d; --bad: #ff8a80; } }
-body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 24px auto;
-  max-width: 960px; padding: 0 16px; }
-h1 { font-size: 20px; margin: 0; } h2 { font-size: 16px; margin: 28px 0 8px; }
-p { margin: 4px 0; color: var(--faint); } .bad { color: var(--bad); font-weight: 600; }
-svg { display: block; width: 100%; } svg.bar { height: 34px; border-radius: 3px; background: var(--free); }
-svg.chart text { font: 12px system-ui, sans-serif; fill: var(--faint); }
-.grid { stroke: var(--line); stroke-width: .5; } .capacity { fill: none; stroke: var(--ink); stroke-dasharray: 4 3; }
-.guarantee { stroke: #0a7d33; stroke-width: 3; } .limit { stroke: #b3261e; stroke-width: 3; }
-.refused { fill: #b3261e; } .waiting { fill: none; stroke: #e08a2c; stroke-width: 1.5; }
-.key { display: flex; flex-wrap: wrap; gap: 4px 16px; padding: 6px 0; margin: 0; list-style: none; font-size: 13px; }
-.key i { display: inline-block; width: 11px; height: 11px; margin-right: 5px; border-radius: 2px; }
-.key svg { display: inline-block; width: 11px; height: 11px; margin-right: 5px; }
-table { border-collapse: collapse; width: 100%; font-size: 13px; }
-th, td { text-align: right; padding: 3px 8px; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { color: var(--faint); font-weight: 500; } .name { text-align: left; overflow-wrap: anywhere; white-space: normal; }
-.wide { overflow-x: auto; }
-"""
 
 
 def page(view: MetricsView, ended: Mapping[str, int]) -> str:
@@ -72,16 +49,6 @@ def page(view: MetricsView, ended: Mapping[str, int]) -> str:
     parts += ["<h2>Models</h2>", _models(view)]
     parts.append('<p><a href="/metrics">/metrics</a> has all numbers.</p>')
     return document(f"membroker: {device.name}", DEFINITIONS + "".join(parts))
-
-
-def document(title: str, body: str) -> str:
-    """Return HTML around a page's body, which has only safe text."""
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>{body}</body></html>"
-    )
 
 
 def _at(seconds: float) -> str:

@@ -7,10 +7,11 @@ from pathlib import Path
 from ..config.config import Config
 from ..system import logs
 from ..system.device_directory import DirectoryError
+from ..system.sd_notify import started_by_systemd
 from .descriptor_store import Mirror, StoredDescriptors
 from .keeper_client import open_keeper
 from .keeper_connection import OwnedElsewhere
-from .systemd import open_systemd, started_by_systemd, systemd_available
+from .systemd import open_systemd, systemd_available
 
 
 async def open_mirror(config: Config, keeper_socket: Path, owner: str) -> tuple[Mirror | None, StoredDescriptors]:

@@ -151,11 +151,6 @@ def systemd_available(configured_maximum: int = 0) -> bool:
     return bool(os.environ.get("NOTIFY_SOCKET")) and _maximum(configured_maximum) > 0
 
 
-def started_by_systemd() -> bool:
-    """Return whether this is the main process of a systemd service. systemd says so from version 248 on."""
-    return os.environ.get("SYSTEMD_EXEC_PID") == str(os.getpid())
-
-
 def open_systemd(configured_maximum: int = 0) -> tuple[SystemdMirror, StoredDescriptors]:
     """Return a mirror in systemd's store, and the descriptors that a predecessor left there; raises OSError.
 

@@ -15,6 +15,11 @@ STALE_SECONDS = 5.0
 """An event loop without a beat for this long hangs: no turn should take a tenth of a second."""
 
 
+def started_by_systemd() -> bool:
+    """Return whether this is the main process of a systemd service. systemd says so from version 248 on."""
+    return os.environ.get("SYSTEMD_EXEC_PID") == str(os.getpid())
+
+
 def connect() -> socket.socket | None:
     """Return a socket that is connected to systemd's, or None if it gave none. Raises `OSError`."""
     address = os.environ.get("NOTIFY_SOCKET", "")

@@ -206,7 +206,7 @@ def test_an_attach_without_descriptors_for_its_copies_holds_nothing(scarce: Call
 
 
 def test_a_segment_that_ends_while_copies_are_queued_leaks_nothing() -> None:
-    """The reader said that it has let go, and its packet still waits for a full socket: the copies are its connection's."""
+    """The reader said that it has let go, and its packet waits for a full socket: the copies are its connection's."""
 
     async def story(world: World) -> None:
         writer, reader = await world.open(), await world.open()
