@@ -76,5 +76,5 @@ def test_many_workers_with_weights_that_stand_once(daemon: Daemon) -> None:
 
 def test_a_transformers_model_generates_in_borrowed_memory(daemon: Daemon) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed here: pip install transformers")
-    (line,) = run(daemon, "transformers_generate.py")
+    (line,) = run(daemon, "transformers_torch_memory.py")
     assert line == "2 MiB are borrowed; the same tokens: True"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,11 @@ def test_a_module_in_a_pool_of_torchs_is_published(daemon: Daemon) -> None:
         ),
         ("torch_turns.py", ["worker 2 is refused", "worker 2 serves with 32 MiB: 2"]),
         ("torch_shared_weights.py", ["3 of 3 workers answer", "once for all"]),
+        pytest.param(
+            "transformers_torch_memory.py",
+            ["the same tokens: True"],
+            marks=pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed here"),
+        ),
     ],
 )
 def test_the_examples(daemon: Daemon, name: str, words: list[str]) -> None:

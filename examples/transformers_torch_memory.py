@@ -1,12 +1,10 @@
 """A transformers model that generates in borrowed memory, with transformers' own classes unchanged.
 
-python examples/transformers_generate.py     (MEMBROKER_ENDPOINT, or the default endpoint)
+python examples/transformers_torch_memory.py     (MEMBROKER_ENDPOINT, or the default endpoint)
 
 On a GPU torch borrows all that it allocates: weights, KV cache and workspaces. With the host driver, where torch has no
 pools, the weights are in a segment. The model is a tiny Llama with random weights, so nothing is downloaded.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -20,14 +18,13 @@ try:
 except ImportError as error:
     raise SystemExit(f"this example needs PyTorch and transformers: {error}") from None
 
-SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+SIZE = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 
 
 def build() -> Any:
     """Return the model; the same weights each time."""
     torch.manual_seed(0)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**SIZES, **heads, initializer_range=0.5, eos_token_id=None)).eval()
+    return LlamaForCausalLM(LlamaConfig(**SIZE, num_attention_heads=4, initializer_range=0.5, eos_token_id=None)).eval()
 
 
 def answer(module: Any) -> list[int]:
@@ -40,16 +37,14 @@ def main() -> None:
     """Compare the answer in borrowed memory with the one in torch's own."""
     with membroker.connect() as client:
         model, module = client.register_model("transformers", limit="1GiB"), build()
+        expected = answer(module.to("cpu" if client.driver_kind == "host" else "cuda"))
         if client.driver_kind == "host":
-            expected = answer(module)
             with publish_module(model, "weights", module) as segment:
                 attach_module(segment, module)
-                borrowed = answer(module)
-                used = model.stats().books["device"].used_bytes
+                borrowed, used = answer(module), model.stats().books["device"].used_bytes
                 del module
             client.delete_segment("transformers/weights")
         else:
-            expected = answer(module.cuda())
             with TorchMemory(model) as memory, memory.use():
                 module = build().to(memory.device)
                 borrowed, used = answer(module), memory.lent_bytes
