@@ -127,8 +127,8 @@ def test_the_capacity_is_the_gpus_total_less_headroom_and_anchor(gpu: CudaDriver
     text = 'driver = "cuda"' + (f'\nheadroom = "{headroom}"' if headroom else "")
     with a_runtime_directory() as directory, by_command(directory, text) as status:
         books = status["locations"]["device"]
-    assert books["capacity"] == (memory.total - kept - granule) // granule * granule
-    assert (books["headroom"], books["device_total"]) == (kept, memory.total)
+    assert books["capacity_bytes"] == (memory.total - kept - granule) // granule * granule
+    assert (books["headroom_bytes"], books["device_total_bytes"]) == (kept, memory.total)
 
 
 @contextmanager

@@ -176,17 +176,17 @@ class Scene:
         lent = {name: one.ask("sum(buffer.size for buffer in kept)") for name, one in self.workers.items()}
         assert lent == {name: self.HELD[name] for name in self.workers}
         segments = self.WEIGHTS + self.SHELF
-        until(lambda: self.operator.device()["device_used"] == sum(lent.values()) + segments + ANCHOR_BYTES)
-        until(lambda: self.operator.device()["unaccounted"] == 0)
+        until(lambda: self.operator.device()["device_used_bytes"] == sum(lent.values()) + segments + ANCHOR_BYTES)
+        until(lambda: self.operator.device()["unaccounted_bytes"] == 0)
         books = self.operator.device()
-        assert (books["lent"], books["releasing"]) == (sum(lent.values()) + segments, 0)
+        assert (books["lent_bytes"], books["releasing_bytes"]) == (sum(lent.values()) + segments, 0)
         assert tell("status")["detached_sessions"] == 0
         names = {one.ask("client.session"): name for name, one in self.workers.items()}
-        assert {names[row["name"]]: row["books"]["device"]["used"] for row in tell("sessions")} == lent
+        assert {names[row["name"]]: row["books"]["device"]["used_bytes"] for row in tell("sessions")} == lent
         held = {row["name"].rpartition("/")[2]: (row["state"], row["sessions"]) for row in tell("segments")}
         assert held == {"weights": ("sealed", 2), "shelf": ("sealed", 0)}
         red = sum(size for name, size in lent.items() if name != "stranger") + segments
-        used = {row["name"]: row["books"]["device"]["used"] for row in tell("models")}
+        used = {row["name"]: row["books"]["device"]["used_bytes"] for row in tell("models")}
         assert used["tenants/red/models/m"] == red
         assert used["tenants/blue/models/m"] == lent.get("stranger", 0)
 
@@ -199,8 +199,8 @@ class Scene:
         for one in self.workers.values():
             one.do("client.close()")
 
-        until(lambda: self.operator.device()["lent"] + self.operator.device()["releasing"] == 0)
-        until(lambda: self.operator.device()["device_used"] == ANCHOR_BYTES)
+        until(lambda: self.operator.device()["lent_bytes"] + self.operator.device()["releasing_bytes"] == 0)
+        until(lambda: self.operator.device()["device_used_bytes"] == ANCHOR_BYTES)
 
 
 def kept_by_systemd(machine: Machine) -> int:
@@ -296,7 +296,7 @@ def test_a_worker_that_dies_while_there_is_no_daemon_is_settled_by_the_next(mach
         scene.workers.pop("stranger").kill()
         machine.run("systemctl", "start", UNIT)
         until(lambda: scene.operator.tell("status")["sessions"] == len(scene.workers))
-        until(lambda: scene.operator.device()["releasing"] == 0)
+        until(lambda: scene.operator.device()["releasing_bytes"] == 0)
         scene.call()
         scene.end_calls()
         scene.attach_what_nobody_holds()
@@ -312,7 +312,7 @@ def test_a_commanded_limit_outlives_the_daemon(machine: Machine) -> None:
         machine.run("rm", "-r", "/run/membroker")
         machine.run("systemctl", "start", UNIT)
         (row,) = operator.tell("quota", "list")
-        assert (row["name"], row["limit"]) == ("tenants/red/models/m", 64 * MIB)
+        assert (row["name"], row["limit_bytes"]) == ("tenants/red/models/m", 64 * MIB)
 
 
 def test_systemctl_reload_changes_limits_of_the_running_daemon(machine: Machine) -> None:
@@ -322,7 +322,7 @@ def test_systemctl_reload_changes_limits_of_the_running_daemon(machine: Machine)
         daemon = machine.daemon()
 
         def limits() -> dict[str, int | None]:
-            return {row["name"]: row["books"]["device"]["limit"] for row in operator.tell("tenants")}
+            return {row["name"]: row["books"]["device"]["limit_bytes"] for row in operator.tell("tenants")}
 
         machine.configure({**CONFIGURED, "tenants": {**TENANTS, "red": {"owner": ALICE, "limit": "64MiB"}, "new": {}}})
         machine.run("systemctl", "reload", UNIT)
