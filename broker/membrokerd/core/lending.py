@@ -176,41 +176,22 @@ class Lending:
 
     def _emit(self, session: int, call: Call, part: int) -> None:
         """Have a packet sent, if its segment exists; else have it made, from the stock if that can serve all of it."""
-        ids, size = call.packet(part)
-        number, parts = call.request_id, len(call.states)
+        ids, extent_bytes = call.packet(part)
+        request_id, parts = call.request_id, len(call.states)
         if call.sends:
-            self._books.emit(
-                fx.Send(
-                    session=session,
-                    request_id=number,
-                    part=part,
-                    parts=parts,
-                    ids=ids,
-                    extent_bytes=size,
-                    segment=call.segment,
-                )
-            )
+            self._books.emit(fx.Send(session, request_id, part, parts, ids, extent_bytes, call.segment))
             return
-        stocked = not call.segment and self._stock.take(call.location, size, len(ids))
+        stocked = not call.segment and self._stock.take(call.location, extent_bytes, len(ids))
         if stocked:
-            self._books.making[call.location] -= size * len(ids)  # it exists
+            self._books.making[call.location] -= extent_bytes * len(ids)  # it exists
             call.stocked.add(part)
         answer = call.result if parts == 1 else None
-        self._books.emit(
-            fx.Make(
-                tenant=call.name.tenant,
-                session=session,
-                request_id=number,
-                part=part,
-                parts=parts,
-                ids=ids,
-                extent_bytes=size,
-                location=call.location,
-                segment=call.segment,
-                stocked=stocked,
-                answer=answer,
-            )
+        tenant, location, segment = call.name.tenant, call.location, call.segment
+        # By position, with the names of the fields: keywords take 0.3 of the 21 us of an extent.
+        packet = fx.Make(
+            tenant, session, request_id, part, parts, ids, extent_bytes, location, segment, stocked, answer
         )
+        self._books.emit(packet)
 
     # --- outcomes ---
 

@@ -108,19 +108,12 @@ def to_event(call: int, session: int, tenant: str, request_id: int, request: Mes
     match request:
         case bpb.AllocateExtentsRequest():
             name, location = parse_model(request.model), parse_location(request.location)
-            size, count = request.extent_bytes, request.count
+            extent_bytes, count = request.extent_bytes, request.count
             wait_ns = _wait_ns(request) if request.HasField("wait") else None
+            ahead, wanted_bytes = request.ahead, request.wanted_bytes
+            # By position, with the names of the fields: keywords take 0.3 us more.
             return ev.Allocate(
-                call=call,
-                session=session,
-                request_id=request_id,
-                name=name,
-                location=location,
-                extent_bytes=size,
-                count=count,
-                wait_ns=wait_ns,
-                ahead=request.ahead,
-                wanted_bytes=request.wanted_bytes,
+                call, session, request_id, name, location, extent_bytes, count, wait_ns, ahead, wanted_bytes
             )
         case bpb.ReleaseExtentsRequest():
             return ev.Release(call, session, request_id, tuple(request.extent_ids))
