@@ -201,7 +201,7 @@ def test_declared_memory_is_charged_and_credited(daemon: Daemon, transport: str)
     with worker() as engine:
         engine.connect(daemon, transport=transport)
         engine.do("model = client.register_model('m', limit='64MiB'); model.declare(50_000_001)")
-        books = engine.ask("(lambda b: [b.used, b.declared, b.extents])(model.stats().books['device'])")
+        books = engine.ask("(lambda b: [b.used_bytes, b.declared_bytes, b.extents])(model.stats().books['device'])")
         assert books == [50_000_001, 50_000_001, 0]
         assert daemon.books().lent_bytes == 50_000_001
         refused = engine.refused("model.declare('65MiB')")
