@@ -70,7 +70,7 @@ def test_a_liar_is_named_and_shown_and_the_honest_are_not(transport: str) -> Non
         (row,) = (line for line in command(daemon).splitlines() if line.split()[0] == str(liar.pid))
         assert row.split()[2:] == [*["64.0", "MiB"], *["0", "B"] * 2, *["64.0", "MiB"], "red/m"]
         (told,) = (one for one in json.loads(command(daemon, "--json")) if one["pid"] == liar.pid)
-        assert (told["used"], told["charged"], told["excess"]) == (64 * MIB, 0, 64 * MIB)
+        assert (told["used_bytes"], told["charged_bytes"], told["excess_bytes"]) == (64 * MIB, 0, 64 * MIB)
         with open(f"/proc/{liar.pid}/comm", encoding="utf-8") as comm:
             assert told["command"] == seen[liar.pid].command == comm.read().strip()
 

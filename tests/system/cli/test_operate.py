@@ -144,7 +144,6 @@ def test_a_session_whose_process_closed_its_connection(daemon: Daemon) -> None:
         assert forgotten["books"]["device"] == {
             "location": "device",
             "used_bytes": 192 * MIB,
-            "used": 192 * MIB,  # the old spelling
             "extents": 96,
         }
         model.allocate("256MiB").close()
@@ -287,7 +286,7 @@ def test_an_exit_that_is_taken_back(daemon: Daemon, engine: Worker, change: str)
 def test_programs_get_the_same_as_json(daemon: Daemon, engine: Worker) -> None:
     shown = json.loads(good(daemon, "drain", "--json"))
     assert shown["device"]["draining"] is True
-    assert [(one["pid"], one["books"]["device"]["used"]) for one in shown["sessions"]] == [(engine.pid, 16 * MIB)]
+    assert [(one["pid"], one["books"]["device"]["used_bytes"]) for one in shown["sessions"]] == [(engine.pid, 16 * MIB)]
     assert shown["segments"] == []
     assert json.loads(good(daemon, "undrain", "--json"))["draining"] is False
     engine.do("kept.close()")
@@ -417,11 +416,10 @@ def test_tenants_with_what_they_use_and_may(daemon: Daemon, engine: Worker) -> N
     ]
     good(daemon, "quota", "set", "red", "--limit", "64MiB")
     (red,) = [each for each in json.loads(good(daemon, "tenants", "--json")) if each["name"] == "tenants/red"]
-    old = {"used": 16 * MIB, "limit": 64 * MIB}  # the spellings of the release before
     sizes = {"used_bytes": 16 * MIB, "limit_bytes": 64 * MIB, "guarantee_bytes": 0, "weight": 1, "waiting_bytes": 0}
     assert red == {
         "name": "tenants/red",
-        "books": {"device": {"location": "device", **sizes, **old}},
+        "books": {"device": {"location": "device", **sizes}},
         "models": 1,
         "sessions": 1,
     }

@@ -154,7 +154,7 @@ def test_json_has_bytes_for_programs(daemon: Daemon, model: Path) -> None:
     assert (loaded["name"], loaded["size"], loaded["tensors"], loaded["location"]) == (name, size, 2, "device")
     assert loaded["rate"] > 0
     (listed,) = json.loads(good(*more))
-    assert (listed["name"], listed["state"], listed["size"], listed["sessions"]) == (name, "sealed", size, 0)
+    assert (listed["name"], listed["state"], listed["size_bytes"], listed["sessions"]) == (name, "sealed", size, 0)
     assert listed["generation"] == loaded["generation"]
     shown = json.loads(good("show", "m/weights", *more))
     assert (shown["generation"], shown["metadata"]) == (loaded["generation"], {"format": "pt", "made_by": "a test"})
