@@ -10,7 +10,7 @@ import membroker
 try:
     import numpy
 
-    from membroker.memory.dlpack import export
+    from membroker.dlpack import export
 except ImportError as error:
     raise SystemExit(f"this example needs NumPy: {error}") from None
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+from membroker.admin import Admin
 from membroker.arguments import bytes_of
-from membroker.cli.admin import Admin
 from membroker.vmm import Driver, Location, format_size, open_driver
 
 from .. import machine

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .segment import Segment
     from .session.recalls import DEFERRED
     from .shared_pool import SharedMemoryPool
-    from .types import *
+    from .types import Disconnected, Draining, Forgotten, Notice, Resumed, Stopping, Undrained
 
 __version__ = "0.1.0"
 
@@ -36,7 +36,6 @@ __all__ = [
     "DEFERRED",
     "AccessDenied",
     "AlreadyMapped",
-    "Available",
     "BrokerUnavailable",
     "Buffer",
     "Client",
@@ -44,27 +43,20 @@ __all__ = [
     "CompactionFailed",
     "DescriptorLimit",
     "DeviceFailure",
-    "DeviceStatus",
     "Disconnected",
     "Draining",
     "Forgotten",
-    "GlobalMemoryStats",
     "GrowableBuffer",
     "InvalidOffset",
     "InvalidPageSize",
     "InvalidRequest",
     "LocalSource",
-    "LocationBooks",
     "MembrokerError",
-    "MemoryStats",
     "Model",
     "ModelAlreadyExists",
-    "ModelBooks",
     "ModelConflict",
     "ModelInUse",
     "ModelNotFound",
-    "ModelStatus",
-    "Move",
     "NotFound",
     "NotMapped",
     "Notice",
@@ -72,7 +64,6 @@ __all__ = [
     "OutOfMemory",
     "OutOfPhysicalMemory",
     "OutOfVirtualMemory",
-    "PoolMapping",
     "ProtocolError",
     "Recall",
     "Resumed",
@@ -81,13 +72,8 @@ __all__ = [
     "SegmentNotFound",
     "SegmentNotSealed",
     "SegmentNotWritable",
-    "SegmentStatus",
-    "SessionBooks",
     "SessionLost",
-    "SessionStatus",
     "SharedMemoryPool",
-    "SleepRequest",
-    "SleepStatus",
     "SparseArray",
     "StillMapped",
     "Stopping",
@@ -103,26 +89,33 @@ _ELSEWHERE = {
     "DEFERRED": "session.recalls",
     "Buffer": "memory.buffer",
     "Client": "client",
+    "Disconnected": "types",
+    "Draining": "types",
+    "Forgotten": "types",
     "GrowableBuffer": "memory.growable",
     "LocalSource": "memory.local_source",
     "Model": "model",
+    "Notice": "types",
     "Recall": "model",
+    "Resumed": "types",
     "Segment": "segment",
     "SharedMemoryPool": "shared_pool",
     "SparseArray": "memory.sparse",
+    "Stopping": "types",
+    "Undrained": "types",
     "VirtualMemoryPool": "pool",
     "connect": "client",
 }
-"""The module of each public name that is neither an error nor a status value."""
+"""The module of each public name that is not an error."""
 
+if not TYPE_CHECKING:  # a type checker would take every name from it
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'membroker' has no attribute {name!r}")
-    home = import_module(f"membroker.{_ELSEWHERE.get(name, 'errors')}")
-    value = getattr(home if hasattr(home, name) else import_module("membroker.types"), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'membroker' has no attribute {name!r}")
+        value = getattr(import_module(f"membroker.{_ELSEWHERE.get(name, 'errors')}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

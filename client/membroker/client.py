@@ -26,11 +26,9 @@ from .types import Decision, DeviceStatus, ModelStatus, Notice, SegmentStatus, S
 from .v1 import broker_pb2 as pb
 from .v1.resources_pb2 import Limit
 from .vmm.driver import Driver, Location
+from .wire.names import LIMIT_VARIABLE, MODEL_VARIABLE
 
 logger = logging.getLogger("membroker")
-
-MODEL_VARIABLE = "MEMBROKER_MODEL"
-LIMIT_VARIABLE = "MEMBROKER_LIMIT"
 
 
 def connect(
@@ -83,6 +81,13 @@ def connect(
                 has_logged = True
         time.sleep(min(pause, left))
     raise AssertionError("pauses() has no end")
+
+
+def enter(
+    endpoint: str | os.PathLike[str] | None = None, *, observer: bool = False, client: str | None = None
+) -> Client:
+    """Do as `connect`, for a command: an absent broker is an error at once, and so is one that goes away in a call."""
+    return Client(Session(endpoint, observer=observer, client=client))
 
 
 class Client(Closing):

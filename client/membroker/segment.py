@@ -20,7 +20,6 @@ from .dtypes import dtype_of
 from .errors import BrokerUnavailable, InvalidRequest, SegmentNotWritable
 from .interrupts import Operation, device_failures, uninterrupted
 from .memory.lifetime import AtAddress, MappedMemory
-from .memory.views import Span
 from .safetensors import ALIGNMENT, TensorIndex, numpy_array, read_index, segment_size, write_index
 from .session import messages
 from .session.messages import location_name, location_to_wire
@@ -29,6 +28,7 @@ from .types import SegmentStatus
 from .v1 import broker_pb2 as pb
 from .v1 import resources_pb2
 from .v1.handoff_pb2 import Frame
+from .views import Span
 from .vmm.driver import AccessFlags, Driver, Handle, Location
 from .vmm.sizes import MIB, format_size
 from .wire.names import MAX_WAIT_SECONDS

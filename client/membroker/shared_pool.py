@@ -11,19 +11,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
-from .arguments import bytes_of, check_page_size, location_of
-from .closing import Closing
+from . import LocalSource, VirtualMemoryPool
 from .errors import BrokerUnavailable, ClosedError, InvalidRequest, ModelAlreadyExists, ModelInUse, ModelNotFound
-from .interrupts import uninterrupted
-from .memory.lender import Lender, Placement, Source, source_of
-from .memory.local_source import Budget, LocalSource, borrowing
-from .pool.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool
+from .ext import Budget, Closing, Placement, Source, arguments, uninterrupted
 from .types import GlobalMemoryStats, MemoryStats
 from .vmm.driver import Driver, Location
 
 if TYPE_CHECKING:
-    from .client import Client
-    from .model import Model
+    from . import Client, Model
 
 
 class SharedMemoryPool(Closing):
@@ -40,15 +35,15 @@ class SharedMemoryPool(Closing):
         self,
         lender: Client | LocalSource,
         physical_limit: int | str | None = None,
-        page_size: int | str = DEFAULT_PAGE_SIZE,
+        page_size: int | str = "64MiB",
         location: Location | str = Location.DEVICE,
     ) -> None:
         self._lender = lender
         self._budget = Budget(
-            None if physical_limit is None else bytes_of("physical_limit", physical_limit), "shared pool"
+            None if physical_limit is None else arguments.bytes_of("physical_limit", physical_limit), "shared pool"
         )
         self._page_size = page_size
-        self._location = location_of(location)
+        self._location = arguments.location_of(location)
         # The value is None while a model is being registered.
         self._models: dict[str, _Hosted | None] = {}
         self._lock = threading.Lock()
@@ -87,9 +82,9 @@ class SharedMemoryPool(Closing):
 
     def _host(self, model_id: str, virtual_capacity: int | str, limit: int | str | None) -> _Hosted:
         if isinstance(self._lender, LocalSource):
-            own = [] if limit is None else [Budget(bytes_of("limit", limit), "model")]
+            own = [] if limit is None else [Budget(arguments.bytes_of("limit", limit), "model")]
             return _Hosted(self._pool(self._lender, virtual_capacity, own), None)
-        check_page_size(self._page_size, self._lender.granularity)
+        arguments.check_page_size(self._page_size, self._lender.granularity)
         on_device = self._location is Location.DEVICE
         with ExitStack() as undo:
             model = self._lender.register_model(
@@ -103,8 +98,8 @@ class SharedMemoryPool(Closing):
             undo.pop_all()
         return hosted
 
-    def _pool(self, source: Source | Lender, virtual_capacity: int | str, own: list[Budget]) -> VirtualMemoryPool:
-        counted = _Counted(source, [self._budget, *own])
+    def _pool(self, lender: Model | LocalSource, virtual_capacity: int | str, own: list[Budget]) -> VirtualMemoryPool:
+        counted = _Counted(lender, [self._budget, *own])
         return VirtualMemoryPool(counted, virtual_capacity, self._page_size, self._location)
 
     def pool(self, model_id: str) -> VirtualMemoryPool:
@@ -227,10 +222,11 @@ class _Hosted:
 class _Counted:
     """A source whose extents count against budgets (a `Source`)."""
 
-    def __init__(self, lender: Source | Lender, budgets: Sequence[Budget]) -> None:
+    def __init__(self, lender: Model | LocalSource, budgets: Sequence[Budget]) -> None:
         self.lender = lender
-        self._source = source = source_of(lender)
+        self._source: Source = lender if isinstance(lender, LocalSource) else lender.source
         self._budgets = budgets
+        source = self._source
         self.track, self.untrack, self.later = source.track, source.untrack, source.later
         # The budgets count memory of extents: what the process allocates itself is charged by the lender only.
         self.charge, self.credit = source.charge, source.credit
@@ -251,7 +247,7 @@ class _Counted:
         wanted_bytes: int = 0,
     ) -> None:
         """Debit the budgets, then borrow. Only the lender lets it wait: the budgets refuse at once."""
-        key = borrowing()
+        key = Budget.key()
         try:
             for budget in self._budgets:
                 budget.debit(extent_bytes * count, key)
@@ -271,7 +267,7 @@ class _Counted:
     def interrupted(self) -> None:
         """Credit the rest of this thread's interrupted borrowing."""
         for budget in self._budgets:
-            budget.credit([borrowing()])
+            budget.credit([Budget.key()])
         self._source.interrupted()
 
 

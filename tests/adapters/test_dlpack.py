@@ -19,9 +19,9 @@ from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.sizes import MIB
 
 import membroker
+from membroker import dlpack
+from membroker.dlpack import DlpackTensor, export
 from membroker.errors import ClosedError, InvalidOffset, InvalidRequest, NotMapped
-from membroker.memory import dlpack
-from membroker.memory.dlpack import DlpackTensor, export
 from membroker.model import Model
 from membroker.segment import publish_arrays
 
@@ -447,7 +447,7 @@ def test_tensors_that_outlive_the_interpreter(shared_daemon: Daemon) -> None:
     pytest.importorskip("torch")
     code = f"""
         import threading, numpy, torch, membroker
-        from membroker.memory.dlpack import export
+        from membroker.dlpack import export
         client = membroker.connect({str(shared_daemon.endpoint())!r})
         buffer = client.register_model("last").allocate("1MiB")
         tensor = torch.from_dlpack(export(buffer, "BF16", (4,)))

@@ -15,6 +15,7 @@ import membroker
 from membroker import errors, vmm
 from membroker import safetensors as tensor_index
 from membroker.managed import hints as managed
+from membroker.types import Move
 from membroker.v1 import error_reason_pb2
 
 REASONS = [
@@ -74,7 +75,7 @@ ARGUMENTS: dict[type[Exception], tuple[Any, ...]] = {
     membroker.OutOfMemory: ("full", "MODEL_LIMIT", {"level": "model", "requested_bytes": "8", "limit_bytes": "100"}),
     membroker.OutOfVirtualMemory: (8, 5),
     managed.PrefetchFailed: (1, ENTRY, (ENTRY,), ValueError("why")),
-    membroker.CompactionFailed: ("the driver failed", [membroker.Move(4, 0, 2)]),
+    membroker.CompactionFailed: ("the driver failed", [Move(4, 0, 2)]),
     **dict.fromkeys(
         (vmm.DriverError, vmm.DriverOutOfMemory, vmm.DriverLimit, vmm.DriverUnavailable),
         ("mmap", "ENOMEM", 12, "a hint"),

@@ -20,7 +20,6 @@ from tests.fuzz.corpus import bent, budget, lasting
 
 from membroker.dtypes import dtype_of
 from membroker.errors import InvalidRequest, MembrokerError
-from membroker.memory.views import Views
 from membroker.safetensors import (
     MAX_HEADER_BYTES,
     InvalidTensorIndex,
@@ -30,6 +29,7 @@ from membroker.safetensors import (
     read_index,
     write_index,
 )
+from membroker.views import Views
 
 NUMPY_DTYPES = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "I16": "i2", "U16": "u2", "F16": "f2", "I32": "i4", "U32": "u4", "F32": "f4",

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import membroker
 import membroker.managed.hints
+import membroker.types
 import membroker.vmm
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +30,7 @@ def rows(page: Path, column: str) -> list[list[str]]:
 def is_here(name: str) -> bool:
     """Return whether a name of the column "here" exists in a module, a class, or its instances."""
     head, _, member = name.partition(".")
-    modules: list[ModuleType] = [membroker, membroker.vmm, membroker.managed.hints]
+    modules: list[ModuleType] = [membroker, membroker.types, membroker.vmm, membroker.managed.hints]
     for module in modules:
         if (owner := getattr(module, head, None)) is not None:
             return not member or hasattr(owner, member) or _is_set(owner, member)

@@ -14,7 +14,7 @@ from tests.support.daemons import DEADLINE_SECONDS
 from tools import site
 
 import membroker
-from membroker import errors
+from membroker import errors, types
 from membroker.cli.main import _parser as client_parser
 from membrokerd.core.denied import Reason
 
@@ -45,6 +45,8 @@ def test_the_reference_has_every_public_name_once() -> None:
     public = {f"membroker.{name}" for name in membroker.__all__ if name != "__version__"}
     for module in ("vmm", "managed", "kv", "testing"):
         public |= {f"membroker.{module}.{name}" for name in importlib.import_module(f"membroker.{module}").__all__}
+    values = [name for name, kind in vars(types).items() if getattr(kind, "__module__", "") == types.__name__]
+    public |= {f"membroker.types.{name}" for name in values if name not in membroker.__all__}
     assert sorted(listed) == sorted(set(listed))
     assert sorted(public - set(listed)) == []
 

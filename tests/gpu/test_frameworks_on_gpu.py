@@ -20,8 +20,8 @@ from tests.support.daemons import Daemon, running, until
 from tests.support.sizes import MIB
 
 import membroker
+from membroker.dlpack import CUDA, export
 from membroker.errors import InvalidRequest
-from membroker.memory.dlpack import CUDA, export
 from membroker.model import Model
 from membroker.segment import publish_arrays
 from membroker.vmm import DriverUnavailable

@@ -18,8 +18,8 @@ from tests.support.gpu import near, on_gpu, used
 from tests.support.sizes import MIB
 
 import membroker
+from membroker.dlpack import export
 from membroker.errors import NotMapped, OutOfMemory
-from membroker.memory.dlpack import export
 from membroker.model import Model
 from membroker.vmm.cuda.driver import CudaDriver
 

@@ -16,8 +16,9 @@ from tests.system.test_reload import hang_up, reload, written
 
 import membroker
 from membroker import Client, MembrokerError, OutOfMemory
+from membroker.admin import Admin, QuotaStatus
 from membroker.cli import doctor
-from membroker.cli.admin import Admin, QuotaStatus
+from membroker.types import Available
 from membroker.v1 import admin_pb2
 from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm import Location
@@ -67,7 +68,7 @@ def test_the_rest_is_for_everybody_and_the_guarantee_for_its_owner(
         assert (caught.value.level, caught.value.available_bytes) == ("capacity", 160 * MIB)
         with batch.allocate("160MiB"):
             chat = red.register_model("chat", limit="128MiB")
-            assert chat.available() == membroker.Available(96 * MIB, 128 * MIB, 64 * MIB, 96 * MIB, 96 * MIB)
+            assert chat.available() == Available(96 * MIB, 128 * MIB, 64 * MIB, 96 * MIB, 96 * MIB)
             other = red.register_model("other")
             assert other.available().now_bytes == 32 * MIB, "the model's own 64 are kept for it in its tenant, too"
             with other.allocate("32MiB"), chat.allocate("64MiB"):

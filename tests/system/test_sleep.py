@@ -143,7 +143,7 @@ def test_a_program_is_asked_in_its_own_thread(daemon: Daemon) -> None:
             "told = []\n"
             "def tell(request):\n"
             "    told.append((request.wake, request.keep_weights))\n"
-            "    return membroker.SleepStatus('waking' if request.wake else 'asleep', 5, 6, 'fine')\n"
+            "    return membroker.types.SleepStatus('waking' if request.wake else 'asleep', 5, 6, 'fine')\n"
             "model.on_sleep(tell)"
         )
         (row,) = ask(daemon, wake=True).sessions

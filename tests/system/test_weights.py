@@ -18,8 +18,8 @@ from tests.support.sizes import MIB
 from tests.system.test_reload import reload
 
 from membroker import MembrokerError
+from membroker.admin import Admin, QuotaStatus
 from membroker.cli import main as cli
-from membroker.cli.admin import Admin, QuotaStatus
 from membroker.v1 import admin_pb2
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb

@@ -12,13 +12,10 @@ import threading
 from collections import deque
 from contextlib import suppress
 
-from ..arguments import bytes_of
+from .. import Model
 from ..errors import DeviceFailure, OutOfMemory
-from ..interrupts import device_failures, uninterrupted
-from ..memory.region import joined
-from ..memory.views import Span
-from ..model import Model
-from ..vmm.sizes import MIB, round_up
+from ..ext import Span, arguments, device_failures, uninterrupted
+from ..vmm.sizes import MIB, joined, round_up
 
 logger = logging.getLogger("membroker")
 
@@ -37,7 +34,7 @@ class BlockLending:
 
     def __init__(self, model: Model, chunk_bytes: int | str = CHUNK_BYTES) -> None:
         self._model = model
-        self._chunk_bytes = bytes_of("a chunk", chunk_bytes, at_least=1)
+        self._chunk_bytes = arguments.bytes_of("a chunk", chunk_bytes, at_least=1)
         self._chunks: list[_Chunk] = []
         self._blocks: dict[int, tuple[_Chunk, int]] = {}
         self._freed: deque[int] = deque()

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from .. import Model
+from ..dlpack import DlpackTensor, Exportable, export, is_numpys
 from ..errors import InvalidRequest, OutOfMemory
-from ..memory.dlpack import DlpackTensor, Exportable, export, is_numpys
-from ..model import Model
 from ._packages import check_card, framework
 from .blocks import CHUNK_BYTES, BlockLending
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..dtypes import word_of
+from ..dlpack import Exportable, export
 from ..errors import InvalidRequest
-from ..memory.dlpack import Exportable, export
+from ..ext import word_of
 from ._packages import framework
 
 _WIDE = {"I64", "U64", "F64"}

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from .. import Model
+from ..dlpack import Exportable, export, is_numpys
 from ..errors import InvalidRequest
-from ..memory.dlpack import Exportable, export, is_numpys
-from ..model import Model
 from ..vmm.driver import Location
 from ._packages import check_card, framework
 from .blocks import CHUNK_BYTES, BlockLending

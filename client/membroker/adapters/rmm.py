@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..arguments import bytes_of
-from ..model import Model
+from .. import Model
+from ..ext import arguments
 from ..vmm.sizes import MIB
 from ._packages import check_card, framework
 from .blocks import BlockLending
@@ -45,8 +45,8 @@ def memory_resource(
 
     return rmm.mr.PoolMemoryResource(
         rmm.mr.CallbackMemoryResource(allocate, deallocate),
-        initial_pool_size=bytes_of("a pool", initial_bytes),
-        maximum_pool_size=None if maximum_bytes is None else bytes_of("a pool", maximum_bytes),
+        initial_pool_size=arguments.bytes_of("a pool", initial_bytes),
+        maximum_pool_size=None if maximum_bytes is None else arguments.bytes_of("a pool", maximum_bytes),
     )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..wire.standard import import_quietly, open_standard_descriptors
+from ..ext import standard
 
 
 def run() -> int:
     """Run one command and return its exit status."""
-    open_standard_descriptors()
-    status: int = import_quietly("membroker.cli.main").main()
+    standard.open_standard_descriptors()
+    status: int = standard.import_quietly("membroker.cli.main").main()
     return status

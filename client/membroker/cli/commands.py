@@ -11,10 +11,10 @@ import signal
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
+from ..ext import names
 from ..vmm.sizes import parse_size
-from ..wire import names
 from . import tables
-from .admin import open_books
+from .books import open_books
 
 Command = Callable[[argparse.Namespace], int]
 

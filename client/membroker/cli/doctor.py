@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import AccessDenied, BrokerAbsent, BrokerUnavailable, MembrokerError
-from ..session.endpoint import VARIABLE, default_device, living_devices, system_directory
+from ..ext import OPEN_PER_SESSION, names, sessions_for
+from ..ext import endpoint as endpoints
 from ..vmm import open_driver
 from ..vmm.driver import DriverError, DriverUnavailable, Location
 from ..vmm.sizes import MIB, format_size
-from ..wire.names import MAX_SOCKET_PATH_BYTES, MAX_TENANT_CHARACTERS
-from ..wire.sessions import OPEN_PER_SESSION, sessions_for
 from . import tables
-from .admin import open_admin, open_books
+from .books import open_admin, open_books
 
 FEW_SESSIONS = 16
 GUARANTEE_STEP = 64 * MIB
@@ -35,7 +34,7 @@ GUARANTEE_STEP = 64 * MIB
 DEFAULT_MAPPINGS = 65_530
 FEW_WATCHES = 8_192
 FEW_INSTANCES = 16
-LONGEST_ENDPOINT = "gpu-12345678/tenants/" + "n" * MAX_TENANT_CHARACTERS + "/handoff.sock"
+LONGEST_ENDPOINT = "gpu-12345678/tenants/" + "n" * names.MAX_TENANT_CHARACTERS + "/handoff.sock"
 SHORTEST_ENDPOINT = "gpu-12345678/tenants/default/handoff.sock"
 SO_PEERPIDFD = 77
 BROKER_PACKAGES = {
@@ -110,7 +109,13 @@ def examine(endpoint: str | None, env: Mapping[str, str] = os.environ) -> list[C
 
 def _of_daemon(check: Check, endpoint: str | None, env: Mapping[str, str]) -> Check:
     """Return the check of something that only a daemon needs: it passes if no daemon has to be started here."""
-    why = "an endpoint is named" if endpoint or env.get(VARIABLE) else "one runs here" if living_devices(env) else ""
+    why = (
+        "an endpoint is named"
+        if endpoint or env.get(names.ENDPOINT_VARIABLE)
+        else "one runs here"
+        if endpoints.living_devices(env)
+        else ""
+    )
     if check.status == "ok" or not why:
         return check
     return Check(check.name, "ok", f"{check.found}; only a daemon needs it, and {why}")
@@ -281,24 +286,23 @@ def check_runtime_directory(env: Mapping[str, str], uid: int) -> Check:
     if uid and not own:
         advice = "set XDG_RUNTIME_DIR to a directory of your own, or start membrokerd with --runtime-directory DIR"
         return Check("runtime directory", "fail", "XDG_RUNTIME_DIR is not set", advice)
-    directory = Path(own, "membroker") if uid else system_directory(env)
-    if len(os.fsencode(directory / SHORTEST_ENDPOINT)) > MAX_SOCKET_PATH_BYTES:
-        advice = (
-            f"a socket's path has at most {MAX_SOCKET_PATH_BYTES} bytes: choose a shorter one with --runtime-directory"
-        )
+    directory = Path(own, "membroker") if uid else endpoints.system_directory(env)
+    if len(os.fsencode(directory / SHORTEST_ENDPOINT)) > names.MAX_SOCKET_PATH_BYTES:
+        limit = names.MAX_SOCKET_PATH_BYTES
+        advice = f"a socket's path has at most {limit} bytes: choose a shorter one with --runtime-directory"
         return Check("runtime directory", "fail", f"{directory} is too long", advice)
     existing = next(part for part in (directory, *directory.parents) if part.exists())
     if not os.access(existing, os.W_OK | os.X_OK):
         advice = f"make {directory} as root and give it to this user, or choose another with --runtime-directory"
         return Check("runtime directory", "fail", f"{existing} cannot be written to", advice)
-    if len(os.fsencode(directory / LONGEST_ENDPOINT)) > MAX_SOCKET_PATH_BYTES:
+    if len(os.fsencode(directory / LONGEST_ENDPOINT)) > names.MAX_SOCKET_PATH_BYTES:
         return Check("runtime directory", "warn", f"{directory} is long", "tenants with long names will not fit")
     return Check("runtime directory", "ok", str(directory))
 
 
 def check_broker(endpoint: str | None, env: Mapping[str, str]) -> Check:
     """Check whether a broker runs and lets this user in. It fails only for a broker that was named."""
-    is_named = bool(endpoint or env.get(VARIABLE))
+    is_named = bool(endpoint or env.get(names.ENDPOINT_VARIABLE))
     if not is_named and (absent := _no_device(env)):
         found, _, advice = absent.partition(": ")
         return Check("broker", "warn", found, advice)
@@ -327,7 +331,7 @@ def check_broker(endpoint: str | None, env: Mapping[str, str]) -> Check:
 def _no_device(env: Mapping[str, str]) -> str:
     """Return the error's message if no broker runs or ran on this machine, else an empty text."""
     try:
-        default_device(env)
+        endpoints.default_device(env)
     except BrokerAbsent as error:
         return str(error)
     except MembrokerError:  # several, or a directory that this user cannot read

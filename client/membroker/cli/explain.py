@@ -10,12 +10,13 @@ import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
+from ..admin import Admin
 from ..errors import InvalidRequest, ModelNotFound
+from ..ext import names
 from ..types import Decision, ModelStatus
 from ..vmm.sizes import format_size
-from ..wire import names
 from . import commands, tables
-from .admin import Admin, open_books
+from .books import open_books
 from .commands import Commands
 from .sleeping import find_model, unknown_model
 

@@ -12,12 +12,8 @@ import os
 import shutil
 import signal
 import sys
-from contextlib import closing
 
-from ..client import LIMIT_VARIABLE, MODEL_VARIABLE
-from ..session.endpoint import VARIABLE
-from ..session.session import Session
-from ..wire import names
+from ..ext import enter, names
 from . import commands
 from .commands import Commands
 
@@ -63,14 +59,14 @@ def run(options: argparse.Namespace) -> int:
         options.parser.error("the following arguments are required: COMMAND, as in `membroker run -- python serve.py`")
     if options.limit is not None and options.model is None:
         options.parser.error("--limit is the limit of a model: give --model, too")
-    with closing(Session(options.endpoint, observer=True, client="membroker run")) as session:
-        environment = {**os.environ, VARIABLE: str(session.endpoint)}
-    for variable in (MODEL_VARIABLE, LIMIT_VARIABLE):  # those of a program around this one are not meant
+    with enter(options.endpoint, observer=True, client="membroker run") as client:
+        environment = {**os.environ, names.ENDPOINT_VARIABLE: str(client.endpoint)}
+    for variable in (names.MODEL_VARIABLE, names.LIMIT_VARIABLE):  # those of a program around this one are not meant
         environment.pop(variable, None)
     if options.model is not None:
-        environment[MODEL_VARIABLE] = options.model
+        environment[names.MODEL_VARIABLE] = options.model
     if options.limit is not None:
-        environment[LIMIT_VARIABLE] = str(options.limit)
+        environment[names.LIMIT_VARIABLE] = str(options.limit)
     return _become(program, environment)
 
 

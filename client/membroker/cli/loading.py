@@ -18,12 +18,11 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from ..client import Client
+from .. import Client, Model
 from ..errors import InvalidRequest, MembrokerError, ModelAlreadyExists
-from ..model import Model
+from ..ext import enter
 from ..safetensors import InvalidTensorIndex, TensorIndex, read_index
 from ..segment import MAX_HEADER_BYTES, Segment
-from ..session.session import Session
 from ..vmm.sizes import format_size
 from .segment_name import SegmentPath
 
@@ -49,7 +48,7 @@ class Loaded:
 
 def open_worker(endpoint: str | None) -> Client:
     """Return a session that may hold memory: an observer may not. Raises the library's errors."""
-    return Client(Session(endpoint, client="membroker (command)"))
+    return enter(endpoint, client="membroker (command)")
 
 
 def load(

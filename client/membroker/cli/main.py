@@ -15,12 +15,13 @@ import time
 from collections.abc import Sequence
 
 from .. import __version__
+from ..admin import Admin
 from ..errors import MembrokerError
-from ..session.endpoint import VARIABLE, find_device, living_devices
+from ..ext import endpoint as endpoints
+from ..ext import names
 from ..vmm.driver import DriverError
-from ..wire import names
 from . import commands, explain, launch, operate, replay, segments, sleeping, tables, top
-from .admin import Admin, open_books
+from .books import open_books
 from .commands import Command, Commands, Parser, add, add_bare, listing
 from .doctor import missing_packages, run_doctor
 from .sleeping import find_model
@@ -133,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown:
             options.parser.refuse(unknown)
         if getattr(options, "device", None) is not None:
-            options.endpoint = str(find_device(options.device))
+            options.endpoint = str(endpoints.find_device(options.device))
         command: Command = options.command
         return command(options)
     except (MembrokerError, DriverError) as error:
@@ -160,8 +161,8 @@ def _print_no_more() -> None:
 
 def _status(options: argparse.Namespace) -> int:
     """Show the chosen device, else every device that has a living broker."""
-    chosen = options.endpoint or os.environ.get(VARIABLE)
-    devices = [] if chosen else list(map(str, living_devices()))
+    chosen = options.endpoint or os.environ.get(names.ENDPOINT_VARIABLE)
+    devices = [] if chosen else list(map(str, endpoints.living_devices()))
     if len(devices) < 2:
         return _show_status(options.endpoint, options)
     failed = False

@@ -10,12 +10,13 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 
-from ..arguments import location_of, parts_of
+from ..admin import Admin, QuotaStatus
 from ..errors import BrokerUnavailable, NotFound
+from ..ext import arguments
 from ..types import DeviceStatus, SegmentStatus, SessionStatus
 from ..vmm.sizes import format_size
 from . import tables
-from .admin import Admin, QuotaStatus, open_admin, open_device
+from .books import open_admin, open_device
 from .commands import did_you_mean
 
 
@@ -35,10 +36,10 @@ def quota_set(options: argparse.Namespace) -> int:
     with open_admin(options.endpoint) as admin:
         known = _known(admin)  # a tenant that has a quota is known
         try:
-            quota = admin.set_quota(options.name, location_of(options.location), numbers)
+            quota = admin.set_quota(options.name, arguments.location_of(options.location), numbers)
         except NotFound as error:
-            tenant = parts_of(options.name)[0]
-            tenants = {parts_of(name)[0] for name in known}
+            tenant = arguments.parts_of(options.name)[0]
+            tenants = {arguments.parts_of(name)[0] for name in known}
             meant = ": `membroker quota list` shows what is set for it" if tenant in tenants else ""
             raise NotFound(f"{error}{meant or did_you_mean(tenant, sorted(tenants))}", error.reason) from error
         notes = [] if options.json else list(_notes_on(quota, numbers, known, admin))

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ..arguments import parts_of
+from ..admin import Admin, TenantStatus
 from ..errors import MembrokerError
-from ..session.endpoint import VARIABLE, is_device, living_devices
+from ..ext import arguments, names
+from ..ext import endpoint as endpoints
 from ..types import DeviceStatus, ModelStatus
 from ..vmm.driver import DriverError
-from .admin import Admin, TenantStatus, open_books
+from .books import open_books
 
 LATE_SECONDS = 2
 """A broker that has not answered for so long since it was asked again is silent. A shorter delay is not shown."""
@@ -70,7 +71,7 @@ class Readers:
     """A thread for each device, which keeps the device's last snapshot. Devices that appear later get one, too."""
 
     def __init__(self, endpoint: str | None, interval: float, *, admin: bool) -> None:
-        self._endpoint = endpoint or os.environ.get(VARIABLE) or None
+        self._endpoint = endpoint or os.environ.get(names.ENDPOINT_VARIABLE) or None
         self._interval = interval
         self._admin = admin
         self._known: dict[str, Snapshot] = {}
@@ -78,7 +79,7 @@ class Readers:
 
     def first(self) -> None:
         """Start to read, and wait a moment for the first answers. Raises what is wrong where there is no broker."""
-        if self._endpoint or not living_devices():
+        if self._endpoint or not endpoints.living_devices():
             with open_books(self._endpoint, self._admin):  # raises, with what to do
                 pass
         self._look()
@@ -94,7 +95,7 @@ class Readers:
     def _look(self) -> None:
         places = [self._endpoint] if self._endpoint else []
         with suppress(MembrokerError, OSError):
-            places = places or list(map(str, living_devices()))
+            places = places or list(map(str, endpoints.living_devices()))
         for place in places:
             if place not in self._known:
                 self._known[place] = Snapshot(_device_name(place))
@@ -119,7 +120,7 @@ class Readers:
                 moved = {model.name: model.allocations_total + model.releases_total for model in models}
                 rates = {name: max(0, count - before.get(name, count)) / (now - at) for name, count in moved.items()}
                 tenants = books.tenants() if isinstance(books, Admin) else []
-                by_name = {parts_of(tenant.name)[0]: tenant for tenant in tenants}
+                by_name = {arguments.parts_of(tenant.name)[0]: tenant for tenant in tenants}
                 due = time.monotonic() + self._interval
                 self._known[place] = Snapshot(
                     _device_name(place),
@@ -137,7 +138,7 @@ class Readers:
 
 def _is_operator(place: str) -> bool:
     """Say whether a device was named, not a tenant's endpoint, and this user can enter its admin endpoint."""
-    return is_device(Path(place)) and os.access(Path(place, "admin", "grpc.sock"), os.W_OK)
+    return endpoints.is_device(Path(place)) and os.access(Path(place, "admin", "grpc.sock"), os.W_OK)
 
 
 def _device_name(place: str) -> str:
@@ -186,7 +187,7 @@ def _tenants_of(snapshot: Snapshot, models: Sequence[Row]) -> Iterator[Row]:
 
 def _models_of(snapshot: Snapshot) -> Iterator[Row]:
     for model in snapshot.models:
-        tenant, name = parts_of(model.name)[:2]
+        tenant, name = arguments.parts_of(model.name)[:2]
         for books in model.books.values():
             if books.location != "device" and not (books.peak_bytes or books.guarantee_bytes):
                 continue

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from ..ext import names
 from ..vmm.sizes import format_size
-from ..wire import names
 from . import commands, tables
 from .commands import Commands
 from .doctor import missing_packages

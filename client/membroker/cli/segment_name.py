@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..wire.names import NAMES, parse_segment, valid_model, valid_segment, valid_tenant
+from ..ext import names
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +22,17 @@ class SegmentPath:
     @classmethod
     def parse(cls, text: str) -> SegmentPath:
         """Read one of the three, or a resource name. Raises `ValueError`."""
-        if (parts := parse_segment(text)) and parts[1] != "-":
+        if (parts := names.parse_segment(text)) and parts[1] != "-":
             return cls(*parts, is_resource_name=True)
         model, slash, segment = text.rpartition("/")
         tenant, _, within = model.partition("/")
-        if within and valid_tenant(tenant):
+        if within and names.valid_tenant(tenant):
             model = within
         else:
             tenant = ""
-        if not valid_segment(segment) or (slash and not valid_model(model)):
+        if not names.valid_segment(segment) or (slash and not names.valid_model(model)):
             raise ValueError(
-                f"{text!r} is not SEGMENT, MODEL/SEGMENT or TENANT/MODEL/SEGMENT, as in llama-7b/weights: {NAMES}"
+                f"{text!r} is not SEGMENT, MODEL/SEGMENT or TENANT/MODEL/SEGMENT, as in llama-7b/weights: {names.NAMES}"
             )
         return cls(tenant, model, segment)
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ..arguments import parts_of
-from ..client import Client
+from .. import Client
+from ..admin import Admin
 from ..errors import BrokerAbsent
+from ..ext import arguments
+from ..ext import endpoint as endpoints
 from ..safetensors import InvalidTensorIndex
-from ..session.endpoint import find_endpoint
 from ..types import SegmentStatus
 from ..vmm.sizes import format_size
 from . import commands, loading, tables
-from .admin import Admin, is_admin, open_books
+from .books import is_admin, open_books
 from .commands import Commands, add, listing
 from .loading import open_worker
 from .segment_name import SegmentPath
@@ -85,7 +86,7 @@ def _reader(options: argparse.Namespace) -> Client:
     try:
         return open_worker(options.endpoint)
     except BrokerAbsent as error:
-        chosen = find_endpoint(options.endpoint)
+        chosen = endpoints.find_endpoint(options.endpoint)
         own = chosen.with_name(options.name.tenant or chosen.name)
         if own != chosen and (own / "handoff.sock").exists() and not (chosen / "handoff.sock").exists():
             raise BrokerAbsent(
@@ -118,7 +119,7 @@ def _delete(options: argparse.Namespace) -> int:
 def _known_by(books: Admin | Client, name: SegmentPath) -> SegmentStatus | None:
     """Return the segment that the broker will choose for this name, if there is one."""
     for one in books.segments():
-        tenant, model, segment = parts_of(one.name)
+        tenant, model, segment = arguments.parts_of(one.name)
         wanted = (name.tenant or tenant, name.model or model, name.segment)
         if wanted == (tenant, model, segment) and one.state in ("writing", "sealed"):
             return one

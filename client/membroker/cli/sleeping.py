@@ -11,11 +11,12 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 
+from ..admin import Admin, SessionSleep
 from ..errors import BrokerUnavailable, InvalidRequest, MembrokerError, ModelNotFound
 from ..types import SleepStatus
 from ..vmm.sizes import format_size
 from . import commands, tables
-from .admin import Admin, SessionSleep, open_admin
+from .books import open_admin
 
 ASK_AGAIN_SECONDS = 0.2
 WITHIN_SECONDS = 5.0

@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ..arguments import parts_of
+from ..admin import ProcessStatus, QuotaStatus, TenantBooks, TenantStatus
+from ..ext import arguments
 from ..safetensors import TensorInfo
 from ..types import DeviceStatus, LocationBooks, ModelBooks, ModelStatus, SegmentStatus, SessionStatus
 from ..vmm.sizes import format_size
-from .admin import ProcessStatus, QuotaStatus, TenantBooks, TenantStatus
 
 NONE = "-"
 _SEE = ", see `membroker doctor`"
@@ -122,7 +122,7 @@ def sessions_table(sessions: Iterable[SessionStatus]) -> TextTable:
         ">pid": lambda session: str(session.pid or NONE),
         ">age": lambda session: _age(session.create_time, now),
         ">used": lambda session: format_size(sum(books.used_bytes for books in session.books.values())),
-        "models": lambda session: _first_of([parts_of(name)[1] for name in session.models]),
+        "models": lambda session: _first_of([arguments.parts_of(name)[1] for name in session.models]),
         ">segments": lambda session: str(len(session.segments) or NONE),
         "client": lambda session: session.client,
     }
@@ -261,7 +261,7 @@ def processes_table(processes: Iterable[ProcessStatus]) -> TextTable:
 
 def short_name(name: str) -> str:
     """Return `acme` for `tenants/acme`, `acme/llama` and `acme/llama/weights` for a model's and a segment's name."""
-    return "/".join(parts_of(name))
+    return "/".join(arguments.parts_of(name))
 
 
 def _elsewhere(location: str) -> str:

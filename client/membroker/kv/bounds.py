@@ -12,13 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
-from ..arguments import bytes_of, name_of
-from ..client import MODEL_VARIABLE, Client
+from .. import Client, Model, VirtualMemoryPool
 from ..errors import InvalidRequest
-from ..model import Model
-from ..pool.pool import VirtualMemoryPool
+from ..ext import arguments, names
 from ..vmm.sizes import format_size
-from ..wire.names import MAX_NAME_CHARACTERS, valid_model
 from .cache import ElasticCache
 from .layout import Layout
 from .ranks import Ranks
@@ -29,10 +26,10 @@ START_SECONDS: Final = 300.0
 
 def checkpoint_name(model: str) -> str:
     """Return the broker's name for a checkpoint: its name on Hugging Face, or that of its directory."""
-    if valid_model(model) and not os.path.isdir(model):
+    if names.valid_model(model) and not os.path.isdir(model):
         return model
-    own = re.sub(r"[^A-Za-z0-9._-]", "-", os.path.basename(os.path.realpath(model)))[:MAX_NAME_CHARACTERS]
-    return own if valid_model(own) else "model"
+    own = re.sub(r"[^A-Za-z0-9._-]", "-", os.path.basename(os.path.realpath(model)))[: names.MAX_NAME_CHARACTERS]
+    return own if names.valid_model(own) else "model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +53,15 @@ class Bounds:
 
     def __post_init__(self) -> None:
         if self.model is not None:
-            name_of("model", self.model)
+            arguments.name_of("model", self.model)
         for name in ("limit", "floor", "ahead", "keep", "ceiling", "page_size"):
             value = getattr(self, name)
             if value is not None:
-                bytes_of(name, value)
+                arguments.bytes_of(name, value)
 
     def name(self, served: object) -> str:
         """Return the broker's name for an engine that serves a model as `served`, which may be a path."""
-        return self.model or os.environ.get(MODEL_VARIABLE) or checkpoint_name(str(served))
+        return self.model or os.environ.get(names.MODEL_VARIABLE) or checkpoint_name(str(served))
 
     def elastic(self, pool: VirtualMemoryPool | Ranks, layout: Layout) -> ElasticCache:
         """Return a cache within these bounds. Waits up to `START_SECONDS` for the blocks that always have memory."""
@@ -99,14 +96,14 @@ class Bounds:
         limits = client.capacities["device"], available.limit_bytes, available.tenant_limit_bytes
         limit = min(one for one in limits if one is not None) - besides
         if self.ceiling is not None:
-            limit = min(limit, bytes_of("ceiling", self.ceiling))
+            limit = min(limit, arguments.bytes_of("ceiling", self.ceiling))
         may_borrow = f"{name!r} may borrow {max(0, limit)}" + f" beside {besides} for other memory" * bool(besides)
         if size > limit:
             raise InvalidRequest(
                 f"a request of {tokens} tokens needs {size} bytes of KV cache, and {may_borrow}: lower {flag}, or "
                 "raise the limit"
             )
-        if (floor := bytes_of("floor", self.floor)) > limit:
+        if (floor := arguments.bytes_of("floor", self.floor)) > limit:
             raise InvalidRequest(f"a floor of {floor} bytes can never be reached: {may_borrow}")
         if size > (guaranteed := max(0, available.guarantee_bytes - besides)):
             log.warning(

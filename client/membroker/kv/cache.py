@@ -19,12 +19,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
-from ..arguments import bytes_of, seconds_of, whole_number
-from ..closing import Closing
+from .. import DEFERRED, Recall, VirtualMemoryPool
 from ..errors import ClosedError, InvalidRequest, MembrokerError
-from ..model import Recall
-from ..pool.pool import VirtualMemoryPool
-from ..session.recalls import DEFERRED
+from ..ext import Closing, arguments
 from .balloon import Balloon
 from .borrower import GroupBorrower
 from .engine import Engine
@@ -83,10 +80,10 @@ class ElasticCache(Closing):
         """The blocks, and the pages that they lie in."""
         self._balloon = Balloon(
             layout,
-            floor=bytes_of("the floor", floor),
-            ahead=bytes_of("what is kept ahead", ahead),
-            keep=bytes_of("what prefixes may keep", keep),
-            ceiling=None if ceiling is None else bytes_of("the ceiling", ceiling),
+            floor=arguments.bytes_of("the floor", floor),
+            ahead=arguments.bytes_of("what is kept ahead", ahead),
+            keep=arguments.bytes_of("what prefixes may keep", keep),
+            ceiling=None if ceiling is None else arguments.bytes_of("the ceiling", ceiling),
             always=always,
         )
         self._groups = self._balloon.groups
@@ -185,7 +182,7 @@ class ElasticCache(Closing):
 
         `grow` calls this. Call it yourself only in a program that has no `Engine`.
         """
-        blocks = min(whole_number("a number of blocks", blocks), self.layout.blocks)
+        blocks = min(arguments.whole_number("a number of blocks", blocks), self.layout.blocks)
         self._check_open()
         self._borrower.want(blocks)
 
@@ -212,7 +209,7 @@ class ElasticCache(Closing):
         that is released, or nothing more can be, the cache borrows nothing. Memory that the engine does not need is
         released without this call. Raises `ClosedError`, and `InvalidRequest` for an invalid size, or before `attach`.
         """
-        length = bytes_of("what is to be released", size)
+        length = arguments.bytes_of("what is to be released", size)
         self._check_attached()
         self._state.owe(length)
         self._releaser.look()
@@ -297,7 +294,7 @@ class ElasticCache(Closing):
         session.
         """
         self._check_open()
-        return self._state.wait_for_ready(seconds_of("seconds", seconds))
+        return self._state.wait_for_ready(arguments.seconds_of("seconds", seconds))
 
     def prepare(self, blocks: int, wait: float = 60.0) -> bool:
         """Want `blocks` blocks in all, wait up to `wait` seconds for their memory, and return whether they have it.
@@ -305,7 +302,7 @@ class ElasticCache(Closing):
         It is for the warm-up of an engine, before it serves. Raises `ClosedError` if the cache is closed, also during
         the wait.
         """
-        seconds = seconds_of("wait", wait)
+        seconds = arguments.seconds_of("wait", wait)
         self.want(blocks)
         has_come = self._state.wait_for(blocks, seconds)
         self._check_open()

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
+from .. import VirtualMemoryPool
 from ..adapters.torch import address_tensor, device_of
 from ..adapters.torch.package import torch
 from ..errors import InvalidRequest, OutOfVirtualMemory
-from ..pool.pool import VirtualMemoryPool
 from ..vmm.sizes import round_up
 from .layout import Strided
 

@@ -14,10 +14,8 @@ from multiprocessing import AuthenticationError, current_process
 from multiprocessing.connection import Connection, Listener
 from typing import Final
 
+from .. import DEFERRED, Recall, VirtualMemoryPool
 from ..errors import ClosedError, InvalidRequest
-from ..model import Recall
-from ..pool.pool import VirtualMemoryPool
-from ..session.recalls import DEFERRED
 from ..types import SleepRequest, SleepStatus
 from .engine import Over
 from .lines import Line, answer

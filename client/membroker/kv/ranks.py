@@ -22,10 +22,9 @@ from multiprocessing import current_process
 from multiprocessing.connection import Client, Connection, wait
 from typing import Any, Final
 
-from ..arguments import seconds_of
-from ..closing import Closing
+from .. import DEFERRED
 from ..errors import ClosedError, MembrokerError
-from ..session.recalls import DEFERRED
+from ..ext import Closing, arguments
 from ..types import MemoryStats, SleepRequest, SleepStatus
 from .engine import Fence
 from .lines import Line, answer, hang_up
@@ -83,7 +82,7 @@ class Ranks(Closing):
         The ranks are asked in their order. So if two engines want the last pages of several brokers, one of them gets
         all of these pages. Raises the error of the first rank that is refused.
         """
-        until = None if wait is None else time.monotonic() + seconds_of("wait", wait)
+        until = None if wait is None else time.monotonic() + arguments.seconds_of("wait", wait)
         with ExitStack() as undo:
             for rank in self._ranks:
                 left = None if until is None else max(0.0, until - time.monotonic())

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import Final, NoReturn
 
-from ..closing import Closing
+from .. import VirtualMemoryPool
 from ..errors import ClosedError, InvalidRequest, MembrokerError, OutOfMemory, SessionLost
-from ..pool.pool import VirtualMemoryPool
+from ..ext import Closing
 from ..types import SleepRequest, SleepStatus
 from ..vmm.sizes import format_size
 from .cache import CLOSE_SECONDS, ElasticCache

@@ -12,11 +12,10 @@ from typing import Final
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .. import Model, VirtualMemoryPool
 from ..adapters.torch import address_tensor
 from ..adapters.torch.package import torch
 from ..errors import InvalidRequest
-from ..model import Model
-from ..pool.pool import VirtualMemoryPool
 from ..vmm.sizes import GIB, MIB, round_up
 
 _ALIGNMENT: Final = 512

@@ -12,11 +12,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from ..arguments import bytes_of
-from ..closing import Closing
 from ..errors import ClosedError, ManagedMemoryUnavailable
-from ..interrupts import device_failures
-from ..memory.views import Views
+from ..ext import Closing, Views, arguments, device_failures
 from ..vmm.cuda.driver import CudaDriver
 from ..vmm.cuda.managed import CudaManaged
 from ..vmm.driver import Driver
@@ -32,7 +29,7 @@ class UnifiedBuffer(Closing):
 
     def __init__(self, driver: Driver, size: int | str) -> None:
         self._driver = driver
-        self._size = bytes_of("a managed buffer", size, at_least=1)
+        self._size = arguments.bytes_of("a managed buffer", size, at_least=1)
         with device_failures():
             calls = managed_calls(driver)
             if not calls.has_managed_memory():

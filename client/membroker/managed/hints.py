@@ -23,9 +23,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..arguments import bytes_of, whole_number
 from ..errors import InvalidRequest, ManagedMemoryUnavailable, MembrokerError
-from ..interrupts import device_failures
+from ..ext import arguments, device_failures
 from ..vmm.cuda.managed import HOST, CudaManaged
 from ..vmm.driver import Driver, DriverError, Location
 from .buffer import UnifiedBuffer, managed_calls
@@ -162,7 +161,7 @@ class ManagedMemoryHints:
         self, offset: int | str, size: int | str, location: int | Location | str, stream: Any = 0
     ) -> None:
         """Prefetch `size` bytes at `offset`, as `prefetch_to` does. Raises `InvalidRequest` for a range outside."""
-        start, length = bytes_of("an offset", offset), bytes_of("a prefetch", size, at_least=1)
+        start, length = arguments.bytes_of("an offset", offset), arguments.bytes_of("a prefetch", size, at_least=1)
         if start > self._size or length > self._size - start:
             raise InvalidRequest(f"{length} bytes at {start} do not lie in {self._size} bytes of managed memory")
         handle = _stream(stream)
@@ -267,8 +266,8 @@ class PrefetchPlan:
 
 def _range(address: int, size: int | str) -> tuple[int, int]:
     """Return a range as (address, bytes). Raises `InvalidRequest` unless it has a byte, and its last is below 2^64."""
-    length = bytes_of("managed memory", size, at_least=1)
-    address = whole_number("an address", address)
+    length = arguments.bytes_of("managed memory", size, at_least=1)
+    address = arguments.whole_number("an address", address)
     if not 0 < address <= _LAST_ADDRESS or length - 1 > _LAST_ADDRESS - address:
         raise InvalidRequest(f"{length} bytes at {address:#x} are no range of memory")
     return address, length

@@ -11,11 +11,11 @@ from typing import Any
 from ..arguments import bytes_of, check_range, deadline_of, location_of, rounded_up
 from ..errors import InvalidRequest, OutOfMemory
 from ..interrupts import Operation, device_failures
+from ..views import Span
 from ..vmm.driver import Location
 from .lender import Lender, Source, source_of
 from .lifetime import AtAddress, MappedMemory, Placing
 from .local_source import add_asked
-from .views import Span
 
 
 class Buffer(AtAddress):

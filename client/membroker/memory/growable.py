@@ -14,12 +14,12 @@ from functools import partial
 from ..arguments import bytes_of, check_page_size, check_range, deadline_of, location_of, rounded_up
 from ..errors import InvalidRequest, OutOfMemory, OutOfVirtualMemory
 from ..interrupts import KeyedLocks, Operation, device_failures
+from ..views import Span
 from ..vmm.driver import Location
 from ..vmm.sizes import MIB, format_size, round_up
 from .lender import Lender, Source, source_of
 from .lifetime import AtAddress, MappedMemory, Placing
 from .local_source import add_asked
-from .views import Span
 
 DEFAULT_PAGE_SIZE = 16 * MIB
 """The cost of growing depends on the number of pages: 1 GiB takes an H200's driver 28 ms in pages of 2 MiB, and 2.7 ms

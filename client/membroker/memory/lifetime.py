@@ -17,9 +17,9 @@ from ..closing import Closing
 from ..errors import ClosedError, ProtocolError
 from ..interrupts import Operation, Step, completed, device_failures, settle, uninterrupted
 from ..reentry import in_a_finalizer
+from ..views import Span, Views
 from .lender import Owner
 from .region import Region
-from .views import Span, Views
 
 LIFECYCLE: Final[Mapping[str, Mapping[str, str]]] = {
     # Its addresses are being reserved.

@@ -44,6 +44,11 @@ class Budget:
         """Bytes that are debited."""
         return self._used
 
+    @staticmethod
+    def key() -> int:
+        """Return the key of this thread's debit until it is assigned to extents. It is negative; ids are above 0."""
+        return -threading.get_ident()
+
     def debit(self, size: int, key: object = None) -> None:
         """Debit `size` bytes, under a new key if one is given. Raises `OutOfMemory`, and nothing is debited then."""
         with self._lock:
@@ -185,7 +190,7 @@ class LocalSource(MemoryOwner["_LocalLink"], Closing):
         the limit or `device` for the device itself.
         """
         self.check_open()
-        budget, key, extent_ids, descriptors = self._budgets[location], borrowing(), list[int](), list[int]()
+        budget, key, extent_ids, descriptors = self._budgets[location], Budget.key(), list[int](), list[int]()
         try:
             budget.debit(extent_bytes * count, key)
             while len(extent_ids) < count:
@@ -222,7 +227,7 @@ class LocalSource(MemoryOwner["_LocalLink"], Closing):
     def interrupted(self) -> None:
         """Credit the rest of this thread's interrupted borrowing."""
         for budget in self._budgets.values():
-            budget.credit([borrowing()])
+            budget.credit([Budget.key()])
 
     def charge(self, size: int, location: Location) -> None:
         """Count `size` bytes that this process allocates itself against the limit. Raises `OutOfMemory`."""
@@ -275,11 +280,6 @@ class _LocalLink:
         anchor, self._anchor = self._anchor, None
         if anchor is not None:
             os.close(anchor)
-
-
-def borrowing() -> int:
-    """Return the key of this thread's debit until it is assigned to extents. It is negative; ids are above 0."""
-    return -threading.get_ident()
 
 
 def _work_off(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:

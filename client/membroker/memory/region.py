@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from itertools import repeat
 
 from ..vmm.driver import AccessFlags, Driver, Handle
+from ..vmm.sizes import joined
 
 
 class Region:
@@ -122,14 +123,3 @@ class Region:
             except Exception:
                 self._reserved = True
                 raise
-
-
-def joined(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return ascending parts, each as (start, size), with adjacent ones as one."""
-    runs: list[tuple[int, int]] = []
-    for start, size in parts:
-        if runs and sum(runs[-1]) == start:
-            runs[-1] = (runs[-1][0], runs[-1][1] + size)
-        else:
-            runs.append((start, size))
-    return runs

@@ -22,16 +22,16 @@ from ..arguments import (
     shape_of,
     whole_number,
 )
+from ..dlpack import DlpackTensor, export, size_of
 from ..dtypes import word_of
 from ..errors import InvalidOffset, InvalidPageSize, InvalidRequest, NotMapped
 from ..interrupts import KeyedLocks, Operation, device_failures
 from ..safetensors import TensorInfo, numpy_array
+from ..views import Span
 from ..vmm.driver import Location
 from ..vmm.sizes import MAX_BYTES, format_size
-from .dlpack import DlpackTensor, export, size_of
 from .lender import Lender, Source, source_of
 from .lifetime import AtAddress, MappedMemory, Placing
-from .views import Span
 
 if TYPE_CHECKING:
     import numpy.typing as npt

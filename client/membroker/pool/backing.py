@@ -17,9 +17,9 @@ from ..interrupts import Operation, uninterrupted
 from ..memory.lender import Source
 from ..memory.lifetime import MappedMemory, Placing
 from ..memory.local_source import add_asked
-from ..memory.views import Span
 from ..reentry import in_a_finalizer
 from ..types import Move
+from ..views import Span
 from ..vmm.driver import AccessFlags, Location
 from . import compaction
 from .ahead import MOST_PER_CALL, Ahead

@@ -27,9 +27,9 @@ from ..errors import InvalidOffset, InvalidRequest
 from ..interrupts import device_failures, uninterrupted
 from ..memory.lender import Lender, Source, lender_of, source_of
 from ..memory.lifetime import Resource
-from ..memory.views import Span
 from ..safetensors import segment_size
 from ..types import MemoryStats, Move, PoolMapping
+from ..views import Span
 from ..vmm.driver import AccessFlags, Location
 from ..vmm.sizes import MIB, format_size, is_power_of_two
 from . import compaction, report

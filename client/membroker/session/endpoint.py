@@ -20,9 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import AccessDenied, BrokerAbsent, BrokerUnavailable, DescriptorLimit, InvalidRequest, MembrokerError
-from ..wire.names import MAX_SOCKET_PATH_BYTES, SYSTEM_DIRECTORY, SYSTEM_VARIABLE
-
-VARIABLE = "MEMBROKER_ENDPOINT"
+from ..wire.names import ENDPOINT_VARIABLE, MAX_SOCKET_PATH_BYTES, SYSTEM_DIRECTORY, SYSTEM_VARIABLE
 
 SHOWN = 8
 """How many tenants or devices a message lists."""
@@ -42,7 +40,7 @@ def find_endpoint(endpoint: str | os.PathLike[str] | None = None, env: Mapping[s
     """
     if endpoint is not None and not isinstance(endpoint, str | os.PathLike):
         raise InvalidRequest(f"an endpoint is the path of a directory, not {endpoint!r}")
-    chosen = os.fspath(endpoint) if endpoint is not None else env.get(VARIABLE, "")
+    chosen = os.fspath(endpoint) if endpoint is not None else env.get(ENDPOINT_VARIABLE, "")
     directory = Path(chosen).absolute() if chosen else default_device(env)
     return directory / "tenants" / "default" if is_device(directory) else directory
 
@@ -67,14 +65,14 @@ def default_device(env: Mapping[str, str] = os.environ) -> Path:
     if len(devices) > 1:
         listed = _some([str(tenant) for device in devices for tenant in _endpoints_of(device / "tenants")])
         raise InvalidRequest(
-            f"{why}{devices[0].parent} has {len(devices)} devices: name one with connect(endpoint=…), {VARIABLE}=… or "
-            f"a command's --device N, of {listed}"
+            f"{why}{devices[0].parent} has {len(devices)} devices: name one with connect(endpoint=…), "
+            f"{ENDPOINT_VARIABLE}=… or a command's --device N, of {listed}"
         )
     if devices:
         return devices[0]
     raise BrokerAbsent(
         f"no broker was found under {' or '.join(map(str, runtime_directories(env)))}: {_START}, "
-        f"or name its endpoint's directory with {VARIABLE}=…. {_IF_IT_RUNS.format('')}"
+        f"or name its endpoint's directory with {ENDPOINT_VARIABLE}=…. {_IF_IT_RUNS.format('')}"
     )
 
 
@@ -274,7 +272,9 @@ def _absent(path: Path) -> str:
         live = _open_in(tenants)
         if there := live or (_names_in(tenants) if missing == tenant else []):
             nearest = tenant.with_name(_nearest(tenant.name, there))
-            others = f"has {_some(there)}: name one's endpoint, as in --endpoint {nearest} or {VARIABLE}={nearest}"
+            others = (
+                f"has {_some(there)}: name one's endpoint, as in --endpoint {nearest} or {ENDPOINT_VARIABLE}={nearest}"
+            )
             if missing == tenant:
                 dead = "" if live else f"no broker is alive at {tenants.parent}: {_START}. "
                 return f"{dead}{tenants.parent} has no tenant {tenant.name!r}, but {others}"
@@ -366,8 +366,8 @@ def _admission(path: Path, found: os.stat_result) -> str:
             names = f"{grp.getgrgid(found.st_gid).gr_name} {pwd.getpwuid(os.geteuid()).pw_name}"
             return f"Join the group with `usermod -aG {names}` and log in again"
     return (
-        f"Enter through your own tenant's endpoint ({VARIABLE}=…), or let the operator admit you: the tenant's "
-        "`owner`, `group`, `mode` and `uids` in the daemon's configuration"
+        f"Enter through your own tenant's endpoint ({ENDPOINT_VARIABLE}=…), or let the operator admit you: the "
+        "tenant's `owner`, `group`, `mode` and `uids` in the daemon's configuration"
     )
 
 
@@ -382,8 +382,8 @@ def _is_no_directory(part: Path) -> bool:
 
 def _name_endpoint(path: Path) -> str:
     return (
-        f"name the endpoint's directory, which has {path.name} in it, with connect(endpoint=…), {VARIABLE}=… or a "
-        "command's --endpoint"
+        f"name the endpoint's directory, which has {path.name} in it, with connect(endpoint=…), "
+        f"{ENDPOINT_VARIABLE}=… or a command's --endpoint"
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Iterable
 
 from ..wire.names import MAX_BYTES as MAX_BYTES
 
@@ -80,3 +81,14 @@ def format_size(size: int) -> str:
         if abs(value) < 1024 or unit == "EiB":
             return f"{value:.1f} {unit}"
     raise AssertionError("unreachable")
+
+
+def joined(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ascending parts, each as (start, size), with adjacent ones as one."""
+    runs: list[tuple[int, int]] = []
+    for start, size in parts:
+        if runs and sum(runs[-1]) == start:
+            runs[-1] = (runs[-1][0], runs[-1][1] + size)
+        else:
+            runs.append((start, size))
+    return runs

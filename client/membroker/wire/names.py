@@ -1,7 +1,8 @@
 """Names and limits that library and daemon share. Each one is written here and nowhere else.
 
-Owns the grammar of names, the bounds that both sides check, the place where both meet, and the keys of gRPC metadata.
-It imports nothing but `re`, because the pure core and the keeper, which must start fast, use it too. docs/protocol.md
+Owns the grammar of names, the bounds that both sides check, the place where both meet, the environment variables of
+programs, and the keys of gRPC metadata. It imports nothing but `re`, because the pure core and the keeper, which must
+start fast, use it too. docs/protocol.md
 tells other clients the same numbers; tests/system/library/test_golden_frames.py compares the two.
 """
 
@@ -42,6 +43,13 @@ SYSTEM_DIRECTORY = "/run/membroker"
 """The runtime directory of root's daemons. Programs look there for an endpoint, after the user's own directory."""
 SYSTEM_VARIABLE = "MEMBROKER_SYSTEM_DIRECTORY"
 """The environment variable with another directory in its place, for daemons and programs alike."""
+
+ENDPOINT_VARIABLE = "MEMBROKER_ENDPOINT"
+"""The environment variable with the directory of the endpoint to enter."""
+MODEL_VARIABLE = "MEMBROKER_MODEL"
+"""The environment variable with the name of the model that a program registers without a name."""
+LIMIT_VARIABLE = "MEMBROKER_LIMIT"
+"""The environment variable with the limit of that model."""
 
 # Metadata of gRPC calls
 

@@ -18,12 +18,12 @@ from tests.support.sizes import KIB
 from tests.support.toy_engine import Fence, Request, ToyEngine
 from tests.support.toy_serving import Recalled, an_engine, serving, step, steps
 
-from membroker import SleepRequest, SleepStatus
 from membroker.errors import BrokerUnavailable, ClosedError, MembrokerError, OutOfMemory, SessionLost
 from membroker.kv import ElasticCache, Layout, Sleeper, Strided, sleeper
 from membroker.kv.balloon import Balloon
 from membroker.kv.state import CacheState
 from membroker.pool.pool import VirtualMemoryPool
+from membroker.types import SleepRequest, SleepStatus
 from membroker.vmm.driver import DriverError
 
 WEIGHTS = 3 * PAGE

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import membroker.kv.vllm
-from membroker import Available, InvalidRequest
+from membroker import InvalidRequest
 from membroker.kv.vllm.settings import (
     UNI,
     VllmSettings,
@@ -20,6 +20,7 @@ from membroker.kv.vllm.settings import (
     settings_in,
     settings_of,
 )
+from membroker.types import Available
 
 
 def test_settings_have_the_names_of_the_library() -> None:

@@ -13,9 +13,9 @@ from tests.support.fake_lender import PAGE, Lender
 from tests.support.sizes import MIB
 
 import membroker
+from membroker import dlpack
 from membroker.dtypes import word_of
 from membroker.errors import InvalidOffset, InvalidRequest
-from membroker.memory import dlpack
 from membroker.pool.pool import VirtualMemoryPool
 from membroker.safetensors import write_index
 

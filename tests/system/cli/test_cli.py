@@ -19,8 +19,9 @@ from tests.support.template import run as run_python
 
 import membroker
 from membroker import types
+from membroker.admin import ProcessStatus, TenantBooks, TenantStatus
 from membroker.cli import main as cli
-from membroker.cli.admin import ProcessStatus, TenantBooks, TenantStatus, admin_socket
+from membroker.cli.books import admin_socket
 from membroker.errors import BrokerUnavailable, InvalidRequest
 
 pytestmark = pytest.mark.shared_daemon

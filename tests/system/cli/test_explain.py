@@ -17,7 +17,7 @@ from tests.support.sizes import MIB
 from tests.support.template import run as run_python
 
 import membroker
-from membroker.cli.admin import Admin
+from membroker.admin import Admin
 from membroker.errors import InvalidRequest, ModelNotFound
 from membroker.v1 import admin_pb2
 from membroker.v1 import handoff_pb2 as pb

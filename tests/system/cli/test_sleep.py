@@ -18,7 +18,7 @@ _ENGINE = """
 state, detail, told = 'busy', 'its engine has requests', []
 def tell(request):
     told.append(request.wake)
-    return membroker.SleepStatus(state, 64 * MIB, 32 * MIB, detail)
+    return membroker.types.SleepStatus(state, 64 * MIB, 32 * MIB, detail)
 model = client.register_model('chat')
 model.on_sleep(tell)
 """

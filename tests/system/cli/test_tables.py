@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from membroker.admin import ProcessStatus, QuotaStatus, TenantBooks, TenantStatus
 from membroker.cli import tables
-from membroker.cli.admin import ProcessStatus, QuotaStatus, TenantBooks, TenantStatus
 from membroker.safetensors import TensorInfo
 from membroker.types import (
     DeviceStatus,

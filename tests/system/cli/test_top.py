@@ -21,7 +21,7 @@ from tests.support.template import run as run_python
 from tests.support.terminal import Terminal
 
 import membroker
-from membroker.cli.admin import Admin
+from membroker.admin import Admin
 from membroker.cli.readers import Snapshot
 
 COMMAND = ("-m", "membroker.cli.main", "top", "--interval", "0.1")

@@ -20,7 +20,7 @@ from tests.support.sizes import GIB, MIB
 from tests.support.threads import together
 
 import membroker
-from membroker import GlobalMemoryStats, LocalSource, SharedMemoryPool, VirtualMemoryPool
+from membroker import LocalSource, SharedMemoryPool, VirtualMemoryPool
 from membroker.errors import (
     ClosedError,
     DeviceFailure,
@@ -35,6 +35,7 @@ from membroker.errors import (
     OutOfPhysicalMemory,
     OutOfVirtualMemory,
 )
+from membroker.types import GlobalMemoryStats
 from membroker.vmm import Location
 
 

@@ -15,9 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ... import Buffer, Model
 from ...errors import InvalidRequest, MembrokerError, OutOfMemory
-from ...memory.buffer import Buffer
-from ...model import Model
 from .package import torch
 
 logger = logging.getLogger("membroker")

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from ...closing import Closing
+from ... import Model, Recall
 from ...errors import ClosedError, InvalidRequest, MembrokerError
-from ...model import Model, Recall
+from ...ext import Closing
 from .lending import TorchLending
 from .mempool import Pool
 from .package import torch

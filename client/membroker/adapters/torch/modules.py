@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, NamedTuple
 
+from ... import Model
 from ...errors import InvalidRequest
-from ...model import Model
 from ...safetensors import TensorIndex, TensorInfo, write_index
 from ...segment import Segment, check_header
 from ...vmm.driver import Location

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...dtypes import word_of
+from ... import VirtualMemoryPool
+from ...dlpack import Exportable, export, size_of
 from ...errors import InvalidRequest
-from ...memory.dlpack import Exportable, export, size_of
-from ...memory.views import Span
-from ...pool.pool import VirtualMemoryPool
+from ...ext import Span, word_of
 from ...vmm.driver import DeviceInfo
 from .package import torch
 

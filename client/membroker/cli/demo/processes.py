@@ -12,6 +12,7 @@ import queue
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -20,10 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ...admin import Admin
 from ...types import DeviceStatus, LocationBooks, ModelStatus, SegmentStatus
 from ...vmm.driver import Location
-from ...wire.descriptors import peer_of
-from ..admin import Admin
 
 START_SECONDS = 30.0
 SOON_SECONDS = 5.0
@@ -250,7 +250,7 @@ def _end_keeper(path: Path) -> None:
             sock.connect(os.fspath(path))
         except OSError:
             return
-        pid, _ = peer_of(sock)
+        pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         pidfd = os.pidfd_open(pid)
         try:
             signal.pidfd_send_signal(pidfd, signal.SIGTERM)

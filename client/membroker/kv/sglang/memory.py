@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 
+from ... import Client, Model, VirtualMemoryPool, connect
 from ...adapters.torch import device_of
-from ...arguments import bytes_of
-from ...client import Client, connect
 from ...errors import InvalidRequest
-from ...model import Model
-from ...pool.pool import VirtualMemoryPool
+from ...ext import arguments
 from ...vmm.sizes import round_up
 from ..bounds import bytes_of_first, say_wait
 from ..cache import ElasticCache
@@ -60,11 +58,11 @@ class SglangMemory:
     def capacity(self) -> int | None:
         """How many bytes of addresses the cache has, or None for what SGLang finds free."""
         capacity = self.settings.capacity
-        return None if capacity is None else bytes_of("capacity", capacity)
+        return None if capacity is None else arguments.bytes_of("capacity", capacity)
 
     def create_buffers(self, kvcache: Any, original: Callable[[Any], None]) -> None:
         """Let SGLang make the KV tensors of `kvcache` as addresses of a pool, and map its page 0."""
-        page = bytes_of("page_size", self.settings.page_size or PAGES[self._is_block_major])
+        page = arguments.bytes_of("page_size", self.settings.page_size or PAGES[self._is_block_major])
         shapes = kvcache._kv_buffer_shapes()
         item = kvcache.store_dtype.itemsize
         sizes = [torch.Size(shape).numel() * item for shape in shapes] * kvcache.layer_num

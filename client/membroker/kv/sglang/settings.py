@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ...arguments import bytes_of
 from ...errors import InvalidRequest
+from ...ext import arguments
 from ..bounds import Bounds, check_names, refuse
 
 VARIABLE: Final = "MEMBROKER_SGLANG"
@@ -33,7 +33,7 @@ class SglangSettings(Bounds):
     def __post_init__(self) -> None:
         Bounds.__post_init__(self)
         if self.capacity is not None:
-            bytes_of("capacity", self.capacity)
+            arguments.bytes_of("capacity", self.capacity)
 
 
 def settings_of(text: str) -> SglangSettings:

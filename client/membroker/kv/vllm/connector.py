@@ -30,9 +30,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.request import RequestStatus
 
-from ...arguments import bytes_of
+from ... import VirtualMemoryPool
 from ...errors import InvalidRequest, MembrokerError
-from ...pool.pool import VirtualMemoryPool
+from ...ext import arguments
 from ..cache import ElasticCache
 from ..layout import Layout
 from ..ranks import Ranks, RankWeights
@@ -199,7 +199,7 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
             )
         self._steps, self._cache = Scheduled(passed), cache
         size, tokens = self._settings.swap_space, config.cache_config.block_size
-        self._swap = Swap(0 if size is None else slots_in(bytes_of("swap_space", size), cache.layout), tokens)
+        self._swap = Swap(0 if size is None else slots_in(arguments.bytes_of("swap_space", size), cache.layout), tokens)
         self._blocks = VllmBlocks(
             pool,
             block_tokens=tokens,

@@ -14,13 +14,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import replace
 from typing import Any
 
+from ... import Client, Model, VirtualMemoryPool, connect
 from ...adapters.torch import device_of
 from ...adapters.torch.package import torch
-from ...arguments import bytes_of
-from ...client import Client, connect
 from ...errors import InvalidRequest, MembrokerError
-from ...model import Model
-from ...pool.pool import VirtualMemoryPool
+from ...ext import arguments
 from ...vmm.sizes import format_size, round_up
 from ..bounds import START_SECONDS, bytes_of_first, say_wait
 from ..cache import ElasticCache
@@ -76,7 +74,7 @@ class VllmMemory:
         if lent.type != device.type or device.index not in (None, lent.index):
             raise InvalidRequest(f"this engine computes on {device}, and the broker lends memory of {lent}")
         layout = BLOCK_MAJOR if block_major else LAYER_MAJOR
-        page = bytes_of("page_size", self.settings.page_size or PAGES[layout])
+        page = arguments.bytes_of("page_size", self.settings.page_size or PAGES[layout])
         sizes = [tensor.size for tensor in self._cache_config.kv_cache_tensors]
         if has_layouts():
             sizes = sizes[:1]  # of the one buffer
@@ -129,7 +127,7 @@ class VllmMemory:
                 f"{START_SECONDS:.0f} seconds: free some, or lower --max-num-batched-tokens and --max-num-seqs"
             )
         if settings.swap_space is not None:
-            size = bytes_of("swap_space", settings.swap_space)
+            size = arguments.bytes_of("swap_space", settings.swap_space)
             self.swap_space = SwapSpace(model.source, layout, size, on_gpu=self._tensor_device.type == "cuda")
             logger.info("membroker: pinned %s of host memory for the KV cache of preempted requests", format_size(size))
         logger.info(
@@ -167,7 +165,8 @@ class VllmMemory:
         assert self._model is not None
         self._model.declare(size)
         logger.info(
-            "membroker: declared %s of memory that vLLM allocates itself", format_size(bytes_of("declare", size))
+            "membroker: declared %s of memory that vLLM allocates itself",
+            format_size(arguments.bytes_of("declare", size)),
         )
 
     # The scheduler takes over
@@ -217,7 +216,7 @@ class VllmMemory:
     def _charged_besides(self) -> int:
         """The bytes of borrowed weights and of what is declared. What is declared as "auto" is not known yet."""
         size, weights = self.settings.declare, self.weights
-        declared = 0 if size is None or size == AUTO else bytes_of("declare", size)
+        declared = 0 if size is None or size == AUTO else arguments.bytes_of("declare", size)
         return declared + (0 if weights is None or weights.pool is None else weights.pool.physical_usage_bytes)
 
 

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ...arguments import bytes_of, name_of, seconds_of
 from ...errors import InvalidRequest
-from ...wire.names import MAX_WAIT_SECONDS, NAMES, valid_model
+from ...ext import arguments, names
 from ..bounds import Bounds, check_names, refuse
 
 BLOCK_MAJOR, LAYER_MAJOR = "block-major", "layer-major"
@@ -51,9 +50,9 @@ class VllmSettings(Bounds):
         _check_endpoint(self.endpoint)
         Bounds.__post_init__(self)
         if self.declare not in (None, AUTO):
-            bytes_of("declare", self.declare)
+            arguments.bytes_of("declare", self.declare)
         if self.swap_space is not None:
-            bytes_of("swap_space", self.swap_space)
+            arguments.bytes_of("swap_space", self.swap_space)
         if self.layout not in PAGES:
             raise InvalidRequest(f"layout is {' or '.join(PAGES)}, not {self.layout!r}")
         if self.weights not in (OWN, BORROWED):
@@ -83,14 +82,14 @@ class WeightSettings:
 
     def __post_init__(self) -> None:
         _check_endpoint(self.endpoint)
-        if self.model is not None and not valid_model(name_of("model", self.model)):
-            raise InvalidRequest(f"{self.model!r} is no name of a model: {NAMES}")
+        if self.model is not None and not names.valid_model(arguments.name_of("model", self.model)):
+            raise InvalidRequest(f"{self.model!r} is no name of a model: {names.NAMES}")
         if not isinstance(self.load_format, str) or self.load_format == "membroker":
             raise InvalidRequest(f'load_format is one of vLLM\'s own, such as "auto", not {self.load_format!r}')
         if not isinstance(self.extra_config, Mapping):
             raise InvalidRequest(f"extra_config is an object, not {self.extra_config!r}")
-        if seconds_of("wait", self.wait) > MAX_WAIT_SECONDS:
-            raise InvalidRequest(f"wait is at most {MAX_WAIT_SECONDS} seconds, not {self.wait!r}")
+        if arguments.seconds_of("wait", self.wait) > names.MAX_WAIT_SECONDS:
+            raise InvalidRequest(f"wait is at most {names.MAX_WAIT_SECONDS} seconds, not {self.wait!r}")
         if not isinstance(self.keep, bool):
             raise InvalidRequest(f"keep is true or false, not {self.keep!r}")
 

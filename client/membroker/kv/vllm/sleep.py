@@ -11,10 +11,9 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
+from ... import Client, VirtualMemoryPool, connect
 from ...adapters.torch import device_of
-from ...client import Client, connect
 from ...errors import InvalidRequest
-from ...pool.pool import VirtualMemoryPool
 from ..bounds import say_wait
 from ..weights import move_to_pool
 from .settings import BORROWED, endpoint_of, settings_in

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...adapters.torch.package import torch
 from ...errors import InvalidRequest
-from ...memory.lender import Source
+from ...ext import Source
 from ...vmm import Location
 from ...vmm.sizes import format_size
 from ..layout import Layout

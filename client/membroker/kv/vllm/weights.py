@@ -25,10 +25,10 @@ from vllm.model_executor.model_loader import BaseModelLoader, get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from ... import Client, connect
 from ...adapters.torch import device_of
 from ...adapters.torch.modules import PADDING, Image, stored_tensor
 from ...adapters.torch.package import torch
-from ...client import Client, connect
 from ...errors import InvalidRequest, MembrokerError, SegmentExists, SegmentNotFound, SegmentNotSealed, WriterDied
 from ...safetensors import TensorIndex
 from ...segment import Segment

@@ -1,29 +1,27 @@
-"""The endpoint at which a command reads the books: a tenant's own, or the admin endpoint for those of all tenants.
+"""`Admin`: the operator's endpoint of one device, with the books of all tenants.
 
-Owns the choice between the two and the calls of AdminService. It must never print.
+Owns the calls of AdminService, and the values that only it returns. Everything else about the books is in `types`.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ..client import Client
-from ..errors import AccessDenied, BrokerUnavailable, InvalidRequest
-from ..session import messages
-from ..session.endpoint import VARIABLE, check_path, default_device, diagnose, find_endpoint, is_device, not_answering
-from ..session.rpc import GrpcCalls, rows_of
-from ..session.session import Session
-from ..types import Decision, DeviceStatus, ModelStatus, SegmentStatus, SessionStatus, SleepStatus
-from ..v1 import admin_pb2, broker_pb2
-from ..v1.admin_pb2_grpc import AdminServiceStub
-from ..vmm.driver import Location
+from .closing import Closing
+from .errors import BrokerUnavailable
+from .session import messages
+from .session.endpoint import check_path, diagnose, not_answering
+from .session.rpc import GrpcCalls, rows_of
+from .types import Decision, DeviceStatus, ModelStatus, SegmentStatus, SessionStatus, SleepStatus
+from .v1 import admin_pb2, broker_pb2
+from .v1.admin_pb2_grpc import AdminServiceStub
+from .vmm.driver import Location
 
 CALL_SECONDS = 10.0
 
@@ -101,8 +99,11 @@ class SessionSleep:
     detached: bool
 
 
-class Admin:
-    """AdminService at one device's admin endpoint. Raises the library's errors."""
+class Admin(Closing):
+    """AdminService at `path`, the `grpc.sock` of a device's admin endpoint. Raises the library's errors.
+
+    A context manager. Only the daemon's user and root may connect.
+    """
 
     def __init__(self, path: Path) -> None:
         _knock(path)
@@ -219,86 +220,6 @@ class Admin:
                 _knock(self._path)
                 raise BrokerUnavailable(not_answering(self._path)) from error
             raise
-
-
-@contextmanager
-def open_books(
-    endpoint: str | None, admin: bool, env: Mapping[str, str] = os.environ, *, observer: bool = True
-) -> Iterator[Client | Admin]:
-    """Yield the books of a tenant's endpoint; with `admin`, or at an admin endpoint, those of the whole device.
-
-    A user that can enter the admin endpoint and no tenant's gets the admin's. An `observer` only reads. Raises the
-    library's errors.
-    """
-    found = Admin(admin_socket(endpoint, env)) if is_admin(endpoint, admin, env) else _enter(endpoint, env, observer)
-    with closing(found):
-        yield found
-
-
-def is_admin(endpoint: str | None, admin: bool, env: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the admin endpoint was chosen: by --admin, or by its directory."""
-    chosen = _chosen(endpoint, env)
-    return admin or (chosen is not None and chosen.name == "admin")
-
-
-def _chosen(endpoint: str | None, env: Mapping[str, str]) -> Path | None:
-    """Return the directory that was given, by option or variable."""
-    chosen = endpoint or env.get(VARIABLE, "")
-    return Path(chosen).absolute() if chosen else None
-
-
-def _enter(endpoint: str | None, env: Mapping[str, str], observer: bool) -> Client | Admin:
-    chosen = _chosen(endpoint, env)
-    whole = chosen is None or is_device(chosen)
-    directory = find_endpoint(endpoint, env)
-    try:
-        return Client(Session(directory, observer=observer, client="membroker (command)"))
-    except (BrokerUnavailable, AccessDenied):
-        if not whole:
-            raise
-        try:
-            return Admin(admin_socket(endpoint, env))
-        except AccessDenied:
-            pass  # an ordinary user: report the first error
-        except BrokerUnavailable:
-            if not directory.exists():  # there are named tenants, and the broker is dead or stopped
-                raise
-        raise
-
-
-@contextmanager
-def open_admin(endpoint: str | None, env: Mapping[str, str] = os.environ) -> Iterator[Admin]:
-    """Yield the admin endpoint of the device whose tenant's endpoint this is. Raises the library's errors."""
-    with closing(Admin(admin_socket(endpoint, env))) as found:
-        yield found
-
-
-@contextmanager
-def open_device(endpoint: str | None, env: Mapping[str, str] = os.environ) -> Iterator[Admin]:
-    """As `open_admin`, for commands about the whole device: a tenant's endpoint is refused."""
-    chosen = _chosen(endpoint, env)
-    if chosen is not None and chosen.parent.name == "tenants":
-        raise InvalidRequest(
-            f"{chosen} is the endpoint of one tenant, and this command is about the whole device: give the admin "
-            f"endpoint, --endpoint {chosen.parent.with_name('admin')}"
-        )
-    with open_admin(endpoint, env) as found:
-        yield found
-
-
-def admin_socket(endpoint: str | None, env: Mapping[str, str] = os.environ) -> Path:
-    """Return the admin socket of the device of `endpoint`, which may also be the device's or the admin directory."""
-    directory = _chosen(endpoint, env) or default_device(env)
-    if is_device(directory):
-        directory = directory / "admin"
-    if directory.name != "admin":
-        if directory.parent.name != "tenants":
-            raise InvalidRequest(
-                f"{directory} is not an endpoint in a device's directory, so its admin endpoint is unknown: "
-                "name that with --endpoint, as in /run/membroker/gpu-12345678/admin"
-            )
-        directory = directory.parent.parent / "admin"
-    return directory / "grpc.sock"
 
 
 def _knock(path: Path) -> None:

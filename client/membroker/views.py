@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..vmm.driver import DeviceInfo
+from .vmm.driver import DeviceInfo
 
 _T = TypeVar("_T")
 

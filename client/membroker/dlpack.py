@@ -21,12 +21,12 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ..arguments import shape_of
-from ..dtypes import word_of
-from ..errors import InvalidRequest
-from ..vmm.driver import DeviceInfo
-from ..vmm.sizes import MAX_BYTES
+from .arguments import shape_of
+from .dtypes import word_of
+from .errors import InvalidRequest
 from .views import Span
+from .vmm.driver import DeviceInfo
+from .vmm.sizes import MAX_BYTES
 
 if TYPE_CHECKING:
     import numpy.typing as npt
