@@ -77,10 +77,12 @@ _MODULES = {
 """Where each name comes from. In a package it is a module."""
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"no name for extensions: {name}")
-    place = f"{__package__}.{_MODULES[name]}"
-    found = import_module(f"{place}.{name}") if "." not in _MODULES[name] else getattr(import_module(place), name)
-    globals()[name] = found
-    return found
+if not TYPE_CHECKING:  # else mypy would take any name for one of this module
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"no name for extensions: {name}")
+        place = f"{__package__}.{_MODULES[name]}"
+        found = import_module(f"{place}.{name}") if "." not in _MODULES[name] else getattr(import_module(place), name)
+        globals()[name] = found
+        return found
