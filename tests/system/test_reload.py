@@ -90,7 +90,7 @@ def test_limits_change_and_nothing_is_taken_away(daemon: Daemon, engine: Worker)
     assert (refusal.error, refusal.numbers) == ("OutOfMemory", ("tenant", 2 * MIB, 0, 8 * MIB))
     with membroker.connect(daemon.endpoint("blue")) as client, pytest.raises(membroker.OutOfMemory) as caught:
         client.register_model("probe").allocate("6MiB")
-    assert (caught.value.level, caught.value.limit) == ("model", 4 * MIB)
+    assert (caught.value.level, caught.value.limit_bytes) == ("model", 4 * MIB)
     reload(daemon, default_limit="48MiB", tenants={"red": {}, "blue": {"limit": "96MiB"}})
     engine.do("model.allocate('16MiB').close()")
     assert engine.refused("model.allocate('18MiB')").numbers == ("tenant", 18 * MIB, 16 * MIB, 48 * MIB)
