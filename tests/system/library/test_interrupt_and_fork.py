@@ -73,7 +73,7 @@ client.close()
 
         def work(model: membroker.Model) -> None:
             try:
-                with model.pool(PAGE, "16MiB") as pool:
+                with model.pool(page_size=PAGE, virtual_capacity="16MiB") as pool:
                     while not stop.is_set():
                         pool.allocate(0, 3 * PAGE)
                         pool.view(0, 3 * PAGE)[:] = b"\xa5" * 3 * PAGE
