@@ -8,10 +8,10 @@ from typing import Any
 
 from membroker.vmm import format_size
 
-from ..plotting import load
-from .figures import ATTACH, EXTENTS, IN_PROCESS, WORKERS, Section, brokered
+from ..harness.goals import Goal
+from ..harness.plotting import load, without_frame
+from .figures import ATTACH, EXTENTS, IN_PROCESS, WORKERS, GpuSection, brokered
 from .scenes import PAIR, SEGMENTS, SIZES
-from .targets import Goal
 
 BARE, TIGHT, GAP, MISSED = "#555555", "#0072b2", "#56b4e9", "#d55e00"
 COLOURS = {
@@ -25,7 +25,7 @@ COLOURS = {
 BAR = 0.38
 
 
-def draw(facts: Mapping[str, str], sections: Sequence[Section], goals: Sequence[Goal], path: Path) -> None:
+def draw(facts: Mapping[str, str], sections: Sequence[GpuSection], goals: Sequence[Goal], path: Path) -> None:
     """Write the picture."""
     pyplot = load()
     by_key = {section.key: section for section in sections}
@@ -74,11 +74,14 @@ def _ratios(axes: Any, goals: Sequence[Goal], names: Sequence[str]) -> None:
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_xlim(0, most)
     axes.set_xlabel("times the driver in process")
-    _legend(axes, {"no gap": TIGHT, "a gap before each call": GAP} if goals else {})
+    if goals:
+        names_of = {"no gap": TIGHT, "a gap before each call": GAP}
+        handles = [axes.bar([0], [0], color=colour, label=name) for name, colour in names_of.items()]
+        axes.legend(handles=handles, fontsize=8, frameon=False, loc="lower right")
     _plain(axes)
 
 
-def _times(axes: Any, section: Section | None, title: str, works: Sequence[str]) -> None:
+def _times(axes: Any, section: GpuSection | None, title: str, works: Sequence[str]) -> None:
     """Lines by size at p50, in a tight loop, and up to p99 a shade."""
     axes.set_title(f"{title}: p50, shaded up to p99", loc="left", fontsize=10)
     for by, colour in COLOURS.items():
@@ -92,7 +95,7 @@ def _times(axes: Any, section: Section | None, title: str, works: Sequence[str])
     _log(axes, section, "us")
 
 
-def _rates(axes: Any, section: Section | None) -> None:
+def _rates(axes: Any, section: GpuSection | None) -> None:
     axes.set_title("Processes at once: allocate and free, all together", loc="left", fontsize=10)
     rows = section.rows if section else []
     works = list(dict.fromkeys(row.work for row in rows))
@@ -107,21 +110,14 @@ def _rates(axes: Any, section: Section | None) -> None:
     _log(axes, section, "a second")
 
 
-def _log(axes: Any, section: Section | None, unit: str) -> None:
+def _log(axes: Any, section: GpuSection | None, unit: str) -> None:
     axes.set_ylabel(unit)
     if section and section.rows:
         axes.set_yscale("log")
     _plain(axes)
 
 
-def _legend(axes: Any, colours: Mapping[str, str]) -> None:
-    handles = [axes.bar([0], [0], color=colour, label=name) for name, colour in colours.items()]
-    if handles:
-        axes.legend(handles=handles, fontsize=8, frameon=False, loc="lower right")
-
-
 def _plain(axes: Any) -> None:
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    without_frame(axes)
     axes.grid(axis="both" if axes.get_yscale() == "log" else "x", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)

@@ -1,26 +1,18 @@
-"""What a person reads, and a program: the tables as text or Markdown, and the JSON. Owns no figure.
-
-Tables are the command line's own: with lines on a terminal, plain text elsewhere.
-"""
+"""What a person reads of the GPU figures: the chapters, each with its tables. Owns no figure."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import TextIO
+from collections.abc import Iterator, Sequence
 
 from membroker.cli.tables import NONE, TextTable
 from membroker.vmm.sizes import GIB
 
-from ..report import folded, markdown, print_tables
-from .figures import OFFLOAD, WORKERS, Row, Section, Share
-from .targets import Goal
+from ..harness.goals import Goal, gap
+from ..harness.report import Chapter, goals_chapter, scaled
+from .figures import OFFLOAD, WORKERS, GpuSection, Quantiles, Row
 
-TARGETS = "Beside the targets, at p50"
 TARGETS_NOTE = (
-    "Ratios are to the driver in process in the same run. A figure that misses its target fails nothing. 'two "
+    "Ratios are to the driver in process in the same run, at p50. A figure that misses its target fails nothing. 'two "
     "processes' is what lending takes there without any broker: see the rows of that name."
 )
 SHARES_NOTE = (
@@ -31,156 +23,50 @@ SHARES_NOTE = (
     "'-' is what this daemon does not tell: without the core's histogram transport has the core's share, and without a "
     "count of the stock the driver calls cannot be told apart."
 )
+_SHARES = ("caller", "broker", "driver", "core", "journal", "transport", "outside", "for stock")
 
 
-def show(facts: Mapping[str, str], sections: Sequence[Section], goals: Sequence[Goal], stream: TextIO) -> None:
-    """Print everything."""
-    print_tables([_facts_table(facts)], stream)
-    for title, note, tables in _chapters(sections, goals):
-        print(f"\n{title}\n{folded(note)}\n", file=stream)
-        print_tables(tables, stream)
-
-
-def show_markdown(facts: Mapping[str, str], sections: Sequence[Section], goals: Sequence[Goal], stream: TextIO) -> None:
-    """Print everything as Markdown."""
-    print(markdown(_facts_table(facts)), file=stream)
-    for title, note, tables in _chapters(sections, goals):
-        print(f"\n### {title}\n\n{folded(note)}", file=stream)
-        for table in tables:
-            print(f"\n{markdown(table)}", file=stream)
-
-
-def write_json(facts: Mapping[str, str], sections: Sequence[Section], goals: Sequence[Goal], path: Path) -> None:
-    """Write everything, times in nanoseconds."""
-    document = {
-        "machine": dict(facts),
-        "targets": [{**asdict(goal), "reached": goal.reached} for goal in goals],
-        "sections": [asdict(section) for section in sections],
-    }
-    path.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def _chapters(sections: Sequence[Section], goals: Sequence[Goal]) -> Iterator[tuple[str, str, list[TextTable]]]:
-    if goals:
-        yield TARGETS, TARGETS_NOTE, [_goals_table(goals)]
+def chapters(sections: Sequence[GpuSection], goals: Sequence[Goal]) -> Iterator[Chapter]:
+    """Yield what a person reads."""
+    yield from goals_chapter(goals, TARGETS_NOTE)
     for section in sections:
-        before, after = section.others_percent
-        note = f"{section.note} Others kept the processors busy: {before:.0f}% just before, {after:.0f}% just after."
-        if section.failure:
-            note += f" It FAILED here, and what stands below is what was seen before: {section.failure}"
-        tables = []
-        if section.rows:
-            tables.append(_TABLES.get(section.key, _rows_table)(section))
-        yield section.title, note, tables
-        if any(row.share for row in section.rows):
-            yield f"{section.title}: the broker's own share", SHARES_NOTE, [_shares_table(section)]
-
-
-def _facts_table(facts: Mapping[str, str]) -> TextTable:
-    return TextTable(("machine", ""), [list(fact) for fact in facts.items()])
-
-
-def _goals_table(goals: Sequence[Goal]) -> TextTable:
-    rows = [
-        [
-            goal.what,
-            _gap(goal.gap_ms),
-            f"{goal.value:.2f}",
-            f"{'at least' if goal.at_least else 'at most'} {goal.target:g}",
-            goal.unit,
-            "-" if goal.pair is None else f"{goal.pair:.2f}",
-            "yes" if goal.reached else "NO",
+        yield Chapter(section.title, section.about, [_rows(section)] if section.rows else [])
+        shares = [
+            [*_name(row), *(scaled(getattr(row.share, name.replace(" ", "_")), 1e3, 1) for name in _SHARES)]
+            for row in section.rows
+            if row.share
         ]
-        for goal in goals
-    ]
-    return TextTable(("what", ">gap", ">figure", ">target", "", ">two processes", "reached"), rows)
+        if shares:
+            columns = ("work", ">gap", "by", *(f">{name} us" for name in _SHARES))
+            yield Chapter(f"{section.title}: the broker's own share", SHARES_NOTE, [TextTable(columns, shares)])
 
 
-def _rows_table(section: Section) -> TextTable:
-    take, give = section.calls
-    columns = (
-        *("work", ">gap", "by", ">n", f">{take} p50 us", ">p99 us", ">x"),
-        *(f">{give} p50 us", ">p99 us", ">x", ">from stock"),
-    )
+def _rows(section: GpuSection) -> TextTable:
+    """Return the rows of a scene: with rates for many processes, speeds for copies, and else the stock's part."""
+    crowd, copies = section.key == WORKERS, section.key == OFFLOAD
+    speed = [">GiB/s"] * copies
+    times = [[f">{call} p50 {'ms' if copies else 'us'}", f">p99 {'ms' if copies else 'us'}"] for call in section.calls]
+
+    def cells(call: Quantiles, ratio: float | None) -> list[str]:
+        found = [scaled(time, 1e6 if copies else 1e3, 1 + copies) for time in (call.p50_ns, call.p99_ns)]
+        speeds = [scaled(section.moved_bytes / call.p50_ns * 1e9, GIB, 1)] if copies else []
+        return [*found, *speeds, scaled(ratio)]
+
     rows = [
         [
-            *(row.work, _gap(row.gap_ms), row.by, f"{row.count:,}"),
-            *(_us(row.take.p50_ns), _us(row.take.p99_ns), _ratio(row.take_ratio)),
-            *(_us(row.give.p50_ns), _us(row.give.p99_ns), _ratio(row.give_ratio)),
-            NONE if row.hit_percent is None else f"{row.hit_percent:.0f}%",
+            *((row.work, row.by) if crowd else _name(row)),
+            f"{row.count:,}",
+            *((scaled(row.per_second, digits=0), scaled(row.rate_ratio)) if crowd else ()),
+            *cells(row.take, row.take_ratio),
+            *cells(row.give, row.give_ratio),
+            *([] if crowd or copies else [NONE if row.hit_percent is None else f"{row.hit_percent:.0f}%"]),
         ]
         for row in section.rows
     ]
-    return TextTable(columns, rows)
+    head = ("at once", "by", ">n", ">rate", ">of bare") if crowd else ("work", ">gap", "by", ">n")
+    last = [] if crowd or copies else [">from stock"]
+    return TextTable([*head, *times[0], *speed, ">x", *times[1], *speed, ">x", *last], rows)
 
 
-def _crowd_table(section: Section) -> TextTable:
-    take, give = section.calls
-    columns = (
-        *("at once", "by", ">n", ">rate", ">of bare", f">{take} p50 us", ">p99 us", ">x"),
-        *(f">{give} p50 us", ">p99 us", ">x"),
-    )
-    rows = [
-        [
-            *(row.work, row.by, f"{row.count:,}", f"{row.per_second or 0:,.0f}", _ratio(row.rate_ratio)),
-            *(_us(row.take.p50_ns), _us(row.take.p99_ns), _ratio(row.take_ratio)),
-            *(_us(row.give.p50_ns), _us(row.give.p99_ns), _ratio(row.give_ratio)),
-        ]
-        for row in section.rows
-    ]
-    return TextTable(columns, rows)
-
-
-def _speeds_table(section: Section) -> TextTable:
-    take, give = section.calls
-    columns = (
-        *("work", ">gap", "by", ">n", f">{take} p50 ms", ">p99 ms", ">GiB/s", ">x"),
-        *(f">{give} p50 ms", ">p99 ms", ">GiB/s", ">x"),
-    )
-    rows = [
-        [
-            *(row.work, _gap(row.gap_ms), row.by, f"{row.count:,}"),
-            *(_ms(row.take.p50_ns), _ms(row.take.p99_ns), _speed(section, row.take.p50_ns), _ratio(row.take_ratio)),
-            *(_ms(row.give.p50_ns), _ms(row.give.p99_ns), _speed(section, row.give.p50_ns), _ratio(row.give_ratio)),
-        ]
-        for row in section.rows
-    ]
-    return TextTable(columns, rows)
-
-
-_TABLES: Mapping[str, Callable[[Section], TextTable]] = {WORKERS: _crowd_table, OFFLOAD: _speeds_table}
-"""Scenes whose rows show something else than most."""
-
-
-def _shares_table(section: Section) -> TextTable:
-    columns = (
-        *("work", ">gap", "by", ">caller us", ">broker us", ">driver us", ">core us", ">journal us", ">transport us"),
-        *(">outside us", ">for stock us"),
-    )
-    rows = [_share_row(row, row.share) for row in section.rows if row.share]
-    return TextTable(columns, rows)
-
-
-def _share_row(row: Row, share: Share) -> list[str]:
-    parts = (share.driver, share.core, share.journal, share.transport, share.outside, share.for_stock)
-    return [row.work, _gap(row.gap_ms), row.by, _us(share.caller), _us(share.broker), *map(_us, parts)]
-
-
-def _us(nanoseconds: float | None) -> str:
-    return NONE if nanoseconds is None else f"{nanoseconds / 1e3:,.1f}"
-
-
-def _ms(nanoseconds: float) -> str:
-    return f"{nanoseconds / 1e6:,.2f}"
-
-
-def _speed(section: Section, nanoseconds: float) -> str:
-    return f"{section.moved_bytes / nanoseconds * 1e9 / GIB:.1f}"
-
-
-def _ratio(value: float | None) -> str:
-    return NONE if value is None else f"{value:.2f}"
-
-
-def _gap(milliseconds: float) -> str:
-    return f"{milliseconds:g} ms" if milliseconds else "none"
+def _name(row: Row) -> list[str]:
+    return [row.work, gap(row.gap_ms), row.by]

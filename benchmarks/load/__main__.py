@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import grpc
-
-from membroker.errors import MembrokerError
-
-from .. import machine
-from ..crew import WorkerFailed
-from ..daemon import DaemonFailed
-from ..report import progress
-from . import recalls, report, scenes, stage
-from .figures import Section
+from ..harness import command, machine
+from . import recalls, scenes
+from .figures import chapters
+from .targets import goals
 
 _DESCRIPTION = """\
 What the broker costs on this machine, on the host driver: no GPU, no root. It starts a daemon of its own for each
@@ -41,7 +32,7 @@ how to read it:
   x             this row's p50 over that of the row named under `beside`: the broker's own share
   calls/s       of the whole job only; a part of one is never done alone
 
-Under each scene stands how busy the processors were just before it and just after, when the benchmark itself did
+Above each table stands how busy the processors were just before and just after, when the benchmark itself did
 nothing: with others at work the times are theirs too, and only a ratio, measured in turns, is worth something.
 
 A bare server is one thread that polls, and knows nothing: the ratio to it holds protobuf, asyncio, the driver thread,
@@ -59,55 +50,23 @@ examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and write what was asked for; returns the exit status."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    path: Path | None = options.json
-    if path is not None and not path.absolute().parent.is_dir():
-        parser.error(f"--json {path}: there is no directory {path.absolute().parent}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that all that was started is ended
-    facts = machine.facts()
-    try:
-        sections = _measure(stage.QUICK if options.quick else stage.FULL, options.before)
-        report.show(facts, sections, sys.stdout)
-        if path is not None:
-            report.write_json(facts, sections, path)
-    except (WorkerFailed, DaemonFailed, MembrokerError, grpc.RpcError, subprocess.TimeoutExpired, OSError) as error:
-        print(f"benchmarks: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
-
-
-def _measure(scale: stage.Scale, before: Path | None) -> list[Section]:
-    sections = []
+    parser = command.parser("benchmarks.load", _DESCRIPTION, _EPILOG, ("quick", "json", "markdown"))
+    parser.add_argument("--before", type=Path, metavar="TREE", help="a checkout that is measured beside this one")
+    options = command.parse(parser, arguments)
+    before: Path | None = options.before
     played = [*scenes.SCENES, recalls.recalls, partial(recalls.the_core, before=before)]
     if before is not None:
         played.append(partial(recalls.beside, before=before))
-    with progress(len(played)) as (tell, done):
-        busy_before = machine.busy_percent(scale.look_seconds)
-        for scene in played:
-            section = scene(scale, tell)
-            busy_after = machine.busy_percent(scale.look_seconds)
-            section.others_percent = (busy_before, busy_after)
-            sections.append(section)
-            busy_before = busy_after
-            done(section.title)
-    return sections
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.load",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    return command.run(
+        "benchmarks.load",
+        played,
+        machine.facts(),
+        options,
+        look_seconds=0.1 if options.quick else 2,
+        goals=goals,
+        goals_key="goals",
+        chapters=chapters,
     )
-    parser.add_argument("--quick", action="store_true", help="a smoke run of some seconds, with small numbers")
-    parser.add_argument("--before", type=Path, metavar="TREE", help="a checkout that is measured beside this one")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too, times in nanoseconds")
-    return parser
 
 
 if __name__ == "__main__":

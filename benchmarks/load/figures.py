@@ -1,30 +1,18 @@
-"""Samples and what is made of them: percentiles, rates, and the ratio to a bare echo. Times in nanoseconds.
-
-Owns the arithmetic, and the rows that are shown. It must never measure anything itself.
-"""
+"""The rows of the load figures: times with their ratio to a bare echo, and numbers. Times in nanoseconds."""
 
 from __future__ import annotations
 
-import math
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-WHOLE = "whole"
-"""The part of a job that is all of its parts together."""
+from membroker.cli.tables import TextTable
+from membroker.vmm.sizes import MIB
 
-
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """The times of one job by its parts, taken by one process or by many at once, and how long those worked."""
-
-    times: dict[str, array[int]]
-    elapsed: int
-
-    @property
-    def count(self) -> int:
-        """How often the job was done."""
-        return len(self.times[WHOLE])
+from ..harness.daemon import Daemon
+from ..harness.goals import Goal
+from ..harness.report import Chapter, goals_chapter, scaled
+from ..harness.samples import WHOLE, Samples, quantile
+from ..harness.stage import Section
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,54 +43,48 @@ class Figure:
 
 
 @dataclass(slots=True)
-class Section:
-    """One scene's rows. `note` says what the rows cannot: what they stand for, or what could not be reached.
+class LoadSection(Section):
+    """The rows of a scene."""
 
-    `others_percent` is how busy the processors were just before the scene and just after, with the work of others.
-    """
-
-    title: str
-    note: str
     timings: list[Timing] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
-    others_percent: tuple[float, float] = (0.0, 0.0)
 
     def figure(self, key: str, name: str, value: float, unit: str) -> None:
         """Add a number."""
         self.figures.append(Figure(key, name, value, unit))
 
-
-def percentile(ordered: Sequence[int], share: float) -> int:
-    """Return the smallest sample that at least `share` of all samples do not exceed (nearest rank)."""
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
-
-
-def merged(some: Iterable[Samples]) -> Samples:
-    """Return the samples of processes that worked at the same time."""
-    all_of_them = list(some)
-    times = {part: array("Q") for part in all_of_them[0].times}
-    for one in all_of_them:
-        for part, taken in one.times.items():
-            times[part].extend(taken)
-    return Samples(times, max(one.elapsed for one in all_of_them))
-
-
-def joined(rounds: Sequence[Samples]) -> Samples:
-    """Return the samples of rounds that came one after the other."""
-    return Samples(merged(rounds).times, sum(one.elapsed for one in rounds))
+    def note_memory(self, key: str, daemon: Daemon, name: str) -> None:
+        """Add what a daemon occupies."""
+        for kind, size in zip(("RSS", "PSS"), daemon.memory(), strict=True):
+            self.figure(f"{key}.{kind.lower()}", f"{name}: {kind}", size / MIB, "MiB")
 
 
 def timing(key: str, name: str, samples: Samples, part: str = WHOLE, beside: Timing | None = None) -> Timing:
     """Return the row of one part of a job, with its ratio to the row `beside` it."""
-    ordered = sorted(samples.times[part])
-    p50 = percentile(ordered, 0.50)
-    return Timing(
-        key,
-        name,
-        len(ordered),
-        p50,
-        percentile(ordered, 0.99),
-        len(ordered) / samples.elapsed * 1e9 if part == WHOLE else None,
-        beside.name if beside else None,
-        p50 / beside.p50_ns if beside else None,
-    )
+    ordered = samples.ordered(part)
+    p50, p99 = int(quantile(ordered, 0.50)), int(quantile(ordered, 0.99))
+    rate = samples.per_second if part == WHOLE else None
+    return Timing(key, name, len(ordered), p50, p99, rate, *((beside.name, p50 / beside.p50_ns) if beside else ()))
+
+
+def compared(key: str, taken: Mapping[str, Samples], alone_name: str, among_name: str) -> list[Timing]:
+    """Return the rows of a worker that has the daemon to itself, and of one that has not, beside it."""
+    alone = timing(f"{key}.alone", alone_name, taken["alone"])
+    return [alone, timing(f"{key}.among", among_name, taken["among"], WHOLE, alone)]
+
+
+def chapters(sections: Sequence[LoadSection], goals: Sequence[Goal]) -> Iterator[Chapter]:
+    """Yield what a person reads."""
+    for section in sections:
+        times = [
+            [
+                *(row.name, f"{row.count:,}", scaled(row.p50_ns, 1e3, 1), scaled(row.p99_ns, 1e3, 1)),
+                *(scaled(row.per_second, digits=0), scaled(row.ratio), row.beside or ""),
+            ]
+            for row in section.timings
+        ]
+        numbers = [[row.name, scaled(row.value, digits=2 * (row.value % 1 != 0)), row.unit] for row in section.figures]
+        tables = [TextTable(("what", ">n", ">p50 us", ">p99 us", ">calls/s", ">x", "beside"), times)] * bool(times)
+        tables += [TextTable(("what", ">figure", ""), numbers)] * bool(numbers)
+        yield Chapter(section.title, section.about, tables)
+    yield from goals_chapter(goals)

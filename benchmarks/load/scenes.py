@@ -8,54 +8,73 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 
 from membroker.vmm.sizes import MIB
 
-from ..report import Tell
-from .bare import EXTENT, cores
-from .crew import Crew, MakeJob, working
-from .daemon import CpuMeter, Daemon, running
-from .figures import WHOLE, Samples, Section, Timing, joined, timing
-from .jobs import Filler, Idle, LibraryWorker, Neighbour, RawWorker, RefusedWorker, Registrar
-from .stage import (
-    ROUNDS,
-    TENANTS,
-    Scale,
-    compared,
-    grpc_server,
-    honest_worker,
-    in_turns,
-    metered,
-    note_memory,
-    packet_server,
-    repeated,
-)
+from ..harness.crew import Crew, MakeJob, working
+from ..harness.daemon import TENANT, Daemon, configuration, running
+from ..harness.jobs import repeated
+from ..harness.machine import CpuMeter
+from ..harness.samples import WHOLE, Samples, joined
+from ..harness.stage import ROUNDS, Stage, Turn
+from .bare import EXTENT, cores, grpc_server, packet_server
+from .figures import LoadSection, Timing, compared, timing
+from .jobs import MODEL, Filler, Idle, LibraryWorker, Neighbour, RawWorker, RefusedWorker
+from .wire import allocate_frame
 
+TENANTS = (TENANT, "bench-2", "bench-3", "bench-4")
+FRAME_BYTES = allocate_frame(f"tenants/{TENANT}/models/{MODEL}").ByteSize()
+"""The size of an Allocate, which the bare packets have too."""
+SECONDS, BUSY_SECONDS = (4.0, 0.1), (10.0, 0.2)
+"""For one row, and where many work at once: in full, and quick. So are these."""
+OPEN_SESSIONS, EXTENTS, WORKERS, MODELS, SCRAPES = (500, 20), (100_000, 2_000), (64, 4), (1_000, 40), (50, 5)
 SESSIONS_PER_PROCESS = 16
 """The most that the broker lets one process have."""
 FILLERS = 8
 NEIGHBOURS = 16
 
+
+def daemon_on_host(tenants: Sequence[str] = (TENANT,)) -> AbstractContextManager[Daemon]:
+    """Run a daemon on the host driver."""
+    return running(configuration("host", {f"tenants.{name}": {} for name in tenants}))
+
+
+def honest_worker(daemon: Daemon) -> AbstractContextManager[Crew]:
+    """Run a worker of the library that borrows and releases one extent all the time."""
+    return working([partial(LibraryWorker, daemon.endpoint())])
+
+
+def metered(meter: CpuMeter, turn: Turn) -> Turn:
+    """Return the turn, measured by the meter too."""
+
+    def measured(seconds: float) -> Samples:
+        with meter:
+            return turn(seconds)
+
+    return measured
+
+
 # --- 1: one caller ---
 
 
-def one_caller(scale: Scale, tell: Tell) -> Section:
+def one_caller(stage: Stage) -> Iterator[LoadSection]:
     """Measure each kind of call by one process alone, in turns, the bare ones beside the broker's."""
-    section = Section(
+    section = LoadSection(
         "One caller",
         "2 MiB an extent. The bare packet and message have the size of an Allocate. Two bare processes on one core "
         "take turns; on two, each wakes the other's core, as a worker and a daemon do. All else runs where the kernel "
         "puts it. The library's 'allocate' imports and maps, its 'close' unmaps, and waits for an answer only by gRPC.",
     )
+    yield section
     first, last = cores()[0], cores()[-1]
     with (
-        packet_server(lends=False, core=first) as echo,
-        packet_server(lends=True, core=first) as lend,
-        grpc_server() as grpc,
-        running() as daemon,
+        packet_server(FRAME_BYTES, lends=False, core=first) as echo,
+        packet_server(FRAME_BYTES, lends=True, core=first) as lend,
+        grpc_server(FRAME_BYTES) as grpc,
+        daemon_on_host() as daemon,
         ExitStack() as stack,
     ):
         jobs: dict[str, MakeJob] = {
@@ -68,11 +87,10 @@ def one_caller(scale: Scale, tell: Tell) -> Section:
             "handoff": partial(LibraryWorker, daemon.endpoint(), "handoff"),
             "grpc": partial(LibraryWorker, daemon.endpoint(), "grpc"),
         }
-        tell("one caller: starting the processes")
+        stage.tell("one caller: starting the processes")
         turns = {name: stack.enter_context(working([job])).run for name, job in jobs.items()}
-        taken = in_turns("one caller: bare, raw and the library", turns, scale.seconds, tell)
+        taken = stage.in_turns("one caller: bare, raw and the library", turns, stage.size(*SECONDS))
     section.timings += _one_caller_rows(taken)
-    return section
 
 
 def _one_caller_rows(taken: Mapping[str, Samples]) -> Iterator[Timing]:
@@ -96,28 +114,34 @@ def _one_caller_rows(taken: Mapping[str, Samples]) -> Iterator[Timing]:
 # --- 2: many sessions ---
 
 
-def idle_sessions(scale: Scale, tell: Tell) -> Section:
+def idle_sessions(stage: Stage) -> Iterator[LoadSection]:
     """Measure a worker of a daemon with many sessions that do nothing, in turns with one of a daemon without them."""
-    section = Section("Idle sessions", "")
-    with running() as lone, running() as daemon, honest_worker(lone) as alone, honest_worker(daemon) as among:
-        note_memory(section, "idle.before", daemon, "daemon, without them")
-        tell(f"idle sessions: opening {scale.sessions}")
-        with working(_idle_jobs(daemon.endpoint(), scale.sessions)):
+    wanted = stage.size(*OPEN_SESSIONS)
+    section = LoadSection("Idle sessions", "")
+    yield section
+    with (
+        daemon_on_host() as lone,
+        daemon_on_host() as daemon,
+        honest_worker(lone) as alone,
+        honest_worker(daemon) as among,
+    ):
+        section.note_memory("idle.before", daemon, "daemon, without them")
+        stage.tell(f"idle sessions: opening {wanted}")
+        with working(_idle_jobs(daemon.endpoint(), wanted)):
             # The daemon counts them, since it may have had room for fewer; the worker's own is one more.
             reached = daemon.device().sessions - 1
-            section.note = _reached(reached, scale.sessions)
+            section.note = _reached(reached, wanted)
             section.figure("idle.sessions", "sessions open and idle", reached, "")
-            note_memory(section, "idle.with", daemon, "daemon, with them")
-            tell(f"idle sessions: {reached} are open, and nobody works")
+            section.note_memory("idle.with", daemon, "daemon, with them")
+            stage.tell(f"idle sessions: {reached} are open, and nobody works")
             idle, busy = CpuMeter([daemon.process.pid]), CpuMeter([daemon.process.pid])
             with idle:
-                time.sleep(scale.seconds)
+                time.sleep(stage.size(*SECONDS))
             turns = {"alone": alone.run, "among": metered(busy, among.run)}
-            taken = in_turns("idle sessions: the worker alone and among them", turns, scale.seconds, tell)
+            taken = stage.in_turns("idle sessions: the worker alone and among them", turns, stage.size(*SECONDS))
         section.figure("idle.cpu", "daemon CPU, nobody works", idle.percent, "%")
         section.figure("idle.busy_cpu", "daemon CPU, the worker works", busy.percent, "%")
     section.timings += compared("idle", taken, "worker alone", "worker among idle sessions")
-    return section
 
 
 def _idle_jobs(endpoint: Path, sessions: int) -> list[MakeJob]:
@@ -141,30 +165,36 @@ def _reached(sessions: int, wanted: int) -> str:
 # --- 3: many extents ---
 
 
-def full_books(scale: Scale, tell: Tell) -> Section:
+def full_books(stage: Stage) -> Iterator[LoadSection]:
     """Fill the books, look at what full ones cost everybody, and empty them."""
-    section = Section(
+    section = LoadSection(
         "Extents in the books",
         f"{FILLERS} sessions borrow them at once, close the descriptors unused, and give all back at once. No memory "
         "stands behind them: this is the cost of the books, and of making and passing descriptors. The worker with "
         "empty books is another daemon's, in turns.",
     )
-    share = scale.extents // FILLERS
-    with running() as lone, running() as daemon, honest_worker(lone) as alone, honest_worker(daemon) as among:
+    yield section
+    share, scrapes = stage.size(*EXTENTS) // FILLERS, stage.size(*SCRAPES)
+    with (
+        daemon_on_host() as lone,
+        daemon_on_host() as daemon,
+        honest_worker(lone) as alone,
+        honest_worker(daemon) as among,
+    ):
         empty, _ = daemon.memory()
         with working([partial(Filler, daemon.endpoint(), share)] * FILLERS) as fillers:
-            tell(f"extents: borrowing {share * FILLERS}")
+            stage.tell(f"extents: borrowing {share * FILLERS}")
             filled = _seconds(fillers.once)
             lent = daemon.device().locations[0].lent_bytes // EXTENT
             full, _ = daemon.memory()
             turns = {"alone": alone.run, "among": among.run}
-            taken = in_turns("extents: the worker with empty and with full books", turns, scale.seconds, tell)
-            tell("extents: scrapes and GetDevice with full books")
+            taken = stage.in_turns("extents: the worker with empty and with full books", turns, stage.size(*SECONDS))
+            stage.tell("extents: scrapes and GetDevice with full books")
             asked = [
-                timing("extents.scrape", "/metrics, one scrape", repeated(daemon.scrape, scale.scrapes)),
-                timing("extents.get_device", "GetDevice", repeated(daemon.device, scale.scrapes)),
+                timing("extents.scrape", "/metrics, one scrape", repeated(daemon.scrape, scrapes)),
+                timing("extents.get_device", "GetDevice", repeated(daemon.device, scrapes)),
             ]
-            tell(f"extents: giving {lent} back")
+            stage.tell(f"extents: giving {lent} back")
             emptied = _seconds(fillers.once)
         section.timings += [*compared("extents", taken, "worker, the books empty", "worker, the books full"), *asked]
         section.figure("extents.count", "extents lent", lent, "")
@@ -175,7 +205,6 @@ def full_books(scale: Scale, tell: Tell) -> Section:
         section.figure("extents.release", "time to give all back", emptied, "s")
         section.figure("extents.release_each", "release, an extent", emptied / lent * 1e6, "us")
         section.figure("extents.left", "extents lent afterwards", daemon.device().locations[0].lent_bytes / EXTENT, "")
-    return section
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -187,24 +216,30 @@ def _seconds(work: Callable[[], object]) -> float:
 # --- 4: many workers ---
 
 
-def many_workers(scale: Scale, tell: Tell) -> Section:
+def many_workers(stage: Stage) -> Iterator[LoadSection]:
     """Let many processes borrow and release at once, in turns with as many that do the bare work."""
-    section = Section(
-        f"{scale.workers} workers at once",
-        f"{scale.workers} processes on this machine's processors, each borrowing and releasing one extent all the "
+    count = stage.size(*WORKERS)
+    section = LoadSection(
+        f"{count} workers at once",
+        f"{count} processes on this machine's processors, each borrowing and releasing one extent all the "
         "time; in turns with as many that do the bare packet echo + memfd against one server.",
     )
-    tell(f"many workers: starting {scale.workers}, and as many bare ones")
-    with packet_server(lends=True) as client, working([client(None)] * scale.workers) as bare, running() as daemon:
+    yield section
+    stage.tell(f"many workers: starting {count}, and as many bare ones")
+    with (
+        packet_server(FRAME_BYTES, lends=True) as client,
+        working([client(None)] * count) as bare,
+        daemon_on_host() as daemon,
+    ):
         job = partial(LibraryWorker, daemon.endpoint(), "handoff")
-        with working([job] * scale.workers) as workers:
+        with working([job] * count) as workers:
             its_cpu, their_cpu = CpuMeter([daemon.process.pid]), CpuMeter(workers.pids)
             turns = {"bare": bare.run, "broker": metered(its_cpu, metered(their_cpu, workers.run))}
-            what = f"many workers: {scale.workers} bare ones, and {scale.workers} of the broker"
-            taken = in_turns(what, turns, scale.busy_seconds, tell)
+            what = f"many workers: {count} bare ones, and {count} of the broker"
+            taken = stage.in_turns(what, turns, stage.size(*BUSY_SECONDS))
             section.figure("many.cpu", "daemon CPU", its_cpu.percent, "%")
             section.figure("many.workers_cpu", "the workers' CPU, all together", their_cpu.percent, "%")
-            note_memory(section, "many", daemon, "daemon")
+            section.note_memory("many", daemon, "daemon")
     lend = timing("many.bare", "bare packet echo + memfd", taken["bare"])
     section.timings += [
         lend,
@@ -212,46 +247,43 @@ def many_workers(scale: Scale, tell: Tell) -> Section:
         timing("many.close", "library, handoff: close", taken["broker"], "close"),
         timing("many.both", "library, handoff: both", taken["broker"], WHOLE, lend),
     ]
-    section.figure("many.rate", "bare calls/s over the broker's", _rate(taken["bare"]) / _rate(taken["broker"]), "x")
-    return section
-
-
-def _rate(samples: Samples) -> float:
-    return samples.count / samples.elapsed
+    section.figure(
+        "many.rate", "bare calls/s over the broker's", taken["bare"].per_second / taken["broker"].per_second, "x"
+    )
 
 
 # --- 5: many models ---
 
 
-def many_models(scale: Scale, tell: Tell) -> Section:
+def many_models(stage: Stage) -> Iterator[LoadSection]:
     """Scrape a daemon with many models again and again, while one worker works."""
-    share = scale.models // len(TENANTS)
-    section = Section(
+    share, scrapes = stage.size(*MODELS) // len(TENANTS), stage.size(*SCRAPES)
+    section = LoadSection(
         f"{share * len(TENANTS)} models, scraped",
         f"{len(TENANTS)} tenants with {share} models each, and the worker's own. A scrape is a connection, the request "
         "and the whole body; one follows the other without a pause, where Prometheus asks every 15 s or so.",
     )
-    with running(TENANTS) as daemon, honest_worker(daemon) as worker:
-        tell(f"models: {scale.scrapes} scrapes with the worker's model alone")
-        one = timing("models.scrape_one", "/metrics with 1 model", repeated(daemon.scrape, scale.scrapes))
-        tell(f"models: registering {scale.models}")
-        with working([partial(Registrar, daemon.endpoint(tenant), share) for tenant in TENANTS]):
-            tell(f"models: {scale.scrapes} scrapes, and nobody works")
-            quiet = repeated(daemon.scrape, scale.scrapes)
-            scrapes: list[Samples] = []
-            turns = {"alone": worker.run, "among": lambda _: _scraped(daemon, worker, scale.scrapes, scrapes)}
-            taken = in_turns("models: the worker alone and while scraped", turns, scale.seconds, tell)
+    yield section
+    with daemon_on_host(TENANTS) as daemon, honest_worker(daemon) as worker:
+        stage.tell(f"models: {scrapes} scrapes with the worker's model alone")
+        one = timing("models.scrape_one", "/metrics with 1 model", repeated(daemon.scrape, scrapes))
+        stage.tell(f"models: registering {share * len(TENANTS)}")
+        with working([partial(Idle, daemon.endpoint(tenant), 1, share) for tenant in TENANTS]):
+            stage.tell(f"models: {scrapes} scrapes, and nobody works")
+            quiet = repeated(daemon.scrape, scrapes)
+            scraped: list[Samples] = []
+            turns = {"alone": worker.run, "among": lambda _: _scraped(daemon, worker, scrapes, scraped)}
+            taken = stage.in_turns("models: the worker alone and while scraped", turns, stage.size(*SECONDS))
             body = daemon.fresh_scrape()
-            note_memory(section, "models", daemon, "daemon")
+            section.note_memory("models", daemon, "daemon")
     section.timings += [
         one,
         timing("models.scrape_quiet", "/metrics, nobody works", quiet, WHOLE, one),
-        timing("models.scrape", "/metrics, a worker works", joined(scrapes), WHOLE, one),
+        timing("models.scrape", "/metrics, a worker works", joined(scraped), WHOLE, one),
         *compared("models", taken, "worker, nobody scrapes", "worker, while scraped"),
     ]
     section.figure("models.count", "models in /metrics", body.count(b"\nmembroker_model_sessions{"), "")
     section.figure("models.body", "body of /metrics", len(body) / 1024, "KiB")
-    return section
 
 
 def _scraped(daemon: Daemon, worker: Crew, scrapes: int, taken: list[Samples]) -> Samples:
@@ -264,28 +296,28 @@ def _scraped(daemon: Daemon, worker: Crew, scrapes: int, taken: list[Samples]) -
 # --- 6: refusals ---
 
 
-def refusals(scale: Scale, tell: Tell) -> Section:
+def refusals(stage: Stage) -> Iterator[LoadSection]:
     """Refuse one worker again and again, alone and beside neighbours that borrow and release."""
-    section = Section(
+    section = LoadSection(
         f"A refusal beside {NEIGHBOURS} neighbours",
         "A worker asks for more than there is, without a wait. It is refused once all has been read that the others "
         f"had sent before. Each of the {NEIGHBOURS} neighbours borrows and releases a hundred times a second.",
     )
-    with running(TENANTS[:2]) as daemon:
+    yield section
+    with daemon_on_host(TENANTS[:2]) as daemon:
         mine, theirs = (daemon.endpoint(tenant) for tenant in TENANTS[:2])
-        asker, granted = partial(RefusedWorker, mine, "handoff"), partial(LibraryWorker, mine, "handoff")
-        neighbour = partial(Neighbour, theirs, "handoff")
+        asker, granted = partial(RefusedWorker, mine), partial(LibraryWorker, mine)
+        neighbour = partial(Neighbour, theirs)
         with working([asker]) as refused, working([granted]) as worker, working([neighbour] * NEIGHBOURS) as neighbours:
             turns = {
                 "alone": refused.run,
                 "beside": partial(_beside, neighbours, refused),
                 "granted": partial(_beside, neighbours, worker),
             }
-            taken = in_turns("refusals: alone and beside neighbours", turns, scale.seconds, tell)
+            taken = stage.in_turns("refusals: alone and beside neighbours", turns, stage.size(*SECONDS))
     names = "a refusal, nobody else works", "a refusal beside neighbours"
     section.timings += compared("refused", {"alone": taken["alone"], "among": taken["beside"]}, *names)
     section.timings.append(timing("refused.granted", "a grant beside neighbours", taken["granted"], "allocate"))
-    return section
 
 
 def _beside(neighbours: Crew, worker: Crew, seconds: float) -> Samples:
@@ -296,6 +328,4 @@ def _beside(neighbours: Crew, worker: Crew, seconds: float) -> Samples:
     return samples
 
 
-SCENES: Sequence[Callable[[Scale, Tell], Section]] = (
-    *(one_caller, idle_sessions, full_books, many_workers, many_models, refusals),
-)
+SCENES = (one_caller, idle_sessions, full_books, many_workers, many_models, refusals)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..goals import Goal
-from .figures import Section
+from ..harness.goals import Goal
+from .figures import LoadSection
 
 P50_MS = {"recalled.spare": 5.0, "core.schedule": 1.0}
 P99_MS = {"refused.among": 3.0, "recalled.guaranteed": 100.0, "recalled.share": 100.0}
@@ -13,7 +13,7 @@ FIGURES = {"core.divisions": 0.0, "beside.ratio": 1.03}
 """The ratio is to the tree that was given with --before."""
 
 
-def goals(sections: Sequence[Section]) -> list[Goal]:
+def goals(sections: Sequence[LoadSection]) -> list[Goal]:
     """Return what was measured of all that has a target."""
     found = []
     for section in sections:

@@ -6,7 +6,6 @@ that whatever else the machine does is shared. The CPU time is that of the daemo
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -18,7 +17,8 @@ from membroker.v1 import broker_pb2 as pb
 from membroker.v1.handoff_pb2 import Ack, Frame
 from membroker.wire import frames as handoff
 
-from .daemon import Daemon, running
+from ..harness import command
+from ..harness.daemon import Daemon, configuration, running
 from .wire import RawSession, allocate_frame
 
 TURN = 200
@@ -68,7 +68,7 @@ def walked(trees: Mapping[str, Path | None], turns: int, stock: str = "64MiB") -
     """Let daemons of these trees, this one's if it is None, lend pages in turns; return what each caller saw."""
     with ExitStack() as stack:
         callers = {
-            name: Caller(stack.enter_context(running(tree=tree, config=f'stock = "{stock}"\n')))
+            name: Caller(stack.enter_context(running(configuration("host", stock=stock), tree)))
             for name, tree in trees.items()
         }
         for _ in range(turns):
@@ -81,7 +81,7 @@ def walked(trees: Mapping[str, Path | None], turns: int, stock: str = "64MiB") -
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print a line for each tree."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.load.walk", description=__doc__)
+    parser = command.parser("benchmarks.load.walk", __doc__)
     parser.add_argument("--old", type=Path, metavar="TREE", help="a checkout of this repository to compare with")
     parser.add_argument("--turns", type=int, default=25, help=f"turns of {TURN} pages for each tree (25)")
     parser.add_argument("--stock", default="64MiB", help="the daemons' warm pool (64MiB); 0MiB: each page is created")

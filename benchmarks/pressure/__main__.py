@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -18,13 +14,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from membroker.arguments import bytes_of
+from membroker.cli.tables import TextTable, render
 from membroker.vmm.sizes import MIB, format_size
 
-from .. import machine
-from ..daemon import Daemon
-from ..goals import Goal, table
-from ..plotting import NoMatplotlib
-from ..report import print_tables
+from ..harness import command, machine
+from ..harness.child import Child
+from ..harness.daemon import Daemon, configuration, sources
+from ..harness.goals import Goal, goals_table
+from ..harness.report import markdown
+from ..harness.samples import quantile
 from . import plot
 from .trace import TENANTS, Numbers
 
@@ -47,7 +45,7 @@ The last table has the figures that have a target, which holds for a machine tha
 
 examples:
   python -m benchmarks.pressure                                       on the host driver, in a minute
-  python -m benchmarks.pressure --calm --plot pressure.png            nothing is killed; draws who had how much
+  python -m benchmarks.pressure --calm --plot pressure.png            nothing is killed; draws what each tenant had
   python -m benchmarks.pressure --driver cuda --capacity 24GiB --beside ../before"""
 READY_NS = 60_000
 """A call of the broker takes longer than this, and a page that is ready less."""
@@ -57,7 +55,7 @@ ROOM = 3
 KINDS = ("guaranteed", "share", "beyond")
 
 
-class Way(NamedTuple):
+class Variant(NamedTuple):
     """One run of the trace: how it is called, whether with guarantees and recalls, and on which tree.
 
     `room` is how many times the capacity that the trace is for can be lent.
@@ -69,51 +67,31 @@ class Way(NamedTuple):
     room: int = 1
 
 
-def _config(numbers: Numbers, way: Way) -> str:
-    tenants = "".join(
-        f"[tenants.t{i}]\n" + (f"guarantee = {numbers.guarantee}\n" if way.recalls else "") for i in range(TENANTS)
-    )
-    return f'driver = "{numbers.driver}"\ncapacity = {numbers.capacity * way.room}\n[metrics]\nport = 0\n{tenants}'
-
-
-def _environment(way: Way) -> dict[str, str]:
-    root = way.tree or Path(__file__).resolve().parents[2]
-    paths = [
-        f"{root}/client",
-        f"{root}/broker",
-        str(Path(__file__).resolve().parents[2]),
-        os.environ.get("PYTHONPATH", ""),
-    ]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-
-class Run:
+class PressureRun:
     """One way through the trace."""
 
-    def __init__(self, directory: Path, numbers: Numbers, way: Way) -> None:
-        self._directory, self._numbers, self._way = directory, numbers, way
+    def __init__(self, directory: Path, numbers: Numbers, variant: Variant) -> None:
+        self._directory, self._numbers, self._variant = directory, numbers, variant
         self.lent: list[float] = []
         self.used: list[tuple[float, dict[str, int]]] = []
         self._ended = threading.Event()
         self.daemon = self._start_daemon()
         self._begin = time.monotonic() + 1.0
-        self.engines: dict[int, subprocess.Popen[str]] = {i: self._start(i) for i in range(TENANTS)}
+        self.engines = {tenant: self._start(tenant) for tenant in range(TENANTS)}
 
     def _start_daemon(self) -> Daemon:
-        with suppress(FileNotFoundError):
-            (self._directory / "notify").unlink()
-        return Daemon(
-            self._directory, _config(self._numbers, self._way), {"PYTHONPATH": _environment(self._way)["PYTHONPATH"]}
-        )
+        numbers, variant = self._numbers, self._variant
+        guarantee = {"guarantee": numbers.guarantee} if variant.recalls else {}
+        tables = {f"tenants.t{tenant}": guarantee for tenant in range(TENANTS)}
+        config = configuration(numbers.driver, tables, capacity=numbers.capacity * variant.room)
+        return Daemon(self._directory, config, variant.tree)
 
-    def _start(self, tenant: int) -> subprocess.Popen[str]:
+    def _start(self, tenant: int) -> Child:
         numbers = self._numbers
-        fields = numbers._asdict() | {"guarantee": numbers.guarantee, "share": numbers.share, "tenant": tenant}
-        fields |= {"begin": self._begin, "endpoint": self.daemon.endpoint(f"t{tenant}")}
-        del fields["driver"]
-        options = [f"--{name}={value}" for name, value in fields.items()] + ["--recalls"] * self._way.recalls
-        command = [sys.executable, "-m", "benchmarks.pressure.engine", *options]
-        return subprocess.Popen(command, env=_environment(self._way), stdout=subprocess.PIPE, text=True)
+        setup = numbers._asdict() | {"guarantee": numbers.guarantee, "share": numbers.share, "tenant": tenant}
+        setup |= {"begin": self._begin, "endpoint": str(self.daemon.endpoint(f"t{tenant}"))}
+        setup["recalls"] = self._variant.recalls
+        return Child("benchmarks.pressure.engine", setup, sources(self._variant.tree))
 
     def play(self, *, deaths: bool = True) -> list[dict[str, Any]]:
         """Run the trace to its end, with a death of an engine and of the daemon; return what each engine tells."""
@@ -122,16 +100,14 @@ class Run:
         try:
             if deaths:
                 self._end_processes()
-            told = [engine.communicate(timeout=self._numbers.seconds + 60)[0] for engine in self.engines.values()]
+            return [engine.hear(self._numbers.seconds + 60) for engine in self.engines.values()]
         finally:
             self._ended.set()
             watcher.join()
-        return [json.loads(text) for text in told]
 
     def _end_processes(self) -> None:
         self._sleep_until(self._numbers.seconds / 3)
-        self.engines[1].kill()
-        self.engines[1].communicate()
+        self.engines[1].close(0)
         self.engines[1] = self._start(1)
         self._sleep_until(2 * self._numbers.seconds / 3)
         self.daemon.process.send_signal(signal.SIGKILL)
@@ -153,13 +129,12 @@ class Run:
     def close(self) -> None:
         """End everything."""
         for engine in self.engines.values():
-            engine.kill()
-            engine.wait()
+            engine.close(0)
         self.daemon.kill()
 
 
 def _quantile(times: Sequence[int], part: float) -> float:
-    return float(sorted(times)[min(len(times) - 1, int(part * len(times)))]) if times else 0.0
+    return quantile(times, part) if times else 0.0
 
 
 class Told:
@@ -179,10 +154,10 @@ class Told:
         self.spare = max(one["spare"] for one in told)
 
 
-def summary(way: Way, told: Sequence[Mapping[str, Any]], lent: Sequence[float]) -> dict[str, str]:
-    """Return the numbers of one way, by their names in the table."""
+def summary(variant: Variant, told: Sequence[Mapping[str, Any]], lent: Sequence[float]) -> dict[str, str]:
+    """Return the numbers of one run, by their names in the table."""
     all_told = Told(told)
-    row = {"": way.title, "pages": f"{all_told.pages:,}"}
+    row = {"": variant.title, "pages": f"{all_told.pages:,}"}
     row |= {name: f"{all_told.counts[name]:,}" for name in ("finished", "preempted", "recalls")}
     row |= {f"refused: {kind}": f"{count:,}" for kind, count in all_told.refused.items()}
     row["from pages that were ready"] = f"{all_told.ready_percent:.1f} %"
@@ -195,14 +170,14 @@ def summary(way: Way, told: Sequence[Mapping[str, Any]], lent: Sequence[float]) 
     return row
 
 
-def goals(way: Way, told: Sequence[Mapping[str, Any]]) -> list[Goal]:
-    """Return what has a target of a way: pages that are ready where there is room, else the promises too."""
-    if not way.recalls:
+def goals(variant: Variant, told: Sequence[Mapping[str, Any]]) -> list[Goal]:
+    """Return what has a target of a run: pages that are ready where there is room, else the promises too."""
+    if not variant.recalls:
         return []
     all_told = Told(told)
     p50, p99 = all_told.grow_us
     ready, spare = all_told.ready_percent, all_told.spare / MIB
-    if way.room > 1:
+    if variant.room > 1:
         found = [Goal("pages that were ready", ready, 99, "%", at_least=True)]
         found += [Goal("grow p50", p50, 5, "us"), Goal("grow p99", p99, 60, "us")]
     else:
@@ -210,69 +185,51 @@ def goals(way: Way, told: Sequence[Mapping[str, Any]]) -> list[Goal]:
         found.append(Goal("waited >2 ms within the share, p99", all_told.waited_ms["share"], 100, "ms"))
         found += [Goal("pages that were ready", ready, 98, "%", at_least=True), Goal("grow p99", p99, 500, "us")]
     found.append(Goal("most spare of an engine", spare, 1024, "MiB"))
-    return [replace(goal, what=f"{way.title}: {goal.what}") for goal in found]
+    return [replace(goal, what=f"{variant.title}: {goal.what}") for goal in found]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.pressure",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--driver", choices=("host", "cuda"), default="host")
-    parser.add_argument("--capacity", default="1GiB", metavar="SIZE", help="what the three share; by default 1GiB")
-    parser.add_argument("--page", default="2MiB", metavar="SIZE", help="the size of a page; by default 2MiB")
-    parser.add_argument("--seconds", type=float, default=20.0, help="the length of the trace; by default 20")
-    parser.add_argument("--seed", type=int, default=1, help="of the trace; by default 1")
-    parser.add_argument("--calm", action="store_true", help="kill neither an engine nor the daemon")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the first run there; needs matplotlib")
-    parser.add_argument("--beside", type=Path, metavar="TREE", help="another checkout, to run the same trace on")
-    return parser
-
-
-def _ways(beside: Path | None) -> list[Way]:
-    ways = [
-        Way("guarantees and recalls", True, None),
-        Way("memory for everybody", True, None, ROOM),
-        Way("first come, first served", False, None),
+def _variants(beside: Path | None) -> list[Variant]:
+    variants = [
+        Variant("guarantees and recalls", True, None),
+        Variant("memory for everybody", True, None, ROOM),
+        Variant("first come, first served", False, None),
     ]
-    return ways if beside is None else [*ways, Way(f"the tree {beside.name}", False, beside.resolve())]
+    return variants if beside is None else [*variants, Variant(f"the tree {beside.name}", False, beside.resolve())]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run each way, and print a table of them."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    """Run each variant, and print a table of them."""
+    parser = command.parser("benchmarks.pressure", _DESCRIPTION, _EPILOG)
+    add = parser.add_argument
+    add("--driver", choices=("host", "cuda"), default="host")
+    add("--capacity", default="1GiB", metavar="SIZE", help="what the three share; by default 1GiB")
+    add("--page", default="2MiB", metavar="SIZE", help="the size of a page; by default 2MiB")
+    add("--seconds", type=float, default=20.0, help="the length of the trace; by default 20")
+    add("--seed", type=int, default=1, help="of the trace; by default 1")
+    add("--calm", action="store_true", help="kill neither an engine nor the daemon")
+    add("--plot", type=Path, metavar="FILE", help="draw the first run there; needs matplotlib")
+    add("--beside", type=Path, metavar="TREE", help="another checkout, to run the same trace on")
+    options = command.parse(parser, arguments)
     sizes = [bytes_of("a capacity", options.capacity), bytes_of("a page", options.page)]
     numbers = Numbers(options.driver, *sizes, options.seconds, options.seed)
-    if options.plot is not None:
-        try:
-            plot.load()
-        except NoMatplotlib as error:
-            parser.error(str(error))
     facts = machine.facts() | {"seed": str(numbers.seed), "capacity": format_size(numbers.capacity)}
     print(", ".join(f"{name} {value}" for name, value in facts.items()), flush=True)
-    rows, reached = [], []
-    for way in _ways(options.beside):
-        print(f"... {way.title}", file=sys.stderr, flush=True)
+    columns, reached = [], []
+    for variant in _variants(options.beside):
+        print(f"... {variant.title}", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(prefix="membroker-bench-") as directory:
-            run = Run(Path(directory), numbers, way)
+            run = PressureRun(Path(directory), numbers, variant)
             try:
                 told = run.play(deaths=not options.calm)
             finally:
                 run.close()
-        rows.append(summary(way, told, run.lent))
-        reached += goals(way, told)
-        if options.plot is not None and len(rows) == 1:
+        columns.append(summary(variant, told, run.lent))
+        reached += goals(variant, told)
+        if options.plot is not None and len(columns) == 1:
             plot.draw(numbers, run.used, options.plot)
-    for name in rows[0]:
-        print(f"| {name} | " + " | ".join(row[name] for row in rows) + " |")
-        if not name:
-            print("|---" * (len(rows) + 1) + "|")
-    print()
-    print_tables([table(reached)], sys.stdout)
+    first, *rows = ([name, *(column[name] for column in columns)] for name in columns[0])
+    print(f"{markdown(TextTable(first, rows))}\n")
+    print(render(goals_table(reached), sys.stdout), end="")
     return 0
 
 

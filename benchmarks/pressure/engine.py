@@ -2,24 +2,25 @@
 
 It runs on any tree of membroker. Where the library knows recalls it waits for memory and answers recalls; else, and
 when told so, it is refused and tries again. Every page is marked when it is borrowed and looked at before it is freed.
-Prints one line of JSON at its end: counts, and times in nanoseconds.
+A line of JSON in, and one out at its end: counts, and times in nanoseconds.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import membroker
 from membroker.errors import OutOfMemory
 
-from .trace import Trace
+from ..harness.child import answering
+from .trace import PhaseTrace
 
 STEP_SECONDS = 0.005
 WAIT_SECONDS = {"guaranteed": None, "share": 1.0, "beyond": 0.0}
@@ -29,8 +30,8 @@ MARK_BYTES = 8
 
 
 @dataclass(eq=False)
-class Sequence:
-    """A sequence: the addresses of its pages, how many it will have, and the number that marks them."""
+class PageSequence:
+    """The addresses of a sequence's pages, how many it will have, and the number that marks them."""
 
     length: int
     mark: int
@@ -40,7 +41,7 @@ class Sequence:
 class Engine:
     """The loop of one engine."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: SimpleNamespace) -> None:
         self.options = options
         self.page: int = options.page
         self.client = membroker.connect(Path(options.endpoint))
@@ -50,7 +51,7 @@ class Engine:
         # Twice the addresses: what is ready ahead is never short of them.
         self.pool = self.model.pool(virtual_capacity=2 * options.capacity, page_size=self.page, **ahead)
         self.driver: Any = self.model.driver
-        self.sequences: list[Sequence] = []
+        self.sequences: list[PageSequence] = []
         self.marks = itertools.count(options.seed << 32)
         self.used = self.spare = 0
         self.counts = dict.fromkeys(("pages", "finished", "preempted", "wrong", "recalls"), 0)
@@ -62,7 +63,9 @@ class Engine:
 
     def run(self) -> dict[str, Any]:
         """Serve until the end of the trace, and return what happened."""
-        trace = Trace(self.options.seed, self.options.tenant, self.options.seconds, self.options.capacity // self.page)
+        trace = PhaseTrace(
+            self.options.seed, self.options.tenant, self.options.seconds, self.options.capacity // self.page
+        )
         step = time.monotonic()
         while (elapsed := time.monotonic() - self.options.begin) < self.options.seconds:
             self.answer_recall()
@@ -75,7 +78,7 @@ class Engine:
         self.client.close()
         return {**self.counts, "spare": self.spare, "refused": self.refused, "grown": self.grown, "waited": self.waited}
 
-    def serve(self, trace: Trace, wanted: int) -> None:
+    def serve(self, trace: PhaseTrace, wanted: int) -> None:
         """Let each sequence grow by a page, end those that are done, and begin as many as are wanted."""
         for sequence in list(self.sequences):
             if sequence not in self.sequences:
@@ -88,12 +91,12 @@ class Engine:
                 self.counts["preempted"] += 1
                 return
         if self.used + PREFILL_PAGES < wanted:
-            sequence = Sequence(trace.length(), next(self.marks))
+            sequence = PageSequence(trace.length(), next(self.marks))
             self.sequences.append(sequence)
             if not self.grow(sequence, PREFILL_PAGES):
                 self.sequences.remove(sequence)
 
-    def grow(self, sequence: Sequence, count: int) -> bool:
+    def grow(self, sequence: PageSequence, count: int) -> bool:
         """Borrow pages for a sequence, one call for each. Return False when one is refused."""
         for _ in range(count):
             kind = self.kind()
@@ -126,12 +129,12 @@ class Engine:
         """Return the addresses of the marks of a page."""
         return address, address + self.page - MARK_BYTES
 
-    def drop(self, sequence: Sequence) -> None:
+    def drop(self, sequence: PageSequence) -> None:
         """End a sequence, and release its pages."""
         self.sequences.remove(sequence)
         self.take_back(sequence)
 
-    def take_back(self, sequence: Sequence) -> None:
+    def take_back(self, sequence: PageSequence) -> None:
         """Look at the marks of a sequence's pages, and release these."""
         for address in sequence.pages:
             for end in self.ends(address):
@@ -153,16 +156,9 @@ class Engine:
 
 
 def main() -> None:
-    """Run one engine as the options say."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--endpoint", required=True)
-    for name in ("tenant", "seed", "page", "capacity", "guarantee", "share"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--begin", type=float, required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--recalls", action="store_true")
-    print(json.dumps(Engine(parser.parse_args()).run()))
-    sys.stdout.flush()
+    """Run one engine as the first line says."""
+    tell = answering()
+    tell(Engine(SimpleNamespace(**json.loads(sys.stdin.readline()))).run())
 
 
 if __name__ == "__main__":

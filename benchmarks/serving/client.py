@@ -10,7 +10,6 @@ import asyncio
 import fcntl
 import gc
 import json
-import os
 import random
 import sys
 import time
@@ -20,6 +19,8 @@ from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any, Final
+
+from ..harness.child import answering
 
 PROMPTS: Final = 8192
 """How many different prompts of a length there are: each begins at another place of one random text."""
@@ -244,12 +245,7 @@ def _engine(keywords: dict[str, Any], counts: Counts) -> Any:
 
 def main() -> None:
     """Serve one model."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM logs to stdout: answers go where it cannot write
-
-    def tell(answer: dict[str, Any]) -> None:
-        print(json.dumps(answer), file=answers, flush=True)
-
+    tell = answering()  # vLLM logs to stdout: answers go where it cannot write
     try:
         asyncio.run(serve(tell))
     except BaseException as error:

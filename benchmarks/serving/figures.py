@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from ..harness.samples import quantile
+
 SLO_TTFT_SECONDS = 1.0
 SLO_TPOT_SECONDS = 0.05
 
@@ -77,11 +79,6 @@ class Run:
     told: list[dict[str, Any]] = field(default_factory=list)
     tokens: list[list[list[list[int]]]] = field(default_factory=list)
     """Of each model, the tokens of the sample before the trace, and after it."""
-
-
-def quantile(values: Sequence[float], part: float) -> float:
-    """Return the value that `part` of the values do not exceed; nan without values."""
-    return sorted(values)[min(len(values) - 1, int(part * len(values)))] if values else math.nan
 
 
 def ttft(answer: Mapping[str, Any]) -> float:

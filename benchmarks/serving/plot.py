@@ -8,7 +8,7 @@ from typing import Any
 
 from membroker.vmm.sizes import GIB
 
-from ..plotting import load, without_frame
+from ..harness.plotting import load, without_frame
 from .figures import Run, ttft
 
 COLOURS = "#0072b2", "#009e73", "#d55e00"

@@ -1,21 +1,19 @@
-"""What a person reads, and a program: a table for each trace, as text or Markdown, and the JSON. Owns no figure."""
+"""What a person reads of the runs, a table for each trace, and what a program has written. Owns no figure."""
 
 from __future__ import annotations
 
 import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from membroker.cli.tables import NONE, TextTable
 from membroker.vmm.sizes import GIB
 
-from ..goals import Goal
-from ..goals import table as goals_table
-from ..report import folded, markdown, print_tables
+from ..harness.goals import Goal
+from ..harness.report import Chapter, goals_chapter, scaled
 from .figures import ModelFigures, Run, Sample
 from .summary import Total, break_even, totals
 
@@ -65,45 +63,8 @@ def starts(runs: Sequence[Run]) -> TextTable:
     )
 
 
-def show(facts: Mapping[str, str], runs: Sequence[Run], goals: Sequence[Goal], stream: TextIO) -> None:
-    """Print everything."""
-    print(f"{folded(', '.join(f'{name} {value}' for name, value in facts.items()))}\n\n{folded(NOTE)}", file=stream)
-    for title, table in _chapters(runs, goals):
-        print(f"\n{title}", file=stream)
-        print_tables([table], stream)
-    print(*_sentences(runs), sep="\n", file=stream)
-
-
-def show_markdown(facts: Mapping[str, str], runs: Sequence[Run], goals: Sequence[Goal], stream: TextIO) -> None:
-    """Print everything as Markdown."""
-    print(f"{folded(', '.join(f'{name} {value}' for name, value in facts.items()))}.\n\n{folded(NOTE)}", file=stream)
-    for title, table in _chapters(runs, goals):
-        print(f"\n### {title}\n\n{markdown(table)}", file=stream)
-    print("", *_sentences(runs), sep="\n", file=stream)
-
-
-def _sentences(runs: Sequence[Run]) -> list[str]:
-    """Return where membroker wins, for each trace that was run at several loads."""
-    traces = dict.fromkeys(run.trace for run in runs)
-    several = [trace for trace in traces if len({run.load for run in runs if run.trace == trace}) > 1]
-    return [sentence for trace in several if (sentence := break_even(runs, trace)) is not None]
-
-
-def write_json(
-    facts: Mapping[str, str], runs: Sequence[Run], goals: Sequence[Goal], failures: Mapping[str, str], path: Path
-) -> None:
-    """Write everything that was measured, each request and each sample of the memory included."""
-    document = {
-        "machine": dict(facts),
-        "targets": [{**asdict(goal), "reached": goal.reached} for goal in goals],
-        "failures": dict(failures),
-        "runs": [asdict(run) for run in runs],
-    }
-    path.write_text(json.dumps(_plain(document), allow_nan=False) + "\n")
-
-
 def read_json(path: Path) -> tuple[dict[str, str], list[Run]]:
-    """Return the machine and the runs that `write_json` has written. Raises `ValueError` for another file."""
+    """Return the machine and the runs that were written with --json. Raises `ValueError` for another file."""
     try:
         document = json.loads(path.read_text())
         return document["machine"], [_run(one) for one in document["runs"]]
@@ -119,13 +80,18 @@ def _run(told: dict[str, Any]) -> Run:
     return Run(**{**told, "models": models, "samples": [Sample(**one) for one in told["samples"]]})
 
 
-def _chapters(runs: Sequence[Run], goals: Sequence[Goal]) -> Iterator[tuple[str, TextTable]]:
-    yield from tables(runs)
+def chapters(runs: Sequence[Run], goals: Sequence[Goal]) -> Iterator[Chapter]:
+    """Yield what a person reads: at the end where membroker wins, for each trace that was run at several loads."""
+    yield Chapter("What was measured", NOTE)
+    for title, table in tables(runs):
+        yield Chapter(title, tables=[table])
     rows = [_total(one) for one in totals(runs)]
-    yield f"All models together; TTFT and TPOT of the worst one. {SEEDS}", TextTable(TOTALS, rows)
-    yield "The start, and one request at a time", starts(runs)
-    if goals:
-        yield "Beside the targets", goals_table(goals)
+    yield Chapter(f"All models together; TTFT and TPOT of the worst one. {SEEDS}", tables=[TextTable(TOTALS, rows)])
+    yield Chapter("The start, and one request at a time", tables=[starts(runs)])
+    yield from goals_chapter(goals)
+    for trace in dict.fromkeys(run.trace for run in runs):
+        if len({run.load for run in runs if run.trace == trace}) > 1 and (sentence := break_even(runs, trace)):
+            yield Chapter("", sentence)
 
 
 def _total(one: Total) -> list[str]:
@@ -162,13 +128,4 @@ def _seconds(time: float) -> str:
 
 
 def _gib(size: float | None) -> str:
-    return NONE if size is None else f"{size / GIB:.2f}"
-
-
-def _plain(value: Any) -> Any:
-    """Return a value that JSON has a form for: it has none for infinite times."""
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return scaled(size, GIB)

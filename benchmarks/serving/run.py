@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import select
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,16 +14,15 @@ import grpc
 
 from membroker.vmm import Driver, Location, open_driver
 
-from ..daemon import Daemon, running
-from ..report import Tell
+from ..harness.child import ANSWER_SECONDS, Child
+from ..harness.daemon import Daemon, running
+from ..harness.report import Tell
 from . import arms, shapes
 from .arms import Arm, Setup
 from .figures import Run, Sample, of_model, tpot, ttft
 from .traces import Trace
 
 START_SECONDS = 300.0
-ANSWER_SECONDS = 60.0
-END_SECONDS = 15.0
 BEGIN_SECONDS = 1.5
 """From the command to the begin of a trace: clients prepare, and engines come to rest."""
 WATCH_SECONDS = 0.1
@@ -38,64 +31,7 @@ IDLE_SECONDS = 1.5
 SAMPLE = (48, 300, 700, 1000)
 """Prompts of the sample, in tokens, before they are scaled; the first three end within a block."""
 SAMPLE_ANSWER = 64
-LOG_LINES = 30
 FILL_BYTES = 64 << 20
-
-
-class EngineFailed(Exception):
-    """An engine did not start, or ended; the message has the end of its log."""
-
-
-class Engine:
-    """The client of one model, and through it the engine. `module` is the program of the client."""
-
-    module = "benchmarks.serving.client"
-
-    def __init__(self, setup: dict[str, Any], environment: dict[str, str], log: Path) -> None:
-        self._log = log
-        with log.open("w") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", self.module],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=environment,
-                process_group=0,
-            )
-        self.tell(setup)
-
-    def tell(self, command: dict[str, Any]) -> None:
-        """Send a command."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # `hear` says why
-            self._process.stdin.write(json.dumps(command) + "\n")
-            self._process.stdin.flush()
-
-    def hear(self, seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
-        """Return the answer to the last command."""
-        assert self._process.stdout is not None
-        line = ""
-        if select.select([self._process.stdout], [], [], seconds)[0]:
-            line = self._process.stdout.readline()
-        found: dict[str, Any] = json.loads(line or '{"failed": "no answer"}')
-        if "failed" in found:
-            tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-LOG_LINES:])
-            raise EngineFailed(f"{found['failed']}; the end of its log:\n{tail}")
-        return found
-
-    def close(self) -> None:
-        """Let it end by itself, and kill what has not ended."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_SECONDS)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # also the engine's own process, if it is left
-        self._process.wait()
-        self._process.stdout.close()
 
 
 class Watch:
@@ -145,7 +81,7 @@ def filled(driver: Driver, left: int) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Workload:
     """A trace to play, and how it was made."""
 
     trace: Trace
@@ -155,12 +91,20 @@ class Job:
     token_scale: float
 
 
-class Stage:
+class RunningArm:
     """An arm whose engines run."""
 
-    def __init__(self, arm: Arm, setup: Setup, daemon: Daemon | None, engines: Sequence[Engine], watch: Watch) -> None:
+    def __init__(
+        self,
+        arm: Arm,
+        setup: Setup,
+        daemon: Daemon | None,
+        engines: Sequence[Child],
+        starts: Sequence[Mapping[str, Any]],
+        watch: Watch,
+    ) -> None:
         self._arm, self._setup, self._daemon, self._engines, self._watch = arm, setup, daemon, engines, watch
-        self.started: list[dict[str, Any]] = []
+        self._starts = starts
 
     def warm(self, scale: float) -> None:
         """Let each engine serve a burst: what it compiles and allocates at first use is then there."""
@@ -172,7 +116,7 @@ class Stage:
         for engine in self._engines:
             engine.hear(2 * ANSWER_SECONDS)
 
-    def play(self, job: Job) -> Run:
+    def play(self, job: Workload) -> Run:
         """Play a trace between two samples, and return what was measured."""
         before = [self._sample(engine, job.token_scale) for engine in self._engines]
         refused = self._refusals()
@@ -198,8 +142,8 @@ class Stage:
             load=job.load,
             seed=job.seed,
             seconds=seconds,
-            start_seconds=[one["seconds"] for one in self.started],
-            cache_tokens=[one["cache_tokens"] for one in self.started],
+            start_seconds=[one["seconds"] for one in self._starts],
+            cache_tokens=[one["cache_tokens"] for one in self._starts],
             models=[
                 of_model(model, each, samples, seconds, denied.get(f"m{model}", 0), static, guarantee)
                 for model, each in zip(self._arm.models, told, strict=True)
@@ -211,7 +155,7 @@ class Stage:
             tokens=[[one["tokens"], other["tokens"]] for one, other in zip(before, after, strict=True)],
         )
 
-    def _sample(self, engine: Engine, scale: float) -> dict[str, Any]:
+    def _sample(self, engine: Child, scale: float) -> dict[str, Any]:
         answer = max(2, round(SAMPLE_ANSWER * scale))
         engine.tell({"do": "sample", "lengths": [[max(1, round(prompt * scale)), answer] for prompt in SAMPLE]})
         return engine.hear()
@@ -221,23 +165,19 @@ class Stage:
         return {one.name.split("/")[3]: sum(one.denials_total.values()) for one in models}
 
 
-def _keep_log(daemon: Daemon, path: Path) -> None:
-    path.write_text(daemon.log())
-
-
 @contextmanager
-def stage(arm: Arm, setup: Setup, directory: Path, tell: Tell, *, is_first: bool) -> Iterator[Stage]:
+def started(arm: Arm, setup: Setup, directory: Path, tell: Tell, *, is_first: bool) -> Iterator[RunningArm]:
     """Start an arm. In the first one the first engine starts before the others, and fills vLLM's caches for them."""
     with ExitStack() as ending:
         daemon = None
         if arm.has_broker:
-            daemon = ending.enter_context(running(lambda place: Daemon(place, arms.broker_config(arm, setup))))
-            ending.callback(_keep_log, daemon, directory / f"{arm.name}-broker.log")
+            daemon = ending.enter_context(running(arms.broker_config(arm, setup)))
+            ending.callback(lambda: (directory / f"{arm.name}-broker.log").write_text(daemon.log()))
         endpoint = None if daemon is None else daemon.endpoint()
         lock = directory / "lock"
         lock.touch()
-        engines: list[Engine] = []
-        started: list[dict[str, Any]] = []
+        engines: list[Child] = []
+        starts: list[dict[str, Any]] = []
         for model in arm.models:
             about = {
                 "keywords": arms.keywords(arm, setup, model, shapes.write(setup.shape)),
@@ -245,16 +185,16 @@ def stage(arm: Arm, setup: Setup, directory: Path, tell: Tell, *, is_first: bool
                 "lock": str(lock) if arm.sleeps else None,
             }
             log = directory / f"{arm.name}-m{model}.log"
-            engines.append(Engine(about, arms.environment(arm, setup, endpoint, directory), log))
+            engines.append(
+                Child("benchmarks.serving.client", about, arms.environment(arm, setup, endpoint, directory), log)
+            )
             ending.callback(engines[-1].close)
-            if arm.sleeps or (is_first and not started):  # an engine in sleep mode has all the memory until it sleeps
-                started.append(engines[-1].hear(START_SECONDS))
-                tell(f"{arm.name}: the engine of m{model} is up after {started[-1]['seconds']:.0f} s")
-        started += [engine.hear(START_SECONDS) for engine in engines[len(started) :]]
-        seconds = ", ".join(f"{one['seconds']:.0f}" for one in started)
+            if arm.sleeps or (is_first and not starts):  # an engine in sleep mode has all the memory until it sleeps
+                starts.append(engines[-1].hear(START_SECONDS))
+                tell(f"{arm.name}: the engine of m{model} is up after {starts[-1]['seconds']:.0f} s")
+        starts += [engine.hear(START_SECONDS) for engine in engines[len(starts) :]]
+        seconds = ", ".join(f"{one['seconds']:.0f}" for one in starts)
         tell(f"{arm.name}: all engines are up, after {seconds} s")
         watch = Watch(setup.device, daemon)
         ending.callback(watch.close)
-        found = Stage(arm, setup, daemon, engines, watch)
-        found.started = started
-        yield found
+        yield RunningArm(arm, setup, daemon, engines, starts, watch)

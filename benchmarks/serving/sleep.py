@@ -7,8 +7,6 @@ the caller wakes it first. Tokens of a sample are compared before and after.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import sys
@@ -25,13 +23,15 @@ from membroker.admin import Admin
 from membroker.arguments import bytes_of
 from membroker.vmm import Driver, Location, format_size, open_driver
 
-from .. import machine
-from ..daemon import TENANT, Daemon, running
-from ..report import Tell, progress
+from ..harness import command, machine
+from ..harness.child import Child, ChildFailed
+from ..harness.daemon import TENANT, configuration, running
+from ..harness.report import Tell, progress, write_json
 from . import arms, shapes
 from .arms import ARMS, Arm, Setup
-from .run import Engine, EngineFailed
 
+CHILD = "benchmarks.serving.sleep_child"
+"""The program that has the engine. It answers each command with a line, and its start with one."""
 START_SECONDS = 600.0
 SLEEP_SECONDS = 120.0
 LOOK_SECONDS = 0.002
@@ -39,7 +39,7 @@ SAMPLE = [[(7 * n + at) % 500 + 3 for at in range(length)] for n, length in enum
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class SleepWay:
     """One way to sleep: the arm that it is based on, settings of the connector, and what is asked."""
 
     arm: Arm
@@ -50,10 +50,10 @@ class Way:
 
 _OVER_BROKER: Final = ARMS["alone-membroker"]
 WAYS: Final = {
-    "vllm": Way(replace(ARMS["sleep"], models=(0,)), "vLLM's sleep mode, level 1"),
-    "membroker": Way(_OVER_BROKER, "membroker, weights borrowed", {"weights": "borrowed"}),
-    "pinned": Way(_OVER_BROKER, "the same, host memory kept pinned", {"weights": "borrowed", "keep_pinned": True}),
-    "kept": Way(_OVER_BROKER, "membroker, weights kept", {"weights": "borrowed"}, keep_weights=True),
+    "vllm": SleepWay(replace(ARMS["sleep"], models=(0,)), "vLLM's sleep mode, level 1"),
+    "membroker": SleepWay(_OVER_BROKER, "membroker, weights borrowed", {"weights": "borrowed"}),
+    "pinned": SleepWay(_OVER_BROKER, "the same, host memory kept pinned", {"weights": "borrowed", "keep_pinned": True}),
+    "kept": SleepWay(_OVER_BROKER, "membroker, weights kept", {"weights": "borrowed"}, keep_weights=True),
 }
 PRESETS: Final[dict[str, dict[str, Any]]] = {
     "cuda": {"model": "llama-3.1-8b", "kv": "20GiB", "prompts": 128, "length": 1000},
@@ -63,7 +63,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.sleep", description=__doc__.splitlines()[0])
+    parser = command.parser("benchmarks.serving.sleep", __doc__.splitlines()[0], outputs=["json"])
     parser.add_argument("--device", choices=tuple(PRESETS), default="cuda", help="a GPU, or vLLM's CPU build")
     parser.add_argument(
         "--ways", nargs="+", choices=tuple(WAYS), default=list(WAYS), metavar="WAY", help=", ".join(WAYS)
@@ -72,8 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kv", metavar="SIZE", help="the KV cache; on a GPU 20GiB")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the engines' logs there")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
-    options = parser.parse_args(arguments)
+    options = command.parse(parser, arguments)
     if options.rounds < 1:
         parser.error("--rounds is at least 1")
     preset = PRESETS[options.device]
@@ -81,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     setup = Setup(
         options.device, options.model or preset["model"], size, 2048 if options.device == "host" else 8192, 128
     )
-    print(", ".join(f"{name} {value}" for name, value in machine.facts().items()), file=sys.stderr)
+    facts = machine.facts()
+    print(", ".join(f"{name} {value}" for name, value in facts.items()), file=sys.stderr)
     ways = [name for name in options.ways if (name, options.device) != ("vllm", "host")]
     if ways != options.ways:
         print("vllm is left out: vLLM's CPU build has no sleep mode", file=sys.stderr)
@@ -99,8 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except Exception as error:  # noqa: BLE001 - what the other ways show is worth having
                 failures[name] = f"{type(error).__name__}: {error}"
             if options.json is not None:  # what is cut short loses its last way only
-                told = {"facts": machine.facts(), "model": setup.shape, "kv": size, "rows": rows}
-                options.json.write_text(json.dumps(told))
+                write_json(options.json, facts=facts, model=setup.shape, kv=size, rows=rows)
             done(name)
     _show(rows, setup)
     for name, failure in failures.items():
@@ -109,12 +108,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _engine(way: Way, setup: Setup, driver: Driver, log: Path) -> Iterator[tuple[Engine, Admin | None]]:
+def _engine(way: SleepWay, setup: Setup, driver: Driver, log: Path) -> Iterator[tuple[Child, Admin | None]]:
     """Start one engine, and its broker."""
     with ExitStack() as ending:
         endpoint, admin = None, None
         if way.arm.has_broker:
-            daemon = ending.enter_context(running(lambda place: Daemon(place, _broker_config(setup, driver))))
+            daemon = ending.enter_context(running(_broker_config(setup, driver)))
             endpoint = daemon.endpoint(TENANT)
             admin = ending.enter_context(closing(Admin(endpoint.parents[1] / "admin" / "grpc.sock")))
         keywords = arms.keywords(way.arm, setup, 0, shapes.write(setup.shape))
@@ -123,15 +122,9 @@ def _engine(way: Way, setup: Setup, driver: Driver, log: Path) -> Iterator[tuple
             settings = {"keep": setup.budget, **way.settings}
             keywords["kv_transfer_config"]["kv_connector_extra_config"] = settings
         environment = arms.environment(way.arm, setup, endpoint, log.parent)
-        engine = ending.enter_context(closing(_Child(keywords, environment, log)))
+        engine = ending.enter_context(closing(Child(CHILD, keywords, environment, log)))
         engine.hear(START_SECONDS)  # it has started
         yield engine, admin
-
-
-class _Child(Engine):
-    """The process that has the engine. It answers each command with a line, and its start with one."""
-
-    module = "benchmarks.serving.sleep_child"
 
 
 def _broker_config(setup: Setup, driver: Driver) -> str:
@@ -139,12 +132,11 @@ def _broker_config(setup: Setup, driver: Driver) -> str:
     is_host = setup.device == "host" or memory is None
     capacity, host = (4 * setup.budget, 1 << 28) if is_host or memory is None else (memory.free * 9 // 10, 64 << 30)
     capacity -= capacity % (64 << 20)
-    sizes = f"capacity = {capacity}\nhost_capacity = {host}\n"
-    return f'driver = "{setup.device}"\n{sizes}[metrics]\nport = 0\n[tenants.{TENANT}]\n'
+    return configuration(setup.device, capacity=capacity, host_capacity=host)
 
 
 def _measure(
-    way: Way, setup: Setup, rounds: int, preset: Mapping[str, Any], log: Path, tell: Tell
+    way: SleepWay, setup: Setup, rounds: int, preset: Mapping[str, Any], log: Path, tell: Tell
 ) -> dict[str, list[float]]:
     """Return the figures of each round, by name."""
     found: dict[str, list[float]] = {}
@@ -165,7 +157,7 @@ def _measure(
                 awake = 0.0 if is_by_request and admin is not None else wake()
                 first, _ = _generate(engine, [SAMPLE[2][::-1]], 1)
                 if _sample(engine) != expected:
-                    raise EngineFailed("the tokens differ after the wake")
+                    raise ChildFailed("the tokens differ after the wake")
                 if not number:
                     continue  # the first round of each is for what is compiled and allocated at first use
                 note("sleep_seconds", asleep)
@@ -179,7 +171,7 @@ def _measure(
     return found
 
 
-def _verbs(way: Way, engine: Engine, admin: Admin | None) -> tuple[Callable[[], float], Callable[[], float]]:
+def _verbs(way: SleepWay, engine: Child, admin: Admin | None) -> tuple[Callable[[], float], Callable[[], float]]:
     """Return what lets an engine sleep and wake, and takes the time."""
 
     def by_vllm(verb: str) -> float:
@@ -194,28 +186,28 @@ def _verbs(way: Way, engine: Engine, admin: Admin | None) -> tuple[Callable[[], 
             states = [one.status for one in answers if one.status and one.status.state != "unsupported"]
             if states and all(one.state == ("awake" if wake else "asleep") for one in states):
                 if "weights kept" in states[0].detail and not way.keep_weights:
-                    raise EngineFailed(states[0].detail)
+                    raise ChildFailed(states[0].detail)
                 return time.perf_counter() - begun
             time.sleep(LOOK_SECONDS)
-        raise EngineFailed(f"it did not {'wake' if wake else 'sleep'}: {answers}")
+        raise ChildFailed(f"it did not {'wake' if wake else 'sleep'}: {answers}")
 
     if admin is None:
         return lambda: by_vllm("sleep"), lambda: by_vllm("wake")
     return lambda: by_broker(wake=False), lambda: by_broker(wake=True)
 
 
-def _generate(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, Any]:
+def _generate(engine: Child, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, Any]:
     engine.tell({"do": "generate", "prompts": prompts, "tokens": tokens})
     told = engine.hear(SLEEP_SECONDS)
     return float(told["seconds"]), told["tokens"]
 
 
-def _sample(engine: Engine) -> list[Any]:
+def _sample(engine: Child) -> list[Any]:
     """Return the tokens of a sample: one prompt at a time, since bfloat16 rounds as a batch is composed."""
     return [_generate(engine, [prompt], 16)[1] for prompt in SAMPLE]
 
 
-def _fill(engine: Engine, seed: int, preset: Mapping[str, Any]) -> None:
+def _fill(engine: Child, seed: int, preset: Mapping[str, Any]) -> None:
     """Leave as much in the KV cache as a busy model does."""
     rng = random.Random(seed)
     _generate(engine, [[rng.randrange(3, 500) for _ in range(preset["length"])] for _ in range(preset["prompts"])], 8)

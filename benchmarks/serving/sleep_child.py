@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from typing import Any
 
+from ..harness.child import answering
+
 
 def main() -> None:
     """Answer each command with a line that has the seconds that it took."""
-    # vLLM logs to stdout: answers go where it cannot write.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    tell = answering()  # vLLM logs to stdout: answers go where it cannot write
     from vllm import LLM
 
     llm = LLM(**json.loads(sys.stdin.readline()))
-    print(json.dumps({"started": True}), file=answers, flush=True)
+    tell({"started": True})
     for line in sys.stdin:
         command, begun, tokens = json.loads(line), time.perf_counter(), None
         if command["do"] == "generate":
@@ -26,7 +25,7 @@ def main() -> None:
             llm.sleep(level=1)
         else:
             llm.wake_up()
-        print(json.dumps({"seconds": time.perf_counter() - begun, "tokens": tokens}), file=answers, flush=True)
+        tell({"seconds": time.perf_counter() - begun, "tokens": tokens})
 
 
 def _generate(llm: Any, command: dict[str, Any]) -> list[list[int]]:

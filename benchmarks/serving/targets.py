@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from ..goals import Goal
+from ..harness.goals import Goal
 from .figures import Run
 
 MIB = 1 << 20
@@ -24,12 +25,8 @@ def goals(runs: Sequence[Run]) -> list[Goal]:
     for key in keys:
         arms = {run.arm: run for run in runs if (run.trace, run.load, run.seed) == key}
         where = f"{key[0].upper()}" + (f" x{key[1]:g}" if key[1] != 1 else "")
-        found += (Goal(f"{where}: {goal.what}", *_rest(goal)) for goal in _of(arms))
+        found += (replace(goal, what=f"{where}: {goal.what}") for goal in _of(arms))
     return found
-
-
-def _rest(goal: Goal) -> tuple[float, float, str, bool]:
-    return goal.value, goal.target, goal.unit, goal.at_least
 
 
 def _of(arms: Mapping[str, Run]) -> Iterator[Goal]:

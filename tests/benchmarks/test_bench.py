@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.load import recalls, stage, targets
+from benchmarks.harness.stage import Stage
+from benchmarks.load import recalls, targets
 
 pytestmark = pytest.mark.deep
 
@@ -166,10 +167,11 @@ def test_used_pages_are_waited_for(quick: tuple[Any, str]) -> None:
 
 def test_another_tree_is_measured_beside_this_one() -> None:
     """`--before TREE`, with this tree as the other: its core, and its daemon's time with a target for the ratio."""
-    section = recalls.the_core(stage.QUICK, lambda _: None, ROOT)
+    stage = Stage(quick=True, tell=lambda _: None)
+    (section,) = recalls.the_core(stage, ROOT)
     by_key = {row.key: row for row in section.timings}
     assert by_key["core.extent"].beside == by_key["core.before"].name
-    section = recalls.beside(stage.QUICK, lambda _: None, ROOT)
+    (section,) = recalls.beside(stage, ROOT)
     figures = {row.key: row.value for row in section.figures}
     (goal,) = targets.goals([section])
     assert goal.value == figures["beside.ratio"] == figures["beside.new"] / figures["beside.old"]

@@ -14,14 +14,17 @@ import sys
 import tempfile
 import time
 import uuid
+from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.gpu.daemon import difference, parsed, running
-from benchmarks.gpu.figures import IN_PROCESS, Times, brokered, hits, share, total
+from benchmarks.gpu.figures import IN_PROCESS, brokered, hits, share, total
 from benchmarks.gpu.scenes import PAGE_BY_PAGE, PAIR, PAIR_AHEAD
-from benchmarks.gpu.targets import Goal
+from benchmarks.gpu.ways import broker
+from benchmarks.harness.daemon import difference, parsed
+from benchmarks.harness.goals import Goal
+from benchmarks.harness.samples import Samples
 from tests.support.fake_cuda import build_fake_cuda
 
 pytestmark = pytest.mark.deep
@@ -243,17 +246,14 @@ membroker_stock_extents_total{gpu_uuid="host",change="made"} 8.0
 """
 
 
-def _ten() -> Times:
-    times = Times(elapsed=1)
-    for _ in range(10):
-        times.take.append(300_000)
-        times.give.append(100_000)
-    return times
+def _ten(after: str) -> Samples:
+    times = {"take": array("Q", [300_000] * 10), "give": array("Q", [100_000] * 10)}
+    return Samples(times, 1, difference(parsed(BEFORE), parsed(after)))
 
 
 def test_counts_do_not_wait_for_a_new_page() -> None:
     """A daemon shares one text of /metrics for a second, and the benchmark reads it before and after each turn."""
-    with running("host", stock=False) as daemon:
+    with broker("host", stock=False) as daemon:
         pages = [daemon.scrape().decode() for _ in range(3)]
     times = re.findall(r"^membroker_scrape_time_seconds\S* (\S+)$", "\n".join(pages), re.MULTILINE)
     assert len(set(times)) == 3, "two scrapes got the same text"
@@ -261,9 +261,9 @@ def test_counts_do_not_wait_for_a_new_page() -> None:
 
 def test_a_share_is_what_came_between_two_scrapes() -> None:
     """Ten works: 100 us of the broker in each, 50 of them its driver's."""
-    counts = difference(parsed(BEFORE), parsed(AFTER))
-    assert total(counts, "membroker_request_seconds_count", transport="handoff") == 10
-    found = share(counts, _ten(), "handoff", extents=10, stock=False)
+    ten = _ten(AFTER)
+    assert total(ten.counts, "membroker_request_seconds_count", transport="handoff") == 10
+    found = share(ten, "handoff", extents=10, stock=False)
     assert (found.caller, found.core, found.for_stock) == (400_000, None, 0)
     assert found.broker == pytest.approx(100_000)
     assert found.driver == pytest.approx(50_000)
@@ -273,9 +273,9 @@ def test_a_share_is_what_came_between_two_scrapes() -> None:
 
 def test_driver_calls_for_the_stock_are_nobodys() -> None:
     """Of ten extents 8 came from the stock, and 8 were made for it: 2 of 10 creates were the requests'."""
-    counts = difference(parsed(BEFORE), parsed(AFTER + MORE))
-    assert hits(counts, 10) == 80
-    found = share(counts, _ten(), "handoff", extents=10, stock=True)
+    ten = _ten(AFTER + MORE)
+    assert hits(ten.counts, 10) == 80
+    found = share(ten, "handoff", extents=10, stock=True)
     assert found.driver == pytest.approx(10_000)
     assert found.for_stock == pytest.approx(40_000)
     assert found.core == pytest.approx(20_000)
@@ -284,14 +284,14 @@ def test_driver_calls_for_the_stock_are_nobodys() -> None:
 
 def test_without_a_count_of_the_stock_nothing_is_claimed() -> None:
     """Then the driver calls cannot be attributed to requests."""
-    found = share(difference(parsed(BEFORE), parsed(AFTER)), _ten(), "handoff", extents=10, stock=True)
+    found = share(_ten(AFTER), "handoff", extents=10, stock=True)
     assert (found.driver, found.transport, found.for_stock) == (None, None, None)
     assert hits(parsed(AFTER), 10) is None
 
 
 def test_a_target_is_a_bound_on_the_right_side() -> None:
     """A time must not exceed its target; a rate must reach it."""
-    assert Goal("time", 0, 3.0, 3.0).reached
-    assert not Goal("time", 0, 3.1, 3.0).reached
-    assert Goal("rate", 0, 0.9, 0.8, at_least=True).reached
-    assert not Goal("rate", 0, 0.7, 0.8, at_least=True).reached
+    assert Goal("time", 3.0, 3.0, "x").reached
+    assert not Goal("time", 3.1, 3.0, "x").reached
+    assert Goal("rate", 0.9, 0.8, "x", at_least=True).reached
+    assert not Goal("rate", 0.7, 0.8, "x", at_least=True).reached

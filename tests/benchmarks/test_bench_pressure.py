@@ -21,13 +21,13 @@ NUMBERS = {
 
 def test_guaranteed_requests_are_never_refused(device: Device, tmp_path: Path) -> None:
     """Amid recalls, the death of an engine, and that of the daemon. All pages keep their contents."""
-    way = pressure.Way("guarantees and recalls", True, None)
-    run = pressure.Run(tmp_path, NUMBERS[device.kind], way)
+    variant = pressure.Variant("guarantees and recalls", True, None)
+    run = pressure.PressureRun(tmp_path, NUMBERS[device.kind], variant)
     try:
         told = run.play()
     finally:
         run.close()
-    row = pressure.summary(way, told, run.lent)
+    row = pressure.summary(variant, told, run.lent)
     print(row)
     assert row["refused: guaranteed"] == "0"
     assert row["wrong"] == "0"
@@ -60,7 +60,7 @@ TOLD = {
 
 def test_each_target_is_beside_its_figure() -> None:
     """A refusal within the guarantee misses its target; a part of pages that are ready is to be reached."""
-    found = {goal.what: goal for goal in pressure.goals(pressure.Way("crowded", True, None), [TOLD])}
+    found = {goal.what: goal for goal in pressure.goals(pressure.Variant("crowded", True, None), [TOLD])}
     assert {what: (goal.value, goal.target, goal.reached) for what, goal in found.items()} == {
         "crowded: refused within the guarantee": (1, 0, False),
         "crowded: waited >2 ms within the share, p99": (3, 100, True),
@@ -68,10 +68,10 @@ def test_each_target_is_beside_its_figure() -> None:
         "crowded: grow p99": (3_000, 500, False),
         "crowded: most spare of an engine": (2, 1024, True),
     }
-    roomy = {goal.what: goal.reached for goal in pressure.goals(pressure.Way("roomy", True, None, 3), [TOLD])}
+    roomy = {goal.what: goal.reached for goal in pressure.goals(pressure.Variant("roomy", True, None, 3), [TOLD])}
     assert not roomy["roomy: pages that were ready"]
     assert roomy["roomy: grow p50"]
-    assert not pressure.goals(pressure.Way("first come, first served", False, None), [TOLD])
+    assert not pressure.goals(pressure.Variant("first come, first served", False, None), [TOLD])
 
 
 def test_a_run_is_drawn(tmp_path: Path) -> None:

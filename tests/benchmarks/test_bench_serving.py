@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.harness.child import Child
+from benchmarks.harness.report import show, write_json
+from benchmarks.harness.samples import quantile
 from benchmarks.serving import __main__ as serving
 from benchmarks.serving import arms, plot, report, shapes, sleep, summary
-from benchmarks.serving.figures import ModelFigures, Run, Sample, compare, of_model, quantile
+from benchmarks.serving.figures import ModelFigures, Run, Sample, compare, of_model
 from benchmarks.serving.run import filled
 from benchmarks.serving.shapes import token_bytes, weight_bytes
 from benchmarks.serving.targets import goals
@@ -57,6 +60,11 @@ def _run(arm: str, first: float = 0.1, *, trace: str = "a2", load: float = 1.0, 
     tokens = [[[[1, 2], [3, 4 + wrong]], [[1, 2], [3, 4]]] for _ in models]
     told = [{"answers": answers, "preemptions": 0} for _ in models]
     return Run(arm, trace, load, 1, 10.0, [20.0] * 3, [7000] * 3, models, [0.02, 0.003], 9 * GIB, samples, told, tokens)
+
+
+def _write(path: Path, facts: dict[str, str], runs: Sequence[Run]) -> None:
+    """Write what `--json` does."""
+    write_json(path, machine=facts, targets=goals(runs), failures={"sleep": "failed"}, runs=runs)
 
 
 def test_what_was_not_answered_counts_as_never_answered() -> None:
@@ -174,9 +182,9 @@ def test_every_model_of_every_arm_has_a_row(tmp_path: Path, capsys: pytest.Captu
     ]
     assert all(len(row) == len(report.COLUMNS) for _, table in tables for row in table.rows)
     assert tables[0][1].rows[3][:6] == ["membroker", "m0", "103", "0.10", "0.10", "never"]
-    report.show_markdown(FACTS, runs, goals(runs), sys.stdout)
+    show(FACTS, report.chapters(runs, goals(runs)), as_markdown=True, stream=sys.stdout)
     assert "| membroker | m2 | 103 |" in capsys.readouterr().out
-    report.write_json(FACTS, runs, goals(runs), {"sleep": "failed"}, tmp_path / "figures.json")
+    _write(tmp_path / "figures.json", FACTS, runs)
     found = json.loads((tmp_path / "figures.json").read_text())
     assert [run["arm"] for run in found["runs"]] == ["static", "membroker", "static"]
     assert found["runs"][1]["models"][0]["ttft"][2] is None
@@ -188,13 +196,13 @@ def test_arms_that_ran_one_by_one_are_shown_together(tmp_path: Path, capsys: pyt
     files = [tmp_path / f"{arm}.json" for arm in ("static", "membroker", "other")]
     runs = [_run("static"), _run("membroker", lost=3, wrong=1)]
     for run, file in zip(runs, files, strict=False):
-        report.write_json(FACTS, [run], [], {}, file)
+        _write(file, FACTS, [run])
         assert report.read_json(file) == (FACTS, [run])
     assert serving.main(["--read", *map(str, files[:2])]) == 0
     told = capsys.readouterr().out
     assert "m2          103" in told
     assert re.search(r"A2: membroker: wrong answers of the sample +3.00 +at most 0 +NO", told)
-    report.write_json({**FACTS, "models": "3 x large"}, [runs[0]], [], {}, files[2])
+    _write(files[2], {**FACTS, "models": "3 x large"}, runs[:1])
     (tmp_path / "no.json").write_text("{}")
     for wrong, said in ((files[2], "of another models than"), (tmp_path / "no.json", "is not what --json of this")):
         with pytest.raises(SystemExit):
@@ -220,7 +228,7 @@ def test_loads_and_seeds_are_summed_up() -> None:
     assert "at every load" in (summary.break_even([run for run in runs if run.load == 1], "a2") or "")
     assert summary.break_even(runs, "t1") is None
     out = io.StringIO()
-    report.show(FACTS, runs, [], out)
+    show(FACTS, report.chapters(runs, []), as_markdown=False, stream=out)
     assert "0.52 (0.51-0.53)" in out.getvalue()
 
 
@@ -304,18 +312,17 @@ def test_an_engine_that_does_not_start_is_not_left_behind(
     """By the measurement of sleep, which says so and fails."""
     children: list[Any] = []
 
-    class Child(sleep._Child):
-        module = "benchmarks.serving.nothing"
-
-        def __init__(self, *args: Any) -> None:
+    class Watched(Child):
+        def __init__(self, *arguments: Any) -> None:
             children.append(self)
-            super().__init__(*args)
+            super().__init__(*arguments)
 
-    monkeypatch.setattr(sleep, "_Child", Child)
+    monkeypatch.setattr(sleep, "CHILD", "benchmarks.serving.nothing")
+    monkeypatch.setattr(sleep, "Child", Watched)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert sleep.main(["--device", "host", "--ways", "kept", "--rounds", "1"]) == 1
-    assert "kept FAILED: EngineFailed: no answer; the end of its log:" in capsys.readouterr().err
-    assert [child._process.returncode for child in children] == [1]
+    assert "kept FAILED: ChildFailed: no answer; the end of its log:" in capsys.readouterr().err
+    assert [child.process.returncode for child in children] == [1]
     with pytest.raises(SystemExit):
         sleep.main(["--rounds", "0"])
     assert "--rounds is at least 1" in capsys.readouterr().err
