@@ -38,7 +38,7 @@ endpoint = Path({endpoint!r})
 def connected(path):
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET if path == 'handoff.sock' else socket.SOCK_STREAM)
     sock.connect(str(endpoint / path))  # before the timeout, which would make a full backlog an error
-    sock.settimeout(SECONDS)
+    sock.settimeout(DEADLINE_SECONDS)
     return sock
 """
 
@@ -199,7 +199,7 @@ frame = pb.Frame(request_id=1, release=bpb.ReleaseExtentsRequest(extent_ids=[1])
 answer = 0
 while answer < 100_000:
     # A socket takes some 300; after fewer, what is slow is the machine.
-    patience = 0.2 if answer > 200 * len(sessions) else SECONDS
+    patience = 0.2 if answer > 200 * len(sessions) else DEADLINE_SECONDS
     writable = select.select([], [session.sock for session in sessions], [], patience)[1]
     if not writable:
         break
@@ -240,7 +240,7 @@ def ask():
         for session, model in zip(sessions, models, strict=True):
             send(session, model, request_id)
     while refused.total() < 100 * len(sessions):
-        ready = select.select(sessions, [], [], SECONDS)[0]
+        ready = select.select(sessions, [], [], DEADLINE_SECONDS)[0]
         assert ready, f'nothing more comes: {refused}'
         for session in ready:
             packet = handoff.receive(session.sock)
@@ -271,7 +271,7 @@ def send(request_id):
         kept.append(call)
 def next_refusal():
     while True:
-        call = ended.get(timeout=SECONDS)
+        call = ended.get(timeout=DEADLINE_SECONDS)
         if call.code() is not grpc.StatusCode.OK:  # two for each session are answered
             return reason(status_of(call))
 def ask():
@@ -296,7 +296,7 @@ ROUNDS = 300
 _UNASKED = """
 def closed(reader):
     # The kernel says so when the last holder of the other end is gone: this process has closed its own.
-    return bool(select.select([reader], [], [], SECONDS)[0]) and os.read(reader, 1) == b''
+    return bool(select.select([reader], [], [], DEADLINE_SECONDS)[0]) and os.read(reader, 1) == b''
 def send_unasked(sock, data):
     reader, writer = os.pipe()
     try:
