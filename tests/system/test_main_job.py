@@ -19,6 +19,12 @@ from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 
 
+@pytest.fixture(params=["handoff", "grpc"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """Both ways to ask, in `make test` too: elsewhere the second is deep."""
+    return str(request.param)
+
+
 def used(daemon: Daemon, name: str) -> int:
     """What a model is charged at the device, by the admin's books."""
     return {model.name: model.books[0].used_bytes for model in daemon.models()}[name]

@@ -275,6 +275,19 @@ class Oneself:
 # --- Beside the cells ---
 
 
+def test_each_call_is_made_over_grpc_in_make_test() -> None:
+    """The doubles over gRPC are deep, so this table is where `make test` makes each call by gRPC, and not in vain."""
+    shallow = {
+        row.number
+        for row, who, transport in (cell.values for cell in _cells() if not cell.marks)
+        if transport == "grpc" and row.cells[who] in ("yes", "its-own", "SESSION_NOT_DETACHED", "SESSION_NOT_EVICTABLE")
+    }
+    for service, admin in ((bpb.DESCRIPTOR.services_by_name["BrokerService"], False), (ADMIN_SERVICE, True)):
+        deeds = [inspect.getsource(ROWS[number].deed) for number in shallow if number.startswith("A") == admin]
+        for method in service.methods:
+            assert any(f'"{method.name}"' in deed for deed in deeds), f"{service.name}.{method.name}"
+
+
 def test_every_call_has_a_row() -> None:
     """A call that is added to a service, or a frame, needs a row. Ack and Goodbye name nothing but their connection.
 
