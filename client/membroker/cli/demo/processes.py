@@ -126,6 +126,8 @@ class DemoBroker:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         self._leaving = threading.Event()
+        self._may_restart = threading.Event()
+        self._may_restart.set()
         self._successors: queue.SimpleQueue[float | Disproved] = queue.SimpleQueue()
         self._supervisor: threading.Thread | None = None
 
@@ -165,6 +167,7 @@ class DemoBroker:
             self._process.wait()
             if self._leaving.wait(RESTART_SECONDS):
                 return
+            self._may_restart.wait()
             try:
                 self._start()
             except Disproved as error:
@@ -172,12 +175,20 @@ class DemoBroker:
                 return
             self._successors.put(time.monotonic())
 
-    def crash(self) -> tuple[float, float]:
-        """Kill the daemon; return when it was dead and when the next was ready, in seconds of CLOCK_MONOTONIC."""
+    def crash(self, meanwhile: Callable[[float], object] = lambda dead: None) -> tuple[float, float]:
+        """Kill the daemon; return when it was dead and when the next was ready, in seconds of CLOCK_MONOTONIC.
+
+        The next is started once `meanwhile`, which is told when the daemon was dead, has returned.
+        """
         assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-        dead = time.monotonic()
+        self._may_restart.clear()
+        try:
+            self._process.kill()
+            self._process.wait()
+            dead = time.monotonic()
+            meanwhile(dead)
+        finally:
+            self._may_restart.set()
         try:
             ready = self._successors.get(timeout=START_SECONDS)
         except queue.Empty:

@@ -170,6 +170,10 @@ class Work:
             thread.start()
         self._wait_until(lambda: bool(self._computed and self._borrowed))
 
+    def wait_for_a_round(self, dead: float) -> None:
+        """Return when a round is computed that began after the broker was `dead`."""
+        self._wait_until(lambda: self._computed[-1][0] >= dead)
+
     def end(self, dead: float, ready: float) -> dict[str, Any]:
         """Stop when a page was borrowed that was asked for after the broker was `dead`.
 
@@ -253,6 +257,9 @@ class DemoEngine:
                 _churn(cache, order["pages"])
             case "begin work":
                 self._work = Work(cache, order["pages"])
+            case "go on working":
+                assert self._work is not None
+                self._work.wait_for_a_round(order["dead"])
             case "end work":
                 assert self._work is not None
                 return self._work.end(order["dead"], order["ready"])
