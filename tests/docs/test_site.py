@@ -96,6 +96,7 @@ def test_source_files_are_linked_once_the_repository_has_a_url() -> None:
     assert text == f"[an example]({host}examples/segments.py)"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("text", "fault"),
     [

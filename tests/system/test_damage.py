@@ -208,6 +208,7 @@ def test_half_of_what_a_driver_needs_is_let_go(daemon: Daemon) -> None:
 # --- what is removed while a daemon runs ---
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("removed", ["lock", "epoch", "journal", "everything"])
 def test_what_is_removed_of_the_state_is_written_again(daemon: Daemon, removed: str) -> None:
     """A cleaner comes by night. No second daemon starts, and the next one has the books."""

@@ -84,6 +84,7 @@ def device_used(daemon: Daemon) -> int:
 # Killed
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("step", STEPS)
 def test_a_worker_killed_at_a_step_leaves_nothing(daemon: Daemon, transport: str, step: str) -> None:
     """The kernel's out-of-memory killer does not wait for a good moment."""

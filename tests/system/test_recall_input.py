@@ -68,6 +68,7 @@ def test_an_answer_to_a_recall_of_another_session_ends_nothing(stack: ExitStack)
         assert red.get() == 1
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("size", [-(1 << 63), -1, 1, UNIT, UNIT + 1, 3 * UNIT, (1 << 63) - 1])
 def test_an_answer_of_any_size(stack: ExitStack, size: int) -> None:
     """It keeps at least what the first notice had, and at most what was asked for. Every answer takes it further."""

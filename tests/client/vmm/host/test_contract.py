@@ -205,6 +205,7 @@ def test_a_queued_packet_keeps_the_memory(driver: HostDriver) -> None:
     wait_until(lambda: used(driver) == 0, "the unread packet is gone")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("follower", ["the same driver", "a successor", "a successor that began later"])
 def test_more_deaths_at_once_than_the_queue_holds_are_recounted(
     driver: HostDriver, monkeypatch: pytest.MonkeyPatch, follower: str
