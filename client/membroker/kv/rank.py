@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import partial
 from multiprocessing import AuthenticationError, current_process
 from multiprocessing.connection import Connection, Listener
+from tempfile import TemporaryDirectory
 from typing import Final
 
 from .. import DEFERRED, Recall, VirtualMemoryPool
@@ -65,9 +66,12 @@ class Rank:
         self._recall: tuple[int, Recall | None] = (0, None)
         """The last one, and its number. They change together: another thread reads them."""
         self._scheduler: Line | None = None
-        listener = Listener(family="AF_UNIX", backlog=CONNECTIONS, authkey=bytes(current_process().authkey))
-        self.address = str(listener.address)
-        threading.Thread(target=self._accept, args=(listener,), name="membroker-kv-rank", daemon=True).start()
+        # A directory of our own: `multiprocessing` keeps its own until the process ends, and after a SIGKILL forever.
+        directory = TemporaryDirectory(prefix="membroker-kv-")
+        self.address = f"{directory.name}/rank.sock"
+        authkey = bytes(current_process().authkey)
+        listener = Listener(self.address, family="AF_UNIX", backlog=CONNECTIONS, authkey=authkey)
+        threading.Thread(target=self._accept, args=(directory, listener), name="membroker-kv-rank", daemon=True).start()
 
     def awake(self) -> AbstractContextManager[None]:
         """Wake the engine, wait until it is awake, and keep it awake during the block, as `Sleeper.awake` does.
@@ -76,8 +80,8 @@ class Rank:
         """
         return nullcontext() if self._scheduler is None else awake(partial(self._scheduler, "use"))
 
-    def _accept(self, listener: Listener) -> None:
-        with listener:
+    def _accept(self, directory: TemporaryDirectory[str], listener: Listener) -> None:
+        with directory, listener:
             asking, telling, hearing = (_accept_one(listener) for _ in range(CONNECTIONS))
         self._scheduler = Line(hearing)
         threading.Thread(target=self._serve, args=(asking,), name="membroker-kv-rank-ask", daemon=True).start()
