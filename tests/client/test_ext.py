@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.support.ext_modules import check_names, listed, used_names
 
 import membroker
 from membroker import ext
@@ -18,26 +17,8 @@ EXTENSIONS = [path for name in ("kv", "cli", "adapters", "managed") for path in 
 EXTENSIONS += [ROOT / "shared_pool.py"]
 
 
-def imports(path: Path) -> list[ast.ImportFrom]:
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-
-
-def listed() -> dict[str, str]:
-    """The names that the type checker sees, with the modules that they are said to come from."""
-    return {
-        alias.name: node.module or ""
-        for node in imports(ROOT / "ext.py")
-        if node.level == 1
-        for alias in node.names
-        if alias.asname == alias.name
-    }
-
-
 def test_the_type_checker_sees_what_is_imported() -> None:
-    assert listed() == ext._MODULES
-    for name, module in listed().items():
-        place = importlib.import_module(f"membroker.{module}".rstrip("."))
-        assert getattr(ext, name) is getattr(place, name)
+    check_names(ext, ROOT)
 
 
 def test_there_is_no_other_name() -> None:
@@ -46,8 +27,7 @@ def test_there_is_no_other_name() -> None:
 
 
 def test_each_name_is_used_by_an_extension() -> None:
-    used = {alias.name for path in EXTENSIONS for node in imports(path) if node.module == "ext" for alias in node.names}
-    assert used == set(listed())
+    assert used_names(EXTENSIONS) == set(listed(ROOT))
 
 
 def test_a_command_begins_without_the_library() -> None:
