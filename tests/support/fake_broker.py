@@ -1,6 +1,7 @@
-"""A broker that a test plays frame by frame: what a real one does only on bad days. It can die, and be there again.
+"""A broker that a test plays frame by frame: what a real one does only on bad days.
 
-It listens at an endpoint of its own. Sockets, descriptors, memory and the kernel between them are real, so a client
+`PlayedEnd` is the other end of one connection. `PlayedBroker` listens at an endpoint of its own, can die, and be there
+again; `PlayedService` is its gRPC. Sockets, descriptors, memory and the kernel between them are real, so a client
 that connects is a whole one; every answer is said by the test.
 """
 
@@ -13,7 +14,7 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -77,18 +78,63 @@ class Caller(threading.Thread):
         return self.result
 
 
-class PlayedBroker:
+class PlayedEnd:
+    """The other end of one connection: each frame and each answer is said by the test."""
+
+    def __init__(self, end: socket.socket | None = None) -> None:
+        self._end = end
+        if end is not None:
+            end.settimeout(DEADLINE_SECONDS)
+        self._buffer = bytearray(names.MAX_FRAME_BYTES)
+
+    @property
+    def end(self) -> socket.socket:
+        """The socket of the connection, which must be there."""
+        assert self._end is not None
+        return self._end
+
+    def hear_any(self) -> pb.Frame:
+        """Return the next frame."""
+        return handoff.receive_without_descriptors(self.end, self._buffer)[0]
+
+    def hear(self, kind: str) -> pb.Frame:
+        """Return the next frame, which must be of this kind."""
+        frame = self.hear_any()
+        assert frame.WhichOneof("kind") == kind, frame
+        return frame
+
+    def hears_nothing(self) -> bool:
+        """Say whether no frame lies there."""
+        return not select.select([self.end], [], [], 0)[0]
+
+    def reply(self, request_id: int, **result: Any) -> None:
+        """Answer a call."""
+        self.end.send(handoff.encode(pb.Frame(request_id=request_id, reply=pb.Reply(**result))))
+
+    def refuse(self, request_id: int, reason: str) -> None:
+        """Answer a call by a refusal."""
+        self.reply(request_id, error=refusal(reason))
+
+    def deliver(self, request_id: int, *extent_ids: int, descriptors: Sequence[int] | None = None, **more: Any) -> None:
+        """Send a packet of extents, with `reply` in it if there is one; the descriptors are closed."""
+        if descriptors is None:
+            descriptors = [os.memfd_create("extent", os.MFD_CLOEXEC) for _ in extent_ids]
+        delivery = pb.Delivery(extent_ids=extent_ids, **more)
+        handoff.send(self.end, handoff.encode(pb.Frame(request_id=request_id, delivery=delivery)), descriptors)
+        handoff.close_all(descriptors)
+
+
+class PlayedBroker(PlayedEnd):
     """One endpoint, and at most one connection that is spoken to."""
 
     def __init__(self, directory: Path) -> None:
+        super().__init__()
         self.directory = directory
         self.device = HostDriver()
         self.ids = itertools.count(1)
         self.revision = 0
         self._listener: socket.socket | None = None
-        self._connection: socket.socket | None = None
         self._notices: socket.socket | None = None
-        self._buffer = bytearray(names.MAX_FRAME_BYTES)
 
     def endpoint(self) -> Path:
         """Return the directory, as a daemon's."""
@@ -107,10 +153,10 @@ class PlayedBroker:
 
     def hang_up(self) -> None:
         """End the connection, and be there for another."""
-        for one in (self._connection, self._notices):
-            if one is not None:
-                one.close()
-        self._connection = self._notices = None
+        for end in (self._end, self._notices):
+            if end is not None:
+                end.close()
+        self._end = self._notices = None
 
     def die(self) -> None:
         """As after a kill: the sockets are closed, and the file of one is left."""
@@ -129,8 +175,8 @@ class PlayedBroker:
     def accept(self) -> pb.Hello:
         """Take the next connection and return its Hello."""
         assert self._listener is not None
-        self._connection, _ = self._listener.accept()
-        self._connection.settimeout(DEADLINE_SECONDS)
+        self._end, _ = self._listener.accept()
+        self._end.settimeout(DEADLINE_SECONDS)
         return self.hear("hello").hello
 
     def welcome(self, *, resumed: bool = False) -> None:
@@ -149,7 +195,7 @@ class PlayedBroker:
         theirs, self._notices = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             frame = pb.Frame(request_id=1, welcome=welcome)
-            handoff.send(self._open(), handoff.encode(frame), [theirs.fileno()])
+            handoff.send(self.end, handoff.encode(frame), [theirs.fileno()])
 
     def connect(self, **options: Any) -> Client:
         """Return a client that has just begun its session."""
@@ -186,51 +232,22 @@ class PlayedBroker:
         request_id, frames = self.hear_holds()
         self.agree(request_id, **answer)
         held = pb.Holds()
-        for one in frames:
-            held.MergeFrom(one)
+        for frame in frames:
+            held.MergeFrom(frame)
         return held
 
     # Frames
-
-    def _open(self) -> socket.socket:
-        assert self._connection is not None
-        return self._connection
-
-    def hear_any(self) -> pb.Frame:
-        """Return the next frame."""
-        frame, _ = handoff.receive_without_descriptors(self._open(), self._buffer)
-        return frame
-
-    def hear(self, kind: str) -> pb.Frame:
-        """Return the next frame, which must be of this kind."""
-        frame = self.hear_any()
-        assert frame.WhichOneof("kind") == kind, frame
-        return frame
-
-    def hears_nothing(self) -> bool:
-        """Say whether no frame lies there."""
-        return not select.select([self._open()], [], [], 0)[0]
-
-    def reply(self, request_id: int, **result: Any) -> None:
-        """Answer a call."""
-        self._open().send(handoff.encode(pb.Frame(request_id=request_id, reply=pb.Reply(**result))))
-
-    def refuse(self, request_id: int, reason: str) -> None:
-        """Answer a call by a refusal."""
-        self.reply(request_id, error=refusal(reason))
 
     def notice(self, **kind: Any) -> None:
         """Say something on the socket of notices."""
         assert self._notices is not None
         self._notices.send(handoff.encode(pb.Frame(notice=pb.Notice(**kind))))
 
-    def deliver(self, request_id: int, count: int, *, reply: pb.Reply | None = None, **more: Any) -> list[int]:
-        """Send extents of one page each, with the Reply in the packet if there is one; return their ids."""
+    def deliver_pages(self, request_id: int, count: int, **more: Any) -> list[int]:
+        """Deliver real extents of one page each, and return their ids."""
         ids = [next(self.ids) for _ in range(count)]
         descriptors = self.device.lend(PAGE, count, Location.DEVICE)
-        delivery = pb.Delivery(extent_bytes=PAGE, extent_ids=ids, reply=reply, **more)
-        handoff.send(self._open(), handoff.encode(pb.Frame(request_id=request_id, delivery=delivery)), descriptors)
-        handoff.close_all(descriptors)
+        self.deliver(request_id, *ids, descriptors=descriptors, extent_bytes=PAGE, **more)
         return ids
 
     def lend(self, count: int = 1, *, calls: int = 1) -> list[int]:
@@ -240,7 +257,7 @@ class PlayedBroker:
         for frame in frames:
             assert frame.allocate.count == count
             reply = pb.Reply(allocate=broker_pb2.AllocateExtentsResponse(count=count, extent_bytes=PAGE))
-            ids += self.deliver(frame.request_id, count, parts=1, reply=reply)
+            ids += self.deliver_pages(frame.request_id, count, parts=1, reply=reply)
             if not self.revision:  # else the next frame acknowledges it
                 assert self.hear("ack").request_id == frame.request_id
         return ids
@@ -254,7 +271,7 @@ class PlayedBroker:
             extents=1,
             location=resources_pb2.LOCATION_DEVICE,
         )
-        self.deliver(request_id, 1, parts=1, segment=generation, reply=pb.Reply(segment=segment))
+        self.deliver_pages(request_id, 1, parts=1, segment=generation, reply=pb.Reply(segment=segment))
         self.hear("ack")
 
 

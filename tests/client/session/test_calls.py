@@ -5,14 +5,14 @@ The other end of a socket pair is in this process; frames, descriptors and the k
 
 from __future__ import annotations
 
-import socket
+import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
-from tests.support.calls import Broker, Taker, allocate, attach, descriptors
+from tests.client.session.taking import Taker, allocate, attach, granted, segment
 from tests.support.daemons import DEADLINE_SECONDS, until
-from tests.support.fake_broker import Caller
+from tests.support.fake_broker import Caller, PlayedEnd
 
 from membroker.errors import (
     BrokerUnavailable,
@@ -30,20 +30,8 @@ from membroker.wire import frames as handoff
 from membroker.wire import names
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[Connection, Broker]]:
-    """A connection and its broker. At the end no descriptor is left over."""
-    before = descriptors()
-    mine, yours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection = Connection(mine, "/test/handoff.sock", Inventory())
-    yield connection, Broker(yours)
-    connection.close()
-    yours.close()
-    assert descriptors() == before
-
-
 class TestCall:
-    def test_one_call(self, pair: tuple[Connection, Broker]) -> None:
+    def test_one_call(self, pair: tuple[Connection, PlayedEnd]) -> None:
         """Two deliveries, each acknowledged when its descriptors are closed, then the answer."""
         connection, broker = pair
         taker = Taker()
@@ -53,13 +41,13 @@ class TestCall:
             broker.deliver(request_id, 2 * part, 2 * part + 1, part=part)
             ack = broker.hear("ack")
             assert (ack.request_id, ack.ack.part) == (request_id, part)
-        broker.reply(request_id, 4)
+        broker.reply(request_id, allocate=granted(4))
         assert caller.end().error is None
         assert taker.taken == [0, 1, 2, 3]
         assert taker.undone == 0
         assert broker.hears_nothing()
 
-    def test_refused(self, pair: tuple[Connection, Broker]) -> None:
+    def test_refused(self, pair: tuple[Connection, PlayedEnd]) -> None:
         connection, broker = pair
         taker = Taker()
         caller = Caller(lambda: connection.call(allocate(), taker))
@@ -67,7 +55,7 @@ class TestCall:
         assert isinstance(caller.end().error, OutOfMemory)
         assert broker.hears_nothing(), "nothing was delivered, so nothing is released"
 
-    def test_refused_half_way(self, pair: tuple[Connection, Broker]) -> None:
+    def test_refused_half_way(self, pair: tuple[Connection, PlayedEnd]) -> None:
         """The card fills up between two packets: what came is unmapped, then released, then it raises."""
         connection, broker = pair
         taker = Taker()
@@ -82,7 +70,7 @@ class TestCall:
         assert release.release.no_reply
         assert isinstance(caller.end().error, OutOfMemory)
 
-    def test_mapping_fails(self, pair: tuple[Connection, Broker]) -> None:
+    def test_mapping_fails(self, pair: tuple[Connection, PlayedEnd]) -> None:
         """The second packet cannot be mapped: the third is closed unused, and all is released at the answer."""
         connection, broker = pair
         taker = Taker(3, RuntimeError("no more mappings"))
@@ -93,11 +81,11 @@ class TestCall:
             assert broker.hear("ack").ack.part == part
         assert taker.undone == 1
         assert broker.hears_nothing(), "released before the broker has said that the call is over"
-        broker.reply(request_id, 6)
+        broker.reply(request_id, allocate=granted(6))
         assert list(broker.hear("release").release.extent_ids) == [0, 1, 2, 3, 4, 5]
         assert isinstance(caller.end().error, RuntimeError)
 
-    def test_interrupted(self, pair: tuple[Connection, Broker]) -> None:
+    def test_interrupted(self, pair: tuple[Connection, PlayedEnd]) -> None:
         """Ctrl-C while mapping: what came is unmapped, and the connection ends, since the broker's books are ahead."""
         connection, broker = pair
         taker = Taker(1, KeyboardInterrupt())
@@ -115,7 +103,7 @@ class TestCall:
             broker.hear_any()
 
     def test_interrupted_after_its_answer(
-        self, pair: tuple[Connection, Broker], monkeypatch: pytest.MonkeyPatch
+        self, pair: tuple[Connection, PlayedEnd], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The extents are in the inventory already, and the caller never gets them: no resume may state them."""
         connection, broker = pair
@@ -131,12 +119,12 @@ class TestCall:
         request_id = broker.hear("allocate").request_id
         broker.deliver(request_id, 7)
         broker.hear("ack")
-        broker.reply(request_id, 1)
+        broker.reply(request_id, allocate=granted(1))
         assert isinstance(caller.end().error, KeyboardInterrupt)
         assert taker.undone == 1
         assert inventory.held() == HeldResources()
 
-    def test_packets_that_an_interrupted_call_left_are_closed(self, pair: tuple[Connection, Broker]) -> None:
+    def test_packets_that_an_interrupted_call_left_are_closed(self, pair: tuple[Connection, PlayedEnd]) -> None:
         """Another thread has read them for it: they end with the connection, or their memory would stay in use."""
         connection, broker = pair
         slow, go_on = threading.Event(), threading.Event()
@@ -161,7 +149,7 @@ class TestCall:
         connection.close()
         assert not connection._unclosed
 
-    def test_undo_fails(self, pair: tuple[Connection, Broker]) -> None:
+    def test_undo_fails(self, pair: tuple[Connection, PlayedEnd]) -> None:
         """What could not be unmapped is not called given back."""
 
         class Stuck(Taker):
@@ -177,7 +165,7 @@ class TestCall:
         assert "lost" in str(caller.end().error)
         assert broker.hears_nothing()
 
-    def test_undo_fails_in_mid_call(self, pair: tuple[Connection, Broker]) -> None:
+    def test_undo_fails_in_mid_call(self, pair: tuple[Connection, PlayedEnd]) -> None:
         """As before, with more to come: that is closed and acknowledged, so that the window stays open for others."""
 
         class Stuck(Taker):
@@ -190,21 +178,21 @@ class TestCall:
         for part in (0, 1):
             broker.deliver(request_id, part + 1, part=part)
             broker.hear("ack")
-        broker.reply(request_id, 2)
+        broker.reply(request_id, allocate=granted(2))
         assert "lost" in str(caller.end().error)
         assert broker.hears_nothing()
 
-    def test_fewer_descriptors_than_ids(self, pair: tuple[Connection, Broker]) -> None:
+    def test_fewer_descriptors_than_ids(self, pair: tuple[Connection, PlayedEnd]) -> None:
         connection, broker = pair
         caller = Caller(lambda: connection.call(allocate(), Taker()))
         request_id = broker.hear("allocate").request_id
-        broker.deliver(request_id, 1, 2, descriptors=1)
+        broker.deliver(request_id, 1, 2, descriptors=[os.memfd_create("extent", os.MFD_CLOEXEC)])
         broker.hear("ack")
-        broker.reply(request_id, 2)
+        broker.reply(request_id, allocate=granted(2))
         assert list(broker.hear("release").release.extent_ids) == [1, 2]
         assert isinstance(caller.end().error, ProtocolError)
 
-    def test_what_nobody_waits_for(self, pair: tuple[Connection, Broker]) -> None:
+    def test_what_nobody_waits_for(self, pair: tuple[Connection, PlayedEnd]) -> None:
         """A delivery for an unknown call: closed, acknowledged, given back; the call that read it goes on."""
         connection, broker = pair
         caller = Caller(lambda: connection.call(allocate(), Taker()))
@@ -212,10 +200,10 @@ class TestCall:
         broker.deliver(request_id + 1000, 5)
         assert broker.hear("ack").request_id == request_id + 1000
         assert list(broker.hear("release").release.extent_ids) == [5]
-        broker.reply(request_id, 0)
+        broker.reply(request_id, allocate=granted(0))
         assert caller.end().error is None
 
-    def test_release_in_frames(self, pair: tuple[Connection, Broker]) -> None:
+    def test_release_in_frames(self, pair: tuple[Connection, PlayedEnd]) -> None:
         """Ten thousand pages are given back: no frame has more ids than the broker takes, and none comes twice."""
         connection, broker = pair
         connection.release([*range(10_000), 5, 6])
@@ -227,7 +215,7 @@ class TestCall:
 class TestSegment:
     """A segment is held as a whole: whatever happens behind its first delivery, it is let go of once."""
 
-    def test_attached(self, pair: tuple[Connection, Broker]) -> None:
+    def test_attached(self, pair: tuple[Connection, PlayedEnd]) -> None:
         connection, broker = pair
         taker = Taker()
         caller = Caller(lambda: connection.call(attach(), taker))
@@ -235,12 +223,12 @@ class TestSegment:
         for part in (0, 1):
             broker.deliver(request_id, part, part=part, parts=2, segment=77)
             broker.hear("ack")
-        broker.reply_segment(request_id, 2)
+        broker.reply(request_id, segment=segment(2))
         assert caller.end().error is None
         assert taker.taken == [0, 1]
         assert broker.hears_nothing(), "it let go of what it has just got"
 
-    def test_refused_half_way(self, pair: tuple[Connection, Broker]) -> None:
+    def test_refused_half_way(self, pair: tuple[Connection, PlayedEnd]) -> None:
         """The second packet could not be sent: what came is undone, then one word lets go of all of it."""
         connection, broker = pair
         taker = Taker()
@@ -255,14 +243,14 @@ class TestSegment:
         assert isinstance(caller.end().error, DescriptorLimit)
         assert broker.hears_nothing(), "its extents were released, or it let go twice"
 
-    def test_refused_before_any_delivery(self, pair: tuple[Connection, Broker]) -> None:
+    def test_refused_before_any_delivery(self, pair: tuple[Connection, PlayedEnd]) -> None:
         connection, broker = pair
         caller = Caller(lambda: connection.call(attach(), Taker()))
         broker.refuse(broker.hear("attach_segment").request_id, "WRITER_DIED")
         assert isinstance(caller.end().error, WriterDied)
         assert broker.hears_nothing(), "it let go of what it never held"
 
-    def test_mapping_fails(self, pair: tuple[Connection, Broker]) -> None:
+    def test_mapping_fails(self, pair: tuple[Connection, PlayedEnd]) -> None:
         """The rest of the packets still come: closed, acknowledged, and let go of when the broker has answered."""
         connection, broker = pair
         caller = Caller(lambda: connection.call(attach(), Taker(0, RuntimeError("no more mappings"))))
@@ -271,12 +259,12 @@ class TestSegment:
             broker.deliver(request_id, part, part=part, parts=3, segment=77)
             assert broker.hear("ack").ack.part == part
         assert broker.hears_nothing(), "let go before the broker has said that the call is over"
-        broker.reply_segment(request_id, 3)
+        broker.reply(request_id, segment=segment(3))
         assert broker.hear("detach_segment").detach_segment.generation == 77
         assert isinstance(caller.end().error, RuntimeError)
         assert broker.hears_nothing()
 
-    def test_what_nobody_waits_for(self, pair: tuple[Connection, Broker]) -> None:
+    def test_what_nobody_waits_for(self, pair: tuple[Connection, PlayedEnd]) -> None:
         """Both packets of a call that nobody knows are acknowledged, and the segment is let go of behind the last."""
         connection, broker = pair
         caller = Caller(lambda: connection.call(attach(), Taker()))
@@ -291,7 +279,7 @@ class TestSegment:
 
 
 class TestThreads:
-    def test_replies_overtake(self, pair: tuple[Connection, Broker]) -> None:
+    def test_replies_overtake(self, pair: tuple[Connection, PlayedEnd]) -> None:
         """Eight threads call at once and are answered in reverse: each gets its own answer and descriptors."""
         connection, broker = pair
         takers = [Taker() for _ in range(8)]
@@ -300,11 +288,11 @@ class TestThreads:
         for request_id in reversed(ids):
             broker.deliver(request_id, request_id)
             broker.hear("ack")
-            broker.reply(request_id, 1)
+            broker.reply(request_id, allocate=granted(1))
         assert [caller.end().error for caller in callers] == [None] * 8
         assert sorted(taker.taken[0] for taker in takers) == sorted(ids)
 
-    def test_a_slow_mapper_holds_up_nobody(self, pair: tuple[Connection, Broker]) -> None:
+    def test_a_slow_mapper_holds_up_nobody(self, pair: tuple[Connection, PlayedEnd]) -> None:
         """One thread maps for a long time; the others read the socket meanwhile."""
         connection, broker = pair
         entered, go_on = threading.Event(), threading.Event()
@@ -320,14 +308,14 @@ class TestThreads:
         assert entered.wait(DEADLINE_SECONDS)
         quick = Caller(lambda: connection.call(allocate(), Taker()))
         quick_id = broker.hear("allocate").request_id
-        broker.reply(slow_id, 1)
-        broker.reply(quick_id, 0)
+        broker.reply(slow_id, allocate=granted(1))
+        broker.reply(quick_id, allocate=granted(0))
         assert quick.end().error is None
         go_on.set()
         assert slow.end().error is None
         broker.hear("ack")
 
-    def test_the_broker_dies(self, pair: tuple[Connection, Broker]) -> None:
+    def test_the_broker_dies(self, pair: tuple[Connection, PlayedEnd]) -> None:
         """Every thread that waits is told, and so is whoever calls later."""
         connection, broker = pair
         callers = [Caller(lambda: connection.call(allocate(), Taker())) for _ in range(4)]
@@ -341,14 +329,14 @@ class TestThreads:
         with pytest.raises(BrokerUnavailable):
             connection.release([1])
 
-    def test_the_broker_said_so(self, pair: tuple[Connection, Broker]) -> None:
+    def test_the_broker_said_so(self, pair: tuple[Connection, PlayedEnd]) -> None:
         connection, broker = pair
         connection.heard_stopping()
         broker.end.close()
         with pytest.raises(BrokerUnavailable, match="it had said that it stops"):
             connection.call(allocate(), Taker())
 
-    def test_the_broker_dies_half_way(self, pair: tuple[Connection, Broker]) -> None:
+    def test_the_broker_dies_half_way(self, pair: tuple[Connection, PlayedEnd]) -> None:
         """What was mapped of an unfinished call is unmapped; there is nobody to release it to."""
         connection, broker = pair
         taker = Taker()
@@ -361,7 +349,7 @@ class TestThreads:
         assert taker.undone == 1
 
     @pytest.mark.parametrize("garbage", [b"\xff\xff", b"\x08\x01", b"x" * (names.MAX_FRAME_BYTES + 1)])
-    def test_garbage(self, pair: tuple[Connection, Broker], garbage: bytes) -> None:
+    def test_garbage(self, pair: tuple[Connection, PlayedEnd], garbage: bytes) -> None:
         """What is no frame ends the connection: nothing behind it could be trusted."""
         connection, broker = pair
         caller = Caller(lambda: connection.call(allocate(), Taker()))
@@ -371,7 +359,7 @@ class TestThreads:
         with pytest.raises(MembrokerError):
             connection.call(allocate(), Taker())
 
-    def test_closed_by_another_thread(self, pair: tuple[Connection, Broker]) -> None:
+    def test_closed_by_another_thread(self, pair: tuple[Connection, PlayedEnd]) -> None:
         connection, broker = pair
         callers = [Caller(lambda: connection.call(allocate(), Taker())) for _ in range(3)]
         for _ in callers:
@@ -382,7 +370,7 @@ class TestThreads:
         with pytest.raises(ClosedError):
             connection.call(allocate())
 
-    def test_a_goodbye_to_a_stopped_broker(self, pair: tuple[Connection, Broker]) -> None:
+    def test_a_goodbye_to_a_stopped_broker(self, pair: tuple[Connection, PlayedEnd]) -> None:
         """A client that closes does not wait for ever for a daemon under SIGSTOP."""
         connection, broker = pair
         connection.say_goodbye(0.01)

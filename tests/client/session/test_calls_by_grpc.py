@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import queue
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.support.calls import Broker, Finish, Taker, allocate, descriptors
+from tests.client.session.taking import Taker, allocate
 from tests.support.daemons import DEADLINE_SECONDS, until
-from tests.support.fake_broker import Caller
+from tests.support.fake_broker import Caller, PlayedEnd
 
 from membroker.errors import (
     OutOfMemory,
 )
 from membroker.session.connection import Connection
-from membroker.session.inventory import Inventory
-from membroker.session.rpc import METHODS
+from membroker.session.rpc import METHODS, Outcome
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.v1 import handoff_pb2 as pb
-from membroker.wire import frames as handoff
+
+Finish = Callable[[Outcome, int], None]
 
 
 class Service:
@@ -34,139 +33,127 @@ class Service:
 
 
 @pytest.fixture
-def pair_by_grpc(service: Service) -> Iterator[tuple[Connection, Broker]]:
-    """A connection of a session by gRPC, with its reader thread, and its broker."""
-    before = descriptors()
-    mine, yours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    calls: Any = service
-    connection = Connection(mine, "/test/handoff.sock", Inventory(), grpc=calls, by_grpc=METHODS)
-    connection.start_reader()
-    yield connection, Broker(yours)
-    connection.close()
-    yours.close()
-    assert descriptors() == before
-
-
-@pytest.fixture
 def service() -> Service:
     return Service()
 
 
-class TestByGrpc:
-    """Calls by gRPC, whose descriptors come on the handoff socket."""
+@pytest.fixture
+def options(service: Service) -> dict[str, Any]:
+    """Every call that can goes by gRPC."""
+    return {"grpc": service, "by_grpc": METHODS}
 
-    @pytest.fixture
-    def pair(self, pair_by_grpc: tuple[Connection, Broker]) -> tuple[Connection, Broker]:
-        return pair_by_grpc
 
-    @pytest.fixture
-    def start(self, pair: tuple[Connection, Broker], service: Service) -> Callable[..., Any]:
-        def start(taker: Taker, frame: pb.Frame | None = None) -> tuple[Caller, int, Finish]:
-            caller = Caller(lambda: pair[0].call(frame or allocate(), taker))
-            return (caller, *service.asked.get(timeout=DEADLINE_SECONDS))
+@pytest.fixture
+def start(pair: tuple[Connection, PlayedEnd], service: Service) -> Callable[..., Any]:
+    def start(taker: Taker, frame: pb.Frame | None = None) -> tuple[Caller, int, Finish]:
+        caller = Caller(lambda: pair[0].call(frame or allocate(), taker))
+        return (caller, *service.asked.get(timeout=DEADLINE_SECONDS))
 
-        return start
+    return start
 
-    @pytest.mark.parametrize("answer_first", [True, False])
-    def test_waits_for_both(
-        self, pair: tuple[Connection, Broker], start: Callable[..., Any], answer_first: bool
-    ) -> None:
-        """The answer and the descriptors come on two sockets, in either order."""
-        _, broker = pair
-        taker = Taker()
-        caller, request_id, finish = start(taker)
-        response = broker_pb2.AllocateExtentsResponse(count=3)
-        if answer_first:
-            finish(response, 3)
-        broker.deliver(request_id, 1, 2)
-        broker.hear("ack")
-        broker.deliver(request_id, 3, part=1)
-        broker.hear("ack")
-        if not answer_first:
-            finish(response, 3)
-        assert caller.end().error is None
-        assert taker.taken == [1, 2, 3]
 
-    @pytest.mark.parametrize("answer_first", [True, False])
-    def test_a_segment_waits_for_all_its_extents(
-        self, pair: tuple[Connection, Broker], start: Callable[..., Any], answer_first: bool
-    ) -> None:
-        """The answer by gRPC says how many extents the segment has; with fewer it is not attached yet."""
-        _, broker = pair
-        taker = Taker()
-        caller, request_id, finish = start(taker)
-        response = resources_pb2.Segment(generation=77, extents=3)
-        if answer_first:
-            finish(response, 3)
-        for part, ids in enumerate(((1, 2), (3,))):
-            assert caller.is_alive()
-            broker.deliver(request_id, *ids, part=part, parts=2, segment=77)
-            broker.hear("ack")
-        if not answer_first:
-            finish(response, 3)
-        assert caller.end().error is None
-        assert taker.taken == [1, 2, 3]
-        assert broker.hears_nothing()
+@pytest.mark.parametrize("answer_first", [True, False])
+def test_waits_for_both(pair: tuple[Connection, PlayedEnd], start: Callable[..., Any], answer_first: bool) -> None:
+    """The answer and the descriptors come on two sockets, in either order."""
+    _, broker = pair
+    taker = Taker()
+    caller, request_id, finish = start(taker)
+    response = broker_pb2.AllocateExtentsResponse(count=3)
+    if answer_first:
+        finish(response, 3)
+    broker.deliver(request_id, 1, 2)
+    broker.hear("ack")
+    broker.deliver(request_id, 3, part=1)
+    broker.hear("ack")
+    if not answer_first:
+        finish(response, 3)
+    assert caller.end().error is None
+    assert taker.taken == [1, 2, 3]
 
-    def test_a_segment_fails_after_deliveries(self, pair: tuple[Connection, Broker], start: Callable[..., Any]) -> None:
-        """What was delivered before the refusal is still in the socket: it is read first, or no hold would end."""
-        _, broker = pair
-        caller, request_id, finish = start(Taker())
-        broker.deliver(request_id, 1, 2, parts=3, segment=77)
-        finish(OutOfMemory("the GPU filled up"), 0)
-        broker.hear("ack")
-        assert broker.hear("detach_segment").detach_segment.generation == 77
-        assert isinstance(caller.end().error, OutOfMemory)
-        assert broker.hears_nothing()
 
-    def test_refused_while_another_call_waits_for_long(
-        self, pair: tuple[Connection, Broker], start: Callable[..., Any]
-    ) -> None:
-        """One thread attaches a segment that is written for a day yet; others are refused at once."""
-        connection, broker = pair
-        waiting, waiting_id, finish_waiting = start(Taker())
-        until(lambda: connection._reader is not None)
-        for _ in range(20):
-            caller, _, finish = start(Taker())
-            finish(OutOfMemory("refused"), 0)
-            assert isinstance(caller.end().error, OutOfMemory)
-        broker.deliver(waiting_id, 1, segment=77)
-        broker.hear("ack")
-        finish_waiting(resources_pb2.Segment(extents=1), 1)
-        assert waiting.end().error is None
-
-    @pytest.mark.parametrize("refused_first", [True, False])
-    def test_fails_after_deliveries(
-        self, pair: tuple[Connection, Broker], start: Callable[..., Any], refused_first: bool
-    ) -> None:
-        """The answer is an error; what was delivered before it is released, however late it is read."""
-        _, broker = pair
-        taker = Taker()
-        caller, request_id, finish = start(taker)
-        if refused_first:
-            finish(OutOfMemory("the GPU filled up"), 0)
-            assert isinstance(caller.end().error, OutOfMemory)
-        broker.deliver(request_id, 1, 2)
-        broker.deliver(request_id, 3, part=1)
-        if not refused_first:
-            until(lambda: taker.taken == [1, 2, 3])
-            finish(OutOfMemory("the GPU filled up"), 0)
-            assert isinstance(caller.end().error, OutOfMemory)
-        acknowledged, released = [], []
-        while released != [1, 2, 3]:
-            frame = broker.hear_any()
-            acknowledged += [frame.ack.part] if frame.HasField("ack") else []
-            released += frame.release.extent_ids
-        assert acknowledged == [0, 1]
-        assert taker.undone == 1
-
-    def test_a_release_waits_for_its_answer(self, pair: tuple[Connection, Broker]) -> None:
-        """The next call goes another way, and must not overtake it: it could be refused for want of these bytes."""
-        connection, broker = pair
-        caller = Caller(lambda: connection.release([1, 2], answer_within=30))
-        frame = broker.hear("release")
-        assert (list(frame.release.extent_ids), frame.release.no_reply) == ([1, 2], False)
+@pytest.mark.parametrize("answer_first", [True, False])
+def test_a_segment_waits_for_all_its_extents(
+    pair: tuple[Connection, PlayedEnd], start: Callable[..., Any], answer_first: bool
+) -> None:
+    """The answer by gRPC says how many extents the segment has; with fewer it is not attached yet."""
+    _, broker = pair
+    taker = Taker()
+    caller, request_id, finish = start(taker)
+    response = resources_pb2.Segment(generation=77, extents=3)
+    if answer_first:
+        finish(response, 3)
+    for part, ids in enumerate(((1, 2), (3,))):
         assert caller.is_alive()
-        reply = pb.Reply(release=broker_pb2.ReleaseExtentsResponse())
-        broker.end.send(handoff.encode(pb.Frame(request_id=frame.request_id, reply=reply)))
-        assert caller.end().error is None
+        broker.deliver(request_id, *ids, part=part, parts=2, segment=77)
+        broker.hear("ack")
+    if not answer_first:
+        finish(response, 3)
+    assert caller.end().error is None
+    assert taker.taken == [1, 2, 3]
+    assert broker.hears_nothing()
+
+
+def test_a_segment_fails_after_deliveries(pair: tuple[Connection, PlayedEnd], start: Callable[..., Any]) -> None:
+    """What was delivered before the refusal is still in the socket: it is read first, or no hold would end."""
+    _, broker = pair
+    caller, request_id, finish = start(Taker())
+    broker.deliver(request_id, 1, 2, parts=3, segment=77)
+    finish(OutOfMemory("the GPU filled up"), 0)
+    broker.hear("ack")
+    assert broker.hear("detach_segment").detach_segment.generation == 77
+    assert isinstance(caller.end().error, OutOfMemory)
+    assert broker.hears_nothing()
+
+
+def test_refused_while_another_call_waits_for_long(
+    pair: tuple[Connection, PlayedEnd], start: Callable[..., Any]
+) -> None:
+    """One thread attaches a segment that is written for a day yet; others are refused at once."""
+    connection, broker = pair
+    waiting, waiting_id, finish_waiting = start(Taker())
+    until(lambda: connection._reader is not None)
+    for _ in range(20):
+        caller, _, finish = start(Taker())
+        finish(OutOfMemory("refused"), 0)
+        assert isinstance(caller.end().error, OutOfMemory)
+    broker.deliver(waiting_id, 1, segment=77)
+    broker.hear("ack")
+    finish_waiting(resources_pb2.Segment(extents=1), 1)
+    assert waiting.end().error is None
+
+
+@pytest.mark.parametrize("refused_first", [True, False])
+def test_fails_after_deliveries(
+    pair: tuple[Connection, PlayedEnd], start: Callable[..., Any], refused_first: bool
+) -> None:
+    """The answer is an error; what was delivered before it is released, however late it is read."""
+    _, broker = pair
+    taker = Taker()
+    caller, request_id, finish = start(taker)
+    if refused_first:
+        finish(OutOfMemory("the GPU filled up"), 0)
+        assert isinstance(caller.end().error, OutOfMemory)
+    broker.deliver(request_id, 1, 2)
+    broker.deliver(request_id, 3, part=1)
+    if not refused_first:
+        until(lambda: taker.taken == [1, 2, 3])
+        finish(OutOfMemory("the GPU filled up"), 0)
+        assert isinstance(caller.end().error, OutOfMemory)
+    acknowledged, released = [], []
+    while released != [1, 2, 3]:
+        frame = broker.hear_any()
+        acknowledged += [frame.ack.part] if frame.HasField("ack") else []
+        released += frame.release.extent_ids
+    assert acknowledged == [0, 1]
+    assert taker.undone == 1
+
+
+def test_a_release_waits_for_its_answer(pair: tuple[Connection, PlayedEnd]) -> None:
+    """The next call goes another way, and must not overtake it: it could be refused for want of these bytes."""
+    connection, broker = pair
+    caller = Caller(lambda: connection.release([1, 2], answer_within=30))
+    frame = broker.hear("release")
+    assert (list(frame.release.extent_ids), frame.release.no_reply) == ([1, 2], False)
+    assert caller.is_alive()
+    broker.reply(frame.request_id, release=broker_pb2.ReleaseExtentsResponse())
+    assert caller.end().error is None

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
-from tests.support.calls import Taker
+from tests.client.session.taking import Taker
 from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_broker import (
     PAGE,

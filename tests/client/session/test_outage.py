@@ -155,7 +155,7 @@ client.close()
             broker.welcome()
             assert heard(process) == "connected"
             request_id = broker.hear("allocate").request_id
-            broker.deliver(request_id, 2, parts=2)
+            broker.deliver_pages(request_id, 2, parts=2)
             broker.hear("ack")
             broker.die()
             until(lambda: mapped_extents(process.pid) == 0)

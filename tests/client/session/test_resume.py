@@ -47,7 +47,7 @@ class TestCallsInFlight:
         assert again.request_id > first.request_id
         assert (again.allocate.model, again.allocate.count) == (MODEL, 1)
         reply = pb.Reply(allocate=broker_pb2.AllocateExtentsResponse(count=1))
-        (extent_id,) = broker.deliver(again.request_id, 1, reply=reply)
+        (extent_id,) = broker.deliver_pages(again.request_id, 1, reply=reply)
         broker.hear("ack")
         one = caller.value()
         one.view()[:5] = b"hello"
@@ -61,7 +61,7 @@ class TestCallsInFlight:
         pool = model(client).pool(page_size=PAGE)
         caller = Caller(lambda: pool.allocate(0, 3 * PAGE))
         request_id = broker.hear("allocate").request_id
-        broker.deliver(request_id, 2, part=0, parts=2)
+        broker.deliver_pages(request_id, 2, part=0, parts=2)
         broker.hear("ack")
         assert mapped_extents() == 2
         broker.hang_up()
@@ -92,7 +92,7 @@ class TestCallsInFlight:
         with monkeypatch.context() as patch:
             patch.setattr(pool._holding.region, "bind_descriptors", slow)
             caller = Caller(lambda: pool.allocate(0, PAGE))
-            broker.deliver(broker.hear("allocate").request_id, 1, parts=2)
+            broker.deliver_pages(broker.hear("allocate").request_id, 1, parts=2)
             assert began.wait(DEADLINE_SECONDS)
             drop_all(broker, client)
             until(lambda: lost._changed._waiting)
@@ -120,7 +120,7 @@ class TestCallsInFlight:
         """Both calls are undone, both come again, and each gets its own memory."""
         callers = [Caller(lambda: model(client).allocate(PAGE)) for _ in range(2)]
         first = {broker.hear("allocate").request_id for _ in callers}
-        broker.deliver(min(first), 1, reply=None, parts=2)
+        broker.deliver_pages(min(first), 1, reply=None, parts=2)
         broker.hear("ack")
         broker.hang_up()
         assert not broker.resume().extent_ids
@@ -152,7 +152,7 @@ class TestCallsInFlight:
         """It had arrived, and its answer not."""
         caller = Caller(lambda: client.attach("m/weights"))
         request_id = broker.hear("attach_segment").request_id
-        broker.deliver(request_id, 1, parts=2, segment=77)
+        broker.deliver_pages(request_id, 1, parts=2, segment=77)
         broker.hear("ack")
         broker.hang_up()
         assert not broker.resume().segments
@@ -190,7 +190,7 @@ class TestCallsInFlight:
         pool = model(client).pool(page_size=PAGE)
         caller = Caller(lambda: pool.allocate(0, 2 * PAGE))
         request_id = broker.hear("allocate").request_id
-        (extent_id,) = broker.deliver(request_id, 1, parts=2)
+        (extent_id,) = broker.deliver_pages(request_id, 1, parts=2)
         broker.hear("ack")
         region, unbind = pool._holding.region, pool._holding.region.unbind
 

@@ -169,7 +169,7 @@ class TestByGrpc:
 
     def allocation(self, broker: PlayedBroker, ids: list[int]) -> Callable[[object, object], object]:
         def answer(request: broker_pb2.AllocateExtentsRequest, context: object) -> object:
-            ids.extend(broker.deliver(request.request_id, request.count, parts=1))
+            ids.extend(broker.deliver_pages(request.request_id, request.count, parts=1))
             return broker_pb2.AllocateExtentsResponse(count=request.count, extent_bytes=PAGE)
 
         return answer  # type: ignore[return-value]
@@ -180,7 +180,7 @@ class TestByGrpc:
         came, go_on, ids = threading.Event(), threading.Event(), []
 
         def stand_still(request: broker_pb2.AllocateExtentsRequest, context: object) -> object:
-            broker.deliver(request.request_id, 1, parts=2)
+            broker.deliver_pages(request.request_id, 1, parts=2)
             service.answers["AllocateExtents"] = self.allocation(broker, ids)
             came.set()
             go_on.wait(DEADLINE_SECONDS)

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tests.support.calls import Broker, Taker, allocate, attach
+from tests.client.session.taking import Taker, allocate, attach, granted
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
-from tests.support.fake_broker import Caller
+from tests.support.fake_broker import Caller, PlayedEnd
 from tests.support.processes import ends, heard, is_settled, worker
 
 import membroker
 from membroker.session.connection import Connection
-from membroker.session.inventory import Inventory
 from membroker.v1 import broker_pb2
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire import frames as handoff
@@ -28,16 +27,12 @@ LAST = pb.Reply(allocate=broker_pb2.AllocateExtentsResponse(count=1))
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Connection, Broker]]:
-    """A connection to a broker of revision 1, and that broker."""
-    mine, yours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection = Connection(mine, "/test/handoff.sock", Inventory(), revision=1)
-    yield connection, Broker(yours)
-    connection.close()
-    yours.close()
+def options() -> dict[str, Any]:
+    """The broker is of revision 1, which counts."""
+    return {"revision": 1}
 
 
-def serve(broker: Broker, request_id: int, extent: int) -> None:
+def serve(broker: PlayedEnd, request_id: int, extent: int) -> None:
     """Answer a call in its only delivery."""
     more: Any = {"parts": 1, "reply": LAST}
     broker.deliver(request_id, extent, **more)
@@ -57,7 +52,7 @@ class Slow(Taker):
         super().place(extent_ids, descriptors, extent_bytes)
 
 
-def test_the_next_frame_says_it(pair: tuple[Connection, Broker]) -> None:
+def test_the_next_frame_says_it(pair: tuple[Connection, PlayedEnd]) -> None:
     """A page is borrowed and given back: the release has the count, and so has the next request; there is no Ack."""
     connection, broker = pair
     for turn in range(3):
@@ -71,7 +66,7 @@ def test_the_next_frame_says_it(pair: tuple[Connection, Broker]) -> None:
         assert broker.hear("release").acknowledged == turn + 1
 
 
-def test_a_long_call_is_acknowledged_at_once(pair: tuple[Connection, Broker]) -> None:
+def test_a_long_call_is_acknowledged_at_once(pair: tuple[Connection, PlayedEnd]) -> None:
     """Its next packet may wait for the window; behind the last one nothing waits."""
     connection, broker = pair
     caller = Caller(lambda: connection.call(allocate(), Taker()))
@@ -85,7 +80,7 @@ def test_a_long_call_is_acknowledged_at_once(pair: tuple[Connection, Broker]) ->
     assert broker.hears_nothing()
 
 
-def test_another_call_may_wait_for_the_window(pair: tuple[Connection, Broker]) -> None:
+def test_another_call_may_wait_for_the_window(pair: tuple[Connection, PlayedEnd]) -> None:
     """While another call is in flight the broker hears at once that there is room, for it may be that call's."""
     connection, broker = pair
     callers = [Caller(lambda: connection.call(allocate(), Taker())) for _ in range(2)]
@@ -98,7 +93,7 @@ def test_another_call_may_wait_for_the_window(pair: tuple[Connection, Broker]) -
     assert broker.hears_nothing()
 
 
-def test_the_count_has_no_gap(pair: tuple[Connection, Broker]) -> None:
+def test_the_count_has_no_gap(pair: tuple[Connection, PlayedEnd]) -> None:
     """A thread is slow to map the first packet, another maps the second: nothing is said before both are taken."""
     connection, broker = pair
     slow, other = Slow(), Taker()
@@ -113,13 +108,13 @@ def test_the_count_has_no_gap(pair: tuple[Connection, Broker]) -> None:
     assert broker.hears_nothing()
     slow.go_on.set()
     assert broker.hear("ack").acknowledged == 2
-    broker.reply(first, 1)
+    broker.reply(first, allocate=granted(1))
     broker.refuse(second, "DEVICE_FULL")
     assert broker.hear("detach_segment").acknowledged == 2
     assert (one.end().error, two.end().error is None) == (None, False)
 
 
-def test_what_nobody_waits_for(pair: tuple[Connection, Broker]) -> None:
+def test_what_nobody_waits_for(pair: tuple[Connection, PlayedEnd]) -> None:
     """A delivery for an unknown call is counted too: the broker counts all that it sent."""
     connection, broker = pair
     caller = Caller(lambda: connection.call(allocate(), Taker()))
@@ -131,7 +126,7 @@ def test_what_nobody_waits_for(pair: tuple[Connection, Broker]) -> None:
     assert caller.end().error is None
 
 
-def test_an_older_broker_gets_no_count(pair: tuple[Connection, Broker]) -> None:
+def test_an_older_broker_gets_no_count(pair: tuple[Connection, PlayedEnd]) -> None:
     """It would skip the count, and never send a third packet: it gets an Ack for each, by its id."""
     connection, broker = pair
     connection._counts = False
