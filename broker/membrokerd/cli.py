@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from membroker.wire.ownership import stranger_in
 from membroker.wire.standard import import_quietly, open_standard_descriptors
 
 from . import __version__
@@ -29,6 +30,8 @@ RECALL_ROUNDS = 3
 """How many times recall_seconds a guaranteed request should wait: one program does not answer, the next one does."""
 MAX_HOST_DEVICES = 64
 PR_SET_PDEATHSIG = 1
+
+_FOREIGN_FILE = "who can change the configuration decides what this daemon does, and that is not this user alone"
 
 _EPILOG = """\
 examples:
@@ -98,7 +101,7 @@ def _run(options: dict[str, Any]) -> int:
         return 1
     if only_check:
         try:
-            for trouble in _troubles(config):
+            for trouble in _troubles(config, path):
                 print(f"{path or 'the defaults'}: {trouble}", file=sys.stderr)
         except DirectoryError as error:  # the daemon would not start
             print(error, file=sys.stderr)
@@ -106,6 +109,8 @@ def _run(options: dict[str, Any]) -> int:
         print(f"{path or 'the defaults'}: good")
         return 0
     logs.configure(config.log.level, config.log.format, gpu="" if parent is None else _name(config))
+    if path is not None and (stranger := stranger_in(path)):
+        logs.warn(f"{_FOREIGN_FILE}: {stranger}", file=str(path))
     if count is not None:
         return _serve_all(config, count, {"config": path, **options})
     return _serve(config, Reloader(path, lambda: load(path, options)))
@@ -158,15 +163,19 @@ def _serve_all(config: Config, count: int, options: dict[str, Any]) -> int:
         return 1
 
 
-def _troubles(config: Config) -> Iterator[str]:
+def _troubles(config: Config, path: Path | None) -> Iterator[str]:
     """Yield what is not wrong in the file but would be here and now, for this user."""
     from .config import descriptor_limits as limits
     from .config import quotas
     from .device.plan import CUDA_HEADROOM
     from .device.suspects import CONTEXT_BYTES
 
-    if config.state_directory and (why := quotas.trouble(config.state_directory)):
-        yield f"state_directory: {why}"
+    if path is not None and (stranger := stranger_in(path)):
+        yield f"{_FOREIGN_FILE}: {stranger}"
+    if config.state_directory:
+        quotas.check_place(config.state_directory)
+        if why := quotas.trouble(config.state_directory):
+            yield f"state_directory: {why}"
     if config.max_sessions and (why := limits.trouble(config.max_sessions, limits.raise_descriptor_limit())):
         yield why
     yield from _memory_troubles(config)

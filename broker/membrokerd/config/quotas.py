@@ -95,6 +95,14 @@ def trouble(directory: Path) -> str:
     )
 
 
+def check_place(directory: Path) -> None:
+    """Raise `DirectoryError` if another user could change what is in a state directory, which need not exist yet."""
+    try:
+        files.check_owner(directory, alone=True)
+    except OSError as error:
+        raise DirectoryError(f"state_directory: {error.strerror}, or set another state_directory") from error
+
+
 class StateDirectory:
     """The directory for a device's state, locked until this process ends: a second daemon would overwrite its files.
 
@@ -105,8 +113,9 @@ class StateDirectory:
     def __init__(self, path: Path) -> None:
         self.path, self.is_shared = path, False
         self.quotas = path / FILE
+        check_place(path)
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            files.make_directory(path)
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError:
             return  # `trouble` says why
@@ -140,6 +149,7 @@ class StateDirectory:
 def read(path: Path) -> Quotas:
     """Return the quotas of the file, or none if there is no file. Raises `DirectoryError`."""
     try:
+        files.check_owner(path)
         document = tomllib.loads(files.read_file(path, files.MAX_TEXT_BYTES, follow=True).decode())
     except (FileNotFoundError, NotADirectoryError):
         return {}
@@ -160,7 +170,8 @@ def read(path: Path) -> Quotas:
 def write(path: Path, quotas: Quotas) -> None:
     """Replace the quotas of the file, on the disk too, or change nothing. A link to it stays. Raises `OSError`."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        files.make_directory(path.parent)
+        files.check_owner(path)
         place = Path(os.path.realpath(path))  # `read` follows a link, too
         files.replace_file(place, _text(quotas).encode())
     except OSError as error:

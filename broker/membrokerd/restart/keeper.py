@@ -40,11 +40,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from membroker.wire import descriptors as passing
 from membroker.wire.descriptors import close_all
 from membroker.wire.names import MAX_DESCRIPTORS
+from membroker.wire.ownership import stranger_in
 from membroker.wire.standard import open_standard_descriptors
 
 LISTENING = "listening"
@@ -302,6 +304,8 @@ def _take_directory(directory: str, wait: bool) -> int:
     With `wait`, wait until another keeper has ended: the one that a daemon has started itself.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    if why := stranger_in(Path(directory)):
+        raise OSError(f"{why}: name another directory for it, created if missing")
     status = os.fstat(descriptor)
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise OSError(f"{directory} is not this user's alone: name another directory for it, created if missing")

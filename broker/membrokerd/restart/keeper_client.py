@@ -205,13 +205,13 @@ async def open_keeper(path: Path, owner: str) -> tuple[KeeperMirror, StoredDescr
     """Return a mirror in the keeper at this path, and the descriptors that a predecessor left there; raises OSError.
 
     Starts a keeper if none runs, and tries again if one is just ending or starting. All daemons of a device have the
-    same `owner`, and each device has its own. `OwnedElsewhere` is raised at once, without another attempt.
+    same `owner`, and each device has its own. `OwnedElsewhere` and `PermissionError` are raised at once.
     """
     pause = FIRST_PAUSE_SECONDS
     for _ in range(START_ATTEMPTS - 1):
         try:
             return await _open(path, owner)
-        except OwnedElsewhere:
+        except (OwnedElsewhere, PermissionError):
             raise
         except OSError as error:
             _warn_unreachable(error, pause)

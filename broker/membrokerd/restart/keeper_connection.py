@@ -7,6 +7,7 @@ keeper that is starting. It does not know which descriptors a keeper should have
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
 import select
@@ -20,8 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from membroker.wire.descriptors import close_all, peer_of
+from membroker.wire.ownership import is_ours, user_text
 
-from ..system import logs
+from ..system import files, logs
 from ..system.retry import Retry
 from . import keeper as fdstore
 
@@ -69,7 +71,10 @@ class KeeperConnection:
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             self._sock.connect(os.fspath(path))
-            self.pid, _ = peer_of(self._sock)
+            self.pid, uid = peer_of(self._sock)
+            if not is_ours(uid):  # it would get the memory of every segment
+                what = f"the process {self.pid} that listens there is {user_text(uid)}'s, and no keeper of this daemon"
+                raise PermissionError(errno.EPERM, what, os.fspath(path))
         except OSError:
             self._sock.close()
             raise
@@ -163,7 +168,11 @@ class KeeperConnection:
 
 
 async def dial(path: Path, owner: str) -> KeeperConnection:
-    """Connect to the keeper at this path as `owner`'s daemon, and start a keeper if none listens; raises OSError."""
+    """Connect to the keeper at this path as `owner`'s daemon, and start a keeper if none listens; raises OSError.
+
+    It is a PermissionError, which no other attempt will mend, if another user could listen there, or does.
+    """
+    files.check_owner(path.parent)
     try:
         connection = KeeperConnection(path)
     except (FileNotFoundError, ConnectionRefusedError):

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from membroker.wire.names import MAX_SOCKET_PATH_BYTES
+from membroker.wire.ownership import stranger_in, user_text
 
 from . import files
 
@@ -232,24 +233,25 @@ class DeviceDirectory:
         """Create a directory, or accept one that belongs to this user or root; raises `DirectoryError` for any other.
 
         Another user that can rename files in it could replace our sockets, or redirect what we do by path. `mode` is
-        None for the runtime directory, which may be an operator's symbolic link and keeps its mode.
+        None for the runtime directory, which may be an operator's symbolic link and keeps its mode; the directories
+        above it are looked at, too.
         """
-        try:
-            directory.mkdir(parents=True)
-        except FileExistsError:  # perhaps since this moment, by the daemon of another device
-            made = False
-        else:
-            made = True
+        made = files.make_directory(directory)
         status = directory.stat() if mode is None else directory.lstat()
         if not (stat.S_ISDIR(status.st_mode) or stat.S_ISLNK(status.st_mode)):
             raise DirectoryError(
                 f"{directory} is not a directory: move it away, or choose another with --runtime-directory DIR"
             )
-        foreign = not stat.S_ISDIR(status.st_mode) or status.st_uid not in (0, os.geteuid())
-        if foreign or (mode is None and not made and _is_open(status.st_mode)):
+        if mode is None:
+            why = stranger_in(directory)
+        elif not stat.S_ISDIR(status.st_mode):
+            why = "it is a symbolic link"
+        else:
+            why = "" if status.st_uid in (0, os.geteuid()) else f"it belongs to {user_text(status.st_uid)}"
+        if why:
             raise DirectoryError(
-                f"{directory} is not this user's alone, and another user that can change it could pose as the broker: "
-                "remove it, or choose another with --runtime-directory DIR"
+                f"{directory} is not this user's alone: {why}. Another user that can change it could pose as the "
+                "broker: mend or remove it, or choose another with --runtime-directory DIR"
             )
         if mode is not None or made:
             directory.chmod(0o755 if mode is None else mode)
@@ -361,8 +363,3 @@ def _identity(path: Path | int) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino
-
-
-def _is_open(mode: int) -> bool:
-    """Return whether other users may rename files in a directory: it is writable for them, and not sticky."""
-    return bool(mode & 0o022) and not mode & stat.S_ISVTX

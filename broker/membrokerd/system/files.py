@@ -1,4 +1,4 @@
-"""Opens, reads and replaces the daemon's own small files, and checks what is at the path first.
+"""Opens, reads and replaces the daemon's own small files, and checks what is at the path first, and whose it is.
 
 Other daemons, operators and accidents may have left something else there. A FIFO would block an ordinary `open`
 forever, and a device could return endless bytes; both are refused, as are directories and sockets. The message of the
@@ -11,6 +11,8 @@ import errno
 import os
 import stat
 from pathlib import Path
+
+from membroker.wire.ownership import stranger_in
 
 MAX_TEXT_BYTES = 16 << 20
 """The longest TOML file that is read. Each model takes about 100 bytes, and their number is bounded."""
@@ -47,6 +49,29 @@ def open_file(path: Path, flags: int, *, follow: bool = False) -> int:
 def _wrong_kind(path: Path, mode: int) -> OSError:
     kind = _KINDS.get(stat.S_IFMT(mode), "something else")
     return OSError(errno.EINVAL, f"it is {kind} and must be a regular file", str(path))
+
+
+def check_owner(path: Path, *, alone: bool = False) -> None:
+    """Raise `OSError` if a user besides this one and root could put something else at this path.
+
+    With `alone`, they may not add a file to this directory either, even if it has the sticky bit.
+    """
+    if why := stranger_in(path, alone=alone):
+        what = f"{why}, and who can change it decides what this daemon does: give it to this user, closed to others"
+        raise PermissionError(errno.EPERM, what, str(path))
+
+
+def make_directory(path: Path) -> bool:
+    """Create a directory and those above it, open to nobody else for writing; return False if it is there already."""
+    missing = [part for part in (path, *path.parents) if not os.path.lexists(part)]
+    made = False
+    for part in reversed(missing):
+        try:
+            part.mkdir(0o755)
+            made = part == path
+        except FileExistsError:  # since this moment, by the daemon of another device
+            made = False
+    return made
 
 
 def read_file(path: Path, max_bytes: int, *, follow: bool = False) -> bytes:

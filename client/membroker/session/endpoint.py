@@ -21,6 +21,7 @@ from pathlib import Path
 
 from ..errors import AccessDenied, BrokerAbsent, BrokerUnavailable, DescriptorLimit, InvalidRequest, MembrokerError
 from ..wire.names import ENDPOINT_VARIABLE, MAX_SOCKET_PATH_BYTES, SYSTEM_DIRECTORY, SYSTEM_VARIABLE
+from ..wire.ownership import group_text, user_text
 
 SHOWN = 8
 """How many tenants or devices a message lists."""
@@ -347,18 +348,18 @@ def _denied(path: Path) -> str:
     closed = _first(real.parent, lambda part: not os.access(part, os.X_OK, effective_ids=True)) or real
     found = os.stat(closed) if closed.parent == closed or os.access(closed.parent, os.X_OK) else None
     if found is None:
-        return f"permission denied: {closed}, for user {_user(os.geteuid())}"
-    owner, group = _user(found.st_uid), _group(found.st_gid)
-    mine = ", ".join(_group(gid) for gid in sorted({os.getegid(), *os.getgroups()}))
+        return f"permission denied: {closed}, for user {user_text(os.geteuid())}"
+    owner, group = user_text(found.st_uid), group_text(found.st_gid)
+    mine = ", ".join(group_text(gid) for gid in sorted({os.getegid(), *os.getgroups()}))
     return (
         f"permission denied: {closed} belongs to {owner}, group {group}, mode {stat.S_IMODE(found.st_mode):04o}, and "
-        f"this process runs as {_user(os.geteuid())}, groups {mine}. {_admission(path, found)}"
+        f"this process runs as {user_text(os.geteuid())}, groups {mine}. {_admission(path, found)}"
     )
 
 
 def _admission(path: Path, found: os.stat_result) -> str:
     if path.name == "grpc.sock" and _is_admin(path.parent):
-        owner = f"{_user(found.st_uid)}, or as root" if found.st_uid else "root"
+        owner = f"{user_text(found.st_uid)}, or as root" if found.st_uid else "root"
         return f"Only the operator enters there: run the command as {owner}"
     admits_group = found.st_mode & (stat.S_IXGRP if stat.S_ISDIR(found.st_mode) else stat.S_IWGRP)
     if admits_group and found.st_gid != 0:  # a member of the group root could do far more than this
@@ -385,17 +386,3 @@ def _name_endpoint(path: Path) -> str:
         f"name the endpoint's directory, which has {path.name} in it, with connect(endpoint=…), "
         f"{ENDPOINT_VARIABLE}=… or a command's --endpoint"
     )
-
-
-def _user(uid: int) -> str:
-    try:
-        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
-    except KeyError:
-        return f"uid {uid}"
-
-
-def _group(gid: int) -> str:
-    try:
-        return f"{grp.getgrgid(gid).gr_name} (gid {gid})"
-    except KeyError:
-        return f"gid {gid}"

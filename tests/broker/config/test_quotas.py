@@ -272,3 +272,41 @@ def test_a_check_finds_the_quotas_of_each_device_once(tmp_path: Path) -> None:
     set_apart = Config(runtime_directory=tmp_path, state_directory=tmp_path / "other")
     assert kept_quotas(set_apart, {}) == [other]
     assert kept_quotas(Config(runtime_directory=tmp_path / "none"), {}) == []
+
+
+def test_a_place_that_others_can_change_is_refused(tmp_path: Path) -> None:
+    """Anybody could put quotas there: the daemon does not start, and says so before it reads any."""
+    opened = tmp_path / "opened"
+    opened.mkdir()
+    opened.chmod(0o1777)
+    with pytest.raises(DirectoryError, match=rf"state_directory: {opened} can be changed by other users"):
+        StateDirectory(opened)
+    opened.chmod(0o777)
+    with pytest.raises(DirectoryError, match=rf"{opened} can be changed by other users.* set another state_directory"):
+        StateDirectory(opened / "host")
+    assert not list(opened.iterdir())
+
+
+def test_a_link_out_of_our_hands_is_neither_read_nor_written(path: Path, tmp_path: Path) -> None:
+    """Who can write to the directory behind it decides what is in force, and which file is overwritten."""
+    write(path, {})
+    opened = tmp_path / "opened"
+    opened.mkdir()
+    (opened / "victim").write_text("a file of root's")
+    opened.chmod(0o777)
+    path.unlink()
+    path.symlink_to(opened / "victim")
+    with pytest.raises(DirectoryError, match="can be changed by other users"):
+        read(path)
+    with pytest.raises(OSError, match="can be changed by other users"):
+        write(path, QUOTAS)
+    assert (opened / "victim").read_text() == "a file of root's"
+
+
+@pytest.mark.root
+def test_another_users_quotas_are_not_in_force(path: Path) -> None:
+    """The directory is root's, and the file in it another user's, as after a mistaken chown -R."""
+    write(path, QUOTAS)
+    os.chown(path, 60_001, 60_001)
+    with pytest.raises(DirectoryError, match=r"quotas\.toml belongs to uid 60001, and who can change it decides"):
+        read(path)

@@ -354,6 +354,16 @@ def test_a_directory_that_others_may_change_is_refused(tmp_path: Path) -> None:
     DeviceDirectory(tmp_path, "host")
 
 
+def test_a_directory_below_one_that_others_may_change_is_refused(tmp_path: Path) -> None:
+    """They could rename ours, and put another in its place."""
+    opened = tmp_path / "opened"
+    (opened / "run").mkdir(parents=True)
+    opened.chmod(0o777)
+    for runtime in (opened / "run", opened / "later"):
+        with pytest.raises(DirectoryError, match=rf"{opened} can be changed by other users.* could pose as the broker"):
+            DeviceDirectory(runtime, "host")
+
+
 @pytest.mark.parametrize("part", ["host", "host/state"])
 def test_a_link_is_never_followed(tmp_path: Path, part: str) -> None:
     """Behind it could be any directory of root's, whose mode and content would be changed."""

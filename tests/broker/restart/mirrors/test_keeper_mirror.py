@@ -6,6 +6,9 @@ import asyncio
 import os
 import select
 import signal
+import socket
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,18 @@ from membrokerd.restart import keeper_client as mirrors
 from membrokerd.restart.descriptor_store import Store, StoredDescriptors
 from membrokerd.restart.keeper_client import KeeperMirror, open_keeper
 from membrokerd.restart.keeper_connection import KeeperConnection, OwnedElsewhere
+
+_STRANGER = """
+import os, socket, sys
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listener.bind(sys.argv[1])
+os.setuid(65534)
+listener.listen()
+print("listening", flush=True)
+sys.stdin.read()
+print(listener.accept()[0].recv(100).decode() or "nothing")
+"""
+"""Another user's process at the socket of a keeper; it says what it got."""
 
 
 def pid_of(mirror: KeeperMirror) -> int | None:
@@ -101,6 +116,40 @@ def test_a_daemon_that_fails_at_its_start_leaves_all_or_nothing(path: Path) -> N
 
         play(first())
         assert play(second()) in (set(), {"watches", "table"})
+
+
+def test_no_keeper_is_looked_for_where_others_can_listen(directory: Path) -> None:
+    """A process of theirs would get the descriptors of all segments: it is not even connected to."""
+    inner = directory / "inner"
+    inner.mkdir(mode=0o700)
+    directory.chmod(0o777)
+    path = inner / "keeper.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.bind(str(path))
+        stranger.listen()
+        stranger.setblocking(False)
+        with pytest.raises(PermissionError, match=f"{directory} can be changed by other users"):
+            play(open_keeper(path, OWNER))
+        with pytest.raises(BlockingIOError):
+            stranger.accept()
+    with Keeper(path) as keeper:
+        status, complaint = keeper.ended()
+    assert status == 1
+    assert f"{directory} can be changed by other users" in complaint
+
+
+@pytest.mark.root
+def test_a_keeper_of_another_user_gets_nothing(path: Path) -> None:
+    """The kernel says whose the process is that listens: a place that only we can change does not tell."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _STRANGER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as stranger:
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == "listening\n"
+        with pytest.raises(PermissionError, match=rf"the process {stranger.pid} that listens there is .*uid 65534"):
+            play(open_keeper(path, OWNER))
+        said, _ = stranger.communicate("")
+    assert said == "nothing\n"
 
 
 def test_signals_to_the_daemon_do_not_reach_the_keeper(path: Path) -> None:
