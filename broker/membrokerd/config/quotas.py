@@ -97,10 +97,14 @@ def trouble(directory: Path) -> str:
 
 def check_place(directory: Path) -> None:
     """Raise `DirectoryError` if another user could change what is in a state directory, which need not exist yet."""
+    _check_owner(directory, alone=True)
+
+
+def _check_owner(path: Path, *, alone: bool = False) -> None:
     try:
-        files.check_owner(directory, alone=True)
+        files.check_owner(path, alone=alone)
     except OSError as error:
-        raise DirectoryError(f"state_directory: {error.strerror}, or set another state_directory") from error
+        raise DirectoryError(f"{path}: {error.strerror}, or set another state_directory") from error
 
 
 class StateDirectory:
@@ -148,8 +152,8 @@ class StateDirectory:
 
 def read(path: Path) -> Quotas:
     """Return the quotas of the file, or none if there is no file. Raises `DirectoryError`."""
+    _check_owner(path)
     try:
-        files.check_owner(path)
         document = tomllib.loads(files.read_file(path, files.MAX_TEXT_BYTES, follow=True).decode())
     except (FileNotFoundError, NotADirectoryError):
         return {}

@@ -63,8 +63,15 @@ def _is_trusted(uid: int, *, is_last: bool) -> bool:
 
 
 def _is_open(place: Path, mode: int, *, sticky_counts: bool) -> bool:
-    """Say whether other users may write there. On a read-only mount nobody can, as in a Kubernetes ConfigMap (0777)."""
-    if not mode & 0o022 or (sticky_counts and stat.S_ISDIR(mode) and mode & stat.S_ISVTX):
+    """Say whether other users may change a file or a directory.
+
+    On a read-only mount nobody can, as in a Kubernetes ConfigMap (0777).
+    """
+    if (
+        not mode & 0o022
+        or not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+        or (sticky_counts and stat.S_ISDIR(mode) and mode & stat.S_ISVTX)
+    ):
         return False
     return not os.statvfs(place).f_flag & os.ST_RDONLY
 

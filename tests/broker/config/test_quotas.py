@@ -279,7 +279,7 @@ def test_a_place_that_others_can_change_is_refused(tmp_path: Path) -> None:
     opened = tmp_path / "opened"
     opened.mkdir()
     opened.chmod(0o1777)
-    with pytest.raises(DirectoryError, match=rf"state_directory: {opened} can be changed by other users"):
+    with pytest.raises(DirectoryError, match=rf"{opened}: {opened} can be changed by other users"):
         StateDirectory(opened)
     opened.chmod(0o777)
     with pytest.raises(DirectoryError, match=rf"{opened} can be changed by other users.* set another state_directory"):
