@@ -30,6 +30,7 @@ from .core import events as ev
 from .core import facts as ft
 from .core import snapshot
 from .core.checkpoint import checkpoint_facts
+from .core.denied import Denied
 from .core.machine import Broker
 from .core.names import Location
 from .device.executor import Executor
@@ -122,9 +123,9 @@ class Daemon:
         (books, is_whole), kept = self._read_journal(journal), await self._open_store(stack)
         plan = self._plan = self._take_driver(kept, books.charged)
         stack.callback(plan.driver.close)
-        if not is_whole:
-            warn_of_holders([row for row in plan.driver.processes() if row[0] != os.getpid()], books.by_pid)
         executor = Executor(plan.driver, plan.gate_reserve, self._observe_driver)
+        if not is_whole and not isinstance(listed := executor.processes(), Denied):
+            warn_of_holders([row for row in listed if row[0] != os.getpid()], books.by_pid)
         stack.callback(executor.stop)
         anchor = executor.drop_anchor()
         self._store.keep_driver(plan.driver.survivors())

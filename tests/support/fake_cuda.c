@@ -7,7 +7,8 @@
  *
  * FAKE_CUDA_CARD names the card (one for each test run), FAKE_CUDA_DEVICES says how many there are (1, or 2, which reach
  * each other), FAKE_CUDA_INIT is what cuInit returns, FAKE_CUDA_LACKS a device attribute that is 0 ("89", or "89@1" for
- * device 1 alone), FAKE_CUDA_MIG makes the first a slice, FAKE_CUDA_VERSION is the driver's. fake_cuda_contexts(),
+ * device 1 alone), FAKE_CUDA_MIG makes the first a slice, FAKE_CUDA_VERSION is the driver's. FAKE_CUDA_FAULTS names a
+ * file, which may change at any time: each of its lines is a function and what it returns. fake_cuda_contexts(),
  * fake_cuda_rdma() and fake_cuda_asked() tell a test what was asked for.
  */
 #define _GNU_SOURCE
@@ -55,6 +56,19 @@ static __thread char *current_context, *context_below;
 
 int fake_cuda_contexts(void) { return contexts; }
 int fake_cuda_rdma(void) { return last_rdma; }
+
+/* What the file of faults says of a call, or OK. Without the file there are no faults. */
+static int fault(const char *call) {
+    const char *path = getenv("FAKE_CUDA_FAULTS");
+    FILE *file = path ? fopen(path, "re") : NULL;
+    char name[64];
+    int code, found = OK;
+    while (file && !found && fscanf(file, "%63s %d", name, &code) == 2)
+        if (!strcmp(name, call)) found = code;
+    if (file) fclose(file);
+    return found;
+}
+#define UNLESS_FAULTY(body) do { int fault_ = fault(__func__); if (fault_) return fault_; body; } while (0)
 
 /* What was asked about managed memory, and each wait for the card's work: a line each. */
 static char asked[1 << 16];
@@ -213,7 +227,12 @@ static int create(u64 *handle, u64 size, const struct properties *properties) {
     *handle = (u64)extent;
     return OK;
 }
-int cuMemCreate(u64 *handle, size_t size, const struct properties *properties, u64 flags) { LOCKED(create(handle, size, properties)); }
+int cuMemCreate(u64 *handle, size_t size, const struct properties *properties, u64 flags) { UNLESS_FAULTY(LOCKED(create(handle, size, properties))); }
+
+int cuMemGetInfo(size_t *free, size_t *total) {
+    if (!current_context) return NO_CONTEXT;
+    UNLESS_FAULTY(LOCKED((*total = TOTAL, *free = TOTAL - used(current_context - the_contexts), OK)));
+}
 
 int cuMemRelease(u64 handle) {
     struct extent *extent = (struct extent *)handle;
@@ -547,17 +566,22 @@ int cuGetProcAddress_v2(const char *name, void **function, int version, u64 flag
 
 struct memory { u64 total, free, used; };
 struct process { unsigned pid; u64 used; unsigned instance, compute; };
-enum { NVML_UNINITIALIZED = 1, NVML_INVALID_ARGUMENT = 2, NVML_NOT_FOUND = 6, NVML_INSUFFICIENT_SIZE = 7 };
+enum { NVML_UNINITIALIZED = 1, NVML_INVALID_ARGUMENT = 2, NVML_NOT_SUPPORTED = 3, NVML_NOT_FOUND = 6, NVML_INSUFFICIENT_SIZE = 7, NVML_GPU_IS_LOST = 15 };
 /* A card is a pointer to its device's place here. */
 static char the_cards[MAX_DEVICES], the_slice;
 
 int nvmlInitWithFlags(unsigned flags) { LOCKED((nvml_users++, OK)); }
 int nvmlShutdown(void) { LOCKED(nvml_users ? (nvml_users--, OK) : NVML_UNINITIALIZED); }
-const char *nvmlErrorString(int code) { return code == NVML_NOT_FOUND ? "Not Found" : "an error of the fake"; }
-int nvmlDeviceGetName(void *device, char *name, unsigned length) { snprintf(name, length, "Fake GPU"); return OK; }
-int nvmlSystemGetDriverVersion(char *version, unsigned length) { snprintf(version, length, "1.2.3"); return OK; }
+const char *nvmlErrorString(int code) {
+    return code == NVML_NOT_FOUND ? "Not Found" : code == NVML_NOT_SUPPORTED ? "Not Supported" : code == NVML_GPU_IS_LOST ? "GPU is lost"
+        : "an error of the fake";
+}
+int nvmlDeviceGetName(void *device, char *name, unsigned length) { UNLESS_FAULTY({ snprintf(name, length, "Fake GPU"); return OK; }); }
+int nvmlSystemGetDriverVersion(char *version, unsigned length) { UNLESS_FAULTY({ snprintf(version, length, "1.2.3"); return OK; }); }
 int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(void *slice, void **device) { *device = &the_cards[0]; return OK; }
-int nvmlDeviceGetIndex(void *device, unsigned *index) { *index = 3 + ((char *)device - the_cards); return device != &the_slice ? OK : NVML_INVALID_ARGUMENT; }
+int nvmlDeviceGetIndex(void *device, unsigned *index) {
+    UNLESS_FAULTY({ *index = 3 + ((char *)device - the_cards); return device != &the_slice ? OK : NVML_INVALID_ARGUMENT; });
+}
 
 int nvmlDeviceGetHandleByUUID(const char *uuid, void **device) {
     int slice = getenv("FAKE_CUDA_MIG") != NULL;
@@ -579,7 +603,7 @@ static int memory_info(void *device, struct memory *memory) {
     *memory = (struct memory){TOTAL, TOTAL - taken, taken};
     return OK;
 }
-int nvmlDeviceGetMemoryInfo(void *device, struct memory *memory) { LOCKED(memory_info(device, memory)); }
+int nvmlDeviceGetMemoryInfo(void *device, struct memory *memory) { UNLESS_FAULTY(LOCKED(memory_info(device, memory))); }
 
 static int processes(void *device, unsigned *count, struct process *infos) {
     static struct held held[MAX_HELD];
@@ -595,4 +619,4 @@ static int processes(void *device, unsigned *count, struct process *infos) {
     *count = listed;
     return OK;
 }
-int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, struct process *infos) { LOCKED(processes(device, count, infos)); }
+int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, struct process *infos) { UNLESS_FAULTY(LOCKED(processes(device, count, infos))); }

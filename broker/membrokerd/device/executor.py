@@ -151,7 +151,7 @@ class Executor:
 
     def list_processes(self, done: Callable[[list[tuple[int, int]] | Denied], None]) -> None:
         """Ask which processes use the device. The thread does it, because NVML and /proc take milliseconds."""
-        self._submit(OWN, self._list_processes, done)
+        self._submit(OWN, self.processes, done)
 
     def figures(self) -> dict[str, MemoryInfo | None]:
         """Return what each location shows now."""
@@ -247,7 +247,8 @@ class Executor:
             return _failed("seal", error, {})
         return None
 
-    def _list_processes(self) -> list[tuple[int, int]] | Denied:
+    def processes(self) -> list[tuple[int, int]] | Denied:
+        """Return which processes use the device, as (pid, bytes), or why the driver does not say."""
         try:
             return self._timed("processes", self._driver.processes)
         except Exception as error:  # noqa: BLE001 - as above

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from membroker.vmm import Driver, DriverUnavailable, Location, format_size, open_driver
+from membroker.vmm import Driver, DriverError, DriverUnavailable, Location, format_size, open_driver
 from membroker.vmm.sizes import GIB, MIB
 
 from ..config.config import Config, quotas_of
@@ -25,6 +25,10 @@ HOST_DEFAULT_CAPACITY = GIB
 CUDA_HEADROOM = 2 * GIB
 """Room for the CUDA contexts of workers (about 500 MiB each on an H200), the gate's reserve and the anchor."""
 CUDA_GATE_RESERVE = 256 * MIB
+_UNIFIED_MEMORY = (
+    "this GPU shares the machine's memory, as GB10 and Jetson do, and does not tell how much of it is in use, which a "
+    'broker must know: the driver "host" lends that memory to programs that run on the CPU'
+)
 CUDA_STOCK = GIB
 """The size of a GPU's warm pool. The host driver has no warm pool: it creates an extent in 30 µs."""
 
@@ -131,14 +135,14 @@ def warn_of_guarantees(quotas: Mapping[QuotaKey, Quota], rules: policy.Rules, co
 
 
 def plan(config: Config) -> Plan:
-    """Open the driver and return what may be lent; raises `DeviceError` or `DriverUnavailable`."""
+    """Open the driver and return what may be lent; raises `DeviceError` or `DriverError`."""
     if config.driver == "host":
         return _plan_host(config)
     if config.driver == "cuda":
         return _plan_cuda(config)
     try:
         return _plan_cuda(config)
-    except DriverUnavailable as error:
+    except DriverError as error:
         logs.warn(
             'no GPU is usable, so the host driver lends ordinary memory: set driver = "cuda" to make the daemon '
             'fail instead, or driver = "host" if this is intended; `membroker doctor` says what is wrong with the GPU',
@@ -186,7 +190,7 @@ def _plan_cuda(config: Config) -> Plan:
     try:
         info = driver.memory(Location.DEVICE)
         if info is None:
-            raise DeviceError("NVML does not say how much memory the device has: install the driver's NVML library")
+            raise DriverUnavailable("nvmlDeviceGetMemoryInfo", "NVML_ERROR_NOT_SUPPORTED", 3, _UNIFIED_MEMORY)
         granularity = driver.device.granularity
         headroom = CUDA_HEADROOM if config.headroom is None else config.headroom
         reserved = headroom + granularity

@@ -122,11 +122,13 @@ def _of_daemon(check: Check, endpoint: str | None, env: Mapping[str, str]) -> Ch
 
 
 def _look(name: str, look: Callable[[], Check]) -> Check:
-    """Return the check; one that cannot be made fails."""
+    """Return the check; one that cannot be made fails, whatever the reason, and the others are still made."""
     try:
         return look()
     except OSError as error:
         return Check(name, "fail", f"could not be checked: {error}", "run the doctor outside this sandbox")
+    except Exception as error:  # noqa: BLE001 - an answer that nobody has foreseen is this check's alone
+        return Check(name, "fail", f"could not be checked: {type(error).__name__}: {error}", "report this as a bug")
 
 
 # --- This process and this kernel ---
@@ -254,18 +256,26 @@ def check_gpu() -> Check:
     except DriverUnavailable as error:
         if not any(Path("/dev").glob("nvidia[0-9]*")):
             return Check("gpu", "ok", 'no GPU: a daemon lends ordinary memory, or with driver = "cuda" does not start')
-        return Check("gpu", "warn", f"the GPU is not usable: {error}", error.hint or "see `nvidia-smi`")
+        return _unusable_gpu(error)
     except DriverError as error:
-        return Check("gpu", "warn", f"the GPU is not usable: {error}", error.hint or "see `nvidia-smi`")
+        return _unusable_gpu(error)
+    device = driver.device
     try:
-        memory, device = driver.memory(Location.DEVICE), driver.device
+        memory = driver.memory(Location.DEVICE)
+    except DriverError as error:
+        return _unusable_gpu(error)
     finally:
         driver.close()
     if memory is None:
-        return Check("gpu", "warn", f"{device.name} does not report its memory", "install the driver's NVML library")
+        advice = 'it shares the machine\'s memory, as GB10 and Jetson do, which no broker can lend: driver = "host"'
+        return Check("gpu", "warn", f"{device.name} does not tell how much of its memory is in use", advice)
     return Check(
         "gpu", "ok", f"{device.name} {device.uuid}, {format_size(memory.free)} of {format_size(memory.total)} free"
     )
+
+
+def _unusable_gpu(error: DriverError) -> Check:
+    return Check("gpu", "warn", f"the GPU is not usable: {error}", error.hint or "see `nvidia-smi`")
 
 
 def check_packages() -> Check:

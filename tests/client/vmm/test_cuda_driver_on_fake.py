@@ -379,6 +379,78 @@ def test_the_devices_figure_is_nvmls_and_the_hosts_is_unknown(run: Run) -> None:
     """)
 
 
+UNIFIED = "nvmlDeviceGetMemoryInfo 3\n"
+"""As on GB10 and Jetson: NVML_ERROR_NOT_SUPPORTED."""
+
+
+def test_the_figures_of_unified_memory_are_cudas_or_none(run: Run, tmp_path: Path) -> None:
+    """A worker has a context, in which CUDA tells them; a broker has none, and says that it does not know."""
+    (tmp_path / "faults").write_text(UNIFIED)
+    code = """
+        driver = CudaDriver(context=True)
+        handle = driver.create(3 * GRANULE)
+        assert driver.memory(Location.DEVICE) == MemoryInfo(16 << 30, (16 << 30) - 3 * GRANULE)
+        assert CudaDriver().memory(Location.DEVICE) is None
+    """
+    run(code, FAKE_CUDA_FAULTS=str(tmp_path / "faults"))
+
+
+@pytest.mark.parametrize(("driver", "said"), [("auto", "host, as no GPU was usable"), ("cuda", "GB10 and Jetson")])
+def test_a_broker_says_that_it_cannot_lend_unified_memory(run: Run, tmp_path: Path, driver: str, said: str) -> None:
+    """NVML knows the GPU and not its memory: `auto` lends ordinary memory, and `cuda` says why it does not start."""
+    (tmp_path / "faults").write_text(UNIFIED)
+    code = f"""
+        from pathlib import Path
+        from membrokerd.config.config import Config
+        from membrokerd.device.plan import plan
+        try:
+            made = plan(Config(Path("/nowhere"), driver={driver!r}))
+            print(made.driver.device.driver + ", as no GPU was usable" * made.fell_back)
+        except DriverUnavailable as error:
+            print(error)
+    """
+    assert said in run(code, FAKE_CUDA_FAULTS=str(tmp_path / "faults"))
+
+
+def test_what_nvml_does_not_support_takes_nothing_else_away(run: Run, tmp_path: Path) -> None:
+    """No name, no number and no version: the GPU is usable, and CUDA's number stands in for NVML's."""
+    calls = ("nvmlDeviceGetName", "nvmlDeviceGetIndex", "nvmlSystemGetDriverVersion")
+    (tmp_path / "faults").write_text("".join(f"{call} 3\n" for call in calls))
+    code = """
+        driver = CudaDriver()
+        assert (driver.device.name, driver.device.index, driver.device.driver_version) == ("NVIDIA GPU", 0, "")
+        driver.release(driver.create(GRANULE))
+    """
+    run(code, FAKE_CUDA_FAULTS=str(tmp_path / "faults"))
+
+
+def test_a_container_without_nvml_is_told_what_to_set(run: Run, tmp_path: Path) -> None:
+    """NVIDIA_DRIVER_CAPABILITIES=compute brings libcuda into a container and leaves NVML out."""
+    libraries = build_fake_cuda(tmp_path / "fake")
+    assert libraries is not None
+    (libraries / "libnvidia-ml.so.1").unlink()
+    code = """
+        with pytest.raises(DriverUnavailable, match="NVIDIA_DRIVER_CAPABILITIES has both: compute,utility"):
+            CudaDriver()
+    """
+    run_beside_fake_cuda(libraries, _PRELUDE + textwrap.dedent(code))
+
+
+@pytest.mark.parametrize(("code", "found"), [(3, "does not tell how much"), (15, "NVML_ERROR_GPU_IS_LOST")])
+def test_the_doctors_other_checks_do_not_need_the_gpus_memory(run: Run, tmp_path: Path, code: int, found: str) -> None:
+    """One answer of NVML is one line of the doctor's, with what to do about it."""
+    (tmp_path / "faults").write_text(f"nvmlDeviceGetMemoryInfo {code}\n")
+    checks = """
+        from membroker.cli import doctor
+        checks = {check.name: check for check in doctor.examine(None, {})}
+        assert len(checks) == 14
+        gpu = checks["gpu"]
+        assert gpu.status == "warn" and gpu.advice, gpu
+        print(gpu.found)
+    """
+    assert found in run(checks, FAKE_CUDA_FAULTS=str(tmp_path / "faults"))
+
+
 def test_processes_that_compute_are_listed_as_suspects(run: Run) -> None:
     run("""
         driver = CudaDriver()

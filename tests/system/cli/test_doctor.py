@@ -155,6 +155,19 @@ def test_what_cannot_be_looked_at_is_a_failure_not_a_crash(monkeypatch: pytest.M
     assert len(checks) == 14
 
 
+def test_an_answer_that_nobody_has_foreseen_is_one_checks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver's library answers with what no code expects: the other checks are still made."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise OverflowError("Python int too large to convert to C int")
+
+    monkeypatch.setattr(doctor, "open_driver", broken)
+    checks = {check.name: check for check in doctor.examine("/nowhere", {})}
+    for name in ("gpu", "host driver"):
+        assert (checks[name].status, "OverflowError" in checks[name].found) == ("fail", True)
+    assert len(checks) == 14
+
+
 def test_another_system_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     (check,) = doctor.examine(None)

@@ -287,9 +287,18 @@ class CudaDriver:
     # The device's own figures
 
     def memory(self, location: Location) -> MemoryInfo | None:
-        """Return NVML's figures for the GPU; None for the host, for which CUDA has no figures."""
+        """Return NVML's figures for the GPU; None for the host, for which CUDA has no figures.
+
+        NVML has none of a GPU that shares the machine's memory. CUDA tells them in a context, so a worker has them.
+        """
         self._check_usable("nvmlDeviceGetMemoryInfo")
-        return self._nvml.memory() if location is Location.DEVICE else None
+        if location is not Location.DEVICE:
+            return None
+        info = self._nvml.memory()
+        if info is None and self._context is not None:
+            free, total = self.in_context("cuMemGetInfo")
+            info = MemoryInfo(int(total), int(free))
+        return info
 
     def survivors(self) -> dict[str, int]:
         """Return {}: the GPU itself knows what is in use."""

@@ -122,7 +122,7 @@ class Gpu:
             name=nvml.name,
             driver="cuda",
             granularity=granularity,
-            index=nvml.index,
+            index=int(self.ordinal) if nvml.index is None else nvml.index,
             driver_version=nvml.driver_version,
             ordinal=int(self.ordinal),
             recommended_granularity=recommended,
@@ -132,11 +132,11 @@ class Gpu:
         return int(self.call("cuMemGetAllocationGranularity", self.extent_properties(Location.DEVICE), kind))
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call the CUDA function `name`, and return its result or raise its error."""
+        """Call the CUDA function `name`, and return its result, a list of several, or raise its error."""
         result, *values = getattr(self.cuda, name)(*arguments)
         if result:
             raise self.failure(name, result)
-        return values[0] if values else None
+        return values if len(values) > 1 else values[0] if values else None
 
     def failure(self, name: str, result: Any) -> DriverError:
         """Return the error for the result of a call that failed."""

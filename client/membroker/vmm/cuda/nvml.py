@@ -11,6 +11,11 @@ from typing import Any
 from ..driver import DriverError, DriverUnavailable, MemoryInfo
 
 INSTALL_HINT = "the GPU's libraries for Python are missing: pip install 'membroker[cuda]'"
+_NO_LIBRARY_HINT = (
+    "libnvidia-ml.so.1 is missing: it belongs to the NVIDIA driver, and a container gets it if "
+    "NVIDIA_DRIVER_CAPABILITIES has both: compute,utility"
+)
+_NOT_SUPPORTED, _LIBRARY_NOT_FOUND = 3, 12
 
 
 class NvmlDevice:
@@ -24,17 +29,20 @@ class NvmlDevice:
         self._call("nvmlInit", kind=DriverUnavailable)
         try:
             self.uuid, self._handle = self._find(uuid_text)
-            self.name = str(self._call("nvmlDeviceGetName", self._handle))
+            self.name = str(self._call_if_supported("nvmlDeviceGetName", self._handle) or "NVIDIA GPU")
             self.index = self._index()
-            self.driver_version = str(self._call("nvmlSystemGetDriverVersion"))
+            self.driver_version = str(self._call_if_supported("nvmlSystemGetDriverVersion") or "")
         except BaseException:
             self._nvml.nvmlShutdown()
             raise
 
-    def memory(self) -> MemoryInfo:
-        """Return the GPU's total and free bytes, for all processes (8.5 µs a call)."""
-        info = self._call("nvmlDeviceGetMemoryInfo", self._handle)
-        return MemoryInfo(int(info.total), int(info.free))
+    def memory(self) -> MemoryInfo | None:
+        """Return the GPU's total and free bytes, for all processes (8.5 µs a call).
+
+        None for a GPU that shares the machine's memory, as GB10 and Jetson do: NVML has no figure of it.
+        """
+        info = self._call_if_supported("nvmlDeviceGetMemoryInfo", self._handle)
+        return None if info is None else MemoryInfo(int(info.total), int(info.free))
 
     def processes(self) -> list[tuple[int, int]]:
         """Return (pid, bytes) of the processes that compute; bytes are 0 if NVML does not tell."""
@@ -55,12 +63,22 @@ class NvmlDevice:
                 last = error
         raise last
 
-    def _index(self) -> int:
-        """Return NVML's number of the GPU; for a slice, that of its GPU."""
+    def _index(self) -> int | None:
+        """Return NVML's number of the GPU; for a slice, that of its GPU. None if NVML has no numbers here."""
         card = self._handle
         if self.uuid.startswith("MIG-"):
             card = self._call("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", card)
-        return int(self._call("nvmlDeviceGetIndex", card))
+        index = self._call_if_supported("nvmlDeviceGetIndex", card)
+        return None if index is None else int(index)
+
+    def _call_if_supported(self, name: str, *arguments: Any) -> Any:
+        """Call an NVML function without which a GPU can be used; None if it is not supported for this GPU."""
+        try:
+            return self._call(name, *arguments)
+        except DriverError as error:
+            if error.code == _NOT_SUPPORTED:
+                return None
+            raise
 
     def _call(self, name: str, *arguments: Any, kind: type[DriverError] = DriverError) -> Any:
         """Call the NVML function `name`. An error gets the name of NVML's constant, such as `NVML_ERROR_NOT_FOUND`."""
@@ -69,7 +87,8 @@ class NvmlDevice:
         except self._nvml.NVMLError as error:
             code, constants = int(error.value), vars(self._nvml).items()
             names = (name for name, value in constants if name.startswith("NVML_ERROR_") and value == code)
-            raise kind(name, next(names, "NVML_ERROR_UNKNOWN"), code, str(error)) from error
+            hint = _NO_LIBRARY_HINT if code == _LIBRARY_NOT_FOUND else str(error)
+            raise kind(name, next(names, "NVML_ERROR_UNKNOWN"), code, hint) from error
 
 
 def _load() -> Any:
