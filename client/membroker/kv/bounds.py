@@ -94,7 +94,7 @@ class Bounds:
         """
         name, available = model.name, model.available()
         limits = client.capacities["device"], available.limit_bytes, available.tenant_limit_bytes
-        limit = min(one for one in limits if one is not None) - besides
+        limit = min(size for size in limits if size is not None) - besides
         if self.ceiling is not None:
             limit = min(limit, arguments.bytes_of("ceiling", self.ceiling))
         may_borrow = f"{name!r} may borrow {max(0, limit)}" + f" beside {besides} for other memory" * bool(besides)
@@ -137,7 +137,7 @@ def bytes_of_first(layout: Layout, blocks: int) -> int:
 
 def check_names(source: str, given: Mapping[str, Any], kind: Any) -> None:
     """Raise `InvalidRequest` about the first name in `source` that is no field of the dataclass `kind`."""
-    known = [one.name for one in fields(kind)]
+    known = [field.name for field in fields(kind)]
     unknown = sorted(str(name) for name in given if name not in known)
     if unknown:
         raise InvalidRequest(f"{source} has {unknown[0]!r}, and membroker knows: {', '.join(known)}")

@@ -271,7 +271,7 @@ class ElasticCache(Closing):
         return self._pages
 
     def _first_ranges(self) -> list[tuple[int, int]]:
-        return [one for group in self._groups.first for one in self.layout.ranges(group)]
+        return [span for group in self._groups.first for span in self.layout.ranges(group)]
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -334,7 +334,7 @@ class ElasticCache(Closing):
         for thread in self._threads:
             thread.join(CLOSE_SECONDS)
         groups = [group for state in (MAPPED, DRAINING, RETIRING, DOOMED) for group in self._groups.groups_in(state)]
-        self._left = [one for group in groups for one in self.layout.ranges(group)]
+        self._left = [span for group in groups for span in self.layout.ranges(group)]
 
     def stats(self) -> CacheStats:
         """Return the present figures. Raises `ClosedError`."""

@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
+from ..adapters.torch import address_tensor, device_of  # without PyTorch this says what to install
+
+# isort: split
+import torch
+
 from .. import VirtualMemoryPool
-from ..adapters.torch import address_tensor, device_of
-from ..adapters.torch.package import torch
 from ..errors import InvalidRequest, OutOfVirtualMemory
 from ..vmm.sizes import round_up
 from .layout import Strided

@@ -62,7 +62,7 @@ class Layout:
         self.block_tokens = block_tokens
         self.tensors: Sequence[Strided] = _joined(base, blocks, tensors)
         """By address. Those that interleave are one."""
-        self.block_bytes = sum(one.size for one in self.tensors)
+        self.block_bytes = sum(tensor.size for tensor in self.tensors)
         """Bytes of one block in all tensors together."""
         self._pages, tables = _groups(base, page_size, blocks, self.tensors)
         self._touched = _touched(base, page_size, blocks, self.tensors, tables)
@@ -112,16 +112,18 @@ def _joined(base: int, blocks: int, tensors: Iterable[Strided]) -> list[Strided]
     The layers of a block-major cache are often given one by one: they have one stride, and lie within it.
     """
     joined: list[Strided] = []
-    for one in sorted(set(tensors), key=lambda one: (one.address, one.stride, one.size)):
-        if one.address < base or not 0 < one.size <= one.stride <= MAX_BYTES or one.end(blocks) > MAX_BYTES:
-            raise InvalidRequest(f"a cache at {base:#x} has no blocks like {one}: a block is at most its stride long")
+    for tensor in sorted(set(tensors), key=lambda tensor: (tensor.address, tensor.stride, tensor.size)):
+        if tensor.address < base or not 0 < tensor.size <= tensor.stride <= MAX_BYTES or tensor.end(blocks) > MAX_BYTES:
+            raise InvalidRequest(
+                f"a cache at {base:#x} has no blocks like {tensor}: a block is at most its stride long"
+            )
         last = joined[-1] if joined else None
-        if last is None or one.address >= last.end(blocks):
-            joined.append(one)
+        if last is None or tensor.address >= last.end(blocks):
+            joined.append(tensor)
             continue
-        size = max(last.size, one.address + one.size - last.address)
-        if one.stride != last.stride or size > last.stride:
-            raise InvalidRequest(f"the blocks of {last} and of {one} overlap")
+        size = max(last.size, tensor.address + tensor.size - last.address)
+        if tensor.stride != last.stride or size > last.stride:
+            raise InvalidRequest(f"the blocks of {last} and of {tensor} overlap")
         joined[-1] = Strided(last.address, last.stride, size)
     if not joined:
         raise InvalidRequest("a cache has at least one tensor")
@@ -134,19 +136,19 @@ def _groups(base: int, size: int, blocks: int, tensors: Sequence[Strided]) -> tu
     A group begins with a page of the tensor that has the most blocks in a page. Each page joins the group that has the
     beginning of the first block which begins in it. A page with parts of two tensors joins the lower group.
     """
-    lead = min(tensors, key=lambda one: one.stride)
+    lead = min(tensors, key=lambda tensor: tensor.stride)
     lead_within = (lead.address - base) % size
-    reach = [range((one.address - base) // size, (one.end(blocks) - 1 - base) // size + 1) for one in tensors]
+    reach = [range((tensor.address - base) // size, (tensor.end(blocks) - 1 - base) // size + 1) for tensor in tensors]
     if sum(map(len, reach)) > MAX_PAGES:
         raise InvalidRequest(f"the cache has more than {MAX_PAGES} pages of {size} bytes: take larger pages")
     keys: dict[int, int] = {}
-    for one, pages in zip(tensors, reach, strict=True):
-        within = (one.address - base) % size
+    for tensor, pages in zip(tensors, reach, strict=True):
+        within = (tensor.address - base) % size
         for number, page in enumerate(pages):
             begin = number * size - within
-            first = max(0, -(-begin // one.stride))
-            if first >= blocks or first * one.stride >= begin + size:
-                first = min(begin // one.stride, blocks - 1)
+            first = max(0, -(-begin // tensor.stride))
+            if first >= blocks or first * tensor.stride >= begin + size:
+                first = min(begin // tensor.stride, blocks - 1)
             key = (lead_within + first * lead.stride) // size
             keys[page] = min(key, keys.get(page, key))
     numbers = {key: number for number, key in enumerate(sorted(set(keys.values())))}
@@ -161,8 +163,8 @@ def _touched(
 ) -> list[tuple[int, ...]]:
     """Return the groups of each block. Tensors whose pages have the same blocks and groups are looked at once."""
     alike = {
-        ((one.address - base) % size, one.stride, one.size, tuple(table)): table
-        for one, table in zip(tensors, tables, strict=True)
+        ((tensor.address - base) % size, tensor.stride, tensor.size, tuple(table)): table
+        for tensor, table in zip(tensors, tables, strict=True)
     }
     same: dict[tuple[int, ...], tuple[int, ...]] = {}
     found = []
@@ -171,6 +173,6 @@ def _touched(
         for (within, stride, length, _), table in alike.items():
             begin = within + block * stride
             groups.update(table[begin // size : (begin + length - 1) // size + 1])
-        one = tuple(sorted(groups))
-        found.append(same.setdefault(one, one))  # most blocks share theirs with their neighbours
+        key = tuple(sorted(groups))
+        found.append(same.setdefault(key, key))  # most blocks share theirs with their neighbours
     return found

@@ -126,11 +126,11 @@ class PoolPages:
 
     def missing(self, ranges: Iterable[Range]) -> list[Range]:
         """Return the ranges without memory."""
-        return [one for one in ranges if not self.pool.is_mapped(*one)]
+        return [span for span in ranges if not self.pool.is_mapped(*span)]
 
     def present(self, ranges: Iterable[Range]) -> list[Range]:
         """Return the ranges with memory."""
-        return [one for one in ranges if self.pool.is_mapped(*one)]
+        return [span for span in ranges if self.pool.is_mapped(*span)]
 
     def on_use(self, callback: Callable[[int], bool]) -> None:
         """Do nothing: all of the engine is in this process, and its `Sleeper` is told directly."""

@@ -156,10 +156,10 @@ class Ranks(Closing):
             for rank in self._ranks
         }
         while asked:
-            for one in wait(list(asked)):
-                assert isinstance(one, Connection)
-                if self.closed or not answer(one, asked[one]):
-                    del asked[one]
+            for ready in wait(list(asked)):
+                assert isinstance(ready, Connection)
+                if self.closed or not answer(ready, asked[ready]):
+                    del asked[ready]
 
     def _recalled(self, rank: _RankLink, number: int, remaining: int, deadline: float) -> bool:
         rank.recall = RankRecall(rank, number, remaining, deadline)
@@ -205,7 +205,7 @@ class RankWeights:
     def stats(self) -> MemoryStats:
         """Return the figures of the rank that has the most on the host."""
         found: list[MemoryStats] = [rank.tell("weights") for rank in self._ranks]
-        return max(found, key=lambda one: one.offloaded_bytes)
+        return max(found, key=lambda state: state.offloaded_bytes)
 
 
 class RankRecall:
@@ -250,8 +250,8 @@ class _RankLink(Closing):
             recall.remaining = remaining
 
     def hang_up(self) -> None:
-        for one in self._connections:
-            hang_up(one)
+        for connection in self._connections:
+            hang_up(connection)
 
     def close(self) -> None:
         self.ask.close()

@@ -27,10 +27,14 @@ def differences(methods: Methods, attributes: Attributes, properties: Iterable[t
         if found is None:
             yield f"{place} has no {method}"
             continue
-        parameters = [one for name, one in inspect.signature(found).parameters.items() if name not in ("self", "cls")]
-        names = tuple(one.name for one in parameters)
+        parameters = [
+            parameter for name, parameter in inspect.signature(found).parameters.items() if name not in ("self", "cls")
+        ]
+        names = tuple(parameter.name for parameter in parameters)
         rest = parameters[len(expected) :]
-        if names[: len(expected)] != expected or any(one.default is one.empty and one.kind in _NEEDED for one in rest):
+        if names[: len(expected)] != expected or any(
+            parameter.default is parameter.empty and parameter.kind in _NEEDED for parameter in rest
+        ):
             yield f"{place}.{method} takes ({', '.join(names)}), not ({', '.join(expected)})"
     for place, name in properties:
         if not isinstance(getattr(load(place), name, None), property):
@@ -59,6 +63,6 @@ def load(place: str) -> Any:
 
 
 def _has(kind: Any, name: str) -> bool:
-    if hasattr(kind, name) or any(name in getattr(one, "__annotations__", ()) for one in kind.__mro__):
+    if hasattr(kind, name) or any(name in getattr(base, "__annotations__", ()) for base in kind.__mro__):
         return True
-    return any(f"self.{name}" in inspect.getsource(one) for one in kind.__mro__ if one is not object)
+    return any(f"self.{name}" in inspect.getsource(base) for base in kind.__mro__ if base is not object)

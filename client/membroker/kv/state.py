@@ -325,7 +325,7 @@ class CacheState:
             if self._answers:
                 self._is_asked_anew = True
                 self._recalls[recall.model] = recall
-                self._tried = [one for one in self._tried if one is not recall]
+                self._tried = [tried for tried in self._tried if tried is not recall]
             return self._answers
 
     def settled(self, *, has_engine: bool) -> CacheRecall | None:

@@ -10,11 +10,11 @@ import gc
 from collections.abc import Iterable
 from typing import Final
 
+import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import Model, VirtualMemoryPool
 from ..adapters.torch import address_tensor
-from ..adapters.torch.package import torch
 from ..errors import InvalidRequest
 from ..vmm.sizes import GIB, MIB, round_up
 
@@ -36,9 +36,9 @@ def move_to_pool(tensors: Iterable[torch.Tensor], model: Model, *, wait: float |
     memory, because that would be a second copy; the tensors have been moved then.
     """
     groups: dict[int, list[torch.Tensor]] = {}
-    for one in {id(one): one for one in tensors}.values():
-        if one.layout == torch.strided and not one.is_meta and one.untyped_storage().nbytes():
-            groups.setdefault(one.untyped_storage().data_ptr(), []).append(one)
+    for tensor in {id(tensor): tensor for tensor in tensors}.values():
+        if tensor.layout == torch.strided and not tensor.is_meta and tensor.untyped_storage().nbytes():
+            groups.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
     sizes = [round_up(group[0].untyped_storage().nbytes(), _ALIGNMENT) for group in groups.values()]
     page = LARGE_PAGE if sum(sizes) >= GIB else SMALL_PAGE
     pool = VirtualMemoryPool(model, max(page, round_up(sum(sizes), page)), page)
@@ -53,9 +53,9 @@ def move_to_pool(tensors: Iterable[torch.Tensor], model: Model, *, wait: float |
                 _free(group[0])
         if groups:
             _free(next(iter(groups.values()))[0])
-        if not all(one.expired() for one in before):
+        if not all(reference.expired() for reference in before):
             gc.collect()
-        if left := sum(not one.expired() for one in before):
+        if left := sum(not reference.expired() for reference in before):
             raise InvalidRequest(f"{left} of {len(before)} weights are referred to twice, and would be in memory twice")
     except BaseException:
         pool.close()
@@ -69,9 +69,9 @@ def _move(group: list[torch.Tensor], pool: VirtualMemoryPool, offset: int) -> St
     place = address_tensor(pool, torch.uint8, (old.nbytes(),), offset)
     with torch.no_grad():
         place.copy_(torch.empty(0, dtype=torch.uint8, device=old.device).set_(old))
-        for one in group:
-            fresh = torch.empty(0, dtype=one.dtype, device=old.device)
-            one.data = fresh.set_(place.untyped_storage(), one.storage_offset(), one.shape, one.stride())
+        for tensor in group:
+            fresh = torch.empty(0, dtype=tensor.dtype, device=old.device)
+            tensor.data = fresh.set_(place.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
     return StorageWeakRef(old)
 
 

@@ -3,8 +3,20 @@
 This module only lists the public names. Without PyTorch, the import raises `ImportError` and says what to install.
 """
 
+from .image import TensorImage, stored_tensor, tensor_names
 from .memory import TorchMemory
 from .modules import attach_module, publish_module, without_weights
 from .tensors import address_tensor, device_of, tensor
 
-__all__ = ["TorchMemory", "address_tensor", "attach_module", "device_of", "publish_module", "tensor", "without_weights"]
+__all__ = [
+    "TensorImage",
+    "TorchMemory",
+    "address_tensor",
+    "attach_module",
+    "device_of",
+    "publish_module",
+    "stored_tensor",
+    "tensor",
+    "tensor_names",
+    "without_weights",
+]

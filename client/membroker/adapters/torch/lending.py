@@ -106,16 +106,16 @@ class TorchLending:
 
     def _collect(self, ended: bool = False) -> int:
         # In this order: memory lent or taken after the first line is not touched, even if it reuses an address.
-        lent = [(address, one, one.taken or ended) for address, one in list(self._lent.items())]
+        lent = [(address, loan, loan.taken or ended) for address, loan in list(self._lent.items())]
         there = self._alive()
         released = 0
-        for address, one, taken in lent:
+        for address, loan, taken in lent:
             if address in there:
-                one.taken = True
-            elif taken and self._lent.pop(address, None) is one:
-                released += one.buffer.size
-                one.span = None
-                one.buffer.close()
+                loan.taken = True
+            elif taken and self._lent.pop(address, None) is loan:
+                released += loan.buffer.size
+                loan.span = None
+                loan.buffer.close()
         self.released_bytes += released
         return released
 
@@ -189,10 +189,10 @@ class TorchLending:
 
 def _without_frames(error: MembrokerError) -> MembrokerError:
     """Drop the tracebacks of an error: they hold the frames of the program that allocates, and so its tensors."""
-    one: BaseException | None = error
-    while one is not None and one.__traceback__ is not None:
-        one.__traceback__ = None
-        one = one.__cause__ or one.__context__
+    raised: BaseException | None = error
+    while raised is not None and raised.__traceback__ is not None:
+        raised.__traceback__ = None
+        raised = raised.__cause__ or raised.__context__
     return error
 
 

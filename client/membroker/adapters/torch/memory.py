@@ -234,10 +234,10 @@ class TorchMemory(Closing):
     def _release(self, ended: bool = False) -> None:
         """Release the cached segments of all open pools. `ended`: no allocation is in progress."""
         quiet_since = self._lending.busy_since or time.monotonic()
-        for one in list(self._retired):
-            if ended or one[0] < quiet_since - _GRACE_SECONDS:
-                one[1].unpin()
-                self._retired.remove(one)
+        for entry in list(self._retired):
+            if ended or entry[0] < quiet_since - _GRACE_SECONDS:
+                entry[1].unpin()
+                self._retired.remove(entry)
         self._lending.collect()
         torch.cuda.empty_cache()
         self._lending.collect(ended)

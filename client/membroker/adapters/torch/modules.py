@@ -1,7 +1,6 @@
 """PyTorch modules in segments: weights that are published once and attached by many.
 
-Owns the layout of a module in a segment: the image of a safetensors file, as `safetensors.torch.save_model` writes it.
-A padding tensor, with a name that ends with `PADDING`, is no part of the module.
+Owns which tensors of a module are stored, by which names, and how they are put into another module.
 """
 
 from __future__ import annotations
@@ -9,49 +8,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from ... import Model
 from ...errors import InvalidRequest
-from ...safetensors import TensorIndex, TensorInfo, write_index
-from ...segment import Segment, check_header
+from ...safetensors import TensorIndex
+from ...segment import Segment
 from ...vmm.driver import Location
+from .image import PADDING, TensorImage, shape_in_torch, stored_tensor, tensor_names
 from .package import torch
-from .tensors import DTYPES, TEXTS, device_of, tensor
+from .tensors import DTYPES, device_of
 
-_ALIGNMENT = 256
-_LARGE_BYTES = 4096
-PADDING: Final = "!"
 _MOST_NAMES = 5
-
-
-class Image:
-    """The image of a safetensors file for tensors of these names, dtypes and shapes: `size` bytes, laid out in `index`.
-
-    Tensors of `align_from` bytes and more begin at a multiple of 256 bytes. The values may come later, in `write`.
-    Raises `InvalidRequest` for a dtype that safetensors does not have.
-    """
-
-    def __init__(
-        self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], *, align_from: int = _LARGE_BYTES
-    ) -> None:
-        entries = {key: (_text_of(key, value), _stored_shape(value)) for key, value in tensors.items()}
-        self._header, self.index = _layout(entries, metadata, align_from)
-        check_header(self._header)
-        self.size = self.index.size
-
-    def write(self, segment: Segment, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write the header and the values, in C order, to the segment's start."""
-        segment.write(0, self._header)
-        for key, value in tensors.items():
-            _copy(value, segment, self.index[key])
-
-
-def stored_tensor(segment: Segment, info: TensorInfo) -> torch.Tensor:
-    """Return a tensor of a segment's index, as torch shapes it; nothing is copied. Raises what `tensor` raises."""
-    if info.dtype not in DTYPES:
-        raise InvalidRequest(f"{segment.resource_name} has a tensor of {info.dtype}, which this torch does not have")
-    return tensor(segment, DTYPES[info.dtype], _shape_in_torch(info), info.offset)
 
 
 class _Slot(NamedTuple):
@@ -86,7 +54,7 @@ def publish_module(
     bytes, or with a name that ends with "!" or contains a space or a control character.
     """
     stored, ties = _contents(module)
-    image = Image(stored, {**(metadata or {}), **ties, "format": "pt"})
+    image = TensorImage(stored, {**(metadata or {}), **ties, "format": "pt"})
     segment = model.create_segment(name, image.size, location)
     with ExitStack() as undo:
         undo.callback(segment.close)
@@ -116,8 +84,8 @@ def attach_module(segment: Segment, module: torch.nn.Module, strict: bool = True
     found = _matched(slots, index)
     problems = [problem for slot in slots for problem in _differences(slot, index, found, strict)]
     if strict:
-        wanted = set(found.values())
-        problems += [f"{key} is not in the module" for key in index if key not in wanted and not key.endswith(PADDING)]
+        extra = tensor_names(index) - set(found.values())
+        problems += [f"{key} is not in the module" for key in index if key in extra]
     if problems:
         more = f", and {len(problems) - _MOST_NAMES} more" if len(problems) > _MOST_NAMES else ""
         raise InvalidRequest(
@@ -207,46 +175,6 @@ def _check_plain(name: str, value: torch.Tensor) -> None:
         raise InvalidRequest(f"{name} is a {what}: only plain tensors have bytes that another process can use")
 
 
-def _text_of(name: str, value: torch.Tensor) -> str:
-    if value.dtype not in TEXTS:
-        raise InvalidRequest(f"{name} is of {value.dtype}, which safetensors does not have")
-    return TEXTS[value.dtype]
-
-
-def _stored_shape(value: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape in safetensors' elements: torch counts a pair of float4 as one."""
-    shape = tuple(value.shape)
-    return (*shape[:-1], 2 * shape[-1]) if TEXTS.get(value.dtype) == "F4" else shape
-
-
-def _shape_in_torch(info: TensorInfo) -> tuple[int, ...]:
-    return (*info.shape[:-1], info.shape[-1] // 2) if info.dtype == "F4" else info.shape
-
-
-def _layout(
-    tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str], align_from: int
-) -> tuple[bytes, TensorIndex]:
-    """Return a header in which large tensors are aligned: the format allows no gaps, so dummy tensors fill them."""
-    _, index = write_index(tensors, metadata, alignment=_ALIGNMENT)
-    filled, shift, before = dict(tensors), 0, ""
-    for name, info in index.items():
-        gap = -(info.offset + shift) % _ALIGNMENT
-        if gap and before and info.size >= align_from:
-            # The dummy has the dtype of the tensor before it, and a name that is sorted directly after it.
-            dtype = index[before].dtype
-            elements = gap * 2 if dtype == "F4" else gap // DTYPES[dtype].itemsize
-            filled[before + PADDING] = (dtype, (elements,))
-            shift += gap
-        before = name
-    return write_index(filled, metadata, alignment=_ALIGNMENT)
-
-
-def _copy(value: torch.Tensor, segment: Segment, info: TensorInfo) -> None:
-    if info.size:
-        with torch.no_grad():
-            tensor(segment, value.dtype, tuple(value.shape), info.offset).copy_(value.detach())
-
-
 def _matched(slots: Sequence[_Slot], index: TensorIndex) -> dict[str, str]:
     """Return the stored name for each name of a module: its own, one tied to it in the segment, or in the module."""
     found: dict[str, str] = {}
@@ -276,8 +204,8 @@ def _differences(slot: _Slot, index: TensorIndex, found: Mapping[str, str], stri
     info = index[found[slot.name]]
     if info.dtype not in DTYPES:
         yield f"{slot.name} is {info.dtype} in the segment, which this torch does not have"
-    elif tuple(slot.value.shape) != _shape_in_torch(info):
-        here, there = list(slot.value.shape), list(_shape_in_torch(info))
+    elif tuple(slot.value.shape) != shape_in_torch(info):
+        here, there = list(slot.value.shape), list(shape_in_torch(info))
         yield f"{slot.name} has the shape {here} in the module and {there} in the segment"
     elif strict and slot.value.dtype != DTYPES[info.dtype]:
         yield f"{slot.name} is {slot.value.dtype} in the module and {DTYPES[info.dtype]} in the segment"
@@ -296,9 +224,9 @@ def _put(segment: Segment, index: TensorIndex, slots: Sequence[_Slot], found: Ma
             continue
         if key not in views:
             views[key] = stored_tensor(segment, index[key])
-        one = made.get((key, slot.is_parameter))
-        if one is None:
-            one = torch.nn.Parameter(views[key], requires_grad=False) if slot.is_parameter else views[key]
-            made[key, slot.is_parameter] = one
+        value = made.get((key, slot.is_parameter))
+        if value is None:
+            value = torch.nn.Parameter(views[key], requires_grad=False) if slot.is_parameter else views[key]
+            made[key, slot.is_parameter] = value
         # By setattr, as torch's own load_state_dict does: an RNN keeps a second list of its weights.
-        setattr(slot.owner, slot.own, one)
+        setattr(slot.owner, slot.own, value)

@@ -227,12 +227,12 @@ class SglangBlocks:
         if node not in self._pages:
             return  # with a node above it
         gone = [node, *_below(node)]
-        for one in reversed(gone):
-            pages = self._pages.pop(one)[1]
+        for node in reversed(gone):
+            pages = self._pages.pop(node)[1]
             self._owner_of[pages] = -1
             self._allocator.free_pages_of(pages)
-            self._tree._delete_leaf(one)
-            self._tree._record_remove_event(one)
+            self._tree._delete_leaf(node)
+            self._tree._record_remove_event(node)
 
 
 def _below(root: Any) -> Iterator[Any]:

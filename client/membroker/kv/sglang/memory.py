@@ -71,8 +71,8 @@ class SglangMemory:
         with Capture(pool, wanted=lambda shape, _: shape in wanted):
             original(kvcache)
         blocks = kvcache.size // kvcache.page_size + 1
-        parts = [part for one in (*kvcache.k_buffer, *kvcache.v_buffer) for part in _parts(one, blocks)]
-        if not all(pool.base_address <= one.address < pool.base_address + pool.capacity for one in parts):
+        parts = [part for buffer in (*kvcache.k_buffer, *kvcache.v_buffer) for part in _parts(buffer, blocks)]
+        if not all(pool.base_address <= part.address < pool.base_address + pool.capacity for part in parts):
             raise InvalidRequest(
                 f"a KV tensor is smaller than a page of {page} bytes: give a larger capacity, or a smaller page_size"
             )

@@ -87,7 +87,9 @@ class VllmBlocks:
     def note(self, step: Any) -> None:
         """Note which requests a step has admitted, the blocks that it has given to them and to others, and the need."""
         if step.preempted_req_ids:
-            for name in [one for one, _ in self._in_order() if one in step.preempted_req_ids]:  # resumed so, too
+            for name in [
+                request for request, _ in self._in_order() if request in step.preempted_req_ids
+            ]:  # resumed so, too
                 self._save(self._requests[name], self._running.pop(name))
         admitted = {new.req_id: new.block_ids[0] for new in step.scheduled_new_reqs}
         others = step.scheduled_cached_reqs
@@ -190,7 +192,7 @@ class VllmBlocks:
         """Return the requests with blocks, and these. vLLM preempts the last one first."""
         found, requests = list(self._running.items()), self._requests
         if self._by_priority:
-            found.sort(key=lambda one: (requests[one[0]].priority, requests[one[0]].arrival_time))
+            found.sort(key=lambda entry: (requests[entry[0]].priority, requests[entry[0]].arrival_time))
         return found
 
     def _can_preempt(self, name: str) -> bool:

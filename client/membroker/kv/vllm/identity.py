@@ -93,8 +93,8 @@ def _files(model: str) -> Any:
     return [
         root,
         [
-            (path, one.st_size, one.st_mtime_ns, _sample(path, one.st_size, pieces))
-            for path, one in zip(found, stats, strict=True)
+            (path, stat.st_size, stat.st_mtime_ns, _sample(path, stat.st_size, pieces))
+            for path, stat in zip(found, stats, strict=True)
         ],
     ]
 

@@ -14,9 +14,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ... import Client, Model, VirtualMemoryPool, connect
 from ...adapters.torch import device_of
-from ...adapters.torch.package import torch
 from ...errors import InvalidRequest, MembrokerError
 from ...ext import arguments
 from ...vmm.sizes import format_size, round_up
@@ -91,8 +92,8 @@ class VllmMemory:
         if rows % blocks:
             raise InvalidRequest(f"{blocks} blocks cannot lie in {rows} rows of a tensor of {tuple(tensor.shape)}")
         pieces = rows // blocks  # attention kernels with smaller blocks have several for one block of the scheduler
-        for one in strided(tensor, dimension):
-            self._tensors.append(Strided(one.address, one.stride * pieces, one.stride * (pieces - 1) + one.size))
+        for part in strided(tensor, dimension):
+            self._tensors.append(Strided(part.address, part.stride * pieces, part.stride * (pieces - 1) + part.size))
         self._is_uniform = uniform
 
     def open(self, warm_up_blocks: int) -> None:
@@ -101,9 +102,9 @@ class VllmMemory:
         if pool is None or model is None or not self._tensors:
             raise InvalidRequest("the connector was not told of any KV tensor: this runner of vLLM is not supported")
         if not all(
-            pool.base_address <= one.address
-            and one.end(self._cache_config.num_blocks) <= pool.base_address + pool.capacity
-            for one in self._tensors
+            pool.base_address <= part.address
+            and part.end(self._cache_config.num_blocks) <= pool.base_address + pool.capacity
+            for part in self._tensors
         ):
             raise InvalidRequest(
                 f"a KV tensor is not in the pool: give --kv-cache-memory-bytes at least a page of {pool.page_size} "
@@ -188,7 +189,7 @@ class VllmMemory:
         self._cache.close()
         self.launched.begin(0, 0)
         pool, tokens = self._pool, self._config.cache_config.block_size
-        tensors = tuple(replace(one, address=one.address - pool.base_address) for one in self._tensors)
+        tensors = tuple(replace(tensor, address=tensor.address - pool.base_address) for tensor in self._tensors)
         arguments = (0, pool.page_size, self._cache_config.num_blocks, tensors, tokens)
         assert self.weights is not None
         self.rank = Rank(pool, self.launched.passed, weights=self.weights.pool, also=self.empty_torch)
@@ -207,10 +208,10 @@ class VllmMemory:
         global _current
         if _current is self:
             _current = None
-        for one in (self.swap_space, self.sleeper, self._cache, self._client, self.weights):
+        for owned in (self.swap_space, self.sleeper, self._cache, self._client, self.weights):
             with suppress(MembrokerError):  # the memory goes with this process
-                if one is not None:
-                    one.close()
+                if owned is not None:
+                    owned.close()
 
     @property
     def _charged_besides(self) -> int:

@@ -106,7 +106,9 @@ def settings_in(transfer: Any) -> VllmSettings:
         return VllmSettings()
     extra = transfer.kv_connector_extra_config
     if transfer.kv_connector == "MultiConnector":
-        several = [one for one in extra.get("connectors", ()) if one.get("kv_connector") == "Membroker"]
+        several = [
+            connector for connector in extra.get("connectors", ()) if connector.get("kv_connector") == "Membroker"
+        ]
         extra = several[0].get("kv_connector_extra_config", {}) if several else {}
     return settings_of(extra)
 
@@ -132,7 +134,9 @@ def endpoint_of(endpoint: str | Sequence[str] | None, parallel: Any) -> str | No
 
 def _check_endpoint(endpoint: Any) -> None:
     listed = [endpoint] if endpoint is None or isinstance(endpoint, str) else endpoint
-    if not isinstance(listed, list | tuple) or not all(one is None or (isinstance(one, str) and one) for one in listed):
+    if not isinstance(listed, list | tuple) or not all(
+        endpoint is None or (isinstance(endpoint, str) and endpoint) for endpoint in listed
+    ):
         raise InvalidRequest(f"endpoint is a directory, or a list with one for each rank, not {endpoint!r}")
 
 

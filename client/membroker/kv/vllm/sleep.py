@@ -69,10 +69,10 @@ class VllmWeights:
             client = undo.enter_context(connect(endpoint_of(self._settings.endpoint, self._config.parallel_config)))
             model = client.register_model(name, limit=self._settings.limit)
             device = device_of(model.driver.device)
-            wanted = [one for one in module.parameters() if one.device == device]
+            wanted = [parameter for parameter in module.parameters() if parameter.device == device]
             if not wanted:
                 raise InvalidRequest(f"this engine has no weights on {device}, whose memory the broker lends")
-            say_wait(sum(one.nbytes for one in wanted), model, logger, LEND_SECONDS)
+            say_wait(sum(parameter.nbytes for parameter in wanted), model, logger, LEND_SECONDS)
             self.pool = move_to_pool(wanted, model, wait=LEND_SECONDS)
             undo.pop_all()
         self._client = client

@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ...adapters.torch.package import torch
+import torch
+
 from ..engine import Over
 
 

@@ -14,7 +14,8 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-from ...adapters.torch.package import torch
+import torch
+
 from ...errors import InvalidRequest
 from ...ext import Source
 from ...vmm import Location
@@ -109,11 +110,11 @@ class SwapSpace:
         """Return the addresses of all pieces of blocks, of the same in their slots, and the sizes."""
         blocks, slots = torch.tensor(copies, dtype=torch.int64).T
         devices, hosts, sizes, within = [], [], [], 0
-        for one in self._layout.tensors:
-            devices.append(one.address + blocks * one.stride)
+        for tensor in self._layout.tensors:
+            devices.append(tensor.address + blocks * tensor.stride)
             hosts.append(self._address + within + slots * self._layout.block_bytes)
-            sizes.append(torch.full_like(blocks, one.size))
-            within += one.size
+            sizes.append(torch.full_like(blocks, tensor.size))
+            within += tensor.size
         return torch.cat(devices), torch.cat(hosts), torch.cat(sizes)
 
     def close(self) -> None:
@@ -143,5 +144,5 @@ def _copy_on_gpu(source: Any, target: Any, sizes: Any) -> None:
 
 
 def _copy_on_cpu(source: Any, target: Any, sizes: Any) -> None:
-    for one, other, size in zip(source.tolist(), target.tolist(), sizes.tolist(), strict=True):
-        ctypes.memmove(other, one, size)
+    for here, there, size in zip(source.tolist(), target.tolist(), sizes.tolist(), strict=True):
+        ctypes.memmove(there, here, size)

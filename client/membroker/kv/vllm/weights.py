@@ -18,6 +18,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from multiprocessing.util import Finalize
 from typing import Any
 
+import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -26,9 +27,7 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from ... import Client, connect
-from ...adapters.torch import device_of
-from ...adapters.torch.modules import PADDING, Image, stored_tensor
-from ...adapters.torch.package import torch
+from ...adapters.torch import TensorImage, device_of, stored_tensor, tensor_names
 from ...errors import InvalidRequest, MembrokerError, SegmentExists, SegmentNotFound, SegmentNotSealed, WriterDied
 from ...safetensors import TensorIndex
 from ...segment import Segment
@@ -163,7 +162,7 @@ class _Shared:
 
     def publish(self, tensors: Mapping[str, Any], load: Callable[[], None]) -> Segment:
         """Make the segment, then `load`, store the tensors and seal."""
-        image = Image(tensors, {"format": "pt"}, align_from=1)
+        image = TensorImage(tensors, {"format": "pt"}, align_from=1)
         with ExitStack() as undo:
             segment = undo.enter_context(self._create(image.size))
             load()
@@ -207,11 +206,11 @@ class _ReadOnly(TorchDispatchMode):  # type: ignore[misc]
         self._addresses = _addresses(segment)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for one in _written(func, args, kwargs or {}):
-            if one.data_ptr() in self._addresses:
+        for written in _written(func, args, kwargs or {}):
+            if written.data_ptr() in self._addresses:
                 raise InvalidRequest(
-                    f"vLLM writes to a weight of {list(one.shape)} after loading ({func}), which other engines would "
-                    "see: leave --load-format membroker out"
+                    f"vLLM writes to a weight of {list(written.shape)} after loading ({func}), which other engines "
+                    "would see: leave --load-format membroker out"
                 )
         return func(*args, **(kwargs or {}))
 
@@ -239,9 +238,9 @@ class _Hollow(TorchDispatchMode):  # type: ignore[misc]
         return super().__exit__(*about)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for one in _written(func, args, kwargs or {}):
-            if one.untyped_storage().data_ptr() in self._addresses:
-                return one
+        for written in _written(func, args, kwargs or {}):
+            if written.untyped_storage().data_ptr() in self._addresses:
+                return written
         return func(*args, **(kwargs or {}))
 
     def _empty(self, _module: Any, _name: str, parameter: Any) -> None:
@@ -257,9 +256,9 @@ class _Hollow(TorchDispatchMode):  # type: ignore[misc]
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the tensors that an operation of torch writes to, as its schema says."""
-    for number, one in enumerate(func._schema.arguments):
-        if one.alias_info is not None and one.alias_info.is_write:
-            value = args[number] if number < len(args) else kwargs.get(one.name)
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and not leaf.is_meta)
 
 
@@ -314,7 +313,7 @@ def _bind(stored: Mapping[str, Any], segment: Segment, hollow: Sequence[Any]) ->
     lent, own = device_of(segment.driver.device), next(iter(stored.values())).device
     if lent != own:
         raise InvalidRequest(f"this engine computes on {own}, and the broker lends memory of {lent}")
-    without_memory = {id(one) for one in hollow}
+    without_memory = {id(tensor) for tensor in hollow}
     before: dict[str, Any] = {}
     with torch.no_grad():
         for name, value in stored.items():
@@ -325,9 +324,9 @@ def _bind(stored: Mapping[str, Any], segment: Segment, hollow: Sequence[Any]) ->
                 value.data = shared
             else:
                 value.copy_(shared)
-    if not all(one.expired() for one in before.values()):
+    if not all(reference.expired() for reference in before.values()):
         gc.collect()
-    left = [name for name, one in before.items() if not one.expired() and stored[name].numel()]
+    left = [name for name, reference in before.items() if not reference.expired() and stored[name].numel()]
     if left:
         raise InvalidRequest(
             f"vLLM keeps a second reference to {left[0]}, which cannot be shared: leave --load-format membroker out"
@@ -337,9 +336,8 @@ def _bind(stored: Mapping[str, Any], segment: Segment, hollow: Sequence[Any]) ->
 
 
 def _check_same(stored: Mapping[str, Any], index: TensorIndex, segment: Segment) -> None:
-    wanted = Image(stored, {}, align_from=1).index
-    names = {name for name in wanted if not name.endswith(PADDING)}
-    found = {name for name in index if not name.endswith(PADDING)}
+    wanted = TensorImage(stored, {}, align_from=1).index
+    names, found = tensor_names(wanted), tensor_names(index)
     problems = [f"{name} is on one side only" for name in sorted(names ^ found)]
     for name in sorted(names & found):
         here, there = wanted[name], index[name]
@@ -360,10 +358,10 @@ def _process(model: Any, model_config: Any, target: Any, addresses: range) -> in
     Raises `InvalidRequest` if that is less than half: then each engine has a copy of its own.
     """
     storages = [value.untyped_storage() for value in model.parameters() if value.data_ptr() in addresses]
-    sizes = [(one.nbytes(), StorageWeakRef(one)) for one in storages]
+    sizes = [(reference.nbytes(), StorageWeakRef(reference)) for reference in storages]
     del storages
     process_weights_after_loading(model, model_config, target)
-    kept, total = sum(size for size, one in sizes if not one.expired()), sum(size for size, _ in sizes)
+    kept, total = sum(size for size, reference in sizes if not reference.expired()), sum(size for size, _ in sizes)
     if 2 * kept < total:
         raise InvalidRequest(
             f"vLLM repacks the weights of this model after loading: {total - kept} of {total} bytes would be a copy "
@@ -376,7 +374,7 @@ def _leave(client: Client, segment: Segment, keep: bool) -> None:
     """End this engine's use, at its end. The last engine deletes the segment, unless it is to be kept."""
     with suppress(MembrokerError):  # the broker may be away: the hold ends with this process
         if not keep:
-            mine = [one for one in client.segments() if one.generation == segment.generation]
+            mine = [held for held in client.segments() if held.generation == segment.generation]
             if mine and mine[0].sessions <= 1:
                 segment.delete()
         segment.close()
