@@ -140,38 +140,21 @@ class Recording:
 
     # --- requests ---
 
-    def _allocate(self, row: ev.Allocate, index: int, _: int) -> None:
-        self._ask(
-            index,
-            RecordedLoan(
-                call=row.call,
-                session=row.session,
-                name=row.name,
-                location=row.location,
-                extent_bytes=row.extent_bytes,
-                count=row.count,
-                wait_ns=row.wait_ns,
-                ahead=row.ahead,
-                wanted_bytes=row.wanted_bytes,
-            ),
+    def _ask(self, row: ev.Allocate | trace.Create, index: int, _: int) -> None:
+        size, count = (row.size, 1) if isinstance(row, trace.Create) else (row.extent_bytes, row.count)
+        loan = RecordedLoan(
+            call=row.call,
+            session=row.session,
+            name=row.name,
+            location=row.location,
+            extent_bytes=size,
+            count=count,
+            wait_ns=row.wait_ns,
         )
-
-    def _create(self, row: trace.Create, index: int, _: int) -> None:
-        self._ask(
-            index,
-            RecordedLoan(
-                call=row.call,
-                session=row.session,
-                name=row.name,
-                location=row.location,
-                extent_bytes=row.size,
-                count=1,
-                wait_ns=row.wait_ns,
-                is_segment=True,
-            ),
-        )
-
-    def _ask(self, index: int, loan: RecordedLoan) -> None:
+        if isinstance(row, trace.Create):
+            loan.is_segment = True
+        else:
+            loan.ahead, loan.wanted_bytes = row.ahead, row.wanted_bytes
         self.loans[index].append(loan)
         self._calls[loan.call] = loan
         self._pending[_shape(loan)].append(loan)
@@ -358,8 +341,8 @@ def _shape(loan: RecordedLoan) -> tuple[Any, ...]:
 
 
 _READ: Mapping[type, Callable[[Recording, Any, int, int], None]] = {
-    ev.Allocate: Recording._allocate,
-    trace.Create: Recording._create,
+    ev.Allocate: Recording._ask,
+    trace.Create: Recording._ask,
     ev.Declare: Recording._declare,
     ft.DeclarationSet: Recording._declaration_set,
     ev.InputsDrained: Recording._drained,

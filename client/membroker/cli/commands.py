@@ -59,7 +59,9 @@ class Parser(argparse.ArgumentParser):
 
     def _options_of_commands(self) -> set[str]:
         groups = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
-        return {option for group in groups for one in group.choices.values() for option in one._option_string_actions}
+        return {
+            option for group in groups for parser in group.choices.values() for option in parser._option_string_actions
+        }
 
     def _meant(self, option: str) -> str:
         known = [name for name in self._option_string_actions if name.startswith("--")]

@@ -357,12 +357,12 @@ def check_unaccounted(endpoint: str | None, env: Mapping[str, str]) -> Check:
     except MembrokerError:
         return Check("unaccounted", "ok", "not checked: that needs a broker")
     told = []
-    for where, one in locations.items():
-        if one.unaccounted_bytes is None:
+    for where, memory in locations.items():
+        if memory.unaccounted_bytes is None:
             continue
-        room = one.headroom_bytes - one.gate_reserve_bytes
-        found = f"{format_size(one.unaccounted_bytes)} of {where} memory are in use and not in the books"
-        if one.unaccounted_bytes > room:
+        room = memory.headroom_bytes - memory.gate_reserve_bytes
+        found = f"{format_size(memory.unaccounted_bytes)} of {where} memory are in use and not in the books"
+        if memory.unaccounted_bytes > room:
             advice = (
                 "`membroker processes` shows which processes use more than they are charged (in a container, run "
                 "`nvidia-smi` on the host): end them, let them declare what they allocate, or raise `headroom`"

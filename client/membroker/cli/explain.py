@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
             decisions = books.decisions(name)
         except ModelNotFound as error:
             raise unknown_model(options.name, models, admin=admin) from error
-        capacities = {location: one.capacity_bytes for location, one in books.device().locations.items()}
+        capacities = {location: memory.capacity_bytes for location, memory in books.device().locations.items()}
     if not decisions and name.startswith("sessions/"):
         raise InvalidRequest(
             f"the broker remembers nothing about {name}: it was granted without a wait, is older than the last 8 "
@@ -132,7 +132,7 @@ def _story(
             advice = [*_late(models, newest.location), _WAITS]
         else:
             advice = []
-        yield from (f"    {one}" for one in advice if one not in advised)
+        yield from (f"    {sentence}" for sentence in advice if sentence not in advised)
         advised.update(advice)
 
 
@@ -144,63 +144,73 @@ def _late(models: Iterable[ModelStatus], location: str) -> Iterator[str]:
             yield f"{name} was asked to release {format_size(books.late_bytes)} and is late."
 
 
-def _kind(one: Decision) -> tuple[object, ...]:
+def _kind(decision: Decision) -> tuple[object, ...]:
     """Return what two decisions have in common that are alike. No recall is like another."""
-    return (one.kind, one.result, one.location, one.size_bytes, one.time if one.kind == "recalled" else None)
+    return (
+        decision.kind,
+        decision.result,
+        decision.location,
+        decision.size_bytes,
+        decision.time if decision.kind == "recalled" else None,
+    )
 
 
-def _advice(one: Decision, capacities: Mapping[str, int]) -> str:
-    if one.result == "CAPACITY" and one.size_bytes > capacities.get(one.location, 0):
+def _advice(decision: Decision, capacities: Mapping[str, int]) -> str:
+    if decision.result == "CAPACITY" and decision.size_bytes > capacities.get(decision.location, 0):
         return _TOO_LARGE
-    if one.result == "CAPACITY" and one.after_ms:
+    if decision.result == "CAPACITY" and decision.after_ms:
         return _WAITED
-    model = tables.short_name(one.model)
-    advice = _ADVICE.get(one.result, "docs/troubleshooting.md says what this reason means.")
+    model = tables.short_name(decision.model)
+    advice = _ADVICE.get(decision.result, "docs/troubleshooting.md says what this reason means.")
     return advice.format(model=model, tenant=model.partition("/")[0])
 
 
-def _at(one: Decision) -> str:
-    return f"{one.time:%Y-%m-%d %H:%M:%S}Z"
+def _at(decision: Decision) -> str:
+    return f"{decision.time:%Y-%m-%d %H:%M:%S}Z"
 
 
-def _told(one: Decision) -> Iterator[str]:
+def _told(decision: Decision) -> Iterator[str]:
     """Yield the sentences about one decision."""
-    size, at = format_size(one.size_bytes), _at(one)
-    where = "" if one.location == "device" else f" of {one.location} memory"
-    after = f"{one.after_ms / 1000:.1f} s"
-    if one.kind == "refused":
-        yield f"{at}  refused ({one.result}): {size}{where}, {one.request}"
-        yield f"    {_sentence(one.why)}"
-    elif one.kind in ("waited", "waiting"):
-        outcome = {"granted": "and got it", "cancelled": "until its program gave up"}.get(one.result, "")
-        verb = f"waited {after} {outcome}" if one.kind == "waited" else f"has waited {after} until now"
-        yield f"{at}  {verb}: {size}{where}, {one.request}"
-        why = _sentence(one.why) if one.why else "There was room when it came, but requests of others came first."
-        yield f"    {why}" + " It was within its guarantee, so it goes before others." * one.guaranteed
+    size, at = format_size(decision.size_bytes), _at(decision)
+    where = "" if decision.location == "device" else f" of {decision.location} memory"
+    after = f"{decision.after_ms / 1000:.1f} s"
+    if decision.kind == "refused":
+        yield f"{at}  refused ({decision.result}): {size}{where}, {decision.request}"
+        yield f"    {_sentence(decision.why)}"
+    elif decision.kind in ("waited", "waiting"):
+        outcome = {"granted": "and got it", "cancelled": "until its program gave up"}.get(decision.result, "")
+        verb = f"waited {after} {outcome}" if decision.kind == "waited" else f"has waited {after} until now"
+        yield f"{at}  {verb}: {size}{where}, {decision.request}"
+        why = (
+            _sentence(decision.why)
+            if decision.why
+            else "There was room when it came, but requests of others came first."
+        )
+        yield f"    {why}" + " It was within its guarantee, so it goes before others." * decision.guaranteed
     else:
-        yield f"{at}  recalled: {one.session} was asked to release {size}{where}"
-        yield f"    {_cause(one)} {_answer(one, size, after)}"
+        yield f"{at}  recalled: {decision.session} was asked to release {size}{where}"
+        yield f"    {_cause(decision)} {_answer(decision, size, after)}"
 
 
-def _cause(one: Decision) -> str:
-    if not one.wanted_by:
+def _cause(decision: Decision) -> str:
+    if not decision.wanted_by:
         return "The model, or its tenant, had more than its limit, because a limit was lowered."
-    whose = "a model of another tenant" if "/-/" in one.wanted_by else tables.short_name(one.wanted_by)
+    whose = "a model of another tenant" if "/-/" in decision.wanted_by else tables.short_name(decision.wanted_by)
     return (
         f"A request of {whose} found no room. It is within its guarantee or share, and this model had more than its "
         "share."
     )
 
 
-def _answer(one: Decision, size: str, after: str) -> str:
-    returned = format_size(one.returned_bytes)
-    if one.result == "late":
+def _answer(decision: Decision, size: str, after: str) -> str:
+    returned = format_size(decision.returned_bytes)
+    if decision.result == "late":
         return (
             f"The program has not answered after {after}, and had released {returned}. Until it answers, it borrows "
             "nothing beyond the model's guarantee. `membroker sessions --admin` shows its process, which is stopped or "
-            f"hangs: let it run again, or end it (`membroker evict {one.session}`)."
+            f"hangs: let it run again, or end it (`membroker evict {decision.session}`)."
         )
-    if one.result == "kept":
+    if decision.result == "kept":
         return f"The program released {returned} of it in {after}, and answered that it keeps the rest."
     return f"The program released all {size} in {after}."
 

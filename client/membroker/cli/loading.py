@@ -97,7 +97,7 @@ def load(
 @contextmanager
 def _registered(client: Client, name: str, sizes: Mapping[str, Any]) -> Iterator[Model]:
     """Yield the model. A new one is unregistered on failure; otherwise its limits would stay in force for a minute."""
-    made = all(one.name != f"{client.tenant}/models/{name}" for one in client.models())
+    made = all(known.name != f"{client.tenant}/models/{name}" for known in client.models())
     try:  # a refusal counts as the model's, so only a model that is probably new is asked for so
         model = client.register_model(name, **sizes, exclusive=made)
     except ModelAlreadyExists:
@@ -115,7 +115,7 @@ def _end_model(client: Client, model: Model) -> None:
     """Unregister a model once its deleted segment has ended: before that the model would stay for the segment."""
     deadline = time.monotonic() + GIVING_UP_SECONDS
     while time.monotonic() < deadline and any(
-        one.name.startswith(f"{model.resource_name}/segments/") for one in client.segments()
+        known.name.startswith(f"{model.resource_name}/segments/") for known in client.segments()
     ):
         time.sleep(0.01)
     model.unregister()

@@ -191,8 +191,8 @@ def _models(options: argparse.Namespace) -> int:
             models = books.models()
             table = tables.models_table(models)
             if options.name is not None:
-                name = find_model([one.name for one in models], options.name, admin=isinstance(books, Admin))
-                models = [one for one in models if one.name == name]
+                name = find_model([row.name for row in models], options.name, admin=isinstance(books, Admin))
+                models = [row for row in models if row.name == name]
                 table = tables.model_table(models[0])
             if options.watch is not None and not options.json and sys.stdout.isatty():
                 sys.stdout.write("\x1b[H\x1b[J")

@@ -90,7 +90,7 @@ def forget(options: argparse.Namespace) -> int:
         try:
             session = admin.forget(options.name)
         except NotFound as error:
-            if not any(one.name == options.name and one.state == "open" for one in admin.sessions()):
+            if not any(session.name == options.name and session.state == "open" for session in admin.sessions()):
                 raise
             instead = f"to end its process: `membroker evict {options.name}`"
             raise NotFound(f"{error}; {instead}", error.reason) from error
@@ -131,14 +131,14 @@ def _of_one_process(sessions: list[SessionStatus], name: str) -> list[SessionSta
     A dead process's pid may be another's by now. The broker gives pid 0 to processes that it cannot see: then only the
     session itself is known to be of the process.
     """
-    living = [one for one in sessions if one.state != "releasing"]
-    chosen = [one for one in living if one.name == name]
-    pids = {one.pid for one in chosen if one.pid}
-    return chosen + [one for one in living if one.pid in pids and one.name != name]
+    living = [session for session in sessions if session.state != "releasing"]
+    chosen = [session for session in living if session.name == name]
+    pids = {session.pid for session in chosen if session.pid}
+    return chosen + [session for session in living if session.pid in pids and session.name != name]
 
 
 def _process_of(sessions: list[SessionStatus]) -> str:
-    tenants = sorted({tables.short_name(one.tenant) for one in sessions})
+    tenants = sorted({tables.short_name(session.tenant) for session in sessions})
     return f"process {sessions[0].pid or '(in another pid namespace)'} of {' and '.join(tenants)}"
 
 
@@ -186,7 +186,9 @@ def _holders(admin: Admin, device: DeviceStatus, *, exits: bool) -> tuple[list[S
         if not exits:
             raise
         return [], []
-    return [one for one in sessions if one.segments or any(books.used_bytes for books in one.books.values())], segments
+    return [
+        session for session in sessions if session.segments or any(books.used_bytes for books in session.books.values())
+    ], segments
 
 
 def undrain(options: argparse.Namespace) -> int:

@@ -105,7 +105,7 @@ def _delete(options: argparse.Namespace) -> int:
         name = options.name.within(books.tenant) if isinstance(books, Client) else options.name
         before = _known_by(books, name)
         books.delete_segment(str(name))
-        left = {one.generation: one.sessions for one in books.segments()}
+        left = {segment.generation: segment.sessions for segment in books.segments()}
     deleted, size, sessions = str(name), 0, 0  # it began, and was deleted, between two calls
     if before is not None:
         deleted, size, sessions = before.name, before.size_bytes, left.get(before.generation, 0)
@@ -118,11 +118,11 @@ def _delete(options: argparse.Namespace) -> int:
 
 def _known_by(books: Admin | Client, name: SegmentPath) -> SegmentStatus | None:
     """Return the segment that the broker will choose for this name, if there is one."""
-    for one in books.segments():
-        tenant, model, segment = arguments.parts_of(one.name)
+    for found in books.segments():
+        tenant, model, segment = arguments.parts_of(found.name)
         wanted = (name.tenant or tenant, name.model or model, name.segment)
-        if wanted == (tenant, model, segment) and one.state in ("writing", "sealed"):
-            return one
+        if wanted == (tenant, model, segment) and found.state in ("writing", "sealed"):
+            return found
     return None
 
 

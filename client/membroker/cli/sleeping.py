@@ -62,9 +62,11 @@ def add_commands(subparsers: commands.Commands) -> None:
         _WAKE + commands.OPERATOR,
     )
     wake.set_defaults(keep_weights=False)
-    for one in (sleep, wake):
-        one.add_argument("name", metavar="MODEL", help="MODEL or TENANT/MODEL, as `membroker models --admin` shows it")
-        one.add_argument(
+    for command in (sleep, wake):
+        command.add_argument(
+            "name", metavar="MODEL", help="MODEL or TENANT/MODEL, as `membroker models --admin` shows it"
+        )
+        command.add_argument(
             "--timeout",
             metavar="SECONDS",
             type=commands.seconds,
@@ -90,8 +92,12 @@ def _run(options: argparse.Namespace, *, wake: bool) -> int:
         answers = _Waiting(admin, name, options, wake=wake).wait()
     shown = tables.short_name(name)
     took = f"after {time.monotonic() - begun:.1f} s"
-    lines = [f"{_whose(shown, one, answers)}: {_result(one.status, took, wake=wake)}" for one in answers if _can(one)]
-    lines += [f"{shown}: {_place(one)} cannot sleep, and keeps its memory" for one in _others(answers)]
+    lines = [
+        f"{_whose(shown, answer, answers)}: {_result(answer.status, took, wake=wake)}"
+        for answer in answers
+        if _can(answer)
+    ]
+    lines += [f"{shown}: {_place(answer)} cannot sleep, and keeps its memory" for answer in _others(answers)]
     return tables.answer(options.json, answers, *lines)
 
 
@@ -140,9 +146,12 @@ class _Waiting:
             answers = self._ask(max(0.0, left))
             if answers is not None:
                 self._check(answers)
-                if all(one.status is not None and (not _can(one) or self._is_there(one.status)) for one in answers):
+                if all(
+                    answer.status is not None and (not _can(answer) or self._is_there(answer.status))
+                    for answer in answers
+                ):
                     return answers
-                self._tell([one for one in answers if _can(one)])
+                self._tell([answer for answer in answers if _can(answer)])
             if left <= 0:
                 raise MembrokerError(self._why_not(answers))
             time.sleep(ASK_AGAIN_SECONDS)
@@ -163,17 +172,17 @@ class _Waiting:
         now = time.monotonic()
         if not answers:
             raise MembrokerError(f"{self._shown} has no session: no engine serves it now")
-        for one in answers:
-            heard = self._heard.setdefault(one.session, now)
-            if one.status is not None or one.detached:
-                self._heard[one.session] = now
+        for answer in answers:
+            heard = self._heard.setdefault(answer.session, now)
+            if answer.status is not None or answer.detached:
+                self._heard[answer.session] = now
             elif now - heard >= min(SILENT_SECONDS, self._timeout):
                 raise MembrokerError(
-                    f"{self._shown}: {_place(one)} does not answer: its membroker library is too old to sleep, or the "
-                    "process is stopped"
+                    f"{self._shown}: {_place(answer)} does not answer: its membroker library is too old to sleep, or "
+                    "the process is stopped"
                 )
-        if all(one.status is not None and not _can(one) for one in answers):
-            detail = next((one.status.detail for one in answers if one.status is not None), "")
+        if all(answer.status is not None and not _can(answer) for answer in answers):
+            detail = next((answer.status.detail for answer in answers if answer.status is not None), "")
             raise MembrokerError(f"{self._shown} cannot sleep: {tables.printable(detail)} ({_place(answers[0])})")
 
     def _is_there(self, status: SleepStatus) -> bool:
@@ -181,52 +190,52 @@ class _Waiting:
 
     def _tell(self, able: Sequence[SessionSleep]) -> None:
         """Show how far it is, on a terminal."""
-        text = "; ".join(_progress(one) for one in able)
+        text = "; ".join(_progress(answer) for answer in able)
         if self._tells and text and text != self._told:
             print(f"{self._shown}: {text}", file=sys.stderr)
             self._told = text
 
     def _why_not(self, answers: Sequence[SessionSleep] | None) -> str:
         late = f"after {self._timeout:g} s"
-        for one in answers or ():
-            if one.detached:
-                return f"{self._shown}: {_place(one)} has no connection to the broker {late}, and could not be asked"
-            if one.status is None:
-                return f"{self._shown}: {_place(one)} did not answer {late}"
-            if one.status.state == "busy":
-                detail = tables.printable(one.status.detail) or "it has requests"
+        for answer in answers or ():
+            if answer.detached:
+                return f"{self._shown}: {_place(answer)} has no connection to the broker {late}, and could not be asked"
+            if answer.status is None:
+                return f"{self._shown}: {_place(answer)} did not answer {late}"
+            if answer.status.state == "busy":
+                detail = tables.printable(answer.status.detail) or "it has requests"
                 return (
                     f"{self._shown} is busy: {detail} {late}. It stays awake: try again with a longer --timeout, or "
                     "send its requests elsewhere first"
                 )
-        states = "; ".join(_progress(one) for one in answers or () if _can(one))
+        states = "; ".join(_progress(answer) for answer in answers or () if _can(answer))
         return f"{self._shown} is not done {late}, and goes on: {states or 'the broker is away'}"
 
 
-def _can(one: SessionSleep) -> bool:
-    return one.status is not None and one.status.state != "unsupported"
+def _can(answer: SessionSleep) -> bool:
+    return answer.status is not None and answer.status.state != "unsupported"
 
 
 def _others(answers: Sequence[SessionSleep]) -> list[SessionSleep]:
     """Return sessions of processes that cannot sleep. An engine answers for all sessions of its process."""
-    pids = {one.pid for one in answers if _can(one)}
-    return [one for one in answers if one.status is not None and not _can(one) and one.pid not in pids]
+    pids = {answer.pid for answer in answers if _can(answer)}
+    return [answer for answer in answers if answer.status is not None and not _can(answer) and answer.pid not in pids]
 
 
-def _place(one: SessionSleep) -> str:
-    return f"process {one.pid or '(in another pid namespace)'}, {one.session}"
+def _place(answer: SessionSleep) -> str:
+    return f"process {answer.pid or '(in another pid namespace)'}, {answer.session}"
 
 
-def _progress(one: SessionSleep) -> str:
-    assert one.status is not None
-    words = [one.status.state.replace("_", " ")]
-    if released := one.status.cache_bytes + one.status.weight_bytes:
+def _progress(answer: SessionSleep) -> str:
+    assert answer.status is not None
+    words = [answer.status.state.replace("_", " ")]
+    if released := answer.status.cache_bytes + answer.status.weight_bytes:
         words.append(f"{format_size(released)} released")
-    return ", ".join([*words, *filter(None, [tables.printable(one.status.detail)])])
+    return ", ".join([*words, *filter(None, [tables.printable(answer.status.detail)])])
 
 
-def _whose(shown: str, one: SessionSleep, answers: Sequence[SessionSleep]) -> str:
-    return f"{shown} (process {one.pid})" if sum(map(_can, answers)) > 1 else shown
+def _whose(shown: str, answer: SessionSleep, answers: Sequence[SessionSleep]) -> str:
+    return f"{shown} (process {answer.pid})" if sum(map(_can, answers)) > 1 else shown
 
 
 def _result(status: SleepStatus | None, took: str, *, wake: bool) -> str:

@@ -73,19 +73,19 @@ def model_table(model: ModelStatus) -> TextTable:
         short_name(model.name),
         books,
         {
-            "used": lambda one: format_size(one.used_bytes),
-            "  in segments": lambda one: format_size(one.segment_bytes),
-            "  declared": lambda one: format_size(one.declared_bytes),
-            "  releasing": lambda one: format_size(one.releasing_bytes),
-            "  recallable": lambda one: format_size(one.recallable_bytes),
-            "  recalled": lambda one: _nonzero(one.recalled_bytes),
-            "  late": lambda one: _nonzero(one.late_bytes),
-            "peak": lambda one: format_size(one.peak_bytes),
-            "extents": lambda one: str(one.extents),
-            "guarantee": lambda one: _nonzero(one.guarantee_bytes),
-            "limit": lambda one: _size(one.limit_bytes),
-            "weight": lambda one: str(one.weight),
-            "share": lambda one: _size(one.share_bytes),
+            "used": lambda memory: format_size(memory.used_bytes),
+            "  in segments": lambda memory: format_size(memory.segment_bytes),
+            "  declared": lambda memory: format_size(memory.declared_bytes),
+            "  releasing": lambda memory: format_size(memory.releasing_bytes),
+            "  recallable": lambda memory: format_size(memory.recallable_bytes),
+            "  recalled": lambda memory: _nonzero(memory.recalled_bytes),
+            "  late": lambda memory: _nonzero(memory.late_bytes),
+            "peak": lambda memory: format_size(memory.peak_bytes),
+            "extents": lambda memory: str(memory.extents),
+            "guarantee": lambda memory: _nonzero(memory.guarantee_bytes),
+            "limit": lambda memory: _size(memory.limit_bytes),
+            "weight": lambda memory: str(memory.weight),
+            "share": lambda memory: _size(memory.share_bytes),
             "waiting": _waiting,
         },
         [
@@ -109,7 +109,7 @@ def _by_location(title: str, books: Sequence[Any], rows: Columns, more: Sequence
     """Return a table with a row for each figure and a column for each location; `more` rows have one value."""
     figures = [[name, *map(cell, books)] for name, cell in rows.items()]
     others = [[*row, *[""] * (len(books) - 1)] for row in more]
-    return TextTable((title, *(f">{one.location}" for one in books)), [*figures, *others])
+    return TextTable((title, *(f">{memory.location}" for memory in books)), [*figures, *others])
 
 
 def sessions_table(sessions: Iterable[SessionStatus]) -> TextTable:
@@ -192,7 +192,9 @@ def locations_table(locations: Iterable[LocationBooks]) -> TextTable:
         "in use": _used_of_total,
         "  unaccounted": lambda books: _size(books.unaccounted_bytes),
     }
-    return _by_location("memory", [one for one in locations if one.location == "device" or one.capacity_bytes], rows)
+    return _by_location(
+        "memory", [location for location in locations if location.location == "device" or location.capacity_bytes], rows
+    )
 
 
 def _reserved(books: LocationBooks) -> str:

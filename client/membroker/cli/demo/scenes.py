@@ -284,7 +284,7 @@ def _death_of_the_broker(stage: Stage, red: DemoWorker, blue: DemoWorker) -> tup
         # On a busy machine the next broker may be ready before a worker has computed one round.
         dead, ready = broker.crash(lambda dead: [worker.tell("go on working", dead=dead) for worker in (red, blue)])
         did = [worker.tell("end work", dead=dead, ready=ready) for worker in (red, blue)]
-        rounds, away = [one["rounds"] for one in did], max(one["away"] for one in did) * 1000
+        rounds, away = [figures["rounds"] for figures in did], max(figures["away"] for figures in did) * 1000
         claim(all(rounds), f"a worker stood still while no broker ran: {rounds} rounds")
         held = [worker.tell("held")["held"] for worker in (red, blue)]
         for worker, size in zip((red, blue), held, strict=True):
@@ -322,7 +322,7 @@ def _claim_agreement(broker: DemoBroker, model: str, held: int) -> None:
 
 def _claim_segment_survived(broker: DemoBroker, red: DemoWorker, segment: SegmentStatus, written: int) -> None:
     """Attach the weights in a worker that knows only the new broker; then end them."""
-    claim([one.generation for one in broker.segments()] == [segment.generation], "the weights are another segment")
+    claim([held.generation for held in broker.segments()] == [segment.generation], "the weights are another segment")
     claim(red.tell("sum")["sum"] == written, "the weights changed with their broker")
     later = DemoWorker(broker.endpoint("red"), "chat", "64GiB")
     try:
