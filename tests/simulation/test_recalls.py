@@ -14,7 +14,8 @@ from membrokerd.core.admission import Admission
 from membrokerd.core.books import Books
 from membrokerd.core.recallable import Borrower, Recallable
 from membrokerd.core.recalls import Recalls
-from membrokerd.core.schedule import Schedule, Waiter
+from membrokerd.core.requests import DebitRequest
+from membrokerd.core.schedule import Schedule
 from membrokerd.core.shares import Shares
 from membrokerd.core.waiting import Waiting
 
@@ -374,13 +375,13 @@ def _a_hold_keeps_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _what_is_wanted_soon_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = Waiter.__post_init__
+    begin = DebitRequest.__post_init__
 
     def deaf(self: Any) -> None:
         begin(self)
         self.wanted = self.size
 
-    monkeypatch.setattr(Waiter, "__post_init__", deaf)
+    monkeypatch.setattr(DebitRequest, "__post_init__", deaf)
 
 
 def _more_is_wanted_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

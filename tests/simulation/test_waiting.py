@@ -8,6 +8,7 @@ from tests.simulation.world import is_crowded
 
 from membrokerd.core import policy
 from membrokerd.core.admission import Admission
+from membrokerd.core.requests import Wait
 from membrokerd.core.schedule import Schedule
 from membrokerd.core.waiting import Waiting
 
@@ -58,11 +59,11 @@ def _after_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _after_it_was_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Waiting, "cancel", lambda self, event, now: self._remove(self._waiters[event.call]))
+    monkeypatch.setattr(Waiting, "cancel", lambda self, event, now: self._remove(self._waiters[event.call], "given up"))
 
 
 def _for_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Waiting, "_decided", lambda self, event: None)
+    monkeypatch.setattr(Waiting, "_wait", lambda self, one, why: Wait(self._wait_ns(one, guaranteed=False), False, why))
 
 
 def _and_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

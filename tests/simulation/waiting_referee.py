@@ -77,6 +77,7 @@ class WaitingReferee:
         answers = {one.call: one.result for one in step.effects if isinstance(one, fx.Answer)}
         ended = [one for one in step.effects if isinstance(one, fx.Waited)]
         self._judge_told(timed, ended, answers)
+        assert not isinstance(event, ev.InputsDrained) or event.call not in after, "a request is decided more than once"
         if world.broker.waiting.left_over:
             assert world.broker.deadline == 0, "the next step does not follow at once"
         else:

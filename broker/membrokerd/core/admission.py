@@ -1,8 +1,37 @@
 """Which debits are admitted: limits, guarantees and the capacity decide.
 
-The reserve rule: the unused guarantee of a tenant or a model is lent to nobody else, unless it can be recalled. Lent
-bytes that cannot be recalled are firm. All guarantees, and the firm bytes beyond them, fit in the capacity. Owns the
-table of guarantees in force. Must never change the ledger.
+The reserve rule: the unused guarantee of a tenant or a model is lent to nobody else, unless it can be recalled. All
+guarantees, and the firm bytes beyond them, fit in the capacity. Owns the table of guarantees in force. Must never
+change the ledger.
+
+The quantities, in bytes, of a model (M), a tenant (T), a session's part of a model (S) or a location (L). The code and
+its tests use these names and no others.
+
+    charged      MTL  lent and releasing bytes: what limits count
+    lent         MTL  charged, without what is releasing
+    releasing    MTL  of dead processes, until the device shows it free
+    free           L  capacity without what is charged
+    limit        MT   the most that may be charged
+    guarantee    MT   what is kept for it: set by operators, at most its limit
+    usable guarantee
+                  T   the guarantee, lowered by what is releasing under the limit
+    unused       MT   guarantee without what is lent
+    unlent        T   unused, of a tenant whose guarantee is never lent to others
+    recallable  SMTL  in extents of sessions that answer recalls; without what is kept, and what late sessions have
+    kept        SM    what was not released when a recall was answered: not asked for until its time is over
+    firm         MT   lent and not recallable
+    unfirm       MT   guarantee without what is firm
+    not firm       L  free and recallable together
+    reserved       L  the unfirm guarantees of all: lent only so that it can be recalled
+    shortfall      L  reserved beyond what is not firm: so much of the guarantees cannot be kept now
+    asked       SM    recalled and neither released nor kept: `coming` until the deadline, `late` after it
+    bound        S    what it could be lent if all others were recalled
+    room         S    what it can be lent now, as far as the capacity is concerned: at most `bound`
+    available    S    what it can be lent now: the least of the rooms of all levels
+    share        M    its part of the location while requests wait: see `shares`
+    excess       M    lent and not asked for, above its share: what others may have recalled from it
+    wanted       M    of its requests that wait, and its hold
+    short          L  wanted by the requests whose turn it is, and neither free nor coming
 """
 
 from __future__ import annotations

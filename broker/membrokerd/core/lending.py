@@ -16,6 +16,7 @@ from .books import Books
 from .denied import Denied, Reason, deny
 from .names import ModelName
 from .recalls import Recalls
+from .requests import DebitRequest, Kind
 from .rows import SessionRow
 from .stock import WarmPool
 from .traffic import Call, Traffic
@@ -33,6 +34,8 @@ class Lending:
         self._stock = stock
         self._waiting = waiting
         self._traffic: dict[int, Traffic] = {}
+        self._allocation = Kind(self._refuse_allocate, self._lend)
+        self._declaration = Kind(self._refuse_declare, self._set_declaration)
 
     def begin(self, session: int) -> None:
         """Begin with nothing in flight for a session."""
@@ -102,17 +105,18 @@ class Lending:
     # --- allocate ---
 
     def allocate(self, event: ev.Allocate, now: int) -> None:
+        """Lend a whole call, or nothing of it."""
+        size = event.extent_bytes * event.count
+        self._waiting.settle(DebitRequest(event, event.name, size, now, self._allocation), now)
+
+    def _lend(self, request: DebitRequest, now: int) -> None:
         """Debit the whole call, then send it out in packets."""
-        denied = self._refuse_allocate(event)
-        if denied or (self._waiting.busy and self._waiting.is_behind(event)):
-            self._waiting.refuse(event, denied, event.name, event.extent_bytes * event.count, now)
-            return
+        event = request.event
+        assert isinstance(event, ev.Allocate)
         ids = self._books.take_ids(event.count)
         fact = ft.Debited(event.session, event.name, event.location, event.extent_bytes, ids.start, event.count)
         self._books.record(fact)
         size = event.extent_bytes
-        result = fx.Allocated(event.count, size)
-        waiter = self._waiting.granted(event, now) if self._waiting.busy else None
         call = Call(
             call=event.call,
             request_id=event.request_id,
@@ -122,10 +126,8 @@ class Lending:
             last_bytes=size,
             ids=ids,
             on_done=self._allocated,
-            result=result,
-            event=event,
-            since=waiter.since if waiter else now,
-            waiter=waiter,
+            result=fx.Allocated(event.count, size),
+            request=request,
         )
         traffic = self._traffic[event.session]
         at_once = len(call.states) == 1 and not traffic.queue and traffic.window < policy.WINDOW
@@ -143,7 +145,9 @@ class Lending:
             assert call.result is not None
             self._books.emit(fx.Answer(call.call, call.result))
 
-    def _refuse_allocate(self, event: ev.Allocate) -> Denied | None:
+    def _refuse_allocate(self, request: DebitRequest) -> Denied | None:
+        event = request.event
+        assert isinstance(event, ev.Allocate)
         books, wanted_fits = self._books, 0 <= event.wanted_bytes <= policy.MAX_BYTES
         return (
             self.refuse_borrower(event.session, event.name)
@@ -310,8 +314,7 @@ class Lending:
         if call.request_id in traffic.unanswered:
             traffic.unanswered.discard(call.request_id)
             call.on_done(session, call)
-            if call.waiter is not None:
-                self._waiting.answered(call, call.waiter)
+            self._waiting.answered(call)
 
     # --- release and declare ---
 
@@ -345,23 +348,21 @@ class Lending:
 
     def declare(self, event: ev.Declare, now: int) -> None:
         """Set a declaration: more is admitted like a debit, and less is credited because the session says so."""
-        denied = self._refuse_declare(event)
-        if denied is None or denied.reason in policy.WANTS_OF_ROOM:
-            for older in self._waiting.take_older(event):
-                self.declare(older, now)
-                denied = self._refuse_declare(event)
-        more = self._more_declared(event)
-        if denied or (more > 0 and self._waiting.is_behind(event)):
-            self._waiting.refuse(event, denied, event.name, more, now)
-            return
+        self._waiting.settle_older(event, now)
+        self._waiting.settle(DebitRequest(event, event.name, 0, now, self._declaration), now)
+
+    def _set_declaration(self, request: DebitRequest, now: int) -> None:
+        event = request.event
+        assert isinstance(event, ev.Declare)
         fact = ft.DeclarationSet(event.session, event.name, event.location, event.declared_bytes)
         self._books.record(fact)
-        self._waiting.granted(event, now)
         self._stock.make_room(event.location)
+        request.move("answered")
         self._books.answer(event.call, fx.Declared(event.declared_bytes))
 
-    def _refuse_declare(self, event: ev.Declare) -> Denied | None:
-        books = self._books
+    def _refuse_declare(self, request: DebitRequest) -> Denied | None:
+        event, books = request.event, self._books
+        assert isinstance(event, ev.Declare)
         denied = self.refuse_borrower(event.session, event.name)
         if denied:
             return denied
@@ -369,10 +370,10 @@ class Lending:
             return deny(Reason.LOCATION_UNAVAILABLE, location=event.location)
         if not 0 <= event.declared_bytes <= policy.MAX_BYTES:
             return deny(Reason.INVALID_SIZE, size_bytes=event.declared_bytes, least_bytes=0, granularity_bytes=1)
-        more = self._more_declared(event)
-        if more <= 0:
+        request.size = request.wanted = self._more_declared(event)
+        if request.size <= 0:
             return None
-        return books.refuse_debit() or books.admission.admit(event.name, event.location, more)
+        return books.refuse_debit() or books.admission.admit(event.name, event.location, request.size)
 
     def _more_declared(self, event: ev.Declare) -> int:
         charge = self._books.ledger.sessions[event.session].charges.get((event.name, event.location))

@@ -97,6 +97,37 @@ PACKET: Final = _checked(
     }
 )
 
+REQUEST: Final = _checked(
+    {
+        "new": {
+            "granted": "granted",
+            "refused": "refused",
+            "must wait": "waiting",
+        },
+        "waiting": {
+            "its turn": "deciding",
+            # Its deadline has come, pending inputs are read, or a newer declaration replaces it.
+            "wait ends": "deciding",
+            # It is cancelled, its connection is lost, or its session ends.
+            "given up": "refused",
+        },
+        # For good: it does not wait again.
+        "deciding": {
+            "granted": "granted",
+            "refused": "refused",
+        },
+        # The books are debited.
+        "granted": {
+            # Nothing of it could be made, and the debit is credited.
+            "device full": "waiting",
+            # With its bytes, or with the reason why they could not be made.
+            "answered": "ended",
+        },
+        "refused": {},
+        "ended": {},
+    }
+)
+
 SEGMENT: Final = _checked(
     {
         "writing": {
@@ -134,4 +165,10 @@ SEGMENT: Final = _checked(
     }
 )
 
-ALL: Final[Mapping[str, Lifecycle]] = {"session": SESSION, "extent": EXTENT, "packet": PACKET, "segment": SEGMENT}
+ALL: Final[Mapping[str, Lifecycle]] = {
+    "session": SESSION,
+    "request": REQUEST,
+    "extent": EXTENT,
+    "packet": PACKET,
+    "segment": SEGMENT,
+}

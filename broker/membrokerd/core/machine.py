@@ -102,27 +102,27 @@ class Broker:
         if waiting.busy:
             waiting.begin_step(event)
             self.schedule.elapsed(now)
-        taken: Any = event
         if type(event) is ev.InputsDrained:
-            taken = waiting.take(event.call) or waiting.next(now)
-        while taken is not None:
-            denied = self._refuse_request(taken) if isinstance(taken, _REQUESTS) else None
-            if denied is None:
-                self._handlers[type(taken)](taken, now)
-            else:
-                self._answer_refused(taken, denied)
+            waiting.inputs_drained(event.call, now)
+        elif isinstance(event, _REQUESTS) and (denied := self._refuse_request(event)) is not None:
+            self._answer_refused(event, denied)
+        else:
+            self._handlers[type(event)](event, now)
+        if books.limits_changed:
+            self.schedule.recall_above_limits(now)
+        while waiting.busy and (request := waiting.next(now)) is not None:
+            waiting.settle(request, now)
             if books.limits_changed:
                 self.schedule.recall_above_limits(now)
-            taken = waiting.next(now) if waiting.busy else None
         if books.limits_changed:  # by a reload, and nothing was to be decided
             self.schedule.recall_above_limits(now)
         if waiting.deferred:
             waiting.drain()
-        return step
+        return Step(step.effects, step.facts, self.deadline)
 
     @property
     def deadline(self) -> int | None:
-        """When the core wants to hear `Elapsed`, in nanoseconds of CLOCK_BOOTTIME; None: not at all."""
+        """When the core wants to hear `Elapsed`: see `Step.deadline`."""
         if self.waiting.left_over or not self.recalls.room:
             return 0
         ends = (self.segments.attaches.deadline, self.waiting.deadline, self.recalls.deadline, self.schedule.deadline)

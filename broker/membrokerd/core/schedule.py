@@ -18,52 +18,22 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from . import events as ev
 from . import policy
 from .admission import Level
 from .books import Books
-from .denied import Denied, Reason
+from .denied import Reason
 from .names import Location, ModelName
 from .recalls import Recalls
+from .requests import DebitRequest
 from .shares import Shares
 
-Debit = ev.Allocate | ev.Declare | ev.CreateSegment
 HOLD_NS = 500_000_000
 """How long a model's hold lasts, and how much longer each time while a recall for the model is open. Longer holds cost
 use of the GPU; without them a growing model recalls page by page, and a simulation showed eight times the waits."""
 _LEAST_STEP, _MOST_STEP = 64, 8
 """A hold grows in steps of 1/64 of the capacity, doubled with each recall, to at most 1/8."""
-
-
-@dataclass(slots=True, eq=False)
-class Waiter:
-    """A request that waits until its deadline. None: it waits only until the inputs that were pending are read."""
-
-    event: Debit
-    name: ModelName
-    size: int
-    since: int
-    deadline: int | None
-    guaranteed: bool
-    why: Denied | None
-    """The refusal that it would have got instead; None if there was room, and others came first."""
-    met_full_device: bool = False
-    """The books had room for it, but the device did not: it is tried again after an audit, and at its deadline."""
-    waited: int = 0
-    """How long it waited, in nanoseconds; set when it is decided."""
-
-    borrower: int | None = field(init=False)
-    """The session, if the broker can ask for the bytes again: segments and declarations are firm."""
-    wanted: int = field(init=False)
-    """What its session says that it will want soon; at least `size`."""
-
-    def __post_init__(self) -> None:
-        event = self.event
-        self.borrower = event.session if isinstance(event, ev.Allocate) else None
-        self.wanted = max(self.size, event.wanted_bytes) if isinstance(event, ev.Allocate) else self.size
 
 
 class Hold(NamedTuple):
@@ -77,7 +47,7 @@ class Hold(NamedTuple):
     until: int
 
 
-def _wanted_by(waiting: Iterable[Waiter]) -> int:
+def _wanted_by(waiting: Iterable[DebitRequest]) -> int:
     """Return what requests want together. Each says what its whole session will want."""
     sessions: dict[int, tuple[int, int]] = {}
     for one in waiting:
@@ -130,10 +100,10 @@ class Schedule:
 
     # --- whose turn it is ---
 
-    def next(self, location: Location, waiters: Iterable[Waiter], now: int) -> tuple[Waiter, bool] | None:
+    def next(self, location: Location, waiters: Iterable[DebitRequest], now: int) -> tuple[DebitRequest, bool] | None:
         """Return the request to decide next, and whether its turn has come; None if all go on waiting."""
         books = self._books
-        waiters = [one for one in waiters if one.event.location == location]
+        waiters = [one for one in waiters if one.location == location]
         possible = books.recallable.is_possible
         levels: dict[tuple[ModelName, int | None], list[Level]] = {}
         wanting, ready = [], set()
@@ -163,27 +133,27 @@ class Schedule:
         found = self._first(location, wanting, ready, waiters, now)
         return (found, True) if found else None
 
-    def is_asked(self, one: Waiter) -> bool:
+    def is_asked(self, one: DebitRequest) -> bool:
         """Say whether a request exceeds its model's guarantee while its session is asked for memory of the model."""
-        name, location = one.name, one.event.location
+        name, location = one.name, one.location
         asked = self._books.recallable.asked_of(one.event.session, name, location)
         return asked > 0 and not self._books.admission.is_guaranteed(name, location, one.size)
 
     def _first(
         self,
         location: Location,
-        wanting: Sequence[Waiter],
-        ready: Collection[Waiter],
-        waiters: Sequence[Waiter],
+        wanting: Sequence[DebitRequest],
+        ready: Collection[DebitRequest],
+        waiters: Sequence[DebitRequest],
         now: int,
-    ) -> Waiter | None:
+    ) -> DebitRequest | None:
         """Return the request to grant first, one of `ready`; if requests without room come before these, recall."""
         guaranteed = self._guaranteed(location, wanting)
         for one in guaranteed:
             if one in ready:
                 return one
         shares = self._shares(location, waiters)
-        entitled: list[Waiter] = []
+        entitled: list[DebitRequest] = []
         within: dict[tuple[ModelName, int | None], int] = {}
         for one in wanting:
             key = one.name, one.borrower
@@ -204,52 +174,52 @@ class Schedule:
                 return one
         return None
 
-    def _guaranteed(self, location: Location, waiters: Iterable[Waiter]) -> list[Waiter]:
+    def _guaranteed(self, location: Location, waiters: Iterable[DebitRequest]) -> list[DebitRequest]:
         admission = self._books.admission
         if not admission.tenants(location):
             return []
         return [one for one in waiters if admission.is_guaranteed(one.name, location, one.size)]
 
-    def _is_entitled(self, one: Waiter, shares: Mapping[ModelName, int]) -> bool:
+    def _is_entitled(self, one: DebitRequest, shares: Mapping[ModelName, int]) -> bool:
         """Say whether a request stays within its model's share, and only the room is missing for it."""
         return one.size <= self._within_share(one, shares)
 
-    def _within_share(self, one: Waiter, shares: Mapping[ModelName, int]) -> int:
+    def _within_share(self, one: DebitRequest, shares: Mapping[ModelName, int]) -> int:
         """Return how much more a request's session can have within its model's share, if there is room."""
-        admission, location = self._books.admission, one.event.location
+        admission, location = self._books.admission, one.location
         left = shares.get(one.name, 0) - admission.lent(one.name, location)
         return min(left, admission.bound(one.name, location, one.borrower))
 
-    def _held_beside(self, one: Waiter, shares: Mapping[ModelName, int]) -> int:
+    def _held_beside(self, one: DebitRequest, shares: Mapping[ModelName, int]) -> int:
         """Return what the holds of other models keep from a request that is beyond its share."""
-        location, admission = one.event.location, self._books.admission
+        location, admission = one.location, self._books.admission
         return sum(
             max(0, min(hold.size, shares.get(name, 0)) - admission.lent(name, location))
             for (name, at), hold in self._holds.items()
             if at == location and name != one.name
         )
 
-    def may_go_ahead(self, event: ev.Allocate, waiters: Iterable[Waiter]) -> bool:
+    def may_go_ahead(self, request: DebitRequest, waiters: Iterable[DebitRequest]) -> bool:
         """Say whether to grant a request ahead of need although others wait or have holds.
 
         Only if it is within a guarantee, and no request that waits is.
         """
-        admission, location = self._books.admission, event.location
-        if not admission.is_guaranteed(event.name, location, event.extent_bytes * event.count):
+        location = request.location
+        if not self._books.admission.is_guaranteed(request.name, location, request.size):
             return False
-        return not self._guaranteed(location, (one for one in waiters if one.event.location == location))
+        return not self._guaranteed(location, (one for one in waiters if one.location == location))
 
-    def leaves(self, one: Waiter, waiters: Iterable[Waiter]) -> int:
+    def leaves(self, one: DebitRequest, waiters: Iterable[DebitRequest]) -> int:
         """Return how many free bytes the others leave to a request that is decided although its turn has not come.
 
         Without the others there would be room for it.
         """
-        location = one.event.location
+        location = one.location
         free = self._books.ledger.totals[location].free
         if not (self._books.recallable.is_possible or self._holds) or self._guaranteed(location, [one]):
             return free
         waiters = list(waiters)
-        here = (other for other in waiters if other.deadline and other.event.location == location)
+        here = (other for other in waiters if other.deadline and other.location == location)
         others = [other for other in here if not other.met_full_device]
         first = set(self._guaranteed(location, others))
         shares = self.divide(location, [*waiters, one])
@@ -261,13 +231,13 @@ class Schedule:
 
     # --- shares ---
 
-    def _shares(self, location: Location, waiters: Iterable[Waiter]) -> dict[ModelName, int]:
+    def _shares(self, location: Location, waiters: Iterable[DebitRequest]) -> dict[ModelName, int]:
         if location not in self._divided:
             self._divided[location] = self.divide(location, waiters)
         return self._divided[location]
 
     def divide(
-        self, location: Location, waiters: Iterable[Waiter], greedy: ModelName | None = None, less: int = 0
+        self, location: Location, waiters: Iterable[DebitRequest], greedy: ModelName | None = None, less: int = 0
     ) -> dict[ModelName, int]:
         """Return the share of every model, in bytes. `greedy` is a model that is taken to want the whole capacity.
 
@@ -276,7 +246,7 @@ class Schedule:
         books = self._books
         wanted: Counter[ModelName] = Counter()
         for one in waiters:
-            if one.event.location == location:
+            if one.location == location:
                 wanted[one.name] += one.size
         for (name, at), hold in self._holds.items():
             if at == location:
@@ -287,7 +257,9 @@ class Schedule:
 
     # --- recalls ---
 
-    def _recall(self, location: Location, waiting: Sequence[Waiter], waiters: Sequence[Waiter], now: int) -> None:
+    def _recall(
+        self, location: Location, waiting: Sequence[DebitRequest], waiters: Sequence[DebitRequest], now: int
+    ) -> None:
         """Ask the models that have more than their share for what these requests lack."""
         shares = self._shares(location, waiters)
         lacking = self._short(location, waiting, shares) > 0 and self._excess(location, shares, now)
@@ -309,7 +281,7 @@ class Schedule:
         found = [one for one in excess if one[0] > 0 and is_able(one[1], location, now)]
         return sorted(found, key=lambda one: (-one[0], one[1]))
 
-    def _short(self, location: Location, waiting: Iterable[Waiter], shares: Mapping[ModelName, int]) -> int:
+    def _short(self, location: Location, waiting: Iterable[DebitRequest], shares: Mapping[ModelName, int]) -> int:
         """Return how many of the bytes that requests and holds want are neither free nor recalled already."""
         admission = self._books.admission
         wanted: Counter[ModelName] = Counter()
@@ -334,9 +306,9 @@ class Schedule:
         size = self._books.admission.lent(name, location) + max(min(wanted, capacity), step // granule * granule)
         self._holds[name, location] = Hold(max(size, before.size if before else 0), step, now + HOLD_NS)
 
-    def refused(self, one: Waiter, waiters: Sequence[Waiter], now: int) -> None:
+    def refused(self, one: DebitRequest, waiters: Sequence[DebitRequest], now: int) -> None:
         """Recall memory for a refused request, so that the next one finds it: once in `recall_ns` for each model."""
-        key, location = (one.name, one.event.location), one.event.location
+        key, location = (one.name, one.location), one.location
         if not self._books.recallable.is_possible or self._asked_for.get(key, 0) > now:
             return
         everyone = [*waiters, one]
@@ -348,12 +320,12 @@ class Schedule:
             self._recall(location, [one], everyone, now)
         self.divide_again()
 
-    def recall_for_device(self, one: Waiter, waiters: Iterable[Waiter], now: int) -> None:
+    def recall_for_device(self, one: DebitRequest, waiters: Iterable[DebitRequest], now: int) -> None:
         """Recall as much as a guaranteed request wants: the books have room for it, but the device does not.
 
         Ask the models that would have more than their share if the device were smaller by as much.
         """
-        location = one.event.location
+        location = one.location
         short = one.size - self._books.recallable.coming(location)
         for more, name in self._excess(location, self.divide(location, waiters, less=one.size), now):
             if short > 0:

@@ -21,6 +21,7 @@ from .books import Books
 from .denied import Denied, Reason, deny
 from .lending import Lending
 from .names import ANY_MODEL, ModelName, SegmentName
+from .requests import DebitRequest, Kind
 from .rows import SegmentRow, SessionRow
 from .stock import WarmPool
 from .traffic import Call
@@ -40,18 +41,21 @@ class Segments:
         self._waiting = waiting
         self._lending = lending
         self.attaches = Attaches(books, lending)
+        self._creation = Kind(self._refuse_create, self._make)
         self._sealing: dict[int, ev.SealSegment] = {}
         """By segment: the request to seal it that is to be answered."""
 
     # --- create and seal ---
 
     def create(self, event: ev.CreateSegment, now: int) -> None:
+        """Create a whole segment, or nothing of it."""
+        name = ModelName(event.name.tenant, event.name.model)
+        self._waiting.settle(DebitRequest(event, name, event.size, now, self._creation), now)
+
+    def _make(self, request: DebitRequest, now: int) -> None:
         """Debit the whole segment, then make it for its writer packet by packet."""
-        books, name = self._books, ModelName(event.name.tenant, event.name.model)
-        denied = self._refuse_create(event, name)
-        if denied or self._waiting.is_behind(event):
-            self._waiting.refuse(event, denied, name, event.size, now)
-            return
+        event, name, books = request.event, request.name, self._books
+        assert isinstance(event, ev.CreateSegment)
         extent, last, count = policy.shape_of_segment(books.rules, event.size)
         segment, ids = books.take_ids(1)[0], books.take_ids(count)
         location, label = event.location, event.name.label
@@ -71,7 +75,6 @@ class Segments:
         )
         books.record(ft.SegmentHeld(segment, event.session))
         self._stock.make_room(location)
-        waiter = self._waiting.granted(event, now)
         call = Call(
             call=event.call,
             request_id=event.request_id,
@@ -82,14 +85,13 @@ class Segments:
             ids=ids,
             on_done=self._call_done,
             segment=segment,
-            event=event,
-            since=waiter.since if waiter else now,
-            waiter=waiter,
+            request=request,
         )
         self._lending.begin_call(event.session, call)
 
-    def _refuse_create(self, event: ev.CreateSegment, name: ModelName) -> Denied | None:
-        books = self._books
+    def _refuse_create(self, request: DebitRequest) -> Denied | None:
+        event, name, books = request.event, request.name, self._books
+        assert isinstance(event, ev.CreateSegment)
         denied = self._lending.refuse_borrower(event.session, name)
         if denied:
             return denied

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from . import effects as fx
-from . import events as ev
 from . import lifecycles, policy
 from .denied import Denied
 from .names import Location, ModelName
-from .schedule import Waiter
+from .requests import DebitRequest
 
 
 @dataclass(slots=True, eq=False)
@@ -39,12 +38,8 @@ class Call:
     sends: bool = False
     result: fx.Allocated | None = None
     """The answer to an Allocate, if it succeeds."""
-    event: ev.Allocate | ev.CreateSegment | None = None
-    """The request that made the debit."""
-    since: int = 0
-    """When that request came."""
-    waiter: Waiter | None = None
-    """The wait of that request, if it waited before it was granted."""
+    request: DebitRequest | None = None
+    """The request that made the debit; None for an attach, which makes none."""
     states: list[str] = field(init=False)
     stocked: set[int] = field(default_factory=set)
     issued: int = 0

@@ -20,7 +20,6 @@ Nothing of a wait is in the journal: after a restart the library asks again, wit
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 from . import effects as fx
@@ -30,7 +29,8 @@ from .admission import over
 from .books import Books
 from .denied import Denied, Reason, deny
 from .names import Location, ModelName
-from .schedule import Debit, Schedule, Waiter
+from .requests import DebitRequest, Decision, Grant, Refuse, Wait
+from .schedule import Schedule
 from .traffic import Call
 
 MOST_AT_ONCE = 16
@@ -40,12 +40,12 @@ MOST_LOOKS = 5_000
 
 
 class Waiting:
-    """The requests that wait, in the order of their arrival."""
+    """The requests for bytes, and those of them that wait, in the order of their arrival."""
 
     def __init__(self, books: Books, schedule: Schedule) -> None:
         self._books = books
         self._schedule = schedule
-        self._waiters: dict[int, Waiter] = {}
+        self._waiters: dict[int, DebitRequest] = {}
         """By call."""
         self.sessions: Counter[int] = Counter()
         """How many requests of a session wait. Sessions without any have no entry."""
@@ -53,12 +53,8 @@ class Waiting:
         """How many of them have a deadline at a location. A location without any has no entry."""
         self._sums: dict[tuple[ModelName, Location], tuple[int, int]] = {}
         """The bytes that requests with a deadline want, and how many such requests there are. No entry is zero."""
-        self._deciding: Waiter | None = None
-        """The request that is being decided for good, until it is granted."""
-        self._has_turn = False
-        """Whether that request is granted because its turn has come."""
         self.busy = False
-        """Whether `next` has something to do: a request waits with a deadline, one is decided, or a hold lasts."""
+        """Whether `next` has something to do: a request waits with a deadline, or a hold lasts."""
         self._looked_at: object = None
         """The `_state` at the last look at all requests that found no request to decide."""
         self.deferred: list[int] = []
@@ -76,159 +72,165 @@ class Waiting:
             one.event.session == session and one.event.request_id == request_id for one in self._waiters.values()
         )
 
-    # --- a request comes ---
+    # --- a request is decided ---
 
-    def is_behind(self, event: Debit) -> bool:
-        """Say whether a request that has room must wait, or be refused, because others come first."""
-        if (waiter := self._decided(event)) is not None:
-            return not self._has_turn and waiter.size > self._leaves(waiter)
-        if event.location not in self._timed and not self._schedule.has_holds:
+    def settle(self, request: DebitRequest, now: int) -> None:
+        """Decide a request, and do what follows: grant it, refuse it, or let it wait."""
+        decision = self.decide(request)
+        if isinstance(decision, Grant):
+            request.waited = now - request.since
+            request.move("granted")
+            request.kind.grant(request, now)
+        elif isinstance(decision, Wait):
+            request.move("must wait")
+            request.guaranteed, request.why = decision.guaranteed, decision.why
+            if decision.wait_ns:
+                request.deadline = now + decision.wait_ns
+            else:
+                self.deferred.append(request.event.call)
+            self._add(request)
+        else:
+            self._refuse(request, decision.denied, now)
+
+    def decide(self, request: DebitRequest) -> Decision:
+        """Return what becomes of a request now: one that is new, or one that has waited and is decided for good."""
+        denied = request.kind.refusal(request)
+        if request.state == "deciding":
+            if self._books.stopping:
+                return Refuse(deny(Reason.STOPPING))
+            if denied is not None:
+                return Refuse(denied)
+            left = request.size if request.has_turn else self._leaves(request)
+            return Grant() if request.size <= left else Refuse(self._yielding(request, left))
+        if denied is None and not (self.busy and self._is_behind(request)):
+            return Grant()
+        if request.is_ahead:
+            return Refuse(denied or self._yielding(request, 0))
+        return self._wait(request, denied)
+
+    def _is_behind(self, request: DebitRequest) -> bool:
+        """Say whether a new request that has room must wait, or be refused, because others come first."""
+        if request.location not in self._timed and not self._schedule.has_holds:
             return False
-        if isinstance(event, ev.Allocate) and event.ahead:
-            return not self._schedule.may_go_ahead(event, self._waiters.values())
-        return True
+        if request.is_ahead:
+            return not self._schedule.may_go_ahead(request, self._waiters.values())
+        return request.size > 0  # less of a declaration takes nothing from others
 
-    def _leaves(self, waiter: Waiter) -> int:
+    def _wait(self, request: DebitRequest, denied: Denied | None) -> Decision:
+        """Let a new request wait, or refuse it. `denied` None: it has room, and waits for its turn."""
+        if denied is not None and denied.reason not in policy.WANTS_OF_ROOM:
+            return Refuse(denied)
+        limited = denied is not None and denied.reason is not Reason.CAPACITY
+        guaranteed = self._books.admission.is_guaranteed(request.name, request.location, request.size)
+        hopeless = limited or request.size > self._books.rules.capacities[request.location]
+        wait = 0 if hopeless else self._wait_ns(request, guaranteed)
+        full = self._refuse_one_more(request, wait)
+        if full is not None:
+            return Refuse(full if wait or denied is None else denied)
+        return Wait(wait, guaranteed, denied)
+
+    def _leaves(self, request: DebitRequest) -> int:
         """Return how many free bytes the others leave to a request that is decided although its turn has not come.
 
         While requests are left over from the last step, the bytes that they wait for are kept for them.
         """
-        left, location = self._schedule.leaves(waiter, self._waiters.values()), waiter.event.location
-        if self.left_over and not waiter.guaranteed:
+        left, location = self._schedule.leaves(request, self._waiters.values()), request.location
+        if self.left_over and not request.guaranteed:
             free = self._books.ledger.totals[location].free
             left = max(0, min(left, free - self.of_location(location)[0]))
         return left
 
-    def refuse(self, event: Debit, denied: Denied | None, name: ModelName, size: int, now: int) -> None:
-        """Let a request wait for room, or refuse it. `denied` None: it has room, and waits for its turn."""
-        if (waiter := self._decided(event)) is not None:
-            left = 0 if denied else self._leaves(waiter)
-            self._refuse(event, denied or self._yielding(event, name, size, left), name, now)
-            return
-        if isinstance(event, ev.Allocate) and event.ahead:  # nobody needs it yet, so this refusal is not counted
-            self._books.answer(event.call, denied or self._yielding(event, name, size, 0))
-            return
-        if denied is not None and denied.reason not in policy.WANTS_OF_ROOM:
-            self._refuse(event, denied, name, now)
-            return
-        limited = denied is not None and denied.reason is not Reason.CAPACITY
-        guaranteed = self._books.admission.is_guaranteed(name, event.location, size)
-        hopeless = limited or size > self._books.rules.capacities[event.location]
-        wait = 0 if hopeless else self._wait_ns(event, guaranteed)
-        full = self._refuse_one_more(event, name, wait)
-        if full is not None:
-            self._refuse(event, full if wait or denied is None else denied, name, now)
-            return
-        self._add(
-            Waiter(
-                event=event,
-                name=name,
-                size=size,
-                since=now,
-                deadline=now + wait if wait else None,
-                guaranteed=guaranteed,
-                why=denied,
-            )
-        )
-        if not wait:
-            self.deferred.append(event.call)
-
-    def granted(self, event: Debit, now: int) -> Waiter | None:
-        """Return the wait of a request that is granted now; None if it did not wait."""
-        waiter = self._decided(event)
-        if waiter is not None:
-            self._deciding = None
-            waiter.waited = now - waiter.since
-        return waiter
-
-    def put_back(self, call: Call) -> bool:
-        """Let a request wait again whose debit was credited because the device is full; return False to refuse it."""
-        event, name, size, now = call.event, call.name, call.size, call.failed_at
-        full = call.failure is not None and call.failure.reason is Reason.DEVICE_FULL and not call.any_sent
-        if event is None or not full or (isinstance(event, ev.Allocate) and event.ahead):
-            return False
-        guaranteed = self._books.admission.is_guaranteed(name, event.location, size)
-        deadline = call.since + self._wait_ns(event, guaranteed)
-        waiter = Waiter(
-            event=event,
-            name=name,
-            size=size,
-            since=call.since,
-            deadline=deadline,
-            guaranteed=guaranteed,
-            why=call.failure,
-            met_full_device=True,
-        )
-        is_open = self._books.ledger.sessions[event.session].state == "open"
-        if not is_open or deadline <= now or self._schedule.is_asked(waiter):
-            return False
-        if self._books.stopping or self._books.refuse_debit() or self._refuse_one_more(event, name, deadline):
-            return False
-        self._add(waiter)
-        self._waiters = dict(sorted(self._waiters.items()))  # it keeps the place that it had when it came
-        if guaranteed:
-            self._schedule.recall_for_device(waiter, self._waiters.values(), now)
-        return True
-
-    def try_again(self) -> None:
-        """Let the oldest request at each location that has met a full device be tried again. Called after an audit."""
-        tried = set()
-        for one in self._waiters.values():
-            if one.met_full_device and one.event.location not in tried and not self._is_dropping(one.event):
-                tried.add(one.event.location)
-                one.met_full_device = False
-                self._looked_at = None
-
-    def _is_dropping(self, event: Debit) -> bool:
-        """Say whether the broker is still closing what it had made of a segment, so that its name is not free yet."""
-        segment = self._books.ledger.labels.get(event.name) if isinstance(event, ev.CreateSegment) else None
-        return segment is not None and self._books.ledger.segments[segment].state == "dropping"
-
-    def _decided(self, event: Debit) -> Waiter | None:
-        """Return the wait of a request, if that is being decided for good."""
-        waiter = self._deciding
-        return waiter if waiter is not None and waiter.event is event else None
-
-    def _yielding(self, event: Debit, name: ModelName, size: int, left: int) -> Denied:
+    def _yielding(self, request: DebitRequest, left: int) -> Denied:
         """Return the refusal of a request that has room, but leaves all but `left` bytes to others that come first."""
-        total = self._books.ledger.totals[event.location]
+        total = self._books.ledger.totals[request.location]
         level = Reason.CAPACITY, "capacity", total.charged, total.capacity, left
-        return over(level, name, event.location, size)
+        return over(level, request.name, request.location, request.size)
 
-    def _refuse(self, event: Debit, denied: Denied, name: ModelName, now: int) -> None:
+    def _refuse(self, request: DebitRequest, denied: Denied, now: int) -> None:
+        """Refuse a request: one that waited with the time that it waited, one for want of room with the share."""
+        event, has_waited = request.event, request.state == "deciding"
+        if request.is_ahead and denied.reason in policy.WANTS_OF_ROOM:  # nobody needs it yet, so it is not counted
+            request.move("refused")
+            self._books.answer(event.call, denied)
+            return
         numbers = dict(denied.numbers)
-        waiter = self._decided(event)
         if denied.reason is Reason.CAPACITY:
-            session = waiter.borrower if waiter is not None else None
-            numbers["share_bytes"], numbers["obtainable_bytes"] = self.share(name, event.location, session)
-            asked = self._books.recallable.asked_of(event.session, name, event.location)
+            session = request.borrower if has_waited else None
+            numbers["share_bytes"], numbers["obtainable_bytes"] = self.share(request.name, event.location, session)
+            asked = self._books.recallable.asked_of(event.session, request.name, event.location)
             if asked:
                 numbers["recalled_bytes"] = asked
-            if waiter is not None and waiter.deadline is None and not isinstance(event, ev.Declare):
-                self._schedule.refused(waiter, list(self._waiters.values()), now)
+            if has_waited and request.deadline is None and not isinstance(event, ev.Declare):
+                self._schedule.refused(request, list(self._waiters.values()), now)
                 self.busy = self.busy or self._schedule.has_holds
-        if waiter is not None and waiter.deadline is not None:
-            numbers["waited_ms"] = (now - waiter.since) // 1_000_000
-        self._books.refuse(event.call, Denied(denied.reason, numbers), event.session, name)
+        if request.deadline is not None and denied.reason is not Reason.STOPPING:
+            numbers["waited_ms"] = (now - request.since) // 1_000_000
+        request.move("refused")
+        self._books.refuse(event.call, Denied(denied.reason, numbers), event.session, request.name)
+        if has_waited:
+            request.waited = now - request.since
+            self._report(request, "refused")
+            self._schedule.divide_again()
 
-    def _wait_ns(self, event: Debit, guaranteed: bool) -> int:
+    def _wait_ns(self, request: DebitRequest, guaranteed: bool) -> int:
         """Return how long a request waits for room: as it says; else by the rules, if it is guaranteed."""
+        event = request.event
         if isinstance(event, ev.Declare):
             return 0
         if event.wait_ns is not None:
             return event.wait_ns
         return self._books.rules.guarantee_wait_ns if guaranteed else 0
 
-    def _refuse_one_more(self, event: Debit, name: ModelName, wait: int) -> Denied | None:
+    def _refuse_one_more(self, request: DebitRequest, wait: int) -> Denied | None:
         """Return why one more request of the session, or of the tenant, may not wait, or None."""
         rules = self._books.rules
-        if self.sessions.get(event.session, 0) >= rules.max_calls_per_session:
+        if self.sessions.get(request.event.session, 0) >= rules.max_calls_per_session:
             return deny(Reason.TOO_MANY_REQUESTS, limit=rules.max_calls_per_session)
         limit = rules.max_waiting_per_tenant
-        waiting = sum(count for (own, _), (_, count) in self._sums.items() if own.tenant == name.tenant)
+        waiting = sum(count for (own, _), (_, count) in self._sums.items() if own.tenant == request.name.tenant)
         if wait and waiting >= limit:
             return deny(Reason.TOO_MANY_REQUESTS, limit=limit, whose="tenant", calls="requests that wait for memory")
         return None
+
+    # --- the device is full ---
+
+    def put_back(self, call: Call) -> bool:
+        """Let a request wait again whose debit was credited because the device is full; return False to refuse it."""
+        request, now = call.request, call.failed_at
+        full = call.failure is not None and call.failure.reason is Reason.DEVICE_FULL and not call.any_sent
+        if request is None or not full or request.is_ahead:
+            return False
+        guaranteed = self._books.admission.is_guaranteed(request.name, request.location, request.size)
+        wait = self._wait_ns(request, guaranteed)
+        deadline = request.since + wait
+        is_open = self._books.ledger.sessions[request.event.session].state == "open"
+        if not is_open or deadline <= now or self._schedule.is_asked(request):
+            return False
+        if self._books.stopping or self._books.refuse_debit() or self._refuse_one_more(request, wait):
+            return False
+        request.move("device full")
+        request.deadline, request.guaranteed, request.why = deadline, guaranteed, call.failure
+        request.met_full_device = True
+        self._add(request)
+        self._waiters = dict(sorted(self._waiters.items()))  # it keeps the place that it had when it came
+        if guaranteed:
+            self._schedule.recall_for_device(request, self._waiters.values(), now)
+        return True
+
+    def try_again(self) -> None:
+        """Let the oldest request at each location that has met a full device be tried again. Called after an audit."""
+        tried = set()
+        for one in self._waiters.values():
+            if one.met_full_device and one.location not in tried and not self._is_dropping(one):
+                tried.add(one.location)
+                one.met_full_device = False
+                self._looked_at = None
+
+    def _is_dropping(self, request: DebitRequest) -> bool:
+        """Say whether the broker is still closing what it had made of a segment, so that its name is not free yet."""
+        event = request.event
+        segment = self._books.ledger.labels.get(event.name) if isinstance(event, ev.CreateSegment) else None
+        return segment is not None and self._books.ledger.segments[segment].state == "dropping"
 
     def drain(self) -> None:
         """Ask the daemon to read pending inputs for the deferred requests that were not granted meanwhile."""
@@ -239,28 +241,21 @@ class Waiting:
 
     # --- a wait ends ---
 
-    def take(self, call: int) -> Debit | None:
-        """Return a request that is decided for good now; None if it was decided before. `next` follows."""
-        waiter = self._waiters.get(call)
-        if waiter is None:
-            return None
-        return self._decide(waiter, has_turn=False)
+    def inputs_drained(self, call: int, now: int) -> None:
+        """Decide a request for good, if it still waits: all that had been sent until now is read."""
+        request = self._waiters.get(call)
+        if request is not None:
+            self._remove(request, "wait ends")
+            self.settle(request, now)
 
-    def _decide(self, waiter: Waiter, *, has_turn: bool) -> Debit:
-        self._remove(waiter)
-        self._deciding, self._has_turn, self.busy = waiter, has_turn, True
-        return waiter.event
-
-    def take_older(self, event: ev.Declare) -> Iterator[ev.Declare]:
-        """Yield the deferred declarations that `event` replaces: each must be decided before the newer one."""
-        what, before = (event.session, event.name, event.location), self._deciding
+    def settle_older(self, event: ev.Declare, now: int) -> None:
+        """Decide the deferred declaration that `event` replaces: it must be decided before the newer one."""
+        what = (event.session, event.name, event.location)
         for one in list(self._waiters.values()):
             older = one.event
             if isinstance(older, ev.Declare) and (older.session, older.name, older.location) == what:
-                self._remove(one)
-                self._deciding = one
-                yield older
-        self._deciding = before
+                self._remove(one, "wait ends")
+                self.settle(one, now)
 
     def give_up(self, session: int, now: int) -> None:
         """Answer all requests of a session that wait: its connection is lost, or it has ended."""
@@ -274,22 +269,24 @@ class Waiting:
         if waiter is not None:
             self._end(waiter, now)
 
-    def _end(self, waiter: Waiter, now: int) -> None:
-        self._remove(waiter)
+    def _end(self, waiter: DebitRequest, now: int) -> None:
+        self._remove(waiter, "given up")
         self._books.answer(waiter.event.call, deny(Reason.DELIVERY_FAILED))
         waiter.waited = now - waiter.since
         self._report(waiter, "cancelled")
 
-    def answered(self, call: Call, waiter: Waiter) -> None:
+    def answered(self, call: Call) -> None:
         """Tell how the wait of a call ended, unless it has met a full device and waits on."""
-        if call.call in self._waiters:
+        request = call.request
+        if request is None or request.state == "waiting":
             return
+        request.move("answered")
         if call.failure is None:
-            self._report(waiter, "granted")
+            self._report(request, "granted")
         else:
-            self._report(waiter, "cancelled" if call.failure.reason is Reason.DELIVERY_FAILED else "refused")
+            self._report(request, "cancelled" if call.failure.reason is Reason.DELIVERY_FAILED else "refused")
 
-    def _report(self, waiter: Waiter, result: fx.WaitResult) -> None:
+    def _report(self, waiter: DebitRequest, result: fx.WaitResult) -> None:
         event, waited = waiter.event, waiter.waited
         if waiter.deadline is not None and (waited or result != "granted"):  # its turn may have come at once
             self._books.emit(
@@ -307,7 +304,7 @@ class Waiting:
                 )
             )
 
-    def _add(self, waiter: Waiter) -> None:
+    def _add(self, waiter: DebitRequest) -> None:
         self._looked_at = None
         self._waiters[waiter.event.call] = waiter
         self.sessions[waiter.event.session] += 1
@@ -317,7 +314,8 @@ class Waiting:
             self._count(waiter, 1)
             self.deadline = waiter.deadline if self.deadline is None else min(self.deadline, waiter.deadline)
 
-    def _remove(self, waiter: Waiter) -> None:
+    def _remove(self, waiter: DebitRequest, cause: str) -> None:
+        waiter.move(cause)
         self._looked_at = None
         del self._waiters[waiter.event.call]
         _count_down(self.sessions, waiter.event.session)
@@ -327,7 +325,7 @@ class Waiting:
             if waiter.deadline == self.deadline:
                 self.deadline = min((one.deadline for one in self._waiters.values() if one.deadline), default=None)
 
-    def _count(self, waiter: Waiter, one: int) -> None:
+    def _count(self, waiter: DebitRequest, one: int) -> None:
         key = (waiter.name, waiter.event.location)
         size, count = self._sums.pop(key, (0, 0))
         if count + one:
@@ -346,17 +344,8 @@ class Waiting:
         if not isinstance(event, ev.Made | ev.NotMade):
             self._turns = 0
 
-    def next(self, now: int) -> Debit | None:
-        """Return the request to decide for good next, because its turn has come or its wait ends; None: no request.
-
-        If the request before it is still there, it was refused. The wait of a granted request is reported when its call
-        is answered.
-        """
-        if self._deciding is not None:
-            self._deciding.waited = now - self._deciding.since
-            self._report(self._deciding, "refused")
-            self._schedule.divide_again()
-            self._deciding = None
+    def next(self, now: int) -> DebitRequest | None:
+        """Return the request to settle next, because its turn has come or its wait ends; None: no request."""
         if self.left_over:
             return None
         found = self._next(now) if self._timed or self._schedule.has_holds else None
@@ -369,10 +358,12 @@ class Waiting:
             self._schedule.divide_again()
             return None
         self._turns += 1
-        waiter, has_turn = found
-        return self._decide(waiter, has_turn=has_turn)
+        request, has_turn = found
+        request.has_turn = has_turn
+        self._remove(request, "its turn" if has_turn else "wait ends")
+        return request
 
-    def _next(self, now: int) -> tuple[Waiter, bool] | None:
+    def _next(self, now: int) -> tuple[DebitRequest, bool] | None:
         books = self._books
         ending = books.stopping or bool(books.refuse_debit())
         if ending or (self.deadline is not None and self.deadline <= now):
@@ -417,7 +408,7 @@ class Waiting:
         """
         return self._schedule.divide(location, self._waiters.values()) if location in self._timed else {}
 
-    def waiters(self) -> list[Waiter]:
+    def waiters(self) -> list[DebitRequest]:
         """Return the requests that wait with a deadline, the oldest first."""
         return [one for one in self._waiters.values() if one.deadline is not None]
 

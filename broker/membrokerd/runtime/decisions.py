@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from ..core import effects as fx
 from ..core.denied import Denied, Reason
 from ..core.names import Location, ModelName
-from ..core.schedule import Waiter
+from ..core.requests import DebitRequest
 
 KEPT_OF_A_MODEL, MODELS_OF_A_TENANT, TENANTS = 8, 16, 32
 """A record is at most 2 KiB, so that all of them are at most 8 MiB."""
@@ -141,7 +141,7 @@ class Decisions:
                     )
 
 
-def waiting(waiter: Waiter, now_ns: int) -> DecisionRecord:
+def waiting(waiter: DebitRequest, now_ns: int) -> DecisionRecord:
     """Return a request that waits now, as a decision; `now_ns` is CLOCK_BOOTTIME."""
     event, waited_ns = waiter.event, now_ns - waiter.since
     return DecisionRecord(

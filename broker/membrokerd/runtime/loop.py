@@ -126,7 +126,7 @@ class Loop:
     def tell(self, event: ev.Event) -> None:
         """Give the core an event and carry out what follows."""
         broker, now = self.broker, clock()
-        effects, facts = step = broker.step(event, now)
+        effects, facts, deadline = step = broker.step(event, now)
         self._on_step((clock() - now) / 1e9)
         is_written = True
         if facts or broker.books.cannot_write:
@@ -136,6 +136,8 @@ class Loop:
                     logs.log_fact(fact)
         if self._record_step is not None:  # first: an effect can lead to the next step at once
             self._record_step(event, step, now)
+        if deadline != self._deadline:  # before the effects, which can lead to the next step at once
+            self._schedule_deadline(deadline)
         for effect in effects:
             try:
                 if is_written or not isinstance(effect, fx.Make | fx.Send):
@@ -148,11 +150,6 @@ class Loop:
             self.packets.send_some()
         if broker.releasing.deaths:
             self._schedule_audit(RELEASING_AUDIT_SECONDS)
-        waiting = broker.waiting
-        timed = waiting.left_over or waiting.deadline is not None or broker.recalls.deadline is not None
-        deadline = broker.deadline if timed else broker.segments.attaches.deadline
-        if deadline != self._deadline:
-            self._schedule_deadline()
 
     def say(self, notice: Notice) -> None:
         """Send a notice to every session."""
@@ -203,14 +200,14 @@ class Loop:
             timer.cancel()
         self._audit_timer = self._io.call_later(seconds, self._audit)
 
-    def _schedule_deadline(self) -> None:
+    def _schedule_deadline(self, deadline: int | None) -> None:
         """Set the timer that tells the core when its next deadline has come."""
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
             self._deadline_timer = None
-        self._deadline = self.broker.deadline
-        if self._deadline is not None:
-            seconds = max(0, self._deadline - clock()) / 1e9
+        self._deadline = deadline
+        if deadline is not None:
+            seconds = max(0, deadline - clock()) / 1e9
             self._deadline_timer = self._io.call_later(seconds, self._elapsed)
 
     def _elapsed(self) -> None:

@@ -20,6 +20,7 @@ LIBRARY = {"connection": reconnecting.LIFECYCLE, "mapped memory": lifetime.LIFEC
 TABLES = {**lifecycles.ALL, **LIBRARY}
 FIRST = {
     "session": "open",
+    "request": "new",
     "extent": "lent",
     "packet": "waiting",
     "segment": "writing",
@@ -28,6 +29,7 @@ FIRST = {
 }
 LAST = {
     "session": {"ended"},
+    "request": {"refused", "ended"},
     "extent": {"credited"},
     "packet": {"delivered", "credited"},
     "segment": {"ended"},
@@ -36,6 +38,7 @@ LAST = {
 }
 SENTENCES = {
     "session": "One `connect()` of one process. It outlives its connection and is charged until it ends.",
+    "request": "A request for bytes: an allocation, a declaration or a new segment. Each is decided once for good.",
     "extent": "A piece of lent memory. It is charged until its borrower releases it or the device shows it free.",
     "packet": "Up to 64 extents of a call, sent together. A session has at most two made and not acknowledged.",
     "segment": "Memory with a name. Its model is charged until it is deleted and no process can have it mapped.",
