@@ -1,4 +1,4 @@
-"""Threads that meet: a call that waits for the lender until the test lets it go on, and many that begin at once."""
+"""Threads that meet: a call that waits until the test lets it go on, and many that begin at once."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from tests.support.daemons import DEADLINE_SECONDS
-from tests.support.fake_lender import Lender
+from tests.support.fake_lender import FlakyDriver, Lender
 
 
 class HeldUp:
-    """A call in another thread, which has asked the lender and waits."""
+    """A call in another thread, which waits where `owner` calls its function `hook`."""
 
-    def __init__(self, lender: Lender, call: Callable[[], object]) -> None:
-        self._lender = lender
+    def __init__(self, owner: Lender | FlakyDriver, call: Callable[[], object], hook: str) -> None:
         self._waiting, self._go_on = threading.Event(), threading.Event()
-        lender.before_borrow = self._wait
+
+        def wait() -> None:
+            setattr(owner, hook, lambda: None)
+            self._waiting.set()
+            assert self._go_on.wait(DEADLINE_SECONDS)
+
+        setattr(owner, hook, wait)
         self._thread = threading.Thread(target=call)
         self._thread.start()
         assert self._waiting.wait(DEADLINE_SECONDS)
-
-    def _wait(self) -> None:
-        self._lender.before_borrow = lambda: None
-        self._waiting.set()
-        assert self._go_on.wait(DEADLINE_SECONDS)
 
     def go_on(self) -> None:
         """Let it go on, to its end."""
@@ -34,13 +34,13 @@ class HeldUp:
 
 
 @contextmanager
-def held_up(lender: Lender, call: Callable[[], object]) -> Iterator[HeldUp]:
-    """Yield while `call`, in another thread, waits for the lender; at the end it goes on."""
-    one = HeldUp(lender, call)
+def held_up(lender: Lender, call: Callable[[], object], *, at_the_device: bool = False) -> Iterator[HeldUp]:
+    """Yield while `call`, in another thread, waits for the lender, or for the device; at the end it goes on."""
+    held = HeldUp(lender.driver, call, "before_synchronize") if at_the_device else HeldUp(lender, call, "before_borrow")
     try:
-        yield one
+        yield held
     finally:
-        one.go_on()
+        held.go_on()
 
 
 def together(work: Sequence[Callable[[], object]]) -> None:

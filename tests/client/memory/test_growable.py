@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -13,13 +11,12 @@ from contextlib import suppress
 from functools import partial
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS, until
+from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.fake_lender import PAGE, Lender
 from tests.support.sizes import MIB
 from tests.support.threads import held_up, together
 
 from membroker.errors import (
-    ClosedError,
     DeviceFailure,
     InvalidPageSize,
     InvalidRequest,
@@ -69,6 +66,10 @@ class TestSize:
         for _ in range(8):
             buffer.grow(PAGE // 4)
         assert asked == [0, PAGE]
+        waits: list[None] = []
+        lender.driver.before_synchronize = lambda: waits.append(None)
+        buffer.shrink(PAGE // 2)
+        assert waits == [], "it waited for the device, and no page goes"
 
     def test_what_grow_returns(self, buffer: GrowableBuffer) -> None:
         assert [buffer.grow(5), buffer.grow("2MiB"), buffer.grow(0), buffer.grow(1)] == [0, 5, PAGE + 5, PAGE + 5]
@@ -199,83 +200,6 @@ class TestRefused:
         assert lender.holdings == set()
 
 
-class TestAllOrNothing:
-    """A change that cannot be completed leaves the buffer, the books and the device as they were."""
-
-    def test_the_lender_refuses(self, buffer: GrowableBuffer, lender: Lender) -> None:
-        """The limit is near: growing by too much is refused whole, and by less goes on."""
-        buffer.resize(PAGE)
-        buffer.view()[:4] = b"keep"
-        lender.capacity = 4 * PAGE
-        before = state(buffer, lender)
-        with pytest.raises(OutOfMemory):
-            buffer.resize(4 * PAGE + 1)
-        with pytest.raises(OutOfMemory):
-            buffer.grow(4 * PAGE)
-        assert state(buffer, lender) == before
-        assert buffer.grow(3 * PAGE) == PAGE
-
-    @pytest.mark.parametrize("pages", [0, 1, 3, 4, 7])
-    @pytest.mark.parametrize("failure", [OutOfMemory("full"), KeyboardInterrupt(), DeviceFailure("broken")])
-    def test_the_lender_fails_at_page_k(
-        self, buffer: GrowableBuffer, lender: Lender, pages: int, failure: BaseException
-    ) -> None:
-        """The card is full, or somebody presses Ctrl-C, with some pages mapped already."""
-        lender.part = 2
-        buffer.resize(PAGE)
-        before = state(buffer, lender)
-        lender.fails_after, lender.failure = pages, failure
-        with pytest.raises(type(failure)):
-            buffer.grow(8 * PAGE)
-        assert state(buffer, lender) == before
-        lender.fails_after = None
-        buffer.grow(8 * PAGE)
-
-    def test_ctrl_c_while_nobody_waits(self, buffer: GrowableBuffer, lender: Lender) -> None:
-        """It comes while pages are mapped, and is held off: they are unmapped, since nobody learns of them."""
-        before = state(buffer, lender)
-        lender.before_borrow = lambda: signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            buffer.grow(8 * PAGE)
-        assert state(buffer, lender) == before
-
-    @pytest.mark.parametrize("mappings", range(6))
-    def test_the_driver_fails_at_map_k(self, buffer: GrowableBuffer, lender: Lender, mappings: int) -> None:
-        """The process runs out of mappings half-way (vm.max_map_count)."""
-        lender.part = 2
-        before = state(buffer, lender)
-        lender.driver.maps_left = mappings
-        with pytest.raises(DeviceFailure, match="ENOMEM"):
-            buffer.grow(6 * PAGE)
-        assert state(buffer, lender) == before
-        lender.driver.maps_left = None
-        buffer.grow(6 * PAGE)
-
-    def test_the_device_is_lost_while_it_shrinks(self, buffer: GrowableBuffer, lender: Lender) -> None:
-        """What is still mapped is still the buffer's, with all its bytes in use."""
-        buffer.resize(3 * PAGE)
-        before = state(buffer, lender)
-        lender.driver.lost = True
-        with pytest.raises(DeviceFailure, match="ILLEGAL_ADDRESS"):
-            buffer.resize(1)
-        assert state(buffer, lender) == before
-        lender.driver.lost = False
-        buffer.resize(1)
-        assert lender.used_bytes == PAGE
-
-    def test_shrinking_waits_for_the_device_once_and_only_for_pages(
-        self, buffer: GrowableBuffer, lender: Lender
-    ) -> None:
-        """Work may still use what goes; where nothing is unmapped there is nothing to wait for."""
-        buffer.resize(3 * PAGE)
-        waits: list[int] = []
-        lender.driver.before_synchronize = lambda: waits.append(lender.used_bytes)
-        buffer.resize(2 * PAGE + 1)
-        assert waits == []
-        buffer.resize(1)
-        assert waits == [3 * PAGE]
-
-
 class TestThreads:
     def test_many_threads_grow_at_once(self, buffer: GrowableBuffer, lender: Lender) -> None:
         """Sixteen threads append to one buffer: each gets its own range, and together they have no hole."""
@@ -314,31 +238,6 @@ class TestThreads:
         lender.driver.before_synchronize = lambda: None
         assert seen == [PAGE, PAGE]
 
-    def test_closed_while_borrowing(self, lender: Lender) -> None:
-        """The server shuts down while a request still waits for memory, and another for its turn: all is given back."""
-        buffer = GrowableBuffer(lender, PAGE, CAPACITY, PAGE)
-        raised: list[type[BaseException]] = []
-        asked: list[int] = []
-
-        def grow() -> None:
-            try:
-                buffer.grow(PAGE)
-            except ClosedError as error:
-                raised.append(type(error))
-
-        with held_up(lender, grow) as first:
-            second = threading.Thread(target=grow)
-            second.start()
-            until(lambda: len(buffer._holding._calls) == 2)
-            lender.before_borrow = lambda: asked.append(lender.lent_bytes)
-            buffer.close()
-            with pytest.raises(ClosedError):
-                buffer.view()
-            first.go_on()
-            second.join()
-        assert (raised, asked) == ([ClosedError] * 2, [])
-        assert lender.used_bytes == lender.lent_bytes == 0
-
     def test_a_failure_lets_the_next_one_go_on(self, buffer: GrowableBuffer, lender: Lender) -> None:
         """A refusal is one call's: whoever waited for its turn gets it."""
         lender.fails_after = 0
@@ -373,52 +272,6 @@ class TestThreads:
         together([partial(churn, number) for number in range(6)])
         pages = -(-buffer.size // PAGE)
         assert buffer.physical_usage_bytes == lender.lent_bytes == lender.used_bytes == pages * PAGE
-
-
-class TestEnd:
-    def test_close_gives_everything_back(self, lender: Lender) -> None:
-        buffer = GrowableBuffer(lender, 3 * PAGE, CAPACITY, PAGE)
-        buffer.close()
-        buffer.close()
-        assert lender.used_bytes == lender.lent_bytes == 0
-        calls: tuple[Callable[[], object], ...] = (
-            lambda: buffer.resize(0),
-            lambda: buffer.grow(1),
-            lambda: buffer.shrink(1),
-            buffer.view,
-            lambda: buffer.span(0, 0),
-            lambda: buffer.address,
-        )
-        for call in calls:
-            with pytest.raises(ClosedError):
-                call()
-
-    def test_a_forgotten_buffer_with_a_view(self, lender: Lender) -> None:
-        """Nobody has the buffer any more, but an array over it; it must not lose its memory, and then it goes."""
-        buffer = GrowableBuffer(lender, PAGE, CAPACITY, PAGE)
-        view = buffer.view()
-        del buffer
-        gc.collect()
-        lender.settle()
-        view[:5] = b"hello"
-        assert lender.used_bytes == PAGE
-        del view
-        gc.collect()
-        lender.settle()
-        assert lender.used_bytes == lender.lent_bytes == 0
-
-    def test_a_forked_childs_copy_is_the_parents(self, buffer: GrowableBuffer, lender: Lender) -> None:
-        """What a fork leaves a child is abandoned, and its locks may be held for ever: nothing is touched."""
-        buffer.resize(2 * PAGE)
-        (holding,) = lender.holdings
-        holding.state = "abandoned"  # as the child's copy is
-        with buffer._lock:
-            for call in (lambda: buffer.resize(0), lambda: buffer.grow(PAGE), buffer.view, lambda: buffer.span(0, 1)):
-                with pytest.raises(ClosedError, match="forked"):
-                    call()
-        buffer.close()
-        assert lender.lent_bytes == 2 * PAGE
-        holding.state = "open"
 
 
 def test_without_a_broker() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import tracemalloc
 from typing import Any
 
@@ -296,53 +295,6 @@ class TestAllOrNothing:
         assert state(table, lender) == before
         table.back(0, 1, 2)
 
-    @pytest.mark.parametrize("tiles", [0, 1, 3, 4])
-    @pytest.mark.parametrize("failure", [OutOfMemory("full"), KeyboardInterrupt(), DeviceFailure("broken")])
-    def test_the_lender_fails_at_tile_k(
-        self, table: SparseArray, lender: Lender, tiles: int, failure: BaseException
-    ) -> None:
-        """The card is full, or somebody presses Ctrl-C, with some tiles mapped already, around one that was there."""
-        lender.part = 2
-        table.write(2 * ROWS, row(1))
-        before = state(table, lender)
-        lender.fails_after, lender.failure = tiles, failure
-        with pytest.raises(type(failure)):
-            table.write(0, row(2, 6 * ROWS))
-        assert state(table, lender) == before
-        lender.fails_after = None
-        table.write(0, row(2, 6 * ROWS))
-
-    def test_ctrl_c_while_nobody_waits(self, table: SparseArray, lender: Lender) -> None:
-        """It comes while tiles are mapped, and is held off: what was to be written there will not be."""
-        before = state(table, lender)
-        lender.before_borrow = lambda: signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            table.write(0, row(2, 6 * ROWS))
-        assert state(table, lender) == before
-
-    @pytest.mark.parametrize("mappings", range(5))
-    def test_the_driver_fails_at_map_k(self, table: SparseArray, lender: Lender, mappings: int) -> None:
-        """The process runs out of mappings half-way (vm.max_map_count)."""
-        lender.part = 2
-        table.write(2 * ROWS, row(1))
-        before = state(table, lender)
-        lender.driver.maps_left = mappings
-        with pytest.raises(DeviceFailure, match="ENOMEM"):
-            table.write(0, row(2, 6 * ROWS))
-        assert state(table, lender) == before
-        lender.driver.maps_left = None
-        table.write(0, row(2, 6 * ROWS))
-
-    def test_the_device_is_lost_while_tiles_are_dropped(self, table: SparseArray, lender: Lender) -> None:
-        table.back(1, 2)
-        before = state(table, lender)
-        lender.driver.lost = True
-        with pytest.raises(DeviceFailure, match="ILLEGAL_ADDRESS"):
-            table.drop(1, 2)
-        lender.driver.lost = False
-        assert state(table, lender) == before
-        table.drop(1, 2)
-
     def test_the_second_of_three_is_not_unmapped(
         self, table: SparseArray, lender: Lender, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -361,10 +313,3 @@ class TestAllOrNothing:
         monkeypatch.undo()
         assert (table.tiles(), lender.lent_bytes, lender.used_bytes) == ([2, 3], 2 * PAGE, 2 * PAGE)
         assert table.read(2 * ROWS, 2 * ROWS) == row(1, 2 * ROWS)
-
-    def test_dropping_waits_for_the_device_once(self, table: SparseArray, lender: Lender) -> None:
-        table.back(1, 2, 5)
-        waits: list[int] = []
-        lender.driver.before_synchronize = lambda: waits.append(lender.used_bytes)
-        table.drop(1, 2, 5)
-        assert waits == [3 * PAGE]

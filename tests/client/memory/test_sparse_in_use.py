@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import pytest
-from tests.support.daemons import until
 from tests.support.fake_lender import PAGE, Lender
 from tests.support.sparse_table import COUNT, ROW, ROWS, row
 from tests.support.threads import held_up, together
 
 from membroker.errors import (
-    ClosedError,
     InvalidRequest,
     NotMapped,
     OutOfMemory,
@@ -70,29 +66,6 @@ class TestThreads:
         lender.driver.before_synchronize = lambda: None
         assert seen == [[], row(0)]
 
-    def test_closed_while_borrowing(self, lender: Lender) -> None:
-        """The server shuts down while one write waits for memory, another for its turn at the tile: all goes back."""
-        table = SparseArray(lender, (COUNT, 256), "F32")
-        raised: list[type[BaseException]] = []
-        asked: list[int] = []
-
-        def write(tiles: int = 0) -> None:
-            try:
-                table.write(0, row(1, 1 + tiles * ROWS))
-            except ClosedError as error:
-                raised.append(type(error))
-
-        with held_up(lender, write) as first:
-            second = threading.Thread(target=write, args=(1,))
-            second.start()
-            until(lambda: len(table._holding._calls) == 2)
-            lender.before_borrow = lambda: asked.append(lender.lent_bytes)
-            table.close()
-            first.go_on()
-            second.join()
-        assert (raised, asked) == ([ClosedError] * 2, [])
-        assert lender.used_bytes == lender.lent_bytes == 0
-
     def test_churn(self, zeros: SparseArray, lender: Lender) -> None:
         """Threads write, read and drop at random: a row is whole, or zero, and the sums agree."""
         seed = random.randrange(2**32)
@@ -112,58 +85,6 @@ class TestThreads:
 
         together([partial(churn, number) for number in range(1, 7)])
         assert len(zeros.tiles()) * PAGE == lender.lent_bytes == lender.used_bytes == zeros.physical_usage_bytes
-
-
-class TestEnd:
-    def test_close_gives_everything_back(self, lender: Lender) -> None:
-        table = SparseArray(lender, (COUNT, 256), "F32")
-        table.back(0, 1, 5)
-        table.close()
-        table.close()
-        assert table.closed
-        assert lender.used_bytes == lender.lent_bytes == 0
-        self.check_refuses(table, "closed")
-
-    def test_a_span_keeps_a_closed_and_forgotten_array(self, lender: Lender) -> None:
-        """A kernel still runs over a tile when the array is closed: its memory goes when the span does."""
-        table = SparseArray(lender, (COUNT, 256), "F32")
-        table.write(0, row(1))
-        span = table.span(0, ROW)
-        table.close()
-        del table
-        gc.collect()
-        lender.settle()
-        assert lender.driver.read(span.address, span.size) == row(1)
-        del span
-        gc.collect()
-        lender.settle()
-        assert lender.used_bytes == lender.lent_bytes == 0
-
-    def test_a_forked_childs_copy_is_the_parents(self, table: SparseArray, lender: Lender) -> None:
-        """What a fork leaves a child is abandoned, and its locks may be held for ever: nothing is touched."""
-        table.back(1)
-        (holding,) = lender.holdings
-        holding.state = "abandoned"  # as the child's copy is
-        with table._lock:
-            self.check_refuses(table, "forked")
-        table.close()
-        assert lender.lent_bytes == PAGE
-        holding.state = "open"
-
-    def check_refuses(self, table: SparseArray, why: str) -> None:
-        calls: tuple[Callable[[], object], ...] = (
-            lambda: table.write(0, row(1)),
-            lambda: table.read(0),
-            table.tiles,
-            lambda: table.back(0),
-            lambda: table.drop(1),
-            lambda: table.tensor(1),
-            lambda: table.span(0, 0),
-            lambda: table.address,
-        )
-        for call in calls:
-            with pytest.raises(ClosedError, match=why):
-                call()
 
 
 def test_without_a_broker() -> None:

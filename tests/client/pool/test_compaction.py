@@ -12,10 +12,10 @@ from functools import partial
 from itertools import pairwise
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.fake_lender import PAGE, Lender, put, state, text
+from tests.support.threads import held_up
 
-from membroker.errors import AlreadyMapped, ClosedError, CompactionFailed, InvalidRequest, NotMapped
+from membroker.errors import AlreadyMapped, CompactionFailed, InvalidRequest, NotMapped
 from membroker.pool.compaction import next_move
 from membroker.pool.page_table import FIXED, FREE, USED
 from membroker.pool.pool import VirtualMemoryPool
@@ -184,19 +184,6 @@ class TestCompact:
         pool.compact()
         assert len(waits) == 3
 
-    def test_a_closed_pool_and_a_forked_childs(self, lender: Lender) -> None:
-        pool = holes(VirtualMemoryPool(lender, 64 * PAGE, PAGE))
-        (holding,) = lender.holdings
-        holding.state = "abandoned"  # as the child's copy is
-        for call in (pool.compact, partial(pool.compact, dry_run=True), pool.mappings):
-            with pytest.raises(ClosedError, match="forked"):
-                call()
-        holding.state = "open"
-        pool.close()
-        for call in (pool.compact, partial(pool.compact, dry_run=True), pool.mappings):
-            with pytest.raises(ClosedError, match="closed"):
-                call()
-
 
 class TestFailures:
     """A device that fails half-way: what was moved is where the moves say, and the rest where it was."""
@@ -303,49 +290,25 @@ class TestThreads:
     def test_no_lock_is_held_while_moving(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         """One thread compacts, and waits for the device: others work elsewhere, and are told at the pages it has."""
         holes(pool)
-        waiting, go_on = threading.Event(), threading.Event()
-
-        def wait() -> None:
-            lender.driver.before_synchronize = lambda: None
-            waiting.set()
-            assert go_on.wait(DEADLINE_SECONDS)
-
-        lender.driver.before_synchronize = wait
         moves: list[Move] = []
-        compacting = threading.Thread(target=lambda: moves.extend(pool.compact()))
-        compacting.start()
-        assert waiting.wait(DEADLINE_SECONDS)
-        calls: tuple[Callable[[int, int], object], ...] = (pool.deallocate, pool.view, pool.span)
-        for call in calls:
-            with pytest.raises(NotMapped, match="another call"):
-                call(PAGE, 2 * PAGE)
-        with pytest.raises(AlreadyMapped, match="another call"):
-            pool.allocate(0, PAGE)
-        assert [row.state for row in pool.mappings()] == ["changing", "used", "used"]
-        pool.allocate(20 * PAGE, PAGE)
-        pool.deallocate(4 * PAGE, PAGE)
-        go_on.set()
-        compacting.join()
+        with held_up(lender, lambda: moves.extend(pool.compact()), at_the_device=True):
+            calls: tuple[Callable[[int, int], object], ...] = (pool.deallocate, pool.view, pool.span)
+            for call in calls:
+                with pytest.raises(NotMapped):
+                    call(PAGE, 2 * PAGE)
+            with pytest.raises(AlreadyMapped):
+                pool.allocate(0, PAGE)
+            assert [row.state for row in pool.mappings()] == ["changing", "used", "used"]
+            pool.allocate(20 * PAGE, PAGE)
+            pool.deallocate(4 * PAGE, PAGE)
         assert moves == [Move(PAGE, 0, 2 * PAGE), Move(8 * PAGE, 2 * PAGE, PAGE), Move(20 * PAGE, 3 * PAGE, PAGE)]
 
     def test_what_other_calls_are_at_stays(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         """A growth waits for memory right behind a run: the run must be where it was when the growth comes back."""
         holes(pool)
-        waiting, go_on = threading.Event(), threading.Event()
-
-        def wait() -> None:
-            lender.before_borrow = lambda: None
-            waiting.set()
-            assert go_on.wait(DEADLINE_SECONDS)
-
-        lender.before_borrow = wait
-        growing = threading.Thread(target=pool.grow, args=(PAGE,))
-        growing.start()
-        assert waiting.wait(DEADLINE_SECONDS)
-        plan = pool.compact(dry_run=True)
-        assert pool.compact() == plan == [Move(PAGE, 0, 2 * PAGE), Move(4 * PAGE, 2 * PAGE, PAGE)]
-        go_on.set()
-        growing.join()
+        with held_up(lender, lambda: pool.grow(PAGE)):
+            plan = pool.compact(dry_run=True)
+            assert pool.compact() == plan == [Move(PAGE, 0, 2 * PAGE), Move(4 * PAGE, 2 * PAGE, PAGE)]
         assert set(pages(pool)) == {0, 1, 2, 8, 9}
         assert pool.compact() == [Move(8 * PAGE, 3 * PAGE, 2 * PAGE)]
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 import threading
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.fake_lender import PAGE, Lender, state
 from tests.support.sizes import MIB
-from tests.support.threads import together
+from tests.support.threads import held_up, together
 
 from membroker.errors import (
     AlreadyMapped,
-    ClosedError,
     DeviceFailure,
     InvalidOffset,
     InvalidPageSize,
     InvalidRequest,
     NotMapped,
-    OutOfMemory,
     OutOfVirtualMemory,
 )
 from membroker.pool.pool import VirtualMemoryPool
@@ -180,30 +176,6 @@ def test_capacity_is_rounded_to_pages(lender: Lender) -> None:
 class TestAllOrNothing:
     """A growth that cannot be completed leaves the pool, the books and the device as they were."""
 
-    def test_refused_at_once(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        pool.allocate(0, PAGE)
-        lender.capacity = 4 * PAGE
-        before = state(pool, lender)
-        with pytest.raises(OutOfMemory):
-            pool.allocate(PAGE, 4 * PAGE)
-        assert state(pool, lender) == before
-        pool.allocate(PAGE, 3 * PAGE)
-
-    @pytest.mark.parametrize("pages", [0, 1, 3, 4, 7])
-    @pytest.mark.parametrize("failure", [OutOfMemory("full"), KeyboardInterrupt(), DeviceFailure("broken")])
-    def test_the_lender_fails_at_page_k(self, lender: Lender, pages: int, failure: BaseException) -> None:
-        """The card is full, or somebody presses Ctrl-C, with some pages mapped already."""
-        lender.part = 2
-        with VirtualMemoryPool(lender, 64 * PAGE, PAGE) as pool:
-            pool.allocate(0, PAGE)
-            before = state(pool, lender)
-            lender.fails_after, lender.failure = pages, failure
-            with pytest.raises(type(failure)):
-                pool.allocate(PAGE, 8 * PAGE)
-            assert state(pool, lender) == before
-            lender.fails_after = None
-            pool.allocate(PAGE, 8 * PAGE)
-
     @pytest.mark.parametrize("what", ["allocate", "allocate_anywhere", "grow", "prepare"])
     def test_ctrl_c_while_nobody_waits(self, pool: VirtualMemoryPool, lender: Lender, what: str) -> None:
         """It comes while pages are mapped, and is held off: they are unmapped, since nobody gets their address."""
@@ -215,30 +187,6 @@ class TestAllOrNothing:
         with pytest.raises(KeyboardInterrupt):
             getattr(pool, what)(*where, 8 * PAGE)
         assert state(pool, lender) == before
-
-    @pytest.mark.parametrize("mappings", range(6))
-    def test_the_driver_fails_at_map_k(self, lender: Lender, mappings: int) -> None:
-        """The process runs out of mappings half-way (vm.max_map_count)."""
-        lender.part = 2
-        with VirtualMemoryPool(lender, 64 * PAGE, PAGE) as pool:
-            before = state(pool, lender)
-            lender.driver.maps_left = mappings
-            with pytest.raises(DeviceFailure, match="ENOMEM"):
-                pool.allocate(0, 6 * PAGE)
-            assert state(pool, lender) == before
-            lender.driver.maps_left = None
-            pool.allocate(0, 6 * PAGE)
-
-    def test_unmapping_fails(self, lender: Lender) -> None:
-        """The device is lost while a range is given back: what is still mapped is not called given back."""
-        with VirtualMemoryPool(lender, 64 * PAGE, PAGE) as pool:
-            pool.allocate(0, 2 * PAGE)
-            before = state(pool, lender)
-            lender.driver.lost = True
-            with pytest.raises(DeviceFailure, match="ILLEGAL_ADDRESS"):
-                pool.deallocate(0, 2 * PAGE)
-            assert state(pool, lender) == before
-            lender.driver.lost = False
 
 
 class TestGrow:
@@ -276,78 +224,25 @@ class TestThreads:
     def test_no_lock_is_held_while_borrowing(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         """One thread waits for memory that only another can free: it must be able to."""
         pool.allocate(0, PAGE)
-        waiting, go_on = threading.Event(), threading.Event()
-
-        def wait() -> None:
-            waiting.set()
-            assert go_on.wait(DEADLINE_SECONDS)
-
-        lender.before_borrow = wait
-        borrower = threading.Thread(target=pool.allocate, args=(PAGE, PAGE))
-        borrower.start()
-        assert waiting.wait(DEADLINE_SECONDS)
-        lender.before_borrow = lambda: None
-        pool.deallocate(0, PAGE)
-        assert not pool.is_mapped(PAGE)
-        with pytest.raises(AlreadyMapped, match="another call"):
-            pool.allocate(PAGE, PAGE)
-        with pytest.raises(NotMapped):
-            pool.deallocate(PAGE, PAGE)
-        go_on.set()
-        borrower.join()
-        assert pool.is_mapped(PAGE)
-
-    def test_closed_while_borrowing(self, lender: Lender) -> None:
-        """The server shuts down while a request still waits for memory: what arrives is given back."""
-        pool = VirtualMemoryPool(lender, 64 * PAGE, PAGE)
-        pool.allocate(0, PAGE)
-        waiting, go_on = threading.Event(), threading.Event()
-        raised: list[type[BaseException]] = []
-
-        def wait() -> None:
-            waiting.set()
-            assert go_on.wait(DEADLINE_SECONDS)
-
-        def borrow() -> None:
-            try:
+        with held_up(lender, lambda: pool.allocate(PAGE, PAGE)):
+            pool.deallocate(0, PAGE)
+            assert not pool.is_mapped(PAGE)
+            with pytest.raises(AlreadyMapped):
                 pool.allocate(PAGE, PAGE)
-            except ClosedError as error:
-                raised.append(type(error))
-
-        lender.before_borrow = wait
-        borrower = threading.Thread(target=borrow)
-        borrower.start()
-        assert waiting.wait(DEADLINE_SECONDS)
-        pool.close()
-        with pytest.raises(ClosedError):
-            pool.allocate(4 * PAGE, PAGE)
-        go_on.set()
-        borrower.join()
-        assert raised == [ClosedError]
-        assert lender.used_bytes == 0
+            with pytest.raises(NotMapped):
+                pool.deallocate(PAGE, PAGE)
+        assert pool.is_mapped(PAGE)
 
     def test_deallocated_twice_at_once(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         """Two threads free the same range while the first waits for the device: nothing is left for the second."""
         pool.allocate(0, 2 * PAGE)
-        waiting, go_on = threading.Event(), threading.Event()
-
-        def wait() -> None:
-            waiting.set()
-            assert go_on.wait(DEADLINE_SECONDS)
-
-        lender.driver.before_synchronize = wait
-        first = threading.Thread(target=pool.deallocate, args=(0, 2 * PAGE))
-        first.start()
-        assert waiting.wait(DEADLINE_SECONDS)
-        lender.driver.before_synchronize = lambda: None
-        with pytest.raises(NotMapped):
-            pool.deallocate(PAGE, PAGE)
-        with pytest.raises(NotMapped):
-            pool.view(PAGE, 1)
-        with pytest.raises(AlreadyMapped):
-            pool.allocate(0, 1)
-        go_on.set()
-        first.join()
+        with held_up(lender, lambda: pool.deallocate(0, 2 * PAGE), at_the_device=True):
+            with pytest.raises(NotMapped):
+                pool.deallocate(PAGE, PAGE)
+            with pytest.raises(NotMapped):
+                pool.view(PAGE, 1)
+            with pytest.raises(AlreadyMapped):
+                pool.allocate(0, 1)
         assert pool.physical_usage_bytes == 0
 
     def test_racing_for_one_page(self, pool: VirtualMemoryPool) -> None:
@@ -381,59 +276,3 @@ class TestViews:
         part[:] = b"ok"
         del part
         pool.deallocate(0, 2 * PAGE)
-
-    def test_a_view_keeps_a_closed_pool(self, lender: Lender) -> None:
-        """A program closes its pool and reads its results afterwards; the memory goes when they do."""
-        pool = VirtualMemoryPool(lender, 64 * PAGE, PAGE)
-        pool.allocate(0, PAGE)
-        view = pool.view(0, 5)
-        view[:] = b"hello"
-        pool.close()
-        assert pool.closed
-        with pytest.raises(ClosedError):
-            pool.view(0, 1)
-        assert bytes(view) == b"hello"
-        assert lender.used_bytes == PAGE
-        del view
-        lender.settle()
-        assert lender.used_bytes == lender.lent_bytes == 0
-
-    def test_a_view_keeps_a_forgotten_pool(self, lender: Lender) -> None:
-        """Nobody has the pool any more, but a numpy array over it; it must not lose its memory."""
-        pool = VirtualMemoryPool(lender, 64 * PAGE, PAGE)
-        pool.allocate(0, PAGE)
-        view = pool.view(0, 5)
-        del pool
-        gc.collect()
-        lender.settle()
-        view[:] = b"hello"
-        assert lender.used_bytes == PAGE
-        del view
-        gc.collect()
-        lender.settle()
-        assert lender.used_bytes == 0
-
-
-class TestEnd:
-    def test_close_gives_everything_back(self, lender: Lender) -> None:
-        pool = VirtualMemoryPool(lender, 64 * PAGE, PAGE)
-        pool.allocate(0, 3 * PAGE)
-        pool.allocate(10 * PAGE, PAGE)
-        pool.close()
-        assert lender.used_bytes == lender.lent_bytes == 0
-        pool.close()
-        for call in (pool.allocate, pool.deallocate, pool.view):
-            with pytest.raises(ClosedError):
-                call(0, PAGE)
-        for no_call in (lambda: pool.base_address, lambda: pool.is_mapped(0), pool.stats, lambda: pool.grow(1)):
-            with pytest.raises(ClosedError):
-                no_call()
-
-    def test_a_forgotten_pool_gives_everything_back(self, lender: Lender) -> None:
-        pool = VirtualMemoryPool(lender, 64 * PAGE, PAGE)
-        pool.allocate(0, 3 * PAGE)
-        del pool
-        gc.collect()
-        assert lender.used_bytes == 3 * PAGE, "a finalizer itself must not unmap: it may run under any lock"
-        lender.settle()
-        assert lender.used_bytes == lender.lent_bytes == 0

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.fake_lender import PAGE, Lender, state
-from tests.support.threads import together
+from tests.support.threads import held_up, together
 
 from membroker.errors import (
     AlreadyMapped,
-    ClosedError,
     DeviceFailure,
     InvalidRequest,
     NotMapped,
@@ -226,56 +223,6 @@ class TestSpare:
         keeping.deallocate(0, 2 * PAGE)
         assert keeping.stats().spare_pages == 2
 
-    def test_close_gives_it_back(self, lender: Lender) -> None:
-        pool = VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=8)
-        pool.allocate(0, 4 * PAGE)
-        pool.deallocate(0, 2 * PAGE)
-        pool.prepare(PAGE)
-        pool.close()
-        assert lender.used_bytes == lender.lent_bytes == 0
-        no_calls: tuple[Callable[[], object], ...] = (
-            lambda: pool.allocate(0, PAGE),
-            lambda: pool.deallocate(2 * PAGE, PAGE),
-            lambda: pool.prepare(PAGE),
-            pool.trim,
-        )
-        for no_call in no_calls:
-            with pytest.raises(ClosedError):
-                no_call()
-
-    def test_a_forgotten_pool_gives_it_back(self, lender: Lender) -> None:
-        pool = VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=8)
-        pool.allocate(0, 4 * PAGE)
-        pool.deallocate(0, 2 * PAGE)
-        del pool
-        gc.collect()
-        lender.settle()
-        assert lender.used_bytes == lender.lent_bytes == 0
-
-    def test_a_forked_childs_copy_is_the_parents(self, keeping: VirtualMemoryPool, lender: Lender) -> None:
-        """What a fork leaves a child is abandoned: a spare page is not its to take, to trim, or to give back."""
-        keeping.allocate(0, 2 * PAGE)
-        keeping.deallocate(0, PAGE)
-        (holding,) = lender.holdings
-        holding.state = "abandoned"  # as the child's copy is
-        calls: tuple[Callable[[], object], ...] = (
-            lambda: keeping.allocate(0, PAGE),
-            lambda: keeping.deallocate(PAGE, PAGE),
-            lambda: keeping.grow(PAGE),
-            lambda: keeping.prepare(PAGE),
-            keeping.trim,
-            keeping.stats,
-            lambda: keeping.is_mapped(0),
-        )
-        for call in calls:
-            with pytest.raises(ClosedError, match="forked"):
-                call()
-        keeping.close()
-        assert lender.lent_bytes == 2 * PAGE
-        holding.state = "open"
-        assert keeping.stats().spare_pages == 1
-        keeping.allocate(0, PAGE)
-
     # --- threads ---
 
     def test_threads_race_for_one_spare_page(self, keeping: VirtualMemoryPool) -> None:
@@ -302,14 +249,13 @@ class TestSpare:
         keeping._backing.spare_pages = 0
         keeping.deallocate(2 * PAGE, PAGE)
         keeping._backing.spare_pages = 4
-        with _borrowing(keeping, lender, 0, 5 * PAGE) as go_on:
+        with held_up(lender, lambda: keeping.allocate(0, 5 * PAGE)):
             with pytest.raises(AlreadyMapped, match="another call"):
                 keeping.allocate(0, pages * PAGE)
             with pytest.raises(AlreadyMapped, match="another call"):
                 keeping.allocate(3 * PAGE, pages * PAGE)
             assert keeping.trim() == 0
             assert not keeping.is_mapped(0)
-            go_on()
         assert all(keeping.is_mapped(page * PAGE) for page in range(5))
         keeping.view(0, 5 * PAGE)[:] = bytes(5 * PAGE)
         assert (keeping.stats().mapped_pages, keeping.stats().spare_pages) == (5, 0)
@@ -318,33 +264,20 @@ class TestSpare:
         """Elsewhere in the pool somebody waits for memory; what is given back here may be what he waits for."""
         keeping.allocate(0, 4 * PAGE)
         keeping.deallocate(0, 4 * PAGE)
-        with _borrowing(keeping, lender, 8 * PAGE, 4 * PAGE) as go_on:
+        with held_up(lender, lambda: keeping.allocate(8 * PAGE, 4 * PAGE)):
             assert keeping.trim() == 4 * PAGE
             assert lender.lent_bytes == 0
-            go_on()
         assert (keeping.stats().mapped_pages, keeping.stats().spare_pages) == (4, 0)
 
     def test_allocate_while_another_call_trims(self, keeping: VirtualMemoryPool, lender: Lender) -> None:
         """The trim waits for the device with a page in hand: that page is being changed, and then it is nobody's."""
         keeping.allocate(0, 2 * PAGE)
         keeping.deallocate(0, PAGE)
-        waiting, go_on = threading.Event(), threading.Event()
-
-        def wait() -> None:
-            waiting.set()
-            assert go_on.wait(DEADLINE_SECONDS)
-
-        lender.driver.before_synchronize = wait
-        trimming = threading.Thread(target=keeping.trim)
-        trimming.start()
-        assert waiting.wait(DEADLINE_SECONDS)
-        lender.driver.before_synchronize = lambda: None
-        with pytest.raises(AlreadyMapped, match="another call"):
-            keeping.allocate(0, PAGE)
-        keeping.deallocate(PAGE, PAGE)
-        keeping.allocate(PAGE, PAGE)
-        go_on.set()
-        trimming.join()
+        with held_up(lender, keeping.trim, at_the_device=True):
+            with pytest.raises(AlreadyMapped):
+                keeping.allocate(0, PAGE)
+            keeping.deallocate(PAGE, PAGE)
+            keeping.allocate(PAGE, PAGE)
         assert not keeping.is_mapped(0)
         keeping.allocate(0, PAGE)
         assert (keeping.stats().mapped_pages, keeping.stats().spare_pages) == (2, 0)
@@ -380,28 +313,3 @@ class TestSpare:
         assert lender.lent_bytes == stats.physical_usage_bytes
         assert keeping.trim() == stats.physical_usage_bytes
         assert lender.used_bytes == 0
-
-
-@contextmanager
-def _borrowing(pool: VirtualMemoryPool, lender: Lender, offset: int, size: int) -> Iterator[Callable[[], None]]:
-    """Yield while another thread's `allocate` waits for the lender; what is yielded lets it go on, to its end."""
-    waiting, go_on = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        lender.before_borrow = lambda: None
-        waiting.set()
-        assert go_on.wait(DEADLINE_SECONDS)
-
-    lender.before_borrow = wait
-    borrower = threading.Thread(target=pool.allocate, args=(offset, size))
-    borrower.start()
-    assert waiting.wait(DEADLINE_SECONDS)
-
-    def finish() -> None:
-        go_on.set()
-        borrower.join()
-
-    try:
-        yield finish
-    finally:
-        finish()
