@@ -281,11 +281,11 @@ def test_a_path_that_is_too_long_for_a_socket_is_one_sentence(place: Path) -> No
     assert "bytes that a Unix socket may have" in said
 
 
-@pytest.mark.parametrize("words", [("--all", "--device", "1"), ("--all", "0"), ("--all", "x"), ("--all", "65")])
-def test_a_wrong_command_line_is_refused(words: tuple[str, ...]) -> None:
-    status, said = refused("--driver", "host", *words)
-    assert status == 2
-    assert "--all" in said
+def test_a_wrong_command_line_is_refused() -> None:
+    for words in [("--all", "--device", "1"), ("--all", "0"), ("--all", "x"), ("--all", "65")]:
+        status, said = refused("--driver", "host", *words)
+        assert status == 2
+        assert "--all" in said
 
 
 def test_a_number_is_for_the_host_driver_alone(place: Path) -> None:

@@ -440,9 +440,9 @@ def test_a_check_says_what_the_daemon_would_not_start_with_or_should_not() -> No
         ]
 
 
-@pytest.mark.parametrize(
-    ("values", "told"),
-    [
+def test_a_check_warns_of_numbers_that_do_not_go_together(tmp_path: Path) -> None:
+    """A time that was forgotten when another was raised for a slow engine, or sizes of another machine."""
+    for values, told in [
         ({"recall_seconds": 3.5}, "guarantee_wait_seconds: 10 is less than 3 times recall_seconds, 10.5: if a program"),
         ({"recall_seconds": 3.0}, ""),  # as docs/vllm.md has it
         ({"guarantee_wait_seconds": 2.5}, "guarantee_wait_seconds: 2.5 is less than 3 times recall_seconds, 3: if a"),
@@ -451,29 +451,23 @@ def test_a_check_says_what_the_daemon_would_not_start_with_or_should_not() -> No
         ({"host_capacity": "1PiB"}, "capacity and host_capacity: 1.0 PiB of host memory is more than the "),
         ({"driver": "cuda", "host_capacity": "1PiB"}, "host_capacity: 1.0 PiB of host memory is more than the "),
         ({"driver": "cuda", "capacity": "1PiB"}, ""),  # of a GPU
-    ],
-)
-def test_a_check_warns_of_numbers_that_do_not_go_together(tmp_path: Path, values: dict[str, Any], told: str) -> None:
-    """A time that was forgotten when another was raised for a slow engine, or sizes of another machine."""
-    path = tmp_path / "membrokerd.toml"
-    path.write_text(to_toml({**DEFAULTS, "runtime_directory": str(tmp_path), **values}))
-    ran = run_python(["-m", "membrokerd.cli", "--config", str(path), "--check-config"])
-    assert (ran.returncode, ran.stdout) == (0, f"{path}: good\n")
-    assert ran.stderr.startswith(f"{path}: {told}") if told else not ran.stderr
+    ]:
+        path = tmp_path / "membrokerd.toml"
+        path.write_text(to_toml({**DEFAULTS, "runtime_directory": str(tmp_path), **values}))
+        ran = run_python(["-m", "membrokerd.cli", "--config", str(path), "--check-config"])
+        assert (ran.returncode, ran.stdout) == (0, f"{path}: good\n")
+        assert ran.stderr.startswith(f"{path}: {told}") if told else not ran.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
+def test_a_misspelled_option_starts_nothing() -> None:
+    for arguments, complaint in [
         (("--captial", "8GiB"), "unrecognized arguments: --captial 8GiB, did you mean --capacity?"),
         (("--metrics-prot=0",), "unrecognized arguments: --metrics-prot=0, did you mean --metrics-port?"),
         (("start",), "unrecognized arguments: start"),
-    ],
-)
-def test_a_misspelled_option_starts_nothing(arguments: tuple[str, ...], complaint: str) -> None:
-    ran = run_python(["-m", "membrokerd.cli", *arguments])
-    assert ran.returncode == 2
-    assert ran.stderr.splitlines()[-1] == f"membrokerd: error: {complaint}"
+    ]:
+        ran = run_python(["-m", "membrokerd.cli", *arguments])
+        assert ran.returncode == 2
+        assert ran.stderr.splitlines()[-1] == f"membrokerd: error: {complaint}"
 
 
 def test_defaults_of_this_module_are_a_configuration(tmp_path: Path) -> None:

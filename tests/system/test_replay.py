@@ -175,9 +175,8 @@ def test_a_name_that_asked_for_nothing_is_said(recorded: Path) -> None:
         assert run_python([*command, f"{name}=2"]).stderr == ""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status", "sentence"),
-    [
+def test_numbers_that_cannot_be(recorded: Path) -> None:
+    for arguments, status, sentence in [
         (["--limit", "red"], 2, "'red' is not NAME=SIZE, as in acme=8GiB or acme/llama-7b=8GiB"),
         (["--weight", "red"], 2, "'red' is not NAME=NUMBER, as in acme=2 or acme/llama-7b=2"),
         (["--limit", "Red=8GiB"], 2, "is not NAME=SIZE"),
@@ -185,13 +184,11 @@ def test_a_name_that_asked_for_nothing_is_said(recorded: Path) -> None:
         (["--weight", "red=1001"], 2, "'1001' is not a whole number from 0 to 1000, or none"),
         (["--capacity", "64MiB"], 1, "the guarantees of all tenants together would be 96.0 MiB of device memory"),
         (["--location", "host"], 1, "the recorded broker lends no host memory: leave out --location host"),
-    ],
-)
-def test_numbers_that_cannot_be(recorded: Path, arguments: list[str], status: int, sentence: str) -> None:
-    done = run_python(["-m", "membroker.cli.main", "replay", str(recorded), *arguments])
-    assert done.returncode == status
-    assert sentence in done.stderr
-    assert "Traceback" not in done.stderr
+    ]:
+        done = run_python(["-m", "membroker.cli.main", "replay", str(recorded), *arguments])
+        assert done.returncode == status
+        assert sentence in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

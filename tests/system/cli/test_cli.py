@@ -99,17 +99,17 @@ def test_a_tenant_sees_its_own_and_the_operator_sees_all(daemon: Daemon) -> None
 
 
 @pytest.mark.usefixtures("worker")
-@pytest.mark.parametrize("by", ["option", "variable"])
-def test_an_admin_endpoint_is_taken_as_what_it_is(daemon: Daemon, by: str) -> None:
+def test_an_admin_endpoint_is_taken_as_what_it_is(daemon: Daemon) -> None:
     """Given by its own name there is nothing left for --admin to say; a device's directory has it in it."""
-    for place in (daemon.admin, daemon.root):
-        where = ("--endpoint", str(place)) if by == "option" else ()
-        env = {"MEMBROKER_ENDPOINT": str(place)} if by == "variable" else {}
-        assert f"pid {daemon.process.pid}" in good("status", *where, env=env)
-        assert "llama-7b" in good("models", *where, env=env)
-        tenants = [each["tenant"] for each in json.loads(good("sessions", "--json", *where, env=env))]
-        assert tenants == ["tenants/red"]
-        assert "there are no segments" in good("segments", *where, env=env)
+    for by in ["option", "variable"]:
+        for place in (daemon.admin, daemon.root):
+            where = ("--endpoint", str(place)) if by == "option" else ()
+            env = {"MEMBROKER_ENDPOINT": str(place)} if by == "variable" else {}
+            assert f"pid {daemon.process.pid}" in good("status", *where, env=env)
+            assert "llama-7b" in good("models", *where, env=env)
+            tenants = [each["tenant"] for each in json.loads(good("sessions", "--json", *where, env=env))]
+            assert tenants == ["tenants/red"]
+            assert "there are no segments" in good("segments", *where, env=env)
 
 
 def test_nothing_is_borrowed_at_the_admin_endpoint(daemon: Daemon) -> None:
@@ -263,28 +263,15 @@ def test_an_output_that_cannot_show_everything(daemon: Daemon) -> None:
 # --- Without a daemon ---
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        *(("status",), ("models",), ("sessions",), ("processes",), ("models", "--admin"), ("quota", "list")),
-        *(("tenants",), ("segments",), ("status", "--json")),
-        *(
-            ("forget", "sessions/1"),
-            ("evict", "sessions/1", "--yes"),
-            ("drain",),
-            ("drain", "--exit", "--json"),
-            ("undrain",),
-        ),
-    ],
-)
-def test_no_broker_is_one_sentence_and_status_1(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    whole = arguments[0] in ("drain", "undrain")  # not to be told at a tenant's endpoint
-    env = {"MEMBROKER_ENDPOINT": str(tmp_path / ("admin" if whole else "tenants/acme"))}
-    status, out, err = run(*arguments, env=env)
-    assert (status, out) == (1, "")
-    assert err.startswith("membroker: ")
-    assert "membrokerd" in err
-    assert len(err.splitlines()) == 1
+def test_no_broker_is_one_sentence_and_status_1(tmp_path: Path) -> None:
+    for arguments in [("status", "--json"), ("models", "--admin"), ("forget", "sessions/1"), ("drain",)]:
+        whole = arguments[0] in ("drain", "undrain")  # not to be told at a tenant's endpoint
+        env = {"MEMBROKER_ENDPOINT": str(tmp_path / ("admin" if whole else "tenants/acme"))}
+        status, out, err = run(*arguments, env=env)
+        assert (status, out) == (1, "")
+        assert err.startswith("membroker: ")
+        assert "membrokerd" in err
+        assert len(err.splitlines()) == 1
 
 
 def test_a_dead_brokers_socket_is_told_from_none(daemon: Daemon) -> None:
@@ -295,9 +282,8 @@ def test_a_dead_brokers_socket_is_told_from_none(daemon: Daemon) -> None:
         assert "the broker is dead and left its socket behind" in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
+def test_a_wrong_command_line_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, complaint in [
         ((), "COMMAND"),
         (("stat",), "there is no command `membroker stat`, did you mean status?\n"),
         (("zzz",), "there is no command `membroker zzz`: `membroker --help` lists all"),
@@ -333,57 +319,24 @@ def test_a_dead_brokers_socket_is_told_from_none(daemon: Daemon) -> None:
         (("status", "--device", "1", "--endpoint", "/run/x"), "not allowed with argument"),
         (("forget", "llama-7b"), "'llama-7b' is not a session, as in sessions/"),
         (("drain", "--deadline", "0"), "is not a number of seconds"),
-    ],
-)
-def test_a_wrong_command_line_is_status_2(
-    arguments: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
-    assert caught.value.code == 2
-    assert complaint in capsys.readouterr().err
+    ]:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        assert caught.value.code == 2
+        assert complaint in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        *(
-            "",
-            "status",
-            "models",
-            "sessions",
-            "tenants",
-            "processes",
-            "doctor",
-            "demo",
-            "top",
-            "explain",
-            "replay",
-            "sleep",
-            "wake",
-            "quota",
-            "quota set",
-            "quota list",
-        ),
-        *(
-            "run",
-            "segments",
-            "segments load",
-            "segments show",
-            "segments delete",
-            "forget",
-            "evict",
-            "drain",
-            "undrain",
-        ),
-    ],
-)
-def test_every_help_has_an_example(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main([*arguments.split(), "--help"])
-    assert caught.value.code == 0
-    text = capsys.readouterr().out
-    assert re.search(rf"examples?:\n  membroker {arguments}", text)
+def test_every_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in [
+        *("", "status", "models", "sessions", "tenants", "processes", "doctor", "demo", "top", "explain", "replay"),
+        *("sleep", "wake", "quota", "quota set", "quota list", "run", "segments", "segments load", "segments show"),
+        *("segments delete", "forget", "evict", "drain", "undrain"),
+    ]:
+        with pytest.raises(SystemExit) as caught:
+            cli.main([*arguments.split(), "--help"])
+        assert caught.value.code == 0
+        text = capsys.readouterr().out
+        assert re.search(rf"examples?:\n  membroker {arguments}", text)
 
 
 def test_the_examples_for_jq_name_fields_that_json_has(capsys: pytest.CaptureFixture[str]) -> None:

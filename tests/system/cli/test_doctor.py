@@ -40,9 +40,8 @@ def test_this_machine_passes_and_nothing_is_left_behind() -> None:
     assert all(check.found and (check.status == "ok") == (not check.advice) for check in checks.values())
 
 
-@pytest.mark.parametrize(
-    ("check", "status"),
-    [
+def test_a_limit_that_is_too_low_has_advice() -> None:
+    for check, status in [
         (doctor.check_python((3, 11, 0)), "ok"),
         (doctor.check_python((3, 10, 14)), "fail"),
         (doctor.check_descriptors(1_048_576), "ok"),
@@ -54,11 +53,9 @@ def test_this_machine_passes_and_nothing_is_left_behind() -> None:
         (doctor.check_inotify(65_536, 128), "ok"),
         (doctor.check_inotify(1000, 128), "warn"),
         (doctor.check_inotify(65_536, 1), "warn"),
-    ],
-)
-def test_a_limit_that_is_too_low_has_advice(check: doctor.Check, status: str) -> None:
-    assert check.status == status
-    assert bool(check.advice) == (status != "ok")
+    ]:
+        assert check.status == status
+        assert bool(check.advice) == (status != "ok")
 
 
 def test_a_daemon_started_here_would_have_as_many_descriptors() -> None:

@@ -277,9 +277,8 @@ def test_a_control_character_in_a_files_name_is_not_obeyed(tmp_path: Path) -> No
     assert "\x1b" not in refused("load", f"{tmp_path}/\x1b[2Jx", "m/w", "--endpoint", str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
+def test_a_wrong_command_line_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, complaint in [
         (("load", "x", "weights"), "name the segment and its model once"),
         (("load", "x", "a/weights", "--model", "b"), "name the segment and its model once"),
         (("load", "x", "red/a/weights", "--model", "a"), "name the segment and its model once"),
@@ -294,15 +293,11 @@ def test_a_control_character_in_a_files_name_is_not_obeyed(tmp_path: Path) -> No
         (("load", "x", "a/b", "--admin"), "unrecognized arguments"),
         (("delete", "b", "--admin"), "TENANT/MODEL/SEGMENT"),
         (("loadx", "x", "a/b"), "there is no command `membroker segments loadx`, did you mean load?"),
-    ],
-)
-def test_a_wrong_command_line_is_status_2(
-    arguments: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(("segments", *arguments))
-    assert caught.value.code == 2
-    assert complaint in capsys.readouterr().err
+    ]:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(("segments", *arguments))
+        assert caught.value.code == 2
+        assert complaint in capsys.readouterr().err
 
 
 def test_load_offers_only_the_names_that_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -325,9 +320,9 @@ def test_names_are_read_as_people_write_them() -> None:
             SegmentPath.parse(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "at_red"),
-    [
+def test_three_parts_begin_with_the_tenant_of_the_endpoint_or_with_the_models_name() -> None:
+    """What `membroker segments` prints can be pasted, and so can what Hugging Face calls a model."""
+    for text, at_red in [
         ("Qwen/Qwen3-8B/weights", "Qwen/Qwen3-8B/weights"),
         ("meta/llama/weights", "meta/llama/weights"),
         ("red/llama/weights", "tenants/red/models/llama/segments/weights"),
@@ -335,11 +330,8 @@ def test_names_are_read_as_people_write_them() -> None:
         ("blue/Qwen/Qwen3-8B/weights", "tenants/blue/models/Qwen/Qwen3-8B/segments/weights"),
         ("tenants/blue/models/m/segments/w", "tenants/blue/models/m/segments/w"),
         ("tenants/red/models/a/segments/segments/w", "tenants/red/models/a/segments/segments/w"),
-    ],
-)
-def test_three_parts_begin_with_the_tenant_of_the_endpoint_or_with_the_models_name(text: str, at_red: str) -> None:
-    """What `membroker segments` prints can be pasted, and so can what Hugging Face calls a model."""
-    assert str(SegmentPath.parse(text).within("tenants/red")) == at_red
+    ]:
+        assert str(SegmentPath.parse(text).within("tenants/red")) == at_red
 
 
 def test_the_brokers_refusals_are_sentences(model: Path) -> None:
