@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from membroker.wire.ownership import stranger_in
+from membroker.wire.ownership import namespace_trouble, stranger_in
 from membroker.wire.standard import import_quietly, open_standard_descriptors
 
 from . import __version__
@@ -111,6 +111,8 @@ def _run(options: dict[str, Any]) -> int:
     logs.configure(config.log.level, config.log.format, gpu="" if parent is None else _name(config))
     if path is not None and (stranger := stranger_in(path)):
         logs.warn(f"{_FOREIGN_FILE}: {stranger}", file=str(path))
+    if namespace := namespace_trouble():
+        logs.warn(namespace)
     if count is not None:
         return _serve_all(config, count, {"config": path, **options})
     return _serve(config, Reloader(path, lambda: load(path, options)))
@@ -178,6 +180,8 @@ def _troubles(config: Config, path: Path | None) -> Iterator[str]:
             yield f"state_directory: {why}"
     if config.max_sessions and (why := limits.trouble(config.max_sessions, limits.raise_descriptor_limit())):
         yield why
+    if namespace := namespace_trouble():
+        yield namespace
     yield from _memory_troubles(config)
     yield from _guarantee_troubles(config)
     rounds = RECALL_ROUNDS * config.recall_seconds

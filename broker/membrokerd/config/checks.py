@@ -22,6 +22,7 @@ from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, Strict, 
 
 from membroker.vmm.sizes import MIB, format_size, parse_size
 from membroker.wire.names import valid_model, valid_tenant
+from membroker.wire.ownership import is_mapped
 
 from ..core import policy
 
@@ -98,16 +99,29 @@ def _keeper_socket(path: Path) -> Path:
 def _uids(value: Any) -> frozenset[int]:
     if not isinstance(value, list) or not all(_is_int(uid) and 0 <= uid < 2**32 - 1 for uid in value):
         raise ValueError(f"write a list of user ids, such as [1000, 1001], not {value!r}")
+    for uid in value:
+        _mapped("user", uid)
     return frozenset(value)
 
 
 def _named_id(kind: str, find: Callable[[str], int], value: Any) -> int:
     if _is_int(value) and 0 <= value < 2**32 - 1:
-        return int(value)
+        return _mapped(kind, int(value))
     try:
-        return find(str(value))
+        return _mapped(kind, find(str(value)))
     except KeyError:
         raise ValueError(f"this machine has no {kind} {value!r}; write an id, or create the {kind} first") from None
+
+
+def _mapped(kind: str, number: int) -> int:
+    """Return an id that a process can have here; in a user namespace others may mean many users, or none."""
+    letter = kind[0]
+    if not is_mapped("uid" if letter == "u" else "gid", number):
+        raise ValueError(
+            f"{kind} {number} means nobody in this user namespace, which does not map it (/proc/self/{letter}id_map); "
+            f"start the daemon where the {kind} is mapped"
+        )
+    return number
 
 
 def _mode(value: Any) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from membroker.wire.names import SYSTEM_DIRECTORY
+from membroker.wire.ownership import stranger_in
 
 from ..core.names import QuotaKey
 from ..core.rows import Quota
@@ -71,12 +72,16 @@ def _layout(config: Config, env: Mapping[str, str]) -> tuple[Path, str]:
         return SYSTEM, ""
     if not own or runtime != os.path.realpath(Path(own, "membroker")):
         return config.runtime_directory, "state/kept"  # the keeper has locked `state` itself
-    if Path(state := env.get("XDG_STATE_HOME", "")).is_absolute():
-        return Path(state, "membroker"), ""
-    if Path(home := env.get("HOME", "")).is_absolute():
-        return Path(home, ".local", "state", "membroker"), ""
+    # After `su` or `sudo -E` they may be another user's.
+    strangers = []
+    for place in (Path(env.get("XDG_STATE_HOME", "")), Path(env.get("HOME", ""), ".local", "state")):
+        if place.is_absolute():
+            if not (stranger := stranger_in(place)):
+                return place / "membroker", ""
+            strangers.append(stranger)
     raise DirectoryError(
         "there is no directory for state that outlives a reboot: set XDG_STATE_HOME or HOME to an absolute path"
+        + "".join(f"; {stranger}" for stranger in strangers)
     )
 
 

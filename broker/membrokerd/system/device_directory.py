@@ -236,6 +236,8 @@ class DeviceDirectory:
         None for the runtime directory, which may be an operator's symbolic link and keeps its mode; the directories
         above it are looked at, too.
         """
+        if mode is None:  # before anything is made in another user's directory
+            _refuse(directory, stranger_in(directory))
         made = files.make_directory(directory)
         status = directory.stat() if mode is None else directory.lstat()
         if not (stat.S_ISDIR(status.st_mode) or stat.S_ISLNK(status.st_mode)):
@@ -243,16 +245,11 @@ class DeviceDirectory:
                 f"{directory} is not a directory: move it away, or choose another with --runtime-directory DIR"
             )
         if mode is None:
-            why = stranger_in(directory)
+            _refuse(directory, stranger_in(directory))
         elif not stat.S_ISDIR(status.st_mode):
-            why = "it is a symbolic link"
-        else:
-            why = "" if status.st_uid in (0, os.geteuid()) else f"it belongs to {user_text(status.st_uid)}"
-        if why:
-            raise DirectoryError(
-                f"{directory} is not this user's alone: {why}. Another user that can change it could pose as the "
-                "broker: mend or remove it, or choose another with --runtime-directory DIR"
-            )
+            _refuse(directory, "it is a symbolic link")
+        elif status.st_uid not in (0, os.geteuid()):
+            _refuse(directory, f"it belongs to {user_text(status.st_uid)}")
         if mode is not None or made:
             directory.chmod(0o755 if mode is None else mode)
 
@@ -335,6 +332,15 @@ class DeviceDirectory:
             self._sockets.pop(path, None)
             if path.is_socket() and self.is_in_place():
                 path.unlink(missing_ok=True)
+
+
+def _refuse(directory: Path, why: str) -> None:
+    """Raise `DirectoryError` if there is a reason why a directory is not this user's alone."""
+    if why:
+        raise DirectoryError(
+            f"{directory} is not this user's alone: {why}. Another user that can change it could pose as the broker: "
+            "mend or remove it, or choose another with --runtime-directory DIR"
+        )
 
 
 def _check_length(path: Path) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import AccessDenied, BrokerAbsent, BrokerUnavailable, MembrokerError
-from ..ext import OPEN_PER_SESSION, names, sessions_for
+from ..ext import OPEN_PER_SESSION, names, ownership, sessions_for
 from ..ext import endpoint as endpoints
 from ..vmm import open_driver
 from ..vmm.driver import DriverError, DriverUnavailable, Location
@@ -88,6 +88,7 @@ def examine(endpoint: str | None, env: Mapping[str, str] = os.environ) -> list[C
     looks: tuple[tuple[str, Callable[[], Check]], ...] = (
         ("python", lambda: check_python(sys.version_info[:3])),
         ("peers", check_peers),
+        ("users", check_users),
         ("processes", check_process_identity),
         ("descriptors", lambda: check_descriptors(descriptor_limit())),
         ("mappings", lambda: check_mappings(_sysctl("vm/max_map_count"))),
@@ -156,6 +157,13 @@ def check_peers() -> Check:
                 "Linux 6.5 has it; before it the broker knows peers by pid and start time, in its own pid namespace",
             )
     return Check("peers", "ok", f"kernel {platform.release()} has SO_PEERPIDFD")
+
+
+def check_users() -> Check:
+    """Check that each user has a number here: those that a user namespace does not map have one for all of them."""
+    if trouble := ownership.namespace_trouble():
+        return Check("users", "warn", trouble, "start the daemon outside of it, or map all users that have workers")
+    return Check("users", "ok", "each number is one user")
 
 
 def check_process_identity() -> Check:
@@ -301,6 +309,9 @@ def check_runtime_directory(env: Mapping[str, str], uid: int) -> Check:
         limit = names.MAX_SOCKET_PATH_BYTES
         advice = f"a socket's path has at most {limit} bytes: choose a shorter one with --runtime-directory"
         return Check("runtime directory", "fail", f"{directory} is too long", advice)
+    if stranger := ownership.stranger_in(directory):
+        advice = "set the variable to a directory of your own (after `su` it is another user's), or use another with "
+        return Check("runtime directory", "fail", stranger, f"{advice}--runtime-directory")
     existing = next(part for part in (directory, *directory.parents) if part.exists())
     if not os.access(existing, os.W_OK | os.X_OK):
         advice = f"make {directory} as root and give it to this user, or choose another with --runtime-directory"

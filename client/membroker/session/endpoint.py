@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ..errors import AccessDenied, BrokerAbsent, BrokerUnavailable, DescriptorLimit, InvalidRequest, MembrokerError
 from ..wire.names import ENDPOINT_VARIABLE, MAX_SOCKET_PATH_BYTES, SYSTEM_DIRECTORY, SYSTEM_VARIABLE
-from ..wire.ownership import group_text, user_text
+from ..wire.ownership import group_text, stranger_in, user_text
 
 SHOWN = 8
 """How many tenants or devices a message lists."""
@@ -61,7 +61,7 @@ def default_device(env: Mapping[str, str] = os.environ) -> Path:
     """
     devices, why = living_devices(env), ""
     if not devices:
-        found = map(_devices_in, runtime_directories(env))
+        found = (_devices_in(runtime) for runtime, passed_over in _looked_at(env) if not passed_over)
         devices, why = next(filter(None, found), []), f"no broker is alive: {_START}. "
     if len(devices) > 1:
         listed = _some([str(tenant) for device in devices for tenant in _endpoints_of(device / "tenants")])
@@ -71,15 +71,18 @@ def default_device(env: Mapping[str, str] = os.environ) -> Path:
         )
     if devices:
         return devices[0]
-    raise BrokerAbsent(
-        f"no broker was found under {' or '.join(map(str, runtime_directories(env)))}: {_START}, "
-        f"or name its endpoint's directory with {ENDPOINT_VARIABLE}=…. {_IF_IT_RUNS.format('')}"
+    raise _none_found(
+        "no broker was found",
+        env,
+        f"{_START}, or name its endpoint's directory with {ENDPOINT_VARIABLE}=…. {_IF_IT_RUNS.format('')}",
     )
 
 
 def living_devices(env: Mapping[str, str] = os.environ) -> list[Path]:
     """Return the devices with a live broker, of the first runtime directory that has one; else an empty list."""
-    found = (list(filter(_may_live, _devices_in(runtime))) for runtime in runtime_directories(env))
+    found = (
+        list(filter(_may_live, _devices_in(runtime))) for runtime, passed_over in _looked_at(env) if not passed_over
+    )
     return next(filter(None, found), [])
 
 
@@ -93,7 +96,7 @@ def find_device(name: str, env: Mapping[str, str] = os.environ) -> Path:
         raise InvalidRequest(
             f"{name!r} is not a device: give its number, or its UUID as `nvidia-smi -L` or `membroker status` shows it"
         )
-    looked = runtime_directories(env)
+    looked = [runtime for runtime, passed_over in _looked_at(env) if not passed_over]
     devices = [device for runtime in looked for device in _devices_in(runtime)]
     named = [device for device in devices if _is_called(device, name)]
     found = list(filter(_may_live, named)) or named
@@ -103,10 +106,11 @@ def find_device(name: str, env: Mapping[str, str] = os.environ) -> Path:
         listed = ", ".join(map(str, found))
         raise InvalidRequest(f"{len(found)} devices are called {name}: name one with --endpoint, of {listed}")
     there = ", ".join(f"{device.name} ({_index_of(device)})" for device in devices)
-    raise BrokerAbsent(
-        f"no broker of device {name} was found under {' or '.join(map(str, looked))}"
-        + (f", only of {there}" if there else "")
-        + f": start one with `membrokerd --device {name}`. {_IF_IT_RUNS.format(' of this device')}"
+    raise _none_found(
+        f"no broker of device {name} was found",
+        env,
+        f"start one with `membrokerd --device {name}`. {_IF_IT_RUNS.format(' of this device')}",
+        f", only of {there}" if there else "",
     )
 
 
@@ -133,21 +137,48 @@ def _index_of(device: Path) -> str:
     return text if text.isdecimal() else "?"
 
 
-def runtime_directories(env: Mapping[str, str] = os.environ) -> list[Path]:
-    """Return the directories in which brokers keep their endpoints, the user's own first."""
-    own = env.get("XDG_RUNTIME_DIR", "")
-    return [Path(own, "membroker")] * bool(own) + [system_directory(env)]
-
-
 def system_directory(env: Mapping[str, str] = os.environ) -> Path:
     """Return the runtime directory of root's daemons: MEMBROKER_SYSTEM_DIRECTORY, else `/run/membroker`."""
     return Path(env.get(SYSTEM_VARIABLE) or SYSTEM_DIRECTORY)
 
 
+def _looked_at(env: Mapping[str, str]) -> list[tuple[Path, MembrokerError | None]]:
+    """Return the directories in which brokers keep their endpoints, the user's own first, and why one is passed over.
+
+    A variable is a hint: after `su` or `sudo -E` it is another user's, who could pose as a broker in there. So it
+    counts only where nobody but this user and root could have put the directory. A user who is not root may be told of
+    a system directory elsewhere.
+    """
+    own, system = env.get("XDG_RUNTIME_DIR", ""), env.get(SYSTEM_VARIABLE, "")
+    found = [(Path(own, "membroker"), stranger_in(Path(own, "membroker")))] * bool(own)
+    strange = stranger_in(Path(system).parent, alone=True) if system and os.geteuid() == 0 else ""
+    return [
+        (runtime, BrokerAbsent(why) if why else _closed(runtime))
+        for runtime, why in [*found, (system_directory(env), strange)]
+    ]
+
+
+def _closed(runtime: Path) -> MembrokerError | None:
+    """Return why a directory that is there cannot be looked into by this user, and whose it is; None if it can."""
+    try:
+        _devices_in(runtime)
+    except MembrokerError as error:
+        return error
+    return None
+
+
+def _none_found(what: str, env: Mapping[str, str], advice: str, besides: str = "") -> MembrokerError:
+    """Return the error when no directory has the broker: it names those that were passed over, and why."""
+    looked = _looked_at(env)
+    reasons = "".join(f" ({runtime} was passed over: {why})" for runtime, why in looked if why)
+    kind = AccessDenied if any(isinstance(why, AccessDenied) for _, why in looked) else BrokerAbsent
+    return kind(f"{what} under {' or '.join(str(runtime) for runtime, _ in looked)}{besides}: {advice}{reasons}")
+
+
 def _devices_in(runtime: Path) -> list[Path]:
     try:
         return sorted(entry for entry in runtime.iterdir() if _is_device(entry))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise diagnose(Path(error.filename or runtime), error) from error

@@ -113,6 +113,17 @@ def is_mapped(kind: Kind, number: int) -> bool:
     return number != overflow_id(kind) and any(first <= number < first + count for first, count in inside)
 
 
+def namespace_trouble() -> str:
+    """Say what a broker cannot do in this user namespace; "" if it maps every user."""
+    number = overflow_id("uid")
+    if number is None:
+        return ""
+    return (
+        "this user namespace does not map every user (/proc/self/uid_map; `unshare -Ur`, PrivateUsers=yes, a rootless "
+        f"container): all others have the uid {number} here, so their processes are refused"
+    )
+
+
 def user_text(uid: int) -> str:
     """Return a user for a sentence: `root (uid 0)`."""
     try:

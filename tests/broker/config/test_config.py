@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.support.sizes import GIB, MIB
 
+from membroker.wire import ownership
 from membrokerd.config import config
 from membrokerd.config.config import ConfigError, load
 from membrokerd.system.files import MAX_TEXT_BYTES
@@ -350,3 +351,17 @@ def test_a_card_may_be_named_by_its_uuid(tmp_path: Path, prefix: str) -> None:
 def test_owner_may_be_a_name_or_an_id(tmp_path: Path) -> None:
     found = load(write(tmp_path, f"[tenants.a]\nowner = {os.geteuid()}\ngroup = 'root'\n"), {})
     assert (found.tenants["a"].owner, found.tenants["a"].group) == (os.geteuid(), 0)
+
+
+@pytest.mark.parametrize("key", ["uids = [1000]", "owner = 1000", "group = 1000", 'owner = "root"'])
+def test_a_user_that_means_nobody_here_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    """In a user namespace that does not map it no worker can have that id, and no socket can be given to it."""
+    for name in ("uid", "gid"):
+        for file, text in ((f"self/{name}_map", "5 1000 10\n"), (f"sys/kernel/overflow{name}", "65534\n")):
+            (tmp_path / "proc" / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "proc" / file).write_text(text)
+    monkeypatch.setattr(ownership, "_PROC", tmp_path / "proc")
+    with pytest.raises(ConfigError, match="means nobody in this user namespace"):
+        load(write(tmp_path, f"[tenants.red]\n{key}\n"), {}, {"XDG_RUNTIME_DIR": "/run/user/1"}, 1)
+    fits = load(write(tmp_path, "[tenants.red]\nuids = [5, 14]\n"), {}, {"XDG_RUNTIME_DIR": "/run/user/1"}, 1)
+    assert fits.tenants["red"].uids == {5, 14}

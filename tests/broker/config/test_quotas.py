@@ -259,6 +259,18 @@ def test_where_it_is_kept(tmp_path: Path) -> None:
     assert place(tmp_path / "link", env) == Path("/var/lib/membroker/gpu-1"), "the same place by another name"
 
 
+def test_a_home_that_others_can_change_is_passed_over(tmp_path: Path) -> None:
+    """After `su` it is another user's; if no other is left, the daemon says so instead of writing there."""
+    runtime, state = tmp_path / "membroker", tmp_path / "state"
+    state.mkdir()
+    state.chmod(0o777)
+    env = {"XDG_RUNTIME_DIR": str(tmp_path), "XDG_STATE_HOME": str(state), "HOME": str(tmp_path)}
+    config = Config(runtime_directory=runtime)
+    assert state_directory(config, "gpu-1", env) == tmp_path / ".local" / "state" / "membroker" / "gpu-1"
+    with pytest.raises(DirectoryError, match=rf"set XDG_STATE_HOME or HOME .*; {state} can be changed by other users"):
+        state_directory(config, "gpu-1", {**env, "HOME": ""})
+
+
 def test_a_check_finds_the_quotas_of_each_device_once(tmp_path: Path) -> None:
     """In a runtime directory a device has a second name, its number."""
     files = [tmp_path / device / "state" / "kept" / "quotas.toml" for device in ("host", "host-1")]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from tests.support.daemons import until
 
+from membroker.wire import ownership
 from membrokerd.core.denied import Reason
 from membrokerd.edge.convert import Refused
 from membrokerd.edge.handoff import peer as module
@@ -27,6 +28,22 @@ one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 one.connect(sys.argv[1])
 print("connected", flush=True)
 sys.stdin.read()
+"""
+
+_ATTEST = """
+import os, socket, sys
+from membrokerd.edge.convert import Refused
+from membrokerd.edge.handoff.peer import attest
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listener.bind(sys.argv[1])
+os.chmod(sys.argv[1], 0o666)
+listener.listen()
+print("listening", flush=True)
+for _ in range(2):
+    try:
+        print(attest(listener.accept()[0], frozenset()), flush=True)
+    except Refused as error:
+        print(error.denied.reason, flush=True)
 """
 
 
@@ -71,6 +88,48 @@ class Process:
 
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_number_that_stands_for_many_users_is_nobody(
+    listener: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel gives all users that the broker's namespace does not map one uid: two of them were one tenant."""
+    monkeypatch.setattr(ownership, "_PROC", tmp_path)
+    for name, text in (("self/uid_map", "0 100000 65536\n"), ("sys/kernel/overflowuid", f"{os.geteuid()}\n")):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    before = descriptors()
+    with Process(listener) as one:
+        for uids in (NOBODY, frozenset([os.geteuid()])):
+            with pytest.raises(Refused) as caught:
+                attest(one.connection, uids)
+            assert caught.value.denied.reason == Reason.PEER_UNKNOWN
+    assert descriptors() == before
+
+
+@pytest.mark.root
+def test_two_users_that_a_namespace_does_not_map_are_refused(tmp_path: Path) -> None:
+    """A broker in `unshare -Ur`, and workers of two users outside of it."""
+    path = Path("/tmp") / f"mb-peer-{os.getpid()}"
+    try:
+        with subprocess.Popen(
+            ["unshare", "-Ur", sys.executable, "-c", _ATTEST, str(path)], stdout=subprocess.PIPE, text=True
+        ) as broker:
+            assert broker.stdout is not None
+            assert broker.stdout.readline() == "listening\n"
+            try:
+                for uid in (60_001, 60_002):
+                    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:
+                        os.seteuid(uid)
+                        try:
+                            one.connect(str(path))
+                        finally:
+                            os.seteuid(0)
+                        assert broker.stdout.readline() == "PEER_UNKNOWN\n"
+            finally:
+                broker.kill()
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def test_a_living_process_is_known_by_pid_uid_and_identity(listener: socket.socket, way: str) -> None:

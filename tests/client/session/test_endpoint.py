@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -109,6 +110,47 @@ class TestChoice:
         assert "the broker is dead" in why(endpoint.find_endpoint(None, env)), (
             "the user's own is the one that is missed"
         )
+
+    def test_a_directory_that_others_can_change_is_passed_over(self, place: Path) -> None:
+        """After `sudo -E` the variable is another user's: the broker of this machine is found, and no other."""
+        for directory in (place / "membroker", place / "system"):
+            (directory / "host" / "tenants" / "default").mkdir(parents=True)
+        (place / "membroker").chmod(0o777)
+        assert endpoint.find_endpoint(None, directories(place)) == place / "system" / "host" / "tenants" / "default"
+        assert endpoint.find_device("host", directories(place)) == place / "system" / "host"
+        shutil.rmtree(place / "system")
+        said = rf"{place}/membroker was passed over: {place}/membroker can be changed by other users"
+        for find in (endpoint.find_endpoint, lambda _, env: endpoint.find_device("0", env)):
+            with pytest.raises(BrokerUnavailable, match=said):
+                find(None, directories(place))
+
+    @pytest.mark.root
+    @pytest.mark.parametrize("user", [0, 60_002])
+    def test_another_users_directory_is_passed_over(self, place: Path, user: int) -> None:
+        """Root, and a user after `su`: neither is led into it, and whoever finds nothing is told whose it is."""
+        own, system = place / "own", place / "system"
+        (own / "membroker" / "host" / "tenants" / "default").mkdir(parents=True)
+        os.chown(own, 60_001, 60_001)
+        own.chmod(0o755 if user == 0 else 0o700)
+        env = {"XDG_RUNTIME_DIR": str(own), "MEMBROKER_SYSTEM_DIRECTORY": str(system)}
+        os.seteuid(user)
+        try:
+            with pytest.raises(BrokerUnavailable, match=f"was passed over: {own} belongs to uid 60001"):
+                endpoint.find_endpoint(None, env)
+            os.seteuid(0)
+            (system / "host" / "tenants" / "default").mkdir(parents=True)
+            os.seteuid(user)
+            assert endpoint.find_endpoint(None, env) == system / "host" / "tenants" / "default"
+        finally:
+            os.seteuid(0)
+
+    @pytest.mark.root
+    def test_root_is_not_led_into_another_users_directory_by_the_other_variable(self, place: Path) -> None:
+        theirs = place / "theirs"
+        (theirs / "system" / "host" / "tenants" / "default").mkdir(parents=True)
+        os.chown(theirs, 60_001, 60_001)
+        with pytest.raises(BrokerUnavailable, match=f"was passed over: {theirs} belongs to uid 60001"):
+            endpoint.find_endpoint(None, {"MEMBROKER_SYSTEM_DIRECTORY": str(theirs / "system")})
 
     def test_no_device_at_all(self, place: Path) -> None:
         with pytest.raises(BrokerUnavailable, match="start one with `membrokerd`") as caught:

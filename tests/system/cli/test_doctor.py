@@ -36,7 +36,7 @@ def test_this_machine_passes_and_nothing_is_left_behind() -> None:
         assert sorted(os.listdir("/proc/self/fd")) == before
         assert os.listdir(directory) == []
     assert {name for name, check in checks.items() if check.status == "fail"} == set()
-    assert len(checks) == 14
+    assert len(checks) == 15
     assert all(check.found and (check.status == "ok") == (not check.advice) for check in checks.values())
 
 
@@ -105,6 +105,27 @@ def test_the_runtime_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert str(tmp_path) in doctor.check_runtime_directory(system, 0).found
 
 
+@pytest.mark.root
+def test_another_users_runtime_directory_fails() -> None:
+    """After `su` the variable is another user's: the check says whose, and the broker is looked for elsewhere."""
+    with tempfile.TemporaryDirectory(prefix="mb-") as directory:
+        os.chown(directory, 60_001, 60_001)
+        env = {"XDG_RUNTIME_DIR": directory, "MEMBROKER_SYSTEM_DIRECTORY": "/nowhere"}
+        check = doctor.check_runtime_directory(env, 60_002)
+        assert (check.status, check.found) == ("fail", f"{directory} belongs to uid 60001")
+        assert doctor.check_broker(None, env).found.startswith("no broker was found under")
+
+
+def test_users_that_are_not_mapped_are_a_warning() -> None:
+    """In `unshare -Ur` the broker would take them all for one."""
+    code = "from membroker.cli import doctor; print(doctor.check_users().status, doctor.check_users().found)"
+    said = subprocess.run(["unshare", "-Ur", sys.executable, "-c", code], capture_output=True, text=True)
+    if said.returncode:
+        pytest.skip(f"this machine allows no user namespace: {said.stderr}")
+    assert said.stdout.startswith("warn this user namespace does not map every user")
+    assert doctor.check_users().status == "ok" or "does not map" in doctor.check_users().found
+
+
 def test_an_older_kernel_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many fleets run 5.14: the broker falls back, and the doctor says on what."""
     monkeypatch.setattr(doctor, "SO_PEERPIDFD", 9_999)
@@ -149,7 +170,7 @@ def test_what_cannot_be_looked_at_is_a_failure_not_a_crash(monkeypatch: pytest.M
     checks = {check.name: check for check in doctor.examine("/nowhere", {})}
     assert checks["peers"].status == "fail"
     assert "Operation not permitted" in checks["peers"].found
-    assert len(checks) == 14
+    assert len(checks) == 15
 
 
 def test_an_answer_that_nobody_has_foreseen_is_one_checks_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from membroker.wire.descriptors import peer_of
+from membroker.wire.ownership import overflow_id
 
 from ...core.denied import Reason, deny
 from ...system.process import NO_DESCRIPTOR, identity_of, start_time
@@ -48,6 +49,9 @@ def attest(connection: socket.socket, uids: frozenset[int]) -> Peer:
     read first and the liveness last: a pid that was reused in between shows as dead.
     """
     pid, uid = peer_of(connection)
+    if uid == overflow_id("uid"):
+        what = f"its user is not mapped in this broker's user namespace, where the uid {uid} is all such users'"
+        raise Refused(deny(Reason.PEER_UNKNOWN, what=what))
     if uids and uid not in uids:
         raise Refused(deny(Reason.ENDPOINT_FORBIDDEN, uid=uid))
     try:
