@@ -392,6 +392,7 @@ class Daemon:
                 catalog.DEVICE_GRANULARITY: plan.driver.device.granularity,
                 catalog.DRAINING: broker.books.draining,
                 catalog.JOURNAL_FULL: bool(broker.books.cannot_write),
+                catalog.DEVICE_LOST: bool(broker.books.device_lost),
                 catalog.DRIVER_FALLBACK: plan.fell_back,
                 catalog.DESCRIPTORS: self._traffic.descriptors + len(loop.store) + loop.packets.stocked + 1,
                 catalog.NOTICES_DROPPED: self._traffic.notices_dropped,
@@ -418,6 +419,8 @@ class Daemon:
             return False, sentence
         if self._loop.broker.books.stopping:
             return False, "stopping"
+        if lost := self._loop.broker.books.device_lost:
+            return False, f"the device does not answer: {lost}"
         if self._plan.fell_back:
             return True, 'ok, but no usable GPU was found (driver = "auto"): this broker lends host memory'
         return True, "ok"

@@ -109,8 +109,9 @@ class DeviceStatus:
 
     `granularity_bytes` is the unit of every extent. `revision` is a counter that each change of the books raises.
     `pid` and `start_time` are the daemon's. `metrics_url` is empty if metrics are off. While an operator drains the
-    device (`draining`), or the daemon's journal has no room on its disk (`journal_full`), it lends nothing more.
-    `driver_fallback` says that no GPU was usable, and the broker lends host memory instead.
+    device (`draining`), the daemon's journal has no room on its disk (`journal_full`), or the device does not answer
+    (`device_lost`, as a GPU that fell off the bus), it lends nothing more. `driver_fallback` says that no GPU was
+    usable, and the broker lends host memory instead.
     """
 
     uuid: str
@@ -128,6 +129,7 @@ class DeviceStatus:
     draining: bool
     journal_full: bool = False
     driver_fallback: bool = False
+    device_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)

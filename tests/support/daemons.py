@@ -237,6 +237,12 @@ def running(
         shutil.rmtree(directory, ignore_errors=True)  # a keeper that ends takes its socket away
 
 
+def find_root(daemon: Daemon) -> Daemon:
+    """Tell a daemon's wrapper the directory of its device, which is named after the GPU; return the wrapper."""
+    (daemon.root,) = (daemon.directory / "run").glob("gpu-*")
+    return daemon
+
+
 class Shared:
     """One daemon for several tests, as long as each leaves it unused: a start costs more than most tests."""
 

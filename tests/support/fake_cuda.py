@@ -9,6 +9,8 @@ import textwrap
 import uuid
 from pathlib import Path
 
+import pytest
+
 from tests.support.template import run as run_python
 
 LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
@@ -32,6 +34,28 @@ def build_fake_cuda(directory: Path) -> Path | None:
         target = directory / library
         subprocess.run([compiler, *options, "-o", target, _SOURCE, "-ldl"], check=True)
     return directory
+
+
+def with_faults(directory: Path, patch: pytest.MonkeyPatch) -> Path:
+    """Have all processes from now on find the fake libraries; return the file of `say_faults`.
+
+    Skips the test without a C compiler.
+    """
+    libraries = build_fake_cuda(directory / "fake")
+    if libraries is None:
+        pytest.skip("no C compiler (gcc or cc) to build the fake libcuda with")
+    faults = directory / "faults"
+    patch.setenv("LD_LIBRARY_PATH", str(libraries))
+    patch.setenv("FAKE_CUDA_CARD", uuid.uuid4().hex[:12])
+    patch.setenv("FAKE_CUDA_FAULTS", str(faults))
+    return faults
+
+
+def say_faults(faults: Path, text: str) -> None:
+    """Have these calls fail from now on, all in one moment: each line is a function and what it returns."""
+    fresh = faults.with_suffix(".new")
+    fresh.write_text(text)
+    fresh.replace(faults)
 
 
 def run_beside_fake_cuda(libraries: Path, code: str, **environment: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from membroker.vmm import Location
 from membroker.vmm.cuda.driver import CudaDriver
-from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, find_root, running, until
 from tests.support.sizes import GIB, MIB
 from tests.support.workers import ROOT, Worker
 
@@ -68,11 +68,6 @@ def on_gpu(
         yield daemon
     if back:
         until(lambda: used(gpu) <= before + SLACK)
-
-
-def find_root(daemon: Daemon) -> None:
-    """Tell a daemon's wrapper the directory of its device, which is named after the GPU."""
-    (daemon.root,) = (daemon.directory / "run").glob("gpu-*")
 
 
 def enter(

@@ -178,11 +178,12 @@ def test_every_name_is_escaped() -> None:
 
 
 def test_what_is_wrong_stands_at_the_top() -> None:
-    wrong = dict.fromkeys((catalog.DRAINING, catalog.JOURNAL_FULL, catalog.DRIVER_FALLBACK), 1)
+    wrong = dict.fromkeys((catalog.DRAINING, catalog.JOURNAL_FULL, catalog.DEVICE_LOST, catalog.DRIVER_FALLBACK), 1)
     text = Page(page(replace(FULL, figures={**FULL.figures, **wrong}), {})).text
     for sentence in (
         "An operator drains this device",
         "The journal cannot be written",
+        "The device does not answer",
         "No usable GPU was found",
         "1.0 MiB of the guarantees cannot be kept now",
         "1.0 MiB were recalled from workers that do not answer",

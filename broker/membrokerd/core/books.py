@@ -53,6 +53,8 @@ class Books:
         self.draining = False
         self.cannot_write = ""
         """Why debits cannot be journalled at the moment, so that nothing is lent; set by the daemon."""
+        self.device_lost = ""
+        """What the driver says while the device does not answer, so that nothing is lent; set by the daemon."""
         self.making: dict[Location, int] = dict.fromkeys(rules.capacities, 0)
         """Bytes that are debited but may not exist on the device yet."""
         self._next_id = epoch << COUNTER_BITS
@@ -104,6 +106,9 @@ class Books:
         """Return why nothing at all is lent now, or None."""
         if self.cannot_write:
             return deny(Reason.JOURNAL_FULL, driver_says=self.cannot_write)
+        if self.device_lost:
+            says = f"the device does not answer, and nothing is lent until it does ({self.device_lost})"
+            return deny(Reason.DRIVER_FAILED, driver_says=says)
         return deny(Reason.DRAINING) if self.draining else None
 
 

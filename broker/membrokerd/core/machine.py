@@ -187,6 +187,8 @@ class Broker:
         self.sessions.answer_ready()
 
     def _audit(self, event: ev.Audit, now: int) -> None:
+        if self.books.device_lost:  # extents of a device that comes back after a reset are dead
+            self._drop_stock()
         self.releasing.audit(event, now)
         self.waiting.try_again()
         self.stock.forget_stale(now)
@@ -199,6 +201,9 @@ class Broker:
     def _set_draining(self, event: ev.SetDraining, now: int) -> None:
         self.books.draining = event.draining
         if event.draining:
-            for location in self.books.rules.capacities:
-                self.stock.drop_all(location)
+            self._drop_stock()
         self.books.answer(event.call, fx.Done())
+
+    def _drop_stock(self) -> None:
+        for location in self.books.rules.capacities:
+            self.stock.drop_all(location)

@@ -109,7 +109,7 @@ class WarmPool:
                 self._drop(kind, min(self._ready[kind], -(-excess // kind[1])))
 
     def drop_all(self, location: Location) -> bool:
-        """Drop all stock of a location, because the device is full or draining; say whether there was any."""
+        """Drop all stock of a location: the device is full, draining or lost. Say whether there was any."""
         kinds = [kind for kind in self._ready if kind[0] == location]
         for kind in kinds:
             self._drop_kind(kind)
@@ -135,8 +135,8 @@ class WarmPool:
 
     @property
     def _unwanted(self) -> bool:
-        """Whether the daemon stops or drains, so that no stock is kept."""
-        return self._books.stopping or self._books.draining
+        """Whether the daemon stops or drains or its device is lost, so that no stock is kept."""
+        return self._books.stopping or self._books.draining or bool(self._books.device_lost)
 
     def _wants(self, kind: Kind) -> bool:
         location, size = kind

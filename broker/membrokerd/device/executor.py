@@ -33,6 +33,7 @@ from membroker.vmm import (
     Location,
     MemoryInfo,
 )
+from membroker.wire.descriptors import close_all
 
 from ..core import policy
 from ..core.denied import Denied, Reason
@@ -99,6 +100,10 @@ class Executor:
         """What each location had free when it was last read, less what was made since, and when that was."""
         self._extent_seconds = 50e-6
         """How long an extent took lately, to be made and exported."""
+        self.lost = ""
+        """What the driver said when the device stopped answering; "" while it answers."""
+        self._doubted = False
+        """Whether the device has to prove that it makes extents: it did not answer, or a create failed."""
         self._unreported = 0
         """Jobs whose results the event loop has not heard yet."""
 
@@ -143,8 +148,11 @@ class Executor:
 
     def look(self, done: Callable[[Figures], None]) -> None:
         """Read what the device shows. `done` gets it after the outcome of each packet that the figure includes, and
-        before all others."""
-        if self._unreported:
+        before all others.
+
+        It also decides whether the device is lost. The thread asks a doubted device, because the answer may take long.
+        """
+        if self._unreported or self._doubted:
             self._submit(OWN, self._look, done)
         else:
             done(self._look())
@@ -161,10 +169,34 @@ class Executor:
         try:
             figures, now = self.figures(), time.monotonic()
             self._rooms = {Location(where): (now, info.free) for where, info in figures.items() if info is not None}
-            return figures
+            if self._doubted:
+                self._prove()
         except Exception as error:  # noqa: BLE001 - a GPU that fell off the bus must not end this thread
-            logs.warn("the device does not say how much memory it has", error=str(error))
+            self._doubted = True
+            self._rooms = {}
+            if not self.lost:
+                self.lost = str(error) or type(error).__name__
+                logs.warn("the device does not answer: nothing more is lent until it does", error=self.lost)
             return {location.value: None for location in Location}
+        if self.lost:
+            logs.log("the device answers again, and memory is lent again")
+            self.lost = ""
+        return figures
+
+    def _prove(self) -> None:
+        """Make an extent and let it go; raises what the driver says if the device cannot. A lack of room is an answer.
+
+        After a reset NVML may answer while this process's CUDA is still dead, so a figure alone proves nothing.
+        """
+        try:
+            lend = partial(self._driver.lend, self._driver.device.granularity, 1, Location.DEVICE)
+            close_all(self._timed("lend", lend))
+        except (DriverOutOfMemory, DriverLimit):
+            pass
+        except OSError as error:
+            if error.errno not in NO_DESCRIPTOR:
+                raise
+        self._doubted = False
 
     def stop(self) -> None:
         """Finish the jobs that are queued, then end the thread and release the anchor."""
@@ -228,6 +260,7 @@ class Executor:
             reach("created")
             return descriptors
         except Exception as error:  # noqa: BLE001 - this thread serves everybody and must outlive any driver's fault
+            self._doubted = True
             return _failed("make", error, _numbers(make))
 
     def _close(self, descriptors: Sequence[int]) -> None:

@@ -77,6 +77,7 @@ class BookMessages:
             draining=self.loop.broker.books.draining,
             journal_full=bool(self.loop.broker.books.cannot_write),
             driver_fallback=plan.fell_back,
+            device_lost=bool(self.loop.broker.books.device_lost),
         )
 
     def get_available(self, request: pb.GetAvailableRequest, tenant: str, session: int) -> pb.Available:
@@ -87,7 +88,7 @@ class BookMessages:
             raise convert.Refused(deny(Reason.LOCATION_UNAVAILABLE, location=location))
         now = 0
         share, more = broker.waiting.share(name, location, session)
-        if broker.books.draining:
+        if broker.books.refuse_debit():
             more = 0
         else:
             now = broker.books.admission.available(name, location, self._device_room(location), session)

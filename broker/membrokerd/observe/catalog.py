@@ -175,6 +175,9 @@ DRAINING = Spec("membroker_device_draining", "gauge", "1 while the device is dra
 JOURNAL_FULL = Spec(
     "membroker_journal_full", "gauge", "1 while the journal cannot be written: the broker lends nothing more."
 )
+DEVICE_LOST = Spec(
+    "membroker_device_lost", "gauge", "1 while the device does not answer: the broker lends nothing more."
+)
 REFUSED = Spec("membroker_connections_refused_total", "counter", "Handoff connections refused.", ("reason",))
 NOTICES_DROPPED = Spec(
     "membroker_notices_dropped_total", "counter", "Notices dropped because a session did not read them."

@@ -66,6 +66,7 @@ def _troubles(view: MetricsView) -> Iterator[str]:
     for is_so, sentence in (
         (view.figures[catalog.DRAINING], "An operator drains this device: nothing more is lent."),
         (view.figures[catalog.JOURNAL_FULL], "The journal cannot be written: nothing more is lent."),
+        (view.figures[catalog.DEVICE_LOST], "The device does not answer: nothing more is lent."),
         (view.figures[catalog.DRIVER_FALLBACK], "No usable GPU was found: this broker lends host memory instead."),
         (shortfall, f"{format_size(shortfall)} of the guarantees cannot be kept now."),
         (late, f"{format_size(late)} were recalled from workers that do not answer."),

@@ -168,7 +168,7 @@ class Loop:
                 connection.close("its process died")
 
     def _died(self, session: int, figures: Figures) -> None:
-        self.figures = figures
+        self._take(figures)
         self.tell(ev.ProcessDied(session, seen(figures)))
 
     # --- the audit ---
@@ -186,11 +186,15 @@ class Loop:
 
     def _audited(self, figures: Figures) -> None:
         self._look_pending = False
-        self.figures = figures
+        self._take(figures)
         self.tell(ev.Audit(seen(figures)))
         self._on_audit()
         waiting = self.broker.releasing.deaths
         self._schedule_audit(RELEASING_AUDIT_SECONDS if waiting else self._audit_seconds)
+
+    def _take(self, figures: Figures) -> None:
+        self.figures = figures
+        self.broker.books.device_lost = self.executor.lost
 
     def _schedule_audit(self, seconds: float) -> None:
         timer = self._audit_timer

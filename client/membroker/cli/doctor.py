@@ -51,6 +51,10 @@ _MAKE_ROOM = (
     "make room on the disk of its runtime directory (`df -h /run/membroker`): it then lends again by itself, and takes "
     "releases meanwhile"
 )
+_DEVICE_LOST = (
+    "`nvidia-smi` and `dmesg | grep -i xid` say what the GPU has: after a reset or a reboot start the daemon and the "
+    "workers again. What they had on the GPU is lost"
+)
 _NOT_ADMITTED = (
     "the tenant's `owner`, `group`, `mode` and `uids` in the daemon's configuration say which users may enter"
 )
@@ -340,6 +344,8 @@ def check_broker(endpoint: str | None, env: Mapping[str, str]) -> Check:
     daemon = f"membrokerd {device.version} on {device.uuid}"
     if device.journal_full:
         return Check("broker", "fail", f"{daemon} lends nothing: its journal cannot be written", _MAKE_ROOM)
+    if device.device_lost:
+        return Check("broker", "fail", f"{daemon} lends nothing: its device does not answer", _DEVICE_LOST)
     if device.draining:
         return Check("broker", "warn", f"{daemon} lends nothing: it is drained", "`membroker undrain` lends again")
     capacity = ", ".join(f"{format_size(books.capacity_bytes)} ({where})" for where, books in device.locations.items())

@@ -206,6 +206,7 @@ def _device_lines(snapshot: Snapshot, width: int) -> Iterator[tuple[str, int]]:
         sessions = snapshot.device.sessions
         parts.append(f"{sessions} session{'s' * (sessions != 1)}")
         parts += ["DRAINED"] * snapshot.device.draining + ["JOURNAL FULL"] * snapshot.device.journal_full
+        parts += ["DEVICE LOST"] * snapshot.device.device_lost
         for line in _filled(parts, ", ", width):
             yield line, curses.A_BOLD
     if snapshot.silent_seconds:

@@ -175,6 +175,7 @@ def device_table(device: DeviceStatus, endpoint: str) -> TextTable:
             ["sessions", sessions],
             *([["lending", "no: it is drained, until `membroker undrain`"]] if device.draining else []),
             *([["lending", f"no: its journal cannot be written{_SEE}"]] if device.journal_full else []),
+            *([["lending", f"no: the device does not answer{_SEE}"]] if device.device_lost else []),
         ],
     )
 

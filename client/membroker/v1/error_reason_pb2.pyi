@@ -37,7 +37,9 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     Retry: after that program ended.
     """
     ERROR_REASON_DRIVER_FAILED: _ErrorReason.ValueType  # 5
-    """The driver failed to create or export. Retry: maybe; the message has the driver's own words."""
+    """The driver failed to create or export, or the device does not answer. Retry: maybe; the message has the driver's
+    own words.
+    """
     ERROR_REASON_DESCRIPTORS_EXHAUSTED: _ErrorReason.ValueType  # 6
     """The broker ran out of descriptors or the like. Retry: after sessions ended, or with a higher limit."""
     ERROR_REASON_DELIVERY_FAILED: _ErrorReason.ValueType  # 7
@@ -152,7 +154,9 @@ ERROR_REASON_DEVICE_FULL: ErrorReason.ValueType  # 4
 Retry: after that program ended.
 """
 ERROR_REASON_DRIVER_FAILED: ErrorReason.ValueType  # 5
-"""The driver failed to create or export. Retry: maybe; the message has the driver's own words."""
+"""The driver failed to create or export, or the device does not answer. Retry: maybe; the message has the driver's
+own words.
+"""
 ERROR_REASON_DESCRIPTORS_EXHAUSTED: ErrorReason.ValueType  # 6
 """The broker ran out of descriptors or the like. Retry: after sessions ended, or with a higher limit."""
 ERROR_REASON_DELIVERY_FAILED: ErrorReason.ValueType  # 7

@@ -65,6 +65,7 @@ class Device(google.protobuf.message.Message):
     DRAINING_FIELD_NUMBER: builtins.int
     JOURNAL_FULL_FIELD_NUMBER: builtins.int
     DRIVER_FALLBACK_FIELD_NUMBER: builtins.int
+    DEVICE_LOST_FIELD_NUMBER: builtins.int
     uuid: builtins.str
     """NVML's UUID ("GPU-…"), or "host"."""
     product: builtins.str
@@ -91,6 +92,8 @@ class Device(google.protobuf.message.Message):
     """The journal cannot be written, for want of room on its disk: the broker lends nothing more, and no session begins."""
     driver_fallback: builtins.bool
     """The configuration says `driver = "auto"`, no GPU was usable, and the broker lends host memory instead."""
+    device_lost: builtins.bool
+    """The device does not answer, as a GPU that fell off the bus: the broker lends nothing more until it does."""
     @property
     def locations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LocationBooks]:
         """The books of each location at which this broker lends."""
@@ -115,9 +118,10 @@ class Device(google.protobuf.message.Message):
         draining: builtins.bool = ...,
         journal_full: builtins.bool = ...,
         driver_fallback: builtins.bool = ...,
+        device_lost: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["start_time", b"start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["detached_sessions", b"detached_sessions", "draining", b"draining", "driver", b"driver", "driver_fallback", b"driver_fallback", "granularity_bytes", b"granularity_bytes", "journal_full", b"journal_full", "locations", b"locations", "metrics_url", b"metrics_url", "pid", b"pid", "product", b"product", "revision", b"revision", "sessions", b"sessions", "start_time", b"start_time", "uuid", b"uuid", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["detached_sessions", b"detached_sessions", "device_lost", b"device_lost", "draining", b"draining", "driver", b"driver", "driver_fallback", b"driver_fallback", "granularity_bytes", b"granularity_bytes", "journal_full", b"journal_full", "locations", b"locations", "metrics_url", b"metrics_url", "pid", b"pid", "product", b"product", "revision", b"revision", "sessions", b"sessions", "start_time", b"start_time", "uuid", b"uuid", "version", b"version"]) -> None: ...
 
 global___Device = Device
 

@@ -126,6 +126,10 @@ class Script:
         """The daemon cannot write down what it lends, or can again."""
         self.broker.books.cannot_write = why
 
+    def do_device_lost(self, says: str = "") -> None:
+        """The device does not answer any more, or answers again."""
+        self.broker.books.device_lost = says
+
     def do_restart(self, torn: str = "0", lost: str = "", **seen: str) -> list[str]:
         """A daemon dies and another one begins; `torn` facts are missing at the end of the story that it reads."""
         story = self.facts[: len(self.facts) - int(torn)]

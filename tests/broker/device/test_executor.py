@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,23 +33,23 @@ TOTAL = 64 * MIB
 
 
 class Failing(HostDriver):
-    """A device whose call of this name raises at its k-th time."""
+    """A device whose call of a name raises at its k-th time from now."""
 
     def __init__(self) -> None:
         super().__init__(TOTAL, TOTAL)
-        self.call, self.left, self.failure = "", 0, Exception()
+        self._counted: Counter[str] = Counter()
+        self._failures: dict[tuple[str, int], Exception] = {}
         self.lent: list[tuple[int, str]] = []
         """How many extents each call made, and on which thread."""
         self.before_lend: Callable[[], None] = lambda: None
 
     def fail(self, call: str, at: int, failure: Exception) -> None:
-        self.call, self.left, self.failure = call, at, failure
+        self._failures[call, self._counted[call] + at] = failure
 
     def _count(self, call: str) -> None:
-        if call == self.call:
-            self.left -= 1
-            if not self.left:
-                raise self.failure
+        self._counted[call] += 1
+        if failure := self._failures.pop((call, self._counted[call]), None):
+            raise failure
 
     def lend(self, size: int, count: int, location: Location = Location.DEVICE, *, sealable: bool = False) -> list[int]:
         self.before_lend()
@@ -273,6 +274,62 @@ def test_a_device_that_cannot_be_asked_does_not_end_the_thread(driver: Failing, 
     assert set(absent.values()) == {None}
     close_all(made)
     assert figures["device"].used == PAGE
+
+
+LOST = DriverError("nvmlDeviceGetMemoryInfo", "NVML_ERROR_GPU_IS_LOST", 15)
+DEAD = DriverError("cuMemCreate", "CUDA_ERROR_UNKNOWN", 999)
+
+
+def states(driver: Failing, *work: Any) -> list[bool]:
+    """Do the work, one piece after the other, and return after each whether the device was lost."""
+    told: list[bool] = []
+
+    def begin(executor: Executor, done: Callable[[Any], None], left: Sequence[Any] = work) -> None:
+        def heard(outcome: Any) -> None:
+            told.append(bool(executor.lost))
+            if isinstance(outcome, list):
+                close_all(outcome)
+            begin(executor, done, left[1:])
+
+        if left:
+            left[0](executor, heard)
+        else:
+            done(None)
+
+    run(driver, begin)
+    return told
+
+
+def test_a_lost_device_is_told_once_and_its_return_once(driver: Failing, caplog: pytest.LogCaptureFixture) -> None:
+    """A GPU falls off the bus, for two audits. Afterwards nothing is left of what it had to prove."""
+    caplog.set_level("INFO")
+    for at in (3, 4):  # a look at both locations comes before
+        driver.fail("memory", at, LOST)
+    before = descriptors()
+    assert states(driver, *[looks] * 4) == [False, True, True, False]
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.partition(":")[0] for text in told] == [
+        "the device does not answer",
+        "the device answers again, and memory is lent again",
+    ]
+    assert (driver.memory(Location.DEVICE).used, descriptors()) == (0, before)
+
+
+def test_a_device_that_shows_its_memory_and_makes_nothing_is_lost(driver: Failing) -> None:
+    """After a reset NVML answers, and the CUDA of this process does not: only an extent proves the device."""
+    for at in (1, 2, 3):
+        driver.fail("create", at, DEAD)
+    assert states(driver, looks, makes(packet(1)), looks, looks, looks) == [False, False, True, True, False]
+
+
+def test_a_create_that_fails_alone_loses_no_device(driver: Failing) -> None:
+    """One tenant's odd request, a full device, a process without descriptors: the device has answered."""
+    driver.fail("create", 1, DEAD)
+    assert not any(states(driver, makes(packet(1)), looks, makes(packet(1))))
+    for failure in (DriverOutOfMemory("cuMemCreate", "CUDA_ERROR_OUT_OF_MEMORY", 2), OSError(errno.EMFILE, "")):
+        driver.fail("create", 1, DEAD)
+        driver.fail("create", 2, failure)
+        assert not any(states(driver, makes(packet(1)), looks))
 
 
 def test_a_gate_that_cannot_ask_creates_nothing(driver: Failing) -> None:

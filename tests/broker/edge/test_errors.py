@@ -46,7 +46,10 @@ NUMBERS: dict[Reason, list[dict[str, int | str]]] = {
         {**LEVEL, "reserved_bytes": 2 * MIB},
     ],
     Reason.DEVICE_FULL: [SAYS, {**MADE, "device_free_bytes": 5, "available_bytes": 0, "reserve_bytes": 9}],
-    Reason.DRIVER_FAILED: [SAYS],
+    Reason.DRIVER_FAILED: [
+        SAYS,
+        {"driver_says": "the device does not answer, and nothing is lent until it does (a GPU is lost)"},
+    ],
     Reason.DESCRIPTORS_EXHAUSTED: [SAYS, {"driver_says": "socketpair: Too many open files"}],
     Reason.DELIVERY_FAILED: [{}, {"model": MODEL}, {"model": MODEL, "location": "device"}],
     Reason.LOCATION_UNAVAILABLE: [{"location": "host"}],

@@ -1,0 +1,131 @@
+"""A GPU falls off the bus under a daemon, and comes back: a fake CUDA and a fake NVML say so, call by call."""
+
+from __future__ import annotations
+
+import os
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.daemons import Daemon, find_root, running, until
+from tests.support.fake_cuda import say_faults, with_faults
+from tests.support.sizes import GIB, MIB
+from tests.support.template import run as run_python
+from tests.support.workers import worker
+
+if os.environ.get("MEMBROKER_REQUIRE_FAKE_CUDA") != "1":
+    pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+
+COMMAND = ("-m", "membroker.cli.main")
+OFF_THE_BUS = "nvmlDeviceGetMemoryInfo 15\ncuMemCreate 999\n"
+ONLY_CUDA = "cuMemCreate 999\n"
+LOST, BACK = "the device does not answer: nothing more is lent", "the device answers again"
+
+
+@pytest.fixture
+def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put the fake libraries before all others; return the file that says what fails."""
+    return with_faults(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def daemon(faults: Path) -> Iterator[Daemon]:
+    """Run a daemon on the fake GPU, with a stock."""
+    with running({"driver": "cuda", "capacity": GIB, "stock": 64 * MIB, "audit_seconds": 0.1}) as one:
+        yield find_root(one)
+
+
+def probe(daemon: Daemon, path: str) -> tuple[int, str]:
+    """Ask one of the daemon's addresses for probes."""
+    try:
+        with urllib.request.urlopen(daemon.device().metrics_url.replace("/metrics", path)) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def lost(daemon: Daemon) -> float:
+    """Return what the metric says."""
+    found = re.search(r"^membroker_device_lost\{.*\} (\S+)$", daemon.metrics(), re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
+def proofs(daemon: Daemon) -> float:
+    """Return how often the driver was asked to make extents."""
+    found = re.search(r'^membroker_driver_call_seconds_count\{call="lend".*\} (\S+)$', daemon.metrics(), re.MULTILINE)
+    return float(found[1]) if found is not None else 0
+
+
+def command(*arguments: str) -> str:
+    return run_python([*COMMAND, *arguments]).stdout
+
+
+def test_a_gpu_that_falls_off_the_bus_and_comes_back(daemon: Daemon, faults: Path) -> None:
+    """One warning at the change and one line at the return; between them every view says it, and nothing is lent."""
+    with worker() as one:
+        one.connect(daemon)
+        one.do("model = client.register_model('m'); buffer = model.allocate(PAGE)")
+        lent = daemon.books().lent_bytes
+        assert (lost(daemon), probe(daemon, "/readyz")) == (0, (200, "ok\n"))
+        say_faults(faults, OFF_THE_BUS)
+        until(lambda: daemon.device().device_lost)
+        for _ in range(3):  # also of a page that lay in the stock
+            one.do(
+                "try: model.allocate(PAGE)\n"
+                "except membroker.DeviceFailure as error: refused = error\n"
+                "else: refused = None\n"
+            )
+            assert one.ask("refused.reason") == "DRIVER_FAILED"
+            assert "the device does not answer" in one.ask("str(refused)")
+            assert "NVML_ERROR_GPU_IS_LOST" in one.ask("str(refused)")
+        assert one.ask("model.available().now_bytes") == 0
+        assert daemon.books().lent_bytes == lent
+        assert lost(daemon) == 1
+        status, sentence = probe(daemon, "/readyz")
+        assert (status, "NVML_ERROR_GPU_IS_LOST" in sentence) == (503, True)
+        assert probe(daemon, "/healthz") == (200, "ok\n")
+        assert re.search(r"lending +no: the device does not answer", command("status", "--endpoint", str(daemon.admin)))
+        told = command("doctor", "--endpoint", str(daemon.admin))
+        assert re.search(r"^fail  broker: .* its device does not answer\n +`nvidia-smi` and", told, re.MULTILINE)
+        one.do("buffer.close()")
+        assert daemon.books().lent_bytes == 0
+        say_faults(faults, "")
+        until(lambda: not daemon.device().device_lost)
+        one.do("model.allocate(PAGE).close()")
+        assert (lost(daemon), probe(daemon, "/readyz")) == (0, (200, "ok\n"))
+    log = daemon.log()
+    assert (log.count(LOST), log.count(BACK)) == (1, 1)
+    assert log.count("GPU_IS_LOST") < 10
+
+
+def test_a_reset_gpu_is_lost_until_it_makes_an_extent(daemon: Daemon, faults: Path) -> None:
+    """NVML answers again, and the CUDA of this process does not: an operator has to start the daemon again."""
+    say_faults(faults, OFF_THE_BUS)
+    until(lambda: daemon.device().device_lost)
+    say_faults(faults, ONLY_CUDA)
+    tried = proofs(daemon)
+    until(lambda: proofs(daemon) > tried)
+    with worker() as one:
+        one.connect(daemon)
+        one.do("model = client.register_model('m')")
+        one.do("try: model.allocate(PAGE)\nexcept membroker.DeviceFailure as error: refused = error")
+        assert "the device does not answer" in one.ask("str(refused)")
+    assert daemon.device().device_lost
+    daemon.kill()
+    say_faults(faults, "")
+    daemon.start_again()
+    assert not daemon.device().device_lost
+
+
+def test_a_start_does_not_need_the_list_of_processes(daemon: Daemon, faults: Path) -> None:
+    """The journal is gone, so the daemon would name who may still hold memory, and NVML does not know."""
+    daemon.kill()
+    (daemon.root / "state" / "journal").unlink()
+    say_faults(faults, "nvmlDeviceGetComputeRunningProcesses_v3 3\n")
+    daemon.start_again()
+    assert "the driver does not say which processes use the device" in daemon.log()
