@@ -118,7 +118,7 @@ class Lender:
     ) -> None:
         self.before_borrow()
         if self.lent_bytes + extent_bytes * count > self.capacity:
-            raise OutOfMemory("the lender's capacity")
+            raise OutOfMemory("the lender's capacity", "CAPACITY", {"level": "capacity"})
         ids: list[int] = []
         try:
             for first in range(0, count, self.part):

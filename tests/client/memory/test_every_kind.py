@@ -57,8 +57,16 @@ def calls_of_a_pool(pool: VirtualMemoryPool) -> tuple[Call, ...]:
         partial(call, 0, PAGE) for call in (pool.allocate, pool.deallocate, pool.view, pool.is_mapped)
     ]
     sized = [partial(call, PAGE) for call in (pool.grow, pool.shrink, pool.prepare, pool.allocate_anywhere)]
-    others = (pool.trim, pool.stats, pool.mappings, pool.compact, partial(pool.compact, dry_run=True), pool.offload)
-    return (*within, *sized, *others, lambda: pool.base_address, lambda: pool.pin(0, 1).__enter__())
+    others = (pool.trim, pool.stats, pool.mappings, pool.compact, partial(pool.compact, dry_run=True))
+    return (
+        *within,
+        *sized,
+        *others,
+        pool.offload,
+        pool.restore,
+        lambda: pool.base_address,
+        lambda: pool.pin(0, 1).__enter__(),
+    )
 
 
 def table_of(lender: Lender) -> SparseArray:

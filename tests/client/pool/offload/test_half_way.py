@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 from tests.client.pool.offload.pages import PAGES, digest, fill, pinned_bytes, sizes
@@ -26,6 +27,39 @@ from membroker.pool.pool import VirtualMemoryPool
 from membroker.vmm.driver import DriverError
 
 
+def allocate_numbered(pool: VirtualMemoryPool) -> None:
+    """Allocate twelve pages, each with its number."""
+    pool.allocate(0, 12 * PAGE)
+    for page in range(12):
+        fill(pool, page * PAGE, bytes([page]))
+
+
+def check_numbers(pool: VirtualMemoryPool) -> None:
+    assert [pool.view(page * PAGE, 1)[0] for page in range(12)] == [*range(12)]
+
+
+@contextmanager
+def copies_fail(lender: Lender, at: range) -> Iterator[None]:
+    """The device fails at these chunks, counted from 1."""
+    copier = lender.driver.copier
+
+    def failing() -> object:
+        made = copier()
+        wait = made.wait
+
+        def fail(mark: int) -> None:
+            wait(mark)
+            if mark in at:
+                raise DriverError("cuEventSynchronize", "CUDA_ERROR_ECC_UNCORRECTABLE", 214)
+
+        made.wait = fail  # type: ignore[method-assign]
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lender.driver, "copier", failing)
+        yield
+
+
 class TestHalfWay:
     def test_too_little_memory_to_restore(
         self, pool: VirtualMemoryPool, lender: Lender, random_bytes: Callable[[int], bytes]
@@ -40,7 +74,7 @@ class TestHalfWay:
         told: list[tuple[int, int]] = []
         with pytest.raises(OutOfMemory, match=r"8\.0 MiB of 16\.0 MiB are restored.*others stay offloaded") as refused:
             pool.restore(progress=lambda *numbers: told.append(numbers))
-        assert refused.value.metadata["restored_bytes"] == str(4 * PAGE)
+        assert (refused.value.level, refused.value.metadata["restored_bytes"]) == ("capacity", str(4 * PAGE))
         assert refused.value.metadata["offloaded_bytes"] == str(4 * PAGE)
         assert sizes(pool) == (4, 4)
         assert all(done <= 4 * PAGE and total == 8 * PAGE for done, total in told)
@@ -54,9 +88,7 @@ class TestHalfWay:
     @pytest.mark.parametrize("away", [True, False])
     def test_progress_raises(self, pool: VirtualMemoryPool, lender: Lender, away: bool) -> None:
         """A caller stops it by an exception of its own: what was on its way has arrived, and nothing is lost."""
-        pool.allocate(0, 12 * PAGE)
-        for page in range(12):
-            fill(pool, page * PAGE, page.to_bytes(2, "little"))
+        allocate_numbered(pool)
         if not away:
             pool.offload()
 
@@ -75,7 +107,7 @@ class TestHalfWay:
         assert mapped + offloaded == 12
         assert lender.lent_bytes == lender.used_bytes == mapped * PAGE
         assert pool.restore() == offloaded * PAGE
-        assert [int.from_bytes(pool.view(page * PAGE, 2), "little") for page in range(12)] == [*range(12)]
+        check_numbers(pool)
 
     @pytest.mark.parametrize(
         "error",
@@ -181,77 +213,42 @@ class TestHalfWay:
         assert lent == [10, 8, 6, 4, 2, 0]
 
     @pytest.mark.parametrize("away", [True, False])
-    def test_a_copy_fails(
-        self, pool: VirtualMemoryPool, lender: Lender, monkeypatch: pytest.MonkeyPatch, away: bool
-    ) -> None:
+    def test_a_copy_fails(self, pool: VirtualMemoryPool, lender: Lender, away: bool) -> None:
         """The device fails at the third chunk: what has arrived counts, and what has not is where it was."""
-        pool.allocate(0, 12 * PAGE)
-        for page in range(12):
-            fill(pool, page * PAGE, page.to_bytes(2, "little"))
+        allocate_numbered(pool)
         if not away:
             pool.offload()
-        copier = lender.driver.copier
-
-        def failing() -> object:
-            one = copier()
-            wait = one.wait
-
-            def fail(mark: int) -> None:
-                wait(mark)
-                if mark == 3:
-                    raise DriverError("cuEventSynchronize", "CUDA_ERROR_ECC_UNCORRECTABLE", 214)
-
-            one.wait = fail  # type: ignore[method-assign]
-            return one
-
-        with monkeypatch.context() as patch:
-            patch.setattr(lender.driver, "copier", failing)
-            with pytest.raises(DeviceFailure, match="ECC") as failed:
-                pool.offload() if away else pool.restore()
+        with copies_fail(lender, at=range(3, 4)), pytest.raises(DeviceFailure, match="ECC") as failed:
+            pool.offload() if away else pool.restore()
         mapped, offloaded = sizes(pool)
         assert failed.value.metadata["offloaded_bytes"] == str(offloaded * PAGE)
         assert mapped + offloaded == 12
         assert min(mapped, offloaded) >= 2
         assert lender.lent_bytes == lender.used_bytes == mapped * PAGE
         pool.restore()
-        assert [int.from_bytes(pool.view(page * PAGE, 2), "little") for page in range(12)] == [*range(12)]
+        check_numbers(pool)
 
     def test_interrupted_while_it_gives_back_what_was_in_vain(
         self, pool: VirtualMemoryPool, lender: Lender, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The device fails, several chunks are on their way, and Ctrl-C strikes at the first one given back."""
-        pool.allocate(0, 12 * PAGE)
-        for page in range(12):
-            fill(pool, page * PAGE, page.to_bytes(2, "little"))
+        allocate_numbered(pool)
         pool.offload()
-        copier, give_back = lender.driver.copier, lender.give_back
-
-        def failing() -> object:
-            one = copier()
-            wait = one.wait
-
-            def fail(mark: int) -> None:
-                wait(mark)
-                if mark > 1:
-                    raise DriverError("cuEventSynchronize", "CUDA_ERROR_ECC_UNCORRECTABLE", 214)
-
-            one.wait = fail  # type: ignore[method-assign]
-            return one
+        give_back = lender.give_back
 
         def interrupted(extent_ids: Sequence[int]) -> None:
             monkeypatch.setattr(lender, "give_back", give_back)
             give_back(extent_ids)
             raise KeyboardInterrupt
 
-        with monkeypatch.context() as patch:
-            patch.setattr(lender.driver, "copier", failing)
+        with copies_fail(lender, at=range(2, 99)):
             monkeypatch.setattr(lender, "give_back", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 pool.restore()
         assert sizes(pool) == (2, 10)
         assert lender.lent_bytes == lender.used_bytes == 2 * PAGE
         assert pool.restore() == 10 * PAGE
-        assert [int.from_bytes(pool.view(page * PAGE, 2), "little") for page in range(12)] == [*range(12)]
+        check_numbers(pool)
 
     def test_a_lost_device_keeps_no_host_memory(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         """Not even what the pages allowed can be set again: what was pinned for them is freed all the same."""

@@ -148,17 +148,6 @@ wait()
             assert sizes(pool) == (0, 0)
             segment.delete()
 
-    def test_a_segment_of_nothing(self, daemon: Daemon) -> None:
-        """Sealed with no page in it: nothing comes, and it is not held on to."""
-        with membroker.connect(daemon.endpoint()) as client:
-            model = client.register_model("m")
-            with model.create_segment("s", PAGE, "host") as segment:
-                segment.lay_out({})
-                segment.seal()
-                assert model.pool(page_size=PAGE).restore_from(segment) == 0
-                segment.delete()
-            until(lambda: not client.segments())
-
     def test_a_pool_of_nothing(self, daemon: Daemon) -> None:
         """A worker that waits for the segment of a pool without pages gets an error at once, and waits for no seal."""
         with membroker.connect(daemon.endpoint()) as client:

@@ -8,7 +8,7 @@ import pytest
 from tests.client.pool.offload.pages import digest, fill, sizes
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.fake_lender import PAGE
-from tests.support.processes import ends, heard, worker
+from tests.support.processes import heard, worker
 from tests.support.sizes import MIB
 
 import membroker
@@ -57,25 +57,8 @@ class TestOverABroker:
                 pool.offload()
             assert self.books(daemon) == (0, 0)
 
-    def test_no_room_to_come_back(self, daemon: Daemon, transport: str) -> None:
-        """Another tenant took the room: the broker's numbers come beside the pool's."""
-        with (
-            membroker.connect(daemon.endpoint(), transport=transport) as client,
-            membroker.connect(daemon.endpoint("blue")) as other,
-        ):
-            pool = client.register_model("m").pool(page_size=PAGE)
-            pool.allocate(0, 16 * PAGE)
-            pool.offload()
-            with other.register_model("m").allocate("234MiB"):
-                with pytest.raises(membroker.OutOfMemory) as refused:
-                    pool.restore()
-                assert refused.value.level == "capacity"
-                assert refused.value.metadata["restored_bytes"] == str(10 * PAGE)
-                assert sizes(pool) == (10, 6)
-            assert pool.restore() == 6 * PAGE
-
-    def test_a_broker_that_lends_nothing_of_the_host(self, transport: str) -> None:
-        with running() as daemon, membroker.connect(daemon.endpoint(), transport=transport) as client:
+    def test_a_broker_that_lends_nothing_of_the_host(self) -> None:
+        with running() as daemon, membroker.connect(daemon.endpoint()) as client:
             pool = client.register_model("m").pool(page_size=PAGE)
             pool.allocate(0, PAGE)
             with pytest.raises(membroker.InvalidRequest, match="host_capacity"):
@@ -83,7 +66,7 @@ class TestOverABroker:
             assert sizes(pool) == (1, 0)
 
     @pytest.mark.parametrize("what", ["pool.offload(progress=told)", "pool.offload(); pool.restore(progress=told)"])
-    def test_killed_in_the_middle(self, daemon: Daemon, transport: str, what: str) -> None:
+    def test_killed_in_the_middle(self, daemon: Daemon, what: str) -> None:
         """SIGKILL while chunks are on their way: nothing stays charged at either location."""
         script = f"""
 from membroker.pool import offload
@@ -97,7 +80,7 @@ def told(done, total):
         wait()
 {what}
 """
-        with worker(script, daemon, transport) as process:
+        with worker(script, daemon, "handoff") as process:
             assert heard(process) == "half"
             device, host = self.books(daemon)
             assert 0 < device <= 16 * PAGE
@@ -107,11 +90,9 @@ def told(done, total):
             until(lambda: self.books(daemon) == (0, 0))
 
     @pytest.mark.parametrize("away", [True, False])
-    def test_the_broker_dies_meanwhile(
-        self, daemon: Daemon, transport: str, away: bool, random_bytes: Callable[[int], bytes]
-    ) -> None:
+    def test_the_broker_dies_meanwhile(self, daemon: Daemon, away: bool, random_bytes: Callable[[int], bytes]) -> None:
         """The call goes on with the next daemon, whose books are right at both locations."""
-        with membroker.connect(daemon.endpoint(), transport=transport, timeout=DEADLINE_SECONDS) as client:
+        with membroker.connect(daemon.endpoint(), timeout=DEADLINE_SECONDS) as client:
             pool = client.register_model("m").pool(page_size=PAGE)
             pool.allocate(0, 12 * PAGE)
             fill(pool, 0, random_bytes(12 * PAGE))
@@ -132,9 +113,9 @@ def told(done, total):
             pool.close()
             until(lambda: self.books(daemon) == (0, 0))
 
-    def test_host_bytes_are_freed_while_no_broker_runs(self, daemon: Daemon, transport: str) -> None:
+    def test_host_bytes_are_freed_while_no_broker_runs(self, daemon: Daemon) -> None:
         """Nobody waits for it; the next daemon is told what is declared still."""
-        with membroker.connect(daemon.endpoint(), transport=transport, timeout=DEADLINE_SECONDS) as client:
+        with membroker.connect(daemon.endpoint(), timeout=DEADLINE_SECONDS) as client:
             model = client.register_model("m")
             model.declare("5MiB", "host")
             pool = model.pool(page_size=PAGE)
@@ -147,28 +128,3 @@ def told(done, total):
             until(lambda: self.books(daemon) == (0, 11 * MIB))
             pool.restore()
             until(lambda: self.books(daemon) == (6 * MIB, 5 * MIB))
-
-
-def test_a_forked_child_has_none_of_it(daemon: Daemon, transport: str) -> None:
-    """It can neither restore nor hold its parent's host bytes; the parent goes on."""
-    del daemon
-    script = """
-client = connect()
-pool = client.register_model('m').pool(page_size=PAGE)
-pool.allocate(0, 4 * PAGE)
-pool.view(0, 5)[:] = b'first'
-pool.offload()
-child = os.fork()
-if not child:
-    try:
-        pool.restore()
-    except membroker.ClosedError:
-        os._exit(7)
-    os._exit(1)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-pool.restore()
-assert bytes(pool.view(0, 5)) == b'first'
-client.close()
-"""
-    with running({"host_capacity": "64MiB"}) as one, worker(script, one, transport) as process:
-        ends(process)
