@@ -147,14 +147,6 @@ class TestGrowableBuffer:
             until(lambda: near(used(gpu), before))
             assert daemon.books().lent_bytes == 0
 
-    def test_copies_go_over_pages(self, model: Model) -> None:
-        """The driver's copies, in and out, over the borders of extents: no framework is needed for them."""
-        with model.growable_buffer(5 * PAGE, "1GiB", PAGE) as buffer:
-            text = os.urandom(3 * PAGE)
-            model.driver.write(buffer.address + PAGE // 2, text)
-            buffer.resize(4 * PAGE)
-            assert model.driver.read(buffer.address + PAGE // 2, 3 * PAGE) == text
-
     def test_cupy(self, model: Model) -> None:
         """By DLPack and by the CUDA array interface of what `export` returns, which holds its range."""
         cupy = pytest.importorskip("cupy", reason="CuPy is not installed here")

@@ -8,12 +8,12 @@ import zlib
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.support.gpu import SLACK, at_rest, enter, on_gpu, until_lendable, used
+from tests.support.gpu import SLACK, at_rest, enter, on_gpu, used
 from tests.support.sizes import GIB, MIB
-from tests.support.workers import PAGE, worker, workers
+from tests.support.workers import PAGE, worker
 
-from membroker import LocalSource, SharedMemoryPool, VirtualMemoryPool
-from membroker.errors import OutOfMemory, OutOfPhysicalMemory
+from membroker import LocalSource, VirtualMemoryPool
+from membroker.errors import OutOfMemory
 from membroker.vmm import DriverError, Location
 from membroker.vmm.cuda.driver import CudaDriver
 
@@ -62,19 +62,6 @@ def test_compaction_keeps_every_byte(source: LocalSource, gpu: CudaDriver) -> No
         pool.compact()
         assert pool.stats().fragmentation_ratio == 0.0
         assert zlib.crc32(driver.read(pool.base_address, PAGE)) == zlib.crc32(content(1))
-
-
-def test_a_run_moves_over_itself(source: LocalSource) -> None:
-    """Sixteen pages move down by one: each takes the address that its neighbour has just left."""
-    driver = source.driver
-    with VirtualMemoryPool(source, "1GiB", PAGE) as pool:
-        pool.allocate(PAGE, 16 * PAGE)
-        for page in range(1, 17):
-            driver.write(pool.base_address + page * PAGE, content(page))
-        (move,) = pool.compact()
-        assert (move.old_offset, move.new_offset, move.size) == (PAGE, 0, 16 * PAGE)
-        for page in range(16):
-            assert driver.read(pool.base_address + page * PAGE, PAGE) == content(page + 1)
 
 
 def test_compaction_waits_for_what_runs(source: LocalSource) -> None:
@@ -135,28 +122,6 @@ def test_a_gpu_that_is_full(source: LocalSource, gpu: CudaDriver) -> None:
     assert (refused.value.level, refused.value.available_bytes) == ("capacity", 8 * GIB)
 
 
-def test_models_of_one_program(source: LocalSource) -> None:
-    """Two models under one limit, in process: each has its own addresses, and what one releases the other can
-    allocate.
-    """
-    driver = source.driver
-    with SharedMemoryPool(source, "64MiB", "2MiB") as shared:
-        shared.register_model("llama-7b", "64GiB")
-        shared.register_model("gpt2", "32GiB")
-        addresses = [shared.allocate_for_model("llama-7b", PAGE) for _ in range(32)]
-        for number, address in enumerate(addresses):
-            driver.write(address, b"%04d" % number)
-        with pytest.raises(OutOfPhysicalMemory) as refused:
-            shared.allocate_for_model("gpt2", PAGE)
-        assert (refused.value.requested_bytes, refused.value.available_bytes) == (PAGE, 0)
-        shared.deallocate_for_model("llama-7b", 8 * PAGE, 8 * PAGE)
-        other = shared.allocate_for_model("gpt2", 8 * PAGE)
-        assert driver.read(other, 4) == bytes(4)
-        for number in (0, 7, 16, 31):
-            assert driver.read(addresses[number], 4) == b"%04d" % number
-        assert shared.global_stats().physical_usage_bytes == 64 * MIB
-
-
 def test_compaction_of_what_a_broker_lent(gpu: CudaDriver) -> None:
     """Imported extents have neither handle nor descriptor here: they can be moved all the same, and the books do not
     change.
@@ -175,29 +140,3 @@ def test_compaction_of_what_a_broker_lent(gpu: CudaDriver) -> None:
         assert daemon.books().lent_bytes == 4 * PAGE
         one.do("pool.deallocate(0, 4 * PAGE)")
         assert daemon.books().lent_bytes == 0
-
-
-def test_a_shared_pool_over_a_daemon(gpu: CudaDriver) -> None:
-    """Two programs host models of one tenant; the daemon charges each model, and gets all memory back when one is
-    killed.
-    """
-    with on_gpu(gpu) as daemon, workers(2) as (one, other):
-        for each in (one, other):
-            enter(each, daemon)
-            each.do("shared = membroker.SharedMemoryPool(client, '64MiB', '2MiB')")
-        one.do("shared.register_model('llama-7b', '64GiB'); shared.register_model('gpt2', '32GiB', limit='8MiB')")
-        other.do("shared.register_model('opt', '64GiB')")
-        one.do("first, second = (shared.allocate_for_model('llama-7b', 8 * MIB) for _ in range(2))")
-        one.do("fill(driver, first, 8 * MIB, 1); fill(driver, second, 8 * MIB, 2)")
-        other.do("shared.allocate_for_model('opt', 32 * MIB)")
-        refused = one.refused("shared.allocate_for_model('gpt2', 10 * MIB)")
-        assert refused.numbers == ("model", 10 * MIB, 8 * MIB, 8 * MIB)
-        charged = {model.name.rpartition("/")[2]: model.books[0].used_bytes for model in daemon.models()}
-        assert (charged["llama-7b"], charged["gpt2"], charged["opt"]) == (16 * MIB, 0, 32 * MIB)
-        assert one.ask("holds(driver, first, 8 * MIB, 1) and holds(driver, second, 8 * MIB, 2)")
-        other.process.kill()
-        until_lendable(daemon, 16 * MIB)
-        one.do("shared.unregister_model('llama-7b')")
-        assert daemon.books().lent_bytes == 0
-        assert one.ask("shared.global_stats().num_models") == 1
-        one.do("shared.close(); client.close()")

@@ -69,18 +69,6 @@ def test_a_pool_of_many_small_pages_grows_shrinks_and_is_written_across_their_se
         until_lendable(daemon)
 
 
-def test_an_interpreter_that_exits_without_close_gives_everything_back(gpu: CudaDriver) -> None:
-    """It ends its session at exit, so nothing waits until the GPU shows the memory free."""
-    with on_gpu(gpu) as daemon, worker() as one:
-        enter(one, daemon)
-        borrow(one, GIB)
-        one.do("import __main__; __main__.kept = client, pool")
-        assert one.finish() == 0
-        until_lendable(daemon)
-        until(lambda: "cause=goodbye" in daemon.log())
-        assert 'cause="process died"' not in daemon.log()
-
-
 # Death
 
 
@@ -458,20 +446,6 @@ def test_the_daemon_dies_at_a_point(
             one.do("segment.delete()")
         one.do("client.close()")
         until_lendable(daemon)
-
-
-def test_sigterm_lets_workers_go_on_as_well(gpu: CudaDriver) -> None:
-    """The operator stops it: it exits at once with status 0, and workers keep their memory."""
-    with on_gpu(gpu) as daemon, worker() as one:
-        enter(one, daemon)
-        borrow(one, GIB)
-        began = time.monotonic()
-        assert daemon.stop() == 0
-        assert time.monotonic() - began < 5
-        assert still_has(one, GIB)
-        one.do("fill(driver, pool.base_address, GIB, 7)")
-        assert still_has(one, GIB, 7)
-        one.do("pool.close(); client.close()")
 
 
 # Sizes and places

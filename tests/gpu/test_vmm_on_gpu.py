@@ -21,7 +21,6 @@ from membroker.vmm import (
     DriverUnavailable,
     MappedRange,
     PhysicalMemory,
-    VirtualMemoryManager,
     allocation_granularity,
     open_driver,
 )
@@ -127,18 +126,6 @@ def test_a_tensor_over_a_range_stays_valid_while_it_grows(worker: CudaDriver) ->
         del first, both
 
 
-def test_a_manager_on_a_gpu(worker: CudaDriver) -> None:
-    size = worker.device.granularity
-    with VirtualMemoryManager(worker) as manager:
-        va, phys = manager.reserve(4 * size, size), manager.alloc_physical(size)
-        for offset in (0, 3 * size):
-            manager.map(va, phys, offset)
-        manager.set_access(va, 0, AccessFlags.READ_WRITE)
-        worker.write(va.base, b"alias")
-        assert worker.read(va.base + 3 * size, 5) == b"alias"
-        assert [record.va_offset for record in manager.mappings(va)] == [0, 3 * size]
-
-
 # Two GPUs
 
 
@@ -223,16 +210,3 @@ def test_access_of_one_gpu_is_taken_back_and_the_others_stays(worker: CudaDriver
         assert mapping.get_access(neighbour) is AccessFlags.NONE
         worker.write(mapping.address, b"unseen")
         assert worker.read(mapping.address, 6) == b"unseen"
-
-
-def test_a_manager_of_two_gpus(worker: CudaDriver, neighbour: CudaDriver) -> None:
-    size = worker.device.granularity
-    with VirtualMemoryManager(worker, neighbour) as manager:
-        va = manager.reserve(2 * size, size)
-        for ordinal in range(2):
-            manager.map(va, manager.alloc_physical(size, ordinal), ordinal * size)
-        manager.set_access(va, 0, AccessFlags.READ_WRITE)
-        manager.set_access(va, 1, AccessFlags.READ)
-        worker.write(va.base + size - 4, b"over both")
-        assert neighbour.read(va.base + size - 4, 9) == b"over both"
-        assert [record.access for record in manager.mappings(va, 1)] == [AccessFlags.READ] * 2
