@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,42 +38,6 @@ def in_a_thread(work: Callable[[], Any]) -> Any:
     thread.start()
     thread.join()
     return found[0]
-
-
-class CachingAllocator:
-    """torch's allocator as the library sees it: its lock is free in `allocate`; each stream has a cache; no splits."""
-
-    def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._sizes: dict[int, int] = {}
-        self._cached: dict[int, int] = {}
-
-    def segments(self) -> set[int]:
-        with self._mutex:
-            return set(self._sizes)
-
-    def malloc(self, allocate: Callable[[int, int, None], int | None], size: int, stream: int) -> int | None:
-        with self._mutex:
-            for address, its_stream in self._cached.items():
-                if its_stream == stream and self._sizes[address] >= size:
-                    del self._cached[address]
-                    return address
-        new = allocate(size, 0, None)
-        if new is not None:
-            with self._mutex:
-                self._sizes[new] = size
-        return new
-
-    def free(self, address: int, stream: int) -> None:
-        with self._mutex:
-            self._cached[address] = stream
-
-    def empty(self) -> bool:
-        with self._mutex:
-            for address in self._cached:
-                del self._sizes[address]
-            self._cached.clear()
-        return True
 
 
 class TestLending:
@@ -265,42 +228,6 @@ class TestLending:
         assert empties == [1], "the second thread empties nothing that was just emptied"
         assert (lending.lent, lending.reclaimed_bytes) == (8 * MIB, 8 * MIB)
         lending.collect(ended=True)
-
-    def test_three_threads_train_inside_one_limit(self, client: membroker.Client) -> None:
-        """Each step needs larger tensors than the last, so torch caches what nothing fits into, on three streams.
-
-        Before, the caches held the whole limit after some steps, and every later allocation was refused.
-        """
-        torch_ = CachingAllocator()
-        model = client.register_model("lending", limit="120MiB")
-        lending = lendings.TorchLending(model, 0, torch_.segments, torch_.empty)
-        allocate = self.ALLOCATE(lending.allocate_address)
-        steps, end = [0] * 3, time.monotonic() + 60
-
-        def learn(thread: int) -> None:
-            while steps[thread] < 12:
-                assert time.monotonic() < end, f"no progress: steps {steps}"
-                held: list[int] = []
-                for _ in range(3):
-                    address = torch_.malloc(allocate, (2 + steps[thread]) * MIB, thread)
-                    if address is None:
-                        break
-                    held.append(address)
-                steps[thread] += len(held) == 3
-                for address in held:
-                    torch_.free(address, thread)
-
-        threads = [threading.Thread(target=learn, args=(number,)) for number in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert steps == [12, 12, 12]
-        assert lending.reclaimed_bytes > 0
-        assert lending.lent <= 120 * MIB
-        torch_.empty()
-        lending.collect(ended=True)
-        assert lending.lent == 0
 
     def test_another_card_is_refused(self, lending: Any) -> None:
         assert self.ALLOCATE(lending.allocate_address)(2 * MIB, 3, None) is None

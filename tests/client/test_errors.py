@@ -117,6 +117,7 @@ def test_an_error_that_was_told_more_travels() -> None:
     [
         (membroker.OutOfMemory, MemoryError),
         (membroker.BrokerUnavailable, ConnectionError),
+        (membroker.SessionLost, membroker.BrokerUnavailable),
         (membroker.AccessDenied, PermissionError),
         (membroker.InvalidRequest, ValueError),
         (membroker.InvalidPageSize, membroker.InvalidRequest),

@@ -9,7 +9,7 @@ from tests.support.fake_lender import PAGE, Lender
 from tests.support.sizes import MIB
 
 import membroker
-from membroker.errors import AlreadyMapped, InvalidOffset, InvalidRequest, NotMapped, OutOfMemory, OutOfVirtualMemory
+from membroker.errors import AlreadyMapped, InvalidOffset, InvalidRequest, NotMapped, OutOfMemory
 from membroker.memory.growable import GrowableBuffer
 from membroker.pool.pool import VirtualMemoryPool
 
@@ -142,33 +142,6 @@ class TestFree:
             pool.allocate(0, 2 * PAGE)
         with pytest.raises(NotMapped):
             pool.free(pool.base_address)
-
-
-class TestTheEndOfTheAddresses:
-    """Memory may be left, addresses are not: an error of its own, since other things help."""
-
-    def test_a_pool(self, pool: VirtualMemoryPool) -> None:
-        pool.allocate(60 * PAGE, PAGE)
-        for grow in (pool.grow, pool.prepare):
-            with pytest.raises(OutOfVirtualMemory) as caught:
-                grow(3 * PAGE + 1)
-            assert (caught.value.requested_bytes, caught.value.available_bytes) == (3 * PAGE + 1, 3 * PAGE)
-            assert str(pool.capacity) in str(caught.value)
-        pool.grow(3 * PAGE)
-        with pytest.raises(OutOfVirtualMemory) as caught:
-            pool.grow(1)
-        assert caught.value.available_bytes == 0
-        assert pickle.loads(pickle.dumps(caught.value)).requested_bytes == 1
-
-    def test_a_growable_buffer(self, lender: Lender) -> None:
-        with GrowableBuffer(lender, PAGE, 4 * PAGE, PAGE) as buffer:
-            with pytest.raises(OutOfVirtualMemory) as caught:
-                buffer.grow(3 * PAGE + 1)
-            assert (caught.value.requested_bytes, caught.value.available_bytes) == (3 * PAGE + 1, 3 * PAGE)
-            with pytest.raises(OutOfVirtualMemory) as caught:
-                buffer.resize("1GiB")
-            assert (caught.value.requested_bytes, caught.value.available_bytes) == (1 << 30, 4 * PAGE)
-            assert buffer.size == PAGE
 
 
 class TestRefusals:

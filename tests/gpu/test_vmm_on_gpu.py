@@ -134,24 +134,6 @@ def test_two_gpus_keep_their_promises(neighbour: CudaDriver, check: Callable[[Ma
     check(make_first, make_second)
 
 
-def test_a_range_of_two_gpus_is_one_run_of_bytes(worker: CudaDriver, neighbour: CudaDriver) -> None:
-    """Fact: one reservation can map handles of any GPU, and each GPU's access is granted separately."""
-    size = worker.device.granularity
-    both = {worker: AccessFlags.READ_WRITE, neighbour: AccessFlags.READ_WRITE}
-    with (
-        AddressRange(worker, 2 * size) as addresses,
-        PhysicalMemory.create(worker, size) as near,
-        PhysicalMemory.create(neighbour, size) as far,
-        MappedRange(addresses, near, access=both),
-        MappedRange(addresses, far, offset=size, access=both),
-    ):
-        seam = addresses.base + size - MIB // 2
-        worker.write(seam, PATTERN)
-        assert neighbour.read(seam, MIB) == PATTERN
-        neighbour.write(seam, PATTERN[::-1])
-        assert worker.read(seam, MIB) == PATTERN[::-1]
-
-
 def test_a_copy_without_a_kernel_crosses_from_gpu_to_gpu(
     worker: CudaDriver, neighbour: CudaDriver, state: Callable[[str, str], None]
 ) -> None:

@@ -78,14 +78,6 @@ def test_keys_and_values_apart() -> None:
     assert [layout.touched(block) for block in (0, 64, 95, 96, 287)] == [(0,), (0, 1), (0, 1), (1,), (0, 3)]
 
 
-def test_mla() -> None:
-    """DeepSeek's latent: 576 bf16 for each of 64 tokens is 72 KiB a block, which does not divide a page."""
-    layout = layer_major(4, 72 * KIB, 2000, 2 * MIB)
-    straddling = [block for block in range(2000) if len(layout.touched(block)) == 2]
-    assert straddling[0] == 28
-    assert layout.bytes_of(5) == 8 * MIB
-
-
 def test_layers_of_two_sizes() -> None:
     """Half of the layers have blocks of twice the size: a group has two pages of those for one of the others."""
     blocks, page = 1024, 2 * MIB

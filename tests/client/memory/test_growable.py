@@ -24,7 +24,6 @@ from membroker.errors import (
     OutOfVirtualMemory,
 )
 from membroker.memory.growable import GrowableBuffer
-from membroker.memory.local_source import LocalSource
 
 CAPACITY = 64 * PAGE
 
@@ -79,8 +78,12 @@ class TestSize:
     def test_to_its_capacity_and_back(self, buffer: GrowableBuffer, lender: Lender) -> None:
         buffer.resize(CAPACITY)
         buffer.view()[-1] = 1
-        with pytest.raises(OutOfVirtualMemory, match="capacity"):
+        with pytest.raises(OutOfVirtualMemory, match="capacity") as caught:
             buffer.grow(1)
+        assert (caught.value.requested_bytes, caught.value.available_bytes) == (1, 0)
+        with pytest.raises(OutOfVirtualMemory) as caught:
+            buffer.resize("1GiB")
+        assert (caught.value.requested_bytes, caught.value.available_bytes) == (1 << 30, CAPACITY)
         buffer.resize(0)
         assert lender.used_bytes == 0
 
@@ -272,17 +275,6 @@ class TestThreads:
         together([partial(churn, number) for number in range(6)])
         pages = -(-buffer.size // PAGE)
         assert buffer.physical_usage_bytes == lender.lent_bytes == lender.used_bytes == pages * PAGE
-
-
-def test_without_a_broker() -> None:
-    """A library's user grows a buffer of this process's own driver, within a limit of its own."""
-    with LocalSource("host", limit=4 * PAGE) as source, GrowableBuffer(source, 1, CAPACITY, PAGE) as buffer:
-        buffer.resize(4 * PAGE)
-        with pytest.raises(OutOfMemory) as refused:
-            buffer.grow(1)
-        assert (refused.value.requested_bytes, refused.value.available_bytes, buffer.size) == (PAGE, 0, 4 * PAGE)
-        buffer.resize(PAGE)
-        assert source.physical_usage_bytes == PAGE
 
 
 _FORKS = """

@@ -16,9 +16,7 @@ from tests.support.threads import held_up, together
 from membroker.errors import (
     InvalidRequest,
     NotMapped,
-    OutOfMemory,
 )
-from membroker.memory.local_source import LocalSource
 from membroker.memory.sparse import SparseArray
 
 
@@ -85,17 +83,6 @@ class TestThreads:
 
         together([partial(churn, number) for number in range(1, 7)])
         assert len(zeros.tiles()) * PAGE == lender.lent_bytes == lender.used_bytes == zeros.physical_usage_bytes
-
-
-def test_without_a_broker() -> None:
-    """A library's user has a table in memory of this process's own driver, within a limit of its own."""
-    with LocalSource("host", limit=2 * PAGE) as source, SparseArray(source, (COUNT, 256), "F32") as table:
-        table.write(ROWS - 1, row(1, 2))
-        with pytest.raises(OutOfMemory):
-            table.back(5)
-        assert (table.tiles(), source.physical_usage_bytes) == ([0, 1], 2 * PAGE)
-        table.drop(0)
-        table.back(5)
 
 
 class TestNumpy:

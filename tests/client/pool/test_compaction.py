@@ -102,21 +102,6 @@ class TestCompact:
         assert (pool.stats().fragmentation_ratio, pool.stats().largest_free_run_bytes) == (0.0, 60 * PAGE)
         assert pool.compact() == pool.compact(dry_run=True) == []
 
-    def test_pointers_are_patched_by_the_moves(self, pool: VirtualMemoryPool) -> None:
-        """A program has addresses in its tables; the moves are all it needs to mend them."""
-        addresses = {}
-        for page, size in ((3, 2), (7, 1), (20, 5)):
-            addresses[page] = pool.allocate(page * PAGE, size * PAGE)
-            put(pool, page, b"%04d" % page)
-        for move in pool.compact():
-            for name, address in addresses.items():
-                offset = address - pool.base_address
-                if 0 <= offset - move.old_offset < move.size:
-                    addresses[name] = address + move.new_offset - move.old_offset
-        for page, address in addresses.items():
-            assert bytes(pool.view(address - pool.base_address, 4)) == b"%04d" % page
-        assert sorted(addresses.values()) == [pool.base_address + page * PAGE for page in (0, 2, 3)]
-
     def test_what_was_moved_works_on(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         """The old addresses are free, the new ones are deallocated as any, and a growth goes behind them."""
         holes(pool).compact()

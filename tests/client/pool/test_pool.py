@@ -91,9 +91,10 @@ class TestSeed:
 
     def test_stats(self, pool: VirtualMemoryPool) -> None:
         """External fragmentation: what share of the free addresses lies outside the largest free run."""
-        assert pool.stats().fragmentation_ratio == 0.0
+        assert (pool.stats().fragmentation_ratio, pool.stats().largest_free_run_bytes) == (0.0, 64 * PAGE)
         pool.allocate(16 * PAGE, 16 * PAGE)
         stats = pool.stats()
+        assert stats.largest_free_run_bytes == 32 * PAGE
         assert (stats.virtual_capacity_bytes, stats.physical_usage_bytes, stats.mapped_pages) == (
             64 * PAGE,
             16 * PAGE,
@@ -103,7 +104,7 @@ class TestSeed:
         pool.allocate(0, 16 * PAGE)
         assert pool.stats().fragmentation_ratio == 0.0
         pool.allocate(32 * PAGE, 32 * PAGE)
-        assert pool.stats().fragmentation_ratio == 0.0
+        assert (pool.stats().fragmentation_ratio, pool.stats().largest_free_run_bytes) == (0.0, 0)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,8 @@ def test_every_touched_page_is_backed(pool: VirtualMemoryPool, offset: int, size
 def test_ranges_outside_the_pool(pool: VirtualMemoryPool, lender: Lender, offset: int, size: int) -> None:
     """offset + size that would overflow 64 bits is refused like any other range beyond the capacity."""
     before = state(pool, lender)
-    for call in (pool.allocate, pool.deallocate, pool.view):
+    calls = (pool.allocate, pool.deallocate, pool.view, pool.span, lambda *at: pool.pin(*at).__enter__())
+    for call in (*calls, lambda *at: pool.protect(*at, "read")):
         with pytest.raises(InvalidOffset):
             call(offset, size)
     assert state(pool, lender) == before
@@ -150,8 +152,9 @@ def test_sizes_that_are_none(pool: VirtualMemoryPool, lender: Lender, size: int)
     for call in (pool.allocate, pool.deallocate, pool.view):
         with pytest.raises(InvalidRequest):
             call(0, size)
-    with pytest.raises(InvalidRequest):
-        pool.grow(size)
+    for grow in (pool.grow, pool.allocate_anywhere, pool.shrink, pool.prepare):
+        with pytest.raises(InvalidRequest):
+            grow(size)
     assert state(pool, lender) == before
 
 
@@ -199,12 +202,15 @@ class TestGrow:
         assert not pool.is_mapped(0)
 
     def test_beyond_the_capacity(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        pool.grow(63 * PAGE)
+        pool.allocate(60 * PAGE, PAGE)
         before = state(pool, lender)
-        with pytest.raises(OutOfVirtualMemory):
-            pool.grow(PAGE + 1)
+        for grow in (pool.grow, pool.prepare):
+            with pytest.raises(OutOfVirtualMemory) as caught:
+                grow(3 * PAGE + 1)
+            assert (caught.value.requested_bytes, caught.value.available_bytes) == (3 * PAGE + 1, 3 * PAGE)
         assert state(pool, lender) == before
-        pool.grow(PAGE)
+        pool.grow(3 * PAGE)
+        pool.allocate(0, 60 * PAGE)
         with pytest.raises(OutOfVirtualMemory, match=r"cannot grow by 1: .*; reserve more \(virtual_capacity\)"):
             pool.grow(1)
         with pytest.raises(
@@ -212,10 +218,11 @@ class TestGrow:
         ):
             pool.allocate_anywhere(PAGE)
 
-    def test_many_threads_grow_at_once(self, pool: VirtualMemoryPool) -> None:
+    @pytest.mark.parametrize("call", ["grow", "allocate_anywhere"])
+    def test_many_threads_grow_at_once(self, pool: VirtualMemoryPool, call: str) -> None:
         """Sixteen decoding threads append to one pool: each gets its own range, and together they have no hole."""
         addresses: list[int] = []
-        together([lambda: addresses.append(pool.grow(3 * PAGE))] * 16)
+        together([lambda: addresses.append(getattr(pool, call)(3 * PAGE))] * 16)
         assert sorted(addresses) == [pool.base_address + 3 * PAGE * step for step in range(16)]
         assert pool.stats().mapped_pages == 48
 

@@ -72,12 +72,6 @@ def test_a_refusal_before_the_greeting_is_heard(answer: Callable[[socket.socket]
         assert caught.value.reason == "ENDPOINT_FORBIDDEN"
 
 
-def test_a_broker_that_hangs_up_without_a_word_is_unavailable() -> None:
-    """It may be stopping: what is known is said."""
-    with broker(lambda connection: None) as path, pytest.raises(BrokerUnavailable, match="without an answer"):
-        open_session(path, HELLO, 30.0)
-
-
 def test_a_timer_of_the_program_does_not_keep_a_silent_broker_waited_for() -> None:
     """A watchdog's SIGALRM every 50 ms: each began the wait for the Welcome again, and `connect` never ended."""
     over = threading.Event()

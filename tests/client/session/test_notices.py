@@ -168,11 +168,6 @@ class TestConnect:
             client._session.reconnecting._outage = 0
             client.close()
 
-    def test_for_so_long(self) -> None:
-        """Then the sentence is the one that says what is missing."""
-        with pytest.raises(membroker.BrokerUnavailable, match="does not exist"):
-            membroker.connect("/nowhere/at/all", timeout=0.2)
-
     @pytest.mark.parametrize("reason", ["ENDPOINT_FORBIDDEN", "UNSUPPORTED_VERSION", "TOO_MANY_SESSIONS"])
     def test_what_waiting_does_not_mend(self, broker: PlayedBroker, reason: str) -> None:
         caller = Caller(lambda: membroker.connect(broker.directory, timeout=3600))

@@ -327,7 +327,3 @@ class TestSessionLost:
         pool.close()
         assert mapped_extents() == 0
         client.close()
-
-    def test_it_is_an_unavailable_broker(self) -> None:
-        """Who catches that today goes on to do so."""
-        assert issubclass(membroker.SessionLost, membroker.BrokerUnavailable)

@@ -124,7 +124,8 @@ def test_an_alignment_that_is_none_is_refused(driver: HostDriver, alignment: int
 
 def test_a_range_knows_its_end_and_what_it_contains(driver: HostDriver) -> None:
     with AddressRange(driver, 2 * GRANULARITY, alignment=1 << 30) as addresses:
-        assert addresses.base % (1 << 30) == 0
+        assert addresses.base % (1 << 30) == 0 < addresses.base
+        assert used(driver) == 0, "addresses cost no memory"
         assert addresses.alignment == 1 << 30
         assert addresses.end == addresses.base + 2 * GRANULARITY
         assert addresses.contains(addresses.base, 2 * GRANULARITY)

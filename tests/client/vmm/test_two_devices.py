@@ -58,23 +58,6 @@ def test_twins_are_told_apart_by_their_ordinals(first: HostDriver, second: HostD
         HostDriver(ordinal=-1)
 
 
-def test_a_range_of_two_devices_is_one_run_of_bytes(first: HostDriver, second: HostDriver) -> None:
-    """A buffer too large for one card: its second half is on the neighbour, and one view goes over both."""
-    with (
-        AddressRange(first, 2 * GRANULARITY) as addresses,
-        PhysicalMemory.create(first, GRANULARITY) as near,
-        PhysicalMemory.create(second, GRANULARITY) as far,
-        MappedRange(addresses, near),
-        MappedRange(addresses, far, GRANULARITY),
-    ):
-        assert [twin.memory(Location.DEVICE).used for twin in (first, second)] == [GRANULARITY] * 2
-        assert (near.device_ordinal, far.device_ordinal) == (0, 1)
-        first.write(addresses.base + GRANULARITY - 4, b"over both")
-        assert first.read(addresses.base + GRANULARITY - 4, 9) == b"over both"
-        with pytest.raises(DriverError, match="no access to device 1"):
-            second.read(addresses.base + GRANULARITY, 1)
-
-
 def test_access_is_granted_to_each_device_by_name(first: HostDriver, second: HostDriver) -> None:
     """One writes, the other reads, and what was taken back is gone."""
     with (
@@ -93,22 +76,6 @@ def test_access_is_granted_to_each_device_by_name(first: HostDriver, second: Hos
         with pytest.raises(DriverError, match="no access to device 1"):
             second.view(mapping.address, 1)
         first.write(mapping.address, b"unseen")
-
-
-def test_aliases_of_one_extent_for_two_devices(first: HostDriver, second: HostDriver) -> None:
-    """Each device has an address of its own for the same bytes, and none for the other's."""
-    with (
-        AddressRange(first, GRANULARITY) as ours,
-        AddressRange(second, GRANULARITY) as theirs,
-        PhysicalMemory.create(first, GRANULARITY) as memory,
-        MappedRange(ours, memory) as writable,
-        MappedRange(theirs, memory, access=AccessFlags.READ) as readable,
-    ):
-        first.write(writable.address, b"shared")
-        assert second.read(readable.address, 6) == b"shared"
-        for driver, address in ((first, readable.address), (second, writable.address)):
-            with pytest.raises(DriverError, match="no access"):
-                driver.read(address, 1)
 
 
 def test_closing_waits_for_every_device_that_was_granted_access(
