@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.support.daemons import DEADLINE_SECONDS
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
 INITIAL_WINDOW = 4
 """The setting of a stream's first window."""
 FRAME_BYTES = 16_384
@@ -28,7 +28,7 @@ class Peer:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(DEADLINE_SECONDS)
         self.sock.connect(str(endpoint / "grpc.sock"))
-        self.sock.sendall(PREFACE + _frame(SETTINGS, 0, 0, b""))
+        self.sock.sendall(PREFACE + frame(SETTINGS, 0, 0, b""))
         self.ended: set[int] = set()
         """Streams that the server has ended."""
         self._heard = b""
@@ -38,12 +38,21 @@ class Peer:
 
     def begin(self, path: str, metadata_bytes: int) -> int:
         """Begin a call with so much metadata, and return its stream."""
+        stream, fields = self._fields(path, metadata_bytes)
+        self.sock.sendall(frame(HEADERS, 0x4, stream, fields))
+        return stream
+
+    def begin_block(self, path: str, metadata_bytes: int) -> None:
+        """Begin the header block of a call with so much metadata, and do not end it: nothing else may follow."""
+        stream, fields = self._fields(path, metadata_bytes)
+        self.sock.sendall(frame(HEADERS, 0, stream, fields))
+
+    def _fields(self, path: str, metadata_bytes: int) -> tuple[int, bytes]:
         stream, self._next = self._next, self._next + 2
         fields = b"\x83\x86\x04" + _text(path) + b"\x01" + _text("localhost")
         fields += b"\x0f\x10" + _text("application/grpc")
         fields += b"\x00" + _text("te") + _text("trailers") + b"\x00" + _text("x-filler") + _text("x" * metadata_bytes)
-        self.sock.sendall(_frame(HEADERS, 0x4, stream, fields))
-        return stream
+        return stream, fields
 
     def fill(self, stream: int, data: bytes) -> int:
         """Send as much of the data as the server allows now, and return how much that was."""
@@ -51,7 +60,7 @@ class Peer:
         if count:
             self._window -= count
             self._windows[stream] -= count
-            self.sock.sendall(_frame(DATA, 0, stream, data[:count]))
+            self.sock.sendall(frame(DATA, 0, stream, data[:count]))
         return count
 
     def hear(self, seconds: float = 0) -> None:
@@ -79,9 +88,9 @@ class Peer:
                     for one in self._windows:
                         self._windows[one] += value - self._first
                     self._first = value
-            self.sock.sendall(_frame(SETTINGS, 1, 0, b""))
+            self.sock.sendall(frame(SETTINGS, 1, 0, b""))
         elif kind == PING and not flags & 1:
-            self.sock.sendall(_frame(PING, 1, 0, body))
+            self.sock.sendall(frame(PING, 1, 0, body))
         elif kind == WINDOW_UPDATE and stream:
             self._windows[stream] += int.from_bytes(body, "big")
         elif kind == WINDOW_UPDATE:
@@ -94,7 +103,8 @@ class Peer:
         self.sock.close()
 
 
-def _frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
+def frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
+    """Return one frame."""
     return len(body).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + body
 
 

@@ -1,7 +1,7 @@
 """The daemon's own memory is bounded, whatever peers keep open, begin and never end.
 
 `BOUND` is the formula of docs/bounds.md ("The daemon's memory"); the worst mix of all that its terms stand for must
-stay below it. Streams and calls of gRPC are where it was once unbounded.
+stay below it. Streams, calls and header blocks of gRPC are where it was once unbounded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from tests.system.test_reload import reload
 from tests.system.test_turns import BEGIN
 
 from membrokerd.edge.rpc.interceptor import MAX_CALLS, MAX_STREAMS, MAX_WATCHES
-from membrokerd.edge.rpc.server import CONNECTIONS_BESIDE, MAX_PENDING
+from membrokerd.edge.rpc.proxy import CONNECTIONS_BESIDE
+from membrokerd.edge.rpc.server import MAX_PENDING
 
 pytestmark = pytest.mark.deep
 
@@ -32,7 +33,7 @@ CONNECTIONS = MAX_SESSIONS + CONNECTIONS_BESIDE
 
 BOUND = (
     48 * MIB
-    + ENDPOINTS * (MIB + MAX_PENDING * 32 * KIB + CONNECTIONS * 32 * KIB)
+    + ENDPOINTS * (MIB + MAX_PENDING * 32 * KIB + CONNECTIONS * 96 * KIB)
     + MAX_CALLS * 128 * KIB
     + MAX_SESSIONS * (32 * KIB + MODELS * 160)
     + MODELS * 4 * KIB
@@ -169,6 +170,7 @@ for peer in peers[16:]:
     with suppress(BlockingIOError):
         for _ in range({MAX_STREAMS}):
             peer.begin(REGISTER, 8_000)
+        peer.begin_block(REGISTER, 15_000)
 """)
         peak = max(_resident_while(daemon, 100))
         state(
@@ -177,6 +179,61 @@ for peer in peers[16:]:
         )
         assert max(peak, calls) < BOUND
         check_turns(daemon, state, "the worst mix")
+
+
+_ENDLESS = {
+    "header blocks that never end": (
+        "frame(HEADERS, 0, 1, begun)",
+        "frame(CONTINUATION, 0, 1, (b'\\0\\4name\\1x') * 2_000)",
+        True,
+    ),
+    "header blocks of nothing": ("frame(HEADERS, 0, 1, begun)", "frame(CONTINUATION, 0, 1, b'') * 1_000", True),
+    "settings, whose answers nobody reads": ("b''", "frame(SETTINGS, 0, 0, b'') * 1_000", False),
+}
+
+
+@pytest.mark.parametrize("what", _ENDLESS)
+def test_what_never_ends_takes_no_memory(daemon: Daemon, state: State, what: str) -> None:
+    """Every connection sends on for as long as the daemon reads; an honest worker goes on beside them."""
+    begun, more, is_cut = _ENDLESS[what]
+    with worker() as flood, worker() as other:
+        honest = Honest(other, daemon, "handoff")
+        flood.do(BEGIN.format(endpoint=str(daemon.endpoint("red"))))
+        flood.do("from tests.support.http2 import *")
+        flood.do(f"peers = [Peer(endpoint) for _ in range({CONNECTIONS - 2})]\nfor peer in peers: peer.hear(1)")
+        before = daemon.resident_bytes()
+        flood.do(f"begun = b'\\x83\\x86'\nfirst, more = {begun}, {more}")
+        sent = honest.beside_flood(
+            state,
+            what,
+            flood,
+            f"""
+waiting, idle, answer, cut = {{peer: first for peer in peers}}, 0, 0, 0
+for peer in peers: peer.sock.setblocking(False)
+while waiting and idle < 20 and answer < {CONNECTIONS * 8 * MIB}:
+    moved = 0
+    for peer, data in list(waiting.items()):
+        try:
+            count = peer.sock.send(data or more)
+            waiting[peer] = (data or more)[count:]
+            moved += count
+        except BlockingIOError:
+            pass
+        except OSError:
+            del waiting[peer]
+            cut += 1
+    answer += moved
+    idle = 0 if moved else idle + 1
+    if not moved:
+        time.sleep(0.05)
+answer = [answer, cut == len(peers)]
+""",
+        )
+        grown = daemon.resident_bytes() - before
+        state(f"RssAnon after {sent[0] // MIB} MiB of {what}", f"{grown // KIB:+} KiB")
+        assert sent[1] is is_cut
+        assert grown < CONNECTIONS * 96 * KIB
+        assert daemon.resident_bytes() < BOUND
 
 
 def test_tenants_that_a_reload_adds_share_one_bound_of_calls(state: State) -> None:

@@ -6,8 +6,13 @@ configuration does.
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
 
 from membroker.v1 import admin_pb2_grpc, broker_pb2_grpc
 
@@ -15,6 +20,7 @@ from ..config.config import TenantConfig
 from ..restart.process_watch import Watch
 from ..system import logs
 from ..system.device_directory import DeviceDirectory, Ownership
+from .acceptor import Refusals
 from .dispatch import Dispatcher
 from .handoff.endpoint import HandoffEndpoint
 from .handoff.listener import Listener
@@ -22,7 +28,8 @@ from .handoff.outbox import OutboxCounters
 from .listings import BookMessages
 from .rpc.admin_service import AdminService
 from .rpc.broker_service import BrokerService
-from .rpc.interceptor import Calls
+from .rpc.interceptor import Calls, Guard
+from .rpc.proxy import CONNECTIONS_BESIDE, Proxy
 from .rpc.server import serve
 
 STOP_SECONDS = 1.0
@@ -69,21 +76,21 @@ class Endpoints:
             f"tenants.{name}",
         )
         service = BrokerService(name, self._dispatcher, self._views)
+        refusals = Refusals(name, self._traffic.refused)
         async with AsyncExitStack() as stack:
             stack.callback(self._directory.close, directory)
-            server = await serve(
-                self._directory,
+            await self._serve(
                 directory / "grpc.sock",
                 ownership,
+                tenant,
+                refusals,
                 "membroker.v1.BrokerService",
                 lambda server: broker_pb2_grpc.add_BrokerServiceServicer_to_server(service, server),
-                self._dispatcher,
-                self._calls,
+                stack,
             )
-            stack.push_async_callback(server.stop, STOP_SECONDS)
             sock = self._directory.listen(directory / "handoff.sock", ownership)
             device = self._views.plan.driver.device
-            endpoint = HandoffEndpoint(name, tenant, self._dispatcher, device, self._traffic, self._watch)
+            endpoint = HandoffEndpoint(name, tenant, self._dispatcher, device, self._traffic, self._watch, refusals)
             listener = Listener(sock, endpoint, config.uids)
             stack.callback(listener.close)
             self._open[name] = _OpenEndpoint(listener, stack.pop_all())
@@ -93,15 +100,43 @@ class Endpoints:
         """Open the operator's endpoint, which `stack` closes."""
         directory = self._directory.endpoint("admin", mode=0o700)
         stack.callback(self._directory.close, directory)
-        server = await serve(
-            self._directory,
+        await self._serve(
             directory / "grpc.sock",
             Ownership(mode=0o600),
+            directory.name,
+            Refusals(directory.name, self._traffic.refused),
             "membroker.v1.AdminService",
             lambda server: admin_pb2_grpc.add_AdminServiceServicer_to_server(service, server),
-            self._dispatcher,
-            self._calls,
+            stack,
         )
+
+    async def _serve(
+        self,
+        public: Path,
+        ownership: Ownership,
+        tenant: str | None,
+        refusals: Refusals,
+        service: str,
+        register: Callable[[grpc.aio.Server], None],
+        stack: AsyncExitStack,
+    ) -> None:
+        """Start a gRPC server with one of our services, and a proxy in front of it at `public`; `stack` ends both."""
+        loop = self._dispatcher.loop
+        private = self._directory.private("grpc")
+        stack.callback(private.unlink, missing_ok=True)
+        guard = Guard(self._dispatcher.times_of, loop.turns, self._calls, refusals.endpoint)
+        sock = self._directory.listen(public, ownership, socket.SOCK_STREAM)
+        stack.callback(sock.close)
+        server = await serve(private, service, register, guard)
+        proxy = Proxy(
+            sock,
+            private,
+            tenant=tenant,
+            max_connections=loop.broker.books.rules.max_sessions + CONNECTIONS_BESIDE,
+            turns=loop.turns,
+            refusals=refusals,
+        )
+        stack.callback(proxy.close)
         stack.push_async_callback(server.stop, STOP_SECONDS)
 
     def admit(self, name: str, uids: frozenset[int]) -> None:

@@ -310,9 +310,11 @@ class DeviceDirectory:
                 f"{error.strerror}; start it as root, or omit that key"
             ) from error
 
-    def listen(self, public: Path, ownership: Ownership) -> socket.socket:
-        """Return a listening, non-blocking SEQPACKET socket at `public`."""
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    def listen(
+        self, public: Path, ownership: Ownership, kind: socket.SocketKind = socket.SOCK_SEQPACKET
+    ) -> socket.socket:
+        """Return a listening, non-blocking socket at `public`."""
+        listener = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         try:
             private = self.private("handoff")
             listener.bind(os.fspath(private))

@@ -6,8 +6,10 @@ from typing import Final
 
 from .names import DESCRIPTORS_IN_FLIGHT
 
-OPEN_PER_SESSION: Final = 5 + DESCRIPTORS_IN_FLIGHT
+OPEN_PER_SESSION: Final = 7 + DESCRIPTORS_IN_FLIGHT
 """A session's connection and notices, its pidfd and the copy for the descriptor store, a gRPC connection, its window.
+
+The gRPC connection takes three: the peer's, and both ends of the one from the proxy to the gRPC server.
 
 Packets of the window are open in the daemon until the peer's socket has room for them, and in flight from then on. The
 kernel counts those per user of the sender, against the same limit (unix(7), ETOOMANYREFS)."""

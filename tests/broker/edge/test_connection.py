@@ -85,7 +85,7 @@ class Lender:
             buffer=bytearray(names.MAX_FRAME_BYTES),
             watch=SimpleNamespace(add=self._watch, look=lambda session: None),
             tenant_of=lambda peer: "red",
-            refused=lambda reason, **fields: None,
+            refusals=SimpleNamespace(note=lambda reason, **fields: None),
             traffic=self.traffic,
         )
         pidfd, self._alive = os.pipe()

@@ -81,7 +81,7 @@ def test_as_many_sessions_as_a_daemon_started_here_has() -> None:
 
 
 def test_1024_descriptors_are_enough_for_five_sessions() -> None:
-    """133 each; 64 are the daemon's own, a quarter is for segments, and the kernel refuses at the limit itself."""
+    """135 each; 64 are the daemon's own, a quarter is for segments, and the kernel refuses at the limit itself."""
     assert "enough for 5 sessions" in doctor.check_descriptors(1024).found
     assert doctor.check_descriptors(descriptors_for(1)).found.endswith("enough for 1 session")
     assert [sessions_for(descriptors_for(sessions)) for sessions in range(2_000)] == list(range(2_000))

@@ -42,6 +42,7 @@ from membrokerd.core.denied import Reason, deny
 from membrokerd.daemon import DEFAULT_MAX_SESSIONS
 from membrokerd.edge.errors import to_status
 from membrokerd.edge.handoff import connection, listener
+from membrokerd.edge.rpc.http2 import MAX_BLOCK_BYTES
 from membrokerd.edge.rpc.server import MAX_MESSAGE_BYTES, MAX_STREAMS
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -265,6 +266,7 @@ def test_the_page_has_the_limits_as_they_are() -> None:
         "connections that have not said Hello": listener.MAX_SILENT,
         "seconds until a Hello must have come": int(listener.HELLO_SECONDS),
         "seconds that the last answer waits for room": int(connection.LINGER_SECONDS),
+        "bytes of a gRPC header block, with the heads of its frames": MAX_BLOCK_BYTES,
         "gRPC calls at once": MAX_STREAMS,
         "rows of a page of a listing": names.MAX_PAGE_ROWS,
         "bytes of the path of a socket": names.MAX_SOCKET_PATH_BYTES,

@@ -248,7 +248,7 @@ class HandoffConnection:
 
     def refuse(self, request_id: int, denied: Denied) -> None:
         """Answer with a refusal and end the connection once it is sent."""
-        self._endpoint.refused(denied.reason, pid=self._peer.pid)
+        self._endpoint.refusals.note(denied.reason, pid=self._peer.pid)
         self._last(_refusal(request_id, denied))
 
     def _last(self, frame: pb.Frame) -> None:

@@ -7,74 +7,39 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire import frames as handoff
 
-from ...core.denied import Reason
 from ...system import logs
+from ..acceptor import Acceptor
 from ..convert import Refused
 from ..errors import to_status
 from .connection import HandoffConnection
 from .endpoint import HandoffEndpoint
 from .peer import attest, hang_up
 
-ACCEPTS_PER_TURN = 32
 MAX_SILENT = 64
 """Connections of one endpoint that have not said Hello. The oldest makes room for the newest."""
 HELLO_SECONDS = 5.0
-PAUSE_SECONDS = 0.1
-"""How long to wait before accepting again when the process has no descriptor left."""
 
 
 class Listener:
     """The listening socket of one endpoint, and its connections."""
 
     def __init__(self, sock: socket.socket, endpoint: HandoffEndpoint, uids: frozenset[int]) -> None:
-        self._sock = sock
         self._endpoint = endpoint
         self._uids = uids
         self._silent: dict[HandoffConnection, asyncio.TimerHandle] = {}
         self._greeted: set[HandoffConnection] = set()
         self._io = asyncio.get_running_loop()
-        self._io.add_reader(sock, self._acceptable)
+        self._acceptor = Acceptor(sock, endpoint.dispatcher.loop.turns, endpoint.refusals, self._accept)
 
     def admit(self, uids: frozenset[int]) -> None:
         """Let only these users open sessions from now on. Open sessions stay."""
         self._uids = uids
 
-    def _acceptable(self) -> None:
-        turns = self._endpoint.dispatcher.loop.turns
-        for _ in range(ACCEPTS_PER_TURN):
-            if not turns.may(self._endpoint.name, self._sock.fileno()):
-                return
-            began = time.perf_counter()
-            went_on = self._accept_one()
-            turns.charge(self._endpoint.name, time.perf_counter() - began)
-            if not went_on:
-                return
-
-    def _accept_one(self) -> bool:
-        """Accept a connection. Return False when none is waiting, or no descriptor is left."""
-        try:
-            connection, _ = self._sock.accept()
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            self._endpoint.refused(Reason.DESCRIPTORS_EXHAUSTED, error=error.strerror)
-            self._io.remove_reader(self._sock)
-            self._io.call_later(PAUSE_SECONDS, self._resume)
-            return False
-        self._accept(connection)
-        return True
-
-    def _resume(self) -> None:
-        if self._sock.fileno() >= 0:
-            self._io.add_reader(self._sock, self._acceptable)
-
     def _accept(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
         try:
             peer = attest(sock, self._uids)
         except Refused as error:
@@ -96,7 +61,7 @@ class Listener:
             connection.close(why)
 
     def _turn_away(self, sock: socket.socket, error: Refused) -> None:
-        self._endpoint.refused(error.denied.reason)
+        self._endpoint.refusals.note(error.denied.reason)
         reply = pb.Frame(reply=pb.Reply(error=to_status(error.denied)))
         try:
             handoff.send(sock, handoff.encode(reply))
@@ -120,8 +85,7 @@ class Listener:
 
     def close(self) -> None:
         """Stop accepting, and end every connection."""
-        self._io.remove_reader(self._sock)
-        self._sock.close()
+        self._acceptor.close()
         for connection in [*self._silent, *self._greeted]:
             connection.notify(pb.Frame(notice=pb.Notice(stopping=pb.Stopping())))
             connection.close("the broker stops")

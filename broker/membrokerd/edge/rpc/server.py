@@ -9,13 +9,9 @@ import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from ...system.device_directory import DeviceDirectory, Ownership
-from ..dispatch import Dispatcher
 from .health import Health
-from .interceptor import MAX_STREAMS, Calls, Guard
+from .interceptor import MAX_STREAMS, Guard
 
-CONNECTIONS_BESIDE = 16
-"""Connections of an endpoint beyond one for each session: health checks, and connections that are just closing."""
 MAX_MESSAGE_BYTES = 64 * 1024
 """Like MAX_STREAMS, it is far above what a worker needs (its largest request has 4,096 ids, 41 KiB), and bounds the
 memory that a peer can take by requests that it begins and never ends."""
@@ -39,36 +35,17 @@ _OPTIONS = [
 ]
 
 
-async def serve(
-    directory: DeviceDirectory,
-    public: Path,
-    ownership: Ownership,
-    service: str,
-    register: Callable[[grpc.aio.Server], None],
-    dispatcher: Dispatcher,
-    calls: Calls,
-) -> grpc.aio.Server:
-    """Start a server at `public` with one of our services, health and reflection.
+async def serve(path: Path, service: str, register: Callable[[grpc.aio.Server], None], guard: Guard) -> grpc.aio.Server:
+    """Start a server at `path` with one of our services, health and reflection, and return it.
 
-    Connections are bounded: one tenant's idle ones could otherwise take every descriptor from all others. `calls`
-    bounds the calls of all endpoints: one that is begun and never ended keeps memory.
+    `guard` wraps its calls. Only the proxy of the endpoint connects to it.
     """
-    max_connections = dispatcher.loop.broker.books.rules.max_sessions + CONNECTIONS_BESIDE
-    server = grpc.aio.server(
-        interceptors=[Guard(dispatcher.times_of, dispatcher.loop.turns, calls, public.parent.name)],
-        options=[*_OPTIONS, ("grpc.max_allowed_incoming_connections", max_connections)],
-    )
+    server = grpc.aio.server(interceptors=[guard], options=_OPTIONS)
     register(server)
     status = Health([service])
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
     reflection.enable_server_reflection((service, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    private = directory.private("grpc")
-    server.add_insecure_port(f"unix:{private}")
+    server.add_insecure_port(f"unix:{path}")
     await server.start()
-    try:
-        directory.publish(private, public, ownership)
-    except BaseException:
-        await server.stop(None)
-        raise
     await status.start()
     return server

@@ -1,0 +1,91 @@
+"""The listening socket of one endpoint: accepts in the endpoint's share of each turn, and counts what it refuses.
+
+Decides nothing about a connection: it passes each one on, with a socket that does not block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..core.denied import Reason
+from ..system import logs
+from ..system.turns import Turns
+
+ACCEPTS_PER_TURN = 32
+PAUSE_SECONDS = 0.1
+"""How long to wait before accepting again when the process has no descriptor left."""
+REFUSED_LINE_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class Refusals:
+    """The connections that an endpoint has refused: `counter` counts those of all endpoints, by reason."""
+
+    endpoint: str
+    counter: Counter[str]
+    _unsaid: int = 0
+    _silent_until: float = 0.0
+
+    def note(self, reason: Reason, **fields: object) -> None:
+        """Count a refused connection. It is logged at most once a second, so that no peer can fill the log."""
+        self.counter[reason.value] += 1
+        self._unsaid += 1
+        if time.monotonic() < self._silent_until:
+            return
+        logs.log("connection refused", endpoint=self.endpoint, reason=reason.value, count=self._unsaid, **fields)
+        self._unsaid = 0
+        self._silent_until = time.monotonic() + REFUSED_LINE_SECONDS
+
+
+class Acceptor:
+    """Accepts at a listening socket, and owns it. `accepted` gets each connection, and owns that."""
+
+    def __init__(
+        self, sock: socket.socket, turns: Turns, refusals: Refusals, accepted: Callable[[socket.socket], None]
+    ) -> None:
+        self._sock = sock
+        self._turns = turns
+        self._refusals = refusals
+        self._accepted = accepted
+        self._io = asyncio.get_running_loop()
+        self._io.add_reader(sock, self._acceptable)
+
+    def _acceptable(self) -> None:
+        endpoint = self._refusals.endpoint
+        for _ in range(ACCEPTS_PER_TURN):
+            if not self._turns.may(endpoint, self._sock.fileno()):
+                return
+            began = time.perf_counter()
+            went_on = self._accept_one()
+            self._turns.charge(endpoint, time.perf_counter() - began)
+            if not went_on:
+                return
+
+    def _accept_one(self) -> bool:
+        """Accept a connection. Return False when none is waiting, or no descriptor is left."""
+        try:
+            connection, _ = self._sock.accept()
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self._refusals.note(Reason.DESCRIPTORS_EXHAUSTED, error=error.strerror)
+            self._io.remove_reader(self._sock)
+            self._io.call_later(PAUSE_SECONDS, self._resume)
+            return False
+        connection.setblocking(False)
+        self._accepted(connection)
+        return True
+
+    def _resume(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._io.add_reader(self._sock, self._acceptable)
+
+    def close(self) -> None:
+        """Accept no more."""
+        self._io.remove_reader(self._sock)
+        self._sock.close()

@@ -1,0 +1,165 @@
+"""The gRPC socket of one endpoint, in front of its gRPC server: it accepts, bounds, and passes bytes on.
+
+gRPC bounds neither its connections' unfinished header blocks (`http2.py`), nor what it has to say to a peer that asks
+and never reads. So while anything waits to be sent to a peer, or to gRPC, nothing is read from that peer. Its time is
+that of the peer's tenant. It must never change a byte, nor look into a call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from membroker.wire.descriptors import peer_of
+
+from ...core.denied import Reason
+from ...system.turns import Turns
+from ..acceptor import Acceptor, Refusals
+from .http2 import BrokenStream, FrameReader
+
+CONNECTIONS_BESIDE = 16
+"""Connections of an endpoint beyond one for each session: health checks, and connections that are just closing."""
+READ_BYTES = 16 * 1024
+"""The most that is read at once, and so the most that waits to be sent, beside a header block."""
+
+
+class Proxy:
+    """The connections of one endpoint's gRPC socket, `max_connections` at most. `server` is where gRPC listens.
+
+    They belong to `tenant`; if that is None, each uid is a tenant.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        server: Path,
+        *,
+        tenant: str | None,
+        max_connections: int,
+        turns: Turns,
+        refusals: Refusals,
+    ) -> None:
+        self._server = server
+        self._tenant = tenant
+        self._max_connections = max_connections
+        self._turns = turns
+        self._refusals = refusals
+        self._connections: set[ProxiedConnection] = set()
+        self._acceptor = Acceptor(sock, turns, refusals, self._accept)
+
+    def _accept(self, peer: socket.socket) -> None:
+        if len(self._connections) >= self._max_connections:
+            peer.close()
+            return
+        server = None
+        try:
+            _, uid = peer_of(peer)
+            server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+            server.connect(os.fspath(self._server))
+        except OSError as error:
+            peer.close()
+            if server is not None:
+                server.close()
+            self._refusals.note(Reason.DESCRIPTORS_EXHAUSTED, error=error.strerror)
+            return
+        tenant = self._tenant or f"uid-{uid}"
+        connection = ProxiedConnection(peer, server, tenant, self._turns, self._refusals, self._connections.discard)
+        self._connections.add(connection)
+
+    def close(self) -> None:
+        """Accept no more, and end all connections."""
+        self._acceptor.close()
+        for connection in list(self._connections):
+            connection.close()
+
+
+class ProxiedConnection:
+    """A peer's connection and the one to the gRPC server that belongs to it. It owns both sockets."""
+
+    def __init__(
+        self,
+        peer: socket.socket,
+        server: socket.socket,
+        tenant: str,
+        turns: Turns,
+        refusals: Refusals,
+        on_ended: Callable[[ProxiedConnection], None],
+    ) -> None:
+        self._peer = peer
+        self._server = server
+        self._tenant = tenant
+        self._turns = turns
+        self._refusals = refusals
+        self._on_ended = on_ended
+        self._frames = FrameReader()
+        self._unsent: dict[socket.socket, bytes] = {}
+        """By socket: what it had no room for. While there is any, the peer is not read."""
+        self._io = asyncio.get_running_loop()
+        self._io.add_reader(peer, self._pass_on, peer, server)
+        self._io.add_reader(server, self._pass_on, server, peer)
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        """Read once from a socket, and send what may be passed on to the other one."""
+        if not self._turns.may(self._tenant, source.fileno()):
+            return
+        began = time.perf_counter()
+        try:
+            data = source.recv(READ_BYTES)
+            if not data:
+                self.close()
+            elif ready := self._frames.take(data) if source is self._peer else data:
+                self._send(sink, ready)
+        except BlockingIOError:
+            pass
+        except BrokenStream as error:
+            self._refusals.note(Reason.PROTOCOL_VIOLATION, what=str(error))
+            self.close()
+        except OSError:
+            self.close()
+        finally:
+            self._turns.charge(self._tenant, time.perf_counter() - began)
+
+    def _send(self, sink: socket.socket, data: bytes) -> None:
+        try:
+            sent = sink.send(data)
+        except BlockingIOError:
+            sent = 0
+        if sent < len(data):
+            if sink is self._peer:
+                self._io.remove_reader(self._server)
+            self._io.remove_reader(self._peer)
+            self._unsent[sink] = data[sent:]
+            self._io.add_writer(sink, self._go_on, sink)
+
+    def _go_on(self, sink: socket.socket) -> None:
+        """Send what there was no room for, and read again once it is sent."""
+        try:
+            data = self._unsent[sink]
+            sent = sink.send(data)
+        except BlockingIOError:
+            return
+        except OSError:
+            self.close()
+            return
+        if sent < len(data):
+            self._unsent[sink] = data[sent:]
+            return
+        del self._unsent[sink]
+        self._io.remove_writer(sink)
+        if sink is self._peer:
+            self._io.add_reader(self._server, self._pass_on, self._server, self._peer)
+        if not self._unsent:
+            self._io.add_reader(self._peer, self._pass_on, self._peer, self._server)
+
+    def close(self) -> None:
+        """End both connections."""
+        for sock in (self._peer, self._server):
+            if sock.fileno() >= 0:
+                self._io.remove_reader(sock)
+                self._io.remove_writer(sock)
+                sock.close()
+        self._on_ended(self)

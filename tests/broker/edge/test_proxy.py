@@ -1,0 +1,184 @@
+"""The proxy in front of a gRPC server, which is a bare listener here: what it passes on, and when it reads no more."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from tests.support.daemons import DEADLINE_SECONDS
+from tests.support.http2 import CONTINUATION, DATA, HEADERS, PREFACE, frame
+
+from membrokerd.edge.acceptor import Refusals
+from membrokerd.edge.rpc.proxy import Proxy
+from membrokerd.system.turns import Turns, TurnSelector
+
+_T = TypeVar("_T")
+_BODY = frame(DATA, 0, 1, bytes(16_000))
+
+
+class ProxiedServer:
+    """A proxy, and a server behind it that does what a test says."""
+
+    def __init__(self, directory: Path, turns: Turns, max_connections: int) -> None:
+        self.public, private = directory / "public", directory / "private"
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(private))
+        self._listener.listen()
+        self._listener.setblocking(False)
+        sock = socket.socket(socket.AF_UNIX)
+        sock.bind(str(self.public))
+        sock.listen()
+        sock.setblocking(False)
+        self.refused: Counter[str] = Counter()
+        self._opened = [self._listener]
+        self._io = asyncio.get_running_loop()
+        refusals = Refusals("red", self.refused)
+        self.proxy = Proxy(sock, private, tenant="red", max_connections=max_connections, turns=turns, refusals=refusals)
+
+    def close(self) -> None:
+        """Close the proxy and every socket."""
+        self.proxy.close()
+        for sock in self._opened:
+            sock.close()
+
+    async def connect(self) -> tuple[socket.socket, socket.socket]:
+        """Return a peer's connection, and the server's end of it."""
+        peer = await self.peer()
+        server, _ = await self._within(self._io.sock_accept(self._listener))
+        self._opened.append(server)
+        return peer, server
+
+    async def peer(self) -> socket.socket:
+        peer = socket.socket(socket.AF_UNIX)
+        self._opened.append(peer)
+        peer.setblocking(False)
+        await self._io.sock_connect(peer, str(self.public))
+        return peer
+
+    async def read(self, sock: socket.socket, count: int) -> bytes:
+        """Return so many bytes, or fewer if the connection ends before."""
+        data = b""
+        while len(data) < count:
+            try:
+                more = await self._within(self._io.sock_recv(sock, count - len(data)))
+            except ConnectionResetError:
+                break
+            if not more:
+                break
+            data += more
+        return data
+
+    async def fill(self, sock: socket.socket, data: bytes) -> int:
+        """Send over and over until the socket takes nothing more for a hundred turns, and return how much it took."""
+        sent = idle = 0
+        while idle < 100:
+            try:
+                sent += sock.send(data[sent % len(data) :])
+                idle = 0
+            except BlockingIOError:
+                idle += 1
+            await asyncio.sleep(0)
+            assert sent < 100 << 20, "everything is taken"
+        return sent
+
+    @staticmethod
+    async def _within(work: Awaitable[_T]) -> _T:
+        return await asyncio.wait_for(work, DEADLINE_SECONDS)
+
+
+Scene = Callable[[ProxiedServer], Awaitable[None]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., None]:
+    """Run a scene beside a proxy."""
+
+    def play(scene: Scene, max_connections: int = 4) -> None:
+        turns = Turns()
+
+        async def main() -> None:
+            server = ProxiedServer(tmp_path, turns, max_connections)
+            try:
+                await scene(server)
+            finally:
+                server.close()
+
+        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(TurnSelector(turns))) as runner:
+            runner.run(main())
+
+    return play
+
+
+def test_bytes_pass_both_ways(run: Callable[..., None]) -> None:
+    async def scene(world: ProxiedServer) -> None:
+        peer, server = await world.connect()
+        peer.send(PREFACE + _BODY)
+        assert await world.read(server, len(PREFACE + _BODY)) == PREFACE + _BODY
+        server.send(b"anything")
+        assert await world.read(peer, 8) == b"anything"
+        server.close()
+        assert await world.read(peer, 1) == b""
+
+    run(scene)
+
+
+def test_a_block_that_never_ends_ends_the_connection(run: Callable[..., None]) -> None:
+    """The server has seen nothing of it."""
+
+    async def scene(world: ProxiedServer) -> None:
+        peer, server = await world.connect()
+        peer.send(PREFACE + frame(HEADERS, 0, 1, bytes(9_000)) + frame(CONTINUATION, 0, 1, bytes(9_000)))
+        assert await world.read(peer, 1) == b""
+        assert await world.read(server, 1_000) == b""
+        assert world.refused == {"PROTOCOL_VIOLATION": 1}
+
+    run(scene)
+
+
+def test_a_peer_that_reads_nothing_is_not_read(run: Callable[..., None]) -> None:
+    """The server has more to say than the peer's socket takes. What the peer asks then does not come through."""
+
+    async def scene(world: ProxiedServer) -> None:
+        peer, server = await world.connect()
+        peer.send(PREFACE)
+        assert await world.read(server, len(PREFACE)) == PREFACE
+        said = await world.fill(server, bytes(50_000))
+        asked = await world.fill(peer, _BODY)
+        with pytest.raises(BlockingIOError):
+            server.recv(1)
+        assert len(await world.read(peer, said)) == said
+        assert len(await world.read(server, asked)) == asked
+
+    run(scene)
+
+
+def test_a_server_that_reads_nothing_stops_the_peer(run: Callable[..., None]) -> None:
+    """The proxy keeps what it has read at once, and no more. What the server says passes meanwhile."""
+
+    async def scene(world: ProxiedServer) -> None:
+        peer, server = await world.connect()
+        peer.send(PREFACE)
+        sent = await world.fill(peer, _BODY)
+        server.send(b"anything")
+        assert await world.read(peer, 8) == b"anything"
+        assert await world.read(server, len(PREFACE) + sent) == PREFACE + (_BODY * (sent // len(_BODY) + 1))[:sent]
+
+    run(scene)
+
+
+def test_connections_are_bounded(run: Callable[..., None]) -> None:
+    """One more than the bound is ended at once; when another has gone, there is room again."""
+
+    async def scene(world: ProxiedServer) -> None:
+        (one, end), (_other, _) = await world.connect(), await world.connect()
+        assert await world.read(await world.peer(), 1) == b""
+        one.close()
+        assert await world.read(end, 1) == b""
+        await world.connect()
+
+    run(scene, 2)
