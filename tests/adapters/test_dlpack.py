@@ -110,7 +110,7 @@ class TestBytes:
             assert bytes(pool.view(3 * PAGE - 2, 2)) == b"\x80\x3f"
             with pytest.raises(NotMapped):
                 export(pool, "U8", (1,), offset=0)
-            with pytest.raises(BufferError, match="still alive"):
+            with pytest.raises(BufferError):
                 pool.deallocate(2 * PAGE, PAGE)
             del tensor
             pool.deallocate(PAGE, 2 * PAGE)
@@ -131,7 +131,7 @@ class TestGrowing:
             before[0] = 5
             assert float(after[0]) == 5
             assert float(after.sum()) == 5 + 1023 + 2 * (3 * PAGE // 4 - 1024)
-            with pytest.raises(BufferError, match="still alive"):
+            with pytest.raises(BufferError):
                 buffer.shrink(4)
             del after
             buffer.resize(4096)
@@ -176,7 +176,7 @@ class TestGrowing:
             assert not cache[:99].any()
             part = block[3]
             del block
-            with pytest.raises(BufferError, match="still used"):
+            with pytest.raises(BufferError):
                 cache.drop(1)
             del part
             cache.drop(1)

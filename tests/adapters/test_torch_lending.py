@@ -280,5 +280,5 @@ class TestLending:
         until(lambda: daemon.books().lent_bytes == 0)
 
     def test_there_is_no_mempool_on_the_host(self, client: membroker.Client) -> None:
-        with pytest.raises(membroker.InvalidRequest, match="needs a GPU"):
+        with pytest.raises(membroker.InvalidRequest):
             adapter.TorchMemory(client.register_model("lending"))

@@ -68,7 +68,7 @@ class TestFree:
             with pytest.raises(InvalidOffset, match="not one of this pool's"):
                 pool.free(wrong)
         for wrong in (1.0, True, None, "1"):
-            with pytest.raises(InvalidRequest, match="is a whole number"):
+            with pytest.raises(InvalidRequest):
                 pool.free(wrong)  # type: ignore[arg-type]
         assert pool.physical_usage_bytes == 3 * PAGE
         pool.free(address)

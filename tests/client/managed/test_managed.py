@@ -148,7 +148,7 @@ def test_the_last_byte_of_all_addresses_is_a_range() -> None:
 @pytest.mark.parametrize("location", [-1, 1 << 31, True, "gpu", "", None, 0.0])
 def test_what_is_no_location_is_refused(location: object) -> None:
     plan = PrefetchPlan()
-    with pytest.raises(InvalidRequest, match="location"):
+    with pytest.raises(InvalidRequest):
         plan.add(0x1000, 4096, location)  # type: ignore[arg-type]
     assert not plan
 

@@ -134,7 +134,7 @@ class TestDtypes:
 
     @pytest.mark.parametrize("shape", [(1.0,), (True,), (-1,), ("2",), "22", 3, (1 << 63,), {2: 2}], ids=repr)
     def test_what_is_no_shape_is_refused(self, host: membroker.LocalSource, shape: Any) -> None:
-        with pytest.raises(InvalidRequest, match="tensor 'x'"):
+        with pytest.raises(InvalidRequest):
             write_index({"x": ("U8", shape)})
         with pytest.raises(InvalidRequest):
             membroker.SparseArray(host, shape, "U8")

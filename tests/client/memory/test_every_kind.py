@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from tests.support import fake_lender
 from tests.support.daemons import until
+from tests.support.driver_errors import named
 from tests.support.fake_lender import PAGE, Lender
 from tests.support.sparse_table import COUNT, ROWS, row
 from tests.support.threads import held_up
@@ -193,7 +194,7 @@ class TestAllOrNothing:
         """The process runs out of mappings half-way (vm.max_map_count)."""
         before = state()
         lender.driver.maps_left = mappings
-        with pytest.raises(DeviceFailure):
+        with pytest.raises(DeviceFailure, check=named("ENOMEM")):
             kind.more(memory, 6)
         assert state() == before
         lender.driver.maps_left = None
@@ -206,7 +207,7 @@ class TestAllOrNothing:
         kind.more(memory, 2)
         before = state()
         lender.driver.lost = True
-        with pytest.raises(DeviceFailure, match="ILLEGAL_ADDRESS"):
+        with pytest.raises(DeviceFailure, check=named("CUDA_ERROR_ILLEGAL_ADDRESS")):
             kind.fewer(memory, 2)
         assert state() == before
         lender.driver.lost = False

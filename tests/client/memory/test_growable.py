@@ -195,7 +195,7 @@ class TestRefused:
             GrowableBuffer(lender, 0, 2**62, PAGE)
         with pytest.raises(InvalidRequest):
             GrowableBuffer(lender, 2 * PAGE + 1, 2 * PAGE, PAGE)
-        with pytest.raises(InvalidRequest, match="location"):
+        with pytest.raises(InvalidRequest):
             GrowableBuffer(lender, 0, PAGE, PAGE, "moon")
         lender.capacity = PAGE
         with pytest.raises(OutOfMemory):

@@ -14,6 +14,7 @@ from contextlib import suppress
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, until
+from tests.support.driver_errors import named
 from tests.support.fake_lender import PAGE, FlakyDriver, put, text
 from tests.support.sizes import MIB
 from tests.support.threads import together
@@ -133,7 +134,7 @@ def test_the_driver_fails_at_map_k(driver: FlakyDriver, mappings: int) -> None:
     with LocalSource(driver, limit="1GiB") as source, VirtualMemoryPool(source, 256 * PAGE, PAGE) as pool:
         descriptors = len(os.listdir("/proc/self/fd"))
         driver.maps_left = mappings
-        with pytest.raises(DeviceFailure, match="ENOMEM"):
+        with pytest.raises(DeviceFailure, check=named("ENOMEM")):
             pool.allocate(0, 100 * PAGE)
         driver.maps_left = None
         assert (source.physical_usage_bytes, used(driver), len(os.listdir("/proc/self/fd"))) == (0, 0, descriptors)

@@ -85,7 +85,7 @@ def test_a_timer_of_the_program_does_not_keep_a_silent_broker_waited_for() -> No
         with broker(answer_late) as path:
             late.start()
             signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
-            with pytest.raises(BrokerUnavailable, match="does not answer"):
+            with pytest.raises(BrokerUnavailable):
                 open_session(path, HELLO, 0.5)
             over.set()
     finally:

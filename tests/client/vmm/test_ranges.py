@@ -205,7 +205,7 @@ def test_what_was_mapped_past_the_range_keeps_it_open(driver: HostDriver, memory
     assert not addresses.closed
     mapping = MappedRange(addresses, memory, GRANULARITY)
     addresses.close()
-    with pytest.raises(DriverError, match="still mapped"):
+    with pytest.raises(DriverError):
         mapping.close()
     assert mapping.closed
     assert not addresses.closed
@@ -352,7 +352,7 @@ def test_nothing_is_mapped_outside_of_the_range(
     with ExitStack() as stack:
         for _ in range(8):
             stack.enter_context(AddressRange(driver, 4 * GRANULARITY))
-        with pytest.raises(InvalidOffset, match="does not fit"):
+        with pytest.raises(InvalidOffset):
             MappedRange(addresses, memory, offset)
     assert addresses.mappings == []
     assert not memory.mapped

@@ -67,7 +67,7 @@ def test_access_is_granted_to_each_device_by_name(first: HostDriver, second: Hos
     ):
         first.write(mapping.address, b"seen")
         assert second.read(mapping.address, 4) == b"seen"
-        with pytest.raises(DriverError, match="read-only"):
+        with pytest.raises(DriverError):
             second.write(mapping.address, b"x")
         assert second.view(mapping.address, 4).readonly
         assert mapping.get_access() is AccessFlags.READ_WRITE

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 from tests.client.pool.offload.pages import PAGES, digest, fill, pinned_bytes, sizes
 from tests.support.daemons import until
+from tests.support.driver_errors import named
 from tests.support.fake_lender import PAGE, Lender
 
 from membroker import interrupts
@@ -194,7 +195,7 @@ class TestHalfWay:
         pool.offload()
         if end == "trim":
             pool.restore(keep_pinned=True)
-        with pytest.raises(DeviceFailure, match="CAPTURE"):
+        with pytest.raises(DeviceFailure, check=named("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED")):
             getattr(pool, end)()
         assert lender.declared_bytes == pinned_bytes(lender) == 6 * PAGE
         failing = False
@@ -218,7 +219,10 @@ class TestHalfWay:
         allocate_numbered(pool)
         if not away:
             pool.offload()
-        with copies_fail(lender, at=range(3, 4)), pytest.raises(DeviceFailure, match="ECC") as failed:
+        with (
+            copies_fail(lender, at=range(3, 4)),
+            pytest.raises(DeviceFailure, check=named("CUDA_ERROR_ECC_UNCORRECTABLE")) as failed,
+        ):
             pool.offload() if away else pool.restore()
         mapped, offloaded = sizes(pool)
         assert failed.value.metadata["offloaded_bytes"] == str(offloaded * PAGE)

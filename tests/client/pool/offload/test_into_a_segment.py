@@ -281,7 +281,7 @@ wait()
             fill(pool, 0, b"first")
             segment = model.create_segment("s", pool.offload_size(), "host")
             views: list[memoryview] = []
-            with pytest.raises(BufferError, match="view of the segment"):
+            with pytest.raises(BufferError):
                 pool.offload(to=segment, progress=lambda *_: views.append(segment.view()))
             assert sizes(pool) == (0, 4)
             views.clear()

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from tests.support.driver_errors import named
 from tests.support.host_driver import copies, lent, make_host, mapped, used
 
 from membroker.testing import CHECKS, MakeDriver, check_driver, wait_until
@@ -160,7 +161,7 @@ def test_a_forked_childs_calls_raise_and_leave_the_parents_events_alone(driver: 
     def body() -> None:
         memory, create = partial(driver.memory, Location.DEVICE), partial(driver.create, GRANULARITY)
         for call in (memory, create, driver.survivors, driver.close):
-            with pytest.raises(DriverError, match="ECHILD"):
+            with pytest.raises(DriverError, check=named("ECHILD")):
                 call()
 
     driver.create(GRANULARITY)
