@@ -73,6 +73,9 @@ class Models:
         limit = self._books.rules.max_models_per_tenant
         if sum(1 for name in self._books.ledger.models if name.tenant == event.name.tenant) >= limit:
             return deny(Reason.TOO_MANY_MODELS, limit=limit, tenant=event.name.tenant)
+        most = self._books.rules.max_models
+        if most is not None and len(self._books.ledger.models) >= most:
+            return deny(Reason.TOO_MANY_MODELS, limit=most)
         return None
 
     def unregister(self, event: ev.UnregisterModel, now: int) -> None:

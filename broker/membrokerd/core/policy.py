@@ -55,6 +55,7 @@ class Rules:
     max_sessions_per_process: int = 16
     max_sessions_per_tenant: int | None = None
     max_models_per_tenant: int = 256
+    max_models: int | None = None
     max_calls_per_session: int = 16
     segment_extent_bytes: int = 1 << 30
     max_segments_per_tenant: int = 256

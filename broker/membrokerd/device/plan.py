@@ -29,6 +29,8 @@ _UNIFIED_MEMORY = (
     "this GPU shares the machine's memory, as GB10 and Jetson do, and does not tell how much of it is in use, which a "
     'broker must know: the driver "host" lends that memory to programs that run on the CPU'
 )
+MAX_MODELS_OF_USERS = 4_096
+"""Models in all, where each user is a tenant: nobody has configured how many these are."""
 CUDA_STOCK = GIB
 """The size of a GPU's warm pool. The host driver has no warm pool: it creates an extent in 30 µs."""
 
@@ -93,6 +95,7 @@ def changed_rules(rules: policy.Rules, config: Config) -> policy.Rules:
         unlent=frozenset(name for name, tenant in config.tenants.items() if not tenant.lend_unused),
         max_sessions_per_tenant=_share(rules.max_sessions, len(config.tenants)),
         max_models_per_tenant=config.max_models_per_tenant,
+        max_models=max(MAX_MODELS_OF_USERS, config.max_models_per_tenant) if config.uid_tenants else None,
     )
 
 

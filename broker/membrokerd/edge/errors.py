@@ -117,7 +117,7 @@ _TABLE: Mapping[Reason, _Row] = {
         Code.RESOURCE_EXHAUSTED, "the {of} has {limit} sessions, which is the maximum{detached}", retry=True
     ),
     Reason.TOO_MANY_MODELS: _Row(
-        Code.RESOURCE_EXHAUSTED, "the tenant {tenant} has {limit} models, which is the maximum", retry=True
+        Code.RESOURCE_EXHAUSTED, "the {holder} has {limit} models, which is the maximum", retry=True
     ),
     Reason.TOO_MANY_REQUESTS: _Row(
         Code.RESOURCE_EXHAUSTED, "the {whose} has {limit} {calls}, which is the maximum", retry=True
@@ -215,6 +215,7 @@ class _Words(dict[str, object]):
         once = ": connect once, and use that client for all calls" if numbers.get("of") == "process" else ""
         forget = f"; `membroker forget SESSION` ends those that are detached: {lost}" if lost else ""
         self["detached"] = once + forget
+        self["holder"] = f"tenant {numbers['tenant']}" if "tenant" in numbers else "broker"
         reserved = numbers.get("reserved_bytes")
         self["kept"] = f", and {format_size(int(reserved))} of the rest is reserved for others" if reserved else ""
         self["fair"] = _fair(numbers)

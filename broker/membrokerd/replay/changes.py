@@ -50,6 +50,7 @@ class Changes:
             max_sessions_per_process=MANY,
             max_sessions_per_tenant=None,
             max_models_per_tenant=MANY,
+            max_models=None,
         )
         self._check(recorded, rules)
         return rules

@@ -65,6 +65,7 @@ class Script:
     def do_rules(self, **options: str) -> None:
         """Begin anew: device= host= settle= grace= sessions= per_process= models= calls= limits=tenant[/model]:MiB.
 
+        models_in_all= of all tenants.
         guarantees=tenant[/model]:MiB. weights=tenant[/model]:weight. default= is each tenant's limit at the device
         where it has none of its own (MiB). guarantee_wait= recall= (s). waiting= of a tenant. unlent=tenant,tenant.
         For segments: segment_extent= (MiB), segments= of a tenant, segment_extents= of all.
@@ -83,6 +84,7 @@ class Script:
             "per_process": ("max_sessions_per_process", 1),
             "per_tenant": ("max_sessions_per_tenant", 1),
             "models": ("max_models_per_tenant", 1),
+            "models_in_all": ("max_models", 1),
             "calls": ("max_calls_per_session", 1),
             "segment_extent": ("segment_extent_bytes", MIB),
             "segments": ("max_segments_per_tenant", 1),

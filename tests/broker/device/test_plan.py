@@ -10,9 +10,9 @@ from tests.support.sizes import MIB
 from membroker.vmm import DriverUnavailable
 from membrokerd.config.config import Config, TenantConfig
 from membrokerd.core.ledger import Ledger
-from membrokerd.core.policy import limit_of
+from membrokerd.core.policy import Rules, limit_of
 from membrokerd.device import plan as device
-from membrokerd.device.plan import DeviceError, Plan, _share, plan
+from membrokerd.device.plan import MAX_MODELS_OF_USERS, DeviceError, Plan, _share, changed_rules, plan
 
 
 def test_the_only_tenant_may_have_every_session() -> None:
@@ -31,6 +31,14 @@ def test_all_but_one_tenant_leave_room_for_the_last(sessions: int, tenants: int)
 def test_where_each_uid_is_a_tenant_a_quarter_is_left_to_the_others() -> None:
     assert _share(155, tenants=0) == 155 - 38
     assert _share(1, tenants=0) == 1
+
+
+def test_where_each_user_is_a_tenant_all_models_together_are_bounded() -> None:
+    """99 uids made 25,344 models, and a scrape of 95 MiB. Configured tenants are as many as the operator wants."""
+    rules = Rules(granularity=2, capacities={"device": MIB})
+    assert changed_rules(rules, Config()).max_models == MAX_MODELS_OF_USERS
+    assert changed_rules(rules, Config(max_models_per_tenant=10_000)).max_models == 10_000
+    assert changed_rules(rules, Config(tenants={"red": TenantConfig()})).max_models is None
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ NUMBERS: dict[Reason, list[dict[str, int | str]]] = {
         {"limit": 128, "of": "broker"},
         {"limit": 64, "of": "tenant"},
     ],
-    Reason.TOO_MANY_MODELS: [{"limit": 256, "tenant": "red"}],
+    Reason.TOO_MANY_MODELS: [{"limit": 256, "tenant": "red"}, {"limit": 4_096}],
     Reason.TOO_MANY_REQUESTS: [{"limit": 16}, {"limit": 1_024, "whose": "tenant", "calls": "attaches that wait"}],
     Reason.TOO_MANY_SEGMENTS: [
         {"limit": 256, "of": "tenant", "what": "segments"},

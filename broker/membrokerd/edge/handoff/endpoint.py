@@ -8,6 +8,7 @@ from membroker.vmm import DeviceInfo
 from membroker.wire.names import MAX_FRAME_BYTES
 
 from ...restart.process_watch import Watch
+from ...system.accounts import Accounts
 from ..acceptor import Refusals
 from ..dispatch import Dispatcher
 from .outbox import OutboxCounters
@@ -16,7 +17,7 @@ from .peer import Peer
 
 @dataclass(slots=True)
 class HandoffEndpoint:
-    """An endpoint. It belongs to `tenant`; if that is None, each uid is a tenant."""
+    """An endpoint. It belongs to `tenant`; if that is None, each user is a tenant."""
 
     name: str
     tenant: str | None
@@ -26,7 +27,8 @@ class HandoffEndpoint:
     watch: Watch
     refusals: Refusals
     buffer: bytearray = field(default_factory=lambda: bytearray(MAX_FRAME_BYTES))
+    accounts: Accounts = field(default_factory=Accounts)
 
     def tenant_of(self, peer: Peer) -> str:
-        """Return the tenant to charge: the endpoint's tenant, or the peer's uid if the endpoint has no tenant."""
-        return self.tenant or f"uid-{peer.uid}"
+        """Return the tenant to charge: the endpoint's tenant, or the peer's account if the endpoint has no tenant."""
+        return self.tenant or f"uid-{self.accounts.owner_of(peer.uid)}"
