@@ -43,12 +43,18 @@ def an_engine(used: set[int]) -> Any:
     )
 
 
-def test_what_waits_for_its_fence_goes_after_the_answer_too() -> None:
-    """A recall is answered in time, and the step that may use the pages is not over: they are as good as released."""
+def five_groups(*used: int) -> tuple[Balloon, CacheState, Any]:
+    """Groups with memory, of which the engine wants eight blocks, and which of its blocks requests use."""
     balloon = Balloon(block_major(MIB, 10))
     with_memory(balloon, 5)
-    state, engine = CacheState(balloon, 1), an_engine(set())
+    state = CacheState(balloon, 1)
     state.want(8)
+    return balloon, state, an_engine(set(used))
+
+
+def test_what_waits_for_its_fence_goes_after_the_answer_too() -> None:
+    """A recall is answered in time, and the step that may use the pages is not over: they are as good as released."""
+    balloon, state, engine = five_groups()
     state.recalled(Recall("m", PAGE, time.monotonic()))
     assert state.hold(engine) == [4]
     state.settled(has_engine=True)
@@ -58,10 +64,7 @@ def test_what_waits_for_its_fence_goes_after_the_answer_too() -> None:
 
 def test_a_recall_keeps_what_had_gone_before_it_from_coming_back() -> None:
     """Groups that retire for want of use are as good as released, too: the recall asks for nothing else."""
-    balloon = Balloon(block_major(MIB, 10))
-    with_memory(balloon, 5)
-    state, engine = CacheState(balloon, 1), an_engine(set())
-    state.want(8)
+    balloon, state, engine = five_groups()
     assert state.hold(engine) == [4]
     state.retire(Over())
     state.recalled(Recall("m", PAGE, time.monotonic()))
@@ -73,10 +76,7 @@ def test_a_recall_keeps_what_had_gone_before_it_from_coming_back() -> None:
 
 def test_what_is_wanted_again_before_it_has_a_fence_stays() -> None:
     """The engine could record no fence. A later one is for what still retires, and not for what is in use by then."""
-    balloon = Balloon(block_major(MIB, 10))
-    with_memory(balloon, 5)
-    state, engine = CacheState(balloon, 1), an_engine(set())
-    state.want(8)
+    balloon, state, engine = five_groups()
     assert state.hold(engine) == [4]
     assert state.hold(engine) == [4]
     state.want(10)
@@ -87,10 +87,7 @@ def test_what_is_wanted_again_before_it_has_a_fence_stays() -> None:
 
 def test_a_recall_takes_free_groups_and_not_those_that_drain_already() -> None:
     """A sparse group waits for its last request. A recall of as many bytes needs neither that nor a preemption."""
-    balloon = Balloon(block_major(MIB, 10))
-    with_memory(balloon, 5)
-    state, engine = CacheState(balloon, 1), an_engine({8})
-    state.want(8)
+    balloon, state, engine = five_groups(8)
     assert state.hold(engine) == []
     assert balloon.groups.groups_in(DRAINING) == [4], "half of it is used, and 8 blocks are wanted"
     state.recalled(Recall("m", PAGE, time.monotonic() + 1.0))
@@ -101,11 +98,8 @@ def test_a_recall_takes_free_groups_and_not_those_that_drain_already() -> None:
 
 def test_an_engine_that_gives_up_other_blocks_is_told_so() -> None:
     """Else it would be left without a free block after each turn, and nothing would say why."""
-    balloon = Balloon(block_major(MIB, 10))
-    with_memory(balloon, 5)
-    state, engine = CacheState(balloon, 1), an_engine(set())
+    balloon, state, engine = five_groups()
     engine.unused = lambda blocks: range(balloon.groups.available)
-    state.want(8)
     state.recalled(Recall("m", PAGE, time.monotonic()))
     with pytest.raises(AssertionError, match="not asked for"):
         state.hold(engine)

@@ -23,37 +23,22 @@ from membroker.vmm import Driver, Location
 # Policies
 
 
-def test_the_default_policy_advises_nothing() -> None:
-    """A program that was configured with no policy makes no call for it."""
-    assert MigrationPolicy.Default.to_advice_pairs() == []
-
-
-def test_read_mostly_is_one_advice_without_a_location() -> None:
-    assert MigrationPolicy.ReadMostly.to_advice_pairs() == [(MemAdvice.SET_READ_MOSTLY, None)]
-
-
-def test_prefer_device_names_its_device() -> None:
-    """The seed dropped the ordinal and left the caller to pass the device a second time."""
-    assert MigrationPolicy.PreferDevice(0).to_advice_pairs() == [(MemAdvice.SET_PREFERRED_LOCATION, 0)]
-    assert MigrationPolicy.PreferDevice(3).to_advice_pairs() == [(MemAdvice.SET_PREFERRED_LOCATION, 3)]
-
-
-def test_prefer_host_names_the_host() -> None:
-    """The seed preferred whatever device was passed."""
-    assert MigrationPolicy.PreferHost.to_advice_pairs() == [(MemAdvice.SET_PREFERRED_LOCATION, Location.HOST)]
-
-
-def test_only_the_default_policy_is_default() -> None:
-    assert MigrationPolicy.Default.is_default()
-    others = MigrationPolicy.ReadMostly, MigrationPolicy.PreferDevice(0), MigrationPolicy.PreferHost
-    assert not any(policy.is_default() for policy in others)
-
-
-def test_a_policy_is_written_as_it_is_made() -> None:
-    """A log line with the policy can be pasted into a program."""
-    for text in ("Default", "ReadMostly", "PreferDevice(2)", "PreferHost"):
-        policy = eval(f"MigrationPolicy.{text}")
-        assert (str(policy), repr(policy)) == (f"MigrationPolicy.{text}",) * 2
+@pytest.mark.parametrize(
+    ("text", "pairs"),
+    [
+        ("Default", []),
+        ("ReadMostly", [(MemAdvice.SET_READ_MOSTLY, None)]),
+        ("PreferDevice(0)", [(MemAdvice.SET_PREFERRED_LOCATION, 0)]),
+        ("PreferDevice(3)", [(MemAdvice.SET_PREFERRED_LOCATION, 3)]),
+        ("PreferHost", [(MemAdvice.SET_PREFERRED_LOCATION, Location.HOST)]),
+    ],
+)
+def test_the_advice_of_a_policy(text: str, pairs: list[object]) -> None:
+    """The seed dropped the ordinal. A log line with the policy can be pasted into a program."""
+    policy = eval(f"MigrationPolicy.{text}")
+    assert policy.to_advice_pairs() == pairs
+    assert (str(policy), repr(policy)) == (f"MigrationPolicy.{text}",) * 2
+    assert policy.is_default() == (text == "Default")
 
 
 def test_policies_are_values() -> None:
@@ -85,29 +70,16 @@ def test_the_advice_has_cudas_numbers() -> None:
 # Plans
 
 
-def test_a_new_plan_is_empty() -> None:
-    plan = PrefetchPlan()
-    assert not plan
-    assert len(plan) == 0
-    assert plan.entries == ()
-
-
 def test_a_plan_keeps_what_was_added_in_order() -> None:
     plan = PrefetchPlan()
-    plan.add(0x1000, 4096, 0).add(0x2000, 8192, 1).add(0x4000, "1MiB", "host")
-    assert len(plan) == 3
-    assert plan
+    assert (bool(plan), len(plan), plan.entries) == (False, 0, ())
+    assert plan.add(0x1000, 4096, 0).add(0x2000, 8192, 1).add(0x4000, "1MiB", "host") is plan
+    assert (bool(plan), len(plan)) == (True, 3)
     assert plan.entries == (
         PrefetchEntry(0x1000, 4096, 0),
         PrefetchEntry(0x2000, 8192, 1),
         PrefetchEntry(0x4000, MIB, Location.HOST),
     )
-
-
-def test_a_plan_is_chained() -> None:
-    plan = PrefetchPlan()
-    assert plan.add(0x100, 100, 0).add(0x200, 200, 0).add(0x300, 300, 0) is plan
-    assert len(plan) == 3
 
 
 _NO_RANGES = [

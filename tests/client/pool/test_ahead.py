@@ -166,19 +166,26 @@ def test_a_compaction_waits_for_pages_that_are_on_their_way(lender: Lender, aske
         assert lender.lent_bytes == 4 * PAGE
 
 
-def test_a_compaction_waits_for_pages_that_are_being_released(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The broker has asked for spare pages, and the library is releasing them: a run moves to where they were."""
+@pytest.mark.parametrize("call", ["compact", "grow"])
+def test_a_call_waits_for_pages_that_are_being_released(
+    lender: Lender, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The broker has asked for spare pages, which the library releases in a thread of its own: their place is taken."""
     held, give_back = Held(monkeypatch), lender.give_back
     with VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=4) as pool:
         pool.prepare(4 * PAGE)
-        moves = a_hole(pool)
+        moves = a_hole(pool) if call == "compact" else []
         lender.give_back = lambda ids: (held.stop(), give_back(ids))  # type: ignore[method-assign,assignment]
         release = threading.Thread(target=pool._holding.give_spare, args=(4 * PAGE, lambda _: True))
         release.start()
         assert held.began.wait(DEADLINE_SECONDS)
-        assert pool.compact() == moves
+        if call == "compact":
+            assert pool.compact() == moves
+        else:
+            assert pool.grow(2 * PAGE) == pool.base_address
         release.join()
         assert held.waited.is_set()
+        assert spare(pool) == 0
 
 
 @pytest.mark.parametrize("call", [VirtualMemoryPool.trim, VirtualMemoryPool.offload])
@@ -321,22 +328,6 @@ def test_ctrl_c_ends_the_wait(lender: Lender, asked_ahead: Held) -> None:
         asked_ahead.on_wait = asked_ahead.may_go_on.set
         pool.allocate(0, PAGE)
         assert pool.is_mapped(0)
-
-
-def test_a_call_waits_for_pages_that_are_being_released(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The broker has asked for spare pages, which the library releases in a thread of its own."""
-    held, give_back = Held(monkeypatch), lender.give_back
-    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=4) as pool:
-        pool.prepare(4 * PAGE)
-        lender.give_back = lambda ids: (held.stop(), give_back(ids))  # type: ignore[method-assign,assignment]
-        release = threading.Thread(target=pool._holding.give_spare, args=(4 * PAGE, lambda _: True))
-        release.start()
-        assert held.began.wait(DEADLINE_SECONDS)
-        assert pool.grow(2 * PAGE) == pool.base_address
-        release.join()
-        assert held.waited.is_set()
-        assert pool.is_mapped(0, 2 * PAGE)
-        assert spare(pool) == 0
 
 
 def test_pages_that_are_asked_for_are_not_borrowed_again_at_once(lender: Lender) -> None:

@@ -149,36 +149,28 @@ class TestCall:
         connection.close()
         assert not connection._unclosed
 
-    def test_undo_fails(self, pair: tuple[Connection, PlayedEnd]) -> None:
-        """What could not be unmapped is not called given back."""
+    @pytest.mark.parametrize("in_mid_call", [False, True])
+    def test_undo_fails(self, pair: tuple[Connection, PlayedEnd], in_mid_call: bool) -> None:
+        """What could not be unmapped is not called given back.
+
+        If more is to come, that is closed and acknowledged, so that the window stays open for others.
+        """
 
         class Stuck(Taker):
             def undo(self) -> None:
                 raise RuntimeError("the device is lost")
 
         connection, broker = pair
-        caller = Caller(lambda: connection.call(allocate(), Stuck()))
+        stuck = Stuck(1, OutOfMemory("no more")) if in_mid_call else Stuck()
+        caller = Caller(lambda: connection.call(allocate(), stuck))
         request_id = broker.hear("allocate").request_id
-        broker.deliver(request_id, 1)
-        broker.hear("ack")
-        broker.refuse(request_id, "DEVICE_FULL")
-        assert "lost" in str(caller.end().error)
-        assert broker.hears_nothing()
-
-    def test_undo_fails_in_mid_call(self, pair: tuple[Connection, PlayedEnd]) -> None:
-        """As before, with more to come: that is closed and acknowledged, so that the window stays open for others."""
-
-        class Stuck(Taker):
-            def undo(self) -> None:
-                raise RuntimeError("the device is lost")
-
-        connection, broker = pair
-        caller = Caller(lambda: connection.call(allocate(), Stuck(1, OutOfMemory("no more"))))
-        request_id = broker.hear("allocate").request_id
-        for part in (0, 1):
+        for part in range(1 + in_mid_call):
             broker.deliver(request_id, part + 1, part=part)
             broker.hear("ack")
-        broker.reply(request_id, allocate=granted(2))
+        if in_mid_call:
+            broker.reply(request_id, allocate=granted(2))
+        else:
+            broker.refuse(request_id, "DEVICE_FULL")
         assert "lost" in str(caller.end().error)
         assert broker.hears_nothing()
 

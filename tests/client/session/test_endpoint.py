@@ -10,8 +10,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -243,8 +244,18 @@ class TestDiagnosis:
         assert "Is membrokerd running" in message
         assert "`membrokerd`" in message
 
-    def test_no_socket(self, place: Path) -> None:
-        assert f"{place} has no handoff.sock" in why(place)
+    @pytest.mark.parametrize(
+        ("make", "what"),
+        [
+            (lambda path: path.mkdir(), "{path} has no handoff.sock"),
+            (lambda path: path.symlink_to("gone"), "{path} is a symbolic link to nothing"),
+            (lambda path: path.touch(), "{path} is not a directory"),
+            (lambda path: (path.mkdir(), (path / "handoff.sock").touch()), "{path}/handoff.sock is not a socket"),
+        ],
+    )
+    def test_what_is_no_endpoint(self, place: Path, make: Callable[[Path], object], what: str) -> None:
+        make(place / "it")
+        assert what.format(path=place / "it") in why(place / "it")
 
     def test_a_device_with_named_tenants(self, place: Path) -> None:
         """A program that names no tenant, on a machine whose configuration does."""
@@ -292,18 +303,6 @@ class TestDiagnosis:
         admin = place / "0" / "admin"
         assert "Is membrokerd running? If not, start one" in str(endpoint.diagnose(admin / "grpc.sock", gone))
         assert "where nothing is borrowed" in str(endpoint.diagnose(admin / "handoff.sock", gone))
-
-    def test_dangling_link(self, place: Path) -> None:
-        (place / "link").symlink_to(place / "gone")
-        assert f"{place / 'link'} is a symbolic link to nothing" in why(place / "link")
-
-    def test_not_a_directory(self, place: Path) -> None:
-        (place / "file").touch()
-        assert f"{place / 'file'} is not a directory" in why(place / "file")
-
-    def test_not_a_socket(self, place: Path) -> None:
-        (place / "handoff.sock").touch()
-        assert "is not a socket" in why(place)
 
     def test_a_socket_of_another_kind(self, place: Path) -> None:
         with listening(place / "handoff.sock", socket.SOCK_STREAM):
@@ -370,23 +369,15 @@ class TestTimes:
 
     NONE = (-1, -1e-9, float("nan"), float("inf"), None, "5", 1e30, 10**400, True, 7 * 24 * 3600 + 1)
 
-    @pytest.mark.parametrize("seconds", [0, 0.0, *NONE])
-    def test_timeouts_that_are_none(self, place: Path, seconds: Any) -> None:
+    @pytest.mark.parametrize(
+        ("name", "seconds"), [("timeout", 0), ("timeout", 0.0), *product(("timeout", "outage"), NONE)], ids=repr
+    )
+    def test_times_that_are_none(self, place: Path, name: str, seconds: Any) -> None:
         """A 0 would wait for ever in the kernel, a text fail somewhere in it: the caller is told before it is tried."""
+        least = {"timeout": "more than 0", "outage": "0 or more"}[name]
         with listening(place / "handoff.sock") as listener:
-            with pytest.raises(
-                InvalidRequest, match="timeout is a number of seconds, more than 0 and at most a week, "
-            ):
-                membroker.connect(place, timeout=seconds)
-            listener.setblocking(False)
-            with pytest.raises(BlockingIOError):
-                listener.accept()
-
-    @pytest.mark.parametrize("seconds", NONE)
-    def test_outages_that_are_none(self, place: Path, seconds: Any) -> None:
-        with listening(place / "handoff.sock") as listener:
-            with pytest.raises(InvalidRequest, match="outage is a number of seconds, 0 or more and at most a week, "):
-                membroker.connect(place, outage=seconds)
+            with pytest.raises(InvalidRequest, match=f"{name} is a number of seconds, {least} and at most a week, "):
+                membroker.connect(place, **{name: seconds})
             listener.setblocking(False)
             with pytest.raises(BlockingIOError):
                 listener.accept()
