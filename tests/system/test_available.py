@@ -81,25 +81,22 @@ def test_the_host_has_its_own_figure() -> None:
         assert one.refused("model.available()").error == "ModelNotFound"
 
 
-@pytest.mark.parametrize(
-    ("name", "location", "reason"),
-    [
+def test_bad_input_is_refused(daemon: Daemon) -> None:
+    """Names and numbers from outside: a typed refusal, and nothing in the books has moved."""
+    for name, location, reason in [
         ("tenants/red/models/m", 7, "INVALID_ARGUMENT"),
         ("tenants/red/models/other", 0, "MODEL_NOT_FOUND"),
         ("tenants/blue/models/m", 0, "MODEL_NOT_FOUND"),
         ("m", 0, "INVALID_NAME"),
         ("", 0, "INVALID_NAME"),
         ("x" * 60_000, 0, "INVALID_NAME"),
-    ],
-)
-def test_bad_input_is_refused(daemon: Daemon, name: str, location: int, reason: str) -> None:
-    """Names and numbers from outside: a typed refusal, and nothing in the books has moved."""
-    with raw.Session(daemon.endpoint("red")) as red:
-        red.register("m")
-        before = daemon.device().revision
-        request = bpb.GetAvailableRequest(model=name)
-        request.location = location  # type: ignore[assignment]  # not a number of the enumeration
-        answer = raw.grpc_call(red.endpoint, red.token, "GetAvailable", request)
-        assert raw.reason(answer) == reason
-        assert answer.code in (Code.INVALID_ARGUMENT, Code.NOT_FOUND)
-        assert daemon.device().revision == before
+    ]:
+        with raw.Session(daemon.endpoint("red")) as red:
+            red.register("m")
+            before = daemon.device().revision
+            request = bpb.GetAvailableRequest(model=name)
+            request.location = location  # type: ignore[assignment]  # not a number of the enumeration
+            answer = raw.grpc_call(red.endpoint, red.token, "GetAvailable", request)
+            assert raw.reason(answer) == reason
+            assert answer.code in (Code.INVALID_ARGUMENT, Code.NOT_FOUND)
+            assert daemon.device().revision == before

@@ -14,27 +14,10 @@ from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.raw import Asker, Connection, Session, reason
 from tests.support.scene import PAGE, Scene
 
-from membroker.v1 import broker_pb2 as bpb
-
 ROOT = Path(__file__).parents[2]
 
 
 # --- Bounds ---
-
-
-def test_a_17th_session_of_one_process(daemon: Daemon) -> None:
-    with ExitStack() as stack:
-        for _ in range(16):
-            stack.enter_context(Session(daemon.endpoint()))
-        before = daemon.device().revision
-        with Connection(daemon.endpoint("blue")) as one_more:
-            one_more.send(raw.hello())
-            last = one_more.last_words()
-        assert last is not None
-        assert reason(last) == "TOO_MANY_SESSIONS"
-        assert daemon.device().revision == before
-    with Session(daemon.endpoint()) as again:
-        assert again.token
 
 
 # --- Intent ---
@@ -135,20 +118,6 @@ def test_idle_grpc_connections_of_one_tenant_leave_the_others_room() -> None:
         until(lambda: daemon.descriptors() <= before + 8 + 16 + 8)
         with Session(daemon.endpoint("blue")) as session:
             session.register("m")
-
-
-def test_leaving_models_leaves_nothing_behind(scene: Scene) -> None:
-    """A session that registers, declares and leaves under ever new names grows no table that anybody can see."""
-    with Session(scene.daemon.endpoint()) as session:
-        for number in range(30):
-            name = session.register(f"m{number}")
-            assert session.call(declare=bpb.DeclareMemoryRequest(model=name, declared_bytes=5)).declared_bytes == 5
-            assert session.call(declare=bpb.DeclareMemoryRequest(model=name)).declared_bytes == 0
-            raw.grpc_call(session.endpoint, session.token, "UnregisterModel", bpb.UnregisterModelRequest(name=name))
-        row = next(one for one in scene.daemon.sessions() if one.name == session.welcome.session)
-        assert not row.models
-        assert not row.books
-    assert "tenants/red/models/m7" not in scene.daemon.metrics()
 
 
 def test_a_request_is_counted_once(daemon: Daemon, transport: str) -> None:

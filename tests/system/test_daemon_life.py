@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import tempfile
@@ -16,7 +14,6 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -24,7 +21,7 @@ from tests.support.daemons import DEADLINE_SECONDS, DEFAULTS, Daemon, running, t
 from tests.support.honest_worker import other_user
 from tests.support.sizes import MIB
 from tests.support.template import run as run_python
-from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, as_user, worker, workers
+from tests.support.workers import ANCHOR_BYTES, Worker, as_user, worker, workers
 
 from membroker.v1 import admin_pb2_grpc, broker_pb2
 
@@ -123,21 +120,6 @@ def test_sigkill_ends_it_and_workers_compute_on(daemon: Daemon, transport: str) 
         assert engine.finish() == 0
 
 
-def test_a_call_in_flight_ends_when_the_daemon_dies(daemon: Daemon, transport: str) -> None:
-    """An engine churns, the daemon is killed under it: the call raises, nothing hangs, and it exits as it should."""
-    with worker() as engine:
-        engine.do(f"client = membroker.connect({str(daemon.endpoint())!r}, transport={transport!r}, outage=0)")
-        engine.do("pool = client.register_model('m', virtual_capacity='1GiB').pool(page_size='2MiB')")
-        revision = daemon.device().revision
-        engine.begin("while True:\n    pool.allocate(0, 64 * MIB)\n    pool.deallocate(0, 64 * MIB)\n")
-        until(lambda: daemon.device().revision > revision + 20)
-        daemon.kill()
-        with pytest.raises(Exception, match="BrokerUnavailable"):
-            engine.result()
-        engine.do("pool.close(); client.close()")
-        assert engine.finish() == 0
-
-
 # A new one in its place
 
 
@@ -168,16 +150,6 @@ def test_a_new_daemon_without_the_books_names_the_old_ones_workers(daemon: Daemo
             assert second.books().lent_bytes == 30 * MIB
             holder.kill()
             until(lambda: second.books().device_used_bytes == ANCHOR_BYTES)
-
-
-def test_an_old_daemons_stop_leaves_its_successors_sockets(daemon: Daemon) -> None:
-    """A stop and a start overlap as little as they can: the lock is held until exit, and the new sockets stay."""
-    for _ in range(3):
-        daemon.process.send_signal(signal.SIGTERM)
-        assert daemon.process.wait(DEADLINE_SECONDS) == 0
-        with successor(daemon) as second, worker() as one:
-            one.connect(second)
-            one.do("client.register_model('m').allocate(PAGE).close(); client.close()")
 
 
 def test_a_second_daemon_for_the_device_refuses_and_names_the_first(daemon: Daemon) -> None:
@@ -232,15 +204,6 @@ def test_ctrl_c_is_quiet_while_it_waits_for_its_keeper(tmp_path: Path) -> None:
         assert "Traceback" not in complained, complained
     finally:
         shutil.rmtree(runtime)
-
-
-def test_a_runtime_path_that_no_socket_can_have_is_refused(tmp_path: Path) -> None:
-    """A Unix socket's path ends at 107 bytes. The sentence has the path, not an errno from inside gRPC."""
-    runtime = tmp_path / ("d" * 100)
-    said = refuse_to_start("--runtime-directory", str(runtime), "--metrics-port", "0")
-    assert str(runtime / "host" / "tenants" / "default" / "handoff.sock") in said
-    assert "107" in said
-    assert "--runtime-directory" in said
 
 
 def test_a_metrics_port_in_use_is_told_in_a_sentence(tmp_path: Path) -> None:
@@ -309,32 +272,6 @@ def test_an_owner_that_the_daemon_may_not_give_is_told_in_a_sentence(key: str) -
         shutil.rmtree(runtime, ignore_errors=True)
 
 
-def test_a_runtime_directory_that_cannot_be_made_is_told_in_a_sentence(tmp_path: Path) -> None:
-    """Its path goes through a file."""
-    (tmp_path / "file").touch()
-    said = refuse_to_start("--runtime-directory", str(tmp_path / "file" / "run"), "--metrics-port", "0")
-    assert str(tmp_path / "file" / "run") in said
-
-
-def test_sockets_and_directories_have_their_modes(daemon: Daemon) -> None:
-    """Who may enter is decided by the file system, so its modes are the security of the whole thing."""
-
-    def mode(*parts: str) -> tuple[str, bool]:
-        found = daemon.root.joinpath(*parts).stat()
-        return oct(stat.S_IMODE(found.st_mode)), stat.S_ISSOCK(found.st_mode)
-
-    for tenant in ("red", "blue"):
-        assert mode("tenants", tenant, "handoff.sock") == ("0o660", True)
-        assert mode("tenants", tenant, "grpc.sock") == ("0o660", True)
-        assert mode("tenants", tenant) == ("0o755", False)
-    assert mode("admin") == ("0o700", False)
-    assert mode("admin", "grpc.sock") == ("0o600", True)
-    assert mode("state") == ("0o700", False)
-    assert mode("state", "lock") == ("0o600", False)
-    assert sorted(path.name for path in daemon.admin.iterdir()) == ["grpc.sock"]
-    assert [path.name for path in (daemon.root / "state").iterdir() if path.is_socket()] == ["fdstore.sock"]
-
-
 def test_without_any_configuration_each_user_is_a_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
     """`membrokerd` and nothing else, as a developer starts it; a worker needs to be told nothing either.
 
@@ -387,38 +324,6 @@ def test_without_any_configuration_each_user_is_a_tenant(monkeypatch: pytest.Mon
 # What it says
 
 
-@pytest.mark.parametrize("form", ["text", "json"])
-def test_no_token_is_ever_in_the_log(form: str) -> None:
-    """A token gives calls. Not at debug level, not when a call is refused, not when a wrong one is shown."""
-    with running({"log": {"format": form}}) as daemon, workers(2) as (raw, engine):
-        raw.do(f"raw = Raw({str(daemon.endpoint())!r}, 'grpc'); raw.hello(); raw.send_allocate(4)")
-        engine.connect(daemon, transport="grpc")
-        engine.do("model = client.register_model('other')")
-        engine.refused("model.allocate('1TiB')")
-        tokens = [raw.ask("raw.welcome.token"), engine.ask("client._session.welcome.token")]
-        raw.do("raw.endpoint = raw.endpoint.replace('red', 'blue')")
-        assert raw.refused("raw.send_allocate(1); raw.future.result()")
-        log = daemon.log()
-        assert "debug" in log.lower()
-        for token in tokens:
-            assert len(token) >= 32
-            assert not any(token[at : at + 8] in log for at in range(len(token) - 7)), "a token is in the log"
-        if form == "json":
-            assert all(json.loads(line) for line in log.splitlines())
-
-
-def test_a_check_says_that_limits_by_command_cannot_be_kept(tmp_path: Path) -> None:
-    """The file must be writable, and the daemon says so at its start, not at the first `quota set`."""
-    path, kept = tmp_path / "membrokerd.toml", tmp_path / "kept"
-    kept.touch()
-    path.write_text(to_toml({**DEFAULTS, "runtime_directory": str(tmp_path), "state_directory": str(kept)}))
-    command = [sys.executable, "-m", "membrokerd.cli", "--config", str(path), "--check-config"]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (ran.returncode, ran.stdout) == (0, f"{path}: good\n")
-    assert ran.stderr.startswith(f"{path}: state_directory: quotas by command will be refused")
-    assert f"{kept} is not a directory" in ran.stderr
-
-
 def test_a_check_says_what_the_daemon_would_not_start_with_or_should_not() -> None:
     """More sessions than this user's descriptors are enough for, and a whole device for every local user."""
     with tempfile.TemporaryDirectory(prefix="mb-") as directory:
@@ -468,18 +373,3 @@ def test_a_misspelled_option_starts_nothing() -> None:
         ran = run_python(["-m", "membrokerd.cli", *arguments])
         assert ran.returncode == 2
         assert ran.stderr.splitlines()[-1] == f"membrokerd: error: {complaint}"
-
-
-def test_defaults_of_this_module_are_a_configuration(tmp_path: Path) -> None:
-    """What these tests start is what a user could write: the check that the daemon offers agrees."""
-    path = tmp_path / "membrokerd.toml"
-    config: dict[str, Any] = {"runtime_directory": str(tmp_path), **DEFAULTS}
-    path.write_text(to_toml(config))
-    ran = subprocess.run(
-        [sys.executable, "-m", "membrokerd.cli", "--config", str(path), "--check-config"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert PAGE == 2 * MIB

@@ -6,10 +6,8 @@ import json
 import os
 import shutil
 import socket
-import struct
 import subprocess
 import sys
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,7 +23,6 @@ from tests.support.workers import PAGE, worker
 
 from membroker.v1 import admin_pb2, resources_pb2
 from membroker.v1 import broker_pb2 as bpb
-from membrokerd.restart.journal import boot_id
 
 
 @pytest.fixture
@@ -91,24 +88,6 @@ def test_no_id_is_lent_twice_where_the_epoch_was_removed(daemon: Daemon) -> None
         first.close()
 
 
-@pytest.mark.parametrize("text", ["-5", "", "7.5", "99999999999"])
-def test_an_epoch_that_is_no_number_is_a_sentence(daemon: Daemon, text: str) -> None:
-    """Somebody wrote into it. Without the file the journal says what the last epoch was."""
-    with worker() as one:
-        one.connect(daemon)
-        one.do("buffer = client.register_model('m').allocate('16MiB')")
-        daemon.kill()
-        (state(daemon) / "epoch").write_text(text)
-        said = refused(daemon)
-        assert f"{state(daemon) / 'epoch'} contains" in said
-        assert "remove it" in said
-        assert "reboot" not in said
-        (state(daemon) / "epoch").unlink()
-        daemon.start_again()
-        one.do("buffer.close(); client.close()")
-    until(lambda: daemon.books().lent_bytes == 0)
-
-
 # --- the journal ---
 
 
@@ -154,28 +133,6 @@ def test_a_torn_end_is_left_out_and_kept(daemon: Daemon) -> None:
         until(lambda: "last record is incomplete" in daemon.log())
         until(lambda: f"which counts as unaccounted until the worker ends pid={one.pid}" in daemon.log())
         until(lambda: daemon.books().lent_bytes == PAGE)
-
-
-def test_a_whole_record_of_too_much_is_set_aside(daemon: Daemon) -> None:
-    """Its checksum is good, and taking it at its word would take all memory, at each start."""
-    daemon.kill()
-    fact = [10, 7, ["red", "m"], "device", PAGE, 9, 1 << 40]
-
-    def append(data: bytearray) -> None:
-        told = [
-            [[4, ["red", "m"], None, {}], [1, 7, "red", 2, 3, "p", False, "c", 5, "", ""], [6, ["red", "m"], 7]],
-            [fact],
-        ]
-        header = json.dumps(["membroker journal", 1, boot_id(), "host", 1]).encode()
-        data[:] = b""
-        for content in (header, *(json.dumps(one, separators=(",", ":")).encode() for one in told)):
-            data += struct.pack("<II", len(content), zlib.crc32(content)) + content
-
-    damage(daemon, append)
-    daemon.start_again()
-    assert list(state(daemon).glob("journal.other-format-1")), daemon.log()
-    assert daemon.resident_bytes() < 300 * MIB
-    assert not daemon.sessions()
 
 
 # --- the keeper ---
@@ -245,55 +202,6 @@ def test_what_cannot_be_written_again_is_told(daemon: Daemon) -> None:
 
 
 # --- what is there instead of a file ---
-
-THINGS: dict[str, Callable[[Path], object]] = {
-    "a FIFO": os.mkfifo,
-    "a directory": Path.mkdir,
-    "a symbolic link": lambda path: path.symlink_to("/dev/zero"),
-}
-PLACES = [
-    "run/host/state/journal",
-    "run/host/state/epoch",
-    "run/host/state/lock",
-    "kept/host/quotas.toml",
-    "membrokerd.toml",
-]
-
-
-@pytest.mark.parametrize("thing", THINGS)
-def test_what_is_no_file_is_a_sentence(daemon: Daemon, thing: str) -> None:
-    """At each place where the daemon has a file: it is named, with what to do, and nothing is waited for."""
-    assert daemon.stop() == 0
-    for place in PLACES:
-        path = daemon.directory / place
-        path.parent.mkdir(parents=True, exist_ok=True)
-        before = path.with_name("before")
-        if path.exists():
-            path.rename(before)
-        THINGS[thing](path)
-        said = refused(daemon)
-        assert str(path) in said
-        assert "must be a regular file" in said
-        path.rmdir() if thing == "a directory" else path.unlink()
-        if before.exists():
-            before.rename(path)
-    daemon.start_again()
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize(
-    "place", ["tenants/red/handoff.sock", "tenants/red/grpc.sock", "admin/grpc.sock", "state/fdstore.sock"]
-)
-def test_a_directory_in_a_sockets_place_is_a_sentence(daemon: Daemon, place: str) -> None:
-    assert daemon.stop() == 0
-    until(lambda: not daemon.keeper())
-    path = daemon.root / place
-    path.mkdir()
-    assert str(path) in refused(daemon)
-    path.rmdir()
-    os.mkfifo(path)
-    daemon.start_again()
-
 
 # --- exec ---
 

@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS, Daemon, hold_still, running, until
+from tests.support.daemons import Daemon, hold_still, running, until
 from tests.support.sizes import MIB
 from tests.support.workers import (
     ANCHOR_BYTES,
     PAGE,
     Worker,
     descriptors_at_start,
-    is_clean,
     is_gone,
     until_clean,
     worker,
@@ -304,20 +303,6 @@ def test_a_worker_that_says_released_and_keeps_its_mapping_is_found_out(
             until_clean(daemon, at_start)
 
 
-def test_a_worker_that_says_goodbye_and_keeps_its_mapping_is_found_out(transport: str) -> None:
-    """A Goodbye is a word like a Release: the session ends, the bytes show as unaccounted until the mapping goes."""
-    with running({"audit_seconds": 0.2}) as daemon:
-        at_start = descriptors_at_start(daemon)
-        with raw_worker(daemon, transport, "mapped it") as liar:
-            liar.do("raw._send(9, goodbye={})")
-            until(lambda: daemon.sessions() == [])
-            until(lambda: daemon.books().unaccounted_bytes == COUNT * PAGE)
-            assert daemon.books().free_bytes == 256 * MIB
-            liar.do("raw.unmap_all()")
-            until(lambda: daemon.books().unaccounted_bytes == 0)
-        until_clean(daemon, at_start)
-
-
 def test_a_worker_that_only_keeps_descriptors_is_charged_until_it_dies(daemon: Daemon, transport: str) -> None:
     """It never imports, never maps and never acknowledges; it has the memory all the same, and pays for it."""
     at_start = descriptors_at_start(daemon)
@@ -349,22 +334,6 @@ def test_a_descriptor_passed_to_another_process_keeps_the_charge(daemon: Daemon)
 # Gone without a word
 
 
-def test_a_worker_that_hangs_up_and_lives_is_charged_until_it_dies(daemon: Daemon, transport: str) -> None:
-    """Its connection breaks and its process computes on: detached, charged to the last byte, until it is dead."""
-    at_start = descriptors_at_start(daemon)
-    with worker() as engine:
-        borrow(engine, daemon, 64 * MIB, transport=transport)
-        engine.do("client._session.reconnecting._reconnect = lambda lost: None")  # it would be back after 0.1 s
-        engine.do("import socket; client._session.connection._socket.shutdown(socket.SHUT_RDWR)")
-        until(lambda: states(daemon) == ["DETACHED"])
-        device = daemon.device()
-        assert (device.detached_sessions, device.sessions) == (1, 1)
-        assert device.locations[0].lent_bytes == 64 * MIB
-        assert engine.ask("bytes(pool.view(0, 4)).decode()") == "mine"
-        engine.kill()
-        until_clean(daemon, at_start)
-
-
 @pytest.mark.deep
 def test_a_detached_worker_that_unmapped_is_credited_by_the_limit_of_time(transport: str) -> None:
     """It unmapped, and could not say so. Its memory was gone long before it died, so no fall can follow its death.
@@ -391,56 +360,3 @@ def wait_for_audits_after_the_notice(daemon: Daemon) -> None:
     """Wait until the state before the fall is further back than any notice of a death can be late."""
     end = time.monotonic() + 1.2 * NOTICE_NS / 1e9
     until(lambda: time.monotonic() > end and daemon.books())
-
-
-def test_an_interpreter_that_exits_without_close_gives_everything_back(daemon: Daemon, transport: str) -> None:
-    """A script ends, or raises, with its client, pools and buffers open: the library says goodbye at exit."""
-    at_start = descriptors_at_start(daemon)
-    for end in ("", "import sys; sys.exit(3)"):
-        with worker() as engine:
-            borrow(engine, daemon, 32 * MIB, transport=transport)
-            engine.do("buffer = model.allocate('6MiB'); model.declare('1MiB')")
-            engine.do("import __main__; __main__.kept = client, pool, buffer")  # as the names of a script live
-            assert daemon.books().lent_bytes == 39 * MIB
-            if end:
-                engine.begin(end)
-                assert engine.process.wait(DEADLINE_SECONDS) == 3
-            else:
-                assert engine.finish() == 0
-            until_clean(daemon, at_start)
-    until(lambda: daemon.log().count("cause=goodbye") == 2)
-    assert 'cause="process died"' not in daemon.log()
-
-
-def test_a_worker_that_executes_another_program_frees_its_memory(daemon: Daemon, transport: str) -> None:
-    """`exec` ends the mappings and keeps the process: its pidfd says alive. It stays charged until the process ends."""
-    at_start = descriptors_at_start(daemon)
-    with worker() as engine:
-        borrow(engine, daemon, 32 * MIB, transport=transport)
-        engine.begin("os.execv('/bin/sleep', ['sleep', '600'])")
-        until(lambda: states(daemon) == ["DETACHED"])
-        until(lambda: device_used(daemon) == 0)
-        assert daemon.books().lent_bytes == 32 * MIB
-        engine.kill()
-        until_clean(daemon, at_start)
-
-
-def test_the_deaths_of_many_at_once_are_settled_by_the_device(daemon: Daemon) -> None:
-    """A node's engines are all killed at once, two of them with children that hold on: only those stay charged."""
-    at_start = descriptors_at_start(daemon)
-    sizes = [8, 16, 24, 32, 40, 48]
-    with workers(len(sizes)) as engines:
-        for number, (each, size) in enumerate(zip(engines, sizes, strict=True)):
-            borrow(each, daemon, size * MIB, ["red", "blue"][number % 2])
-        children = [engines[1].ask("fork_unseen()"), engines[4].ask("fork_unseen()")]
-        try:
-            for each in engines:
-                each.process.kill()
-            until(lambda: device_used(daemon) == 56 * MIB)
-            until(lambda: daemon.books().lent_bytes == 0)
-            assert daemon.books().releasing_bytes >= 56 * MIB, "lent again while two children held it"
-        finally:
-            for child in children:
-                os.kill(child, signal.SIGKILL)
-        until_clean(daemon, at_start)
-    assert is_clean(daemon)

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from google.rpc.status_pb2 import Status
 from tests.support import raw
-from tests.support.daemons import DEADLINE_SECONDS, Daemon, hold_still, running, until
+from tests.support.daemons import Daemon, hold_still, running, until
 from tests.support.devices import Device
 from tests.support.sizes import MIB
-from tests.support.workers import PAGE, Refused, Worker, descriptors_at_start, is_clean, until_clean, worker, workers
+from tests.support.workers import PAGE, descriptors_at_start, is_clean, until_clean, worker, workers
 
-from membroker.v1 import admin_pb2, resources_pb2
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 
-
-@pytest.fixture(params=["handoff", "grpc"])
-def transport(request: pytest.FixtureRequest) -> str:
-    """Both ways to ask, in `make test` too: elsewhere the second is deep."""
-    return str(request.param)
+EACH_WAY = pytest.mark.parametrize("transport", ["handoff", "grpc"])
+"""Both ways to ask, in `make test` too: elsewhere the second is deep."""
 
 
 def used(daemon: Daemon, name: str) -> int:
@@ -30,6 +22,7 @@ def used(daemon: Daemon, name: str) -> int:
     return {model.name: model.books[0].used_bytes for model in daemon.models()}[name]
 
 
+@EACH_WAY
 def test_a_worker_borrows_writes_grows_and_gives_back(daemon: Daemon, transport: str) -> None:
     """An engine starts: it reserves far more addresses than it needs, backs some, uses them, and shuts down.
 
@@ -64,6 +57,7 @@ def test_a_worker_borrows_writes_grows_and_gives_back(daemon: Daemon, transport:
         assert engine.finish() == 0
 
 
+@EACH_WAY
 def test_each_level_refuses_with_its_numbers(device: Device, transport: str) -> None:
     """A greedy model runs into its own limit, then its tenant's, then the GPU's, and is told which and how much.
 
@@ -128,16 +122,7 @@ def test_what_one_tenant_gives_back_the_other_takes(device: Device, transport: s
             each.do("client.close()")
 
 
-@pytest.mark.parametrize(
-    ("kind", "request_for"),
-    [
-        ("allocate", lambda model: raw.allocation(model, 64 * MIB)),
-        ("declare", lambda model: bpb.DeclareMemoryRequest(model=model, declared_bytes=64 * MIB)),
-        ("create_segment", lambda model: raw.segment_of(model, "s", 64 * MIB)),
-    ],
-    ids=lambda one: one if isinstance(one, str) else "",
-)
-def test_nobody_is_refused_for_what_was_given_back_before(kind: str, request_for: Callable[[str], Any]) -> None:
+def test_nobody_is_refused_for_what_was_given_back_before() -> None:
     """Many releases that want no answer come before a request of another worker, which the daemon reads first.
 
     There are more of them than the daemon takes of one connection in a turn.
@@ -154,7 +139,7 @@ def test_nobody_is_refused_for_what_was_given_back_before(kind: str, request_for
             for number, extent in enumerate(ids):
                 release = bpb.ReleaseExtentsRequest(extent_ids=[extent], no_reply=True)
                 red.send(pb.Frame(request_id=10_001 + number, release=release))
-            blue.send(pb.Frame(request_id=10_002, **{kind: request_for(model)}))
+            blue.send(pb.Frame(request_id=10_002, allocate=raw.allocation(model, 64 * MIB)))
         assert raw.reason(blue.answer(10_001)[0]) == "INVALID_SIZE"
         assert not isinstance(blue.answer(10_002)[0], Status)
         assert raw.reason(red.call(allocate=raw.allocation("tenants/red/models/m", PAGE))) == "CAPACITY"
@@ -185,19 +170,7 @@ def test_workers_join_a_model_lower_its_limit_and_take_it_for_themselves(daemon:
         assert [model.name for model in daemon.models()] == ["tenants/red/models/llama"]
 
 
-def test_a_worker_lowers_what_is_configured_and_never_raises_it(transport: str) -> None:
-    """The operator allows a model 32 MiB. A worker may ask for less; asking for more gets it no more."""
-    tenants = {"red": {"models": {"m": {"limit": "32MiB"}, "n": {"limit": "32MiB"}}}}
-    with running({"tenants": tenants}) as daemon, worker() as engine:
-        engine.connect(daemon, transport=transport)
-        engine.do("lower = client.register_model('m', limit='8MiB')")
-        engine.do("higher = client.register_model('n', limit='200MiB')")
-        assert engine.ask("[lower.limit, higher.limit]") == [8 * MIB, 32 * MIB]
-        assert engine.refused("lower.allocate('10MiB')").numbers == ("model", 10 * MIB, 8 * MIB, 8 * MIB)
-        assert engine.refused("higher.allocate('34MiB')").numbers == ("model", 34 * MIB, 32 * MIB, 32 * MIB)
-        engine.do("buffer = higher.allocate('32MiB')")
-
-
+@EACH_WAY
 def test_declared_memory_is_charged_and_credited(daemon: Daemon, transport: str) -> None:
     """An engine's CUDA context is its own allocation; declared, it counts against limits like everything else.
 
@@ -223,90 +196,6 @@ def test_declared_memory_is_charged_and_credited(daemon: Daemon, transport: str)
         assert daemon.books().lent_bytes == 36 * MIB
         engine.kill()
     until_clean(daemon, at_start)
-
-
-def test_an_operator_changes_limits_while_workers_run(daemon: Daemon, transport: str) -> None:
-    """A platform squeezes a running model to place another, and lets it go again: from the next debit on.
-
-    What is lent stays lent, above the new limit too; nothing is available then, which is never less than 0.
-    """
-    with daemon.admin_stub() as admin, worker() as engine:
-
-        def command(name: str, limit: int | None) -> admin_pb2.Quota:
-            location = resources_pb2.LOCATION_DEVICE
-            request = admin_pb2.SetQuotaRequest(name=name, location=location, limit_bytes=limit)
-            return admin.SetQuota(request, timeout=DEADLINE_SECONDS)
-
-        engine.connect(daemon, transport=transport)
-        engine.do("pool = client.register_model('m', virtual_capacity='1GiB').pool(page_size='2MiB')")
-        engine.do("pool.allocate(0, 32 * MIB)")
-        quota = command("tenants/red/models/m", 16 * MIB)
-        assert (quota.limit_bytes, quota.used_bytes) == (16 * MIB, 32 * MIB)
-        assert engine.refused("pool.grow(PAGE)").numbers == ("model", PAGE, 0, 16 * MIB)
-        engine.do("pool.deallocate(12 * MIB, 20 * MIB)")
-        engine.do("pool.grow(4 * MIB)")
-        assert engine.refused("pool.grow(PAGE)").numbers == ("model", PAGE, 0, 16 * MIB)
-        command("tenants/red", 20 * MIB)
-        command("tenants/red/models/m", None)
-        engine.do("pool.grow(4 * MIB)")
-        assert engine.refused("pool.grow(PAGE)").numbers == ("tenant", PAGE, 0, 20 * MIB)
-        command("tenants/red", None)
-        engine.do("pool.grow(236 * MIB)")
-        assert engine.refused("pool.grow(PAGE)").numbers == ("capacity", PAGE, 0, 256 * MIB)
-
-
-@pytest.mark.parametrize("kind", ["pool", "buffer"])
-def test_two_workers_race_for_the_last_bytes_and_one_wins(daemon: Daemon, transport: str, kind: str) -> None:
-    """Two engines grow at the same moment and one page is left: one has it, the other is told, every time.
-
-    One of each round's two sizes fits only alone; both asked, both in flight at once.
-    """
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    choose = random.Random(seed)
-    takes = {
-        "pool": "held = pool.allocate(0, {size})",
-        "buffer": "held = model.allocate({size})",
-    }
-    gives = {"pool": "pool.deallocate(0, {size})", "buffer": "held.close()"}
-    with workers(3) as racers:
-        for number, each in enumerate(racers):
-            each.connect(daemon, ["red", "blue", "blue"][number], transport)
-            each.do(f"model = client.register_model('m{number}', virtual_capacity='1GiB')")
-            each.do("pool = model.pool(page_size='2MiB')")
-        first, second, third = racers
-        third.do("pool.allocate(0, 200 * MIB)")
-        left = 56 * MIB
-        wins = {first: 0, second: 0}
-        for _ in range(40):
-            sizes = {each: choose.randrange(left // 2 + PAGE, left + PAGE, PAGE) for each in (first, second)}
-            for each, size in choose.sample(sorted(sizes.items(), key=lambda item: item[0].pid), 2):
-                each.begin(takes[kind].format(size=size))
-            won = [each for each in (first, second) if took(each, sizes[each], left)]
-            assert len(won) == 1, f"{len(won)} won"
-            winner = won[0]
-            wins[winner] += 1
-            assert daemon.books().lent_bytes == 200 * MIB + sizes[winner]
-            winner.do(gives[kind].format(size=sizes[winner]))
-            until(lambda: daemon.books().lent_bytes == 200 * MIB)
-        print(f"wins {list(wins.values())}")
-
-
-def took(racer: Worker, size: int, left: int) -> bool:
-    """Hear how a race ended for one: a refusal must name the bytes, and never more than what it could have had."""
-    refused = None
-    try:
-        racer.result()
-    except Refused as error:
-        refused = error
-    if refused is None:
-        return True
-    assert refused.reason == "CAPACITY", refused
-    assert refused.numbers is not None
-    level, requested, available, limit = refused.numbers
-    assert (level, requested, limit) == ("capacity", size, 256 * MIB)
-    assert available < min(size, left)
-    return False
 
 
 def test_a_burst_is_all_or_nothing_while_others_come_and_go(daemon: Daemon, transport: str) -> None:

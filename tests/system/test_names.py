@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.support import raw
 from tests.support.daemons import Daemon, running, until
 from tests.support.sizes import MIB
 from tests.support.template import run as run_python
@@ -14,7 +13,6 @@ from tests.support.workers import worker
 from tests.system.cli.test_segments import write_file
 
 from membroker.v1 import admin_pb2 as apb
-from membroker.v1 import broker_pb2 as bpb
 
 pytestmark = pytest.mark.shared_daemon
 
@@ -87,13 +85,3 @@ def test_the_name_outlives_the_daemon(daemon: Daemon) -> None:
         assert one.refused("model.allocate('4MiB')").reason == "MODEL_LIMIT"
         (model,) = daemon.models()
         assert (model.name, model.books[0].used_bytes, model.books[0].limit_bytes) == (FULL, 4 * MIB, 6 * MIB)
-
-
-@pytest.mark.parametrize("name", ["", "a/b/c", "a//b", "/a", "a/", "../a", "a/..", "a b", "a\n", "é", "a" * 97, "-"])
-def test_what_is_no_name_is_refused(daemon: Daemon, name: str) -> None:
-    """From the wire, where nothing has looked at it before: a typed refusal, and the books have not moved."""
-    with raw.Session(daemon.endpoint("red")) as red:
-        before = daemon.device().revision
-        answer = raw.grpc_call(red.endpoint, red.token, "RegisterModel", bpb.RegisterModelRequest(model_id=name))
-        assert raw.reason(answer) == "INVALID_NAME"
-        assert daemon.device().revision == before

@@ -12,7 +12,7 @@ from tests.support.honest_worker import State, check_turns, honest
 from tests.support.raw import Connection, Session, reason
 from tests.support.sizes import MIB
 from tests.support.workers import worker
-from tests.system.test_recalls import UNIT, Borrower, ended, lending
+from tests.system.test_recalls import Borrower, ended, lending
 
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
@@ -68,26 +68,6 @@ def test_an_answer_to_a_recall_of_another_session_ends_nothing(stack: ExitStack)
         assert red.get() == 1
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("size", [-(1 << 63), -1, 1, UNIT, UNIT + 1, 3 * UNIT, (1 << 63) - 1])
-def test_an_answer_of_any_size(stack: ExitStack, size: int) -> None:
-    """It keeps at least what the first notice had, and at most what was asked for. Every answer takes it further."""
-    with lending() as daemon, stack:
-        blue, red = Borrower(stack, daemon, "blue", 16), Borrower(stack, daemon, "red", answers=False)
-        more = Borrower(stack, daemon, "red", answers=False)
-        red.ask(1)
-        first = blue.recalled()
-        more.ask(2)
-        assert blue.recalled().bytes == 3 * UNIT
-        blue.session.answer_recall(first.recall_id, size)
-        kept = min(max(size, UNIT), 3 * UNIT)
-        rest = blue.recalled()
-        assert blue.books(daemon).recallable_bytes == 16 * UNIT - kept
-        assert (rest.recall_id != first.recall_id, rest.bytes) == (True, 3 * UNIT)
-        blue.release(3)
-        assert (red.get(), more.get()) == (1, 2)
-
-
 HOLDS: dict[str, tuple[str, list[str]]] = {
     "malformed": ("INVALID_NAME", ["chat"]),
     "of another kind": ("INVALID_NAME", ["tenants/blue/models/m/segments/s"]),
@@ -98,17 +78,16 @@ HOLDS: dict[str, tuple[str, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("what", HOLDS)
-def test_models_in_holds_are_checked(stack: ExitStack, what: str) -> None:
+def test_models_in_holds_are_checked(stack: ExitStack) -> None:
     """A resume that states nonsense is refused, and the session can still resume, with what it has."""
-    expected, names = HOLDS[what]
     with lending() as daemon, stack:
         blue = Borrower(stack, daemon, "blue", 2)
-        assert reason(blue.session.resume(blue.ids, names)) == expected
-        until(lambda: blue.books(daemon).recallable_bytes == 0)
-        assert blue.books(daemon).used_bytes == 32 * MIB
-        blue.session.resume(blue.ids, [blue.model])
-        until(lambda: blue.books(daemon).recallable_bytes == 32 * MIB)
+        for what, (expected, names) in HOLDS.items():
+            assert reason(blue.session.resume(blue.ids, names)) == expected, what
+            until(lambda: blue.books(daemon).recallable_bytes == 0)
+            assert blue.books(daemon).used_bytes == 32 * MIB
+            blue.session.resume(blue.ids, [blue.model])
+            until(lambda: blue.books(daemon).recallable_bytes == 32 * MIB)
 
 
 def test_a_foreign_model_in_holds_is_ignored(stack: ExitStack) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,7 +24,6 @@ from tests.system.test_reload import reload
 from membroker.cli import doctor
 from membroker.cli import main as cli
 from membroker.v1 import admin_pb2
-from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 
 UNIT = 16 * MIB
@@ -132,46 +130,6 @@ def test_a_guaranteed_request_is_granted_after_one_recall(stack: ExitStack, stat
         assert (blue.books(daemon).recalled_bytes, blue.books(daemon).late_bytes) == (0, 0)
 
 
-def test_an_open_recall_is_raised(stack: ExitStack) -> None:
-    """Red asks for a unit, and for two more before blue has answered. One answer later it has all three."""
-    with lending() as daemon, stack:
-        blue, red = Borrower(stack, daemon, "blue", ALL), Borrower(stack, daemon, "red", answers=False)
-        more = Borrower(stack, daemon, "red", answers=False)
-        red.ask(1)
-        first = blue.recalled()
-        more.ask(2)
-        raised = blue.recalled()
-        assert (first.bytes, raised.recall_id, raised.bytes) == (UNIT, first.recall_id, 3 * UNIT)
-        assert raised.within.ToNanoseconds() < first.within.ToNanoseconds(), "the deadline stays"
-        assert blue.books(daemon).recalled_bytes == 3 * UNIT
-        blue.release(3)
-        blue.session.answer_recall(first.recall_id, 3 * UNIT)
-        assert (red.get(), more.get()) == (1, 2)
-        assert ended(daemon) == {"returned": 1, "kept": 0, "late": 0}
-        assert not is_readable(blue.session.notices)
-
-
-def test_a_client_that_knows_no_raise(stack: ExitStack) -> None:
-    """It skips the second notice, and answers the first one. It keeps nothing, and is asked again for the rest."""
-    with lending() as daemon, stack:
-        blue, red = Borrower(stack, daemon, "blue", ALL), Borrower(stack, daemon, "red", answers=False)
-        more = Borrower(stack, daemon, "red", answers=False)
-        red.ask(1)
-        first = blue.recalled()
-        more.ask(2)
-        assert blue.recalled().recall_id == first.recall_id
-        blue.release(1)
-        blue.session.answer_recall(first.recall_id)
-        assert red.get() == 1
-        rest = blue.recalled()
-        assert rest.recall_id != first.recall_id
-        assert rest.bytes == 2 * UNIT
-        assert blue.books(daemon).recallable_bytes == (ALL - 1) * UNIT
-        blue.release(2)
-        assert more.get() == 2
-        assert ended(daemon) == {"returned": 2, "kept": 0, "late": 0}
-
-
 def test_one_that_keeps_everything_is_left_in_peace(stack: ExitStack, state: State) -> None:
     """A liar answers at once and releases nothing. It is asked for the rest, a few times, and not again for 2 s."""
     with lending() as daemon, stack:
@@ -209,22 +167,6 @@ def test_a_lower_limit_is_recalled(stack: ExitStack) -> None:
 
 
 # --- Memory that nobody can ask for ---
-
-
-def test_guarantees_are_not_lent_to_those_that_do_not_answer(stack: ExitStack) -> None:
-    """Neither to a session without a callback, nor as a declaration or a segment of one that has a callback."""
-    with lending() as daemon, stack:
-        blue = Borrower(stack, daemon, "blue", ALL - HALF, answers=False)
-        refused = blue.session.call(allocate=allocation(blue.model, UNIT))
-        assert reason(refused) == "CAPACITY"
-        assert info(refused).metadata["reserved_bytes"] == str(HALF * UNIT)
-        blue.session.register("m", answers_recalls=True)
-        declared = blue.session.call(declare=bpb.DeclareMemoryRequest(model=blue.model, declared_bytes=HALF * UNIT))
-        assert declared.declared_bytes == HALF * UNIT, "the extents can be recalled now, and that makes room"
-        blue.session.call(declare=bpb.DeclareMemoryRequest(model=blue.model))
-        blue.ids += blue.session.borrow(blue.model, UNIT, HALF)
-        refused = blue.session.call(declare=bpb.DeclareMemoryRequest(model=blue.model, declared_bytes=UNIT))
-        assert reason(refused) == "CAPACITY"
 
 
 def test_a_tenant_whose_guarantee_is_never_lent(stack: ExitStack) -> None:
@@ -293,30 +235,6 @@ def test_a_silent_borrower_is_late_until_it_answers(stack: ExitStack, capsys: py
         assert len(re.findall("does not answer a recall", daemon.log())) == 1
 
 
-@pytest.mark.deep
-def test_a_borrower_that_only_reconnects_is_late(stack: ExitStack) -> None:
-    """A resume is no answer. It is asked again, by the same deadline, for what it still has of that."""
-    with lending(recall_seconds=2.0) as daemon, stack:
-        blue = Borrower(stack, daemon, "blue", ALL)
-        red = Borrower(stack, daemon, "red", answers=False)
-        red.ask(4)
-        first = blue.recalled()
-        blue.release(1)
-        blue.session.resume(blue.ids[1:], [blue.model])
-        again = blue.recalled()
-        assert (again.recall_id, again.bytes) == (first.recall_id, 2 * UNIT), "one was released, and one is not held"
-        assert again.within.ToNanoseconds() < first.within.ToNanoseconds()
-
-        def reconnected() -> bool:
-            blue.session.resume(blue.ids[1:], [blue.model])
-            return ended(daemon)["late"] == 1
-
-        until(reconnected)
-        assert numbers(daemon)["model_late_bytes", "blue"] == 2 * UNIT
-        refused = blue.session.call(allocate=allocation(blue.model, UNIT))
-        assert info(refused).metadata["recalled_bytes"] == str(2 * UNIT)
-
-
 @contextmanager
 def borrowing(daemon: Daemon, units: int) -> Iterator[Worker]:
     """A process of blue that has so many units and answers recalls, as far as it is told to."""
@@ -328,25 +246,6 @@ def borrowing(daemon: Daemon, units: int) -> Iterator[Worker]:
         yield one
 
 
-@pytest.mark.deep
-def test_a_stopped_process_is_late_and_then_trusted_again(stack: ExitStack) -> None:
-    """SIGSTOP: others give what it does not. Continued, it finds the recall, releases and answers."""
-    with lending(recall_seconds=0.3) as daemon, borrowing(daemon, HALF) as blue, stack:
-        green, red = Borrower(stack, daemon, "green", HALF), Borrower(stack, daemon, "red", answers=False)
-        blue.send(signal.SIGSTOP)
-        red.ask(HALF)
-        for _ in range(2):
-            recall = green.recalled()
-            green.release(4)
-            green.session.answer_recall(recall.recall_id)
-        assert red.get() == HALF
-        assert numbers(daemon)["model_late_bytes", "blue"] == 4 * UNIT
-        blue.send(signal.SIGCONT)
-        blue.do("recall = session.recall(); session.release(ids[:4]); session.answer_recall(recall.recall_id)")
-        until(lambda: numbers(daemon)["model_late_bytes", "blue"] == 0)
-        assert numbers(daemon)["model_recallable_bytes", "blue"] == 4 * UNIT
-
-
 def test_a_borrower_that_is_killed_amid_a_recall(stack: ExitStack) -> None:
     """Its memory is free once the device shows it free, and goes to the request that waits."""
     with lending() as daemon, borrowing(daemon, ALL) as blue, stack:
@@ -356,20 +255,6 @@ def test_a_borrower_that_is_killed_amid_a_recall(stack: ExitStack) -> None:
         blue.kill()
         assert red.get() == HALF
         assert ended(daemon) == {"returned": 0, "kept": 0, "late": 0}
-
-
-@pytest.mark.deep
-def test_a_late_session_that_dies_leaves_nothing_behind(stack: ExitStack) -> None:
-    """It came back without a callback before it died, so it answered for nothing any more."""
-    with lending(recall_seconds=0.1) as daemon, borrowing(daemon, ALL) as blue, stack:
-        red = Borrower(stack, daemon, "red", answers=False)
-        red.ask(HALF)
-        until(lambda: numbers(daemon)["model_late_bytes", "blue"] == HALF * UNIT)
-        blue.do("session.resume(ids)")
-        assert blue.ask("session.recall().bytes") == HALF * UNIT
-        blue.kill()
-        assert red.get() == HALF
-        assert numbers(daemon)["model_late_bytes", "blue"] == 0
 
 
 def test_a_daemon_that_is_killed_amid_a_recall_and_a_wait(stack: ExitStack) -> None:

@@ -147,22 +147,18 @@ def test_the_level_of_the_log_changes() -> None:
         until(lambda: " DEBUG debited" in daemon.log())
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
+def test_a_broken_file_changes_nothing(daemon: Daemon, engine: Worker) -> None:
+    for text, problem in [
         ("tenants = [", "is not TOML"),
         ('capacity = "8 gigs"\ndriver = "cdua"', "cannot read '8 gigs' as a size"),
         ("\0", "is not TOML"),
         ("[tenants.RED]", "a tenant's name is"),
-    ],
-    ids=["no TOML", "values", "a zero", "a name"],
-)
-def test_a_broken_file_changes_nothing(daemon: Daemon, engine: Worker, text: str, problem: str) -> None:
-    said = hang_up(daemon, text, problem)
-    assert "the configuration was not reloaded and stays as it is" in said
-    assert "Traceback" not in said
-    engine.do("model.allocate('2MiB').close()")
-    assert "configuration reloaded" in reload(daemon)
+    ]:
+        said = hang_up(daemon, text, problem)
+        assert "the configuration was not reloaded and stays as it is" in said
+        assert "Traceback" not in said
+        engine.do("model.allocate('2MiB').close()")
+        assert "configuration reloaded" in reload(daemon)
 
 
 @pytest.mark.parametrize("kind", ["gone", "a directory", "a pipe", "closed"])

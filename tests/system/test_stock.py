@@ -93,59 +93,6 @@ def test_what_was_lent_never_comes_back_to_it(stocked: Daemon) -> None:
         assert settled(stocked).lent_bytes == 0
 
 
-def test_all_of_the_capacity_can_be_borrowed(stocked: Daemon) -> None:
-    """The stock is in nobody's way: it is used to the last page, or let go of, and only then is anybody refused."""
-    with worker() as process:
-        begin(process, stocked)
-        process.do("pool = model.pool(page_size=PAGE, virtual_capacity='256MiB')")
-        process.do("pool.allocate(0, 6 * PAGE)")
-        until_ready(stocked, 10)
-        process.do("pool.allocate(6 * PAGE, 10 * PAGE)")
-        assert changes(stocked, "dropped") == 0, "what was to be used was thrown away"
-        books = settled(stocked)
-        assert (books.lent_bytes, books.stock_bytes, books.free_bytes) == (PAGES * PAGE, 0, 0)
-        refused = process.refused("model.allocate(PAGE)")
-        assert refused.error == "OutOfMemory"
-        assert refused.numbers == ("capacity", PAGE, 0, PAGES * PAGE)
-        process.do("pool.deallocate(0, 8 * PAGE); buffer = model.allocate(PAGE)")
-        until_ready(stocked, 2)
-        process.do("large = model.allocate(7 * PAGE)")
-        books = settled(stocked)
-        assert (books.lent_bytes, books.stock_bytes) == (PAGES * PAGE, 0)
-        until(lambda: changes(stocked, "dropped") == 2)
-
-
-def test_a_segment_and_a_declaration_get_its_room(stocked: Daemon) -> None:
-    with worker() as process:
-        begin(process, stocked)
-        process.do("pool = model.pool(page_size=PAGE, virtual_capacity='256MiB'); pool.allocate(0, 4 * PAGE)")
-        until_ready(stocked, 8)
-        process.do(f"segment = model.create_segment('weights', {PAGES - 8} * PAGE)")
-        until_ready(stocked, 4)
-        process.do("model.declare(4 * PAGE)")
-        books = stocked.books()
-        assert (books.lent_bytes, books.stock_bytes, books.free_bytes) == (PAGES * PAGE, 0, 0)
-        assert process.refused("model.allocate(PAGE)").error == "OutOfMemory"
-
-
-def test_a_worker_is_killed_beside_it(stocked: Daemon) -> None:
-    """Its bytes are settled by the device, amid stock that is made and used, and the next worker gets new ones."""
-    with worker() as process, worker() as other:
-        begin(process, stocked)
-        begin(other, stocked)
-        other.do("mine = model.allocate(PAGE); write(mine)")
-        process.do("pool = model.pool(page_size=PAGE, virtual_capacity='256MiB')")
-        process.do("pool.allocate(0, 3 * PAGE); pool.view(0, 3 * PAGE)[:] = bytes([7]) * (3 * PAGE)")
-        process.begin("for page in range(3, 9): pool.allocate(page * PAGE, PAGE); pool.deallocate(page * PAGE, PAGE)")
-        process.kill()
-        books = settled(stocked)
-        assert books.lent_bytes == PAGE
-        until(lambda: "proven=true" in stocked.log())
-        other.do("more = [model.allocate(PAGE) for _ in range(4)]; [write(buffer) for buffer in more]")
-        assert other.ask("mine.view()[0] == 0xa5")
-        assert settled(stocked).lent_bytes == 5 * PAGE
-
-
 def test_its_descriptors_are_open_and_counted_and_go_with_it(stocked: Daemon) -> None:
     """Each extent of it is one descriptor of the daemon's; when somebody needs all of the room, all are closed."""
     with worker() as process:

@@ -297,18 +297,6 @@ def test_pidfds_of_sessions_that_nobody_knows_are_let_go(daemon: Daemon) -> None
     until(lambda: all(now <= then for now, then in zip(opened(), before, strict=True)))
 
 
-def test_a_limit_by_command_outlives_the_daemon(daemon: Daemon) -> None:
-    """An operator has lowered a tenant's limit in the night. The daemon is restarted, and it still holds."""
-    with daemon.admin_stub() as stub:
-        stub.SetQuota(admin_pb2.SetQuotaRequest(name="tenants/red", limit_bytes=4 * MIB))
-    restart(daemon)
-    with worker() as one, daemon.admin_stub() as stub:
-        one.connect(daemon)
-        assert one.refused("client.register_model('m').allocate('8MiB')").reason == "TENANT_LIMIT"
-        stub.SetQuota(admin_pb2.SetQuotaRequest(name="tenants/red"))
-        one.do("client.register_model('m').allocate('8MiB').close()")
-
-
 def test_a_limit_where_nothing_is_lent_any_more() -> None:
     """An operator takes the host memory out of the configuration. A limit there is listed, and can be ended."""
     with running({"host_capacity": "64MiB"}) as daemon, daemon.admin_stub() as stub:

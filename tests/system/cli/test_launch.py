@@ -114,12 +114,12 @@ def test_it_becomes_the_program(daemon: Daemon) -> None:
     assert done.stdout.splitlines()[0] == "[0, 1, 2]"
 
 
-@pytest.mark.parametrize(("program", "status"), [("no-such-program", 127), ("/etc/passwd", 126), ("/etc", 126)])
-def test_a_program_that_cannot_start_is_a_sentence(daemon: Daemon, program: str, status: int) -> None:
-    done = run("--endpoint", str(daemon.endpoint("red")), "--", program)
-    assert done.returncode == status
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"membroker: cannot start '{program}': ")
+def test_a_program_that_cannot_start_is_a_sentence(daemon: Daemon) -> None:
+    for program, status in [("no-such-program", 127), ("/etc/passwd", 126), ("/etc", 126)]:
+        done = run("--endpoint", str(daemon.endpoint("red")), "--", program)
+        assert done.returncode == status
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(f"membroker: cannot start '{program}': ")
 
 
 def test_a_script_of_an_environment_that_was_moved_is_told_from_a_missing_one(daemon: Daemon, tmp_path: Path) -> None:
@@ -135,20 +135,15 @@ def test_a_script_of_an_environment_that_was_moved_is_told_from_a_missing_one(da
         assert done.stderr == f"membroker: cannot start {name!r}: {complaint}\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
+def test_a_wrong_command_line_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, complaint in [
         (("run",), "COMMAND"),
         (("run", "--"), "COMMAND"),
         (("run", "--limit", "8MiB", "--", "true"), "give --model, too"),
         (("run", "--model", "../x", "--", "true"), "is not the name of a model"),
         (("run", "--model", "m", "--limit", "much", "--", "true"), "cannot read 'much' as a size"),
-    ],
-)
-def test_a_wrong_command_line_is_status_2(
-    arguments: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
-    assert caught.value.code == 2
-    assert complaint in capsys.readouterr().err
+    ]:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        assert caught.value.code == 2
+        assert complaint in capsys.readouterr().err

@@ -356,24 +356,22 @@ def test_host_memory_in_the_place_of_a_gpu_is_told(monkeypatch: pytest.MonkeyPat
 # --- which broker, and whether it answers ---
 
 
-@pytest.mark.parametrize("command", [("drain",), ("drain", "--exit", "--deadline", "1"), ("undrain",)])
-@pytest.mark.parametrize("by", ["option", "variable"])
 @pytest.mark.shared_daemon
-def test_a_tenants_endpoint_drains_nothing(
-    daemon: Daemon, engine: Worker, command: tuple[str, ...], by: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tenants_endpoint_drains_nothing(daemon: Daemon, engine: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Someone means to drain red, and would stop every tenant of the device."""
-    red = daemon.endpoint("red")
-    monkeypatch.setenv("MEMBROKER_ENDPOINT", str(red) if by == "variable" else "")
-    where = ("--endpoint", str(red)) if by == "option" else ()
-    done = run_python([*COMMAND, *command, *where])
-    assert done.returncode == 1
-    assert done.stderr == (
-        f"membroker: {red} is the endpoint of one tenant, and this command is about the whole device: "
-        f"give the admin endpoint, --endpoint {daemon.admin}\n"
-    )
-    assert not daemon.device().draining
-    engine.do("model.allocate(PAGE).close()")
+    for command in [("drain",), ("drain", "--exit", "--deadline", "1"), ("undrain",)]:
+        for by in ["option", "variable"]:
+            red = daemon.endpoint("red")
+            monkeypatch.setenv("MEMBROKER_ENDPOINT", str(red) if by == "variable" else "")
+            where = ("--endpoint", str(red)) if by == "option" else ()
+            done = run_python([*COMMAND, *command, *where])
+            assert done.returncode == 1
+            assert done.stderr == (
+                f"membroker: {red} is the endpoint of one tenant, and this command is about the whole device: "
+                f"give the admin endpoint, --endpoint {daemon.admin}\n"
+            )
+            assert not daemon.device().draining
+            engine.do("model.allocate(PAGE).close()")
 
 
 STOPPED = ("status", "models", "sessions", "segments", "tenants", "processes", "quota list", "drain", "undrain")

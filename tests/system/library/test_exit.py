@@ -68,52 +68,8 @@ say("end")
             ends(process)
         until(lambda: is_settled(daemon) and not daemon.sessions())
 
-    def test_killed(self, daemon: Daemon, transport: str) -> None:
-        script = """
-client = connect()
-pool = client.register_model("m").pool(page_size=PAGE)
-pool.allocate(0, 4 * PAGE)
-say("holds")
-wait()
-"""
-        with worker(script, daemon, transport) as process:
-            assert heard(process) == "holds"
-            assert daemon.books().lent_bytes == 4 * PAGE
-            process.kill()
-            until(lambda: is_settled(daemon) and not daemon.sessions())
-
 
 class TestBrokerGone:
-    def test_killed(self, daemon: Daemon, transport: str) -> None:
-        """The daemon dies for good: the worker computes on, is told when it asks for more, and closes well."""
-        client = membroker.connect(daemon.endpoint(), transport=transport, outage=0)
-        model = client.register_model("m")
-        pool = model.pool(page_size=PAGE, virtual_capacity="64MiB")
-        pool.allocate(0, 4 * PAGE)
-        buffer = model.allocate(1)
-        daemon.kill()
-        pool.view(0, 5)[:] = b"hello"
-        for call in (lambda: pool.grow(1), lambda: model.allocate(1), lambda: model.declare(1), client.device):
-            with pytest.raises(membroker.BrokerUnavailable, match="`membrokerd`"):
-                call()
-        pool.deallocate(0, PAGE)
-        assert pool.stats().mapped_pages == 3
-        assert mapped_extents() == 4
-        buffer.close()
-        pool.close()
-        assert mapped_extents() == 0
-        client.close()
-        with pytest.raises(membroker.BrokerUnavailable, match="the broker is dead"):
-            membroker.connect(daemon.endpoint(), timeout=0.01)
-
-    def test_stopped_with_a_word(self, daemon: Daemon) -> None:
-        """An upgrade: the daemon said that it stops, and the error of the next call says so too."""
-        with membroker.connect(daemon.endpoint(), outage=0) as client:
-            model = client.register_model("m")
-            assert daemon.stop() == 0
-            with pytest.raises(membroker.BrokerUnavailable):
-                model.allocate(1)
-
     def test_silent_for_too_long(
         self, transport: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:

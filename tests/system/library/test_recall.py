@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from tests.support.daemons import Daemon, running, until
 from tests.support.sizes import MIB
-from tests.support.workers import Refused, Worker, worker, workers
+from tests.support.workers import Worker, worker, workers
 
 CAPACITY = 256 * MIB
 CONFIG = {"tenants": {"red": {"guarantee": "128MiB"}, "blue": {}}, "recall_seconds": 1.0}
@@ -81,31 +80,6 @@ def test_others_are_asked_at_once_for_all_that_is_wanted(pair: tuple[Worker, Wor
         assert (refused.error, "wanted_bytes" in refused.message) == ("InvalidRequest", True)
 
 
-def test_a_guaranteed_request_gets_what_a_callback_releases(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
-    """Red wants 64 MiB of its guarantee, which blue has. Blue's callback gives them back, and blue goes on."""
-    red, blue = pair
-    filled(blue)
-    red.do("held = model.allocate(64 * MIB)")
-    assert blue.ask("answered.wait(30)")
-    (place, size, left), *_ = blue.ask("told")
-    assert place == "device"
-    assert size >= 64 * MIB
-    assert 0 < left <= 1
-    until(lambda: recalled(daemon) == (0, 0))
-    blue.do("pool.shrink(PAGE); pool.grow(PAGE)")
-
-
-def test_without_a_callback_nothing_of_others_is_lent(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
-    """Blue answers no recalls, and no more: what it has above stays, but it gets no more of what red is guaranteed."""
-    _, blue = pair
-    for line in ("", "model.on_recall(give); model.on_recall(None)"):
-        blue.do(line)
-        assert blue.refused(f"pool.grow({CAPACITY})").reason == "CAPACITY"
-        blue.do(f"pool.grow({CAPACITY} // 2); pool.shrink({CAPACITY} // 2)")
-    blue.do("model.on_recall(give)")
-    blue.do(f"pool.grow({CAPACITY})")
-
-
 @pytest.mark.parametrize("callback", ["fail", "keep"])
 def test_what_a_callback_does_not_release_is_kept(daemon: Daemon, pair: tuple[Worker, Worker], callback: str) -> None:
     """It raises, or does nothing: red is refused, nobody is late, and blue is asked only a few times."""
@@ -116,23 +90,6 @@ def test_what_a_callback_does_not_release_is_kept(daemon: Daemon, pair: tuple[Wo
     assert red.refused("model.allocate(64 * MIB, wait=0.5)").reason == "CAPACITY"
     assert recalled(daemon) == (0, 0)
     assert 1 <= blue.ask("len(told)") <= 4
-
-
-def test_a_slow_callback_is_late_and_then_trusted_again(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
-    """It offloads for longer than it may take. When it has answered, it is asked again as before."""
-    red, blue = pair
-    blue.do(
-        "go_on = threading.Event()\n"
-        "def slow(recall):\n    told.append(recall.size)\n    go_on.wait(60)\n    release(recall)"
-    )
-    filled(blue, "slow")
-    red.begin("held = model.allocate(64 * MIB, wait=60)")
-    until(lambda: recalled(daemon)[1] >= 64 * MIB)
-    blue.do("go_on.set()")
-    red.result()
-    until(lambda: recalled(daemon) == (0, 0))
-    red.do("more = model.allocate(64 * MIB, wait=60)")
-    assert blue.ask("all(size > 0 for size in told)")
 
 
 def test_an_engine_answers_from_its_own_thread(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
@@ -154,19 +111,6 @@ def give_later(recall):
     assert blue.ask("recall.remaining") == 0
     blue.do("recall.done(); recall.done()")
     assert blue.ask("model.pending_recall is None")
-
-
-def test_a_scheduler_polls(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
-    """An attribute tells it once a step; it keeps half of what is asked for, and says so. Red can have the other."""
-    red, blue = pair
-    filled(blue, "lambda recall: membroker.DEFERRED")
-    assert blue.ask("model.pending_recall is None")
-    red.begin("held = model.allocate(128 * MIB, wait=0.5)")
-    blue.do("waited_for(lambda: model.pending_recall); recall = model.pending_recall")
-    blue.do("pool.shrink(recall.size // 2); assert recall.remaining == recall.size - recall.size // 2; recall.done()")
-    with pytest.raises(Refused, match=r"does not fit, only 64\.0 MiB does"):
-        red.result()
-    red.do("held = model.allocate(64 * MIB, wait=0)")
 
 
 def test_an_engine_is_asked_for_more_before_it_has_answered(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
@@ -193,51 +137,6 @@ def wake(recall):
         other.result()
         until(lambda: recalled(daemon) == (0, 0))
         assert blue.ask("len(asked)") == 2
-
-
-def test_recalls_wait_for_the_end_of_a_block(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
-    """A CUDA graph is captured: neither the callback nor the library touches memory until it is over."""
-    red, blue = pair
-    filled(blue)
-    blue.do(f"pool.shrink({64 * MIB}); pool.prepare({64 * MIB})")
-    blue.do("block = client.defer_recalls(); block.__enter__()")
-    red.begin("held = model.allocate(128 * MIB, wait=60)")
-    blue.do("waited_for(lambda: client._recalls._open)")
-    assert blue.ask("told == [] and model.pending_recall is None and pool.stats().spare_pages == 32")
-    blue.do("block.__exit__(None, None, None)")
-    red.result()
-    assert blue.ask("len(told) == 1 and pool.stats().spare_pages == 0")
-
-
-def test_spare_pages_go_without_the_callback(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
-    """Blue has prepared pages that it has not used: these go first, and what it uses stays."""
-    red, blue = pair
-    blue.do("model.on_recall(give)")
-    blue.do(f"pool.grow({CAPACITY // 2}); pool.prepare({CAPACITY // 2})")
-    red.do("held = model.allocate(64 * MIB)")
-    until(lambda: recalled(daemon) == (0, 0))
-    assert blue.ask("told") == []
-    assert blue.ask("pool.stats().mapped_pages - pool.stats().spare_pages") == CAPACITY // 2 // (2 * MIB)
-
-
-def test_a_callback_borrows_nothing_and_may_close(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
-    """A program that is asked for memory ends itself in the callback, after a try to borrow."""
-    red, blue = pair
-    blue.do("""
-def end(recall):
-    try:
-        model.allocate(PAGE)
-    except membroker.InvalidRequest as error:
-        told.append(str(error))
-    client.close()
-""")
-    filled(blue, "end")
-    red.do("held = model.allocate(128 * MIB, wait=60)")
-    assert blue.ask(
-        "waited_for(lambda: not [one for one in threading.enumerate() if one.name.startswith('membroker')])"
-    )
-    assert "cannot borrow memory" in blue.ask("told")[0]
-    until(lambda: daemon.books().lent_bytes == 128 * MIB)
 
 
 def test_a_forked_child_answers_nothing(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
@@ -283,22 +182,6 @@ def test_a_recall_goes_on_after_the_daemons_death(daemon: Daemon, pair: tuple[Wo
     assert blue.ask("model.pending_recall is None")
 
 
-def test_a_late_recall_is_asked_again_after_a_resume(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
-    """Blue has answered nothing in time, and then loses its connection: it answers the same recall on the next one."""
-    red, blue = pair
-    filled(blue, "lambda recall: membroker.DEFERRED")
-    red.begin("held = model.allocate(64 * MIB, wait=60)")
-    until(lambda: recalled(daemon)[1] >= 64 * MIB)
-    blue.do("old = model.pending_recall; client._session.interrupted()")
-    blue.do("waited_for(lambda: model.pending_recall not in (None, old))")
-    assert recalled(daemon)[1] >= 64 * MIB
-    blue.do("old.done(); recall = model.pending_recall")
-    assert blue.ask("recall is not None")
-    blue.do("release(recall); recall.done()")
-    red.result()
-    until(lambda: recalled(daemon) == (0, 0))
-
-
 def test_a_program_that_is_stopped_is_asked_when_it_goes_on(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
     """Blue stands still for longer than an answer may take, and answers when it can."""
     red, blue = pair
@@ -326,25 +209,3 @@ def test_a_model_with_a_name_as_on_hugging_face_is_asked(daemon: Daemon, pair: t
     }
     blue.do("model.on_recall(None)")
     assert blue.ask("len(client.models())") == 2
-
-
-def test_two_models_of_a_session(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
-    """Each callback is told of its own model, and the one without a callback is asked for nothing."""
-    red, blue = pair
-    blue.do(f"""
-other = client.register_model('other', virtual_capacity='1GiB')
-silent = client.register_model('silent', virtual_capacity='1GiB').pool(page_size=PAGE)
-silent.grow({32 * MIB})
-pools = {{model.resource_name: pool, other.resource_name: other.pool(page_size=PAGE)}}
-def give_each(recall):
-    told.append(recall.model.resource_name)
-    pools[recall.model.resource_name].shrink(recall.remaining)
-for one in (model, other):
-    one.on_recall(give_each)
-    pools[one.resource_name].grow({(CAPACITY - 32 * MIB) // 2})
-""")
-    red.do("held = model.allocate(128 * MIB, wait=60)")
-    assert set(blue.ask("told")) <= {"tenants/blue/models/m", "tenants/blue/models/other"}
-    assert blue.ask("silent.stats().mapped_pages") == 16
-    counted: Any = blue.ask("[one.stats().mapped_pages for one in pools.values()]")
-    assert sum(counted) <= 48

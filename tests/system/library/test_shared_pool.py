@@ -1,6 +1,6 @@
 """`SharedMemoryPool`: the promises of candle-cuda-vmm's, its own examples, and one test for each of its faults.
 
-In process and over a real daemon: the same tests.
+In process and, where they are deep, over a real daemon: the same tests.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
@@ -62,7 +63,7 @@ def broker() -> Iterator[Daemon]:
         yield daemon
 
 
-@pytest.fixture(params=["local", "broker"])
+@pytest.fixture(params=["local", pytest.param("broker", marks=pytest.mark.deep)])
 def where(request: pytest.FixtureRequest) -> Iterator[Lending]:
     """Both ways to lend. At the end the lender has everything back."""
     driver = FlakyDriver()
@@ -223,16 +224,16 @@ class TestFaultsOfTheSeed:
         assert shared.global_stats().physical_usage_bytes == where.lent == PAGE
         shared.allocate_for_model("gpt2", 15 * PAGE)
 
-    @pytest.mark.parametrize(("offset", "size"), [(2**64 - 1, 2), (2**63 - 1, 2**63 - 1), (PAGE, 2**63 - 1), (-1, 2)])
-    def test_no_sum_overflows(self, shared: SharedMemoryPool, where: Lending, offset: int, size: int) -> None:
+    def test_no_sum_overflows(self, shared: SharedMemoryPool, where: Lending) -> None:
         """There offset + size wraps around, and passes the check. Here it is compared without a sum."""
         shared.allocate_for_model("gpt2", 2 * PAGE)
-        with pytest.raises(InvalidOffset):
-            shared.deallocate_for_model("gpt2", offset, size)
-        for too_much in (2**63 - 1, 33 * PAGE):
-            with pytest.raises((OutOfVirtualMemory, OutOfMemory)):
-                shared.allocate_for_model("gpt2", too_much)
-        assert shared.global_stats().physical_usage_bytes == where.lent == 2 * PAGE
+        for offset, size in [(2**64 - 1, 2), (2**63 - 1, 2**63 - 1), (PAGE, 2**63 - 1), (-1, 2)]:
+            with pytest.raises(InvalidOffset):
+                shared.deallocate_for_model("gpt2", offset, size)
+            for too_much in (2**63 - 1, 33 * PAGE):
+                with pytest.raises((OutOfVirtualMemory, OutOfMemory)):
+                    shared.allocate_for_model("gpt2", too_much)
+            assert shared.global_stats().physical_usage_bytes == where.lent == 2 * PAGE
 
     def test_usage_counts_the_pages_touched(self, shared: SharedMemoryPool, where: Lending) -> None:
         """There usage is the rounded size; a range over a border touches one page more, and the sums drift apart."""
@@ -354,10 +355,11 @@ class TestModels:
         if isinstance(where.lender, membroker.Client):
             where.lender.register_model("m").unregister()  # which it could not leave while it was charged
 
-    @pytest.mark.parametrize("name", [None, 7, b"m", ["m"]])
-    def test_names_that_are_none(self, where: Lending, name: str) -> None:
-        with SharedMemoryPool(where.lender, page_size=PAGE) as shared, pytest.raises(InvalidRequest, match="text"):
-            shared.register_model(name, PAGE)
+    def test_names_that_are_none(self, where: Lending) -> None:
+        names: list[Any] = [None, 7, b"m", ["m"]]
+        for name in names:
+            with SharedMemoryPool(where.lender, page_size=PAGE) as shared, pytest.raises(InvalidRequest, match="text"):
+                shared.register_model(name, PAGE)
 
     def test_a_forked_child_waits_for_nobody(self) -> None:
         """A thread of the parent is in the midst of a call at the fork: the child is told, and does not hang."""
