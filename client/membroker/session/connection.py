@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import cast
 
 from google.protobuf.message import Message
 
@@ -31,7 +32,7 @@ from ..interrupts import STOPPING_SECONDS, Condition, uninterrupted
 from ..memory.lender import Placement
 from ..v1 import broker_pb2
 from ..v1 import handoff_pb2 as pb
-from ..v1.resources_pb2 import SleepStatus
+from ..v1.resources_pb2 import Segment, SleepStatus
 from ..wire import frames as handoff
 from ..wire.descriptors import close_each
 from ..wire.names import MAX_IDS_PER_FRAME
@@ -44,6 +45,11 @@ logger = logging.getLogger("membroker")
 _NOSIGNAL = int(socket.MSG_NOSIGNAL)
 _PATIENCE = struct.pack("@ll", int(STOPPING_SECONDS), 0)
 """How long a send waits for a broker that reads nothing, as a `timeval`. Then the connection is lost."""
+_ANSWERS = {
+    **dict.fromkeys(("create_segment", "attach_segment", "seal_segment", "delete_segment"), "segment"),
+    "register_model": "model",
+}
+"""The kind of a call's answer, where it is not that of the call."""
 _LATE = ("goodbye", "declare", "detach_segment", "release")
 """Answers that come late when their caller ran out of time: not worth a warning."""
 
@@ -52,19 +58,22 @@ _LATE = ("goodbye", "declare", "detach_segment", "release")
 class PendingCall:
     """One call in flight: `deadline` is on the monotonic clock, and `note` records what the call did.
 
-    `request` says what it borrows, and is empty for a call that borrows no extents. `placement` is None for a call that
-    brings no descriptors.
+    `request` says what it borrows, and is empty for a call that borrows no extents. `answer` is the kind of its answer.
+    `placement` is None for a call that brings no descriptors.
     `expected` is how many extents must arrive before it is over. Only an answer by gRPC sets it: on the handoff socket
     every delivery precedes the answer.
     """
 
     request_id: int
     request: broker_pb2.AllocateExtentsRequest
+    answer: str
     placement: Placement | None
     deadline: float | None
     note: Callable[[], None] | None
     inbox: deque[handoff.Packet] = field(default_factory=deque)
     extent_ids: list[int] = field(default_factory=list)
+    extent_bytes: int = 0
+    """Of all extents together."""
     segment: int = 0
     outcome: Outcome | None = None
     expected: int = 0
@@ -76,6 +85,22 @@ class PendingCall:
     def seconds_left(self) -> float | None:
         """Return how long the answer may still take; None for any time."""
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+    def check(self) -> None:
+        """Raise `ProtocolError` unless the extents that came are those that were asked for, or that the answer names.
+
+        The user gets addresses for all of them, and an address without memory ends the program (SIGSEGV).
+        """
+        count, size, segment = self.request.count, self.request.count * self.request.extent_bytes, 0
+        if self.answer == "segment" and self.placement is not None:
+            answer = cast("Segment", self.outcome)
+            count, size, segment = answer.extents, answer.size_bytes, answer.generation
+        came = len(set(self.extent_ids))
+        if (came, len(self.extent_ids), self.extent_bytes, self.segment) != (count, count, size, segment):
+            raise ProtocolError(
+                f"{came} extents with {self.extent_bytes} bytes came for a call about {count} with {size}: the broker "
+                "is defective"
+            )
 
 
 class Taken:
@@ -169,7 +194,9 @@ class Connection:
         call. Raises the broker's refusal, `BrokerUnavailable`, `DescriptorLimit`, and what `placement` raises.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        call = PendingCall(next(self._request_ids), frame.allocate, placement, deadline, note)
+        kind = str(frame.WhichOneof("kind"))
+        answer = _ANSWERS.get(kind, kind)
+        call = PendingCall(next(self._request_ids), frame.allocate, answer, placement, deadline, note)
         frame.request_id = call.request_id
         try:
             try:
@@ -177,7 +204,7 @@ class Connection:
                 self._calls[call.request_id] = call
                 if self._end is not None:
                     self._check_open()
-                if self._by_grpc and frame.WhichOneof("kind") in self._by_grpc:
+                if self._by_grpc and kind in self._by_grpc:
                     self._start_by_grpc(call, frame)
                 else:
                     self._send(frame)
@@ -188,6 +215,7 @@ class Connection:
                     if call.outcome.reason and self._session:
                         call.outcome.request = f"{self._session}/requests/{call.request_id}"
                     raise call.outcome
+                call.check()
                 self._note(call)
             except Exception:
                 self._give_up(call)
@@ -293,6 +321,8 @@ class Connection:
         """
         if self._reader_thread is not None:
             self._drain()
+        if call.request.count and extents not in (0, call.request.count):
+            outcome, extents = ProtocolError(f"{extents} extents are the answer to {call.request.count}"), 0
         with self._changed.lock:
             if self._end is None:
                 call.outcome, call.expected = outcome, extents
@@ -349,11 +379,15 @@ class Connection:
         packet = call.inbox[0]
         delivery = packet.frame.delivery
         call.extent_ids.extend(delivery.extent_ids)
+        call.extent_bytes += delivery.extent_bytes * len(delivery.extent_ids)
         call.segment = delivery.segment
         try:
             if use:
                 if packet.truncated or len(delivery.extent_ids) != len(packet.descriptors):
                     raise _incomplete(packet)
+                if call.request.count and delivery.extent_bytes != call.request.extent_bytes:
+                    wanted = call.request.extent_bytes
+                    raise ProtocolError(f"extents of {delivery.extent_bytes} bytes came for extents of {wanted}")
                 if call.placement is None:
                     there = len(packet.descriptors)
                     raise ProtocolError(f"{there} descriptors came with an answer that should have none")
@@ -498,7 +532,7 @@ class Connection:
         else:
             self._close_packet(packet)
         if reply is not None:
-            call.outcome = _outcome_of(reply)
+            call.outcome = _outcome_of(reply, call.answer)
         return True
 
     def _refuse(self, packet: handoff.Packet) -> None:
@@ -627,13 +661,15 @@ class Connection:
             close_each(self._unclosed.pop().descriptors)
 
 
-def _outcome_of(reply: pb.Reply) -> Outcome:
-    """Return the outcome of a call that got this answer."""
+def _outcome_of(reply: pb.Reply, kind: str) -> Outcome:
+    """Return the outcome of a call that got this answer, and wants one of this kind."""
     result = reply.WhichOneof("result")
     if result == "error":
         return from_status(reply.error)
     if result is None:
         return ProtocolError("the broker's answer is empty, or of a kind that this version does not know")
+    if result != kind:
+        return ProtocolError(f"the broker's answer is of the kind {result}, and not {kind}")
     response: Message = getattr(reply, result)
     return response
 

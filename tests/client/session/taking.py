@@ -28,8 +28,8 @@ class Taker:
         self.taken.clear()
 
 
-def allocate() -> pb.Frame:
-    return pb.Frame(allocate=broker_pb2.AllocateExtentsRequest(count=1))
+def allocate(count: int = 1) -> pb.Frame:
+    return pb.Frame(allocate=broker_pb2.AllocateExtentsRequest(count=count))
 
 
 def attach() -> pb.Frame:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from tests.client.session.taking import Taker, allocate, attach, granted, segment
@@ -26,6 +27,8 @@ from membroker.errors import (
 )
 from membroker.session.connection import Connection
 from membroker.session.inventory import HeldResources, Inventory, Kind
+from membroker.v1 import broker_pb2
+from membroker.v1 import handoff_pb2 as pb
 from membroker.wire import frames as handoff
 from membroker.wire import names
 
@@ -35,7 +38,7 @@ class TestCall:
         """Two deliveries, each acknowledged when its descriptors are closed, then the answer."""
         connection, broker = pair
         taker = Taker()
-        caller = Caller(lambda: connection.call(allocate(), taker))
+        caller = Caller(lambda: connection.call(allocate(4), taker))
         request_id = broker.hear("allocate").request_id
         for part in (0, 1):
             broker.deliver(request_id, 2 * part, 2 * part + 1, part=part)
@@ -184,10 +187,50 @@ class TestCall:
         assert list(broker.hear("release").release.extent_ids) == [1, 2]
         assert isinstance(caller.end().error, ProtocolError)
 
+    @pytest.mark.parametrize(
+        ("ids", "more"),
+        [
+            ((), {}),
+            ((1,), {}),
+            ((1, 2, 3), {}),
+            ((1, 1), {}),
+            ((1, 2), {"extent_bytes": 4096}),
+            ((1, 2), {"segment": 77}),
+        ],
+        ids=["none", "too few", "too many", "one twice", "of another size", "a segment's"],
+    )
+    def test_a_broker_that_cannot_count(
+        self, pair: tuple[Connection, PlayedEnd], ids: Sequence[int], more: dict[str, Any]
+    ) -> None:
+        """The caller gets addresses for two extents, and an address without memory ends its program (SIGSEGV)."""
+        connection, broker = pair
+        taker = Taker()
+        caller = Caller(lambda: connection.call(allocate(2), taker))
+        request_id = broker.hear("allocate").request_id
+        if ids:
+            broker.deliver(request_id, *ids, **more)
+            broker.hear("ack")
+        broker.reply(request_id, allocate=granted(2))
+        if "segment" in more:
+            assert broker.hear("detach_segment").detach_segment.generation == 77
+        elif ids:
+            assert set(broker.hear("release").release.extent_ids) == set(ids)
+        assert isinstance(caller.end().error, ProtocolError)
+        assert taker.undone == 1
+        assert not connection.has_calls
+        assert broker.hears_nothing()
+
+    @pytest.mark.parametrize("answer", [{"declare": broker_pb2.DeclareMemoryResponse()}, {}], ids=["another's", "none"])
+    def test_an_answer_of_another_kind(self, pair: tuple[Connection, PlayedEnd], answer: dict[str, Any]) -> None:
+        connection, broker = pair
+        caller = Caller(lambda: connection.call(pb.Frame(register_model=broker_pb2.RegisterModelRequest())))
+        broker.reply(broker.hear("register_model").request_id, **answer)
+        assert isinstance(caller.end().error, ProtocolError)
+
     def test_what_nobody_waits_for(self, pair: tuple[Connection, PlayedEnd]) -> None:
         """A delivery for an unknown call: closed, acknowledged, given back; the call that read it goes on."""
         connection, broker = pair
-        caller = Caller(lambda: connection.call(allocate(), Taker()))
+        caller = Caller(lambda: connection.call(allocate(0), Taker()))
         request_id = broker.hear("allocate").request_id
         broker.deliver(request_id + 1000, 5)
         assert broker.hear("ack").request_id == request_id + 1000
@@ -219,6 +262,28 @@ class TestSegment:
         assert caller.end().error is None
         assert taker.taken == [0, 1]
         assert broker.hears_nothing(), "it let go of what it has just got"
+
+    @pytest.mark.parametrize(
+        "lie",
+        [{"extents": 3}, {"size_bytes": 4096}, {"generation": 78}],
+        ids=["of more extents", "of another size", "another one"],
+    )
+    def test_an_answer_about_more_than_came(self, pair: tuple[Connection, PlayedEnd], lie: dict[str, int]) -> None:
+        """A reader would be given addresses for all that the answer names."""
+        connection, broker = pair
+        taker = Taker()
+        caller = Caller(lambda: connection.call(attach(), taker))
+        request_id = broker.hear("attach_segment").request_id
+        broker.deliver(request_id, 0, 1, segment=77)
+        broker.hear("ack")
+        answer = segment(2)
+        for name, value in lie.items():
+            setattr(answer, name, value)
+        broker.reply(request_id, segment=answer)
+        assert broker.hear("detach_segment").detach_segment.generation == 77
+        assert isinstance(caller.end().error, ProtocolError)
+        assert taker.undone == 1
+        assert broker.hears_nothing()
 
     def test_refused_half_way(self, pair: tuple[Connection, PlayedEnd]) -> None:
         """The second packet could not be sent: what came is undone, then one word lets go of all of it."""
@@ -298,7 +363,7 @@ class TestThreads:
         slow_id = broker.hear("allocate").request_id
         broker.deliver(slow_id, 1)
         assert entered.wait(DEADLINE_SECONDS)
-        quick = Caller(lambda: connection.call(allocate(), Taker()))
+        quick = Caller(lambda: connection.call(allocate(0), Taker()))
         quick_id = broker.hear("allocate").request_id
         broker.reply(slow_id, allocate=granted(1))
         broker.reply(quick_id, allocate=granted(0))

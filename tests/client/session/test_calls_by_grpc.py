@@ -7,13 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.client.session.taking import Taker, allocate
+from tests.client.session.taking import Taker, allocate, attach
 from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_broker import Caller, PlayedEnd
 
-from membroker.errors import (
-    OutOfMemory,
-)
+from membroker.errors import OutOfMemory, ProtocolError
 from membroker.session.connection import Connection
 from membroker.session.rpc import METHODS, Outcome
 from membroker.v1 import broker_pb2, resources_pb2
@@ -57,7 +55,7 @@ def test_waits_for_both(pair: tuple[Connection, PlayedEnd], start: Callable[...,
     """The answer and the descriptors come on two sockets, in either order."""
     _, broker = pair
     taker = Taker()
-    caller, request_id, finish = start(taker)
+    caller, request_id, finish = start(taker, allocate(3))
     response = broker_pb2.AllocateExtentsResponse(count=3)
     if answer_first:
         finish(response, 3)
@@ -71,6 +69,22 @@ def test_waits_for_both(pair: tuple[Connection, PlayedEnd], start: Callable[...,
     assert taker.taken == [1, 2, 3]
 
 
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_an_answer_about_another_number(
+    pair: tuple[Connection, PlayedEnd], start: Callable[..., Any], count: int
+) -> None:
+    """The caller neither waits for ever for what does not come, nor takes too few for all."""
+    _, broker = pair
+    taker = Taker()
+    caller, request_id, finish = start(taker, allocate(2))
+    broker.deliver(request_id, 1)
+    broker.hear("ack")
+    finish(broker_pb2.AllocateExtentsResponse(count=count), count)
+    assert isinstance(caller.end().error, ProtocolError)
+    assert list(broker.hear("release").release.extent_ids) == [1]
+    assert taker.undone == 1
+
+
 @pytest.mark.parametrize("answer_first", [True, False])
 def test_a_segment_waits_for_all_its_extents(
     pair: tuple[Connection, PlayedEnd], start: Callable[..., Any], answer_first: bool
@@ -78,7 +92,7 @@ def test_a_segment_waits_for_all_its_extents(
     """The answer by gRPC says how many extents the segment has; with fewer it is not attached yet."""
     _, broker = pair
     taker = Taker()
-    caller, request_id, finish = start(taker)
+    caller, request_id, finish = start(taker, attach())
     response = resources_pb2.Segment(generation=77, extents=3)
     if answer_first:
         finish(response, 3)
@@ -110,7 +124,7 @@ def test_refused_while_another_call_waits_for_long(
 ) -> None:
     """One thread attaches a segment that is written for a day yet; others are refused at once."""
     connection, broker = pair
-    waiting, waiting_id, finish_waiting = start(Taker())
+    waiting, waiting_id, finish_waiting = start(Taker(), attach())
     until(lambda: connection._reader is not None)
     for _ in range(20):
         caller, _, finish = start(Taker())
@@ -118,7 +132,7 @@ def test_refused_while_another_call_waits_for_long(
         assert isinstance(caller.end().error, OutOfMemory)
     broker.deliver(waiting_id, 1, segment=77)
     broker.hear("ack")
-    finish_waiting(resources_pb2.Segment(extents=1), 1)
+    finish_waiting(resources_pb2.Segment(generation=77, extents=1), 1)
     assert waiting.end().error is None
 
 

@@ -69,7 +69,7 @@ def test_the_next_frame_says_it(pair: tuple[Connection, PlayedEnd]) -> None:
 def test_a_long_call_is_acknowledged_at_once(pair: tuple[Connection, PlayedEnd]) -> None:
     """Its next packet may wait for the window; behind the last one nothing waits."""
     connection, broker = pair
-    caller = Caller(lambda: connection.call(allocate(), Taker()))
+    caller = Caller(lambda: connection.call(allocate(3), Taker()))
     request_id = broker.hear("allocate").request_id
     for part in (0, 1):
         broker.deliver(request_id, part, part=part, parts=3)
