@@ -22,7 +22,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
 
 from google.protobuf.message import Message
 
@@ -85,22 +84,6 @@ class PendingCall:
     def seconds_left(self) -> float | None:
         """Return how long the answer may still take; None for any time."""
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
-
-    def check(self) -> None:
-        """Raise `ProtocolError` unless the extents that came are those that were asked for, or that the answer names.
-
-        The user gets addresses for all of them, and an address without memory ends the program (SIGSEGV).
-        """
-        count, size, segment = self.request.count, self.request.count * self.request.extent_bytes, 0
-        if self.answer == "segment" and self.placement is not None:
-            answer = cast("Segment", self.outcome)
-            count, size, segment = answer.extents, answer.size_bytes, answer.generation
-        came = len(set(self.extent_ids))
-        if (came, len(self.extent_ids), self.extent_bytes, self.segment) != (count, count, size, segment):
-            raise ProtocolError(
-                f"{came} extents with {self.extent_bytes} bytes came for a call about {count} with {size}: the broker "
-                "is defective"
-            )
 
 
 class Taken:
@@ -215,8 +198,7 @@ class Connection:
                     if call.outcome.reason and self._session:
                         call.outcome.request = f"{self._session}/requests/{call.request_id}"
                     raise call.outcome
-                call.check()
-                self._note(call)
+                self._note(call, is_whole=True)
             except Exception:
                 self._give_up(call)
                 raise
@@ -328,8 +310,22 @@ class Connection:
                 call.outcome, call.expected = outcome, extents
             self._changed.tell_all()
 
-    def _note(self, call: PendingCall) -> None:
-        """Record what a call has brought before the call is forgotten, so that no resume can miss it."""
+    def _note(self, call: PendingCall, *, is_whole: bool = False) -> None:
+        """Record what a call has brought before the call is forgotten, so that no resume can miss it.
+
+        With `is_whole`, raise `ProtocolError` first unless that is what was asked for, or what the answer names: the
+        user gets addresses for all of it, and an address without memory ends the program (SIGSEGV).
+        """
+        if is_whole:
+            request, answer, ids = call.request, call.outcome, call.extent_ids
+            count, size, segment = request.count, request.count * request.extent_bytes, 0
+            if call.placement is not None and isinstance(answer, Segment):
+                count, size, segment = answer.extents, answer.size_bytes, answer.generation
+            if (len(ids), len(set(ids)), call.extent_bytes, call.segment) != (count, count, size, segment):
+                raise ProtocolError(
+                    f"{len(ids)} extents with {call.extent_bytes} bytes came for a call about {count} with {size}: the "
+                    "broker is defective"
+                )
         if call.segment:
             self._inventory.attached(call.request_id, call.segment)
         elif call.extent_ids:
