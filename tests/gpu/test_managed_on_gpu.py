@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from membroker.errors import ClosedError, DeviceFailure, InvalidRequest
+from membroker.errors import ClosedError, DeviceFailure
 from membroker.managed.hints import (
     ManagedMemoryHints,
     ManagedMemoryUnavailable,
@@ -20,7 +20,6 @@ from membroker.managed.hints import (
     PrefetchFailed,
     PrefetchPlan,
     UnifiedBuffer,
-    apply_migration_policy,
 )
 from membroker.vmm import AddressRange, DriverUnavailable, Location, MappedRange, PhysicalMemory
 from membroker.vmm.cuda.driver import CudaDriver
@@ -96,19 +95,6 @@ def test_each_advice_is_read_back(buffer: UnifiedBuffer, hints: ManagedMemoryHin
     assert 0 in attribute(buffer, "ACCESSED_BY")
     hints.unset_accessed_by(0)
     assert set(attribute(buffer, "ACCESSED_BY")) == {NOWHERE}
-
-
-def test_policies_on_the_gpu(worker: CudaDriver, buffer: UnifiedBuffer, hints: ManagedMemoryHints) -> None:
-    """`PreferDevice(0)` is device 0, `PreferHost` the host, and the default changes nothing."""
-    hints.apply_policy(MigrationPolicy.PreferDevice(0))
-    assert attribute(buffer, "PREFERRED_LOCATION") == 0
-    hints.apply_policy(MigrationPolicy.PreferHost)
-    assert attribute(buffer, "PREFERRED_LOCATION") == HOST
-    hints.apply_policy(MigrationPolicy.Default)
-    assert attribute(buffer, "PREFERRED_LOCATION") == HOST
-    apply_migration_policy(worker, buffer.address, MIB, MigrationPolicy.ReadMostly)
-    assert attribute(buffer, "READ_MOSTLY", 0, MIB) == 1
-    assert attribute(buffer, "READ_MOSTLY", MIB, MIB) == 0
 
 
 def test_prefer_device_on_a_second_gpu(worker: CudaDriver, buffer: UnifiedBuffer, hints: ManagedMemoryHints) -> None:
@@ -201,25 +187,6 @@ def test_a_plan_stops_at_a_bad_entry(worker: CudaDriver, buffer: UnifiedBuffer) 
     assert "cuMemPrefetchAsync" in str(caught.value)
     assert attribute(buffer, "LAST_PREFETCH_LOCATION", 0, MIB) == 0
     assert attribute(buffer, "LAST_PREFETCH_LOCATION", MIB, MIB) == NOWHERE
-
-
-def test_a_plan_with_a_wrong_device_queues_nothing_on_the_gpu(worker: CudaDriver, buffer: UnifiedBuffer) -> None:
-    """The device is checked before anything is queued."""
-    count = worker.in_context("cuDeviceGetCount")
-    plan = PrefetchPlan().add(buffer.address, MIB, 0).add(buffer.address, MIB, count)
-    with pytest.raises(PrefetchFailed, match=f"device {count}.* 0 queued before it"):
-        plan.execute(worker)
-    assert attribute(buffer, "LAST_PREFETCH_LOCATION", 0, MIB) == NOWHERE
-    with pytest.raises(InvalidRequest, match=f"no device {count}: this process sees {count}"):
-        ManagedMemoryHints.from_unified(buffer).prefetch_to(count)
-
-
-def test_a_good_plan_is_queued_whole(worker: CudaDriver, buffer: UnifiedBuffer) -> None:
-    """Half to the GPU and half to the host, in one go."""
-    half = SIZE // 2
-    PrefetchPlan().add(buffer.address, half, 0).add(buffer.address + half, half, "host").execute(worker)
-    assert attribute(buffer, "LAST_PREFETCH_LOCATION", 0, half) == 0
-    assert attribute(buffer, "LAST_PREFETCH_LOCATION", half, half) == HOST
 
 
 def test_borrowed_memory_takes_no_hints(worker: CudaDriver) -> None:

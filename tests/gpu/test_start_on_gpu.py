@@ -112,12 +112,6 @@ def test_a_hidden_gpu_is_told_in_a_sentence() -> None:
         assert (status["driver"], status["uuid"]) == ("host", "host")
 
 
-def test_a_capacity_that_does_not_fit_is_told_in_a_sentence() -> None:
-    said = refuse_to_start("--capacity", "1TiB")
-    assert "a capacity of 1.0 TiB does not fit: the device has" in said
-    assert "lower `capacity` or `headroom`" in said
-
-
 @pytest.mark.parametrize("headroom", [None, "10GiB"])
 def test_the_capacity_is_the_gpus_total_less_headroom_and_anchor(gpu: CudaDriver, headroom: str | None) -> None:
     """The capacity in `status`, with the default headroom and with a configured one."""
@@ -173,12 +167,6 @@ def test_status_and_metrics_name_the_gpu(gpu: CudaDriver) -> None:
         assert found, "the granularity is in no metric"
         assert float(found[1]) == device.granularity
         assert f"uuid={device.uuid}" in daemon.log()
-
-
-def test_a_second_daemon_for_the_gpu_names_the_first(gpu: CudaDriver) -> None:
-    with on_gpu(gpu) as daemon:
-        done = run(DAEMON, "--config", str(daemon.directory / "membrokerd.toml"), status=1)
-        assert f"process {daemon.process.pid};" in done.stderr
 
 
 def test_the_doctor_finds_the_gpu(gpu: CudaDriver) -> None:
