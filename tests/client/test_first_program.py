@@ -5,11 +5,11 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from tests.support.fake_lender import PAGE, Lender
+from tests.support.fake_lender import PAGE
 from tests.support.sizes import MIB
 
 import membroker
-from membroker.errors import AlreadyMapped, InvalidOffset, InvalidRequest, NotMapped, OutOfMemory
+from membroker.errors import InvalidOffset, InvalidRequest, NotMapped, OutOfMemory
 from membroker.memory.growable import GrowableBuffer
 from membroker.pool.pool import VirtualMemoryPool
 
@@ -43,21 +43,6 @@ PUBLIC_NAMES = [
 class TestFree:
     """Whoever got an address gives the address back, as with malloc."""
 
-    def test_an_address_frees_what_began_there(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        first = pool.allocate_anywhere(3 * PAGE)
-        second = pool.allocate_anywhere(1)
-        third = pool.grow(2 * PAGE)
-        fourth = pool.allocate(40 * PAGE + 100, 2 * PAGE)
-        assert pool.physical_usage_bytes == 9 * PAGE == lender.lent_bytes
-        pool.free(second)
-        assert pool.is_mapped(0, 3 * PAGE)
-        assert not pool.is_mapped(3 * PAGE)
-        pool.free(fourth)
-        pool.free(first)
-        assert [(run.offset, run.size) for run in pool.mappings()] == [(4 * PAGE, 2 * PAGE)]
-        pool.free(third)
-        assert pool.physical_usage_bytes == lender.lent_bytes == 0
-
     def test_what_is_no_beginning_is_refused(self, pool: VirtualMemoryPool) -> None:
         """Twice, in the middle, before the first byte, outside, or no address at all: nothing has changed."""
         address = pool.allocate(PAGE + 8, 2 * PAGE)
@@ -74,74 +59,6 @@ class TestFree:
         pool.free(address)
         with pytest.raises(NotMapped):
             pool.free(address)
-
-    def test_a_living_view_keeps_it(self, pool: VirtualMemoryPool) -> None:
-        address = pool.allocate_anywhere(2 * PAGE)
-        view = pool.view(PAGE, 8)
-        with pytest.raises(BufferError):
-            pool.free(address)
-        view.release()
-        pool.free(address)
-
-    def test_beside_deallocate_and_shrink(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        """Offsets and addresses mix: a hole cuts an allocation, and what lies behind it is an allocation of its own."""
-        whole = pool.allocate(0, 8 * PAGE)
-        pool.deallocate(3 * PAGE, 2 * PAGE)
-        newer = pool.allocate(3 * PAGE, 2 * PAGE)
-        pool.free(newer)
-        assert pool.is_mapped(5 * PAGE, 3 * PAGE), "the newer one took what was left of the older"
-        pool.shrink(PAGE)
-        pool.free(pool.base_address + 5 * PAGE)
-        assert [(run.offset, run.size) for run in pool.mappings()] == [(0, 3 * PAGE)]
-        pool.free(whole)
-        assert lender.lent_bytes == 0
-
-    def test_with_spare_pages(self, lender: Lender) -> None:
-        """Pages that are kept for the next one are nobody's: an address of theirs frees nothing."""
-        with VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=4) as pool:
-            for size in (PAGE, 3 * PAGE):
-                address = pool.allocate_anywhere(size)
-                pool.free(address)
-                assert pool.stats().spare_pages == size // PAGE
-                with pytest.raises(NotMapped):
-                    pool.free(address)
-                again = pool.allocate(8, size - 8)
-                pool.free(again)
-                with pytest.raises(NotMapped):
-                    pool.free(again)
-                pool.trim()
-
-    def test_after_a_compaction(self, pool: VirtualMemoryPool) -> None:
-        """The moves say where an allocation is now; its old address is nobody's."""
-        low, high, last = (pool.allocate_anywhere(2 * PAGE) for _ in range(3))
-        pool.free(low)
-        (move,) = pool.compact()
-        assert (move.old_offset, move.new_offset) == (2 * PAGE, 0)
-        with pytest.raises(NotMapped):
-            pool.free(last)
-        pool.free(high - 2 * PAGE)
-        assert [(run.offset, run.size) for run in pool.mappings()] == [(2 * PAGE, 2 * PAGE)]
-        pool.free(last - 2 * PAGE)
-        assert pool.physical_usage_bytes == 0
-
-    def test_offloaded_pages_are_allocated(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        address = pool.allocate_anywhere(4 * PAGE)
-        pool.offload(PAGE, 2 * PAGE)
-        pool.free(address)
-        assert (pool.mappings(), pool.stats().offloaded_bytes, lender.lent_bytes) == ([], 0, 0)
-        assert lender.declared_bytes == 0
-
-    def test_a_failed_allocation_begins_nowhere(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        lender.capacity = PAGE
-        with pytest.raises(OutOfMemory):
-            pool.allocate(0, 2 * PAGE)
-        with pytest.raises(NotMapped):
-            pool.free(pool.base_address)
-        pool.allocate(PAGE, 1)
-        with pytest.raises(AlreadyMapped):
-            pool.allocate(0, 2 * PAGE)
-        with pytest.raises(NotMapped):
-            pool.free(pool.base_address)
 
 
 class TestRefusals:

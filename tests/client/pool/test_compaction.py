@@ -21,7 +21,6 @@ from membroker.pool.compaction import next_move
 from membroker.pool.page_table import FIXED, FREE, USED
 from membroker.pool.pool import VirtualMemoryPool
 from membroker.types import Move
-from membroker.vmm import DriverError
 from membroker.vmm import libc as _libc
 
 
@@ -80,98 +79,6 @@ class TestRule:
         assert next_move(layout, 1) == (range(1, 4), range(3))
 
 
-class TestCompact:
-    def test_holes_are_closed_and_every_byte_is_there(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        """A cache with holes: afterwards one run, the moves say where everything is, and nothing was borrowed."""
-        extents = [row.extents for row in holes(pool).mappings(by_page=True)]
-        lent = dict(lender.lent)
-        lender.before_borrow = lambda: pytest.fail("something was borrowed")
-        plan = pool.compact(dry_run=True)
-        assert pages(pool) == {1: b"0001", 2: b"0002", 4: b"0004", 8: b"0008"}, "a dry run moved something"
-        moves = pool.compact()
-        assert (
-            moves
-            == plan
-            == [
-                Move(PAGE, 0, 2 * PAGE),
-                Move(4 * PAGE, 2 * PAGE, PAGE),
-                Move(8 * PAGE, 3 * PAGE, PAGE),
-            ]
-        )
-        assert pages(pool) == {0: b"0001", 1: b"0002", 2: b"0004", 3: b"0008"}
-        assert [row.extents for row in pool.mappings(by_page=True)] == extents
-        assert (lender.lent, lender.used_bytes) == (lent, 4 * PAGE)
-        assert (pool.stats().fragmentation_ratio, pool.stats().largest_free_run_bytes) == (0.0, 60 * PAGE)
-        assert pool.compact() == pool.compact(dry_run=True) == []
-
-    def test_what_was_moved_works_on(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        """The old addresses are free, the new ones are deallocated as any, and a growth goes behind them."""
-        holes(pool).compact()
-        assert pool.grow(PAGE) == pool.base_address + 4 * PAGE
-        pool.allocate(8 * PAGE, PAGE)
-        assert text(pool, 8) == bytes(4), "somebody else's bytes are where they were moved from"
-        pool.deallocate(0, 5 * PAGE)
-        assert lender.used_bytes == lender.lent_bytes == PAGE
-
-    def test_access_goes_along(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        holes(pool).protect(2 * PAGE, PAGE, "read")
-        pool.compact()
-        assert pool.view(PAGE, 4).readonly
-        assert not pool.view(0, 4).readonly
-        with pytest.raises(DriverError):
-            lender.driver.write(pool.base_address + PAGE, b"x")
-        pool.deallocate(PAGE, PAGE)
-        pool.allocate(PAGE, PAGE)
-        put(pool, 1, b"new")
-
-    @pytest.mark.parametrize("how", ["view", "slice", "span", "empty span", "pin"])
-    def test_what_is_pinned_stays_with_its_run(self, pool: VirtualMemoryPool, how: str) -> None:
-        """Somebody holds a few bytes of a tensor of two pages: none of its pages moves, and others go around it."""
-        holes(pool)
-        pin = pool.pin(2 * PAGE + 5, 1)
-        held = {
-            "view": lambda: pool.view(2 * PAGE, 10),
-            "slice": lambda: pool.view(PAGE, 2 * PAGE)[PAGE + 3 : PAGE + 4],
-            "span": lambda: pool.span(2 * PAGE, 1),
-            "empty span": lambda: pool.span(2 * PAGE, 0),
-            "pin": pin.__enter__,
-        }[how]()
-        pool.compact()
-        assert pages(pool) == {0: b"0004", 1: b"0001", 2: b"0002", 3: b"0008"}
-        if how == "pin":
-            assert held == pool.base_address + 2 * PAGE + 5
-            with pytest.raises(BufferError):
-                pool.deallocate(2 * PAGE, PAGE)
-            pin.__exit__(None, None, None)
-        assert [row.state for row in pool.mappings()] == (["used"] if how == "pin" else ["used", "pinned", "used"])
-        del held
-        pool.deallocate(0, PAGE)
-        assert pool.compact() == [Move(PAGE, 0, 3 * PAGE)], "what nobody holds any more moves"
-
-    def test_spare_pages_in_the_way_are_given_back(self, lender: Lender) -> None:
-        """A pool keeps spare pages between those that are used; closing holes is worth more than keeping them."""
-        with VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=8) as pool:
-            pool.allocate(0, 6 * PAGE)
-            for page in range(6):
-                put(pool, page, b"%04d" % page)
-            for page in (0, 2, 3):
-                pool.deallocate(page * PAGE, PAGE)
-            assert pool.stats().fragmentation_ratio > 0, "a spare page is free for an allocation, and lies apart"
-            plan = pool.compact(dry_run=True)
-            assert pool.stats().spare_pages == 3
-            assert pool.compact() == plan == [Move(PAGE, 0, PAGE), Move(4 * PAGE, PAGE, 2 * PAGE)]
-            assert (pool.stats().spare_pages, lender.lent_bytes) == (0, 3 * PAGE)
-            assert pages(pool) == {0: b"0001", 1: b"0004", 2: b"0005"}
-
-    def test_it_waits_for_the_device(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        """A kernel still writes to the pages: they are unmapped only when it has ended, which it tells each time."""
-        waits: list[dict[int, bytes]] = []
-        holes(pool)
-        lender.driver.before_synchronize = lambda: waits.append({})
-        pool.compact()
-        assert len(waits) == 3
-
-
 class TestFailures:
     """A device that fails half-way: what was moved is where the moves say, and the rest where it was."""
 
@@ -207,15 +114,6 @@ class TestFailures:
         assert all(row.state == "used" for row in pool.mappings())
         assert pool.compact() == moves[done:]
         assert pages(pool) == {0: b"0001", 1: b"0005", 2: b"0006", 3: b"0009"}
-
-    def test_the_device_is_lost(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        before = state(holes(pool), lender)
-        lender.driver.lost = True
-        with pytest.raises(CompactionFailed, check=named("CUDA_ERROR_ILLEGAL_ADDRESS")) as failed:
-            pool.compact()
-        assert failed.value.moves == ()
-        lender.driver.lost = False
-        assert state(pool, lender) == before
 
     def test_the_callers_function_fails(self, pool: VirtualMemoryPool) -> None:
         """Patching a pointer raises: the move it was told of is made, and the pool goes on."""

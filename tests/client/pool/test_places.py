@@ -17,7 +17,6 @@ from membroker.errors import (
     AlreadyMapped,
     ClosedError,
     DeviceFailure,
-    InvalidOffset,
     InvalidRequest,
     NotMapped,
     Offloaded,
@@ -25,19 +24,10 @@ from membroker.errors import (
 )
 from membroker.pool.page_table import FREE, OFFLOADED, SPARE, USED, PageTable
 from membroker.pool.pool import VirtualMemoryPool
-from membroker.types import PoolMapping
-from membroker.vmm import AccessFlags, DriverError
+from membroker.vmm import AccessFlags
 
 
 class TestAnywhere:
-    def test_first_fit(self, pool: VirtualMemoryPool) -> None:
-        """The lowest hole that holds it is taken; a hole that is too small is left for who fits."""
-        base = pool.base_address
-        assert [pool.allocate_anywhere(size) for size in (1, 2 * PAGE, "2MiB")] == [base, base + PAGE, base + 3 * PAGE]
-        pool.deallocate(PAGE, PAGE)
-        assert pool.allocate_anywhere(PAGE + 1) == base + 4 * PAGE
-        assert pool.allocate_anywhere(PAGE) == base + PAGE
-
     @pytest.mark.parametrize("alignment", [1, 4096, PAGE, 2 * PAGE, 8 * PAGE, "16MiB"])
     def test_the_address_is_aligned(self, pool: VirtualMemoryPool, alignment: int | str) -> None:
         """A kernel wants its table at a multiple of 16 MiB, of the address and not of the offset."""
@@ -61,114 +51,8 @@ class TestAnywhere:
             pool.allocate_anywhere(PAGE, alignment)
         assert state(pool, lender) == before
 
-    def test_no_addresses_left(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        """Free addresses enough, and none side by side: the error says how much there would be; compact makes room."""
-        for page in range(0, 64, 2):
-            pool.allocate(page * PAGE, PAGE)
-        before = state(pool, lender)
-        for size, alignment in ((2 * PAGE, 0), (64 * PAGE, 0), (65 * PAGE, 0), (2**62, 0), (PAGE, 2**62)):
-            with pytest.raises(OutOfVirtualMemory) as error:
-                pool.allocate_anywhere(size, alignment)
-            assert (error.value.requested_bytes, error.value.available_bytes) == (max(PAGE, size), PAGE)
-        assert isinstance(error.value, MemoryError)
-        assert state(pool, lender) == before
-        pool.compact()
-        assert pool.allocate_anywhere(32 * PAGE) == pool.base_address + 32 * PAGE
-
-    def test_spare_pages_are_taken_first(self, lender: Lender) -> None:
-        """What is mapped already costs no call, wherever it is the first fit, also in part."""
-        with VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=8) as pool:
-            pool.allocate(0, 4 * PAGE)
-            pool.deallocate(PAGE, 2 * PAGE)
-            calls: list[int] = []
-            lender.before_borrow = lambda: calls.append(1)
-            assert pool.allocate_anywhere(2 * PAGE) == pool.base_address + PAGE
-            assert calls == []
-            pool.deallocate(2 * PAGE, 2 * PAGE)
-            assert pool.allocate_anywhere(4 * PAGE) == pool.base_address + 2 * PAGE
-            assert (pool.stats().spare_pages, lender.lent_bytes) == (0, 6 * PAGE)
-
-
-class TestShrink:
-    def test_it_undoes_a_growth(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        """A cache that grew for a long request shrinks by the same size, which was no whole number of pages."""
-        pool.grow(2 * PAGE)
-        before = state(pool, lender)
-        pool.grow(PAGE + 1)
-        pool.shrink(PAGE + 1)
-        assert pool.stats() == before[0]
-        pool.shrink(2 * PAGE)
-        assert lender.used_bytes == 0
-
-    def test_more_than_there_is(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        pool.grow(2 * PAGE)
-        before = state(pool, lender)
-        for size in (2 * PAGE + 1, 64 * PAGE, 2**63 - 1):
-            with pytest.raises(InvalidOffset):
-                pool.shrink(size)
-        assert state(pool, lender) == before
-
-    def test_a_hole_at_the_end(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        """What lies before the hole was not meant: nothing is given back."""
-        pool.grow(4 * PAGE)
-        pool.deallocate(2 * PAGE, PAGE)
-        before = state(pool, lender)
-        with pytest.raises(NotMapped):
-            pool.shrink(2 * PAGE)
-        with pool.pin(3 * PAGE, 1), pytest.raises(BufferError):
-            pool.shrink(PAGE)
-        assert state(pool, lender) == before
-        pool.shrink(PAGE)
-        assert pool.grow(PAGE) == pool.base_address + 2 * PAGE
-
-    def test_pages_are_kept_as_spare_ones(self, lender: Lender) -> None:
-        with VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=2) as pool:
-            pool.grow(4 * PAGE)
-            pool.shrink(2 * PAGE)
-            assert (pool.stats().spare_pages, lender.lent_bytes) == (2, 4 * PAGE)
-            pool.shrink(PAGE)
-            assert (pool.stats().spare_pages, lender.lent_bytes) == (2, 3 * PAGE)
-
 
 class TestProtect:
-    def test_weights_are_only_read(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        """A model's weights are loaded and protected; a stray write is refused, and the cache beside is written on."""
-        pool.allocate(0, 4 * PAGE)
-        put(pool, 1, b"weights")
-        pool.protect(PAGE + 5, PAGE, "read")  # which touches two pages
-        assert pool.view(PAGE, 7).readonly
-        assert bytes(pool.view(PAGE, 7)) == b"weights"
-        assert not pool.span(PAGE, 7).writable
-        assert pool.span(3 * PAGE, 7).writable
-        with pytest.raises(DriverError):
-            lender.driver.write(pool.base_address + 2 * PAGE, b"x")
-        for page in (0, 3):
-            put(pool, page, b"cache")
-        assert pool.view(0, 2 * PAGE).readonly, "a view over the border may only be read"
-        pool.protect(0, 4 * PAGE, AccessFlags.READ_WRITE)
-        put(pool, 1, b"other")
-
-    def test_no_access_at_all(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        """A guard page behind a buffer, for a bug hunt."""
-        pool.allocate(0, 2 * PAGE)
-        pool.protect(PAGE, 1, "none")
-        with pytest.raises(InvalidRequest, match="no access"):
-            pool.view(0, 2 * PAGE)
-        with pytest.raises(DriverError):
-            lender.driver.read(pool.base_address + PAGE, 1)
-        assert [row.access for row in pool.mappings()] == ["read_write", "none"]
-
-    @pytest.mark.parametrize("spare_pages", [0, 4])
-    def test_the_next_one_may_write(self, lender: Lender, spare_pages: int) -> None:
-        """A protected page is deallocated, and somebody gets it, from the spare ones or not: it is as any other."""
-        with VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=spare_pages) as pool:
-            pool.allocate(0, 3 * PAGE)
-            pool.protect(PAGE, PAGE, "read")
-            pool.deallocate(0, 3 * PAGE)
-            pool.allocate(0, 3 * PAGE)
-            assert [row.access for row in pool.mappings()] == ["read_write"]
-            pool.view(0, 3 * PAGE)[:] = bytes(3 * PAGE)
-
     def test_refusals_change_nothing(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         pool.allocate(0, 2 * PAGE)
         before = state(pool, lender)
@@ -184,54 +68,8 @@ class TestProtect:
         assert state(pool, lender) == before
         pool.view(0, 2 * PAGE)[:] = bytes(2 * PAGE)
 
-    def test_not_under_a_living_view(self, pool: VirtualMemoryPool) -> None:
-        """Somebody writes through a view: taking the right away would kill the process. Giving it back harms nobody."""
-        pool.allocate(0, 2 * PAGE)
-        view = pool.view(PAGE, 4)
-        with pytest.raises(BufferError, match="alive"):
-            pool.protect(0, 2 * PAGE, "read")
-        view[:] = b"fine"
-        del view
-        pool.protect(0, 2 * PAGE, "read")
-        reader = pool.view(PAGE, 4)
-        pool.protect(0, 2 * PAGE, "read_write")
-        assert bytes(reader) == b"fine"
-
-    def test_it_waits_for_the_device(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        """A kernel still writes there: taking the right away under it would end the process's context."""
-        waits: list[int] = []
-        pool.allocate(0, PAGE)
-        lender.driver.before_synchronize = lambda: waits.append(1)
-        pool.protect(0, PAGE, "read")
-        assert waits == [1]
-        pool.protect(0, PAGE, "read_write")
-        assert waits == [1]
-
 
 class TestMappings:
-    def test_what_is_where(self, lender: Lender) -> None:
-        """One row for each run of which the same holds; by page, one for each."""
-        with VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=4) as pool:
-            assert pool.mappings() == []
-            pool.allocate(PAGE, 6 * PAGE)
-            pool.allocate(20 * PAGE, 2 * PAGE)
-            pool.deallocate(2 * PAGE, PAGE)
-            pool.protect(5 * PAGE, 2 * PAGE, "read")
-            ids = sorted(lender.lent)
-            with pool.pin(3 * PAGE + 5, PAGE):
-                rows = [
-                    PoolMapping(PAGE, PAGE, "used", "read_write", (ids[0],)),
-                    PoolMapping(2 * PAGE, PAGE, "spare", "read_write", (ids[1],)),
-                    PoolMapping(3 * PAGE, 2 * PAGE, "pinned", "read_write", (ids[2], ids[3])),
-                    PoolMapping(5 * PAGE, 2 * PAGE, "used", "read", (ids[4], ids[5])),
-                    PoolMapping(20 * PAGE, 2 * PAGE, "used", "read_write", (ids[6], ids[7])),
-                ]
-                assert pool.mappings() == rows
-                by_page = pool.mappings(by_page=True)
-            assert [row.size for row in by_page] == [PAGE] * 8
-            assert [row.extents[0] for row in by_page] == ids
-            assert sum(row.size for row in pool.mappings()) == pool.stats().physical_usage_bytes
-
     def test_what_another_call_is_at(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         """What is being borrowed is not there yet; what is being given back is still there."""
         pool.allocate(0, 2 * PAGE)

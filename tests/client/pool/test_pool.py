@@ -39,88 +39,6 @@ class TestSeed:
         with pytest.raises(InvalidPageSize):
             VirtualMemoryPool(lender, 64 * PAGE, page_size)
 
-    def test_allocate_and_deallocate(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        """A cache grows by four pages, is written, and shrinks again: the memory is the device's again at once."""
-        address = pool.allocate(0, 4 * PAGE)
-        assert address == pool.base_address
-        pool.view(0, 4 * PAGE)[:] = b"\x5a" * (4 * PAGE)
-        assert pool.physical_usage_bytes == lender.used_bytes == lender.lent_bytes == 4 * PAGE
-        pool.deallocate(0, 4 * PAGE)
-        assert pool.physical_usage_bytes == lender.used_bytes == lender.lent_bytes == 0
-
-    def test_address_is_base_plus_offset(self, pool: VirtualMemoryPool) -> None:
-        assert pool.allocate(3 * PAGE + 5, 10) == pool.base_address + 3 * PAGE + 5
-
-    def test_is_mapped_is_of_a_whole_range(self, pool: VirtualMemoryPool) -> None:
-        """A range is mapped when each page that it touches is; one that reaches over the end is no range here."""
-        pool.allocate(2 * PAGE, 3 * PAGE)
-        for offset, size, mapped in [
-            (2 * PAGE, 3 * PAGE, True),
-            (3 * PAGE - 1, 2, True),
-            (2 * PAGE - 1, 2, False),
-            (5 * PAGE - 1, 2, False),
-            (PAGE, 5 * PAGE, False),
-            (60 * PAGE, 4 * PAGE, False),
-        ]:
-            assert pool.is_mapped(offset, size) is mapped, (offset, size)
-        with pytest.raises(InvalidOffset):
-            pool.is_mapped(2 * PAGE, 63 * PAGE)
-        with pytest.raises(InvalidRequest):
-            pool.is_mapped(2 * PAGE, 0)
-
-    def test_already_mapped_changes_nothing(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        """Two layers compute overlapping ranges: the second is told, and the first keeps its bytes."""
-        pool.allocate(2 * PAGE, PAGE)
-        pool.view(2 * PAGE, 4)[:] = b"keep"
-        before = state(pool, lender)
-        with pytest.raises(AlreadyMapped):
-            pool.allocate(0, 4 * PAGE)
-        assert state(pool, lender) == before
-        assert bytes(pool.view(2 * PAGE, 4)) == b"keep"
-
-    def test_not_mapped_changes_nothing(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        """A range is freed twice, in part: nothing of it is unmapped the second time."""
-        pool.allocate(0, 4 * PAGE)
-        pool.deallocate(PAGE, PAGE)
-        before = state(pool, lender)
-        with pytest.raises(NotMapped):
-            pool.deallocate(0, 4 * PAGE)
-        with pytest.raises(NotMapped):
-            pool.view(0, 4 * PAGE)
-        assert state(pool, lender) == before
-
-    def test_stats(self, pool: VirtualMemoryPool) -> None:
-        """External fragmentation: what share of the free addresses lies outside the largest free run."""
-        assert (pool.stats().fragmentation_ratio, pool.stats().largest_free_run_bytes) == (0.0, 64 * PAGE)
-        pool.allocate(16 * PAGE, 16 * PAGE)
-        stats = pool.stats()
-        assert stats.largest_free_run_bytes == 32 * PAGE
-        assert (stats.virtual_capacity_bytes, stats.physical_usage_bytes, stats.mapped_pages) == (
-            64 * PAGE,
-            16 * PAGE,
-            16,
-        )
-        assert stats.fragmentation_ratio == pytest.approx(1 - 32 / 48)
-        pool.allocate(0, 16 * PAGE)
-        assert pool.stats().fragmentation_ratio == 0.0
-        pool.allocate(32 * PAGE, 32 * PAGE)
-        assert (pool.stats().fragmentation_ratio, pool.stats().largest_free_run_bytes) == (0.0, 0)
-
-
-@pytest.mark.parametrize(
-    ("offset", "size", "pages"),
-    [(0, 1, 1), (PAGE - 1, 2, 2), (PAGE, PAGE, 1), (PAGE + 1, PAGE, 2), (5, 2 * PAGE, 3), (PAGE // 2, PAGE // 2, 1)],
-)
-def test_every_touched_page_is_backed(pool: VirtualMemoryPool, offset: int, size: int, pages: int) -> None:
-    """A tensor that is not aligned is backed to its last byte, and counted by pages, not by its rounded size."""
-    pool.allocate(offset, size)
-    assert pool.physical_usage_bytes == pages * PAGE
-    assert pool.is_mapped(offset)
-    assert pool.is_mapped(offset + size - 1)
-    pool.view(offset, size)[:] = b"x" * size
-    pool.deallocate(offset, size)
-    assert pool.physical_usage_bytes == 0
-
 
 @pytest.mark.parametrize(
     ("offset", "size"),
@@ -193,14 +111,6 @@ class TestAllOrNothing:
 
 
 class TestGrow:
-    def test_grows_behind_the_highest_page(self, pool: VirtualMemoryPool) -> None:
-        """A cache that only ever appends, with a hole from an earlier request that is left alone."""
-        assert pool.grow(PAGE + 1) == pool.base_address
-        assert pool.grow(1) == pool.base_address + 2 * PAGE
-        pool.deallocate(0, PAGE)
-        assert pool.grow("2MiB") == pool.base_address + 3 * PAGE
-        assert not pool.is_mapped(0)
-
     def test_beyond_the_capacity(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         pool.allocate(60 * PAGE, PAGE)
         before = state(pool, lender)
@@ -208,6 +118,7 @@ class TestGrow:
             with pytest.raises(OutOfVirtualMemory) as caught:
                 grow(3 * PAGE + 1)
             assert (caught.value.requested_bytes, caught.value.available_bytes) == (3 * PAGE + 1, 3 * PAGE)
+            assert isinstance(caught.value, MemoryError)
         assert state(pool, lender) == before
         pool.grow(3 * PAGE)
         pool.allocate(0, 60 * PAGE)
@@ -268,18 +179,3 @@ class TestThreads:
 
         together([churn] * 8)
         assert pool.physical_usage_bytes == 0
-
-
-class TestViews:
-    def test_a_viewed_range_cannot_be_deallocated(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        """A slice is still in somebody's hands: unmapping under it would kill the process."""
-        pool.allocate(0, 4 * PAGE)
-        part = pool.view(PAGE, 16)[2:4]
-        before = state(pool, lender)
-        with pytest.raises(BufferError):
-            pool.deallocate(0, 4 * PAGE)
-        assert state(pool, lender) == before
-        pool.deallocate(2 * PAGE, 2 * PAGE)
-        part[:] = b"ok"
-        del part
-        pool.deallocate(0, 2 * PAGE)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-from tests.support.fake_lender import PAGE, Lender, put, state, text
+from tests.support.fake_lender import PAGE, Lender, state
 
 from membroker.errors import AlreadyMapped, DeviceFailure, InvalidOffset, InvalidRequest, NotMapped, OutOfMemory
-from membroker.memory.lender import Placement
 from membroker.memory.local_source import LocalSource
 from membroker.pool.pool import VirtualMemoryPool
-from membroker.vmm.driver import DriverError, Location
+from membroker.vmm.driver import DriverError
 
 LAYERS = [(at * PAGE, PAGE) for at in (3, 13, 23, 33)]
 """The same page of four tensors."""
@@ -31,60 +29,13 @@ class Fence:
             raise self.failure
 
 
-@pytest.fixture
-def borrowed(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """How many extents each request had, and whether it was ahead of need."""
-    found: list[tuple[int, bool]] = []
-    borrow = lender.borrow
-
-    def noted(size: int, count: int, where: Location, placement: Placement, until: float | None, **hints: Any) -> None:
-        found.append((count, hints["ahead"]))
-        borrow(size, count, where, placement, until, **hints)
-
-    monkeypatch.setattr(lender, "borrow", noted)
-    return found
-
-
-@pytest.fixture
-def waits(lender: Lender) -> list[None]:
-    """One entry for each time that anything waited for the whole device."""
-    found: list[None] = []
-    lender.driver.before_synchronize = lambda: found.append(None)
-    return found
-
-
 class TestAllocate:
-    def test_one_request_for_all(self, pool: VirtualMemoryPool, borrowed: list[tuple[int, bool]]) -> None:
-        pool.allocate_ranges(LAYERS)
-        assert borrowed == [(4, False)]
-        assert [row.offset // PAGE for row in pool.mappings(by_page=True)] == [3, 13, 23, 33]
-        put(pool, 23, b"layer 2")
-        pool.allocate_ranges([(14 * PAGE, 2 * PAGE), (40 * PAGE, PAGE)], ahead=True)
-        assert borrowed[1:] == [(3, True)]
-        assert text(pool, 23, 7) == b"layer 2"
-        pool.free(pool.base_address + 14 * PAGE)
-        assert not pool.is_mapped(15 * PAGE), "each range is an allocation of its own"
-
-    def test_connected_ranges_keep_their_order(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        """Ranges may come in any order and may touch, and more than a packet of them arrives in parts."""
-        lender.part = 3
-        pool.allocate_ranges([(page * PAGE, PAGE) for page in (9, 2, 3, 1, 30, 8, 31)])
-        assert [row.offset // PAGE for row in pool.mappings(by_page=True)] == [1, 2, 3, 8, 9, 30, 31]
-        for page in (1, 2, 3, 8, 9, 30, 31):
-            put(pool, page, bytes([page]))
-        assert [text(pool, page, 1)[0] for page in (1, 2, 3, 8, 9, 30, 31)] == [1, 2, 3, 8, 9, 30, 31]
-
     def test_far_more_than_there_is(self) -> None:
         """8 TiB in two ranges: refused at once, before anything is made for each page."""
         with LocalSource("host", limit="64MiB") as source, VirtualMemoryPool(source, "16TiB", PAGE) as pool:
             with pytest.raises(OutOfMemory):
                 pool.allocate_ranges([(0, "4TiB"), (1 << 43, "4TiB")])
             assert pool.physical_usage_bytes == 0
-
-    def test_none(self, pool: VirtualMemoryPool, borrowed: list[tuple[int, bool]]) -> None:
-        pool.allocate_ranges([])
-        pool.deallocate_ranges([])
-        assert borrowed == []
 
     @pytest.mark.parametrize(
         ("ranges", "error"),
@@ -106,33 +57,8 @@ class TestAllocate:
             pool.allocate_ranges(ranges)
         assert state(pool, lender) == before
 
-    @pytest.mark.parametrize("failure", [OutOfMemory("full"), KeyboardInterrupt()])
-    def test_a_failure_half_way(self, pool: VirtualMemoryPool, lender: Lender, failure: BaseException) -> None:
-        """The third extent does not come: the two that came are unmapped and released."""
-        lender.fails_after, lender.failure, lender.part = 2, failure, 1
-        before = state(pool, lender)
-        with pytest.raises(type(failure)):
-            pool.allocate_ranges(LAYERS)
-        assert state(pool, lender) == before
-        lender.fails_after = None
-        pool.allocate_ranges(LAYERS)
-
 
 class TestDeallocate:
-    def test_after_a_fence(self, pool: VirtualMemoryPool, lender: Lender, waits: list[None]) -> None:
-        """Nothing waits for the whole device: other work on it goes on."""
-        pool.allocate_ranges(LAYERS)
-        pool.allocate(50 * PAGE, PAGE)
-        fence = Fence()
-        pool.deallocate_ranges(LAYERS, after=fence)
-        pool.deallocate(50 * PAGE, PAGE, after=fence)
-        assert (fence.waits, waits, lender.lent_bytes) == (2, [], 0)
-
-    def test_without_a_fence_it_waits_once(self, pool: VirtualMemoryPool, waits: list[None]) -> None:
-        pool.allocate_ranges(LAYERS)
-        pool.deallocate_ranges(LAYERS)
-        assert len(waits) == 1
-
     def test_a_fence_that_fails(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         pool.allocate_ranges(LAYERS)
         before = state(pool, lender)
@@ -186,44 +112,8 @@ class TestDeallocate:
         pool.deallocate_ranges(LAYERS[2:])
         assert lender.lent_bytes == 0
 
-    def test_spare_pages(self, lender: Lender) -> None:
-        """A pool with spare pages keeps the ranges, and backs the same ones from there without a request."""
-        with VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=4) as pool:
-            pool.allocate_ranges(LAYERS)
-            put(pool, 13, b"kept")
-            pool.deallocate_ranges(LAYERS)
-            assert pool.stats().spare_pages == 4
-            lender.capacity = 0
-            pool.allocate_ranges(LAYERS)
-            assert text(pool, 13) == b"kept"
-
 
 class TestAddresses:
-    def test_pages_come_and_go_beneath(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        span = pool.addresses(0, 32 * PAGE)
-        assert (span.address, span.size) == (pool.base_address, 32 * PAGE)
-        pool.allocate(3 * PAGE, PAGE)
-        assert pool.mappings()[0].state == "used"
-        pool.deallocate(3 * PAGE, PAGE)
-        assert lender.lent_bytes == 0
-
-    def test_a_pin_still_holds_its_pages(self, pool: VirtualMemoryPool) -> None:
-        span = pool.addresses(0, 32 * PAGE)
-        pool.allocate(3 * PAGE, PAGE)
-        with pool.pin(3 * PAGE, PAGE), pytest.raises(BufferError):
-            pool.deallocate(3 * PAGE, PAGE)
-        assert span.size
-
-    def test_compaction_stays_out(self, pool: VirtualMemoryPool) -> None:
-        """A tensor finds its bytes by their addresses: nothing moves away from there, or into a hole there."""
-        span = pool.addresses(0, 8 * PAGE)
-        pool.allocate(3 * PAGE, PAGE)
-        pool.allocate(20 * PAGE, PAGE)
-        (move,) = pool.compact()
-        assert (move.old_offset, move.new_offset) == (20 * PAGE, 8 * PAGE)
-        del span
-        assert len(pool.compact()) == 2
-
     def test_the_addresses_outlive_the_pool(self, lender: Lender) -> None:
         with VirtualMemoryPool(lender, 64 * PAGE, PAGE) as pool:
             span = pool.addresses(0, PAGE)

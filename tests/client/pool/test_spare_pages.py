@@ -9,17 +9,13 @@ from contextlib import suppress
 from functools import partial
 
 import pytest
-from tests.support.driver_errors import named
-from tests.support.fake_lender import PAGE, Lender, state
+from tests.support.fake_lender import PAGE, Lender
 from tests.support.threads import held_up, together
 
 from membroker.errors import (
     AlreadyMapped,
     DeviceFailure,
     InvalidRequest,
-    NotMapped,
-    OutOfMemory,
-    OutOfVirtualMemory,
 )
 from membroker.pool.pool import VirtualMemoryPool
 
@@ -33,196 +29,10 @@ class TestSpare:
         with VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=4) as pool:
             yield pool
 
-    @pytest.fixture
-    def borrowed(self, lender: Lender) -> list[int]:
-        """How many calls were made for memory: one number more for each."""
-        calls: list[int] = []
-        lender.before_borrow = lambda: calls.append(len(calls))
-        return calls
-
     @pytest.mark.parametrize("spare_pages", [-1, -64, "4", 1.5, None, True])
     def test_less_than_none(self, lender: Lender, spare_pages: int) -> None:
         with pytest.raises(InvalidRequest, match="spare"):
             VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=spare_pages)
-
-    def test_a_page_that_comes_back_asks_nobody(
-        self, keeping: VirtualMemoryPool, lender: Lender, borrowed: list[int]
-    ) -> None:
-        """A request ends and the next begins: its pages stay mapped, charged, and as they were written."""
-        address = keeping.allocate(2 * PAGE, 2 * PAGE)
-        keeping.view(2 * PAGE, 4)[:] = b"mine"
-        keeping.deallocate(2 * PAGE, 2 * PAGE)
-        assert not keeping.is_mapped(2 * PAGE)
-        stats = keeping.stats()
-        assert (stats.mapped_pages, stats.spare_pages, stats.physical_usage_bytes) == (2, 2, 2 * PAGE)
-        assert keeping.physical_usage_bytes == lender.lent_bytes == lender.used_bytes == 2 * PAGE
-        assert keeping.allocate(2 * PAGE, 2 * PAGE) == address
-        assert keeping.is_mapped(3 * PAGE)
-        assert keeping.stats().spare_pages == 0
-        assert bytes(keeping.view(2 * PAGE, 4)) == b"mine"
-        assert len(borrowed) == 1
-
-    def test_what_is_spare_is_not_allocated(self, keeping: VirtualMemoryPool, lender: Lender) -> None:
-        """It can be neither freed again nor looked at nor held, and every refusal changes nothing."""
-        keeping.allocate(0, 2 * PAGE)
-        keeping.deallocate(0, PAGE)
-        before = state(keeping, lender)
-        for call in (keeping.deallocate, keeping.view, keeping.span):
-            for size in (PAGE, 2 * PAGE):
-                with pytest.raises(NotMapped):
-                    call(0, size)
-        with pytest.raises(AlreadyMapped):
-            keeping.allocate(0, 2 * PAGE)
-        assert state(keeping, lender) == before
-
-    def test_no_more_than_there_may_be(self, keeping: VirtualMemoryPool, lender: Lender) -> None:
-        """A range is kept whole or given back whole, and the rest is the broker's."""
-        keeping.allocate(0, 10 * PAGE)
-        keeping.deallocate(0, 3 * PAGE)
-        keeping.deallocate(3 * PAGE, 2 * PAGE)
-        assert (keeping.stats().spare_pages, lender.lent_bytes) == (3, 8 * PAGE)
-        keeping.deallocate(5 * PAGE, PAGE)
-        keeping.deallocate(6 * PAGE, PAGE)
-        assert (keeping.stats().spare_pages, lender.lent_bytes) == (4, 7 * PAGE)
-
-    def test_a_range_that_is_spare_in_part(
-        self, keeping: VirtualMemoryPool, lender: Lender, borrowed: list[int]
-    ) -> None:
-        """Only what is missing is borrowed, in one request, around what is there."""
-        keeping.allocate(0, 8 * PAGE)
-        keeping.view(2 * PAGE, 5)[:] = b"third"
-        for page in (2, 5):
-            keeping.deallocate(page * PAGE, PAGE)
-        keeping.trim()
-        for page in (0, 1, 3, 4, 6, 7):
-            keeping.deallocate(page * PAGE, PAGE)
-        assert (keeping.stats().spare_pages, lender.lent_bytes) == (4, 4 * PAGE)
-        borrowed.clear()
-        assert keeping.allocate(0, 8 * PAGE) == keeping.base_address
-        assert len(borrowed) == 1
-        stats = keeping.stats()
-        assert (stats.mapped_pages, stats.spare_pages) == (8, 0)
-        assert all(keeping.is_mapped(page * PAGE) for page in range(8))
-        assert bytes(keeping.view(2 * PAGE, 5)) == bytes(5), "a page that was trimmed came back as it was"
-
-    @pytest.mark.parametrize("pages", [0, 1, 2, 5, None])
-    @pytest.mark.parametrize("failure", [OutOfMemory("full"), KeyboardInterrupt(), DeviceFailure("broken")])
-    def test_out_of_memory_between_spare_pages(
-        self, keeping: VirtualMemoryPool, lender: Lender, pages: int | None, failure: BaseException
-    ) -> None:
-        """It fails in the first or in the second run of what is missing (2 pages and 6), or is refused the second.
-
-        What was spare is spare, with what is in it.
-        """
-        lender.part = 2
-        keeping.allocate(0, 3 * PAGE)
-        keeping.view(2 * PAGE, 4)[:] = b"keep"
-        keeping.deallocate(2 * PAGE, PAGE)
-        keeping.deallocate(0, 2 * PAGE)
-        keeping.allocate(5 * PAGE, PAGE)
-        keeping.deallocate(5 * PAGE, PAGE)
-        before = state(keeping, lender)
-        lender.fails_after, lender.failure = pages, failure
-        if pages is None:
-            lender.capacity = lender.lent_bytes + 3 * PAGE
-        with pytest.raises(OutOfMemory if pages is None else type(failure)):
-            keeping.allocate(0, 12 * PAGE)
-        assert state(keeping, lender) == before
-        lender.fails_after, lender.capacity = None, 1 << 40
-        keeping.allocate(0, 12 * PAGE)
-        assert keeping.stats().spare_pages == 0
-        assert bytes(keeping.view(2 * PAGE, 4)) == b"keep"
-
-    @pytest.mark.parametrize("mappings", range(4))
-    def test_the_driver_fails_between_spare_pages(
-        self, keeping: VirtualMemoryPool, lender: Lender, mappings: int
-    ) -> None:
-        keeping.allocate(0, 3 * PAGE)
-        keeping.deallocate(0, 3 * PAGE)
-        before = state(keeping, lender)
-        lender.driver.maps_left = mappings
-        with pytest.raises(DeviceFailure, check=named("ENOMEM")):
-            keeping.allocate(0, 7 * PAGE)
-        assert state(keeping, lender) == before
-        lender.driver.maps_left = None
-
-    def test_grow_goes_over_what_is_spare(self, keeping: VirtualMemoryPool, borrowed: list[int]) -> None:
-        """A cache shrinks by three pages and grows again: behind what is used, over what is spare, and beyond."""
-        keeping.grow(4 * PAGE)
-        keeping.deallocate(PAGE, 3 * PAGE)
-        borrowed.clear()
-        assert keeping.grow(2 * PAGE) == keeping.base_address + PAGE
-        assert borrowed == []
-        assert keeping.grow(3 * PAGE) == keeping.base_address + 3 * PAGE
-        assert len(borrowed) == 1
-        stats = keeping.stats()
-        assert (stats.mapped_pages, stats.spare_pages) == (6, 0)
-
-    def test_prepare_is_ahead_of_need(self, pool: VirtualMemoryPool, lender: Lender, borrowed: list[int]) -> None:
-        """Memory is lent before the request comes, also in a pool that keeps nothing; the growth then asks nobody."""
-        pool.grow(PAGE)
-        pool.prepare(3 * PAGE)
-        assert (pool.stats().mapped_pages, pool.stats().spare_pages, lender.lent_bytes) == (4, 3, 4 * PAGE)
-        assert not pool.is_mapped(PAGE)
-        pool.prepare(2 * PAGE)
-        pool.prepare("6MiB")
-        assert len(borrowed) == 2, "what is there was lent again"
-        assert pool.grow(2 * PAGE) == pool.base_address + PAGE
-        assert pool.allocate(3 * PAGE, PAGE) == pool.base_address + 3 * PAGE
-        assert (len(borrowed), pool.stats().spare_pages) == (2, 0)
-        pool.deallocate(0, 4 * PAGE)
-        assert lender.lent_bytes == 0, "a pool without spare pages kept some"
-
-    def test_prepare_fails_as_allocate_does(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        pool.grow(2 * PAGE)
-        pool.prepare(PAGE)
-        before = state(pool, lender)
-        for size, error in ((0, InvalidRequest), (63 * PAGE, OutOfVirtualMemory), ("a lot", InvalidRequest)):
-            with pytest.raises(error):
-                pool.prepare(size)
-        lender.fails_after = 2
-        with pytest.raises(OutOfMemory):
-            pool.prepare(8 * PAGE)
-        assert state(pool, lender) == before
-
-    def test_trim_gives_all_of_it_back(self, keeping: VirtualMemoryPool, lender: Lender) -> None:
-        """Somebody else needs memory: what nobody uses goes, in whatever pieces it lies; what is used stays."""
-        keeping.allocate(0, 8 * PAGE)
-        for page in (0, 1, 4, 7):
-            keeping.deallocate(page * PAGE, PAGE)
-        keeping.view(2 * PAGE, 4)[:] = b"keep"
-        assert keeping.trim() == 4 * PAGE
-        assert keeping.trim() == 0
-        assert (keeping.stats().spare_pages, lender.lent_bytes, lender.used_bytes) == (0, 4 * PAGE, 4 * PAGE)
-        assert bytes(keeping.view(2 * PAGE, 4)) == b"keep"
-        keeping.allocate(0, PAGE)
-        assert bytes(keeping.view(0, 4)) == bytes(4)
-
-    def test_a_trim_that_fails_keeps_what_is_left(self, keeping: VirtualMemoryPool, lender: Lender) -> None:
-        """The device is lost: what is still mapped is still spare, and still charged."""
-        keeping.allocate(0, 3 * PAGE)
-        keeping.deallocate(0, PAGE)
-        keeping.deallocate(2 * PAGE, PAGE)
-        before = state(keeping, lender)
-        lender.driver.lost = True
-        with pytest.raises(DeviceFailure, check=named("CUDA_ERROR_ILLEGAL_ADDRESS")):
-            keeping.trim()
-        assert state(keeping, lender) == before
-        lender.driver.lost = False
-        assert keeping.trim() == 2 * PAGE
-
-    def test_a_view_keeps_a_page_from_turning_spare(self, keeping: VirtualMemoryPool, lender: Lender) -> None:
-        """Somebody still reads it: it would be given to the next under his eyes."""
-        keeping.allocate(0, 2 * PAGE)
-        view, span = keeping.view(0, 4), keeping.span(PAGE, 4)
-        before = state(keeping, lender)
-        for page in (0, 1):
-            with pytest.raises(BufferError):
-                keeping.deallocate(page * PAGE, PAGE)
-        assert state(keeping, lender) == before
-        del view, span
-        keeping.deallocate(0, 2 * PAGE)
-        assert keeping.stats().spare_pages == 2
 
     # --- threads ---
 
@@ -314,3 +124,24 @@ class TestSpare:
         assert lender.lent_bytes == stats.physical_usage_bytes
         assert keeping.trim() == stats.physical_usage_bytes
         assert lender.used_bytes == 0
+
+
+def test_a_driver_that_fails_keeps_spare_pages(lender: Lender) -> None:
+    """They are asked for on a device that computes. A closed pool has none to give."""
+    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=4) as pool:
+        pool._backing._is_never_busy = False
+        pool.prepare(2 * PAGE)
+        unmap = lender.driver.unmap
+
+        def stuck(address: int, size: int) -> None:
+            lender.driver.lost = True
+            lender.driver._check_alive("cuMemUnmap")
+
+        lender.driver.unmap = stuck  # type: ignore[method-assign]
+        with pytest.raises(DeviceFailure):
+            pool._holding.give_spare(64 * PAGE, lambda _: True)
+        lender.driver.unmap, lender.driver.lost = unmap, False  # type: ignore[method-assign]
+        assert pool.stats().spare_pages == 2
+        pool._holding.give_spare(64 * PAGE, lambda _: True)
+        assert pool.stats().spare_pages == 0
+    pool._holding.give_spare(PAGE, lambda _: True)

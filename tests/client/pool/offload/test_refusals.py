@@ -5,44 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.client.pool.offload.pages import PAGES, digest, pinned_bytes, sizes
+from tests.client.pool.offload.pages import PAGES, pinned_bytes, sizes
 from tests.support.fake_lender import PAGE, Lender
 
 from membroker.errors import (
     DeviceFailure,
     InvalidRequest,
     NotMapped,
-    OutOfMemory,
 )
 from membroker.pool.pool import VirtualMemoryPool
 from membroker.vmm.driver import DriverError
 
 
 class TestRefusals:
-    def test_a_living_view(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        """Somebody still has the addresses of one page: none goes, and no host memory was taken."""
-        pool.allocate(0, 6 * PAGE)
-        for take in (pool.view, pool.span):
-            held = take(4 * PAGE, 8)
-            with pytest.raises(BufferError):
-                pool.offload()
-            assert sizes(pool) == (6, 0)
-            assert lender.declared_bytes == 0
-            assert pool.offload(0, 4 * PAGE) == 4 * PAGE
-            pool.restore()
-            del held
-
-    def test_the_hosts_limit(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        """The model may not have so much of the host: nothing has changed."""
-        lender.host_capacity = 4 * PAGE - 1
-        pool.allocate(0, 4 * PAGE)
-        before = digest(pool, 0, 3 * PAGE)
-        with pytest.raises(OutOfMemory):
-            pool.offload()
-        assert sizes(pool) == (4, 0)
-        assert digest(pool, 0, 3 * PAGE) == before
-        assert pool.offload(0, 3 * PAGE) == 3 * PAGE
-
     def test_the_host_has_no_memory_to_pin(
         self, pool: VirtualMemoryPool, lender: Lender, monkeypatch: pytest.MonkeyPatch
     ) -> None:

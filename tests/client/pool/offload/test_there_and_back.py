@@ -12,11 +12,7 @@ from tests.support.fake_lender import PAGE, Lender
 from tests.support.sizes import MIB
 
 from membroker.errors import (
-    AlreadyMapped,
     ClosedError,
-    NotMapped,
-    Offloaded,
-    OutOfMemory,
 )
 from membroker.pool import offload
 from membroker.pool.pool import VirtualMemoryPool
@@ -48,64 +44,12 @@ class TestThereAndBack:
         assert pool.offload(0, 7 * PAGE) == pool.restore() == 7 * PAGE
         assert digest(pool, *offsets) == before
 
-    def test_a_part_of_a_pool(self, pool: VirtualMemoryPool, random_bytes: Callable[[int], bytes]) -> None:
-        """Every page that the range touches goes, and no other; back comes what is asked for."""
-        pool.allocate(0, 8 * PAGE)
-        fill(pool, 0, random_bytes(8 * PAGE))
-        every = range(0, 8 * PAGE, PAGE)
-        before = digest(pool, *every)
-        assert pool.offload(2 * PAGE + 1, 2 * PAGE) == 3 * PAGE
-        assert [pool.is_mapped(offset) for offset in every] == [True, True, False, False, False, True, True, True]
-        assert pool.offload(0, 4 * PAGE) == 2 * PAGE, "pages that are offloaded already are passed over"
-        assert pool.restore(3 * PAGE, 1) == PAGE
-        assert pool.restore(3 * PAGE, 1) == 0
-        assert pool.restore() == 4 * PAGE
-        assert digest(pool, *every) == before
-
     def test_nothing_to_do(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         """Of a pool without pages nothing is copied, charged or told."""
         lender.host_capacity = 0
         told: list[object] = []
         assert pool.offload(progress=lambda *numbers: told.append(numbers)) == pool.restore() == 0
         assert told == []
-
-    def test_spare_pages_are_given_back_as_they_are(self, lender: Lender) -> None:
-        """What nobody uses is not copied; spare pages outside of the range stay."""
-        with VirtualMemoryPool(lender, PAGES * PAGE, PAGE, spare_pages=4) as pool:
-            pool.allocate(0, 6 * PAGE)
-            pool.deallocate(PAGE, 2 * PAGE)
-            pool.deallocate(5 * PAGE, PAGE)
-            assert pool.offload(0, 4 * PAGE) == 2 * PAGE
-            assert sizes(pool) == (2, 2)
-            assert pool.stats().spare_pages == 1
-            assert lender.declared_bytes == 2 * PAGE
-
-    def test_pinned_memory_is_kept_for_the_next_time(
-        self, pool: VirtualMemoryPool, lender: Lender, random_bytes: Callable[[int], bytes]
-    ) -> None:
-        """A model that sleeps and wakes again and again pins its memory once; a larger one pins what is missing."""
-        pool.allocate(0, 12 * PAGE)
-        fill(pool, 0, random_bytes(12 * PAGE))
-        every = range(0, 12 * PAGE, PAGE)
-        before = digest(pool, *every)
-        for size, pinned in ((5, 5), (5, 5), (3, 5), (8, 8), (12, 12), (1, 12)):
-            assert pool.offload(0, size * PAGE) == size * PAGE
-            assert lender.declared_bytes == pinned_bytes(lender) == pinned * PAGE
-            pool.restore(keep_pinned=True)
-            assert digest(pool, *every) == before
-            assert lender.declared_bytes == pinned_bytes(lender) == pinned * PAGE
-        lender.host_capacity = 0
-        assert pool.offload() == pool.restore(keep_pinned=True) == 12 * PAGE
-        pool.trim()
-        assert lender.declared_bytes == pinned_bytes(lender) == 0
-        lender.host_capacity = 1 << 40
-        pool.offload(0, 3 * PAGE)
-        pool.restore(keep_pinned=True)
-        lender.host_capacity = 4 * PAGE
-        with pytest.raises(OutOfMemory):
-            pool.offload()
-        assert lender.declared_bytes == pinned_bytes(lender) == 3 * PAGE
-        assert digest(pool, *every) == before
 
     def test_a_pool_of_pages_larger_than_a_chunk(self, lender: Lender, random_bytes: Callable[[int], bytes]) -> None:
         with VirtualMemoryPool(lender, "64MiB", "16MiB") as pool:
@@ -183,37 +127,6 @@ class TestThereAndBack:
 
 
 class TestAnOffloadedPage:
-    def test_is_neither_mapped_nor_free(self, pool: VirtualMemoryPool) -> None:
-        """Nothing can be put in its place, nobody gets its bytes, and what grows does so above it."""
-        pool.allocate(0, 4 * PAGE)
-        pool.offload(2 * PAGE, 2 * PAGE)
-        for refused in (
-            lambda: pool.allocate(2 * PAGE, 1),
-            lambda: pool.allocate(3 * PAGE, 2 * PAGE),
-            lambda: pool.view(PAGE, 2 * PAGE),
-            lambda: pool.span(3 * PAGE, 1),
-        ):
-            with pytest.raises(Offloaded, match=r"restore\(\)"):
-                refused()
-        assert issubclass(Offloaded, AlreadyMapped)
-        assert issubclass(Offloaded, NotMapped)
-        assert sizes(pool) == (2, 2)
-        assert pool.grow(1) == pool.base_address + 4 * PAGE
-        assert pool.stats().largest_free_run_bytes == (PAGES - 5) * PAGE
-
-    def test_is_listed_and_stays_where_it_is(self, pool: VirtualMemoryPool) -> None:
-        """A compaction moves what has memory, and nothing over a page that is to come back."""
-        for page in (1, 3, 5):
-            pool.allocate(page * PAGE, PAGE)
-        pool.offload(3 * PAGE, PAGE)
-        rows = [(row.offset // PAGE, row.size // PAGE, row.state, len(row.extents)) for row in pool.mappings()]
-        assert rows == [(1, 1, "used", 1), (3, 1, "offloaded", 0), (5, 1, "used", 1)]
-        pool.compact()
-        rows = [(row.offset // PAGE, row.size // PAGE, row.state, len(row.extents)) for row in pool.mappings()]
-        assert rows == [(0, 2, "used", 2), (3, 1, "offloaded", 0)]
-        pool.restore()
-        assert pool.is_mapped(3 * PAGE)
-
     @pytest.mark.parametrize("access", ["read", "none"])
     def test_comes_back_with_what_it_allowed(self, pool: VirtualMemoryPool, access: str) -> None:
         """Weights that were protected against accidents are so again, with their bytes, also after a stop half way."""
@@ -233,27 +146,6 @@ class TestAnOffloadedPage:
                 driver.write(pool.base_address + page * PAGE, b"x")
         pool.protect(0, 8 * PAGE, "read_write")
         assert [pool.view(page * PAGE, 1)[0] for page in range(8)] == [*range(8)]
-
-    def test_is_deallocated_without_coming_back(self, pool: VirtualMemoryPool, lender: Lender) -> None:
-        """Its bytes are forgotten, and a block of host memory is freed when its last page is gone."""
-        pool.allocate(0, 6 * PAGE)
-        pool.offload(0, 5 * PAGE)
-        pool.deallocate(0, 2 * PAGE)
-        assert lender.declared_bytes == pinned_bytes(lender) == 5 * PAGE
-        pool.deallocate(2 * PAGE, PAGE)
-        assert lender.declared_bytes == pinned_bytes(lender) == 2 * PAGE
-        pool.deallocate(3 * PAGE, 3 * PAGE)
-        assert sizes(pool) == (0, 0)
-        assert lender.lent_bytes == lender.declared_bytes == pinned_bytes(lender) == 0
-        pool.allocate(0, 6 * PAGE)
-
-    def test_does_not_become_a_spare_one(self, lender: Lender) -> None:
-        with VirtualMemoryPool(lender, PAGES * PAGE, PAGE, spare_pages=8) as pool:
-            pool.allocate(0, 4 * PAGE)
-            pool.offload(PAGE, PAGE)
-            pool.deallocate(0, 4 * PAGE)
-            assert sizes(pool) == (0, 0)
-            assert lender.declared_bytes == 0
 
     def test_ends_with_its_pool(self, lender: Lender) -> None:
         """Closed, or forgotten: what lies on the host is freed, and no longer declared."""
