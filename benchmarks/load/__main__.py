@@ -23,8 +23,9 @@ scenes:
   4  64 workers at once, and 64 processes that do the bare work
   5  1,000 models in /metrics, scraped while one worker works
   6  a refusal for want of room, alone and beside 16 neighbours that borrow and release
-  7  a request that is entitled to memory, when others have borrowed all of it and answer recalls
-  8  the core alone: one extent, and one look at 64 requests that wait"""
+  7  a worker beside five tenants that flood, with 1, 16 and 160 connections each
+  8  a request that is entitled to memory, when others have borrowed all of it and answer recalls
+  9  the core alone: one extent, and one look at 64 requests that wait"""
 
 _EPILOG = """\
 how to read it:

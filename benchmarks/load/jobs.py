@@ -5,6 +5,7 @@ A job is made inside its process. It must never start a process, and never look 
 
 from __future__ import annotations
 
+import select
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +14,10 @@ from threading import Lock
 
 import membroker
 from membroker.errors import OutOfMemory, TooMany
+from membroker.v1.broker_pb2 import ReleaseExtentsRequest
+from membroker.v1.handoff_pb2 import Frame
+from membroker.wire import frames as handoff
+from membroker.wire.names import MAX_IDS_PER_FRAME
 
 from ..harness.daemon import TWIN_BYTES, connect
 from ..harness.jobs import Job
@@ -26,6 +31,7 @@ PAGE = 1 << 30
 ASKED = TWIN_BYTES // 8
 """Recalls ask for no more than an eighth ahead of need, so each request of it finds no room."""
 PAUSE_SECONDS = 0.02
+UNKNOWN_ID, POLL_MS = 1 << 60, 100
 
 
 class LibraryJob(Job):
@@ -174,8 +180,8 @@ class Filler(RawJob):
 class Idle(Job):
     """Sessions that are open and do nothing, as many as the broker has room for; the first one has models."""
 
-    def __init__(self, endpoint: Path, sessions: int, models: int = 0) -> None:
-        super().__init__()
+    def __init__(self, endpoint: Path, sessions: int, models: int = 0, **calls: Callable[[], object]) -> None:
+        super().__init__(**calls)
         self._sessions: list[RawSession] = []
         with suppress(TooMany):
             for _ in range(sessions):
@@ -186,3 +192,20 @@ class Idle(Job):
     def close(self) -> None:
         for session in self._sessions:
             session.close()
+
+
+class Flooder(Idle):
+    """Sessions that send what the broker may be sent, and takes longest for a frame: releases of 4,096 unknown ids."""
+
+    def __init__(self, endpoint: Path, sessions: int) -> None:
+        super().__init__(endpoint, sessions, flood=self._flood)
+        unknown = ReleaseExtentsRequest(extent_ids=range(UNKNOWN_ID, UNKNOWN_ID + MAX_IDS_PER_FRAME))
+        self._frame = handoff.encode(Frame(request_id=1, release=unknown))
+        self._poll = select.poll()
+        self._by_descriptor = {session.fileno(): session for session in self._sessions}
+        for descriptor in self._by_descriptor:
+            self._poll.register(descriptor, select.POLLIN | select.POLLOUT)
+
+    def _flood(self) -> None:
+        for descriptor, _ in self._poll.poll(POLL_MS):
+            self._by_descriptor[descriptor].flood(self._frame)

@@ -1,4 +1,4 @@
-"""What is measured: six scenes, each with a daemon of its own, and in each the bare work beside the broker's.
+"""What is measured: seven scenes, each with a daemon of its own, and in each the bare work beside the broker's.
 
 Owns the story of a run and the names of its rows. A scene measures in the same minute what it compares.
 """
@@ -22,7 +22,7 @@ from ..harness.samples import WHOLE, Samples, joined
 from ..harness.stage import ROUNDS, Stage, Turn
 from .bare import EXTENT, cores, grpc_server, packet_server
 from .figures import LoadSection, Timing, compared, timing
-from .jobs import MODEL, Filler, Idle, LibraryWorker, Neighbour, RawWorker, RefusedWorker
+from .jobs import MODEL, Filler, Flooder, Idle, LibraryWorker, Neighbour, RawWorker, RefusedWorker
 from .wire import allocate_frame
 
 TENANTS = (TENANT, "bench-2", "bench-3", "bench-4")
@@ -35,6 +35,9 @@ SESSIONS_PER_PROCESS = 16
 """The most that the broker lets one process have."""
 FILLERS = 8
 NEIGHBOURS = 16
+FLOODING = tuple(f"flood-{number}" for number in range(5))
+FLOODING_PROCESSES = 10, 2
+"""Of each tenant: 160 connections, if the daemon may have as many descriptors."""
 
 
 def daemon_on_host(tenants: Sequence[str] = (TENANT,)) -> AbstractContextManager[Daemon]:
@@ -320,12 +323,45 @@ def refusals(stage: Stage) -> Iterator[LoadSection]:
     section.timings.append(timing("refused.granted", "a grant beside neighbours", taken["granted"], "allocate"))
 
 
-def _beside(neighbours: Crew, worker: Crew, seconds: float) -> Samples:
-    """Let a worker work while its neighbours do."""
-    neighbours.begin()
+def _beside(neighbours: Crew, worker: Crew, seconds: float, count: int | None = None) -> Samples:
+    """Let a worker work while the first `count` of its neighbours do, or all."""
+    neighbours.begin(count=count)
     samples = worker.run(seconds)
-    neighbours.end()
+    neighbours.end(count)
     return samples
 
 
-SCENES = (one_caller, idle_sessions, full_books, many_workers, many_models, refusals)
+# --- 7: floods ---
+
+
+def floods(stage: Stage) -> Iterator[LoadSection]:
+    """Let one worker work beside five tenants that flood, with one connection each, with sixteen, and with many."""
+    processes = stage.size(*FLOODING_PROCESSES)
+    section = LoadSection(f"A worker beside {len(FLOODING)} tenants that flood", "")
+    yield section
+    with daemon_on_host((TENANT, *FLOODING)) as daemon:
+        endpoints = [daemon.endpoint(tenant) for tenant in FLOODING]
+        few = [partial(Flooder, endpoint, 1) for endpoint in endpoints]
+        many = [partial(Flooder, endpoint, SESSIONS_PER_PROCESS) for _ in range(processes) for endpoint in endpoints]
+        with honest_worker(daemon) as worker, working(few) as lone, working(many) as crowd:
+            most = (daemon.device().sessions - 1) // len(FLOODING) - 1
+            section.note = (
+                "A worker (library, handoff) borrows and releases, beside tenants whose connections send releases of "
+                f"4,096 unknown ids without a pause. Each had {most} connections at most, by the limit of descriptors."
+            )
+            turns = {
+                "alone": worker.run,
+                "1": partial(_beside, lone, worker),
+                f"{SESSIONS_PER_PROCESS}": partial(_beside, crowd, worker, count=len(FLOODING)),
+                f"{most}": partial(_beside, crowd, worker),
+            }
+            taken = stage.in_turns("floods: a worker alone and beside them", turns, stage.size(*BUSY_SECONDS))
+    alone = timing("floods.alone", "worker alone", taken.pop("alone"))
+    section.timings.append(alone)
+    section.timings += [
+        timing(f"floods.{number}", f"worker beside them, {number} each", samples, WHOLE, alone)
+        for number, samples in taken.items()
+    ]
+
+
+SCENES = (one_caller, idle_sessions, full_books, many_workers, many_models, refusals, floods)

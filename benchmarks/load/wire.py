@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from socket import MSG_DONTWAIT
 
 from membroker.errors import BrokerUnavailable
 from membroker.session.handshake import open_session
@@ -72,6 +73,16 @@ class RawSession:
             request = pb.ReleaseExtentsRequest(extent_ids=some)
             self._send(Frame(request_id=next(self._request_ids), release=request))
             _granted(handoff.receive(self._socket).frame.reply)
+
+    def fileno(self) -> int:
+        """Return the descriptor of the connection."""
+        return self._socket.fileno()
+
+    def flood(self, frame: bytes) -> None:
+        """Send a frame if the socket has room for it, and drop an answer if there is one."""
+        for call in (lambda: self._socket.send(frame, MSG_DONTWAIT), lambda: self._socket.recv(65_536, MSG_DONTWAIT)):
+            with suppress(BlockingIOError):
+                call()
 
     def close(self) -> None:
         """Say Goodbye and close."""

@@ -70,13 +70,17 @@ class Queue:
     def __init__(self) -> None:
         self.packets: list[fx.Make | fx.Send] = []
         self.descriptors: list[int] = []
-        self.heard = self.unread = self.a_turn = 0
+        self.heard = self.unread = 0
 
     def queued(self) -> int:
         return self.unread
 
-    def read(self) -> None:
-        self.heard += self.a_turn
+    def read(self, count: int, then: Callable[[], None] = lambda: None) -> None:
+        """Read so many bytes in this turn and in each later one, until nothing is unread; `then` comes after each."""
+        if self.unread:
+            self.heard += count
+            then()
+            asyncio.get_running_loop().call_soon(self.read, count, then)
 
     def deliver(self, packet: fx.Make | fx.Send, descriptors: list[int]) -> None:
         self.packets.append(packet)

@@ -1,4 +1,4 @@
-"""The listening socket of one endpoint: accepts in the endpoint's share of each turn, and counts what it refuses.
+"""The listening socket of one endpoint: accepts when it is the endpoint's turn, and counts what it refuses.
 
 Decides nothing about a connection: it passes each one on, with a socket that does not block.
 """
@@ -16,7 +16,6 @@ from ..core.denied import Reason
 from ..system import logs
 from ..system.turns import Turns
 
-ACCEPTS_PER_TURN = 32
 PAUSE_SECONDS = 0.1
 """How long to wait before accepting again when the process has no descriptor left."""
 REFUSED_LINE_SECONDS = 1.0
@@ -56,18 +55,13 @@ class Acceptor:
         self._io.add_reader(sock, self._acceptable)
 
     def _acceptable(self) -> None:
-        endpoint = self._refusals.endpoint
-        for _ in range(ACCEPTS_PER_TURN):
-            if not self._turns.may(endpoint, self._sock.fileno()):
-                return
-            began = time.perf_counter()
-            went_on = self._accept_one()
-            self._turns.charge(endpoint, time.perf_counter() - began)
-            if not went_on:
-                return
+        """Accept when it is the endpoint's turn."""
+        self._turns.put(self._refusals.endpoint, self._accept_one)
 
     def _accept_one(self) -> bool:
         """Accept a connection. Return False when none is waiting, or no descriptor is left."""
+        if self._sock.fileno() < 0:
+            return False
         try:
             connection, _ = self._sock.accept()
         except BlockingIOError:

@@ -124,7 +124,7 @@ class Endpoints:
         loop = self._dispatcher.loop
         private = self._directory.private("grpc")
         stack.callback(private.unlink, missing_ok=True)
-        guard = Guard(self._dispatcher.times_of, loop.turns, self._calls, refusals.endpoint)
+        guard = Guard(self._dispatcher, self._calls, refusals.endpoint)
         sock = self._directory.listen(public, ownership, socket.SOCK_STREAM)
         stack.callback(sock.close)
         server = await serve(private, service, register, guard)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable
+from functools import partial
 
 from ..system import logs
 from ..system.process import NO_DESCRIPTOR, identity_of, image_of
@@ -22,7 +22,7 @@ EXEC_SECONDS = 0.2
 new program."""
 
 _DEATHS = "the dead"
-"""The name under which deaths use a share of a turn. It is not a valid tenant's name."""
+"""The name under which deaths wait for their turn. It is not a valid tenant's name."""
 
 
 class Watch:
@@ -53,7 +53,7 @@ class Watch:
             return
         self._pidfds[session] = pidfd
         self._store.keep_process(session, pidfd)
-        self._io.add_reader(pidfd, self._ended, session)
+        self._io.add_reader(pidfd, self._turns.put, _DEATHS, partial(self._ended, session))
 
     def inherit(self, session: int, pid: int, process: str, kept: int | None) -> None:
         """Watch the process of an earlier daemon's session, by the kept pidfd or else by its pid."""
@@ -107,14 +107,12 @@ class Watch:
         self._io.call_soon(self._died, session)
         return None
 
-    def _ended(self, session: int) -> None:
-        """Report a death, unless deaths have used up their share of this turn: a pidfd stays readable."""
-        if not self._turns.may(_DEATHS, self._pidfds[session]):
-            return
-        began = time.perf_counter()
-        self._drop(session)
-        self._died(session)
-        self._turns.charge(_DEATHS, time.perf_counter() - began)
+    def _ended(self, session: int) -> bool:
+        """Report a death."""
+        if session in self._pidfds:
+            self._drop(session)
+            self._died(session)
+        return False
 
     def forget(self, session: int) -> None:
         """Stop watching a session's process."""

@@ -19,10 +19,6 @@ class SessionConnection(Protocol):
         """Return the bytes that have arrived and were not read; 0 if nothing is read from it at the moment."""
         ...
 
-    def read(self) -> None:
-        """Read frames, as many as this connection and its tenant may send in one turn."""
-        ...
-
     def deliver(self, packet: fx.Make | fx.Send, descriptors: list[int]) -> None:
         """Queue a packet; the descriptors are the connection's from now on."""
         ...

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ..system.turns import SHARE_SECONDS
+from ..system.turns import PORTION_SECONDS
 from .connections import SessionConnection
 
 HEARING_SECONDS = 0.02
@@ -35,10 +35,7 @@ class _Batch:
     unread: list[tuple[SessionConnection, int]]
 
     def is_heard(self) -> bool:
-        """Read what is still unread, as far as this turn allows, and return whether all is read."""
-        for connection, end in self.unread:
-            if connection.heard < end:
-                connection.read()
+        """Return whether all is read."""
         self.unread = [
             (connection, end) for connection, end in self.unread if connection.heard < end and connection.queued()
         ]
@@ -68,12 +65,12 @@ class Deferrals:
             self._io.call_soon(self._begin_turn)
 
     def _begin_turn(self) -> None:
-        """Note what is queued, once for all calls of the last turn; read it, and decide the calls that it was read for.
+        """Note what is queued, once for all calls of the last turn, and decide the calls that have waited long enough.
 
         This comes first in the turn, because the event loop keeps the order of its calls.
         """
         self._scheduled = False
-        now, end = time.thread_time(), time.perf_counter() + SHARE_SECONDS
+        now, end = time.thread_time(), time.perf_counter() + PORTION_SECONDS
         if self._new:
             unread = [
                 (connection, connection.heard + queued)

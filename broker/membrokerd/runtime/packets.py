@@ -22,7 +22,7 @@ from ..device.executor import OWN, Executor
 from ..restart.descriptor_store import Store
 from ..system import logs
 from ..system.failpoints import reach
-from ..system.turns import SHARE_SECONDS
+from ..system.turns import PORTION_SECONDS
 from .connections import SessionConnection
 
 
@@ -153,7 +153,7 @@ class Packets:
             self._send_some()
 
     def _send_some(self) -> None:
-        end, self._sending = time.perf_counter() + SHARE_SECONDS, True
+        end, self._sending = time.perf_counter() + PORTION_SECONDS, True
         try:
             while self.unsent:
                 self._send(self.unsent.popleft())

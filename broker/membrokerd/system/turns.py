@@ -1,8 +1,8 @@
-"""The turns of the event loop: how long each one takes, and how much of one turn each tenant may use.
+"""The turns of the event loop: how long each one takes, and which peers are served in it.
 
-A turn is what the loop does between two polls of its descriptors. All peers share it, so a peer that sends more than
-its share of work waits for the next turn. `Turns` measures turns and enforces the shares; `TurnSelector` tells it when
-a turn begins and ends. docs/bounds.md has the table of what bounds a turn, and what single steps cost.
+A turn is what the loop does between two polls of its descriptors. All peers share it, and what there is no time for
+waits for the next turn. `Turns` measures turns, and serves the tenants in the order of `TenantQueues`; `TurnSelector`
+tells it when a turn begins and ends. docs/bounds.md has the table of what bounds a turn, and what single steps cost.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import gc
 import selectors
 import time
 from collections.abc import Callable, Generator, Iterable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from _typeshed import FileDescriptorLike
+from .tenant_queues import TenantQueues
 
 _T = TypeVar("_T")
 
 SLOW_SECONDS = 0.05
 """Longer turns are counted as slow. Nothing that a peer sends may cause one."""
-READING_SECONDS = 0.016
-"""How long one turn may spend on messages from peers."""
-SHARE_SECONDS = 0.004
-"""How much of READING_SECONDS one tenant may use, however many connections it has."""
+PORTION_SECONDS = 0.004
+"""How long one turn serves peers, of all tenants together; and how long it does any other work that has no bound."""
+
+Work = Callable[[], bool]
+"""Does one step of work for a peer, and returns whether there is more. Equal ones wait only once."""
 
 
 def spare_collections() -> None:
@@ -34,12 +34,12 @@ def spare_collections() -> None:
 
 
 def in_portions(work: Generator[None, None, _T], done: Callable[[_T], None]) -> None:
-    """Run `work` for SHARE_SECONDS of each turn, and pass its result to `done`.
+    """Run `work` for PORTION_SECONDS of each turn, and pass its result to `done`.
 
     For work that grows with the books, such as a view of all models. Each `yield` in `work` lets the loop do other
     things, so the books can change between two steps.
     """
-    end = time.perf_counter() + SHARE_SECONDS
+    end = time.perf_counter() + PORTION_SECONDS
     try:
         while time.perf_counter() < end:
             next(work)
@@ -59,27 +59,21 @@ def gather(rows: Iterable[_T]) -> Generator[None, None, list[_T]]:
 
 
 class Turns:
-    """The cost of one event loop's turns, and the shares that are left of the current turn."""
+    """The cost of one event loop's turns, and the work for peers that waits for this turn or a later one."""
 
-    def __init__(self) -> None:
-        self.number = 0
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.longest = 0.0
         """The longest turn since the start, in seconds."""
         self.longest_cpu = 0.0
         """The most CPU time of this thread in one turn, in seconds. Load from other processes does not raise it."""
         self.slow = 0
         """How many turns took longer than `SLOW_SECONDS`."""
+        self._clock = clock
         self._began: tuple[float, float] | None = None
-        self._used = 0.0
-        self._shares: dict[str, float] = {}
-        self._late: dict[int, int] = {}
-        """The number of the turn in which each waiting descriptor was first passed over."""
+        self._queues: TenantQueues[Work] = TenantQueues()
 
     def begin(self) -> None:
         """Start a turn."""
-        self.number += 1
-        self._used = 0.0
-        self._shares.clear()
         self._began = time.perf_counter(), time.thread_time()
 
     def end(self) -> None:
@@ -94,64 +88,49 @@ class Turns:
             self.longest = max(self.longest, seconds)
         self.slow += seconds > SLOW_SECONDS
 
-    def left(self, tenant: str, descriptor: int) -> float:
-        """Return how many seconds of this turn a tenant may still use. If none, its descriptor goes first later."""
-        left = min(READING_SECONDS - self._used, SHARE_SECONDS - self._shares.get(tenant, 0.0))
-        if left <= 0:
-            self.pass_over(descriptor)
-        elif self._late:
-            self._late.pop(descriptor, None)
-        return left
-
-    def may(self, tenant: str, descriptor: int) -> bool:
-        """Return whether this tenant may use more of this turn. If not, its descriptor goes first in a later turn."""
-        return self.left(tenant, descriptor) > 0
-
-    def pass_over(self, descriptor: int) -> None:
-        """Let a descriptor wait, although it may have more to read. It goes first in a later turn."""
-        self._late.setdefault(descriptor, self.number)
-
-    def charge(self, tenant: str, seconds: float) -> None:
-        """Charge a tenant's share of this turn."""
-        self._used += seconds
-        self._shares[tenant] = self._shares.get(tenant, 0.0) + seconds
-
-    def passed_over(self, descriptor: int) -> int:
-        """Return the number of the turn since which a descriptor has waited; this turn's if it has not."""
-        return self._late.get(descriptor, self.number)
+    def put(self, tenant: str, work: Work) -> None:
+        """Do a step of work for a peer of this tenant when it is the tenant's turn. What waits already waits on."""
+        self._queues.put(tenant, work)
 
     @property
-    def anybody_late(self) -> bool:
-        """Whether any descriptor was passed over and still waits."""
-        return bool(self._late)
+    def is_waiting(self) -> bool:
+        """Whether any work waits."""
+        return bool(self._queues)
 
-    def forget(self, descriptor: int) -> None:
-        """Forget a descriptor that is not polled any more."""
-        self._late.pop(descriptor, None)
+    def serve(self) -> None:
+        """Do the work that waits, step by step, for PORTION_SECONDS. The rest waits for the next turn."""
+        queues, clock = self._queues, self._clock
+        now = clock()
+        end = now + PORTION_SECONDS
+        while queues and now < end:
+            tenant, work = queues.take()
+            goes_on = work()
+            began, now = now, clock()
+            queues.charge(tenant, now - began)
+            if goes_on:
+                queues.put(tenant, work)
 
 
 class TurnSelector(selectors.EpollSelector):
-    """An event loop's selector that returns the descriptor that has waited longest first.
+    """An event loop's selector. It tells when a turn ends and the next begins, and has the turn's work done last.
 
-    The kernel's order never changes, so without this the same descriptors would be passed over in every turn.
+    What is ready is passed on to callbacks that put work into the queues. When all have run, `Turns.serve` runs, as if
+    it were the callback of one more descriptor: in this turn, and not one poll later.
     """
 
     def __init__(self, turns: Turns) -> None:
         super().__init__()
         self._turns = turns
+        self._serving: selectors.SelectorKey | None = None
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Return the ready descriptors. A turn ends when this is called, and the next one begins when it returns."""
         turns = self._turns
         turns.end()
-        ready = super().select(timeout)
+        ready = super().select(0 if turns.is_waiting else timeout)
         turns.begin()
-        if turns.anybody_late:
-            ready.sort(key=lambda key: turns.passed_over(key[0].fd))
+        if self._serving is None:
+            handle = asyncio.Handle(turns.serve, (), asyncio.get_running_loop())
+            self._serving = selectors.SelectorKey(-1, -1, selectors.EVENT_READ, (handle, None))
+        ready.append((self._serving, selectors.EVENT_READ))
         return ready
-
-    def unregister(self, fileobj: FileDescriptorLike) -> selectors.SelectorKey:
-        """Stop polling a descriptor."""
-        key = super().unregister(fileobj)
-        self._turns.forget(key.fd)
-        return key

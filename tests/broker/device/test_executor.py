@@ -477,7 +477,10 @@ def told_of(driver: Failing, ask: Callable[[Executor, Callable[[str], Callable[[
 
 
 def test_a_tenant_with_many_busy_sessions_does_not_keep_the_others_waiting(driver: Failing) -> None:
-    """Twenty sessions of red ask for a page each, and then one of blue: it comes after one of them, not after all."""
+    """Twenty sessions of red ask for a page each, and then one of blue: it comes before all of them.
+
+    The packet that the thread is at is red's, so red has used more of its time. The jobs of each keep their order.
+    """
 
     def ask(executor: Executor, tell: Callable[[str], Callable[[Any], None]]) -> int:
         for number in range(20):
@@ -487,8 +490,8 @@ def test_a_tenant_with_many_busy_sessions_does_not_keep_the_others_waiting(drive
         return 23
 
     told = told_of(driver, ask)
-    assert told[:6] == ["red 0", "blue", "green", "red 1", "blue", "red 2"]
-    assert told[6:] == [f"red {number}" for number in range(3, 20)]
+    assert told[:2] == ["blue", "green"]
+    assert [one for one in told if one.startswith("red")] == [f"red {number}" for number in range(20)]
 
 
 def test_what_the_daemon_lets_go_of_is_gone_before_any_tenant_has_its_packet(driver: Failing) -> None:

@@ -47,6 +47,11 @@ PAGE = 2 * MIB
 SESSION = 7
 
 
+def _serve(_tenant: str, work: Callable[[], bool]) -> None:
+    while work():
+        pass
+
+
 class Lender:
     """Stands in for the listener, the dispatcher and the loop, and does what a test tells it to."""
 
@@ -64,7 +69,7 @@ class Lender:
         self.connections: dict[int, HandoffConnection] = {}
         self.resuming: dict[int, HandoffConnection] = {}
         self.drain: Any = None
-        self.turns = SimpleNamespace(left=lambda *_: 1.0, charge=lambda *_: None)  # no loop begins turns here
+        self.turns = SimpleNamespace(put=_serve)  # no loop begins turns here
         row = SessionRow(SESSION, "red", 1, 0, "pid:1", False, "", 0)
         self.broker = SimpleNamespace(
             books=SimpleNamespace(rules=policy.Rules(PAGE, cast(Any, capacities))),

@@ -157,15 +157,18 @@ def test_a_refusal_does_not_wait_for_ever_for_others() -> None:
 
 
 def test_a_refusal_waits_for_what_was_queued_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One connection has 100 bytes queued, and more come as they are read. Another one is silent."""
+    """One connection has 100 bytes queued when 30 are read, and more come as they are read. Another one is silent."""
     monkeypatch.setattr(deferrals, "HEARING_SECONDS", 10)
 
     async def story(world: World) -> None:
         session, other = await world.open(), await world.open()
         talker = world.queues[other]
-        talker.unread, talker.a_turn = 100, 30
-        await world.allocate(session, size=1 << 40)
-        assert talker.heard == 120
+        talker.unread = 100
+        refused = asyncio.ensure_future(world.allocate(session, size=1 << 40))
+        await asyncio.sleep(0)
+        talker.read(30)
+        await refused
+        assert 130 <= talker.heard < 130 + 2 * 30
         talker.unread, before = 0, talker.heard
         await world.allocate(session, size=1 << 40)
         assert talker.heard == before, "nobody had anything to say, and it was waited for"
@@ -179,23 +182,19 @@ def test_a_refusal_waits_for_what_was_queued_where_other_processes_have_the_core
     async def story(world: World) -> None:
         session, other = await world.open(), await world.open()
         talker = world.queues[other]
-        talker.unread, talker.a_turn = 100, 30
-        read = talker.read
-
-        def slow() -> None:
-            time.sleep(2 * deferrals.HEARING_SECONDS)
-            read()
-
-        talker.read = slow  # type: ignore[method-assign]
-        await world.allocate(session, size=1 << 40)
-        assert talker.heard == 120
+        talker.unread = 100
+        refused = asyncio.ensure_future(world.allocate(session, size=1 << 40))
+        await asyncio.sleep(0)
+        talker.read(30, lambda: time.sleep(2 * deferrals.HEARING_SECONDS))
+        await refused
+        assert talker.heard >= 130
 
     play(story)
 
 
 def test_a_seal_sends_to_those_who_wait_over_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand readers may wait for one seal. Here a turn has time for one packet of them; each gets its own."""
-    monkeypatch.setattr(packets_module, "SHARE_SECONDS", 0)
+    monkeypatch.setattr(packets_module, "PORTION_SECONDS", 0)
     readers = 5
 
     async def story(world: World) -> None:

@@ -228,7 +228,7 @@ def test_a_segment_that_ends_while_copies_are_queued_leaks_nothing() -> None:
 
 def test_a_segment_that_ends_while_its_packet_is_queued_holds_no_dead_session(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last session that held it dies between two turns, each of which has time for one packet."""
-    monkeypatch.setattr(packets_module, "SHARE_SECONDS", 0)
+    monkeypatch.setattr(packets_module, "PORTION_SECONDS", 0)
 
     async def story(world: World) -> None:
         writer, other, reader = await world.open(), await world.open(), await world.open()

@@ -38,8 +38,6 @@ from .holds import Holds
 from .outbox import Outbox
 from .peer import Peer, hang_up
 
-FRAMES_PER_TURN = 8
-"""Frames that are read from one connection before the others are served."""
 LINGER_SECONDS = 5.0
 """How long the last answer of a connection may wait for a peer that does not read."""
 _METHODS: Mapping[str, str] = {
@@ -79,7 +77,7 @@ class HandoffConnection:
         self.session: int | None = None
         """The session of this connection, if it has one yet."""
         self._tenant = ""
-        self._outbox = Outbox(sock, self.read, endpoint.traffic, self.close)
+        self._outbox = Outbox(sock, self._readable, endpoint.traffic, self.close)
         self._outgoing = self._outbox.packets
         self.flush = self._outbox.flush
         """Send what is queued, unless the socket is full."""
@@ -97,27 +95,18 @@ class HandoffConnection:
         self._waiting = False
         self._turns = self._loop.turns
         self._peers_tenant = endpoint.tenant_of(peer)
-        self._descriptor = sock.fileno()
-        self._io.add_reader(sock, self.read)
+        self._io.add_reader(sock, self._readable)
 
     # --- in ---
 
-    def read(self) -> None:
-        """Read frames, as many as this connection and its tenant may send in one turn."""
-        if self._closed or self._outgoing or self._waiting:
-            return
-        turns, began = self._turns, time.perf_counter()
-        until = began + turns.left(self._peers_tenant, self._descriptor)
-        for _ in range(FRAMES_PER_TURN):
-            if time.perf_counter() >= until:
-                turns.pass_over(self._descriptor)  # the socket stays readable in the next turn
-                break
-            if not self._read():
-                break
-        turns.charge(self._peers_tenant, time.perf_counter() - began)
+    def _readable(self) -> None:
+        """Read when it is the tenant's turn."""
+        self._turns.put(self._peers_tenant, self.read)
 
-    def _read(self) -> bool:
-        """Read and handle one frame. Return False when no other can be read now."""
+    def read(self) -> bool:
+        """Read and handle the next frame. Return False when no other can be read now."""
+        if self._closed or self._outgoing or self._waiting:
+            return False
         try:
             frame, size = handoff.receive_without_descriptors(self._sock, self._endpoint.buffer)
             self.heard += size
@@ -144,11 +133,6 @@ class HandoffConnection:
         if self._closed or self._outgoing or self._waiting:
             return 0
         return int.from_bytes(fcntl.ioctl(self._sock, termios.FIONREAD, bytes(4)), sys.byteorder)
-
-    def hear(self) -> None:
-        """Read the next frame if it has arrived, even if this tenant has used up its turn."""
-        if not (self._closed or self._outgoing or self._waiting):
-            self._read()
 
     def _take(self, frame: pb.Frame) -> None:
         kind: str = frame.WhichOneof("kind") or ""
@@ -232,8 +216,7 @@ class HandoffConnection:
 
     def _go_on(self) -> None:
         self._waiting = False
-        if not self._closed:
-            self.read()
+        self._readable()
 
     # --- the last answers ---
 

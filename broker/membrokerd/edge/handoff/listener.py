@@ -56,7 +56,7 @@ class Listener:
 
     def _give_up(self, connection: HandoffConnection, why: str) -> None:
         """Close a connection, unless its Hello has arrived unread because the broker itself was suspended."""
-        connection.hear()
+        connection.read()
         if connection.session is None:
             connection.close(why)
 

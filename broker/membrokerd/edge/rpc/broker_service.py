@@ -19,73 +19,81 @@ from ..listings import BookMessages
 
 
 class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
-    """One endpoint's service."""
+    """One endpoint's service. No method waits: what it returns is the response, or a future of it.
+
+    So all the work of a call is done when it is its tenant's turn (`Guard`).
+    """
 
     def __init__(self, endpoint: str, dispatcher: Dispatcher, views: BookMessages) -> None:
         self._endpoint = endpoint
         self._dispatcher = dispatcher
         self._views = views
 
-    async def _move(self, request: Any, context: Any) -> Any:
-        """Put a request to the core, and return its response. Descriptors go to the handoff socket before that."""
-        _, response = self._dispatcher.response(await self._ask(request, context))
-        return response
+    def _move(self, request: Any, context: Any) -> asyncio.Future[Any]:
+        """Put a request to the core, and return its response, later, or its refusal.
+
+        Descriptors go to the handoff socket before that.
+        """
+        row = self._session(context)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def respond(result: fx.Result | Denied) -> None:
+            if answer.done():  # a caller that gave up has cancelled it
+                return
+            if isinstance(result, Denied):
+                method = type(request).__name__.removesuffix("Request")
+                self._dispatcher.refused(row.session, request.request_id, method, request, result)
+                answer.set_result(result)
+                return
+            try:
+                _, response = self._dispatcher.response(result)
+            except Refused as refused:
+                response = refused.denied
+            answer.set_result(response)
+
+        call = self._dispatcher.request(row.session, row.tenant, request.request_id, request, respond)
+
+        def ended(answer: asyncio.Future[Any]) -> None:
+            # The call was cancelled, or its deadline has passed. It waits no longer; what was granted is still done.
+            if call is not None and answer.cancelled():
+                self._dispatcher.loop.tell(ev.CancelWait(call))
+
+        answer.add_done_callback(ended)
+        return answer
 
     RegisterModel = UnregisterModel = DeclareMemory = AllocateExtents = ReleaseExtents = _move
     CreateSegment = SealSegment = AttachSegment = DetachSegment = DeleteSegment = _move
 
-    async def GetDevice(self, request: pb.GetDeviceRequest, context: Any) -> resources_pb2.Device:
+    def GetDevice(self, request: pb.GetDeviceRequest, context: Any) -> resources_pb2.Device:
         """Return the device and its books."""
         self._session(context)
         return self._views.get_device()
 
-    async def GetAvailable(self, request: pb.GetAvailableRequest, context: Any) -> pb.Available:
+    def GetAvailable(self, request: pb.GetAvailableRequest, context: Any) -> pb.Available:
         """Return how much could be borrowed now for a model of the tenant."""
         row = self._session(context)
         return self._views.get_available(request, row.tenant, row.session)
 
-    async def GetModel(self, request: pb.GetModelRequest, context: Any) -> resources_pb2.Model:
+    def GetModel(self, request: pb.GetModelRequest, context: Any) -> resources_pb2.Model:
         """Return one of the tenant's own models."""
         return self._views.get_model(request, self._session(context).tenant)
 
-    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+    def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
         """Return a page of the tenant's own models."""
         return self._views.list_models(request, self._session(context).tenant)
 
-    async def ListSessions(self, request: pb.ListSessionsRequest, context: Any) -> pb.ListSessionsResponse:
+    def ListSessions(self, request: pb.ListSessionsRequest, context: Any) -> pb.ListSessionsResponse:
         """Return a page of the tenant's own sessions."""
         return self._views.list_sessions(request, self._session(context).tenant)
 
-    async def ListSegments(self, request: pb.ListSegmentsRequest, context: Any) -> pb.ListSegmentsResponse:
+    def ListSegments(self, request: pb.ListSegmentsRequest, context: Any) -> pb.ListSegmentsResponse:
         """Return a page of the tenant's own segments."""
         return self._views.list_segments(request, self._session(context).tenant)
 
-    async def ListDecisions(self, request: pb.ListDecisionsRequest, context: Any) -> pb.ListDecisionsResponse:
+    def ListDecisions(self, request: pb.ListDecisionsRequest, context: Any) -> pb.ListDecisionsResponse:
         """Return why requests of one of the tenant's own models were refused or waited, and why it was recalled."""
         return self._views.list_decisions(request, self._session(context).tenant)
 
     def _session(self, context: Any) -> SessionRow:
         metadata = dict(context.invocation_metadata())
         return self._dispatcher.find(str(metadata.get(TOKEN_METADATA, "")), self._endpoint)
-
-    async def _ask(self, request: Any, context: Any) -> fx.Result:
-        row = self._session(context)
-        answer: asyncio.Future[fx.Result | Denied] = asyncio.get_running_loop().create_future()
-
-        def respond(result: fx.Result | Denied) -> None:
-            if not answer.done():  # a caller that gave up has cancelled it
-                answer.set_result(result)
-
-        call = self._dispatcher.request(row.session, row.tenant, request.request_id, request, respond)
-        try:
-            result = await answer
-        except asyncio.CancelledError:
-            # The call was cancelled, or its deadline has passed. It waits no longer; what was granted is still done.
-            if call is not None:
-                self._dispatcher.loop.tell(ev.CancelWait(call))
-            raise
-        if isinstance(result, Denied):
-            method = type(request).__name__.removesuffix("Request")
-            self._dispatcher.refused(row.session, request.request_id, method, request, result)
-            raise Refused(result)
-        return result

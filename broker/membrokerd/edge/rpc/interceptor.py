@@ -1,6 +1,6 @@
 """Wraps every gRPC call: refusals become rich statuses, faults become INTERNAL, and both are counted.
 
-It also bounds the calls: their number, their share of each turn of the event loop, and streams that never end.
+It also bounds the calls: their number, and streams that never end; and each begins when it is its tenant's turn.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc.status_pb2 import Status
 
-from membroker.wire.names import STATUS_METADATA
+from membroker.wire.names import STATUS_METADATA, TOKEN_METADATA
 
-from ...core.denied import Reason, deny
+from ...core.denied import Denied, Reason, deny
 from ...system import logs
-from ...system.turns import Turns
 from ..convert import Refused
-from ..dispatch import TimesOf
+from ..dispatch import Dispatcher
 from ..errors import to_status
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -32,7 +31,6 @@ MAX_STREAMS = 32
 """Calls of one connection at a time."""
 MAX_CALLS = 1_024
 """Calls at a time of all endpoints together. Each endpoint has an equal part, at least one connection's."""
-_NO_DESCRIPTOR = -1
 
 
 class Calls:
@@ -60,9 +58,9 @@ class Calls:
 class Guard(grpc.aio.ServerInterceptor):
     """Wraps one endpoint's calls. Those of health and reflection are not counted, but their streams are bounded."""
 
-    def __init__(self, times_of: TimesOf, turns: Turns, calls: Calls, endpoint: str) -> None:
-        self._times_of = times_of
-        self._turns = turns
+    def __init__(self, dispatcher: Dispatcher, calls: Calls, endpoint: str) -> None:
+        self._dispatcher = dispatcher
+        self._turns = dispatcher.loop.turns
         self._calls = calls
         self._endpoint = endpoint
         self._watches = 0
@@ -81,12 +79,17 @@ class Guard(grpc.aio.ServerInterceptor):
             return handler
         name = method.rpartition("/")[2]
 
+        tenant = self._tenant_of(details)
+
         async def guarded(request: Any, context: Any) -> Any:
             start = time.perf_counter()
             try:
-                if request is None:
-                    raise Refused(deny(Reason.PROTOCOL_VIOLATION, what=f"the body is not a request of {name}"))
-                return await self._in_turn(lambda: handler.unary_unary(request, context))
+                answer = await self._begin(tenant, name, lambda: handler.unary_unary(request, context), request)
+                if inspect.isawaitable(answer):
+                    answer = await answer
+                if not isinstance(answer, Denied):
+                    return answer
+                _answer(context, to_status(answer))
             except Refused as refused:
                 _answer(context, to_status(refused.denied))
             except TimeoutError:
@@ -95,7 +98,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 logs.fault(error, method=name)
                 _answer(context, to_status(deny(Reason.INTERNAL)))
             finally:
-                self._times_of(name, "grpc")(time.perf_counter() - start)
+                self._dispatcher.times_of(name, "grpc")(time.perf_counter() - start)
 
         def deserialize(body: bytes) -> Any:
             # gRPC logs an exception from here as our fault, with a traceback: a hostile client could fill the log.
@@ -106,16 +109,42 @@ class Guard(grpc.aio.ServerInterceptor):
 
         return grpc.unary_unary_rpc_method_handler(guarded, deserialize, handler.response_serializer)
 
-    async def _in_turn(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        """Serve a call once its endpoint may use more of a turn, and count what it used if it was served in one."""
-        while not self._turns.may(self._endpoint, _NO_DESCRIPTOR):
-            await asyncio.sleep(0)
-        turn, began = self._turns.number, time.perf_counter()
+    def _tenant_of(self, details: grpc.HandlerCallDetails) -> str:
+        """Return the tenant whose time a call takes: its session's, or the endpoint's if its token is none."""
+        token = dict(details.invocation_metadata or ()).get(TOKEN_METADATA, "")
         try:
-            return await call()
-        finally:
-            if self._turns.number == turn:
-                self._turns.charge(self._endpoint, time.perf_counter() - began)
+            return self._dispatcher.find(str(token), self._endpoint).tenant
+        except Refused:
+            return self._endpoint
+
+    async def _begin(self, tenant: str, name: str, call: Callable[[], Any], request: Any) -> Any:
+        """Begin a call when it is its tenant's turn. Return what it returns, which may be a future, or its refusal."""
+        began: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def begin() -> bool:
+            if began.done():  # it was cancelled
+                return False
+            # What is raised must not get into the future: the two would keep each other, see `refuse`.
+            try:
+                if request is None:
+                    what = f"the body is not a request of {name}"
+                    began.set_result(deny(Reason.PROTOCOL_VIOLATION, what=what))
+                else:
+                    began.set_result(call())
+            except Refused as refused:
+                began.set_result(refused.denied)
+            except Exception as error:  # noqa: BLE001 - as above
+                logs.fault(error, method=name)
+                began.set_result(deny(Reason.INTERNAL))
+            return False
+
+        self._turns.put(tenant, begin)
+        try:
+            return await began
+        except asyncio.CancelledError:
+            if began.done() and not began.cancelled() and isinstance(answer := began.result(), asyncio.Future):
+                answer.cancel()
+            raise
 
     def _bound(self, handler: Any) -> Any:
         """Return the handler of a stream that is refused if the endpoint has too many."""

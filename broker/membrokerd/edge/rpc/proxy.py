@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from membroker.wire.descriptors import peer_of
@@ -98,15 +98,20 @@ class ProxiedConnection:
         self._frames = FrameReader()
         self._unsent: dict[socket.socket, bytes] = {}
         """By socket: what it had no room for. While there is any, the peer is not read."""
+        self._work = {source: partial(self._pass_on, source, sink) for source, sink in ((peer, server), (server, peer))}
+        """By the socket that is read: what passes its bytes on."""
         self._io = asyncio.get_running_loop()
-        self._io.add_reader(peer, self._pass_on, peer, server)
-        self._io.add_reader(server, self._pass_on, server, peer)
+        for source in self._work:
+            self._read_on(source)
 
-    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
-        """Read once from a socket, and send what may be passed on to the other one."""
-        if not self._turns.may(self._tenant, source.fileno()):
-            return
-        began = time.perf_counter()
+    def _read_on(self, source: socket.socket) -> None:
+        """Pass on what comes from a socket, when it is the tenant's turn."""
+        self._io.add_reader(source, self._turns.put, self._tenant, self._work[source])
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> bool:
+        """Read once from a socket, and send what may be passed on. The event loop says whether there is more."""
+        if source.fileno() < 0 or sink in self._unsent or (source is self._peer and self._unsent):
+            return False
         try:
             data = source.recv(READ_BYTES)
             if not data:
@@ -120,8 +125,7 @@ class ProxiedConnection:
             self.close()
         except OSError:
             self.close()
-        finally:
-            self._turns.charge(self._tenant, time.perf_counter() - began)
+        return False
 
     def _send(self, sink: socket.socket, data: bytes) -> None:
         try:
@@ -151,9 +155,9 @@ class ProxiedConnection:
         del self._unsent[sink]
         self._io.remove_writer(sink)
         if sink is self._peer:
-            self._io.add_reader(self._server, self._pass_on, self._server, self._peer)
+            self._read_on(self._server)
         if not self._unsent:
-            self._io.add_reader(self._peer, self._pass_on, self._peer, self._server)
+            self._read_on(self._peer)
 
     def close(self) -> None:
         """End both connections."""

@@ -1,0 +1,105 @@
+"""Time is shared by tenants, however many pieces of work each has, and however long one takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from membrokerd.system.tenant_queues import MAX_REMEMBERED, TenantQueues
+
+
+def _order(queues: TenantQueues[str], seconds: dict[str, float]) -> list[str]:
+    """Take all that waits, each for as long as its tenant's work takes."""
+    order = []
+    while queues:
+        tenant, work = queues.take()
+        queues.charge(tenant, seconds.get(tenant, 1.0))
+        order.append(work)
+    return order
+
+
+def test_tenants_come_in_turn_and_within_one_the_oldest() -> None:
+    queues: TenantQueues[str] = TenantQueues()
+    for tenant, count in (("red", 4), ("blue", 2), ("green", 1)):
+        for number in range(count):
+            queues.put(tenant, f"{tenant} {number}")
+    assert _order(queues, {}) == ["red 0", "blue 0", "green 0", "red 1", "blue 1", "red 2", "red 3"]
+
+
+def test_work_that_waits_keeps_its_place() -> None:
+    queues: TenantQueues[str] = TenantQueues()
+    for work in ("a", "b", "a"):
+        queues.put("red", work)
+    assert _order(queues, {}) == ["a", "b"]
+
+
+def test_long_work_is_paid_by_its_tenant() -> None:
+    """Red's steps take four times as long as blue's, so it gets a quarter as many."""
+    queues: TenantQueues[str] = TenantQueues()
+    for number in range(20):
+        queues.put("red", f"red {number}")
+        queues.put("blue", f"blue {number}")
+    first = _order(queues, {"red": 4.0})[:20]
+    assert Counter(work.split()[0] for work in first) == {"red": 4, "blue": 16}
+
+
+def test_a_tenant_in_debt_comes_after_one_that_comes_later() -> None:
+    """Red has used 3 seconds when blue begins to wait."""
+    queues: TenantQueues[str] = TenantQueues()
+    for number in range(3):
+        queues.put("red", f"red {number}")
+    queues.put("green", "green")
+    assert queues.take() == ("red", "red 0")
+    queues.charge("red", 3.0)
+    queues.put("blue", "blue")
+    assert _order(queues, {}) == ["green", "blue", "red 1", "red 2"]
+
+
+def test_a_debt_outlives_an_empty_queue() -> None:
+    """Red had nothing waiting for a moment. What it used still counts in the next turn."""
+    queues: TenantQueues[str] = TenantQueues()
+    queues.put("red", "red 0")
+    assert _order(queues, {}) == ["red 0"]
+    queues.put("red", "red 1")
+    queues.put("blue", "blue")
+    assert _order(queues, {}) == ["blue", "red 1"]
+
+
+def test_nobody_saves_time_by_waiting_for_nothing() -> None:
+    """Red has worked alone for an hour. Blue comes and is first, once; then they take turns."""
+    queues: TenantQueues[str] = TenantQueues()
+    for _ in range(3_600):
+        queues.put("red", "red")
+        assert _order(queues, {}) == ["red"]
+    for number in range(3):
+        queues.put("red", f"red {number}")
+        queues.put("blue", f"blue {number}")
+    assert _order(queues, {}) == ["blue 0", "red 0", "blue 1", "red 1", "blue 2", "red 2"]
+
+
+def test_the_first_comes_before_all_others() -> None:
+    queues: TenantQueues[str] = TenantQueues(first="")
+    for number in range(3):
+        queues.put("red", f"red {number}")
+    queues.put("", "own 0")
+    queues.put("", "own 1")
+    assert queues.take() == ("", "own 0")
+    queues.charge("", 9.0)
+    assert queues.take() == ("", "own 1")
+    queues.charge("", 9.0)
+    assert queues.take() == ("red", "red 0")
+    queues.charge("red", 1.0)
+    queues.put("", "own 2")
+    assert _order(queues, {}) == ["own 2", "red 1", "red 2"]
+
+
+@pytest.mark.parametrize("waits", [0, 2_000])
+def test_tenants_that_are_gone_are_forgotten(waits: int) -> None:
+    queues: TenantQueues[str] = TenantQueues()
+    for number in range(waits):
+        queues.put(f"waits {number}", "work")
+    for number in range(10_000):
+        queues.charge(f"uid-{number}", 1.0)
+    assert len(queues._used) <= 2 * waits + MAX_REMEMBERED
+    assert len(_order(queues, {})) == waits

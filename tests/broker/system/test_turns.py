@@ -1,0 +1,115 @@
+"""What a turn of the event loop serves, by a clock that goes on only when work is done: time is shared by tenants."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+import pytest
+
+from membrokerd.system.turns import PORTION_SECONDS, Turns, TurnSelector
+
+COSTLY_SECONDS = 0.0015
+"""A release of 4,096 ids, which is the most in a frame."""
+HONEST_SECONDS = 0.0001
+
+
+class SimulatedTurns:
+    """Turns of a clock that stands still but for the work. Each connection of a flooder has always more to say."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.turns = Turns(lambda: self.now)
+        self.served: list[str] = []
+
+    def work(self, name: str, seconds: float, *, goes_on: bool) -> Callable[[], bool]:
+        def work() -> bool:
+            self.now += seconds
+            self.served.append(name)
+            return goes_on
+
+        return work
+
+
+@pytest.mark.parametrize("connections", [1, 16, 160])
+def test_an_honest_tenant_waits_no_longer_beside_more_connections(connections: int) -> None:
+    """Five tenants flood by so many connections each. Most honest frames come first, and none after two of a tenant."""
+    world = SimulatedTurns()
+    for tenant in range(5):
+        for number in range(connections):
+            name = f"flood {tenant}"
+            world.turns.put(name, world.work(f"{name}.{number}", COSTLY_SECONDS * (1 + tenant / 10), goes_on=True))
+    world.turns.serve()
+    ahead = []
+    for _ in range(100):
+        before = len(world.served)
+        world.turns.put("honest", world.work("honest", HONEST_SECONDS, goes_on=False))
+        while "honest" not in world.served[before:]:
+            world.turns.serve()
+        ahead.append(world.served[before:].index("honest"))
+    assert ahead.count(0) >= 95, sorted(ahead)
+    assert max(ahead) <= 5
+
+
+def test_each_connection_of_a_tenant_has_its_turn() -> None:
+    world = SimulatedTurns()
+    for number in range(16):
+        world.turns.put("red", world.work(str(number), COSTLY_SECONDS, goes_on=True))
+    while len(world.served) < 32:
+        world.turns.serve()
+    assert world.served[:32] == [str(number) for number in [*range(16), *range(16)]]
+
+
+def test_a_turn_serves_for_a_portion_and_one_step_more() -> None:
+    world = SimulatedTurns()
+    for tenant in range(100):
+        world.turns.put(str(tenant), world.work(str(tenant), COSTLY_SECONDS, goes_on=True))
+    for _ in range(100):
+        began = world.now
+        world.turns.serve()
+        assert PORTION_SECONDS <= world.now - began < PORTION_SECONDS + COSTLY_SECONDS
+
+
+def test_what_is_ready_is_served_in_the_same_turn() -> None:
+    """And what is left then in the next one, although no descriptor is ready any more."""
+    turns, polls = Turns(), 0
+
+    class CountingSelector(TurnSelector):
+        def select(self, timeout: float | None = None) -> list[tuple[object, int]]:  # type: ignore[override]
+            nonlocal polls
+            polls += 1
+            return super().select(timeout)  # type: ignore[return-value]
+
+    async def main() -> list[int]:
+        loop, over, seen = asyncio.get_running_loop(), asyncio.Event(), []
+        reader, writer = os.pipe()
+
+        def step() -> bool:
+            seen.append(polls)
+            if len(seen) == 2:
+                os.read(reader, 1)
+                loop.remove_reader(reader)
+                turns.put("red", step)
+                loop.call_soon(turns.put, "red", later)
+            return False
+
+        def later() -> bool:
+            seen.append(polls)
+            over.set()
+            return False
+
+        def readable() -> None:
+            seen.append(polls)
+            turns.put("red", step)
+
+        loop.add_reader(reader, readable)
+        os.write(writer, b"x")
+        await asyncio.wait_for(over.wait(), 10)
+        os.close(reader)
+        os.close(writer)
+        return seen
+
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(CountingSelector(turns))) as runner:
+        readable, first, second, later = runner.run(main())
+    assert (readable, first, second, later) == (readable, readable, readable, readable + 1)
