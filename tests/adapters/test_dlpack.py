@@ -19,7 +19,7 @@ from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.sizes import MIB
 
 import membroker
-from membroker import dlpack
+from membroker import Client, dlpack
 from membroker.dlpack import DlpackTensor, export
 from membroker.errors import ClosedError, InvalidOffset, InvalidRequest, NotMapped
 from membroker.model import Model
@@ -252,12 +252,12 @@ class TestReadOnly:
     """Segments that are sealed, or were attached."""
 
     @pytest.fixture
-    def sealed(self, model: Model, client: membroker.Client) -> Iterator[membroker.Segment]:
+    def sealed(self, model: Model, client: Client) -> Iterator[membroker.Segment]:
         with publish_arrays(model, "weights", {"w": np.arange(8, dtype="<f4")}) as segment:
             yield segment
             client.delete_segment("llama/weights")
 
-    def test_numpy_honours_it(self, sealed: membroker.Segment, client: membroker.Client) -> None:
+    def test_numpy_honours_it(self, sealed: membroker.Segment, client: Client) -> None:
         info = sealed.index()["w"]
         with client.attach("llama/weights") as attached:
             for segment in (sealed, attached):
@@ -283,7 +283,7 @@ class TestReadOnly:
         assert '"dltensor"' in repr(tensor.__dlpack__())
 
     def test_a_writer_writes_by_tensors_and_seals_when_they_are_gone(
-        self, model: Model, client: membroker.Client, torch: Any
+        self, model: Model, client: Client, torch: Any
     ) -> None:
         """Weights are computed straight into a segment: a tensor that could still write them puts off the seal."""
         with model.create_segment("made", "1MiB") as segment:

@@ -21,6 +21,7 @@ from tests.support.daemons import Daemon, until
 from tests.support.sizes import MIB
 
 import membroker
+from membroker import Client
 from membroker.adapters import cupy as cupy_adapter
 from membroker.adapters import jax as jax_adapter
 from membroker.adapters import numba as numba_adapter
@@ -34,7 +35,7 @@ from membroker.vmm.driver import DriverError
 PAGE = 2 * MIB
 
 
-def limited(client: membroker.Client, limit: str) -> Model:
+def limited(client: Client, limit: str) -> Model:
     return client.register_model(f"limited-{limit.lower()}", limit=limit)
 
 
@@ -124,7 +125,7 @@ class TestLending:
         lending.free(0)
         assert lending.held_bytes == 0
 
-    def test_what_was_just_freed_can_be_borrowed_again(self, client: membroker.Client) -> None:
+    def test_what_was_just_freed_can_be_borrowed_again(self, client: Client) -> None:
         """A framework frees its cache because it was refused, and asks again at once: the answer waits for that."""
         lending = BlockLending(limited(client, "34MiB"))
         for _ in range(20):
@@ -134,7 +135,7 @@ class TestLending:
             lending.free(address)
         lending.take_back()
 
-    def test_a_model_with_little_gets_less_than_a_chunk(self, client: membroker.Client) -> None:
+    def test_a_model_with_little_gets_less_than_a_chunk(self, client: Client) -> None:
         lending = BlockLending(limited(client, "4MiB"))
         one, other = lending.allocate(MIB), lending.allocate(2 * MIB)
         assert lending.held_bytes == 4 * MIB
@@ -291,7 +292,7 @@ class TestJax:
     def jax(self) -> Any:
         return pytest.importorskip("jax", reason="JAX is not installed: pip install jax")
 
-    def test_weights_of_a_segment(self, client: membroker.Client, model: Model, jax: Any) -> None:
+    def test_weights_of_a_segment(self, client: Client, model: Model, jax: Any) -> None:
         """A sealed segment is what JAX wants: constant. The array keeps it mapped after everybody closed it."""
         np = pytest.importorskip("numpy")
         weights = {"w": np.arange(1 << 20, dtype="<f4")}

@@ -17,6 +17,7 @@ from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.sizes import MIB
 
 import membroker
+from membroker import Client
 
 pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
 adapter = pytest.importorskip("membroker.adapters.torch")
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.shared_daemon
 
 
 @pytest.fixture
-def client(daemon: Daemon) -> Iterator[membroker.Client]:
+def client(daemon: Daemon) -> Iterator[Client]:
     with membroker.connect(daemon.endpoint()) as one:
         yield one
 
@@ -52,7 +53,7 @@ class TestLending:
         return set()
 
     @pytest.fixture
-    def lending(self, client: membroker.Client, alive: set[int]) -> Iterator[Any]:
+    def lending(self, client: Client, alive: set[int]) -> Iterator[Any]:
         one = lendings.TorchLending(client.register_model("lending", limit="8MiB"), 0, lambda: set(alive))
         yield one
         alive.clear()
@@ -92,7 +93,7 @@ class TestLending:
         assert allocate(2 * MIB, 0, None)
         assert lending.lent == 2 * MIB
 
-    def test_a_denial_first_empties_torchs_cache(self, client: membroker.Client, alive: set[int]) -> None:
+    def test_a_denial_first_empties_torchs_cache(self, client: Client, alive: set[int]) -> None:
         """What torch only caches goes back, and the allocation is tried again; torch hears nothing of the refusal."""
 
         def empty() -> bool:
@@ -110,7 +111,7 @@ class TestLending:
         lending.collect(ended=True)
 
     def test_only_the_last_attempt_waits(
-        self, client: membroker.Client, alive: set[int], monkeypatch: pytest.MonkeyPatch
+        self, client: Client, alive: set[int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """As long as torch may have something to release, nothing is waited for; after that, as the broker says."""
         waits: list[float | None] = []
@@ -135,7 +136,7 @@ class TestLending:
         assert lending.refusals == 1
 
     @pytest.mark.parametrize("size", [4 * MIB, 16 * MIB], ids=["lent after all", "refused"])
-    def test_a_denial_keeps_nothing_of_the_program(self, client: membroker.Client, alive: set[int], size: int) -> None:
+    def test_a_denial_keeps_nothing_of_the_program(self, client: Client, alive: set[int], size: int) -> None:
         """A traceback holds the frames below it, and they the tensors of a forward pass, which would stay lent."""
 
         def empty() -> bool:
@@ -190,7 +191,7 @@ class TestLending:
         assert lending.collect(ended=True) == 4 * MIB
 
     def test_threads_that_are_refused_at_once_share_what_goes_back(
-        self, client: membroker.Client, monkeypatch: pytest.MonkeyPatch
+        self, client: Client, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """One thread empties the cache while another is refused: the other waits for it, and gets its part."""
         alive: set[int] = set()
@@ -249,7 +250,7 @@ class TestLending:
         assert lending.collect() == 2 * MIB
         until(lambda: not daemon.sessions())
 
-    def test_many_threads(self, daemon: Daemon, client: membroker.Client) -> None:
+    def test_many_threads(self, daemon: Daemon, client: Client) -> None:
         """Threads that torch made, as they allocate while another collects: nothing is lent twice or lost."""
         alive: set[int] = set()
         taken: set[int] = set()
@@ -279,6 +280,6 @@ class TestLending:
         assert lending.lent == 0
         until(lambda: daemon.books().lent_bytes == 0)
 
-    def test_there_is_no_mempool_on_the_host(self, client: membroker.Client) -> None:
+    def test_there_is_no_mempool_on_the_host(self, client: Client) -> None:
         with pytest.raises(membroker.InvalidRequest):
             adapter.TorchMemory(client.register_model("lending"))

@@ -13,6 +13,7 @@ from tests.support.daemons import Daemon, until
 from tests.support.tensors import bytes_of
 
 import membroker
+from membroker import Client, Model
 from membroker.safetensors import InvalidTensorIndex
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
@@ -22,13 +23,13 @@ pytestmark = pytest.mark.shared_daemon
 
 
 @pytest.fixture
-def client(daemon: Daemon) -> Iterator[membroker.Client]:
+def client(daemon: Daemon) -> Iterator[Client]:
     with membroker.connect(daemon.endpoint()) as one:
         yield one
 
 
 @pytest.fixture
-def model(client: membroker.Client) -> membroker.Model:
+def model(client: Client) -> Model:
     return client.register_model("torch", virtual_capacity="64MiB")
 
 
@@ -56,273 +57,285 @@ class Wrapped(torch.Tensor):  # type: ignore[misc]
     """A tensor that is more than its bytes, as quantized ones are."""
 
 
-class TestModules:
-    @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float64"])
-    def test_published_and_attached(self, client: membroker.Client, model: membroker.Model, name: str) -> None:
-        """A module on the meta device answers exactly as the one that was published; what was tied is tied."""
-        dtype = getattr(torch, name)
-        torch.manual_seed(1)
-        original, tokens = Tied(dtype), torch.arange(32).view(4, 8)
-        adapter.publish_module(model, "weights", original).close()
-        with adapter.without_weights():
-            copy = Tied(dtype)
-        assert all(parameter.is_meta for parameter in copy.parameters())
-        with client.attach("weights") as segment:
-            assert adapter.attach_module(segment, copy) is copy
-        assert torch.equal(copy(tokens), original(tokens))
-        assert copy.head.weight is copy.embed.weight
-        assert copy.again is copy.block
-        assert copy.steps.item() == 7
-        assert not any(parameter.requires_grad for parameter in copy.parameters())
-        assert [key for key, _ in copy.named_parameters()] == [key for key, _ in original.named_parameters()]
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float64"])
+def test_published_and_attached(client: Client, model: Model, name: str) -> None:
+    """A module on the meta device answers exactly as the one that was published; what was tied is tied."""
+    dtype = getattr(torch, name)
+    torch.manual_seed(1)
+    original, tokens = Tied(dtype), torch.arange(32).view(4, 8)
+    adapter.publish_module(model, "weights", original).close()
+    with adapter.without_weights():
+        copy = Tied(dtype)
+    assert all(parameter.is_meta for parameter in copy.parameters())
+    with client.attach("weights") as segment:
+        assert adapter.attach_module(segment, copy) is copy
+    assert torch.equal(copy(tokens), original(tokens))
+    assert copy.head.weight is copy.embed.weight
+    assert copy.again is copy.block
+    assert copy.steps.item() == 7
+    assert not any(parameter.requires_grad for parameter in copy.parameters())
+    assert [key for key, _ in copy.named_parameters()] == [key for key, _ in original.named_parameters()]
 
-    def test_a_tie_is_stored_once(self, model: membroker.Model) -> None:
-        """And says so as safetensors' own `save_model` does; what is not persistent stays out."""
-        with adapter.publish_module(model, "weights", Tied(), metadata={"step": "9"}) as segment:
-            index = segment.index()
-            assert set(index) == {"embed.weight", "block.weight", "block.bias", "scale", "nothing", "steps"}
-            assert index.metadata == {
-                "format": "pt",
-                "step": "9",
-                "again.weight": "block.weight",
-                "again.bias": "block.bias",
-                "head.weight": "embed.weight",
-            }
 
-    def test_a_tied_parameter_named_format(self, model: membroker.Model) -> None:
-        """The metadata has a word of its own under this name: the tie was lost, and nobody could attach."""
-        published, empty = torch.nn.Module(), torch.nn.Module()
-        published.weight = published.format = torch.nn.Parameter(torch.arange(4.0))
-        empty.weight, empty.format = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
-        with adapter.publish_module(model, "weights", published) as segment:
-            assert segment.index().metadata["format"] == "pt"
-            adapter.attach_module(segment, empty)
-            assert empty.weight is empty.format
-            assert empty.weight.tolist() == [0, 1, 2, 3]
+def test_a_tie_is_stored_once(model: Model) -> None:
+    """And says so as safetensors' own `save_model` does; what is not persistent stays out."""
+    with adapter.publish_module(model, "weights", Tied(), metadata={"step": "9"}) as segment:
+        index = segment.index()
+        assert set(index) == {"embed.weight", "block.weight", "block.bias", "scale", "nothing", "steps"}
+        assert index.metadata == {
+            "format": "pt",
+            "step": "9",
+            "again.weight": "block.weight",
+            "again.bias": "block.bias",
+            "head.weight": "embed.weight",
+        }
 
-    def test_what_shares_memory_is_stored_once(self, client: membroker.Client, model: membroker.Model) -> None:
-        """Two parameters over the same bytes come back so; what overlaps in part comes back whole."""
-        module = torch.nn.Module()
-        base = torch.arange(8.0)
-        module.one, module.two = torch.nn.Parameter(base), torch.nn.Parameter(base)
-        module.part = torch.nn.Parameter(base[2:6])
-        module.turned = torch.nn.Parameter(torch.arange(6.0).view(2, 3).t())
-        with adapter.publish_module(model, "weights", module) as segment:
-            assert set(segment.index()) == {"one", "part", "turned"}
-        with client.attach("weights") as segment:
+
+def test_a_tied_parameter_named_format(model: Model) -> None:
+    """The metadata has a word of its own under this name: the tie was lost, and nobody could attach."""
+    published, empty = torch.nn.Module(), torch.nn.Module()
+    published.weight = published.format = torch.nn.Parameter(torch.arange(4.0))
+    empty.weight, empty.format = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
+    with adapter.publish_module(model, "weights", published) as segment:
+        assert segment.index().metadata["format"] == "pt"
+        adapter.attach_module(segment, empty)
+        assert empty.weight is empty.format
+        assert empty.weight.tolist() == [0, 1, 2, 3]
+
+
+def test_what_shares_memory_is_stored_once(client: Client, model: Model) -> None:
+    """Two parameters over the same bytes come back so; what overlaps in part comes back whole."""
+    module = torch.nn.Module()
+    base = torch.arange(8.0)
+    module.one, module.two = torch.nn.Parameter(base), torch.nn.Parameter(base)
+    module.part = torch.nn.Parameter(base[2:6])
+    module.turned = torch.nn.Parameter(torch.arange(6.0).view(2, 3).t())
+    with adapter.publish_module(model, "weights", module) as segment:
+        assert set(segment.index()) == {"one", "part", "turned"}
+    with client.attach("weights") as segment:
+        adapter.attach_module(segment, module)
+    assert module.one.data_ptr() == module.two.data_ptr()
+    assert module.part.tolist() == [2.0, 3.0, 4.0, 5.0]
+    assert module.turned.tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+
+
+def test_two_views_of_the_same_bytes_that_read_them_differently(client: Client, model: Model) -> None:
+    """A conjugate and its imaginary part are views that torch negates as it reads: no bytes of their own."""
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    module = torch.nn.Module()
+    for name, view in (("up", numbers.imag), ("down", numbers.conj().imag), ("z", numbers), ("c", numbers.conj())):
+        module.register_buffer(name, view)
+    assert module.down.is_neg()
+    adapter.publish_module(model, "weights", module).close()
+    with client.attach("weights") as segment:
+        adapter.attach_module(segment, module)
+    assert (module.up.tolist(), module.down.tolist()) == ([2.0, -4.0], [-2.0, 4.0])
+    assert (module.z.tolist(), module.c.tolist()) == ([1 + 2j, 3 - 4j], [1 - 2j, 3 + 4j])
+
+
+def test_fp8_is_aligned(client: Client, model: Model) -> None:
+    """Small scales stand before fp8 weights in the format; each large weight begins at 256 bytes all the same."""
+    module = torch.nn.Module()
+    for number in range(3):
+        module.register_parameter(f"scale{number}", torch.nn.Parameter(torch.tensor(1.0 + number)))
+        weight = torch.randn(65, 65 + number).to(torch.float8_e4m3fn)
+        module.register_parameter(f"w{number}", torch.nn.Parameter(weight, requires_grad=False))
+    published = {key: bytes_of(value) for key, value in module.named_parameters()}
+    adapter.publish_module(model, "weights", module).close()
+    with client.attach("weights") as segment:
+        index = segment.index()
+        assert {index[f"w{number}"].offset % 256 for number in range(3)} == {0}
+        assert {key[-1] for key in set(index) - set(published)} == {"!"}
+        adapter.attach_module(segment, module)
+    assert {key: bytes_of(value) for key, value in module.named_parameters()} == published
+    assert module.w1.dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no float4")
+def test_fp4_is_counted_as_safetensors_counts(client: Client, model: Model) -> None:
+    module = torch.nn.Module()
+    packed = torch.arange(64, dtype=torch.uint8).view(4, 16).view(torch.float4_e2m1fn_x2)
+    module.weight = torch.nn.Parameter(packed, requires_grad=False)
+    with adapter.publish_module(model, "weights", module) as segment:
+        assert segment.index()["weight"].shape == (4, 32)
+    with client.attach("weights") as segment:
+        adapter.attach_module(segment, module)
+    assert bytes_of(module.weight) == bytes(range(64))
+
+
+def test_it_is_a_safetensors_file(model: Model) -> None:
+    """The reference reads the segment's bytes as `load_model` would: every tensor, and the names that are tied."""
+    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed here")
+    original = Tied(torch.bfloat16)
+    with adapter.publish_module(model, "weights", original) as segment:
+        image = segment.read(0, segment.index().size)
+    found = safetensors.load(image)
+    assert all(torch.equal(value, original.state_dict()[key]) for key, value in found.items())
+
+
+def test_the_weights_outlive_the_segment_and_the_client(daemon: Daemon, model: Model) -> None:
+    """A module keeps what it computes with; one copy stands there, charged once, until both are done with it."""
+    original, tokens = Tied(), torch.arange(8).view(1, 8)
+    adapter.publish_module(model, "weights", original).close()
+    lent = daemon.books().lent_bytes
+    copies = []
+    for _ in range(3):
+        reader = membroker.connect(daemon.endpoint())
+        copies.append(adapter.attach_module(reader.attach("weights"), Tied()))
+        reader.close()
+    gc.collect()
+    assert daemon.books().lent_bytes == lent
+    assert len(daemon.sessions()) == 4
+    assert all(torch.equal(copy(tokens), original(tokens)) for copy in copies)
+    copies.clear()
+    gc.collect()
+    until(lambda: len(daemon.sessions()) == 1)
+
+
+def test_rnn(client: Client, model: Model) -> None:
+    """A module that keeps a second list of its weights computes with the attached ones."""
+    original, sample = torch.nn.LSTM(8, 8, num_layers=2), torch.randn(3, 1, 8)
+    adapter.publish_module(model, "weights", original).close()
+    copy = adapter.attach_module(client.attach("weights"), torch.nn.LSTM(8, 8, num_layers=2))
+    assert torch.equal(copy(sample)[0], original(sample)[0])
+
+
+def test_what_does_not_fit_changes_nothing(client: Client, model: Model) -> None:
+    """Every difference is named in one sentence, and the module is as it was."""
+    adapter.publish_module(model, "weights", Tied()).close()
+    other = Tied(torch.bfloat16)
+    other.head = torch.nn.Linear(16, 32)
+    other.embed = torch.nn.Embedding(33, 16)
+    del other.scale
+    before = dict(other.named_parameters())
+    with client.attach("weights") as segment:
+        with pytest.raises(membroker.InvalidRequest) as raised:
+            adapter.attach_module(segment, other)
+        assert dict(other.named_parameters()) == before
+        message = str(raised.value)
+        assert "embed.weight has the shape [33, 16] in the module and [32, 16] in the segment" in message
+        assert re.search(r", and \d+ more$", message)
+        with pytest.raises(membroker.InvalidRequest, match=r"embed\.weight has the shape"):
+            adapter.attach_module(segment, other, strict=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda module: module.to(torch.bfloat16), r"is torch\.bfloat16 in the module and torch\.float32"),
+        (lambda module: delattr(module, "scale"), "scale is not in the module"),
+        (lambda module: setattr(module, "extra", torch.nn.Linear(2, 2)), r"extra\.weight is not in the segment"),
+        (lambda module: module.to("meta"), r"angles is in no segment.*without_weights"),
+    ],
+)
+def test_strict(client: Client, model: Model, change: Any, message: str) -> None:
+    """What a strict attach refuses, a lenient one leaves as it is."""
+    adapter.publish_module(model, "weights", Tied()).close()
+    module = Tied()
+    change(module)
+    with client.attach("weights") as segment:
+        with pytest.raises(membroker.InvalidRequest, match=message):
             adapter.attach_module(segment, module)
-        assert module.one.data_ptr() == module.two.data_ptr()
-        assert module.part.tolist() == [2.0, 3.0, 4.0, 5.0]
-        assert module.turned.tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+        adapter.attach_module(segment, module, strict=False)
+        assert module.block.weight.dtype == torch.float32
+        assert not module.block.weight.is_meta
 
-    def test_two_views_of_the_same_bytes_that_read_them_differently(
-        self, client: membroker.Client, model: membroker.Model
-    ) -> None:
-        """A conjugate and its imaginary part are views that torch negates as it reads: no bytes of their own."""
-        numbers = torch.tensor([1 + 2j, 3 - 4j])
-        module = torch.nn.Module()
-        for name, view in (("up", numbers.imag), ("down", numbers.conj().imag), ("z", numbers), ("c", numbers.conj())):
-            module.register_buffer(name, view)
-        assert module.down.is_neg()
-        adapter.publish_module(model, "weights", module).close()
-        with client.attach("weights") as segment:
+
+def test_a_module_ties_what_the_file_stores_once(client: Client, model: Model) -> None:
+    """A checkpoint from elsewhere leaves a tied name out and says nothing: the module's own tie finds it."""
+    untied = Tied()
+    index_of = {"embed.weight": ("F32", (32, 16))}
+    module = torch.nn.Module()
+    module.embed, module.head = untied.embed, untied.head
+    with model.create_segment("weights", "2MiB") as segment:
+        index = segment.lay_out(index_of)
+        segment.write(index["embed.weight"].offset, bytes_of(untied.embed.weight))
+        segment.seal()
+    with client.attach("weights") as segment:
+        adapter.attach_module(segment, module)
+    assert module.head.weight is module.embed.weight
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda: torch.empty(4, device="meta"), "has no memory yet"),
+        (lambda: torch.nn.parameter.UninitializedParameter(), "has no memory yet"),
+        (lambda: torch.zeros(4, dtype=torch.complex128), "which safetensors does not have"),
+        (lambda: torch.zeros(4, 4).to_sparse(), "only plain tensors"),
+        (lambda: torch.zeros(2).as_subclass(Wrapped), "only plain tensors"),
+    ],
+)
+def test_what_cannot_be_published(daemon: Daemon, model: Model, client: Client, value: Any, message: str) -> None:
+    module = torch.nn.Module()
+    made = value()
+    if isinstance(made, torch.nn.Parameter):
+        module.register_parameter("odd", made)
+    else:
+        module.register_buffer("odd", made)
+    with pytest.raises(membroker.InvalidRequest, match=f"odd .*{message}"):
+        adapter.publish_module(model, "weights", module)
+    assert not client.segments()
+    assert daemon.books().lent_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["a!", "!", "a x", "a\t", "a\0b"])
+def test_names_that_what_aligns_the_tensors_needs(client: Client, model: Model, name: str) -> None:
+    """A gap was filled under the very name of a tensor, which was lost: now the module's author is told."""
+    module = torch.nn.Module()
+    for each, size in (("a", 1), (name, 5000), ("b", 6000)):
+        module.register_buffer(each, torch.full((size,), 7, dtype=torch.uint8))
+    with pytest.raises(membroker.InvalidRequest, match=re.escape(repr(name)) + ' ends with "!", or has a space'):
+        adapter.publish_module(model, "weights", module)
+    assert not client.segments()
+
+
+def test_a_name_with_a_mark_in_its_middle(client: Client, model: Model) -> None:
+    module = torch.nn.Module()
+    for number, (name, size) in enumerate((("a", 1), ("a!x", 5000), ("b", 6000))):
+        module.register_buffer(name, torch.full((size,), number, dtype=torch.uint8))
+    published = {key: bytes_of(value) for key, value in module.named_buffers()}
+    adapter.publish_module(model, "weights", module).close()
+    with client.attach("weights") as segment:
+        assert {segment.index()[name].offset % 256 for name in ("a!x", "b")} == {0}
+        adapter.attach_module(segment, module)
+    assert {key: bytes_of(value) for key, value in module.named_buffers()} == published
+
+
+def test_a_tensor_without_a_name_is_nobodys(model: Model) -> None:
+    """A foreign file has a tensor named "": it stands for no parameter that the file lacks."""
+    module = torch.nn.ParameterDict({"w": torch.ones(2, 2), "v": torch.ones(2, 2)})
+    with model.create_segment("weights", "2MiB") as segment:
+        segment.lay_out({"": ("F32", (2, 2))})
+        segment.seal()
+        with pytest.raises(membroker.InvalidRequest, match="v is not in the segment; w is not in"):
             adapter.attach_module(segment, module)
-        assert (module.up.tolist(), module.down.tolist()) == ([2.0, -4.0], [-2.0, 4.0])
-        assert (module.z.tolist(), module.c.tolist()) == ([1 + 2j, 3 - 4j], [1 - 2j, 3 + 4j])
 
-    def test_fp8_is_aligned(self, client: membroker.Client, model: membroker.Model) -> None:
-        """Small scales stand before fp8 weights in the format; each large weight begins at 256 bytes all the same."""
-        module = torch.nn.Module()
-        for number in range(3):
-            module.register_parameter(f"scale{number}", torch.nn.Parameter(torch.tensor(1.0 + number)))
-            weight = torch.randn(65, 65 + number).to(torch.float8_e4m3fn)
-            module.register_parameter(f"w{number}", torch.nn.Parameter(weight, requires_grad=False))
-        published = {key: bytes_of(value) for key, value in module.named_parameters()}
-        adapter.publish_module(model, "weights", module).close()
-        with client.attach("weights") as segment:
-            index = segment.index()
-            assert {index[f"w{number}"].offset % 256 for number in range(3)} == {0}
-            assert {key[-1] for key in set(index) - set(published)} == {"!"}
-            adapter.attach_module(segment, module)
-        assert {key: bytes_of(value) for key, value in module.named_parameters()} == published
-        assert module.w1.dtype == torch.float8_e4m3fn
 
-    @pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no float4")
-    def test_fp4_is_counted_as_safetensors_counts(self, client: membroker.Client, model: membroker.Model) -> None:
-        module = torch.nn.Module()
-        packed = torch.arange(64, dtype=torch.uint8).view(4, 16).view(torch.float4_e2m1fn_x2)
-        module.weight = torch.nn.Parameter(packed, requires_grad=False)
-        with adapter.publish_module(model, "weights", module) as segment:
-            assert segment.index()["weight"].shape == (4, 32)
-        with client.attach("weights") as segment:
-            adapter.attach_module(segment, module)
-        assert bytes_of(module.weight) == bytes(range(64))
+def test_a_segment_that_does_not_fit_is_not_made(client: Client) -> None:
+    small = client.register_model("small", limit="2MiB")
+    with pytest.raises(membroker.OutOfMemory):
+        adapter.publish_module(small, "weights", torch.nn.Linear(1024, 1024))
+    assert not client.segments()
 
-    def test_it_is_a_safetensors_file(self, model: membroker.Model) -> None:
-        """The reference reads the segment's bytes as `load_model` would: every tensor, and the names that are tied."""
-        safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed here")
-        original = Tied(torch.bfloat16)
-        with adapter.publish_module(model, "weights", original) as segment:
-            image = segment.read(0, segment.index().size)
-        found = safetensors.load(image)
-        assert all(torch.equal(value, original.state_dict()[key]) for key, value in found.items())
 
-    def test_the_weights_outlive_the_segment_and_the_client(self, daemon: Daemon, model: membroker.Model) -> None:
-        """A module keeps what it computes with; one copy stands there, charged once, until both are done with it."""
-        original, tokens = Tied(), torch.arange(8).view(1, 8)
-        adapter.publish_module(model, "weights", original).close()
-        lent = daemon.books().lent_bytes
-        copies = []
-        for _ in range(3):
-            reader = membroker.connect(daemon.endpoint())
-            copies.append(adapter.attach_module(reader.attach("weights"), Tied()))
-            reader.close()
-        gc.collect()
-        assert daemon.books().lent_bytes == lent
-        assert len(daemon.sessions()) == 4
-        assert all(torch.equal(copy(tokens), original(tokens)) for copy in copies)
-        copies.clear()
-        gc.collect()
-        until(lambda: len(daemon.sessions()) == 1)
+def test_not_sealed_and_no_header(model: Model, client: Client) -> None:
+    with model.create_segment("raw", "2MiB") as segment:
+        with pytest.raises(membroker.InvalidRequest, match="seal it first"):
+            adapter.attach_module(segment, Tied())
+        segment.seal()
+        with pytest.raises(InvalidTensorIndex):
+            adapter.attach_module(segment, Tied())
 
-    def test_rnn(self, client: membroker.Client, model: membroker.Model) -> None:
-        """A module that keeps a second list of its weights computes with the attached ones."""
-        original, sample = torch.nn.LSTM(8, 8, num_layers=2), torch.randn(3, 1, 8)
-        adapter.publish_module(model, "weights", original).close()
-        copy = adapter.attach_module(client.attach("weights"), torch.nn.LSTM(8, 8, num_layers=2))
-        assert torch.equal(copy(sample)[0], original(sample)[0])
 
-    def test_what_does_not_fit_changes_nothing(self, client: membroker.Client, model: membroker.Model) -> None:
-        """Every difference is named in one sentence, and the module is as it was."""
-        adapter.publish_module(model, "weights", Tied()).close()
-        other = Tied(torch.bfloat16)
-        other.head = torch.nn.Linear(16, 32)
-        other.embed = torch.nn.Embedding(33, 16)
-        del other.scale
-        before = dict(other.named_parameters())
-        with client.attach("weights") as segment:
-            with pytest.raises(membroker.InvalidRequest) as raised:
-                adapter.attach_module(segment, other)
-            assert dict(other.named_parameters()) == before
-            message = str(raised.value)
-            assert "embed.weight has the shape [33, 16] in the module and [32, 16] in the segment" in message
-            assert re.search(r", and \d+ more$", message)
-            with pytest.raises(membroker.InvalidRequest, match=r"embed\.weight has the shape"):
-                adapter.attach_module(segment, other, strict=False)
-
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            (lambda module: module.to(torch.bfloat16), r"is torch\.bfloat16 in the module and torch\.float32"),
-            (lambda module: delattr(module, "scale"), "scale is not in the module"),
-            (lambda module: setattr(module, "extra", torch.nn.Linear(2, 2)), r"extra\.weight is not in the segment"),
-            (lambda module: module.to("meta"), r"angles is in no segment.*without_weights"),
-        ],
-    )
-    def test_strict(self, client: membroker.Client, model: membroker.Model, change: Any, message: str) -> None:
-        """What a strict attach refuses, a lenient one leaves as it is."""
-        adapter.publish_module(model, "weights", Tied()).close()
-        module = Tied()
-        change(module)
-        with client.attach("weights") as segment:
-            with pytest.raises(membroker.InvalidRequest, match=message):
-                adapter.attach_module(segment, module)
-            adapter.attach_module(segment, module, strict=False)
-            assert module.block.weight.dtype == torch.float32
-            assert not module.block.weight.is_meta
-
-    def test_a_module_ties_what_the_file_stores_once(self, client: membroker.Client, model: membroker.Model) -> None:
-        """A checkpoint from elsewhere leaves a tied name out and says nothing: the module's own tie finds it."""
-        untied = Tied()
-        index_of = {"embed.weight": ("F32", (32, 16))}
-        module = torch.nn.Module()
-        module.embed, module.head = untied.embed, untied.head
-        with model.create_segment("weights", "2MiB") as segment:
-            index = segment.lay_out(index_of)
-            segment.write(index["embed.weight"].offset, bytes_of(untied.embed.weight))
-            segment.seal()
-        with client.attach("weights") as segment:
-            adapter.attach_module(segment, module)
-        assert module.head.weight is module.embed.weight
-
-    @pytest.mark.parametrize(
-        ("value", "message"),
-        [
-            (lambda: torch.empty(4, device="meta"), "has no memory yet"),
-            (lambda: torch.nn.parameter.UninitializedParameter(), "has no memory yet"),
-            (lambda: torch.zeros(4, dtype=torch.complex128), "which safetensors does not have"),
-            (lambda: torch.zeros(4, 4).to_sparse(), "only plain tensors"),
-            (lambda: torch.zeros(2).as_subclass(Wrapped), "only plain tensors"),
-        ],
-    )
-    def test_what_cannot_be_published(
-        self, daemon: Daemon, model: membroker.Model, client: membroker.Client, value: Any, message: str
-    ) -> None:
-        module = torch.nn.Module()
-        made = value()
-        if isinstance(made, torch.nn.Parameter):
-            module.register_parameter("odd", made)
-        else:
-            module.register_buffer("odd", made)
-        with pytest.raises(membroker.InvalidRequest, match=f"odd .*{message}"):
-            adapter.publish_module(model, "weights", module)
-        assert not client.segments()
-        assert daemon.books().lent_bytes == 0
-
-    @pytest.mark.parametrize("name", ["a!", "!", "a x", "a\t", "a\0b"])
-    def test_names_that_what_aligns_the_tensors_needs(
-        self, client: membroker.Client, model: membroker.Model, name: str
-    ) -> None:
-        """A gap was filled under the very name of a tensor, which was lost: now the module's author is told."""
-        module = torch.nn.Module()
-        for each, size in (("a", 1), (name, 5000), ("b", 6000)):
-            module.register_buffer(each, torch.full((size,), 7, dtype=torch.uint8))
-        with pytest.raises(membroker.InvalidRequest, match=re.escape(repr(name)) + ' ends with "!", or has a space'):
-            adapter.publish_module(model, "weights", module)
-        assert not client.segments()
-
-    def test_a_name_with_a_mark_in_its_middle(self, client: membroker.Client, model: membroker.Model) -> None:
-        module = torch.nn.Module()
-        for number, (name, size) in enumerate((("a", 1), ("a!x", 5000), ("b", 6000))):
-            module.register_buffer(name, torch.full((size,), number, dtype=torch.uint8))
-        published = {key: bytes_of(value) for key, value in module.named_buffers()}
-        adapter.publish_module(model, "weights", module).close()
-        with client.attach("weights") as segment:
-            assert {segment.index()[name].offset % 256 for name in ("a!x", "b")} == {0}
-            adapter.attach_module(segment, module)
-        assert {key: bytes_of(value) for key, value in module.named_buffers()} == published
-
-    def test_a_tensor_without_a_name_is_nobodys(self, model: membroker.Model) -> None:
-        """A foreign file has a tensor named "": it stands for no parameter that the file lacks."""
-        module = torch.nn.ParameterDict({"w": torch.ones(2, 2), "v": torch.ones(2, 2)})
-        with model.create_segment("weights", "2MiB") as segment:
-            segment.lay_out({"": ("F32", (2, 2))})
-            segment.seal()
-            with pytest.raises(membroker.InvalidRequest, match="v is not in the segment; w is not in"):
-                adapter.attach_module(segment, module)
-
-    def test_a_segment_that_does_not_fit_is_not_made(self, client: membroker.Client) -> None:
-        small = client.register_model("small", limit="2MiB")
-        with pytest.raises(membroker.OutOfMemory):
-            adapter.publish_module(small, "weights", torch.nn.Linear(1024, 1024))
-        assert not client.segments()
-
-    def test_not_sealed_and_no_header(self, model: membroker.Model, client: membroker.Client) -> None:
-        with model.create_segment("raw", "2MiB") as segment:
-            with pytest.raises(membroker.InvalidRequest, match="seal it first"):
-                adapter.attach_module(segment, Tied())
-            segment.seal()
-            with pytest.raises(InvalidTensorIndex):
-                adapter.attach_module(segment, Tied())
-
-    def test_other_threads_build_as_always(self) -> None:
-        """`without_weights` is one thread's: a server that builds something else meanwhile gets its weights."""
-        made: list[Any] = []
-        with adapter.without_weights():
-            thread = threading.Thread(target=lambda: made.append(torch.nn.Linear(2, 2)))
-            thread.start()
-            thread.join()
-            mine = torch.nn.Linear(2, 2)
-        assert mine.weight.is_meta
-        assert not made[0].weight.is_meta
-        assert not torch.nn.Linear(2, 2).weight.is_meta
+def test_other_threads_build_as_always() -> None:
+    """`without_weights` is one thread's: a server that builds something else meanwhile gets its weights."""
+    made: list[Any] = []
+    with adapter.without_weights():
+        thread = threading.Thread(target=lambda: made.append(torch.nn.Linear(2, 2)))
+        thread.start()
+        thread.join()
+        mine = torch.nn.Linear(2, 2)
+    assert mine.weight.is_meta
+    assert not made[0].weight.is_meta
+    assert not torch.nn.Linear(2, 2).weight.is_meta

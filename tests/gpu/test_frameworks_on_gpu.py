@@ -20,6 +20,7 @@ from tests.support.daemons import Daemon, running, until
 from tests.support.sizes import MIB
 
 import membroker
+from membroker import Client
 from membroker.dlpack import CUDA, export
 from membroker.errors import InvalidRequest
 from membroker.model import Model
@@ -69,14 +70,14 @@ def daemon() -> Iterator[Daemon]:
 
 
 @pytest.fixture(scope="module")
-def client(daemon: Daemon) -> Iterator[membroker.Client]:
+def client(daemon: Daemon) -> Iterator[Client]:
     """One client for all: its driver retains the context that the frameworks compute in."""
     with membroker.connect(str(daemon.endpoint())) as client:
         yield client
 
 
 @pytest.fixture
-def model(daemon: Daemon, client: membroker.Client) -> Iterator[Model]:
+def model(daemon: Daemon, client: Client) -> Iterator[Model]:
     """A model; at the end of each test all its memory has been released."""
     yield client.register_model("llama", virtual_capacity="8GiB")
     gc.collect()
@@ -138,7 +139,7 @@ class TestTorch:
             assert take(model, buffer.address, 4).hex() == "0000803f"
             del tensor
 
-    def test_a_sealed_segment(self, client: membroker.Client, model: Model, torch: Any) -> None:
+    def test_a_sealed_segment(self, client: Client, model: Model, torch: Any) -> None:
         """The weights of a model, attached and used in place: torch takes read-only memory by DLPack."""
         numpy = package("numpy")
         publish_arrays(model, "weights", {"w": numpy.arange(1 << 20, dtype="<f4")}).close()
@@ -268,9 +269,7 @@ class TestCupy:
         pool.free_all_blocks()
         until(lambda: daemon.books().lent_bytes == 0)
 
-    def test_a_refusal_is_cupys_own_error(
-        self, daemon: Daemon, client: membroker.Client, cupy: Any, adapter: Any
-    ) -> None:
+    def test_a_refusal_is_cupys_own_error(self, daemon: Daemon, client: Client, cupy: Any, adapter: Any) -> None:
         """What the pool caches is released first: a second array as large as the limit fits once the first is
         deleted.
         """
@@ -331,7 +330,7 @@ class TestJax:
         gc.collect()
         until(lambda: daemon.books().lent_bytes == 0)
 
-    def test_a_sealed_segment(self, client: membroker.Client, model: Model, jax: Any, adapter: Any) -> None:
+    def test_a_sealed_segment(self, client: Client, model: Model, jax: Any, adapter: Any) -> None:
         numpy = package("numpy")
         publish_arrays(model, "constants", {"w": numpy.arange(4096, dtype="<f4")}).close()
         with client.attach("llama/constants") as segment:

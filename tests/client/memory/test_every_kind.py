@@ -168,7 +168,7 @@ class TestAllOrNothing:
         pages: int,
         failure: BaseException,
     ) -> None:
-        """The card is full, or somebody presses Ctrl-C, with some pages mapped already."""
+        """The GPU is full, or somebody presses Ctrl-C, with some pages mapped already."""
         before = state()
         lender.fails_after, lender.failure = pages, failure
         with pytest.raises(type(failure)):
@@ -203,7 +203,7 @@ class TestAllOrNothing:
     def test_the_device_is_lost_while_pages_go(
         self, kind: Kind, memory: Any, lender: Lender, state: Callable[[], object]
     ) -> None:
-        """What is still mapped is not called given back."""
+        """What is still mapped is not called released."""
         kind.more(memory, 2)
         before = state()
         lender.driver.lost = True
@@ -266,7 +266,7 @@ class TestEnd:
         assert lender.used_bytes == lender.lent_bytes == 0
 
     def test_a_forked_childs_copy_is_the_parents(self, any_kind: Kind, lender: Lender) -> None:
-        """What a fork leaves a child is abandoned, and its locks may be held for ever: nothing is touched."""
+        """What a fork leaves a child is abandoned, and its locks may be held forever: nothing is touched."""
         memory = any_kind.make(lender)
         lent = lender.lent_bytes
         (holding,) = lender.holdings
@@ -281,7 +281,7 @@ class TestEnd:
         memory.close()
 
     def test_closed_while_borrowing(self, kind: Kind, lender: Lender) -> None:
-        """The server shuts down while one call waits for memory, and another for its turn: all is given back."""
+        """The server shuts down while one call waits for memory, and another for its turn: all is released."""
         memory = kind.make(lender)
         raised: list[BaseException] = []
         asked: list[int] = []

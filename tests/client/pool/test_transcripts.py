@@ -5,7 +5,7 @@ are in pages: `3`, or `3+5` with five bytes more, or `5b` for bytes alone. Behin
 or how it refused. Then what stands in the pages: a letter of the command that allocated a page, `.` nothing, a small
 letter a spare page with its bytes, `_` one that was never used, `#` an offloaded one; `A{9}` is nine of them. Then what
 is lent, and what was asked and waited for. At every step each page must have its own bytes, and be the extent that it
-was. A refusal must leave everything as it was. MEMBROKER_REWRITE=1 writes what follows from the commands anew.
+was. A refusal must leave everything as it was. MEMBROKER_REWRITE=1 writes again what follows from the commands.
 """
 
 from __future__ import annotations
@@ -289,4 +289,4 @@ def test_transcript(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     new = text.partition("== ")[0] + "\n".join(found) + "\n"
     if os.environ.get("MEMBROKER_REWRITE") == "1":
         path.write_text(new)
-    assert path.read_text() == new, f"{path.name} differs; MEMBROKER_REWRITE=1 writes it anew"
+    assert path.read_text() == new, f"{path.name} differs; MEMBROKER_REWRITE=1 writes it again"

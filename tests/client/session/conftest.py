@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.client.session.taking import Pair
 from tests.support.fake_broker import PlayedEnd
 
 from membroker.session.connection import Connection
@@ -22,7 +23,7 @@ def options() -> dict[str, Any]:
 
 
 @pytest.fixture
-def pair(options: dict[str, Any]) -> Iterator[tuple[Connection, PlayedEnd]]:
+def pair(options: dict[str, Any]) -> Iterator[Pair]:
     """A connection and its broker. At the end no descriptor is left over."""
     before = descriptors()
     mine, yours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

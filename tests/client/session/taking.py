@@ -5,8 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from tests.support.fake_broker import PlayedEnd
+
+from membroker.session.connection import Connection
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.v1 import handoff_pb2 as pb
+
+Pair = tuple[Connection, PlayedEnd]
+"""A connection of the library, and its other end."""
 
 
 class Taker:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tests.client.session.taking import Taker, allocate, attach, granted, segment
+from tests.client.session.taking import Pair, Taker, allocate, attach, granted, segment
 from tests.support.daemons import DEADLINE_SECONDS, until
-from tests.support.fake_broker import Caller, PlayedEnd
+from tests.support.fake_broker import Caller
 
 from membroker.errors import (
     BrokerUnavailable,
@@ -25,7 +25,6 @@ from membroker.errors import (
     SegmentNotFound,
     WriterDied,
 )
-from membroker.session.connection import Connection
 from membroker.session.inventory import HeldResources, Inventory, Kind
 from membroker.v1 import broker_pb2
 from membroker.v1 import handoff_pb2 as pb
@@ -34,7 +33,7 @@ from membroker.wire import names
 
 
 class TestCall:
-    def test_one_call(self, pair: tuple[Connection, PlayedEnd]) -> None:
+    def test_one_call(self, pair: Pair) -> None:
         """Two deliveries, each acknowledged when its descriptors are closed, then the answer."""
         connection, broker = pair
         taker = Taker()
@@ -50,7 +49,7 @@ class TestCall:
         assert taker.undone == 0
         assert broker.hears_nothing()
 
-    def test_refused(self, pair: tuple[Connection, PlayedEnd]) -> None:
+    def test_refused(self, pair: Pair) -> None:
         connection, broker = pair
         taker = Taker()
         caller = Caller(lambda: connection.call(allocate(), taker))
@@ -58,7 +57,7 @@ class TestCall:
         assert isinstance(caller.end().error, OutOfMemory)
         assert broker.hears_nothing(), "nothing was delivered, so nothing is released"
 
-    def test_refused_half_way(self, pair: tuple[Connection, PlayedEnd]) -> None:
+    def test_refused_half_way(self, pair: Pair) -> None:
         """The card fills up between two packets: what came is unmapped, then released, then it raises."""
         connection, broker = pair
         taker = Taker()
@@ -73,7 +72,7 @@ class TestCall:
         assert release.release.no_reply
         assert isinstance(caller.end().error, OutOfMemory)
 
-    def test_mapping_fails(self, pair: tuple[Connection, PlayedEnd]) -> None:
+    def test_mapping_fails(self, pair: Pair) -> None:
         """The second packet cannot be mapped: the third is closed unused, and all is released at the answer."""
         connection, broker = pair
         taker = Taker(3, RuntimeError("no more mappings"))
@@ -88,7 +87,7 @@ class TestCall:
         assert list(broker.hear("release").release.extent_ids) == [0, 1, 2, 3, 4, 5]
         assert isinstance(caller.end().error, RuntimeError)
 
-    def test_interrupted(self, pair: tuple[Connection, PlayedEnd]) -> None:
+    def test_interrupted(self, pair: Pair) -> None:
         """Ctrl-C while mapping: what came is unmapped, and the connection ends, since the broker's books are ahead."""
         connection, broker = pair
         taker = Taker(1, KeyboardInterrupt())
@@ -105,9 +104,7 @@ class TestCall:
         with pytest.raises(handoff.EndOfConnection):
             broker.hear_any()
 
-    def test_interrupted_after_its_answer(
-        self, pair: tuple[Connection, PlayedEnd], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_interrupted_after_its_answer(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         """The extents are in the inventory already, and the caller never gets them: no resume may state them."""
         connection, broker = pair
         inventory = connection._inventory
@@ -127,7 +124,7 @@ class TestCall:
         assert taker.undone == 1
         assert inventory.held() == HeldResources()
 
-    def test_packets_that_an_interrupted_call_left_are_closed(self, pair: tuple[Connection, PlayedEnd]) -> None:
+    def test_packets_that_an_interrupted_call_left_are_closed(self, pair: Pair) -> None:
         """Another thread has read them for it: they end with the connection, or their memory would stay in use."""
         connection, broker = pair
         slow, go_on = threading.Event(), threading.Event()
@@ -153,7 +150,7 @@ class TestCall:
         assert not connection._unclosed
 
     @pytest.mark.parametrize("in_mid_call", [False, True])
-    def test_undo_fails(self, pair: tuple[Connection, PlayedEnd], in_mid_call: bool) -> None:
+    def test_undo_fails(self, pair: Pair, in_mid_call: bool) -> None:
         """What could not be unmapped is not called given back.
 
         If more is to come, that is closed and acknowledged, so that the window stays open for others.
@@ -177,7 +174,7 @@ class TestCall:
         assert "lost" in str(caller.end().error)
         assert broker.hears_nothing()
 
-    def test_fewer_descriptors_than_ids(self, pair: tuple[Connection, PlayedEnd]) -> None:
+    def test_fewer_descriptors_than_ids(self, pair: Pair) -> None:
         connection, broker = pair
         caller = Caller(lambda: connection.call(allocate(), Taker()))
         request_id = broker.hear("allocate").request_id
@@ -199,9 +196,7 @@ class TestCall:
         ],
         ids=["none", "too few", "too many", "one twice", "of another size", "a segment's"],
     )
-    def test_a_broker_that_cannot_count(
-        self, pair: tuple[Connection, PlayedEnd], ids: Sequence[int], more: dict[str, Any]
-    ) -> None:
+    def test_a_broker_that_cannot_count(self, pair: Pair, ids: Sequence[int], more: dict[str, Any]) -> None:
         """The caller gets addresses for two extents, and an address without memory ends its program (SIGSEGV)."""
         connection, broker = pair
         taker = Taker()
@@ -221,13 +216,13 @@ class TestCall:
         assert broker.hears_nothing()
 
     @pytest.mark.parametrize("answer", [{"declare": broker_pb2.DeclareMemoryResponse()}, {}], ids=["another's", "none"])
-    def test_an_answer_of_another_kind(self, pair: tuple[Connection, PlayedEnd], answer: dict[str, Any]) -> None:
+    def test_an_answer_of_another_kind(self, pair: Pair, answer: dict[str, Any]) -> None:
         connection, broker = pair
         caller = Caller(lambda: connection.call(pb.Frame(register_model=broker_pb2.RegisterModelRequest())))
         broker.reply(broker.hear("register_model").request_id, **answer)
         assert isinstance(caller.end().error, ProtocolError)
 
-    def test_what_nobody_waits_for(self, pair: tuple[Connection, PlayedEnd]) -> None:
+    def test_what_nobody_waits_for(self, pair: Pair) -> None:
         """A delivery for an unknown call: closed, acknowledged, given back; the call that read it goes on."""
         connection, broker = pair
         caller = Caller(lambda: connection.call(allocate(0), Taker()))
@@ -238,7 +233,7 @@ class TestCall:
         broker.reply(request_id, allocate=granted(0))
         assert caller.end().error is None
 
-    def test_release_in_frames(self, pair: tuple[Connection, PlayedEnd]) -> None:
+    def test_release_in_frames(self, pair: Pair) -> None:
         """Ten thousand pages are given back: no frame has more ids than the broker takes, and none comes twice."""
         connection, broker = pair
         connection.release([*range(10_000), 5, 6])
@@ -250,7 +245,7 @@ class TestCall:
 class TestSegment:
     """A segment is held as a whole: whatever happens behind its first delivery, it is let go of once."""
 
-    def test_attached(self, pair: tuple[Connection, PlayedEnd]) -> None:
+    def test_attached(self, pair: Pair) -> None:
         connection, broker = pair
         taker = Taker()
         caller = Caller(lambda: connection.call(attach(), taker))
@@ -268,7 +263,7 @@ class TestSegment:
         [{"extents": 3}, {"size_bytes": 4096}, {"generation": 78}],
         ids=["of more extents", "of another size", "another one"],
     )
-    def test_an_answer_about_more_than_came(self, pair: tuple[Connection, PlayedEnd], lie: dict[str, int]) -> None:
+    def test_an_answer_about_more_than_came(self, pair: Pair, lie: dict[str, int]) -> None:
         """A reader would be given addresses for all that the answer names."""
         connection, broker = pair
         taker = Taker()
@@ -285,7 +280,7 @@ class TestSegment:
         assert taker.undone == 1
         assert broker.hears_nothing()
 
-    def test_refused_half_way(self, pair: tuple[Connection, PlayedEnd]) -> None:
+    def test_refused_half_way(self, pair: Pair) -> None:
         """The second packet could not be sent: what came is undone, then one word lets go of all of it."""
         connection, broker = pair
         taker = Taker()
@@ -300,14 +295,14 @@ class TestSegment:
         assert isinstance(caller.end().error, DescriptorLimit)
         assert broker.hears_nothing(), "its extents were released, or it let go twice"
 
-    def test_refused_before_any_delivery(self, pair: tuple[Connection, PlayedEnd]) -> None:
+    def test_refused_before_any_delivery(self, pair: Pair) -> None:
         connection, broker = pair
         caller = Caller(lambda: connection.call(attach(), Taker()))
         broker.refuse(broker.hear("attach_segment").request_id, "WRITER_DIED")
         assert isinstance(caller.end().error, WriterDied)
         assert broker.hears_nothing(), "it let go of what it never held"
 
-    def test_mapping_fails(self, pair: tuple[Connection, PlayedEnd]) -> None:
+    def test_mapping_fails(self, pair: Pair) -> None:
         """The rest of the packets still come: closed, acknowledged, and let go of when the broker has answered."""
         connection, broker = pair
         caller = Caller(lambda: connection.call(attach(), Taker(0, RuntimeError("no more mappings"))))
@@ -321,7 +316,7 @@ class TestSegment:
         assert isinstance(caller.end().error, RuntimeError)
         assert broker.hears_nothing()
 
-    def test_what_nobody_waits_for(self, pair: tuple[Connection, PlayedEnd]) -> None:
+    def test_what_nobody_waits_for(self, pair: Pair) -> None:
         """Both packets of a call that nobody knows are acknowledged, and the segment is let go of behind the last."""
         connection, broker = pair
         caller = Caller(lambda: connection.call(attach(), Taker()))
@@ -336,7 +331,7 @@ class TestSegment:
 
 
 class TestThreads:
-    def test_replies_overtake(self, pair: tuple[Connection, PlayedEnd]) -> None:
+    def test_replies_overtake(self, pair: Pair) -> None:
         """Eight threads call at once and are answered in reverse: each gets its own answer and descriptors."""
         connection, broker = pair
         takers = [Taker() for _ in range(8)]
@@ -349,7 +344,7 @@ class TestThreads:
         assert [caller.end().error for caller in callers] == [None] * 8
         assert sorted(taker.taken[0] for taker in takers) == sorted(ids)
 
-    def test_a_slow_mapper_holds_up_nobody(self, pair: tuple[Connection, PlayedEnd]) -> None:
+    def test_a_slow_mapper_holds_up_nobody(self, pair: Pair) -> None:
         """One thread maps for a long time; the others read the socket meanwhile."""
         connection, broker = pair
         entered, go_on = threading.Event(), threading.Event()
@@ -372,7 +367,7 @@ class TestThreads:
         assert slow.end().error is None
         broker.hear("ack")
 
-    def test_the_broker_dies(self, pair: tuple[Connection, PlayedEnd]) -> None:
+    def test_the_broker_dies(self, pair: Pair) -> None:
         """Every thread that waits is told, and so is whoever calls later."""
         connection, broker = pair
         callers = [Caller(lambda: connection.call(allocate(), Taker())) for _ in range(4)]
@@ -386,14 +381,14 @@ class TestThreads:
         with pytest.raises(BrokerUnavailable):
             connection.release([1])
 
-    def test_the_broker_said_so(self, pair: tuple[Connection, PlayedEnd]) -> None:
+    def test_the_broker_said_so(self, pair: Pair) -> None:
         connection, broker = pair
         connection.heard_stopping()
         broker.end.close()
         with pytest.raises(BrokerUnavailable, match="it had said that it stops"):
             connection.call(allocate(), Taker())
 
-    def test_the_broker_dies_half_way(self, pair: tuple[Connection, PlayedEnd]) -> None:
+    def test_the_broker_dies_half_way(self, pair: Pair) -> None:
         """What was mapped of an unfinished call is unmapped; there is nobody to release it to."""
         connection, broker = pair
         taker = Taker()
@@ -406,7 +401,7 @@ class TestThreads:
         assert taker.undone == 1
 
     @pytest.mark.parametrize("garbage", [b"\xff\xff", b"\x08\x01", b"x" * (names.MAX_FRAME_BYTES + 1)])
-    def test_garbage(self, pair: tuple[Connection, PlayedEnd], garbage: bytes) -> None:
+    def test_garbage(self, pair: Pair, garbage: bytes) -> None:
         """What is no frame ends the connection: nothing behind it could be trusted."""
         connection, broker = pair
         caller = Caller(lambda: connection.call(allocate(), Taker()))
@@ -416,7 +411,7 @@ class TestThreads:
         with pytest.raises(MembrokerError):
             connection.call(allocate(), Taker())
 
-    def test_closed_by_another_thread(self, pair: tuple[Connection, PlayedEnd]) -> None:
+    def test_closed_by_another_thread(self, pair: Pair) -> None:
         connection, broker = pair
         callers = [Caller(lambda: connection.call(allocate(), Taker())) for _ in range(3)]
         for _ in callers:
@@ -427,7 +422,7 @@ class TestThreads:
         with pytest.raises(ClosedError):
             connection.call(allocate())
 
-    def test_a_goodbye_to_a_stopped_broker(self, pair: tuple[Connection, PlayedEnd]) -> None:
+    def test_a_goodbye_to_a_stopped_broker(self, pair: Pair) -> None:
         """A client that closes does not wait for ever for a daemon under SIGSTOP."""
         connection, broker = pair
         connection.say_goodbye(0.01)

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.client.session.taking import Taker, allocate, attach
+from tests.client.session.taking import Pair, Taker, allocate, attach
 from tests.support.daemons import DEADLINE_SECONDS, until
-from tests.support.fake_broker import Caller, PlayedEnd
+from tests.support.fake_broker import Caller
 
 from membroker.errors import OutOfMemory, ProtocolError
-from membroker.session.connection import Connection
 from membroker.session.rpc import METHODS, Outcome
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.v1 import handoff_pb2 as pb
@@ -42,7 +41,7 @@ def options(service: Service) -> dict[str, Any]:
 
 
 @pytest.fixture
-def start(pair: tuple[Connection, PlayedEnd], service: Service) -> Callable[..., Any]:
+def start(pair: Pair, service: Service) -> Callable[..., Any]:
     def start(taker: Taker, frame: pb.Frame | None = None) -> tuple[Caller, int, Finish]:
         caller = Caller(lambda: pair[0].call(frame or allocate(), taker))
         return (caller, *service.asked.get(timeout=DEADLINE_SECONDS))
@@ -51,7 +50,7 @@ def start(pair: tuple[Connection, PlayedEnd], service: Service) -> Callable[...,
 
 
 @pytest.mark.parametrize("answer_first", [True, False])
-def test_waits_for_both(pair: tuple[Connection, PlayedEnd], start: Callable[..., Any], answer_first: bool) -> None:
+def test_waits_for_both(pair: Pair, start: Callable[..., Any], answer_first: bool) -> None:
     """The answer and the descriptors come on two sockets, in either order."""
     _, broker = pair
     taker = Taker()
@@ -70,9 +69,7 @@ def test_waits_for_both(pair: tuple[Connection, PlayedEnd], start: Callable[...,
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_an_answer_about_another_number(
-    pair: tuple[Connection, PlayedEnd], start: Callable[..., Any], count: int
-) -> None:
+def test_an_answer_about_another_number(pair: Pair, start: Callable[..., Any], count: int) -> None:
     """The caller neither waits for ever for what does not come, nor takes too few for all."""
     _, broker = pair
     taker = Taker()
@@ -86,9 +83,7 @@ def test_an_answer_about_another_number(
 
 
 @pytest.mark.parametrize("answer_first", [True, False])
-def test_a_segment_waits_for_all_its_extents(
-    pair: tuple[Connection, PlayedEnd], start: Callable[..., Any], answer_first: bool
-) -> None:
+def test_a_segment_waits_for_all_its_extents(pair: Pair, start: Callable[..., Any], answer_first: bool) -> None:
     """The answer by gRPC says how many extents the segment has; with fewer it is not attached yet."""
     _, broker = pair
     taker = Taker()
@@ -107,7 +102,7 @@ def test_a_segment_waits_for_all_its_extents(
     assert broker.hears_nothing()
 
 
-def test_a_segment_fails_after_deliveries(pair: tuple[Connection, PlayedEnd], start: Callable[..., Any]) -> None:
+def test_a_segment_fails_after_deliveries(pair: Pair, start: Callable[..., Any]) -> None:
     """What was delivered before the refusal is still in the socket: it is read first, or no hold would end."""
     _, broker = pair
     caller, request_id, finish = start(Taker())
@@ -119,9 +114,7 @@ def test_a_segment_fails_after_deliveries(pair: tuple[Connection, PlayedEnd], st
     assert broker.hears_nothing()
 
 
-def test_refused_while_another_call_waits_for_long(
-    pair: tuple[Connection, PlayedEnd], start: Callable[..., Any]
-) -> None:
+def test_refused_while_another_call_waits_for_long(pair: Pair, start: Callable[..., Any]) -> None:
     """One thread attaches a segment that is written for a day yet; others are refused at once."""
     connection, broker = pair
     waiting, waiting_id, finish_waiting = start(Taker(), attach())
@@ -137,9 +130,7 @@ def test_refused_while_another_call_waits_for_long(
 
 
 @pytest.mark.parametrize("refused_first", [True, False])
-def test_fails_after_deliveries(
-    pair: tuple[Connection, PlayedEnd], start: Callable[..., Any], refused_first: bool
-) -> None:
+def test_fails_after_deliveries(pair: Pair, start: Callable[..., Any], refused_first: bool) -> None:
     """The answer is an error; what was delivered before it is released, however late it is read."""
     _, broker = pair
     taker = Taker()
@@ -162,7 +153,7 @@ def test_fails_after_deliveries(
     assert taker.undone == 1
 
 
-def test_a_release_waits_for_its_answer(pair: tuple[Connection, PlayedEnd]) -> None:
+def test_a_release_waits_for_its_answer(pair: Pair) -> None:
     """The next call goes another way, and must not overtake it: it could be refused for want of these bytes."""
     connection, broker = pair
     caller = Caller(lambda: connection.release([1, 2], answer_within=30))

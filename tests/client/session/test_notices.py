@@ -24,6 +24,7 @@ from tests.support.fake_broker import (
 )
 
 import membroker
+from membroker import Buffer, Client
 from membroker.session.connection import Connection
 from membroker.session.inventory import Inventory
 from membroker.v1 import broker_pb2
@@ -32,12 +33,12 @@ from membroker.wire import frames as handoff
 
 
 class TestNotices:
-    def test_a_callback_that_is_none(self, client: membroker.Client) -> None:
+    def test_a_callback_that_is_none(self, client: Client) -> None:
         """It is refused at once, and not in a log when the first notice comes."""
         with pytest.raises(membroker.InvalidRequest, match="on_notice takes a function"):
             client.on_notice(3)  # type: ignore[arg-type]
 
-    def test_a_life(self, broker: PlayedBroker, client: membroker.Client, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_life(self, broker: PlayedBroker, client: Client, caplog: pytest.LogCaptureFixture) -> None:
         """An operator drains the device, thinks better of it, and restarts the daemon: each is told, in order."""
         told: list[membroker.Notice] = []
         deadline = Timestamp()
@@ -69,7 +70,7 @@ class TestNotices:
         until(lambda: told[6:] == [membroker.Undrained()])
         assert "a user's mistake" in caplog.text
 
-    def test_a_drain_that_goes_on(self, broker: PlayedBroker, client: membroker.Client) -> None:
+    def test_a_drain_that_goes_on(self, broker: PlayedBroker, client: Client) -> None:
         """The notice came between connect() and on_notice(): it is told, and after its end no more."""
         line(client).notices.on_notice(lambda _: None)
         broker.notice(draining=pb.Draining())
@@ -91,7 +92,7 @@ class TestNotices:
         assert membroker.Draining(None) not in late, "a drain of the broker before"
 
     def test_a_callback_that_exits(
-        self, broker: PlayedBroker, client: membroker.Client, caplog: pytest.LogCaptureFixture
+        self, broker: PlayedBroker, client: Client, caplog: pytest.LogCaptureFixture
     ) -> None:
         """A program wants to end when its broker does, and says so in the library's thread: that goes on, and says so.
 
@@ -108,10 +109,10 @@ class TestNotices:
         assert "the user's own end" in caplog.text
         assert "what a finalizer left" in caplog.text
 
-    def test_a_callback_may_call(self, broker: PlayedBroker, client: membroker.Client) -> None:
+    def test_a_callback_may_call(self, broker: PlayedBroker, client: Client) -> None:
         """It gives back what it can when the broker drains, and borrows when it is back: nothing stands still."""
         one, extent_id = buffer(broker, client)
-        bought: list[membroker.Buffer] = []
+        bought: list[Buffer] = []
 
         def react(notice: membroker.Notice) -> None:
             if isinstance(notice, membroker.Draining):

@@ -21,13 +21,14 @@ from tests.support.fake_broker import (
 from tests.support.processes import ends, heard, is_waiting, mapped_extents, tell, worker
 
 import membroker
+from membroker import Client
 from membroker.v1 import handoff_pb2 as pb
 
 
 class TestOutage:
     """Calls wait, and the session tries, whatever stands in the way."""
 
-    def test_a_call_waits(self, broker: PlayedBroker, client: membroker.Client) -> None:
+    def test_a_call_waits(self, broker: PlayedBroker, client: Client) -> None:
         broker.die()
         until(lambda: is_away(client))
         callers = [Caller(lambda: model(client).allocate(PAGE)) for _ in range(3)]
@@ -37,7 +38,7 @@ class TestOutage:
         broker.lend(calls=3)
         assert [caller.value().size for caller in callers] == [PAGE] * 3
 
-    def test_a_call_waits_for_so_long(self, broker: PlayedBroker, client: membroker.Client) -> None:
+    def test_a_call_waits_for_so_long(self, broker: PlayedBroker, client: Client) -> None:
         """Then it raises, with what was tried; the session goes on when somebody is there at last."""
         one, extent_id = buffer(broker, client)
         line(client)._outage = 0.5
@@ -60,7 +61,7 @@ class TestOutage:
         another.close()
 
     @pytest.mark.deep
-    def test_obstacles(self, broker: PlayedBroker, client: membroker.Client) -> None:
+    def test_obstacles(self, broker: PlayedBroker, client: Client) -> None:
         """A dead socket, none, a broker that hangs up, stops, is full, dies at the Holds, refuses them; one works."""
         one, extent_id = buffer(broker, client)
         broker.die()
@@ -89,7 +90,7 @@ class TestOutage:
         one.close()
         assert list(broker.hear("release").release.extent_ids) == [extent_id]
 
-    def test_again_and_again(self, broker: PlayedBroker, client: membroker.Client) -> None:
+    def test_again_and_again(self, broker: PlayedBroker, client: Client) -> None:
         """A daemon in a crash loop: a call outlives five of them."""
         caller = Caller(lambda: model(client).allocate(PAGE))
         ids = [broker.hear("allocate").request_id]
@@ -103,9 +104,7 @@ class TestOutage:
         broker.lend()
         assert caller.value().size == PAGE
 
-    def test_nobody_calls(
-        self, broker: PlayedBroker, client: membroker.Client, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_nobody_calls(self, broker: PlayedBroker, client: Client, caplog: pytest.LogCaptureFixture) -> None:
         """A worker computes for hours: its session is taken up again all the same, with two lines in the log."""
         one, extent_id = buffer(broker, client)
         with caplog.at_level(logging.INFO, "membroker"):
@@ -117,7 +116,7 @@ class TestOutage:
         assert "is back after" in caplog.messages[1]
         one.view()[:1] = b"x"
 
-    def test_a_violation_is_not_repeated(self, broker: PlayedBroker, client: membroker.Client) -> None:
+    def test_a_violation_is_not_repeated(self, broker: PlayedBroker, client: Client) -> None:
         """The broker says that what we sent was wrong: the same again would be wrong again."""
         caller = Caller(lambda: model(client).allocate(PAGE))
         broker.hear("allocate")
@@ -224,7 +223,7 @@ client.close()
 class TestClose:
     """Whatever the broker does, closing unmaps and raises nothing."""
 
-    def test_the_broker_is_back_in_time(self, broker: PlayedBroker, client: membroker.Client) -> None:
+    def test_the_broker_is_back_in_time(self, broker: PlayedBroker, client: Client) -> None:
         """A service shuts down during an upgrade: the new daemon hears that it left."""
         buffer(broker, client)
         broker.die()
@@ -237,7 +236,7 @@ class TestClose:
         broker.hang_up()
         caller.value()
 
-    def test_the_broker_is_not_back(self, broker: PlayedBroker, client: membroker.Client) -> None:
+    def test_the_broker_is_not_back(self, broker: PlayedBroker, client: Client) -> None:
         """And a call of another thread that waits for it is told that the client is closed."""
         one, _ = buffer(broker, client)
         broker.die()
@@ -251,7 +250,7 @@ class TestClose:
         with pytest.raises(membroker.ClosedError):
             model(client).allocate(PAGE)
 
-    def test_a_view_outlives_the_outage(self, broker: PlayedBroker, client: membroker.Client) -> None:
+    def test_a_view_outlives_the_outage(self, broker: PlayedBroker, client: Client) -> None:
         """A closed client's last array lives on over a restart: the session is there to end with it."""
         one, extent_id = buffer(broker, client)
         view = one.view()
@@ -287,7 +286,7 @@ while not client._session.connection.lost: pass
 
     @pytest.mark.parametrize("answered", [True, False])
     def test_an_ordinary_end_is_no_outage(
-        self, broker: PlayedBroker, client: membroker.Client, caplog: pytest.LogCaptureFixture, answered: bool
+        self, broker: PlayedBroker, client: Client, caplog: pytest.LogCaptureFixture, answered: bool
     ) -> None:
         """The broker closes after a Goodbye, answered or not: nobody reconnects, and nothing is logged."""
         caller = Caller(client.close)
@@ -303,7 +302,7 @@ class TestSessionLost:
     """The broker that is there now has never heard of the session."""
 
     @pytest.mark.parametrize("old", [False, True])
-    def test_the_token_is_rejected(self, broker: PlayedBroker, client: membroker.Client, old: bool) -> None:
+    def test_the_token_is_rejected(self, broker: PlayedBroker, client: Client, old: bool) -> None:
         """Its state was wiped, or it is of a version that opens another session: calls say so, closing still works."""
         told: list[membroker.Notice] = []
         client.on_notice(told.append)

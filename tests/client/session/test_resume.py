@@ -25,6 +25,7 @@ from tests.support.fake_broker import (
 from tests.support.processes import ends, heard, is_waiting, mapped_extents, open_extents, worker
 
 import membroker
+from membroker import Client
 from membroker.session.inventory import HeldResources, Inventory
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.v1 import handoff_pb2 as pb
@@ -36,7 +37,7 @@ KIND = (MODEL, resources_pb2.LOCATION_DEVICE, PAGE)
 class TestCallsInFlight:
     """Each ends as if it had been made once."""
 
-    def test_an_allocation_is_made_anew(self, broker: PlayedBroker, client: membroker.Client) -> None:
+    def test_an_allocation_is_made_anew(self, broker: PlayedBroker, client: Client) -> None:
         """The request had been read, and not answered: it comes again, under another id, and is held once."""
         caller = Caller(lambda: model(client).allocate(PAGE))
         first = broker.hear("allocate")
@@ -56,7 +57,7 @@ class TestCallsInFlight:
         assert bytes(one.view()[:5]) == b"hello"
         assert broker.hears_nothing()
 
-    def test_what_half_arrived_is_dropped(self, broker: PlayedBroker, client: membroker.Client) -> None:
+    def test_what_half_arrived_is_dropped(self, broker: PlayedBroker, client: Client) -> None:
         """One packet of two was mapped: it is unmapped before anything is stated, and both are borrowed anew."""
         pool = model(client).pool(page_size=PAGE)
         caller = Caller(lambda: pool.allocate(0, 3 * PAGE))
@@ -77,7 +78,7 @@ class TestCallsInFlight:
         assert list(broker.resume().extent_ids) == ids
 
     def test_nothing_is_stated_before_it_is_unmapped(
-        self, broker: PlayedBroker, client: membroker.Client, monkeypatch: pytest.MonkeyPatch
+        self, broker: PlayedBroker, client: Client, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A thread is slow at mapping when the broker dies: what it maps is nobody's, so its undoing comes first."""
         pool = model(client).pool(page_size=PAGE)
@@ -105,7 +106,7 @@ class TestCallsInFlight:
         broker.lend()
         caller.value()
 
-    def test_an_answer_that_came_counts(self, broker: PlayedBroker, client: membroker.Client) -> None:
+    def test_an_answer_that_came_counts(self, broker: PlayedBroker, client: Client) -> None:
         """The broker answered with its last breath, to a thread that had not read it yet."""
         caller = Caller(lambda: model(client).declare(7))
         request_id = broker.hear("declare").request_id
@@ -116,7 +117,7 @@ class TestCallsInFlight:
         assert [declaration.declared_bytes for declaration in held.declarations] == [7]
         assert broker.hears_nothing(), "it was made twice"
 
-    def test_two_threads(self, broker: PlayedBroker, client: membroker.Client) -> None:
+    def test_two_threads(self, broker: PlayedBroker, client: Client) -> None:
         """Both calls are undone, both come again, and each gets its own memory."""
         callers = [Caller(lambda: model(client).allocate(PAGE)) for _ in range(2)]
         first = {broker.hear("allocate").request_id for _ in callers}
@@ -130,7 +131,7 @@ class TestCallsInFlight:
         broker.hang_up()
         assert sorted(broker.resume().extent_ids) == ids
 
-    def test_refused_at_the_second_time(self, broker: PlayedBroker, client: membroker.Client) -> None:
+    def test_refused_at_the_second_time(self, broker: PlayedBroker, client: Client) -> None:
         """Another tenant was quicker after the restart: the refusal is the call's."""
         caller = Caller(lambda: model(client).allocate(PAGE))
         broker.hear("allocate")
@@ -139,7 +140,7 @@ class TestCallsInFlight:
         broker.refuse(broker.hear("allocate").request_id, "MODEL_LIMIT")
         assert isinstance(caller.end().error, membroker.OutOfMemory)
 
-    def test_refused_because_it_stops(self, broker: PlayedBroker, client: membroker.Client) -> None:
+    def test_refused_because_it_stops(self, broker: PlayedBroker, client: Client) -> None:
         """An upgrade: the old daemon takes nothing new in its last second, and the call is for the new one."""
         caller = Caller(lambda: model(client).allocate(PAGE))
         broker.refuse(broker.hear("allocate").request_id, "STOPPING")
@@ -148,7 +149,7 @@ class TestCallsInFlight:
         broker.lend()
         assert caller.value().size == PAGE
 
-    def test_a_segment_is_attached_anew(self, broker: PlayedBroker, client: membroker.Client) -> None:
+    def test_a_segment_is_attached_anew(self, broker: PlayedBroker, client: Client) -> None:
         """It had arrived, and its answer not."""
         caller = Caller(lambda: client.attach("m/weights"))
         request_id = broker.hear("attach_segment").request_id
@@ -162,7 +163,7 @@ class TestCallsInFlight:
         broker.hang_up()
         assert [(one.generation, one.times) for one in broker.resume().segments] == [(77, 1)]
 
-    def test_a_segment_is_sealed_and_deleted(self, broker: PlayedBroker, client: membroker.Client) -> None:
+    def test_a_segment_is_sealed_and_deleted(self, broker: PlayedBroker, client: Client) -> None:
         """The seal is said again; the delete had been done, and its answer was lost."""
         caller = Caller(lambda: model(client).create_segment("weights", 1))
         broker.hand_over_segment(broker.hear("create_segment").request_id, 77)
@@ -185,7 +186,7 @@ class TestCallsInFlight:
         broker.refuse(broker.hear("delete_segment").request_id, "SEGMENT_NOT_FOUND")
         assert isinstance(caller.end().error, membroker.SegmentNotFound), "this one was asked once"
 
-    def test_a_driver_that_cannot_unmap(self, broker: PlayedBroker, client: membroker.Client) -> None:
+    def test_a_driver_that_cannot_unmap(self, broker: PlayedBroker, client: Client) -> None:
         """What is stuck in the device is held: calling it given back would lend it to somebody else's account."""
         pool = model(client).pool(page_size=PAGE)
         caller = Caller(lambda: pool.allocate(0, 2 * PAGE))
@@ -207,7 +208,7 @@ class TestCallsInFlight:
 class TestHolds:
     """What is stated is what is held: what was given back meanwhile is not, and nothing is forgotten."""
 
-    def test_given_back_during_the_outage(self, broker: PlayedBroker, client: membroker.Client) -> None:
+    def test_given_back_during_the_outage(self, broker: PlayedBroker, client: Client) -> None:
         """A tensor dies while nobody is there: nothing is raised, and the new broker hears by omission."""
         kept, kept_id = buffer(broker, client)
         gone, _ = buffer(broker, client)
@@ -220,7 +221,7 @@ class TestHolds:
         assert broker.hears_nothing(), "it was given back twice"
         kept.view()[:1] = b"x"
 
-    def test_given_back_between_the_holds_and_the_answer(self, broker: PlayedBroker, client: membroker.Client) -> None:
+    def test_given_back_between_the_holds_and_the_answer(self, broker: PlayedBroker, client: Client) -> None:
         """It was stated already: the broker hears of it after its answer, before any other call."""
         _kept, _ = buffer(broker, client)
         gone, gone_id = buffer(broker, client)
@@ -242,9 +243,7 @@ class TestHolds:
         broker.lend()
         waiting.value()
 
-    def test_declared_less_between_the_holds_and_the_answer(
-        self, broker: PlayedBroker, client: membroker.Client
-    ) -> None:
+    def test_declared_less_between_the_holds_and_the_answer(self, broker: PlayedBroker, client: Client) -> None:
         """Host memory is freed while the broker reads what was held: it hears of it after its answer."""
         declarations = client._session.declarations
         caller = Caller(lambda: declarations.add(MODEL, Location.HOST, 7))
@@ -264,9 +263,7 @@ class TestHolds:
         broker.hang_up()
         assert [one.declared_bytes for one in broker.resume().declarations] == [3]
 
-    def test_declared_less_while_another_declaration_waits(
-        self, broker: PlayedBroker, client: membroker.Client
-    ) -> None:
+    def test_declared_less_while_another_declaration_waits(self, broker: PlayedBroker, client: Client) -> None:
         """One thread's declaration waits for its answer; another frees host memory, and does not wait with it."""
         declarations = client._session.declarations
         first = Caller(lambda: declarations.add(MODEL, Location.HOST, 8))
@@ -318,7 +315,7 @@ client.close()
             broker.hang_up()
             ends(process)
 
-    def test_more_than_a_frame_has(self, broker: PlayedBroker, client: membroker.Client) -> None:
+    def test_more_than_a_frame_has(self, broker: PlayedBroker, client: Client) -> None:
         """A cache of ten thousand pages, models with long names, and segments: in several frames, each a legal one."""
         inventory = line(client).inventory
         inventory.borrowed(range(1 << 40, (1 << 40) + 10_000), KIND)
@@ -339,7 +336,7 @@ client.close()
         broker.agree(request_id)
         until(lambda: not is_away(client))
 
-    def test_declarations(self, broker: PlayedBroker, client: membroker.Client) -> None:
+    def test_declarations(self, broker: PlayedBroker, client: Client) -> None:
         """The last figure of each model and location, and none that is 0 or was refused."""
         for size, location in ((5, "device"), (7, "device"), (3, "host"), (0, "host")):
             caller = Caller(lambda size=size, location=location: model(client).declare(size, location))
@@ -352,7 +349,7 @@ client.close()
         declared = [(one.model, one.location, one.declared_bytes) for one in broker.resume().declarations]
         assert declared == [(MODEL, resources_pb2.LOCATION_DEVICE, 7)]
 
-    def test_a_segment_that_is_attached_twice(self, broker: PlayedBroker, client: membroker.Client) -> None:
+    def test_a_segment_that_is_attached_twice(self, broker: PlayedBroker, client: Client) -> None:
         segments = []
         for _ in range(3):
             caller = Caller(lambda: client.attach("m/weights"))
@@ -366,7 +363,7 @@ client.close()
         assert [(one.generation, one.times) for one in broker.resume().segments] == [(77, 1)]
 
     def test_what_the_broker_does_not_know(
-        self, broker: PlayedBroker, client: membroker.Client, caplog: pytest.LogCaptureFixture
+        self, broker: PlayedBroker, client: Client, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Its journal was cut short: that stays mapped, the user reads of it, and nobody is ever told it is back."""
         known, known_id = buffer(broker, client)
@@ -386,7 +383,7 @@ client.close()
         assert broker.hears_nothing()
         assert mapped_extents() == 0
 
-    def test_a_pool_gives_back_the_known_half(self, broker: PlayedBroker, client: membroker.Client) -> None:
+    def test_a_pool_gives_back_the_known_half(self, broker: PlayedBroker, client: Client) -> None:
         """One request for both would be refused as a whole."""
         pool = model(client).pool(page_size=PAGE)
         caller = Caller(lambda: pool.allocate(0, 2 * PAGE))

@@ -27,6 +27,7 @@ from tests.support.fake_broker import (
 from tests.support.processes import mapped_extents
 
 import membroker
+from membroker import Client
 from membroker.v1 import broker_pb2, resources_pb2
 
 
@@ -55,7 +56,7 @@ class TestControlCalls:
         service.answers[method] = answer
         return came, go_on
 
-    def test_a_listing(self, broker: PlayedBroker, client: membroker.Client, service: PlayedService) -> None:
+    def test_a_listing(self, broker: PlayedBroker, client: Client, service: PlayedService) -> None:
         models = broker_pb2.ListModelsResponse(models=[resources_pb2.Model(name=MODEL)])
         came, go_on = self.begun(service, "ListModels", lambda *_: models)
         caller = Caller(client.models)
@@ -65,7 +66,7 @@ class TestControlCalls:
         go_on.set()
 
     def test_a_call_that_begins_in_the_outage(
-        self, broker: PlayedBroker, client: membroker.Client, service: PlayedService
+        self, broker: PlayedBroker, client: Client, service: PlayedService
     ) -> None:
         service.answers["GetDevice"] = lambda *_: resources_pb2.Device(uuid="host")
         assert client.device().uuid == "host"
@@ -80,7 +81,7 @@ class TestControlCalls:
 
     @pytest.mark.parametrize("done", [True, False])
     def test_an_exclusive_registration(
-        self, broker: PlayedBroker, client: membroker.Client, service: PlayedService, done: bool
+        self, broker: PlayedBroker, client: Client, service: PlayedService, done: bool
     ) -> None:
         """It had been done, and its answer was lost: the model is this session's. Or it had not: it is asked again."""
         registered = resources_pb2.Model(name=MODEL)
@@ -99,7 +100,7 @@ class TestControlCalls:
         assert [request.exclusive for _, request in service.asked] == [True, not done]
 
     def test_an_exclusive_registration_of_what_it_had(
-        self, broker: PlayedBroker, client: membroker.Client, service: PlayedService
+        self, broker: PlayedBroker, client: Client, service: PlayedService
     ) -> None:
         """The session had registered it long before: the answer would have been a refusal, and is."""
         registered = resources_pb2.Model(name=MODEL)
@@ -118,7 +119,7 @@ class TestControlCalls:
         go_on.set()
         assert isinstance(caller.end().error, membroker.ModelAlreadyExists)
 
-    def test_unregistered_twice(self, broker: PlayedBroker, client: membroker.Client, service: PlayedService) -> None:
+    def test_unregistered_twice(self, broker: PlayedBroker, client: Client, service: PlayedService) -> None:
         came, go_on = self.begun(service, "UnregisterModel", lambda _, context: abort(context, "MODEL_NOT_FOUND"))
         caller = Caller(model(client).unregister)
         assert came.wait(DEADLINE_SECONDS)
@@ -128,9 +129,7 @@ class TestControlCalls:
         with pytest.raises(membroker.ModelNotFound):
             model(client).unregister()
 
-    def test_gone_while_the_handoff_lives(
-        self, broker: PlayedBroker, client: membroker.Client, service: PlayedService
-    ) -> None:
+    def test_gone_while_the_handoff_lives(self, broker: PlayedBroker, client: Client, service: PlayedService) -> None:
         """Only gRPC is out of order: that is an error of its own, in the library's words, and no outage."""
         service.answers["GetDevice"] = lambda *_: resources_pb2.Device(uuid="host")
         client.device()
@@ -141,9 +140,7 @@ class TestControlCalls:
         assert not is_away(client)
         service.start()
 
-    def test_a_stranger_answers_first(
-        self, broker: PlayedBroker, client: membroker.Client, service: PlayedService
-    ) -> None:
+    def test_a_stranger_answers_first(self, broker: PlayedBroker, client: Client, service: PlayedService) -> None:
         """A daemon without the old one's state is up: by gRPC too the session is lost, and not the access denied."""
         service.answers["GetDevice"] = lambda _, context: abort(context, "TOKEN_REJECTED")
         broker.die()
@@ -159,7 +156,7 @@ class TestByGrpc:
     """Memory by gRPC, descriptors on the handoff socket: the same promises."""
 
     @pytest.fixture
-    def client(self, broker: PlayedBroker, service: PlayedService) -> Iterator[membroker.Client]:
+    def client(self, broker: PlayedBroker, service: PlayedService) -> Iterator[Client]:
         one = broker.connect(timeout=DEADLINE_SECONDS, transport="grpc")
         yield one
         broker.die()
@@ -174,9 +171,7 @@ class TestByGrpc:
 
         return answer  # type: ignore[return-value]
 
-    def test_an_allocation_is_made_anew(
-        self, broker: PlayedBroker, client: membroker.Client, service: PlayedService
-    ) -> None:
+    def test_an_allocation_is_made_anew(self, broker: PlayedBroker, client: Client, service: PlayedService) -> None:
         came, go_on, ids = threading.Event(), threading.Event(), []
 
         def stand_still(request: broker_pb2.AllocateExtentsRequest, context: object) -> object:
@@ -203,9 +198,7 @@ class TestByGrpc:
         broker.hang_up()
         assert list(broker.resume().extent_ids) == ids
 
-    def test_given_back_during_the_outage(
-        self, broker: PlayedBroker, client: membroker.Client, service: PlayedService
-    ) -> None:
+    def test_given_back_during_the_outage(self, broker: PlayedBroker, client: Client, service: PlayedService) -> None:
         """By omission, as on the handoff; what is released later is said on the handoff socket, and answered."""
         ids: list[int] = []
         service.answers["AllocateExtents"] = self.allocation(broker, ids)
@@ -225,7 +218,7 @@ class TestByGrpc:
         caller.value()
 
     def test_a_release_ends_before_the_holds(
-        self, broker: PlayedBroker, client: membroker.Client, service: PlayedService
+        self, broker: PlayedBroker, client: Client, service: PlayedService
     ) -> None:
         """It is on its way when the handoff breaks: what it released is not stated, and it is not repeated."""
         ids: list[int] = []

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tests.client.session.taking import Taker, allocate, attach, granted
+from tests.client.session.taking import Pair, Taker, allocate, attach, granted
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.fake_broker import Caller, PlayedEnd
 from tests.support.processes import ends, heard, is_settled, worker
 
 import membroker
-from membroker.session.connection import Connection
 from membroker.v1 import broker_pb2
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire import frames as handoff
@@ -52,7 +51,7 @@ class Slow(Taker):
         super().place(extent_ids, descriptors, extent_bytes)
 
 
-def test_the_next_frame_says_it(pair: tuple[Connection, PlayedEnd]) -> None:
+def test_the_next_frame_says_it(pair: Pair) -> None:
     """A page is borrowed and given back: the release has the count, and so has the next request; there is no Ack."""
     connection, broker = pair
     for turn in range(3):
@@ -66,7 +65,7 @@ def test_the_next_frame_says_it(pair: tuple[Connection, PlayedEnd]) -> None:
         assert broker.hear("release").acknowledged == turn + 1
 
 
-def test_a_long_call_is_acknowledged_at_once(pair: tuple[Connection, PlayedEnd]) -> None:
+def test_a_long_call_is_acknowledged_at_once(pair: Pair) -> None:
     """Its next packet may wait for the window; behind the last one nothing waits."""
     connection, broker = pair
     caller = Caller(lambda: connection.call(allocate(3), Taker()))
@@ -80,7 +79,7 @@ def test_a_long_call_is_acknowledged_at_once(pair: tuple[Connection, PlayedEnd])
     assert broker.hears_nothing()
 
 
-def test_another_call_may_wait_for_the_window(pair: tuple[Connection, PlayedEnd]) -> None:
+def test_another_call_may_wait_for_the_window(pair: Pair) -> None:
     """While another call is in flight the broker hears at once that there is room, for it may be that call's."""
     connection, broker = pair
     callers = [Caller(lambda: connection.call(allocate(), Taker())) for _ in range(2)]
@@ -93,7 +92,7 @@ def test_another_call_may_wait_for_the_window(pair: tuple[Connection, PlayedEnd]
     assert broker.hears_nothing()
 
 
-def test_the_count_has_no_gap(pair: tuple[Connection, PlayedEnd]) -> None:
+def test_the_count_has_no_gap(pair: Pair) -> None:
     """A thread is slow to map the first packet, another maps the second: nothing is said before both are taken."""
     connection, broker = pair
     slow, other = Slow(), Taker()
@@ -114,7 +113,7 @@ def test_the_count_has_no_gap(pair: tuple[Connection, PlayedEnd]) -> None:
     assert (one.end().error, two.end().error is None) == (None, False)
 
 
-def test_what_nobody_waits_for(pair: tuple[Connection, PlayedEnd]) -> None:
+def test_what_nobody_waits_for(pair: Pair) -> None:
     """A delivery for an unknown call is counted too: the broker counts all that it sent."""
     connection, broker = pair
     caller = Caller(lambda: connection.call(allocate(), Taker()))
@@ -126,7 +125,7 @@ def test_what_nobody_waits_for(pair: tuple[Connection, PlayedEnd]) -> None:
     assert caller.end().error is None
 
 
-def test_an_older_broker_gets_no_count(pair: tuple[Connection, PlayedEnd]) -> None:
+def test_an_older_broker_gets_no_count(pair: Pair) -> None:
     """It would skip the count, and never send a third packet: it gets an Ack for each, by its id."""
     connection, broker = pair
     connection._counts = False

@@ -13,20 +13,19 @@ from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_broker import MODEL, PAGE, Caller, PlayedBroker, buffer, line
 
 import membroker
+from membroker import Client, Model, Recall
 from membroker.session import notices
 from membroker.v1 import resources_pb2
 
 
 class TestAnswers:
-    def test_a_callback_releases_and_keeps(
-        self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model
-    ) -> None:
+    def test_a_callback_releases_and_keeps(self, broker: PlayedBroker, client: Client, served: Model) -> None:
         """A program has two buffers, is asked for three pages, and can spare one: the release, then the answer."""
         kept, _ = buffer(broker, client)
         spare, extent_id = buffer(broker, client)
         told: list[Any] = []
 
-        def give(recall: membroker.Recall) -> None:
+        def give(recall: Recall) -> None:
             told.extend((recall.model is served, recall.location, recall.size, recall.deadline - time.monotonic()))
             told.extend((recall.remaining, served.pending_recall is recall, threading.current_thread().name))
             spare.close()
@@ -46,13 +45,13 @@ class TestAnswers:
     def test_a_callback_that_raises(
         self,
         broker: PlayedBroker,
-        served: membroker.Model,
+        served: Model,
         caplog: pytest.LogCaptureFixture,
         error: BaseException,
     ) -> None:
         """The broker is told that all is kept, the log has the error, and the next recall is heard."""
 
-        def fail(_: membroker.Recall) -> None:
+        def fail(_: Recall) -> None:
             raise error
 
         answering(broker, served, fail)
@@ -62,13 +61,11 @@ class TestAnswers:
         assert caplog.text.count("a callback for recalls has failed") == 2
         assert repr(error)[:8] in caplog.text
 
-    def test_a_recall_that_is_repeated(
-        self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model
-    ) -> None:
+    def test_a_recall_that_is_repeated(self, broker: PlayedBroker, client: Client, served: Model) -> None:
         """The broker repeats what was not answered yet, and once more while the answer is on its way."""
         called, go_on = [], threading.Event()
 
-        def slow(recall: membroker.Recall) -> None:
+        def slow(recall: Recall) -> None:
             called.append(recall)
             assert go_on.wait(DEADLINE_SECONDS)
 
@@ -86,11 +83,11 @@ class TestAnswers:
         assert broker.hear("recall_answer").recall_answer.recall_id == 2
         assert len(called) == 2
 
-    def test_one_after_the_other(self, broker: PlayedBroker, served: membroker.Model) -> None:
+    def test_one_after_the_other(self, broker: PlayedBroker, served: Model) -> None:
         """Two locations are asked for at once: the second callback begins when the first has returned."""
         inside, most, places = [0], [0], []
 
-        def count(recall: membroker.Recall) -> None:
+        def count(recall: Recall) -> None:
             inside[0] += 1
             most[0] = max(most[0], inside[0])
             places.append(recall.location)
@@ -103,9 +100,9 @@ class TestAnswers:
         assert [broker.hear("recall_answer").recall_answer.recall_id for _ in range(2)] == [1, 2]
         assert (most, places) == ([1], ["device", "host"])
 
-    def test_a_recall_that_another_replaces(self, broker: PlayedBroker, served: membroker.Model) -> None:
+    def test_a_recall_that_another_replaces(self, broker: PlayedBroker, served: Model) -> None:
         """The broker has ended the first one, because its time was over: it gets no answer, only the second does."""
-        given: list[membroker.Recall] = []
+        given: list[Recall] = []
         answering(broker, served, lambda recall: given.append(recall) or membroker.DEFERRED)
         recall(broker, 1)
         until(lambda: given)
@@ -120,24 +117,22 @@ class TestAnswers:
     @pytest.mark.parametrize(
         "wrong", [{"model": "tenants/red/models/other"}, {"location": 0}, {"location": 77}, {"size": 0}, {"size": -1}]
     )
-    def test_a_recall_that_makes_no_sense(
-        self, broker: PlayedBroker, served: membroker.Model, wrong: dict[str, Any]
-    ) -> None:
+    def test_a_recall_that_makes_no_sense(self, broker: PlayedBroker, served: Model, wrong: dict[str, Any]) -> None:
         """Of a model without a callback, of no place, of nothing: all is kept, and the callback never hears of it."""
-        called: list[membroker.Recall] = []
+        called: list[Recall] = []
         answering(broker, served, called.append)
         recall(broker, 1, **wrong)
         assert broker.hear("recall_answer").recall_answer.recall_id == 1
         assert called == []
 
     def test_more_recalls_than_a_broker_sends(
-        self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model, monkeypatch: pytest.MonkeyPatch
+        self, broker: PlayedBroker, client: Client, served: Model, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A callback is slow, and the broker sends recalls without an end: few are kept, and the next one is heard."""
         monkeypatch.setattr(notices, "MOST_RECALLS", 3)
         began, go_on = threading.Event(), threading.Event()
 
-        def slow(_: membroker.Recall) -> None:
+        def slow(_: Recall) -> None:
             began.set()
             assert go_on.wait(DEADLINE_SECONDS)
 
@@ -161,9 +156,7 @@ class TestAnswers:
 
 
 class TestDeferred:
-    def test_another_thread_answers(
-        self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model
-    ) -> None:
+    def test_another_thread_answers(self, broker: PlayedBroker, client: Client, served: Model) -> None:
         """An engine's scheduler polls once a step, releases, and answers: once, however often it says so."""
         page, extent_id = buffer(broker, client)
         answering(broker, served, lambda _: membroker.DEFERRED)
@@ -184,7 +177,7 @@ class TestDeferred:
         assert broker.hear("recall_answer").recall_answer.recall_id == 7
         assert broker.hears_nothing()
 
-    def test_the_oldest_is_pending(self, broker: PlayedBroker, served: membroker.Model) -> None:
+    def test_the_oldest_is_pending(self, broker: PlayedBroker, served: Model) -> None:
         answering(broker, served, lambda _: membroker.DEFERRED)
         recall(broker, 9, location=HOST)
         recall(broker, 3)
@@ -198,7 +191,7 @@ class TestDeferred:
         assert served.pending_recall is None
 
     def test_remaining_counts_this_model_and_place_only(
-        self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model
+        self, broker: PlayedBroker, client: Client, served: Model
     ) -> None:
         """A release of another model, or at the host, does not count, nor what is released beyond the recall."""
         others = [
@@ -207,9 +200,7 @@ class TestDeferred:
         ]
         held = []
         for registered, location in others:
-            caller = Caller(
-                lambda one=registered, at=location: membroker.Model(client._session, one).allocate(PAGE, at)
-            )
+            caller = Caller(lambda one=registered, at=location: Model(client._session, one).allocate(PAGE, at))
             broker.lend()
             held.append(caller.value())
         answering(broker, served, lambda _: membroker.DEFERRED)

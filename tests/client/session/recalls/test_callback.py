@@ -14,14 +14,13 @@ from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_broker import MODEL, PAGE, Caller, PlayedBroker, buffer, line, model
 
 import membroker
+from membroker import Client, Model, Recall
 from membroker.session import background, notices
 from membroker.v1 import handoff_pb2 as pb
 
 
 class TestInTheCallback:
-    def test_nothing_can_be_borrowed(
-        self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model
-    ) -> None:
+    def test_nothing_can_be_borrowed(self, broker: PlayedBroker, client: Client, served: Model) -> None:
         """The broker waits for this thread, so it may not wait for the broker. Another thread of the program may."""
         pool = prepared(broker, served, 1)
         page, _ = buffer(broker, client)
@@ -36,7 +35,7 @@ class TestInTheCallback:
         ]
         pool.allocate(0, PAGE)
 
-        def greedy(_: membroker.Recall) -> None:
+        def greedy(_: Recall) -> None:
             for call in calls:
                 try:
                     call()
@@ -52,9 +51,7 @@ class TestInTheCallback:
         assert len(errors) == len(calls)
         assert all("return membroker.DEFERRED" in str(error) for error in errors)
 
-    def test_the_client_may_be_closed(
-        self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model
-    ) -> None:
+    def test_the_client_may_be_closed(self, broker: PlayedBroker, client: Client, served: Model) -> None:
         """A program that is asked for memory ends itself, in the callback: nothing waits for that thread."""
         _, extent_id = buffer(broker, client)
         answering(broker, served, lambda _: client.close())
@@ -67,15 +64,15 @@ class TestInTheCallback:
     def test_a_close_waits_for_a_callback_no_longer_than_it_must(
         self,
         broker: PlayedBroker,
-        client: membroker.Client,
-        served: membroker.Model,
+        client: Client,
+        served: Model,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """A callback hangs. The program closes its client all the same."""
         monkeypatch.setattr(notices, "STOPPING_SECONDS", 0.1)
         began, go_on = threading.Event(), threading.Event()
 
-        def hang(_: membroker.Recall) -> None:
+        def hang(_: Recall) -> None:
             began.set()
             assert go_on.wait(DEADLINE_SECONDS)
 
@@ -89,11 +86,9 @@ class TestInTheCallback:
 
 
 class TestHeldUp:
-    def test_a_block_without_recalls(
-        self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model
-    ) -> None:
+    def test_a_block_without_recalls(self, broker: PlayedBroker, client: Client, served: Model) -> None:
         """A graph is captured: no callback runs, no spare page and no garbage goes back, until it is over."""
-        called: list[membroker.Recall] = []
+        called: list[Recall] = []
         pool = prepared(broker, served, 1)
         garbage, extent_id = buffer(broker, client)
         answering(broker, served, called.append)
@@ -113,11 +108,11 @@ class TestHeldUp:
         pool.close()
 
     def test_it_begins_when_a_running_callback_has_ended(
-        self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model
+        self, broker: PlayedBroker, client: Client, served: Model
     ) -> None:
         began, go_on = threading.Event(), threading.Event()
 
-        def slow(_: membroker.Recall) -> None:
+        def slow(_: Recall) -> None:
             began.set()
             assert go_on.wait(DEADLINE_SECONDS)
 
@@ -142,15 +137,15 @@ class TestHeldUp:
     def test_it_begins_although_a_callback_waits_for_it(
         self,
         broker: PlayedBroker,
-        client: membroker.Client,
-        served: membroker.Model,
+        client: Client,
+        served: Model,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """The callback wants a lock that the capturing thread holds: neither waits forever."""
         monkeypatch.setattr(background, "STOPPING_SECONDS", 0.1)
         lock = threading.Lock()
 
-        def locked(_: membroker.Recall) -> None:
+        def locked(_: Recall) -> None:
             with lock:
                 pass
 
@@ -162,9 +157,7 @@ class TestHeldUp:
                 assert broker.hears_nothing()
         broker.hear("recall_answer")
 
-    def test_a_client_is_closed_in_the_block(
-        self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model
-    ) -> None:
+    def test_a_client_is_closed_in_the_block(self, broker: PlayedBroker, client: Client, served: Model) -> None:
         """What was held up is done in the end."""
         answering(broker, served, lambda _: None)
         told: list[membroker.Notice] = []
@@ -185,17 +178,17 @@ class TestHeldUp:
 
 def test_a_client_that_is_garbage_ends_although_its_callback_refers_to_it(broker: PlayedBroker) -> None:
     """A notebook's cell is run again: the callback has the model, the model the session, and no thread has either."""
-    client: membroker.Client | None = broker.connect(timeout=DEADLINE_SECONDS)
+    client: Client | None = broker.connect(timeout=DEADLINE_SECONDS)
     assert client is not None
     line(client).inventory.registered(MODEL)
-    served: membroker.Model | None = model(client)
+    served: Model | None = model(client)
     assert served is not None
 
     class Engine:
-        def __init__(self, served: membroker.Model) -> None:
+        def __init__(self, served: Model) -> None:
             self.pool = served.pool(page_size=PAGE)
 
-        def give(self, recall: membroker.Recall) -> None:
+        def give(self, recall: Recall) -> None:
             self.pool.trim()
 
     answering(broker, served, Engine(served).give)
@@ -207,7 +200,7 @@ def test_a_client_that_is_garbage_ends_although_its_callback_refers_to_it(broker
 
 
 def test_a_log_of_a_hanging_driver_is_no_end(
-    broker: PlayedBroker, client: membroker.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    broker: PlayedBroker, client: Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Spare pages that the driver does not unmap are kept, the log says so, and the callback is asked."""
     line(client).inventory.registered(MODEL)

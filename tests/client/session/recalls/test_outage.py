@@ -8,137 +8,130 @@ from tests.support.daemons import until
 from tests.support.fake_broker import MODEL, Caller, PlayedBroker, drop_all, is_away, line
 
 import membroker
+from membroker import Client, Model, Recall
 from membroker.session import recalls
 from membroker.v1 import handoff_pb2 as pb
 from membroker.v1 import resources_pb2
 
 
-class TestOutages:
-    def test_a_recall_ends_with_its_connection(
-        self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model
-    ) -> None:
-        """The broker asks again for what is late, with the same id; the first one's answer would be for nobody."""
-        given: list[membroker.Recall] = []
-        answering(broker, served, lambda recall: given.append(recall) or membroker.DEFERRED)
+def test_a_recall_ends_with_its_connection(broker: PlayedBroker, client: Client, served: Model) -> None:
+    """The broker asks again for what is late, with the same id; the first one's answer would be for nobody."""
+    given: list[Recall] = []
+    answering(broker, served, lambda recall: given.append(recall) or membroker.DEFERRED)
+    recall(broker, 1)
+    until(lambda: given)
+    drop_all(broker, client)
+    until(lambda: served.pending_recall is None)
+    given[0].done()
+    assert list(broker.resume().answering_models) == [MODEL]
+    until(lambda: not is_away(client))
+    given[0].done()
+    assert broker.hears_nothing()
+    recall(broker, 1)
+    until(lambda: len(given) == 2)
+    assert served.pending_recall is given[1]
+    given[0].done()
+    assert broker.hears_nothing()
+    given[1].done()
+    assert broker.hear("recall_answer").recall_answer.recall_id == 1
+
+
+def test_an_answer_that_was_lost(broker: PlayedBroker, client: Client, served: Model) -> None:
+    """The connection ended behind the answer, and the broker asks again: it is answered again."""
+    called: list[Recall] = []
+    answering(broker, served, called.append)
+    for turn in (1, 2):
         recall(broker, 1)
-        until(lambda: given)
-        drop_all(broker, client)
-        until(lambda: served.pending_recall is None)
-        given[0].done()
-        assert list(broker.resume().answering_models) == [MODEL]
-        until(lambda: not is_away(client))
-        given[0].done()
-        assert broker.hears_nothing()
-        recall(broker, 1)
-        until(lambda: len(given) == 2)
-        assert served.pending_recall is given[1]
-        given[0].done()
-        assert broker.hears_nothing()
-        given[1].done()
         assert broker.hear("recall_answer").recall_answer.recall_id == 1
-
-    def test_an_answer_that_was_lost(
-        self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model
-    ) -> None:
-        """The connection ended behind the answer, and the broker asks again: it is answered again."""
-        called: list[membroker.Recall] = []
-        answering(broker, served, called.append)
-        for turn in (1, 2):
-            recall(broker, 1)
-            assert broker.hear("recall_answer").recall_answer.recall_id == 1
-            assert len(called) == turn
-            drop_all(broker, client)
-            broker.resume()
-            until(lambda: not is_away(client))
-
-    def test_a_broker_of_another_revision(
-        self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model
-    ) -> None:
-        """The next broker is older, and would end the connection over an answer: it gets none."""
-        called: list[membroker.Recall] = []
-        answering(broker, served, called.append)
+        assert len(called) == turn
         drop_all(broker, client)
-        broker.revision = 1
         broker.resume()
         until(lambda: not is_away(client))
-        recall(broker, 1)
-        broker.notice(draining=pb.Draining())
-        until(lambda: line(client).notices.draining)
-        assert called == []
-        assert broker.hears_nothing()
 
-    def test_it_is_said_again_what_it_answers(
-        self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model
-    ) -> None:
-        """After on_recall(None), and after the model was left, a resume does not say that the session answers."""
-        answering(broker, served, lambda _: membroker.DEFERRED)
-        recall(broker, 1)
-        until(lambda: served.pending_recall)
-        caller = Caller(lambda: served.on_recall(None))
-        frame = broker.hear("register_model")
-        assert frame.register_model.HasField("answers_recalls")
-        assert not frame.register_model.answers_recalls
-        broker.reply(frame.request_id, model=resources_pb2.Model(name=MODEL))
-        assert broker.hear("recall_answer").recall_answer.recall_id == 1, "all is kept"
-        caller.value()
-        served.on_recall(None)
-        assert broker.hears_nothing()
-        recall(broker, 2)
-        assert broker.hear("recall_answer").recall_answer.recall_id == 2
-        drop_all(broker, client)
-        assert not broker.resume().answering_models
-        until(lambda: not is_away(client))
-        answering(broker, served, lambda _: None)
-        caller = Caller(served.unregister)
-        broker.reply(broker.hear("unregister_model").request_id, unregister_model={})
-        caller.value()
-        drop_all(broker, client)
-        assert not broker.resume().answering_models
-        until(lambda: not is_away(client))
-        with pytest.raises(membroker.ModelNotFound, match="was left by this session"):
-            served.on_recall(lambda _: None)
 
-    def test_it_is_not_waited_for_a_broker_that_is_away(
-        self,
-        broker: PlayedBroker,
-        client: membroker.Client,
-        served: membroker.Model,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        """A program that ends with its broker would end 30 seconds later. The next broker is told so by the resume."""
-        monkeypatch.setattr(recalls, "CONTROL_SECONDS", 3600.0)
-        answering(broker, served, lambda _: None)
-        drop_all(broker, client)
-        served.on_recall(None)
-        assert not broker.resume().answering_models
-        until(lambda: not is_away(client))
-        assert broker.hears_nothing()
+def test_a_broker_of_another_revision(broker: PlayedBroker, client: Client, served: Model) -> None:
+    """The next broker is older, and would end the connection over an answer: it gets none."""
+    called: list[Recall] = []
+    answering(broker, served, called.append)
+    drop_all(broker, client)
+    broker.revision = 1
+    broker.resume()
+    until(lambda: not is_away(client))
+    recall(broker, 1)
+    broker.notice(draining=pb.Draining())
+    until(lambda: line(client).notices.draining)
+    assert called == []
+    assert broker.hears_nothing()
 
-    def test_a_resume_that_has_begun_is_corrected(
-        self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model
-    ) -> None:
-        """The broker has been told already that the session answers."""
-        answering(broker, served, lambda _: None)
-        drop_all(broker, client)
-        broker.greet_again()
-        request_id, held = broker.hear_holds()
-        assert any(list(one.answering_models) == [MODEL] for one in held)
-        served.on_recall(None)
-        broker.agree(request_id)
-        frame = broker.hear("register_model")
-        assert frame.register_model.HasField("answers_recalls")
-        assert not frame.register_model.answers_recalls
-        broker.reply(frame.request_id, model=resources_pb2.Model(name=MODEL))
-        until(lambda: not is_away(client))
-        assert broker.hears_nothing()
 
-    def test_a_refused_registration_changes_nothing(
-        self, broker: PlayedBroker, client: membroker.Client, served: membroker.Model
-    ) -> None:
-        caller = Caller(lambda: served.on_recall(lambda _: None))
-        broker.refuse(broker.hear("register_model").request_id, "TOO_MANY_REQUESTS")
-        assert isinstance(caller.end().error, membroker.TooMany)
-        drop_all(broker, client)
-        assert not broker.resume().answering_models
-        with pytest.raises(membroker.InvalidRequest, match="on_recall takes a function"):
-            served.on_recall(3)  # type: ignore[arg-type]
+def test_it_is_said_again_what_it_answers(broker: PlayedBroker, client: Client, served: Model) -> None:
+    """After on_recall(None), and after the model was left, a resume does not say that the session answers."""
+    answering(broker, served, lambda _: membroker.DEFERRED)
+    recall(broker, 1)
+    until(lambda: served.pending_recall)
+    caller = Caller(lambda: served.on_recall(None))
+    frame = broker.hear("register_model")
+    assert frame.register_model.HasField("answers_recalls")
+    assert not frame.register_model.answers_recalls
+    broker.reply(frame.request_id, model=resources_pb2.Model(name=MODEL))
+    assert broker.hear("recall_answer").recall_answer.recall_id == 1, "all is kept"
+    caller.value()
+    served.on_recall(None)
+    assert broker.hears_nothing()
+    recall(broker, 2)
+    assert broker.hear("recall_answer").recall_answer.recall_id == 2
+    drop_all(broker, client)
+    assert not broker.resume().answering_models
+    until(lambda: not is_away(client))
+    answering(broker, served, lambda _: None)
+    caller = Caller(served.unregister)
+    broker.reply(broker.hear("unregister_model").request_id, unregister_model={})
+    caller.value()
+    drop_all(broker, client)
+    assert not broker.resume().answering_models
+    until(lambda: not is_away(client))
+    with pytest.raises(membroker.ModelNotFound, match="was left by this session"):
+        served.on_recall(lambda _: None)
+
+
+def test_it_is_not_waited_for_a_broker_that_is_away(
+    broker: PlayedBroker,
+    client: Client,
+    served: Model,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A program that ends with its broker would end 30 seconds later. The next broker is told so by the resume."""
+    monkeypatch.setattr(recalls, "CONTROL_SECONDS", 3600.0)
+    answering(broker, served, lambda _: None)
+    drop_all(broker, client)
+    served.on_recall(None)
+    assert not broker.resume().answering_models
+    until(lambda: not is_away(client))
+    assert broker.hears_nothing()
+
+
+def test_a_resume_that_has_begun_is_corrected(broker: PlayedBroker, client: Client, served: Model) -> None:
+    """The broker has been told already that the session answers."""
+    answering(broker, served, lambda _: None)
+    drop_all(broker, client)
+    broker.greet_again()
+    request_id, held = broker.hear_holds()
+    assert any(list(one.answering_models) == [MODEL] for one in held)
+    served.on_recall(None)
+    broker.agree(request_id)
+    frame = broker.hear("register_model")
+    assert frame.register_model.HasField("answers_recalls")
+    assert not frame.register_model.answers_recalls
+    broker.reply(frame.request_id, model=resources_pb2.Model(name=MODEL))
+    until(lambda: not is_away(client))
+    assert broker.hears_nothing()
+
+
+def test_a_refused_registration_changes_nothing(broker: PlayedBroker, client: Client, served: Model) -> None:
+    caller = Caller(lambda: served.on_recall(lambda _: None))
+    broker.refuse(broker.hear("register_model").request_id, "TOO_MANY_REQUESTS")
+    assert isinstance(caller.end().error, membroker.TooMany)
+    drop_all(broker, client)
+    assert not broker.resume().answering_models
+    with pytest.raises(membroker.InvalidRequest, match="on_recall takes a function"):
+        served.on_recall(3)  # type: ignore[arg-type]
