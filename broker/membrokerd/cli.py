@@ -171,7 +171,10 @@ def _troubles(config: Config, path: Path | None) -> Iterator[str]:
     from .config import quotas
     from .device.plan import CUDA_HEADROOM
     from .device.suspects import CONTEXT_BYTES
+    from .system.device_directory import try_runtime
 
+    # A GPU's directory has a longer name, which is not known here: the start looks at each path.
+    try_runtime(config.runtime_directory, "host", config.tenants or ("default",))
     if path is not None and (stranger := stranger_in(path)):
         yield f"{_FOREIGN_FILE}: {stranger}"
     if config.state_directory:

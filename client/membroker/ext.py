@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .views import Views as Views  # which views of some memory are alive
     from .wire import names as names  # the grammar of names, the limits that both sides check, environment variables
     from .wire import ownership as ownership  # whose a path is, and which ids stand for many users
+    from .wire import paths as paths  # which paths a socket can have, and how they are shown
     from .wire import standard as standard  # how a command begins
     from .wire.sessions import OPEN_PER_SESSION as OPEN_PER_SESSION  # descriptors that a daemon needs for a session
     from .wire.sessions import sessions_for as sessions_for  # how many sessions a limit of descriptors allows
@@ -49,6 +50,7 @@ _MODULES = {
     "enter": "client",
     "names": "wire",
     "ownership": "wire",
+    "paths": "wire",
     "sessions_for": "wire.sessions",
     "standard": "wire",
     "uninterrupted": "interrupts",

@@ -87,6 +87,8 @@ def _device(value: Any) -> int | str:
 def _directory(value: Any) -> Path:
     if not isinstance(value, str | Path) or not Path(value).is_absolute():
         raise ValueError(f'write an absolute path, such as "/run/membroker", not {value!r}')
+    if "\0" in str(value):
+        raise ValueError(f"a path has no NUL in it, as in {value!r}")
     return Path(value)
 
 

@@ -16,8 +16,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from membroker.wire.names import MAX_SOCKET_PATH_BYTES
 from membroker.wire.ownership import stranger_in, user_text
+from membroker.wire.paths import socket_fault
 
 from . import files
 
@@ -41,6 +41,24 @@ class Ownership:
     gid: int = -1
     mode: int = 0o660
     table: str = ""
+
+
+def try_runtime(runtime: Path, device: str, tenants: Collection[str]) -> None:
+    """Raise `DirectoryError` if a daemon of this user could not have its directory here. Makes nothing.
+
+    `device` is the directory's name.
+    """
+    _refuse(runtime, stranger_in(runtime))
+    there = next(part for part in (runtime, *runtime.parents) if part.exists())
+    if not there.is_dir():
+        raise DirectoryError(f"{there} is not a directory: move it away, or choose another with --runtime-directory")
+    if not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
+        raise DirectoryError(
+            f"cannot use {there}: this user cannot write there{_owner(there)}; fix that, or choose another directory "
+            "with --runtime-directory DIR"
+        )
+    for tenant in tenants:
+        _check_path(runtime / device / "tenants" / tenant / "handoff.sock")
 
 
 class DeviceDirectory:
@@ -68,6 +86,7 @@ class DeviceDirectory:
 
     def _acquire(self) -> None:
         directories = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+        try_runtime(self.runtime, self.root.name, ())
         try:
             self._ensure_directory(self.runtime, None)
             self._ensure_directory(self.root, 0o755)
@@ -219,7 +238,7 @@ class DeviceDirectory:
     def endpoint(self, *parts: str, mode: int = 0o755) -> Path:
         """Return the directory of an endpoint (`tenants`, NAME or `admin`), and create it if it is missing."""
         directory = self.root.joinpath(*parts)
-        _check_length(directory / "handoff.sock")
+        _check_path(directory / "handoff.sock")
         try:
             for count in range(1, len(parts)):
                 self._ensure_directory(self.root.joinpath(*parts[:count]), 0o755)
@@ -236,8 +255,6 @@ class DeviceDirectory:
         None for the runtime directory, which may be an operator's symbolic link and keeps its mode; the directories
         above it are looked at, too.
         """
-        if mode is None:  # before anything is made in another user's directory
-            _refuse(directory, stranger_in(directory))
         made = files.make_directory(directory)
         status = directory.stat() if mode is None else directory.lstat()
         if not (stat.S_ISDIR(status.st_mode) or stat.S_ISLNK(status.st_mode)):
@@ -268,7 +285,7 @@ class DeviceDirectory:
         Raises `DirectoryError` if it is too long for a socket.
         """
         path = self.state / f"{kind}-{secrets.token_hex(4)}"
-        _check_length(path)
+        _check_path(path)
         return path
 
     def clear_private(self, kinds: Iterable[str] = ("grpc", "handoff")) -> None:
@@ -345,13 +362,10 @@ def _refuse(directory: Path, why: str) -> None:
         )
 
 
-def _check_length(path: Path) -> None:
+def _check_path(path: Path) -> None:
     """Raise `DirectoryError` if a socket cannot be at this path."""
-    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-        raise DirectoryError(
-            f"the path {path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes that a Unix socket may have; "
-            "choose a shorter --runtime-directory"
-        )
+    if fault := socket_fault(path):
+        raise DirectoryError(f"{fault}; choose another --runtime-directory")
 
 
 def _owner(place: Path) -> str:

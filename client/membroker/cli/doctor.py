@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import AccessDenied, BrokerAbsent, BrokerUnavailable, MembrokerError
-from ..ext import OPEN_PER_SESSION, names, ownership, sessions_for
+from ..ext import OPEN_PER_SESSION, names, ownership, paths, sessions_for
 from ..ext import endpoint as endpoints
 from ..vmm import open_driver
 from ..vmm.driver import DriverError, DriverUnavailable, Location
@@ -309,10 +309,8 @@ def check_runtime_directory(env: Mapping[str, str], uid: int) -> Check:
         advice = "set XDG_RUNTIME_DIR to a directory of your own, or start membrokerd with --runtime-directory DIR"
         return Check("runtime directory", "fail", "XDG_RUNTIME_DIR is not set", advice)
     directory = Path(own, "membroker") if uid else endpoints.system_directory(env)
-    if len(os.fsencode(directory / SHORTEST_ENDPOINT)) > names.MAX_SOCKET_PATH_BYTES:
-        limit = names.MAX_SOCKET_PATH_BYTES
-        advice = f"a socket's path has at most {limit} bytes: choose a shorter one with --runtime-directory"
-        return Check("runtime directory", "fail", f"{directory} is too long", advice)
+    if fault := paths.socket_fault(directory / SHORTEST_ENDPOINT):
+        return Check("runtime directory", "fail", fault, "choose another with --runtime-directory")
     if stranger := ownership.stranger_in(directory):
         advice = "set the variable to a directory of your own (after `su` it is another user's), or use another with "
         return Check("runtime directory", "fail", stranger, f"{advice}--runtime-directory")
@@ -320,7 +318,7 @@ def check_runtime_directory(env: Mapping[str, str], uid: int) -> Check:
     if not os.access(existing, os.W_OK | os.X_OK):
         advice = f"make {directory} as root and give it to this user, or choose another with --runtime-directory"
         return Check("runtime directory", "fail", f"{existing} cannot be written to", advice)
-    if len(os.fsencode(directory / LONGEST_ENDPOINT)) > names.MAX_SOCKET_PATH_BYTES:
+    if paths.socket_fault(directory / LONGEST_ENDPOINT):
         return Check("runtime directory", "warn", f"{directory} is long", "tenants with long names will not fit")
     return Check("runtime directory", "ok", str(directory))
 

@@ -20,8 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import AccessDenied, BrokerAbsent, BrokerUnavailable, DescriptorLimit, InvalidRequest, MembrokerError
-from ..wire.names import ENDPOINT_VARIABLE, MAX_SOCKET_PATH_BYTES, SYSTEM_DIRECTORY, SYSTEM_VARIABLE
+from ..wire.names import ENDPOINT_VARIABLE, SYSTEM_DIRECTORY, SYSTEM_VARIABLE
 from ..wire.ownership import group_text, stranger_in, user_text
+from ..wire.paths import socket_fault
 
 SHOWN = 8
 """How many tenants or devices a message lists."""
@@ -244,12 +245,10 @@ def set_timeout(connection: socket.socket, timeout: float) -> None:
 
 
 def check_path(path: Path) -> None:
-    """Raise `InvalidRequest` for a path that is too long for a socket's address."""
-    length = len(os.fsencode(path))
-    if length > MAX_SOCKET_PATH_BYTES:
+    """Raise `InvalidRequest` for a path that is too long for a socket's address, or that gRPC cannot take."""
+    if fault := socket_fault(path):
         raise InvalidRequest(
-            f"the path of a socket has at most {MAX_SOCKET_PATH_BYTES} bytes and {path} has {length}: "
-            "choose a shorter runtime directory, or name the endpoint through a symbolic link with a short path"
+            f"{fault}: choose another runtime directory, or name the endpoint through a symbolic link with a short path"
         )
 
 

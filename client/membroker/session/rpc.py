@@ -22,6 +22,7 @@ from ..errors import BrokerUnavailable, DescriptorLimit, MembrokerError, from_st
 from ..interrupts import uninterrupted
 from ..v1.handoff_pb2 import Frame
 from ..wire.names import MAX_PAGE_ROWS, STATUS_METADATA, TOKEN_METADATA
+from ..wire.paths import grpc_target
 from .endpoint import DESCRIPTORS_SHORT, check_path
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ class GrpcCalls:
 
                 check_path(self._path)
                 _check_descriptors()
-                self._channel = grpc.insecure_channel(f"unix:{self._path}", options=_OPTIONS)
+                self._channel = grpc.insecure_channel(grpc_target(self._path), options=_OPTIONS)
                 self._stub = (self._service or _broker_service)(self._channel)
             return self._stub
 

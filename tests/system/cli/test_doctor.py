@@ -183,7 +183,7 @@ def test_an_answer_that_nobody_has_foreseen_is_one_checks_alone(monkeypatch: pyt
     checks = {check.name: check for check in doctor.examine("/nowhere", {})}
     for name in ("gpu", "host driver"):
         assert (checks[name].status, "OverflowError" in checks[name].found) == ("fail", True)
-    assert len(checks) == 14
+    assert len(checks) == 15
 
 
 def test_another_system_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

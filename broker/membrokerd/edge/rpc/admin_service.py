@@ -12,6 +12,7 @@ from membroker.v1 import admin_pb2 as pb
 from membroker.v1 import admin_pb2_grpc, broker_pb2, resources_pb2
 from membroker.v1.handoff_pb2 import Draining, Notice, Undrained
 from membroker.wire.names import session_name
+from membroker.wire.paths import printable
 
 from ...core import effects as fx
 from ...core import events as ev
@@ -272,7 +273,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
 def _unkept(error: OSError) -> str:
     return (
-        f"the command cannot be kept in {error.filename}: {error.strerror}; let the daemon write there "
+        f"the command cannot be kept in {printable(error.filename)}: {error.strerror}; let the daemon write there "
         "(`state_directory` in its configuration), or make room"
     )
 

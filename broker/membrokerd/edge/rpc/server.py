@@ -9,6 +9,8 @@ import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from membroker.wire.paths import grpc_target
+
 from .health import Health
 from .interceptor import MAX_STREAMS, Guard
 
@@ -45,7 +47,7 @@ async def serve(path: Path, service: str, register: Callable[[grpc.aio.Server], 
     status = Health([service])
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
     reflection.enable_server_reflection((service, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    server.add_insecure_port(f"unix:{path}")
+    server.add_insecure_port(grpc_target(path))
     await server.start()
     await status.start()
     return server

@@ -15,6 +15,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ...admin import Admin
+from ...ext import ownership, paths
 from ...types import DeviceStatus, LocationBooks, ModelStatus, SegmentStatus
 from ...vmm.driver import Location
 
@@ -34,8 +36,8 @@ RESTART_SECONDS = 0.2
 _CONFIG = """\
 driver = "host"
 capacity = "256MiB"
-runtime_directory = "{directory}/run"
-state_directory = "{directory}/kept"
+runtime_directory = {run}
+state_directory = {kept}
 descriptor_store = "keeper"
 [metrics]
 port = 0
@@ -46,6 +48,16 @@ port = 0
 
 class Disproved(Exception):
     """Something that the demo claims does not hold."""
+
+
+def make_directory() -> Path:
+    """Make a directory for the demo: in TMPDIR, or in /tmp if a broker cannot have its sockets or its file there."""
+    made = Path(tempfile.mkdtemp(prefix="membroker-demo-"))
+    longest = made / "run" / "host" / "tenants" / "blue" / "handoff.sock"
+    if str(made).isprintable() and not paths.socket_fault(longest) and not ownership.stranger_in(made):
+        return made
+    made.rmdir()
+    return Path(tempfile.mkdtemp(prefix="membroker-demo-", dir="/tmp"))
 
 
 def claim(holds: bool, what: str) -> None:
@@ -122,7 +134,8 @@ class DemoBroker:
         self._root = directory / "run" / "host"
         self._config, self._log = directory / "membrokerd.toml", directory / "log"
         self._notify = directory / "notify"
-        self._config.write_text(_CONFIG.format(directory=directory))
+        places = {name: json.dumps(str(directory / name), ensure_ascii=False) for name in ("run", "kept")}
+        self._config.write_text(_CONFIG.format(**places), encoding="utf-8")
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         self._leaving = threading.Event()

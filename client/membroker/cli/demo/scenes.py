@@ -10,12 +10,10 @@ import random
 import re
 import shutil
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
@@ -24,7 +22,7 @@ from rich.table import Table
 from ...errors import MembrokerError
 from ...types import SegmentStatus
 from ...vmm.sizes import MIB, format_size
-from .processes import DemoBroker, DemoWorker, Disproved, claim, claim_soon
+from .processes import DemoBroker, DemoWorker, Disproved, claim, claim_soon, make_directory
 
 CAPACITY = 256 * MIB
 PAGE = 2 * MIB
@@ -78,7 +76,7 @@ class Stage:
 def main() -> int:
     """Play the scenes; returns 0 when everything held."""
     begun = time.monotonic()
-    directory = Path(tempfile.mkdtemp(prefix="membroker-demo-"))
+    directory = make_directory()
     try:
         with ExitStack() as stack:
             broker = DemoBroker(directory)
