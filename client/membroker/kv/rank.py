@@ -5,13 +5,14 @@ Owns the threads that do what `Ranks` asks, and passes on what the rank's broker
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from multiprocessing import AuthenticationError, current_process
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from tempfile import TemporaryDirectory
 from typing import Final
 
@@ -19,7 +20,7 @@ from .. import DEFERRED, Recall, VirtualMemoryPool
 from ..errors import ClosedError, InvalidRequest
 from ..types import SleepRequest, SleepStatus
 from .engine import Over
-from .lines import Line, answer
+from .lines import Line, answer, hang_up
 from .pages import PoolPages
 
 CONNECTIONS: Final = 3
@@ -69,8 +70,9 @@ class Rank:
         # A directory of our own: `multiprocessing` keeps its own until the process ends, and after a SIGKILL forever.
         directory = TemporaryDirectory(prefix="membroker-kv-")
         self.address = f"{directory.name}/rank.sock"
-        authkey = bytes(current_process().authkey)
-        listener = Listener(self.address, family="AF_UNIX", backlog=CONNECTIONS, authkey=authkey)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(self.address)
+        listener.listen(CONNECTIONS)
         threading.Thread(target=self._accept, args=(directory, listener), name="membroker-kv-rank", daemon=True).start()
 
     def awake(self) -> AbstractContextManager[None]:
@@ -80,9 +82,9 @@ class Rank:
         """
         return nullcontext() if self._scheduler is None else awake(partial(self._scheduler, "use"))
 
-    def _accept(self, directory: TemporaryDirectory[str], listener: Listener) -> None:
+    def _accept(self, directory: TemporaryDirectory[str], listener: socket.socket) -> None:
         with directory, listener:
-            asking, telling, hearing = (_accept_one(listener) for _ in range(CONNECTIONS))
+            asking, telling, hearing = _accept_scheduler(listener)
         self._scheduler = Line(hearing)
         threading.Thread(target=self._serve, args=(asking,), name="membroker-kv-rank-ask", daemon=True).start()
         self._serve(telling)
@@ -161,8 +163,42 @@ def awake(keep_awake: Callable[[int], bool]) -> Iterator[None]:
         keep_awake(-1)
 
 
-def _accept_one(listener: Listener) -> Connection:
-    """Return the next connection of a process that has the engine's key. Others are refused."""
-    while True:
-        with suppress(AuthenticationError, EOFError, ConnectionError):
-            return listener.accept()
+def _accept_scheduler(listener: socket.socket) -> list[Connection]:
+    """Return the connections of the process that has the engine's key, in their order. Others are hung up on.
+
+    Each connection proves the key in a thread of its own, so one that says nothing, or half a word, holds up no other.
+    """
+    key, lock = bytes(current_process().authkey), threading.Lock()
+    begun: list[Connection] = []
+    proven: dict[int, Connection] = {}
+
+    def prove(number: int) -> None:
+        connection = begun[number]
+        try:
+            deliver_challenge(connection, key)
+            answer_challenge(connection, key)
+        except (AuthenticationError, EOFError, OSError):
+            with lock:
+                connection.close()
+            return
+        proven[number] = connection
+        if len(proven) >= CONNECTIONS:
+            listener.shutdown(socket.SHUT_RDWR)  # `accept` raises
+
+    while len(proven) < CONNECTIONS:
+        try:
+            accepted, _ = listener.accept()
+        except ConnectionError:
+            continue
+        except OSError:
+            if len(proven) >= CONNECTIONS:
+                break
+            raise
+        begun.append(Connection(accepted.detach()))
+        threading.Thread(target=prove, args=(len(begun) - 1,), name="membroker-kv-rank-key", daemon=True).start()
+    ours = [connection for _, connection in sorted(proven.items())][:CONNECTIONS]
+    with lock:
+        for connection in begun:
+            if connection not in ours:
+                hang_up(connection)
+    return ours

@@ -1,0 +1,82 @@
+"""How a rank finds its scheduler among whoever connects: another program of the same user can enter its directory."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing import AuthenticationError, current_process
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+
+import pytest
+from tests.support.daemons import DEADLINE_SECONDS, until
+from tests.support.fake_broker import Caller
+
+from membroker.kv.rank import CONNECTIONS, _accept_scheduler
+
+STRANGERS = {
+    "silent": b"",
+    "half a word": struct.pack("!i", 20) + b"half",
+    "too long": struct.pack("!i", 1 << 20),
+    "longer": struct.pack("!i", -1) + struct.pack("!Q", 1 << 40),
+    "negative": struct.pack("!i", -7),
+    "without the key": struct.pack("!i", 16) + 16 * b"k",
+}
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(tmp_path / "rank.sock"))
+        one.listen(CONNECTIONS)
+        yield one
+
+
+def stranger(listener: socket.socket, said: bytes) -> socket.socket:
+    """Connect, and say this."""
+    end = socket.socket(socket.AF_UNIX)
+    end.connect(listener.getsockname())  # it waits while the backlog is full
+    end.settimeout(DEADLINE_SECONDS)
+    end.send(said)
+    return end
+
+
+def connect(listener: socket.socket) -> list[Connection]:
+    """Connect as the scheduler does."""
+    key = bytes(current_process().authkey)
+    return [Client(listener.getsockname(), "AF_UNIX", key) for _ in range(CONNECTIONS)]
+
+
+@pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS.keys())
+def test_a_stranger_neither_ends_nor_delays_a_rank(listener: socket.socket, said: bytes) -> None:
+    """More strangers than the backlog has room for come first, and one between; the engine is served all the same."""
+    before = threading.active_count()
+    rank = Caller(lambda: _accept_scheduler(listener))
+    strangers = [stranger(listener, said) for _ in range(2 * CONNECTIONS)]
+    ours = Caller(lambda: connect(listener))
+    theirs = rank.value()
+    for number, (one, other) in enumerate(zip(ours.value(), theirs, strict=True)):
+        one.send(number)
+        assert other.recv() == number, "the connections have changed places"
+        one.close()
+        other.close()
+    for end in strangers:
+        with suppress(ConnectionResetError):
+            while end.recv(1 << 16):
+                pass
+        end.close()
+    until(lambda: threading.active_count() == before)
+
+
+def test_a_second_scheduler_with_the_key_is_hung_up_on(listener: socket.socket) -> None:
+    """It cannot come between: a rank that has its three connections takes no other."""
+    rank = Caller(lambda: _accept_scheduler(listener))
+    ours = connect(listener)
+    theirs = rank.value()
+    with pytest.raises((AuthenticationError, OSError)):
+        Client(listener.getsockname(), "AF_UNIX", bytes(current_process().authkey))
+    for connection in (*ours, *theirs):
+        connection.close()
