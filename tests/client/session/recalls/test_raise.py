@@ -86,7 +86,7 @@ def test_a_deferred_recall(broker: PlayedBroker, client: Client, served: Model) 
     assert pending is not None
     assert called == [(pending, PAGE), (pending, 3 * PAGE)]
     assert (pending.size, pending.remaining) == (3 * PAGE, 3 * PAGE)
-    assert repr(pending) == f"<Recall of {3 * PAGE} bytes of {MODEL} at device>"
+    assert repr(pending) == f"<membroker.Recall of {3 * PAGE} bytes of {MODEL} at device>"
     pending.done()
     assert answer(broker) == RecallAnswer(recall_id=1, bytes=3 * PAGE)
     assert served.pending_recall is None
