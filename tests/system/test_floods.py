@@ -308,41 +308,6 @@ def send_unasked(sock, data):
 """
 
 
-def test_descriptors_unasked_before_a_hello(scene: Scene, flood: Worker, transport: str, state: State) -> None:
-    """With a Hello or with noise, 64 at a time: each is closed at once, counted, and its sender disconnected."""
-    before = scene.refused("PROTOCOL_VIOLATION")
-    flood.do(_UNASKED)
-    outcome = scene.honest[transport].beside_flood(
-        state,
-        "descriptors unasked",
-        flood,
-        f"""
-answer = []
-for number in range({ROUNDS}):
-    with Connection(endpoint) as stranger:
-        data = hello().SerializeToString() if number % 2 else b'noise'
-        answer.append([send_unasked(stranger.sock, data), reason(stranger.last_words())])
-""",
-    )
-    assert outcome == [[True, "PROTOCOL_VIOLATION"]] * ROUNDS
-    assert scene.refused("PROTOCOL_VIOLATION") == before + ROUNDS
-
-
-def test_descriptors_unasked_in_a_session(scene: Scene, flood: Worker) -> None:
-    """The same of those that were let in: with an Allocate and all; the call is not made."""
-    before = scene.refused("PROTOCOL_VIOLATION")
-    flood.do(_UNASKED)
-    flood.do(f"sessions = [Session(endpoint) for _ in range({SESSIONS})]")
-    flood.do("models = [session.register('m') for session in sessions]")
-    outcome = flood.ask(
-        "[[send_unasked(session.sock, pb.Frame(request_id=1, allocate=allocation(model, PAGE)).SerializeToString()),"
-        " reason(session.last_words())] for session, model in zip(sessions, models, strict=True)]"
-    )
-    assert outcome == [[True, "PROTOCOL_VIOLATION"]] * SESSIONS
-    assert scene.refused("PROTOCOL_VIOLATION") == before + SESSIONS
-    assert scene.daemon.books().lent_bytes == 0
-
-
 def test_descriptors_unasked_at_the_grpc_socket(scene: Scene, flood: Worker, state: State) -> None:
     """gRPC takes none: they are closed, whatever comes of the connection, and whatever it says besides."""
     flood.do(_UNASKED)
@@ -361,38 +326,6 @@ for number in range({ROUNDS}):
 
 
 # --- Silence, and slowness ---
-
-
-def test_clients_that_say_nothing(scene: Scene, flood: Worker, state: State) -> None:
-    """Two hundred connect and say nothing. Of most the daemon is rid at once, of the last 64 after five seconds."""
-    flood.do("silent = [connected('handoff.sock') for _ in range(200)]")
-    until(lambda: scene.daemon.descriptors() == scene.descriptors + 2 * 64)
-    # Each is cut without a word: the read returns nothing, or the kernel says that it was too late for one.
-    cut = scene.honest["handoff"].beside_flood(
-        state, "200 clients that say nothing", flood, "answer = [sock.recv(1) == b'' for sock in silent]"
-    )
-    assert cut == [True] * 200
-    until(lambda: scene.daemon.descriptors() == scene.descriptors)
-
-
-def test_clients_that_send_a_malformed_packet_a_second(scene: Scene, flood: Worker, state: State) -> None:
-    """Five of them for three seconds, and each comes back: every packet is answered, counted, and ends a connection."""
-    before = scene.refused("PROTOCOL_VIOLATION")
-    outcome = scene.honest["handoff"].beside_flood(
-        state,
-        "5 clients that send a malformed packet a second",
-        flood,
-        """
-answer, began = [], time.monotonic()
-for number in range(15):
-    time.sleep(max(0, began + number / 5 - time.monotonic()))
-    with Connection(endpoint) as one:
-        one.send_bytes(b'\\xff' * (number + 1))
-        answer.append(reason(one.last_words()))
-""",
-    )
-    assert outcome == ["PROTOCOL_VIOLATION"] * 15
-    assert scene.refused("PROTOCOL_VIOLATION") == before + 15
 
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])

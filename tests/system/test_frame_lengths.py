@@ -6,7 +6,6 @@ does not know, which it skips. Whatever the length, there is a typed answer, the
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 
 import pytest
@@ -94,25 +93,6 @@ def too_long_or(why: str, length: int) -> str | None:
 
 
 @pytest.mark.usefixtures("unmoved")
-def test_noise_of_each_length(daemon: Daemon) -> None:
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    chance = random.Random(seed)
-    for length in LENGTHS:
-        why = last_words(daemon, chance.randbytes(length))
-        # Two bytes of noise can be a Hello of version 0.
-        assert why == too_long_or("PROTOCOL_VIOLATION", length) or (length and why == "UNSUPPORTED_VERSION"), length
-
-
-@pytest.mark.usefixtures("unmoved")
-def test_a_hello_that_ends_after_each_length(daemon: Daemon) -> None:
-    """The beginning of a greeting of 200 kB. The length that it says is never that of what there is."""
-    whole = greeting("x" * 200_000).SerializeToString()
-    for length in LENGTHS:
-        assert last_words(daemon, whole[:length]) == too_long_or("PROTOCOL_VIOLATION", length), length
-
-
-@pytest.mark.usefixtures("unmoved")
 def test_a_hello_of_each_length(daemon: Daemon) -> None:
     """Whole, but of a later version, whose fields this one does not know: it is read, and told which one is spoken."""
     packets = {length: filled(greeting(version=9), length) for length in LENGTHS}
@@ -144,22 +124,6 @@ def _name_for(length: int) -> str:
     sizes = range(length, 0, -1)
     fits = (size for size in sizes if greeting("x" * size).ByteSize() in (length, length - 3))
     return "x" * next(fits)
-
-
-def test_an_allocate_of_each_length(daemon: Daemon) -> None:
-    """One session asks for no extents at all, in frames of each length: each is answered, and it stays connected."""
-    with Session(daemon.endpoint()) as session:
-        model = session.register("mine")
-        ask = pb.Frame(request_id=77, allocate=raw.allocation(model, PAGE, 0))
-        lengths = [length for length in LENGTHS if length <= LARGEST and filled(ask, length)]
-        assert len(lengths) > 4_000
-        for length in lengths:
-            packet = filled(ask, length)
-            assert packet
-            session.send_bytes(packet)
-            frame = session.receive().frame
-            assert (frame.request_id, reason(frame.reply.error)) == (77, "INVALID_COUNT"), length
-    unharmed(daemon)
 
 
 def test_an_allocate_of_each_power_of_two_is_granted(daemon: Daemon) -> None:

@@ -19,7 +19,6 @@ from membroker import Client, MembrokerError, OutOfMemory
 from membroker.admin import Admin, QuotaStatus
 from membroker.cli import doctor
 from membroker.types import Available
-from membroker.v1 import admin_pb2
 from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm import Location
 
@@ -133,16 +132,6 @@ def test_numbers_that_do_not_fit_are_refused(admin: Admin) -> None:
         ("tenants/red", 96 * MIB, None),
         ("tenants/red/models/chat", 64 * MIB, 128 * MIB),
     }
-
-
-def test_a_field_that_the_mask_does_not_name_is_refused(admin: Admin) -> None:
-    """A client that forgets the mask would set less than it says."""
-    request = admin_pb2.SetQuotaRequest(name="tenants/red", guarantee_bytes=MIB)
-    for mask, said in ([], "update_mask does not name it"), (["guarantee_bytes", "weights"], "'weights' is not"):
-        request.update_mask.paths[:] = mask
-        with pytest.raises(MembrokerError, match=said):
-            admin._call("SetQuota", request)
-    assert admin.quotas() == []
 
 
 def test_a_reload_changes_guarantees_or_says_why_not(daemon: Daemon, blue: Client) -> None:
@@ -269,15 +258,6 @@ def test_memory_that_is_kept_for_nobody_is_told_and_can_be_freed(daemon: Daemon,
     with pytest.raises(MembrokerError, match="there is no tenant 'red'"):
         admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": MIB})
     admin.set_quota("tenants/red", DEVICE, {"limit_bytes": None})
-
-
-def test_memory_that_is_kept_for_a_model_of_nobody_is_told_by_the_models_name(daemon: Daemon, admin: Admin) -> None:
-    """The tenant itself has no quota, so a command with its name alone would be refused."""
-    admin.set_quota("tenants/red/models/chat", DEVICE, {"guarantee_bytes": 64 * MIB})
-    said = reload(daemon, tenants={"blue": {}})
-    assert "`membroker quota set red/chat --guarantee none` ends that" in said
-    admin.set_quota("tenants/red/models/chat", DEVICE, {"guarantee_bytes": None})
-    assert admin.device().locations["device"].reserved_bytes == 0
 
 
 def test_a_tenant_that_stays_after_its_removal_has_no_guarantee(daemon: Daemon, red: Client, admin: Admin) -> None:

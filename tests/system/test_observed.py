@@ -163,18 +163,6 @@ def test_probes_and_scrapes_fail_while_the_loop_hangs(tmp_path: Path, monkeypatc
 # --- On the host driver, for want of a GPU ---
 
 
-def test_a_daemon_that_fell_back_to_the_host_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`driver = "auto"` on a machine whose GPU cannot be used: ready, and no broker of a GPU."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for driver, sentence in (("auto", "ok, but no usable GPU was found"), ("host", "ok\n")):
-        with running({"driver": driver}) as daemon:
-            url = daemon.device().metrics_url
-            status, said = probe(url.replace("/metrics", "/readyz"))
-            assert (status, said[: len(sentence)]) == (200, sentence)
-            fell_back = value(daemon.metrics(), 'membroker_driver_fallback{gpu_uuid="host"}')
-            assert fell_back == (driver == "auto")
-
-
 def test_a_daemon_shows_every_figure_of_its_own(daemon: Daemon) -> None:
     """A figure of the daemon as a whole has one series from the start, whatever it is."""
     own = [spec for spec in catalog.ALL.values() if not spec.labels and spec not in catalog.PARENT]
@@ -182,28 +170,6 @@ def test_a_daemon_shows_every_figure_of_its_own(daemon: Daemon) -> None:
     for spec in own:
         value(text, f'{spec.name}{"_count" * (spec.kind == "histogram")}{{gpu_uuid="host"}}')
     assert {catalog.DRAINING, catalog.EVICTIONS, catalog.SLOW_TURNS} <= set(own)
-
-
-def test_a_daemon_shows_its_bounds(daemon: Daemon) -> None:
-    """Sessions, descriptors and tenants with their limits; each refusal at 0 before the first one happens."""
-    with worker() as one:
-        one.connect(daemon)
-        one.do("model = client.register_model('m'); buffer = model.allocate(PAGE)")
-        one.do("weights = model.create_segment('w', PAGE); weights.seal(); again = client.attach('m/w')")
-        text = daemon.metrics()
-    assert value(text, 'membroker_sessions{gpu_uuid="host",state="open"}') == 1
-    assert value(text, 'membroker_sessions_limit{gpu_uuid="host"}') >= 100
-    assert 10 < value(text, "process_open_fds") < value(text, "process_max_fds")
-    red = 'gpu_uuid="host",location="device",tenant="red"'
-    assert value(text, f"membroker_tenant_used_bytes{{{red}}}") == 4 << 20
-    assert value(text, 'membroker_tenant_used_bytes{gpu_uuid="host",location="device",tenant="blue"}') == 0
-    assert f"membroker_tenant_limit_bytes{{{red}}}" not in text
-    assert value(text, 'membroker_segment_attachments{gpu_uuid="host",model="m",segment="w",tenant="red"}') == 1
-    for why in ("MODEL_LIMIT", "CAPACITY", "DEVICE_FULL", "JOURNAL_FULL"):
-        denials = f'membroker_model_denials_total{{gpu_uuid="host",model="m",reason="{why}",tenant="red"}}'
-        assert value(text, denials) == 0
-    assert value(text, 'membroker_connections_refused_total{gpu_uuid="host",reason="TOO_MANY_SESSIONS"}') == 0
-    assert value(text, 'membroker_device_unproven_releases_total{gpu_uuid="host",location="device"}') == 0
 
 
 def test_memory_that_did_not_come_back_in_time_is_counted() -> None:

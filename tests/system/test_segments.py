@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Iterator
 
 import pytest
 from tests.support.daemons import Daemon, running, until
@@ -21,7 +20,6 @@ from tests.support.segment_workers import (
     SegmentAsker,
     attach,
     clean,
-    delete,
     device_used,
     holders,
     reads,
@@ -41,14 +39,6 @@ from tests.support.workers import (
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1.resources_pb2 import Segment as SegmentMessage
 from membroker.v1.resources_pb2 import Session as SessionMessage
-
-
-@pytest.fixture
-def hasty() -> Iterator[Daemon]:
-    """A daemon that credits a death after one second. Which of two deaths freed memory is not always proven."""
-    with running({"settle_seconds": 1.0}) as one:
-        yield one
-
 
 # Sharing
 
@@ -87,58 +77,20 @@ def test_bytes_are_charged_once_however_many_have_them_mapped(daemon: Daemon, tr
         assert [each.finish() for each in (writer, *readers)] == [0, 0, 0]
 
 
-def test_an_attach_waits_for_a_writer_in_another_process(daemon: Daemon, transport: str) -> None:
-    """All ranks start at once, and the one that loads takes longest."""
-    with clean(daemon), workers(3) as (writer, *readers):
-        write(writer, daemon, transport)
-        for each in readers:
-            wait_in_attach(each, daemon, transport)
-        writer.do("segment.write(0, b'first')")
-        assert all(each.ask("attaching.is_waiting()") for each in readers)
-        assert holders(daemon) == 1
-        writer.do("segment.seal()")
-        for each in readers:
-            each.do("segment = attaching.result()")
-            assert reads(each)
-        writer.do("segment.delete()")
-
-
-@pytest.mark.parametrize("end", ["killed", "goodbye", "close", "delete"])
-def test_the_writers_end_is_told_to_all_who_wait(daemon: Daemon, transport: str, end: str) -> None:
+def test_the_writers_end_is_told_to_all_who_wait(daemon: Daemon, transport: str) -> None:
     """Nothing will seal what it wrote: the waiting readers are told at once, and the bytes are free again."""
     with clean(daemon), workers(3) as (writer, *readers):
         write(writer, daemon, transport)
         for each in readers:
             wait_in_attach(each, daemon, transport)
-        if end == "killed":
-            writer.kill()
-        else:
-            writer.do({"goodbye": "client.close()", "close": "segment.close()", "delete": "segment.delete()"}[end])
+        writer.kill()
         for each in readers:
             refused = each.refused("attaching.result()")
             assert (refused.error, refused.reason) == ("WriterDied", "WRITER_DIED")
             assert "weights" in refused.message
-        if end == "delete":
-            assert writer.ask("segment.read(0, 5).decode()") == "first"
-            writer.do("segment.close()")
         until(lambda: not segments(daemon))
         until(lambda: daemon.books().lent_bytes == 0 == device_used(daemon))
         readers[0].do("again = client.register_model('m').create_segment('weights', '256MiB'); again.close()")
-
-
-def test_a_writer_that_lost_its_connection_still_writes(hasty: Daemon, transport: str) -> None:
-    """Its socket broke and its process lives: it may still seal by gRPC, so readers wait on, until it dies."""
-    daemon = hasty
-    with clean(daemon), workers(2) as (writer, reader):
-        write(writer, daemon, transport)
-        wait_in_attach(reader, daemon, transport)
-        writer.do("import socket; client._session.connection._socket.shutdown(socket.SHUT_RDWR)")
-        until(lambda: daemon.device().detached_sessions == 1)
-        assert (state(daemon), holders(daemon)) == ("WRITING", 1)
-        assert reader.ask("attaching.is_waiting()")
-        writer.do("segment.write(0, b'still')")
-        writer.kill()
-        assert reader.refused("attaching.result()").error == "WriterDied"
 
 
 def test_a_writer_without_a_connection_seals_by_grpc(daemon: Daemon) -> None:
@@ -161,24 +113,6 @@ def test_a_writer_without_a_connection_seals_by_grpc(daemon: Daemon) -> None:
 
 
 # Deaths
-
-
-def test_a_killed_reader_takes_nothing_from_the_others(hasty: Daemon, transport: str) -> None:
-    """The out-of-memory killer takes one of three; its hold is gone, the memory is not."""
-    daemon = hasty
-    with clean(daemon), workers(3) as (writer, reader, other):
-        write(writer, daemon, transport)
-        writer.do("segment.seal()")
-        attach(reader, daemon, transport)
-        attach(other, daemon, transport)
-        reader.kill()
-        until(lambda: holders(daemon) == 2 and len(daemon.sessions()) == 2)
-        assert reads(writer)
-        assert reads(other)
-        assert (daemon.books().lent_bytes, daemon.books().releasing_bytes) == (SIZE, 0)
-        writer.do("segment.delete(); segment.close()")
-        assert (state(daemon), daemon.books().lent_bytes) == ("ENDING", SIZE)
-        other.kill()
 
 
 def test_a_dead_readers_child_keeps_the_bytes_charged(daemon: Daemon, transport: str) -> None:
@@ -212,66 +146,7 @@ def test_a_dead_readers_child_keeps_the_bytes_charged(daemon: Daemon, transport:
         other.do("model.allocate('256MiB').close()")
 
 
-def test_the_daemon_is_killed_and_readers_read_on(transport: str) -> None:
-    """The daemon's end is not the memory's: what is mapped stays, can be read, and is closed without an error."""
-    with running() as daemon, workers(2) as (writer, reader):
-        write(writer, daemon, transport)
-        writer.do("segment.seal()")
-        attach(reader, daemon, transport, outage=0)
-        daemon.kill()
-        assert reads(writer)
-        assert reads(reader)
-        assert reader.refused("client.attach('weights')").error == "BrokerUnavailable"
-        for each in (writer, reader):
-            each.do("segment.close(); client.close()")
-            assert each.finish() == 0
-
-
 # Life
-
-
-@pytest.mark.parametrize("end", ["goodbye", "exit", "killed"])
-def test_a_segment_outlives_its_writer(daemon: Daemon, transport: str, end: str) -> None:
-    """A loader has done its work and ends; engines that start later attach what it left, charged and held by nobody."""
-    with clean(daemon):
-        with worker() as writer:
-            write(writer, daemon, transport)
-            writer.do("segment.seal()")
-            if end == "killed":
-                writer.kill()
-            elif end == "goodbye":
-                writer.do("client.close()")
-            else:
-                assert writer.finish() == 0
-            until(lambda: not daemon.sessions())
-        assert (state(daemon), holders(daemon), daemon.books().lent_bytes) == ("SEALED", 0, SIZE)
-        with worker() as reader:
-            attach(reader, daemon, transport)
-            assert reads(reader)
-            assert reader.ask("[one.sessions for one in client.segments()]") == [1]
-            reader.do("segment.close(); client.delete_segment('m/weights')")
-
-
-def test_a_deleted_segment_stays_with_who_has_it(daemon: Daemon, transport: str) -> None:
-    """New weights are coming: the old ones are deleted under readers that finish with them."""
-    with clean(daemon), workers(3) as (writer, reader, late):
-        write(writer, daemon, transport)
-        writer.do("segment.seal()")
-        attach(reader, daemon, transport)
-        delete(daemon)
-        late.connect(daemon, transport=transport)
-        assert late.refused("client.attach('weights')").error == "SegmentNotFound"
-        refused = late.refused("client.register_model('m').create_segment('weights', 1)")
-        assert (refused.error, refused.metadata["state"]) == ("SegmentExists", "ending")
-        assert reads(reader)
-        writer.do("segment.close()")
-        assert (state(daemon), daemon.books().lent_bytes) == ("ENDING", SIZE)
-        reader.do("view = segment.view(); segment.close()")
-        assert state(daemon) == "ENDING", "a view still has it"
-        reader.do("del view")
-        until(lambda: not segments(daemon))
-        late.do("again = client.register_model('m').create_segment('weights', 1)")
-        assert late.ask("again.read(0, 5) == bytes(5)")
 
 
 def test_a_large_segment_comes_in_packets(transport: str) -> None:

@@ -124,16 +124,6 @@ def assert_refused(first: Daemon, place: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_the_second_daemon_of_a_device_names_the_first(place: Path) -> None:
-    """`--device` was forgotten: the sentence names the process and the option."""
-    with daemon_of(place, 0) as first:
-        command = ["-m", "membrokerd.cli", "--config", str(first.directory / "membrokerd.toml")]
-        done = run_python(command)
-        assert done.returncode == 1
-        assert f"process {first.process.pid}; " in done.stderr
-        assert "choose another device with --device" in done.stderr
-
-
 def test_two_devices_lend_apart(place: Path) -> None:
     """A full device does not fill the other, and each has its own directory, number and metrics."""
     with daemon_of(place, 0) as first, daemon_of(place, 1) as second:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from google.rpc.status_pb2 import Status
 from tests.support import raw
 from tests.support.daemons import Daemon, until
 from tests.support.honest_worker import State, honest
@@ -104,23 +103,6 @@ def test_a_session_answers_for_itself_alone(daemon: Daemon, threads: ThreadPoolE
         assert row.status == SleepStatus(state=SleepStatus.ASLEEP, detail="x" * MAX_DETAIL)
         answer(one, number)  # it is over
         one.register("chat")
-
-
-def test_what_is_refused(daemon: Daemon) -> None:
-    """An unknown model, a name that no model has, and times out of range. A model without a session is no error."""
-    with raw.Session(daemon.endpoint()) as one:
-        one.register("chat")
-        for name, fields, reason in (
-            ("tenants/red/models/none", {}, "MODEL_NOT_FOUND"),
-            ("chat", {}, "INVALID_NAME"),
-            (CHAT, {"within": Duration(seconds=-1)}, "INVALID_ARGUMENT"),
-            (CHAT, {"within": Duration(seconds=86_401)}, "INVALID_ARGUMENT"),
-        ):
-            refusal = ask(daemon, name, **fields)
-            assert isinstance(refusal, Status)
-            assert raw.reason(refusal) == reason
-        assert not raw.is_readable(one.notices)
-    until(lambda: list(ask(daemon).sessions) == [])
 
 
 def test_a_lost_connection_is_said(daemon: Daemon) -> None:

@@ -350,13 +350,12 @@ def test_a_tenant_that_is_removed_while_the_daemon_is_down(patient: Daemon) -> N
     check_free(patient)
 
 
-@pytest.mark.parametrize("device_size", [{}, {"host_driver_total": "512MiB"}], ids=["as-needed", "larger"])
-def test_less_capacity_than_is_lent(device_size: dict[str, str]) -> None:
+def test_less_capacity_than_is_lent() -> None:
     """An operator lowers the capacity and restarts: lent memory stays lent, and no more is lent until it is released.
 
     The device is as large as the capacity needs, and shrinks with it: what is lent must have room there too.
     """
-    with running(device_size) as daemon, worker() as one:
+    with running() as daemon, worker() as one:
         one.connect(daemon)
         one.do("model = client.register_model('m'); buffer = model.allocate('32MiB')")
         daemon.kill()

@@ -13,13 +13,12 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.daemons import Daemon, running, until
-from tests.support.raw import Session, admin_call, info, reason
+from tests.support.raw import Session, info, reason
 from tests.support.sizes import MIB
 from tests.system.test_reload import reload
 
 from membroker.admin import Admin, QuotaStatus
 from membroker.cli import main as cli
-from membroker.v1 import admin_pb2
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm import Location
@@ -145,22 +144,6 @@ def test_a_reload_changes_weights(daemon: Daemon, admin: Admin) -> None:
     assert weights(admin) == {"red": 7, "blue": 0, "green": 1}
 
 
-@pytest.mark.parametrize(("weight", "first", "second"), [(1, "blue", "red"), (3, "red", "blue")])
-def test_the_larger_part_goes_first(admin: Admin, tenants: Tenants, weight: int, first: str, second: str) -> None:
-    """With equal weights half of the room is too little for either, so the older request goes first."""
-    admin.set_quota("tenants/red", DEVICE, {"weight": weight})
-    half = tenants.borrow("green", 128 * MIB), tenants.borrow("green", 128 * MIB)
-    asked = {}
-    for count, name in enumerate(("blue", "red"), 1):
-        asked[name] = tenants.ask(name, 96 * MIB, HOURS)
-        until(lambda: waiting(admin)[1] == count)  # noqa: B023 - it is called at once
-    tenants.release("green", half[0])
-    assert len(tenants.answer(first, asked[first])) == 1
-    assert waiting(admin) == (96 * MIB, 1)
-    tenants.release("green", half[1])
-    assert len(tenants.answer(second, asked[second])) == 1
-
-
 @pytest.mark.deep
 def test_an_operator_sees_waits_and_how_they_ended(daemon: Daemon, admin: Admin, tenants: Tenants) -> None:
     held = tenants.borrow("green", 250 * MIB)
@@ -202,22 +185,6 @@ def test_a_guaranteed_request_waits_as_configured(daemon: Daemon, admin: Admin, 
     until(lambda: waiting(admin) == (64 * MIB, 1))
     tenants.release("green", held)
     assert len(tenants.answer("red", asked)) == 1
-
-
-def test_a_wrong_weight_changes_nothing(daemon: Daemon, admin: Admin) -> None:
-    for weight, mask, said in [
-        (1_001, ["weight"], "a weight is between 0 and 1,000"),
-        (2**32 - 1, ["weight"], "a weight is between 0 and 1,000"),
-        (2, [], "weight is set, and update_mask does not name it"),
-        (2, ["limit_bytes"], "weight is set, and update_mask does not name it"),
-        (2, ["weights"], "'weights' is not limit_bytes, guarantee_bytes or weight"),
-    ]:
-        request = admin_pb2.SetQuotaRequest(name="tenants/red", weight=weight)
-        request.update_mask.paths[:] = mask
-        refused = admin_call(daemon.admin, "SetQuota", request)
-        assert reason(refused) == "INVALID_ARGUMENT"
-        assert said in refused.message
-        assert admin.quotas() == []
 
 
 def test_the_command_sets_and_shows_weights_and_waits(

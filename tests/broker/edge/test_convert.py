@@ -8,10 +8,20 @@ from typing import Any
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1.resources_pb2 import Limit
 from membrokerd.core.denied import Reason
-from membrokerd.edge.convert import Refused, parse_model, parse_quota_name, parse_session, to_event
+from membrokerd.core.rows import Quota
+from membrokerd.edge.convert import (
+    Refused,
+    changed_quota,
+    parse_model,
+    parse_quota_name,
+    parse_session,
+    to_event,
+    to_sleep,
+)
 
 MINE = "tenants/red/models/mine"
 MAX = (1 << 63) - 1
@@ -77,3 +87,30 @@ def test_names_that_are_none_are_refused_and_shown_in_part() -> None:
     assert caught.value.denied.numbers["name"] == long[:100]
     assert refused(lambda: event(pb.RegisterModelRequest(model_id="a/b/c"))) is Reason.INVALID_NAME
     assert refused(lambda: event(pb.CreateSegmentRequest(model=MINE, segment_id="-"))) is Reason.INVALID_NAME
+
+
+def test_a_quotas_field_must_be_named_by_the_mask() -> None:
+    """A client that forgets the mask would set less than it says. Without a mask it is the limit that is set."""
+    before = Quota(limit=1, guarantee=2, weight=3)
+    wrong: list[tuple[list[str], dict[str, int]]] = [
+        ([], {"weight": 2}),
+        ([], {"guarantee_bytes": 2}),
+        (["limit_bytes"], {"weight": 2}),
+        (["weights"], {"weight": 2}),
+        (["guarantee_bytes", "weights"], {"guarantee_bytes": 2}),
+    ]
+    for mask, fields in wrong:
+        request = apb.SetQuotaRequest(name="tenants/red", **fields)
+        request.update_mask.paths[:] = mask
+        assert refused(lambda request=request: changed_quota(before, request)) is Reason.INVALID_ARGUMENT, request
+    assert changed_quota(before, apb.SetQuotaRequest(limit_bytes=7)) == Quota(7, 2, 3)
+    both = apb.SetQuotaRequest(weight=7)
+    both.update_mask.paths[:] = ["guarantee_bytes", "weight"]
+    assert changed_quota(before, both) == Quota(1, None, 7)
+
+
+def test_a_sleep_is_asked_for_within_a_day() -> None:
+    for seconds in (-1, 86_401):
+        request = apb.SleepModelRequest(name=MINE, within=Duration(seconds=seconds))
+        assert refused(lambda request=request: to_sleep(request)) is Reason.INVALID_ARGUMENT
+    assert to_sleep(apb.SleepModelRequest(name=MINE)).within.seconds == 1

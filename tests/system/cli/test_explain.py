@@ -46,7 +46,6 @@ def blue(daemon: Daemon) -> Iterator[membroker.Client]:
         yield client
 
 
-@pytest.mark.parametrize("transport", ["handoff", "grpc"])
 def test_a_refused_request_is_explained_by_its_name(daemon: Daemon, transport: str) -> None:
     """A worker logs its exception. The operator pastes the request, and reads the numbers of that moment."""
     with membroker.connect(daemon.endpoint("red"), transport=transport) as client:

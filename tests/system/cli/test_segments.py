@@ -7,7 +7,6 @@ import json
 import os
 import pty
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -25,7 +24,6 @@ import membroker
 from membroker.cli import main as cli
 from membroker.cli.segment_name import SegmentPath
 from membroker.safetensors import write_index
-from membroker.segment import MAX_HEADER_BYTES
 from membroker.v1 import broker_pb2, resources_pb2
 
 pytestmark = pytest.mark.shared_daemon
@@ -263,16 +261,6 @@ def test_a_file_that_is_no_safetensors_file_is_refused_before_the_broker_is_aske
     assert index.size == len(header) + 4000
 
 
-def test_a_header_that_no_reader_would_read_is_refused(tmp_path: Path) -> None:
-    """A reader takes at most 16 MiB of header, so a file with a longer one would be a segment that nothing can read."""
-    header, _ = write_index({}, {"text": "x" * MAX_HEADER_BYTES})
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(header)
-    assert "is not a safetensors file: the header's length is" in refused(
-        "load", str(path), "m/w", "--endpoint", "/nope"
-    )
-
-
 def test_a_control_character_in_a_files_name_is_not_obeyed(tmp_path: Path) -> None:
     assert "\x1b" not in refused("load", f"{tmp_path}/\x1b[2Jx", "m/w", "--endpoint", str(tmp_path))
 
@@ -480,41 +468,6 @@ def test_ctrl_c_in_mid_load_leaves_nothing(daemon: Daemon, tmp_path: Path) -> No
 def asleep(process: subprocess.Popen[Any]) -> bool:
     """Say whether its main thread waits for something, which a copy never does."""
     return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
-
-
-def test_ctrl_c_gives_the_terminal_back(tmp_path: Path) -> None:
-    """Ctrl-C under a bar: the cursor is shown again, and the last line says what became of it."""
-    path = tmp_path / "x.safetensors"
-    write_hollow(path, 1024 * MIB)
-    with running({"capacity": "2GiB"}) as daemon:
-        process, terminal = on_a_terminal("load", str(path), "m/w", *at(daemon))
-        shown = b""
-        while b"\x1b[?25l" not in shown:
-            assert select.select([terminal], [], [], 30)[0]
-            shown += os.read(terminal, 65_536)
-        process.send_signal(signal.SIGINT)
-        rest = read_all(terminal).decode()
-        os.close(terminal)
-        assert process.wait() == 130
-        # The bar's line may be wiped behind that.
-        assert rest.rpartition("\x1b[?25h")[2].strip().endswith("membroker: interrupted: no segment was made")
-        assert "\x1b[?25l" not in rest.rpartition("\x1b[?25h")[2], "the cursor is back"
-        until(lambda: is_clean(daemon))
-
-
-def test_a_loader_that_is_killed_leaves_nothing(daemon: Daemon, tmp_path: Path) -> None:
-    """SIGKILL in mid-load, while somebody waits to attach: that one is told, and the name is free again."""
-    path = tmp_path / "x.safetensors"
-    write_hollow(path, 200 * MIB)
-    readable, writable = stuffed_pipe()
-    command = [sys.executable, *COMMAND, "load", str(path), "m/w", *at(daemon)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=writable, env=environment()) as process:
-        os.close(writable)
-        until(lambda: states(daemon) == ["WRITING"])
-        process.kill()
-    os.close(readable)
-    until(lambda: is_clean(daemon))
-    good("load", str(path), "m/w", *at(daemon))
 
 
 def test_a_daemon_that_goes_in_mid_load_is_a_sentence(daemon: Daemon, tmp_path: Path) -> None:

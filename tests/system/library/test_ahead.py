@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.support.daemons import Daemon, running, until
+from tests.support.daemons import Daemon, until
 from tests.support.sizes import MIB
-from tests.support.workers import PAGE, Worker, worker
+from tests.support.workers import Worker, worker
 from tests.system.library.test_waiting import full, waiting
 
 
@@ -41,49 +41,6 @@ def test_pages_are_borrowed_before_they_are_needed(daemon: Daemon, pair: tuple[W
     assert daemon.books().lent_bytes == 24 * MIB
     one.do("pool.close()")
     until(lambda: daemon.books().lent_bytes == 0)
-
-
-@pytest.mark.parametrize("ahead", [8, "auto"])
-def test_a_program_of_one_thread_fills_its_pool(daemon: Daemon, pair: tuple[Worker, Worker], ahead: int | str) -> None:
-    """No page that the library is borrowing refuses a call, nor lets a `grow` skip it."""
-    one = pair[0]
-    one.connect(daemon)
-    one.do("model = client.register_model('m')")
-    for _ in range(5):
-        one.do(f"pool = model.pool(page_size=PAGE, virtual_capacity='1GiB', ahead={ahead!r})")
-        one.do("for page in range(20): pool.allocate(page * PAGE, PAGE)")
-        assert one.ask("[pool.grow(PAGE) - pool.base_address for _ in range(6)]") == [
-            page * PAGE for page in range(20, 26)
-        ]
-        one.do("pool.shrink(26 * PAGE)")
-        one.do("pool.close()")
-
-
-@pytest.mark.deep
-def test_a_pool_that_sleeps_stays_free_of_charge() -> None:
-    """After an offload its thread looks, and borrows nothing until the next allocation."""
-    with running({"host_capacity": "64MiB"}) as daemon, worker() as one:
-        one.connect(daemon)
-        one.do("pool = client.register_model('m').pool(page_size=PAGE, virtual_capacity='1GiB', ahead=8)")
-        one.do("address = pool.allocate_anywhere(4 * PAGE)")
-        until(lambda: spare(one) == 8)
-        one.do("pool.offload(); looks, work_out = [], pool._ahead.work_out")
-        one.do("pool._ahead.work_out = lambda: (looks.append(1), work_out())[1]")
-        until(lambda: one.ask("len(looks)") >= 2)
-        assert daemon.books().lent_bytes == 0
-        one.do("pool.restore(); address = pool.allocate_anywhere(PAGE)")
-        until(lambda: spare(one) == 8)
-
-
-def test_prepared_pages_stay(daemon: Daemon, pair: tuple[Worker, Worker]) -> None:
-    """The thread looks for a surplus, and does not count them."""
-    one = pair[0]
-    one.connect(daemon)
-    one.do("pool = client.register_model('m').pool(page_size=PAGE, virtual_capacity='1GiB', ahead=4)")
-    one.do("pool.prepare(32 * PAGE); looks, work_out = [], pool._ahead.work_out")
-    one.do("pool._ahead.work_out = lambda: (looks.append(1), work_out())[1]")
-    until(lambda: one.ask("len(looks)") >= 2)
-    assert daemon.books().lent_bytes >= 64 * MIB
 
 
 @pytest.mark.deep

@@ -21,7 +21,7 @@ from tests.support.sizes import GIB, MIB
 from tests.support.threads import together
 
 import membroker
-from membroker import LocalSource, SharedMemoryPool, VirtualMemoryPool
+from membroker import LocalSource, SharedMemoryPool
 from membroker.errors import (
     ClosedError,
     DeviceFailure,
@@ -108,30 +108,6 @@ class TestSeed:
             shared.deallocate_for_model("llama-7b", 0, "64MiB")
             shared.unregister_model("gpt2")
             assert shared.global_stats() == GlobalMemoryStats(128 * MIB, 0, 1)
-
-    def test_simple_usage(self, where: Lending) -> None:
-        """The seed's example of one pool: a large capacity, two allocations, what is mapped, and all released."""
-        lender = where.lender
-        model = None if isinstance(lender, LocalSource) else lender.register_model("m", virtual_capacity="128GiB")
-        with VirtualMemoryPool(model or lender, 128 * GIB, 2 * MIB) as pool:  # type: ignore[arg-type]
-            assert (pool.capacity, pool.page_size, pool.physical_usage_bytes) == (128 * GIB, 2 * MIB, 0)
-            first = pool.allocate(0, 64 * MIB)
-            second = pool.allocate(GIB, 32 * MIB)
-            assert (first, second) == (pool.base_address, pool.base_address + GIB)
-            assert pool.physical_usage_bytes == 96 * MIB
-            assert [pool.is_mapped(offset) for offset in (0, 64 * MIB, GIB)] == [True, False, True]
-            stats = pool.stats()
-            assert (stats.virtual_capacity_bytes, stats.physical_usage_bytes, stats.mapped_pages) == (
-                128 * GIB,
-                96 * MIB,
-                48,
-            )
-            pool.deallocate(0, 64 * MIB)
-            assert [(move.old_offset, move.new_offset, move.size) for move in pool.compact()] == [(GIB, 0, 32 * MIB)]
-            pool.deallocate(0, 32 * MIB)
-            assert pool.physical_usage_bytes == 0
-        if model is not None:
-            model.unregister()
 
     def test_kv_cache_simulation(self, where: Lending) -> None:
         """The seed's inference engine: three models' caches grow with their requests and shrink when those end.
@@ -323,15 +299,6 @@ class TestModels:
             shared.pool("m")
         if isinstance(where.lender, membroker.Client):
             assert "m" not in [model.name.rpartition("/")[2] for model in where.lender.models()]
-
-    def test_compaction_of_one_model(self, shared: SharedMemoryPool, where: Lending) -> None:
-        for _ in range(4):
-            shared.allocate_for_model("gpt2", PAGE)
-        where.driver.write(shared.pool("gpt2").base_address + 3 * PAGE, b"last")
-        shared.deallocate_for_model("gpt2", PAGE, 2 * PAGE)
-        (move,) = shared.pool("gpt2").compact()
-        assert where.driver.read(shared.pool("gpt2").base_address + move.new_offset, 4) == b"last"
-        assert shared.global_stats().physical_usage_bytes == where.lent == 2 * PAGE
 
     def test_close_gives_everything_back(self, where: Lending) -> None:
         shared = SharedMemoryPool(where.lender, page_size=PAGE)
