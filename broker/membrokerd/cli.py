@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from membroker.wire.ownership import namespace_trouble, stranger_in
-from membroker.wire.standard import import_quietly, open_standard_descriptors
+from membroker.wire.standard import forget_inheritance, import_quietly
 
 from . import __version__
 
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     0 after SIGTERM or SIGINT, 1 when it cannot start, 2 for a wrong command line, 130 after a SIGINT during the start.
     With `--all` also 0 after every daemon was drained and has ended, and 1 if a daemon had to be killed at the stop.
     """
-    open_standard_descriptors()
+    forget_inheritance()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it reloads the configuration, which is not read yet
     try:
         parser = _parser()

@@ -47,7 +47,7 @@ from membroker.wire import descriptors as passing
 from membroker.wire.descriptors import close_all
 from membroker.wire.names import MAX_DESCRIPTORS
 from membroker.wire.ownership import stranger_in
-from membroker.wire.standard import open_standard_descriptors
+from membroker.wire.standard import forget_inheritance
 
 LISTENING = "listening"
 """The line on its standard output that says that it accepts connections."""
@@ -129,7 +129,7 @@ class Keeper:
     def __init__(self, path: str, stay: bool = False) -> None:
         self._path = path
         self._stay = stay
-        self._most = _raise_descriptor_limit() - RESERVED
+        self._most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - RESERVED
         self._directory = _take_directory(os.path.dirname(path), wait=stay)
         with suppress(FileNotFoundError):
             os.unlink(path)  # left by a dead keeper: a living one would hold the directory's lock
@@ -325,15 +325,9 @@ def _identity(path: str) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _raise_descriptor_limit() -> int:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the keeper until it is not needed any more. Return the exit status: 0, or 1 if it cannot listen."""
-    open_standard_descriptors()
+    forget_inheritance()
     parser = argparse.ArgumentParser(
         prog="membroker-fdstore",
         description="Keep descriptors for a membrokerd that may die. The daemon starts this command itself "

@@ -1,0 +1,95 @@
+"""What a daemon inherits from whoever started it does not matter: it can be stopped and reloaded, and it works."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.all_gpus import Parent
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
+from tests.support.hindered import DESCRIPTORS
+
+import membroker
+
+HINDERED = ("-m", "tests.support.hindered", "membrokerd.cli")
+
+
+def inherited(pid: int) -> dict[str, str]:
+    """Return what the kernel says of a process: masks of signals in hexadecimal, and more."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def mask(*numbers: signal.Signals) -> int:
+    return sum(1 << (number - 1) for number in numbers)
+
+
+def unhindered(pid: int) -> None:
+    """Look at a process: no signal is blocked, those that end it are heard, and its limits are as they can be."""
+    said = inherited(pid)
+    assert int(said["SigBlk"], 16) == 0
+    assert not int(said["SigIgn"], 16) & mask(signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGCHLD)
+    assert said["Umask"] in ("0022", "0177"), "the keeper has a stricter one"
+    limits = Path(f"/proc/{pid}/limits").read_text()
+    for name in ("Max file size", "Max open files", "Max cpu time"):
+        soft, hard = next(line for line in limits.splitlines() if line.startswith(name))[len(name) :].split()[:2]
+        assert soft == hard, name
+
+
+def reload(daemon: Daemon) -> None:
+    before = daemon.log().count("configuration reloaded")
+    daemon.process.send_signal(signal.SIGHUP)
+    until(lambda: daemon.log().count("configuration reloaded") > before)
+
+
+def test_a_daemon_whose_parent_hinders_it() -> None:
+    """SIGTERM and SIGHUP were blocked: it could neither be stopped nor reloaded, and an alarm would have killed it."""
+    with running(module="tests.support.hindered") as daemon:
+        unhindered(daemon.process.pid)
+        until(lambda: daemon.keeper())
+        unhindered(daemon.keeper())
+        with membroker.connect(daemon.endpoint()) as client, client.register_model("m").allocate("2MiB"):
+            reload(daemon)
+        assert daemon.descriptors() < DESCRIPTORS
+        for path in (daemon.root, daemon.directory / "kept" / "host"):
+            assert not stat.S_IMODE(path.stat().st_mode) & 0o022, path
+        daemon.process.send_signal(signal.SIGTERM)
+        assert daemon.process.wait(DEADLINE_SECONDS) == 0
+
+
+def test_the_parent_of_all_and_its_daemons(tmp_path: Path) -> None:
+    """With SIGCHLD ignored it would not see how a daemon has ended, and with SIGTERM blocked it would not stop."""
+    parent = Parent(tmp_path, HINDERED)
+    try:
+        parent.wait_until_ready()
+        unhindered(parent.process.pid)
+        children = Path(f"/proc/{parent.process.pid}/task/{parent.process.pid}/children").read_text().split()
+        assert len(children) == 2
+        for child in children:
+            unhindered(int(child))
+        os.kill(int(children[0]), signal.SIGKILL)
+        until(lambda: "a daemon has died" in parent.log())
+        assert "status=-9" in parent.log()
+        parent.process.terminate()
+        assert parent.process.wait(DEADLINE_SECONDS) == 0
+    finally:
+        parent.process.kill()
+        parent.process.wait()
+        parent.notified.close()
+
+
+def test_a_keeper_by_hand(tmp_path: Path) -> None:
+    """It is started by an operator's script, and ends when it is told to; nohup still keeps it from a hangup."""
+    command = [sys.executable, "-m", "tests.support.hindered", "membrokerd.restart.keeper", "--stay"]
+    path = tmp_path / "keeper" / "fdstore.sock"
+    with subprocess.Popen([*command, str(path)], stdout=subprocess.PIPE) as keeper:
+        assert keeper.stdout is not None
+        assert keeper.stdout.readline() == b"listening\n"
+        unhindered(keeper.pid)
+        assert int(inherited(keeper.pid)["SigIgn"], 16) & mask(signal.SIGHUP)
+        keeper.terminate()
+        assert keeper.wait(DEADLINE_SECONDS) == 0
