@@ -32,6 +32,9 @@ LAST = math.inf
 """The place of what the trace does not place: behind the rows of the same time."""
 MAX_DEADLINES = 5_000_000
 """How many deadlines of the core may pass in one part. A recall without an answer has one every `recall_seconds`."""
+QUIET_NS = 3_600_000_000_000
+"""When nothing has happened for an hour but repeated recalls that nobody answers, their further repeats are left out:
+they change nothing, and the next row may be a century later."""
 Reply = Callable[[fx.Result | Denied, fx.Waited | None], None]
 
 
@@ -62,6 +65,8 @@ class Replayer:
         self._answers = Answers(self, recording)
         self._deaths = Deaths(self.broker, self.tell)
         self._stuck: int | None = None
+        self._happened_at = self.now
+        """When something happened last that was no repeat of a recall."""
         self._deadlines = 0
 
     def run(self, progress: Callable[[int], None]) -> None:
@@ -69,6 +74,7 @@ class Replayer:
         for index, (at, row) in enumerate(self._part.rows):
             self._until(at, index)
             self.now, self._index = max(self.now, at), index
+            self._happened_at = self.now
             act = _ACTS.get(type(row))
             if act is not None:
                 act(self, row)
@@ -84,7 +90,7 @@ class Replayer:
             due = self._later[0] if self._later and self._later[0][:2] < (at, index) else None
             deadline = self.broker.deadline
             if deadline is not None and deadline != self._stuck and deadline <= (due[0] if due else at):
-                self.now = max(self.now, deadline)
+                self.now = max(self.now, deadline, self._leap(due[0] if due else at))
                 self._deadlines += 1
                 if self._deadlines > MAX_DEADLINES:
                     raise Unplayable(
@@ -97,12 +103,21 @@ class Replayer:
             elif due is not None:
                 heapq.heappop(self._later)
                 self.now, self._index = max(self.now, due[0]), due[1]
+                self._happened_at = self.now
                 if callable(due[3]):
                     due[3]()
                 else:
                     self.release(due[3][0], itertools.chain.from_iterable(self._with_others(due, due[3][1])))
             else:
                 return
+
+    def _leap(self, until: int) -> int:
+        """Return the time to which the clock may leap, at most `until`: 0 unless only recalls are repeated for long."""
+        broker = self.broker
+        if self.now - self._happened_at < QUIET_NS or broker.waiting.left_over:
+            return 0
+        others = (broker.segments.attaches.deadline, broker.waiting.deadline, broker.schedule.deadline)
+        return min([until, *(at for at in others if at is not None)])
 
     def _with_others(self, due: tuple[int, float, int, Any], ids: list[range]) -> list[range]:
         """Return the extents of this release, and those that the same request released of other loans."""
@@ -127,6 +142,8 @@ class Replayer:
             return
         while self._events:
             step = self.broker.step(self._events[0], self.now)
+            if step.facts or not all(map(self._answers.is_repeated, step.effects)):
+                self._happened_at = self.now
             waits = {waited.call: waited for waited in step.effects if isinstance(waited, fx.Waited)}
             for effect in step.effects:
                 if isinstance(effect, fx.Answer):
@@ -396,6 +413,10 @@ class Answers:
         self._recording = recording
         self._asked: dict[tuple[int, int], _Asked] = {}
         self._answered: Counter[BorrowerKey] = Counter()
+
+    def is_repeated(self, effect: fx.Effect) -> bool:
+        """Whether an effect is a recall that a program works on, or never answers."""
+        return isinstance(effect, fx.SendRecall) and (effect.session, effect.recall) in self._asked
 
     def recall(self, recall: fx.SendRecall, recorded: int) -> None:
         """Answer a recall of the session that is `recorded` in the trace.

@@ -147,12 +147,10 @@ def test_a_loan_of_everything_is_bounded_by_the_capacity(tmp_path: Path, lines: 
     assert replay(path) == (0, "")
 
 
-def test_a_recall_that_is_repeated_forever_is_one_sentence(
-    tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A session never answers, and the next row is a year later: the core asks again every nanosecond."""
+def _never_answered(lines: list[str], recall_ns: int, microseconds: int) -> str:
+    """Return a trace of a session that answers no recall, whose last row is so late."""
     rules = {"capacities": {"device": 8 << 20}, "guarantees": [["a", None, "device", 8 << 20]], "limits": []}
-    rows = [_head(lines, granularity=2 << 20, recall_ns=1, **rules)]
+    rows = [_head(lines, granularity=2 << 20, recall_ns=recall_ns, **rules)]
     for session, tenant in ((1, "b"), (2, "a")):
         rows += [f'[0,["session",{session},"{tenant}",0,0,"",false,"",0,"",""]]\n']
         rows += [f'[0,["model",["{tenant}","m"],null,{{}}]]\n[0,["model joined",["{tenant}","m"],{session}]]\n']
@@ -160,17 +158,44 @@ def test_a_recall_that_is_repeated_forever_is_one_sentence(
     rows += ['[1,["asked",5,1,5,["b","m"],"device",2097152,4,null,false,0]]\n']
     rows += ['[1,["lent",1,["b","m"],"device",2097152,9,4]]\n[1,["answered",5,"","",0]]\n']
     rows += ['[2,["asked",6,2,6,["a","m"],"device",2097152,1,1000,false,0]]\n']
-    rows += ['[2,["recall",1,7,["b","m"],"device",2097152,1]]\n[31536000000000,["books told",true]]\n']
-    path = tmp_path / "trace.jsonl"
-    path.write_text("".join(rows))
-    monkeypatch.setattr(replayer, "MAX_DEADLINES", 1_000)
+    rows += [f'[2,["recall",1,7,["b","m"],"device",2097152,1]]\n[{microseconds},["books told",true]]\n']
+    return "".join(rows)
+
+
+def _replay_here(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
+    """As `replay`, in this process."""
     asked = {"files": [str(path)], "location": "device", "capacity": None, "quotas": []}
     told = io.StringIO()
-    with monkeypatch.context() as patch, contextlib.redirect_stderr(told):
+    with monkeypatch.context() as patch, contextlib.redirect_stderr(told), contextlib.redirect_stdout(io.StringIO()):
         patch.setattr(sys, "stdin", io.StringIO(json.dumps(asked)))
-        assert replay_process.main() == 1
-    assert "more than 1,000 deadlines" in told.getvalue()
-    assert told.getvalue().count("\n") == 1
+        return replay_process.main(), told.getvalue()
+
+
+YEAR = 365 * 86_400_000_000
+
+
+def test_a_late_time_stamp_costs_no_more_than_an_early_one(
+    tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next row is a century later. A recall that nobody answers is repeated for an hour of it, and not longer."""
+    path = tmp_path / "trace.jsonl"
+    monkeypatch.setattr(replayer, "MAX_DEADLINES", 4_000)
+    for years in (1, 100):
+        path.write_text(_never_answered(lines, 1_000_000_000, years * YEAR))
+        assert _replay_here(path, monkeypatch) == (0, "")
+
+
+def test_a_recall_that_is_repeated_forever_is_one_sentence(
+    tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session never answers, and the next row is a year later: the core asks again every nanosecond."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text(_never_answered(lines, 1, YEAR))
+    monkeypatch.setattr(replayer, "MAX_DEADLINES", 1_000)
+    status, told = _replay_here(path, monkeypatch)
+    assert status == 1
+    assert "more than 1,000 deadlines" in told
+    assert told.count("\n") == 1
 
 
 def test_a_refusal_that_no_daemon_knows_is_one_sentence(tmp_path: Path, lines: list[str]) -> None:
