@@ -50,9 +50,9 @@ class GuaranteesReferee:
         `session` is the one that borrows extents; None: the bytes cannot be recalled.
         """
         recalls, total = self._referee.recalls, self._broker.ledger.totals[where]
-        if recalls.is_late(session, name, where):
+        if recalls.is_marked(name, where):
             within = self.is_guaranteed(name, where, size, undone=self.later)
-            assert within, f"{name} was lent more, and is late"
+            assert within, f"{name} was lent more, and owes or keeps what it was asked for"
         self.later[name, where] -= size
         firm = 0 if recalls.is_trusted(session, name, where) else size
         after, before = self.needed(where, {}), self.needed(where, {name: -firm})
@@ -81,7 +81,7 @@ class GuaranteesReferee:
     ) -> bool:
         """Say whether all guarantees, and what is firm beyond them, still fit with `size` more bytes."""
         recalls, total = self._referee.recalls, self._broker.ledger.totals[where]
-        if recalls.is_late(session, name, where):
+        if recalls.is_marked(name, where):
             return self.is_guaranteed(name, where, size)
         if recalls.is_trusted(session, name, where):
             return True

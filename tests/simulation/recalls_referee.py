@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 Place = tuple[int, ModelName, Location]
 KEPT_NS = 2_000_000_000
+LONGEST_NS = 128_000_000_000
 HOLD_NS = 500_000_000
 LEAST_STEP, MOST_STEP = 64, 8
 """All stated here, not taken from the core."""
@@ -55,6 +56,9 @@ class RecallsReferee:
         self.away: dict[Place, Asked] = {}
         """In time, of sessions that have lost their connection: nobody counts on them, and their time goes on."""
         self.kept: dict[Place, tuple[int, int]] = {}
+        self.marks: dict[tuple[ModelName, Location], tuple[int, int]] = {}
+        """How often in a row a model's sessions answered without a byte, and until when that counts against it."""
+        self.in_force: set[tuple[ModelName, Location]] = set()
         self.ends: Counter[str] = Counter()
         self._stated: dict[int, ev.StateHolds] = {}
         self._last_number = 0
@@ -124,9 +128,10 @@ class RecallsReferee:
         asked = self.asked.get((session, name, where))
         return asked is not None and asked.left > 0
 
-    def is_late(self, session: int | None, name: ModelName, where: Location) -> bool:
-        """Say whether a session owes bytes of a model since a deadline."""
-        return session is not None and self.is_asked(session, name, where) and self.asked[session, name, where].late
+    def is_marked(self, name: ModelName, where: Location) -> bool:
+        """Say whether a session of a model owes bytes since a deadline, or lately kept all that it was asked for."""
+        late = any(one.late and one.left for place, one in self.asked.items() if place[1:] == (name, where))
+        return late or (name, where) in self.in_force
 
     def coming_of(self, name: ModelName, where: Location) -> int:
         """Return the bytes that recalls will bring of a model, if they are answered with bytes."""
@@ -211,6 +216,10 @@ class RecallsReferee:
                     self._released(place, size)
             case ft.ModelLeft():
                 self._forget(fact.session, [fact.name])
+            case ft.ModelEnded():
+                for key in [key for key in self.marks if key[0] == fact.name]:
+                    del self.marks[key]
+                    self.in_force.discard(key)
             case ft.Credited(cause="not held") if fact.session in self._extents:
                 extents = self._extents[fact.session]
                 self._not_held[fact.session] += [extents[one] for one in fact.ids]
@@ -253,7 +262,12 @@ class RecallsReferee:
         if asked is not None:
             asked.left = max(0, asked.left - size)
             if not asked.left and not asked.late:
+                self._forgive(place)
                 self._end(place, "returned")
+
+    def _forgive(self, place: Place) -> None:
+        self.marks.pop(place[1:], None)
+        self.in_force.discard(place[1:])
 
     def _answered(self, session: int, numbers: Iterable[int], heard: int) -> None:
         """An answer is for what the session had heard of, and at least for what the first notice asked for."""
@@ -264,10 +278,17 @@ class RecallsReferee:
                     self.ends["taken back"] += 1
                     self._taken_back = True
                     one.size, one.left = known, max(0, known - released)
-                if one.left:
-                    before = self.kept.get(place, (0, 0))[0]
-                    more = max(before, one.left) if one.left == one.size else one.left
-                    self.kept[place] = before + more, self._world.now + KEPT_NS
+                if one.left == one.size:
+                    times, until = self.marks.get(place[1:], (0, 0))
+                    times = times + 1 if self._world.now - until <= LONGEST_NS else 1
+                    until = self._world.now + min(LONGEST_NS, KEPT_NS * 2 ** (times - 1))
+                    self.marks[place[1:]] = times, until
+                    self.in_force.add(place[1:])
+                    self.kept[place] = 1 << 62, until
+                elif one.left:
+                    self.kept[place] = self.kept.get(place, (0, 0))[0] + one.left, self._world.now + KEPT_NS
+                else:
+                    self._forgive(place)
                 self._end(place, "kept" if one.left else "returned")
 
     def _set_answers(self, session: int, name: ModelName, answers: bool) -> None:
@@ -302,6 +323,7 @@ class RecallsReferee:
 
     def _elapsed(self) -> None:
         now = self._world.now
+        self.in_force = {key for key in self.in_force if self.marks[key][1] > now}
         self._kept_ended = any(until <= now for _, until in self.kept.values())
         self.kept = {place: (size, until) for place, (size, until) in self.kept.items() if until > now}
         for place in [place for place, one in self.away.items() if one.deadline <= now]:
@@ -358,6 +380,7 @@ class RecallsReferee:
         assert core == mine, f"the core follows the recalls {core}, and they are {mine}"
         asked = [*self.asked.values(), *self.away.values()]
         ends = [one.deadline for one in asked] + [until for _, until in self.kept.values()]
+        ends += [self.marks[key][1] for key in self.in_force]
         if ends:
             assert broker.deadline is not None
             assert broker.deadline <= min(ends), "the core is not told the time when it is late"
@@ -373,7 +396,7 @@ class RecallsReferee:
         if not (self.answering or broker.books.recallable.is_possible):
             return
         for where, total in broker.ledger.totals.items():
-            for name in broker.ledger.models:
+            for name in self._world.broker.ledger.models:
                 assert broker.books.admission.firm(name, where) == guarantees.firm(name, where), (
                     f"{name} has other firm bytes"
                 )
@@ -389,8 +412,15 @@ class RecallsReferee:
             {one.call for one in step.effects if isinstance(one, fx.Answer)},
         )
         gone = [one for call, one in self._referee.waiting.before.items() if call in answered]
-        without, beside = divide(self._referee, where), divide(self._referee, where, gone)
+        without, beside = dict(divide(self._referee, where)), dict(divide(self._referee, where, gone))
         above = guarantees.above_limits(where)
+        keepers = self._keepers(where)
+        if keepers:  # others are asked as if all that these have were firm
+            with_keepers = [divide(self._referee, where, others, keepers=keepers) for others in ((), gone)]
+            for name in self._world.broker.ledger.models:
+                if name not in keepers:
+                    without[name] = min(without[name], with_keepers[0][name])
+                    beside[name] = min(beside[name], with_keepers[1][name])
         for name in {place[1] for place, _ in asks}:
             lent, asked = guarantees.lent(name, where), self.coming_of(name, where)
             if asked <= above.get(name, 0):
@@ -402,10 +432,16 @@ class RecallsReferee:
                 continue
             assert asked <= lent - share + SLACK, f"{name} is asked for {asked} of {lent}, and its share is {share}"
         if not above:
-            short = self.short(where, [*self._waiters(where), *gone], without)
+            short = self.short(where, [*self._waiters(where), *gone], divide(self._referee, where))
             full = sum(one.size for one in self._waiters(where) if one.met_full_device)
             wanted = max(0, short + self.coming(where)) + full
             assert self.coming(where) <= wanted + SLACK, "more is asked for than is wanted"
+
+    def _keepers(self, where: Location) -> set[ModelName]:
+        """Return the models of each tenant of which one is marked."""
+        models = self._world.broker.ledger.models
+        tenants = {name.tenant for name in models if self.is_marked(name, where)}
+        return {name for name in models if name.tenant in tenants}
 
     def _waiters(self, where: Location) -> list[Any]:
         waiters = self._world.broker.waiting._waiters.values()
@@ -532,7 +568,7 @@ class RecallsReferee:
 
     def inherit(self) -> None:
         """A daemon begins: no session is connected, and nothing is asked."""
-        for books in (self.answering, self.asked, self.away, self.kept, self._stated):
+        for books in (self.answering, self.asked, self.away, self.kept, self.marks, self.in_force, self._stated):
             books.clear()
 
     def at_the_end(self) -> None:

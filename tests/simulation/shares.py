@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from tests.simulation.guarantees_referee import borrower
@@ -44,19 +44,27 @@ SLACK = 8 << 20
 """Bytes by which shares in whole granules may differ from these, and a little."""
 
 
-def divide(referee: Referee, where: Location, beside: Iterable[Any] = (), undone: Any = None) -> dict[ModelName, float]:
-    """Return the share of each model, if the requests `beside` waited, too.
+def divide(
+    referee: Referee,
+    where: Location,
+    beside: Iterable[Any] = (),
+    undone: Any = None,
+    keepers: Collection[ModelName] = (),
+) -> dict[ModelName, float]:
+    """Return the share of each model, if the requests `beside` waited, too, and `keepers` kept all that they have.
 
     The shares are those before the request `undone` was granted, which is in the books by now.
     """
     beside = tuple(beside)
-    known = {} if beside or undone or referee.known is None else referee.known
+    known = {} if beside or undone or keepers or referee.known is None else referee.known
     if ("shares", where) not in known:
-        known["shares", where] = _divide(referee, where, beside, undone)
+        known["shares", where] = _divide(referee, where, beside, undone, keepers)
     return cast("dict[ModelName, float]", known["shares", where])
 
 
-def _divide(referee: Referee, where: Location, beside: Iterable[Any], undone: Any) -> dict[ModelName, float]:
+def _divide(
+    referee: Referee, where: Location, beside: Iterable[Any], undone: Any, keepers: Collection[ModelName]
+) -> dict[ModelName, float]:
     broker, guarantees = referee.world.broker, referee.guarantees
     ledger, total = broker.ledger, broker.ledger.totals[where]
     wanted: Counter[ModelName] = Counter()
@@ -72,7 +80,7 @@ def _divide(referee: Referee, where: Location, beside: Iterable[Any], undone: An
     for name in sorted({*ledger.models, *guarantees.guaranteed_anywhere(where), *wanted}):
         tenants.setdefault(name.tenant, []).append(name)
     parts = {
-        tenant: [_part(referee, name, where, wanted[name], undone) for name in names]
+        tenant: [_part(referee, name, where, wanted[name], undone, keeps=name in keepers) for name in names]
         for tenant, names in sorted(tenants.items())
     }
     bases, items = {}, []
@@ -90,10 +98,12 @@ def _divide(referee: Referee, where: Location, beside: Iterable[Any], undone: An
     return shares
 
 
-def _part(referee: Referee, name: ModelName, where: Location, wanted: int, undone: Any) -> Part:
+def _part(referee: Referee, name: ModelName, where: Location, wanted: int, undone: Any, *, keeps: bool) -> Part:
     """Return a model's part in the division."""
     guarantees, recalls = referee.guarantees, referee.recalls
     lent, firm = guarantees.lent(name, where), guarantees.firm(name, where)
+    if keeps:
+        firm = lent
     if undone and name == undone.name:
         lent -= undone.size
         firm -= 0 if recalls.is_trusted(borrower(undone), name, where) else undone.size

@@ -50,7 +50,7 @@ def _declarations_can_be_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
         charge = self._ledger.sessions[one.session].charges.get((one.name, one.location))
         return charge.bytes if charge else 0
 
-    monkeypatch.setattr(Recallable, "_extents_of", extents_of)
+    monkeypatch.setattr(Recallable, "extents_of", extents_of)
 
 
 def _segments_can_be_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def _segments_can_be_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _late_sessions_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     def bytes_of(self: Any, one: Borrower) -> int:
-        return max(0, self._extents_of(one) - self.kept.get(one, (0, 0))[0])
+        return max(0, self.extents_of(one) - self.kept.get(one, (0, 0))[0])
 
     monkeypatch.setattr(Recallable, "bytes_of", bytes_of)
 
@@ -96,7 +96,7 @@ def _silence_is_forgiven_on_return(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _late_sessions_borrow_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Recallable, "is_late", lambda *_: False)
+    monkeypatch.setattr(Recallable, "is_marked", lambda *_: False)
 
 
 def _debits_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,7 +242,7 @@ class Admission:
         total = ledger.totals[location]
         charged = total.lent + total.releasing
         room = total.capacity - charged
-        if guarantees or self._recallable.recalls:
+        if guarantees or self._recallable.recalls or self._recallable.marks:
             room = self.room(name, location, session)
         levels.append((Reason.CAPACITY, "capacity", charged, total.capacity, room))
         return levels
@@ -264,7 +264,7 @@ class Admission:
 
     def bound(self, name: ModelName, location: Location, session: int | None) -> int:
         """Return how many bytes a session could be lent for a model if all others were recalled."""
-        if self._recallable.recalls and self._recallable.is_late(session, name, location):
+        if self._recallable.is_marked(name, location):
             own, _, slack = self._unused(name, location)
             return own + slack
         if self._recallable.is_possible and self._recallable.is_trusted(session, name, location):

@@ -83,6 +83,11 @@ class Books:
             self.recallable.count(Borrower(fact.session, fact.name, fact.location))
         self._facts.append(fact)
 
+    def model_ended(self, name: ModelName) -> None:
+        """Forget what is kept about a model beside the ledger."""
+        self.admission.refresh_model(name)
+        self.recallable.model_ended(name)
+
     def take_ids(self, count: int) -> range:
         """Return `count` ids that were never used."""
         first = self._next_id
@@ -116,7 +121,7 @@ _FOLLOWED: dict[type, Callable[[Books, Any], None]] = {
     ft.QuotaSet: lambda books, _: books.change_rules(books.rules),
     ft.ModelBegan: lambda books, fact: books.admission.refresh_model(fact.name),
     ft.ModelAsked: lambda books, fact: books.admission.refresh_model(fact.name),
-    ft.ModelEnded: lambda books, fact: books.admission.refresh_model(fact.name),
+    ft.ModelEnded: lambda books, fact: books.model_ended(fact.name),
     ft.ModelLeft: lambda books, fact: books.recallable.leave(fact.session, fact.name),
     ft.SessionMoved: lambda books, fact: books.recallable.session_moved(books.ledger.sessions[fact.session]),
     ft.Credited: lambda books, fact: books.recallable.credited(fact.session),

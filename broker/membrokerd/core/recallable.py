@@ -1,7 +1,7 @@
 """Which lent bytes can be recalled: those in extents of a session that answers recalls of their model.
 
-Owns what each session answers for, the recall that it has not answered, what it keeps, and the sums of all that. Must
-never ask for anything itself: `recalls` does.
+Owns what each session answers for, the recall that it has not answered, what it keeps, the marks of models that keep
+everything, and the sums of all that. Must never ask for anything itself: `recalls` does.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .ledger import Ledger
 from .names import Location, ModelName
@@ -43,6 +43,19 @@ class PendingRecall:
     late: bool = False
 
 
+class Mark(NamedTuple):
+    """A model whose sessions answered recalls without a byte: how often in a row, and until when it is in force.
+
+    The last of these recalls was for `size` bytes. The mark belongs to the model, so a new session inherits it. It is
+    remembered until a recall of the model brings all that was asked for, or the model ends.
+    """
+
+    times: int
+    until: int
+    size: int
+    in_force: bool = True
+
+
 class Counted(NamedTuple):
     """What one borrower adds to the sums: the bytes that can be recalled, and its recall."""
 
@@ -74,6 +87,7 @@ class Recallable:
         empty."""
         self.kept: dict[Borrower, tuple[int, int]] = {}
         """What a borrower did not release when it answered: bytes, and until when it is not asked for them."""
+        self.marks: dict[tuple[ModelName, Location], Mark] = {}
         self.revision = 0
         """Changes with everything that can change what is recallable, except debits and credits."""
         self._counted: dict[int, dict[Borrower, Counted]] = {}
@@ -82,7 +96,7 @@ class Recallable:
         """What can be recalled: by model and location, by tenant and location, by location."""
         self._coming: Counter[object] = Counter()
         """What recalls that are not late will bring: by model and location, by location, by the model that wants it."""
-        self._late: Counter[object] = Counter()
+        self._late: Counter[tuple[ModelName, Location]] = Counter()
         """What late recalls have not brought: by model and location."""
 
     def changed(self) -> None:
@@ -152,19 +166,24 @@ class Recallable:
         """Return the sessions that answer recalls of each model, or will when they are connected again: a copy."""
         return {name: set(sessions) for name, sessions in self._answering.items()}
 
+    def model_ended(self, name: ModelName) -> None:
+        """Forget the marks of a model: it has no memory and no session."""
+        for location in self._ledger.totals:
+            self.marks.pop((name, location), None)
+
     def bound_kept(self, session: int) -> None:
         """Let a session keep no more than it has."""
         for borrower in self._counted.get(session, ()):
             if borrower in self.kept:
                 size, until = self.kept[borrower]
-                self.kept[borrower] = min(size, self._extents_of(borrower)), until
+                self.kept[borrower] = min(size, self.extents_of(borrower)), until
 
     def credited(self, session: int) -> None:
         """Note that extents of a session were credited."""
         if session in self._counted:
             self.bound_kept(session)
             for borrower, counted in list(self._counted[session].items()):
-                if borrower in self.kept or self._extents_of(borrower) != counted.size:
+                if borrower in self.kept or self.extents_of(borrower) != counted.size:
                     self.count(borrower)
 
     # --- the sums ---
@@ -201,7 +220,8 @@ class Recallable:
 
     # --- how much ---
 
-    def _extents_of(self, borrower: Borrower) -> int:
+    def extents_of(self, borrower: Borrower) -> int:
+        """Return the bytes that a borrower has in extents."""
         charge = self._ledger.sessions[borrower.session].charges.get((borrower.name, borrower.location))
         return charge.bytes - charge.declared if charge else 0
 
@@ -216,7 +236,7 @@ class Recallable:
         recall = self.recalls.get(borrower)
         if recall is not None and recall.late:
             return 0
-        return max(0, self._extents_of(borrower) - self.kept.get(borrower, (0, 0))[0])
+        return max(0, self.extents_of(borrower) - self.kept.get(borrower, (0, 0))[0])
 
     def more_of(self, borrower: Borrower, now: int) -> int:
         """Return the bytes that a borrower can be asked for now, besides what it has been asked for already.
@@ -250,14 +270,28 @@ class Recallable:
         recall = self.recalls.get(Borrower(session, name, location))
         return recall.left if recall is not None else 0
 
-    def is_late(self, session: int | None, name: ModelName, location: Location) -> bool:
-        """Say whether a session still owes bytes of a model after the deadline of a recall."""
-        recall = self.recalls.get(Borrower(session, name, location)) if session is not None else None
-        return recall is not None and recall.late and recall.left > 0
+    def is_marked(self, name: ModelName, location: Location) -> bool:
+        """Say whether a session of a model owes bytes after the deadline of a recall, or lately kept all of them."""
+        if (name, location) in self._late:
+            return True
+        mark = self.marks.get((name, location))
+        return mark is not None and mark.in_force
+
+    def keepers(self, location: Location) -> set[ModelName]:
+        """Return the models of all tenants of which one is marked: they do not release what they are asked for."""
+        marked = {name for name, where in (*self.marks, *self._late) if where == location}
+        tenants = {name.tenant for name in marked if self.is_marked(name, location)}
+        return {name for name in self._ledger.models if name.tenant in tenants} if tenants else set()
 
     def asked_of_model(self, name: ModelName, location: Location, *, late: bool = False) -> int:
         """Return what the sessions of a model are asked for and have not released: by recalls in time, or `late`."""
-        return (self._late if late else self._coming).get((name, location), 0)
+        return self._late.get((name, location), 0) if late else self._coming.get((name, location), 0)
+
+    def owed(self, name: ModelName, location: Location) -> int:
+        """Return what the sessions of a model did not release in time, and what they keep of recalls without a byte."""
+        mark, coming = self.marks.get((name, location)), self.asked_of_model(name, location)
+        kept = mark.size if mark is not None and (mark.in_force or coming) else 0
+        return self.asked_of_model(name, location, late=True) + kept
 
     def coming(self, location: Location) -> int:
         """Return what the recalls at a location that are not late will bring."""
@@ -268,7 +302,7 @@ class Recallable:
         return name in self._coming
 
 
-def _add(sums: Counter[object], change: int, *keys: object) -> None:
+def _add(sums: Counter[Any], change: int, *keys: object) -> None:
     for key in keys:
         sums[key] += change
         if not sums[key]:

@@ -3,7 +3,9 @@
 A session that does not answer in time is late: what it has cannot be recalled any more, and it borrows nothing above
 its model's guarantee. An answer ends that, however late it comes. Until then the session is asked again and again. A
 lost connection is not an answer: the deadline stays. What is left after an answer is kept, and not asked for again for
-two seconds.
+two seconds. An answer without a byte keeps all that the session has, and marks the model: it is asked after all others,
+and none of its sessions borrows above the model's guarantee. That lasts two seconds, and twice as long with each
+further answer without a byte.
 
 A session has one open recall of a model and location. If more is wanted of it, the recall is raised: the notice comes
 again with the same number and a larger size. The deadline stays, so that no raise puts off an answer for which an
@@ -23,11 +25,13 @@ from . import effects as fx
 from . import events as ev
 from .books import Books
 from .names import Location, ModelName
-from .recallable import Borrower, PendingRecall
+from .recallable import Borrower, Mark, PendingRecall
 from .rows import Loan
 
 KEPT_NS = 2_000_000_000
 """How long a borrower is not asked again for what it has kept."""
+MOST_DOUBLINGS = 6
+"""A mark lasts at most 2 s times 2 to this power. What was kept longer ago than that is forgotten."""
 MOST_AT_ONCE = 256
 """How many sessions are asked in one step, and how many recalls end. The others follow in the next step, at once."""
 
@@ -94,8 +98,14 @@ class Recalls:
 
     def _is_end(self, at: int, borrower: Borrower) -> bool:
         """Say whether a borrower's recall is due, or its time to keep bytes ends, at exactly this time."""
-        recall = self._state.recalls.get(borrower) or self._state.away.get(borrower.session, {}).get(borrower)
-        return (recall is not None and recall.deadline == at) or self._state.kept.get(borrower, (0, 0))[1] == at
+        state = self._state
+        recall = state.recalls.get(borrower) or state.away.get(borrower.session, {}).get(borrower)
+        mark = state.marks.get((borrower.name, borrower.location))
+        return (
+            (recall is not None and recall.deadline == at)
+            or state.kept.get(borrower, (0, 0))[1] == at
+            or (mark is not None and mark.in_force and mark.until == at)
+        )
 
     # --- what comes back ---
 
@@ -110,6 +120,7 @@ class Recalls:
                 recall.left = max(0, recall.left - loan.extent_bytes)
                 if not recall.left and not recall.late:
                     del recalls[borrower]
+                    self._state.marks.pop((borrower.name, borrower.location), None)
                     self._report(borrower, recall, "returned", now)
         for borrower in changed:
             self._state.count(borrower)
@@ -132,18 +143,31 @@ class Recalls:
             recall.size -= unheard
             recall.left = max(0, recall.left - unheard)
             self._books.limits_changed = True  # some of it may have been for a limit
-        if recall.left:
+        if not recall.left:
+            self._state.marks.pop((borrower.name, borrower.location), None)
+        else:
             before, _ = self._state.kept.get(borrower, (0, 0))
-            # If nothing came back, twice as much is kept each time, so that a session that keeps everything is not
-            # asked for one extent after the other.
-            more = max(before, recall.left) if recall.left == recall.size else recall.left
-            self._state.kept[borrower] = before + more, now + KEPT_NS
-            heapq.heappush(self._ends, (now + KEPT_NS, borrower))
+            if recall.left == recall.size:
+                size, until = self._state.extents_of(borrower), self._mark(borrower, recall.size, now)
+            else:
+                size, until = before + recall.left, now + KEPT_NS
+            self._state.kept[borrower] = size, until
+            heapq.heappush(self._ends, (until, borrower))
             self._state.bound_kept(event.session)
         self._state.count(borrower)
         if not recall.late:
             self._report(borrower, recall, "kept" if recall.left else "returned", now)
         self._set_deadline()
+
+    def _mark(self, borrower: Borrower, size: int, now: int) -> int:
+        """Mark the model of a borrower that answered without a byte. Return until when the mark is in force."""
+        key = borrower.name, borrower.location
+        before = self._state.marks.get(key)
+        longest = KEPT_NS << MOST_DOUBLINGS
+        times = before.times + 1 if before is not None and now - before.until <= longest else 1
+        until = now + min(longest, KEPT_NS << (times - 1))
+        self._state.marks[key] = Mark(times, until, size)
+        return until
 
     def elapsed(self, now: int) -> None:
         """Note which recalls are late, ask those sessions again, and end what is kept: a portion of what is due."""
@@ -165,6 +189,9 @@ class Recalls:
         if borrower in state.kept and state.kept[borrower][1] <= now:
             del state.kept[borrower]
             self._books.limits_changed = True
+        key = borrower.name, borrower.location
+        if key in state.marks and state.marks[key].until <= now:
+            state.marks[key] = state.marks[key]._replace(in_force=False)
         if borrower in state.recalls and state.recalls[borrower].deadline <= now:
             recall = state.recalls[borrower]
             if not recall.late:

@@ -19,7 +19,7 @@ Debit = ev.Allocate | ev.Declare | ev.CreateSegment
 
 
 class Kind(NamedTuple):
-    """What is particular to one kind of request: why it is refused, whoever waits, and how it is granted."""
+    """What is particular to one kind of request: why it is refused even if no other waits, and how it is granted."""
 
     refusal: Callable[[DebitRequest], Denied | None]
     """Return why it cannot be granted now, or None. It may bring `size` up to date."""

@@ -237,11 +237,16 @@ class Schedule:
         return self._divided[location]
 
     def divide(
-        self, location: Location, waiters: Iterable[DebitRequest], greedy: ModelName | None = None, less: int = 0
+        self,
+        location: Location,
+        waiters: Iterable[DebitRequest],
+        greedy: ModelName | None = None,
+        less: int = 0,
+        keepers: Collection[ModelName] = (),
     ) -> dict[ModelName, int]:
         """Return the share of every model, in bytes. `greedy` is a model that is taken to want the whole capacity.
 
-        The location is taken to be `less` bytes smaller than it is.
+        The location is taken to be `less` bytes smaller than it is, and all that `keepers` have to be firm.
         """
         books = self._books
         wanted: Counter[ModelName] = Counter()
@@ -253,7 +258,9 @@ class Schedule:
                 wanted[name] = max(wanted[name], hold.size - books.admission.lent(name, location))
         if greedy is not None:
             wanted[greedy] = books.rules.capacities[location]
-        return Shares(books.ledger, books.rules, books.admission, books.recallable).divide(location, wanted, less)
+        return Shares(books.ledger, books.rules, books.admission, books.recallable).divide(
+            location, wanted, less, keepers
+        )
 
     # --- recalls ---
 
@@ -270,9 +277,30 @@ class Schedule:
         self.divide_again()
         shares = self._shares(location, waiters)
         short = self._short(location, waiting, shares)
-        for more, name in self._excess(location, shares, now):
-            if short > 0:
-                short -= self._recalls.ask(name, location, min(more, short), now, waiting[0].name)
+        self._ask_for(location, short, waiters, now, waiting[0].name)
+
+    def _ask_for(
+        self,
+        location: Location,
+        short: int,
+        waiters: Iterable[DebitRequest],
+        now: int,
+        wanted_by: ModelName,
+        less: int = 0,
+    ) -> None:
+        """Ask the models that have more than their share for `short` bytes.
+
+        Models that do not release what they are asked for come last: before them, others are asked as if all that
+        these keep were firm.
+        """
+        waiters = list(waiters)
+        keepers = self._books.recallable.keepers(location)
+        for firm in (keepers, ()) if keepers else ((),):
+            is_known = not less and not firm
+            shares = self._shares(location, waiters) if is_known else self.divide(location, waiters, None, less, firm)
+            for more, name in self._excess(location, shares, now):
+                if short > 0 and name not in firm:
+                    short -= self._recalls.ask(name, location, min(more, short), now, wanted_by)
 
     def _excess(self, location: Location, shares: Mapping[ModelName, int], now: int) -> list[tuple[int, ModelName]]:
         """Return how much models have above their shares, the most first; only models that can be asked for it now."""
@@ -327,9 +355,7 @@ class Schedule:
         """
         location = one.location
         short = one.size - self._books.recallable.coming(location)
-        for more, name in self._excess(location, self.divide(location, waiters, less=one.size), now):
-            if short > 0:
-                short -= self._recalls.ask(name, location, min(more, short), now, one.name)
+        self._ask_for(location, short, waiters, now, one.name, less=one.size)
 
     def recall_above_limits(self, now: int) -> None:
         """Recall what models and tenants have above their limits. A limit was lowered, or a kept part can be asked for

@@ -116,8 +116,12 @@ class Shares:
         self._admission = admission
         self._recallable = recallable
 
-    def divide(self, location: Location, wanted: Mapping[ModelName, int], less: int = 0) -> dict[ModelName, int]:
+    def divide(
+        self, location: Location, wanted: Mapping[ModelName, int], less: int = 0, keepers: Collection[ModelName] = ()
+    ) -> dict[ModelName, int]:
         """Return the share of each model that has a charge or a guarantee, or wants more: `wanted` bytes.
+
+        All that `keepers` have is taken to be firm.
 
         All but `less` bytes of the location are divided.
         """
@@ -125,7 +129,7 @@ class Shares:
         guarantees = self._admission.guarantees_of_models(location)
         models: dict[str, dict[ModelName, Item]] = {tenant: {} for tenant in self._admission.tenants(location)}
         for name in sorted({*self._ledger.models, *guarantees, *wanted}):
-            item = self._model(name, location, wanted.get(name, 0), guarantees.get(name, 0))
+            item = self._model(name, location, wanted.get(name, 0), guarantees.get(name, 0), keeps=name in keepers)
             if item.base or item.high:
                 models.setdefault(name.tenant, {})[name] = item
         tenants = [self._tenant(tenant, location, items.values()) for tenant, items in models.items()]
@@ -141,14 +145,14 @@ class Shares:
                 found[name] = item.base + size
         return found
 
-    def _model(self, name: ModelName, location: Location, wanted: int, guarantee: int) -> Item:
+    def _model(self, name: ModelName, location: Location, wanted: int, guarantee: int, *, keeps: bool) -> Item:
         """Return a model's item: its guarantee, and from what is firm beyond that up to what it has and wants."""
         ledger, rules = self._ledger, self._rules
         row = ledger.models.get(name)
         charge = row.charges[location] if row else None
         releasing = charge.releasing if charge else 0
         lent = charge.bytes - releasing if charge else 0
-        firm = lent - self._recallable.of_model(name, location)
+        firm = lent if keeps else lent - self._recallable.of_model(name, location)
         limit = policy.model_limit(ledger, rules, name, location)
         most = lent + wanted
         if limit is not None:

@@ -45,7 +45,7 @@ class ModelLocationView:
     """A model's charge at one location, and what its requests wait for; the quota is the one in force.
 
     `recallable` is the part of the charge that the broker can ask for. It has asked for `recalled`, which is not
-    released yet, and for `late`, which is not released in time.
+    released yet, and for `late`, which is not released in time, or of which its sessions keep every byte.
     """
 
     location: Location
@@ -195,7 +195,7 @@ def take_model(broker: Broker, name: ModelName) -> ModelView:
                 waiting_requests=waiting_requests,
                 recallable=broker.books.recallable.of_model(row.name, where),
                 recalled=broker.books.recallable.asked_of_model(row.name, where),
-                late=broker.books.recallable.asked_of_model(row.name, where, late=True),
+                late=broker.books.recallable.owed(row.name, where),
             )
             for where, charge in row.charges.items()
             for waiting, waiting_requests in [broker.waiting.of_model(row.name, where)]

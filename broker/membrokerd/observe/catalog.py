@@ -70,7 +70,7 @@ MODEL_RECALLABLE = Spec(
 MODEL_LATE = Spec(
     "membroker_model_late_bytes",
     "gauge",
-    "Bytes that the broker has recalled from the model's workers, and that they did not answer for in time.",
+    "Bytes recalled from the model's workers, for which they did not answer in time, or of which they keep every byte.",
     _MODEL_AT,
 )
 MODEL_EXTENTS = Spec("membroker_model_extents", "gauge", "Extents that the model is charged for.", _MODEL_AT)

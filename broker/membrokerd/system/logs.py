@@ -158,15 +158,18 @@ def log_wait(waited: fx.Waited) -> None:
 
 
 def log_recall(recalled: fx.Recalled) -> None:
-    """Log the end of a recall: at WARNING if it is late, as far as the allowance goes, else at DEBUG."""
+    """Log the end of a recall: at WARNING if it is late or brought nothing, as far as the allowance goes."""
     is_late = recalled.result == "late"
-    if is_late and not _allowance.take():
+    is_trouble = is_late or not recalled.returned
+    if is_trouble and not _allowance.take():
         return
     fields = {"session": session_name(recalled.session), "model": str(recalled.name), "location": recalled.location}
     numbers = {"asked_bytes": recalled.size, "returned_bytes": recalled.returned}
-    event = "a worker does not answer a recall of memory" if is_late else "a recall of memory has ended"
+    event = "a recall of memory has ended"
+    if is_trouble:
+        event = "a worker does not answer a recall of memory" if is_late else "a worker keeps all that was recalled"
     after = {"result": recalled.result, "after_ms": recalled.after_ns // 1_000_000}
-    _emit(logging.WARNING if is_late else logging.DEBUG, event, fields | numbers | after)
+    _emit(logging.WARNING if is_trouble else logging.DEBUG, event, fields | numbers | after)
 
 
 def log_fact(fact: ft.Fact) -> None:

@@ -402,8 +402,8 @@ def check_guarantees(endpoint: str | None, env: Mapping[str, str]) -> Check:
             model = tables.short_name(name)
             found = f"{model} owes {format_size(size)} that the broker has recalled"
             advice = (
-                f"its worker is stopped or hangs: `membroker explain {model} --admin` names the session, and how to "
-                "end it"
+                f"its worker is stopped, hangs, or keeps all that it is asked for: `membroker explain {model} --admin` "
+                "names the session, and how to end it"
             )
             return Check("guarantees", "warn", found, advice)
     for where, books in locations.items():

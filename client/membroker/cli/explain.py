@@ -141,7 +141,7 @@ def _late(models: Iterable[ModelStatus], location: str) -> Iterator[str]:
     for model in models:
         if (books := model.books.get(location)) and books.late_bytes:
             name = tables.short_name(model.name)
-            yield f"{name} was asked to release {format_size(books.late_bytes)} and is late."
+            yield f"{name} was asked to release {format_size(books.late_bytes)} and has not."
 
 
 def _kind(decision: Decision) -> tuple[object, ...]:
@@ -210,6 +210,11 @@ def _answer(decision: Decision, size: str, after: str) -> str:
             "nothing beyond the model's guarantee. `membroker sessions --admin` shows its process, which is stopped or "
             f"hangs: let it run again, or end it (`membroker evict {decision.session}`)."
         )
+    if decision.result == "kept" and not decision.returned_bytes:
+        return (
+            f"The program answered after {after} that it keeps all of it. Other tenants are asked before it, and the "
+            "model borrows nothing beyond its guarantee for 2 seconds, or twice as long each time that it does so."
+        )
     if decision.result == "kept":
         return f"The program released {returned} of it in {after}, and answered that it keeps the rest."
     return f"The program released all {size} in {after}."
@@ -240,7 +245,7 @@ def _now(model: ModelStatus) -> Iterator[str]:
         if books.recalled_bytes:
             parts.append(f"is asked to release {format_size(books.recalled_bytes)}")
         if books.late_bytes:
-            parts.append(f"is late with {format_size(books.late_bytes)} of that")
+            parts.append(f"is late with {format_size(books.late_bytes)}")
         yield f"now: {tables.short_name(model.name)} {', '.join(parts)}"
 
 

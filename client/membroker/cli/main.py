@@ -58,8 +58,8 @@ if one that is alive or was named does not answer."""
 
 _MODELS = """
 `used` is what the model is charged. `recallable` is the part of it that the broker can recall; `late` is what the
-broker has recalled and did not get in time. `refused` counts refused requests since the model or the daemon began:
-`membroker explain MODEL` says why.
+broker has recalled and did not get in time, or got nothing of. `refused` counts refused requests since the model or the
+daemon began: `membroker explain MODEL` says why.
 
 With MODEL the command shows all figures of that model: also its addresses (virtual), its segments, what it declared,
 what its dead workers still hold (releasing), its peak, extents, weight and sessions, and its share: what it gets, by

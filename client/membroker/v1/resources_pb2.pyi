@@ -315,7 +315,7 @@ class ModelBooks(google.protobuf.message.Message):
     recalled_bytes: builtins.int
     """What its sessions are asked for and have not released yet."""
     late_bytes: builtins.int
-    """What its sessions were asked for, and neither released nor answered for in time."""
+    """What its sessions were asked for, and did not release in time, or kept whole in their last answer."""
     share_bytes: builtins.int
     """In listings, while requests wait at the location: what the division by weight gives the model now."""
     def __init__(

@@ -152,7 +152,7 @@ def test_nobody_fills_the_log_by_coming_and_going(capture: Capture, monkeypatch:
     assert len(out.getvalue().splitlines()) == 1
 
 
-def test_a_late_recall_is_a_warning_and_the_others_are_details(capture: Capture) -> None:
+def test_a_recall_that_is_late_or_brings_nothing_is_a_warning(capture: Capture) -> None:
     """An operator reads which worker is late, of which model, and how much is missing."""
     out = capture("json", "debug")
     for result in typing.get_args(fx.RecallResult):
@@ -160,6 +160,8 @@ def test_a_late_recall_is_a_warning_and_the_others_are_details(capture: Capture)
     lines = [json.loads(line) for line in out.getvalue().splitlines()]
     levels = {line["result"]: line["level"] for line in lines}
     assert levels == {"returned": "debug", "kept": "debug", "late": "warning"}
+    logs.log_recall(fx.Recalled(26, NAME, "device", 6 << 20, 0, 1_500_000_000, "kept"))
+    assert json.loads(out.getvalue().splitlines()[-1])["level"] == "warning"
     (late,) = (line for line in lines if line["result"] == "late")
     del late["time"], late["level"], late["result"]
     assert late == {
