@@ -198,6 +198,12 @@ class WaitingReferee:
                 free = self._world.broker.ledger.totals[where].free
                 late = [one for one in ready if one.size + SLACK <= free - self._held_beside(one, shares)]
                 assert not late, f"{late} wait, and no other request comes first"
+        if ready and not recalls.coming(where) and self._world.broker.recalls.room:
+            free = self._world.broker.ledger.totals[where].free
+            late = [
+                one for one in ready if one in entitled or one.size + SLACK <= free - self._held_beside(one, shares)
+            ]
+            assert not late, f"{late} wait for others, to whom nothing comes"
         if recalls.is_possible and (guaranteed or entitled):
             self.entitled += 1
             self._judge_recalled(where, guaranteed or entitled, shares)
@@ -267,7 +273,7 @@ class WaitingReferee:
         where = last.event.location
         others = [one for one in waiting if one.event.location == where and one.name.tenant != last.name.tenant]
         fitting = {one.event.call for one in others if one.size <= last.size and self._has_room(one, last)}
-        if not self._referee.recalls.is_possible:
+        if not (self._referee.recalls.is_possible and self._referee.recalls.coming(where)):
             others = [one for one in others if one.event.call in fitting]
         mine, shares = 0, None
         if not self._is_guaranteed(last, less=last.size) and (others or self._referee.recalls.holds):

@@ -1,11 +1,12 @@
 """Whose turn it is among the requests that wait, and which models are asked for memory on their behalf.
 
 A request within its model's guarantee goes first, then one within its model's share, then the others; among equals the
-oldest. While sessions answer recalls, a request of a lower class is granted only if no request of a higher class waits,
-and what is missing for these is recalled from the models that have more than their share, after free bytes and what
-open recalls will bring are counted. At its deadline a request gets what the higher classes leave. Once the oldest
-request within its share has waited longer than two rounds of recalls, only guaranteed ones overtake it. A request that
-does not wait has memory recalled too, at most once in `recall_seconds` for each model, so that its next try finds it.
+oldest. While sessions answer recalls, what is missing for a higher class is recalled from the models that have more than
+their share, after free bytes and what open recalls will bring are counted. Until it comes, a request of a lower class is
+not granted; if nothing is on its way, because all that could be asked keep what they have, nobody waits for anybody. At
+its deadline a request gets what the higher classes leave. Once the oldest request within its share has waited longer than
+two rounds of recalls, only guaranteed ones overtake it, as long as something is on its way. A request that does not wait
+has memory recalled too, at most once in `recall_seconds` for each model, so that its next try finds it.
 
 A model that grows page by page would recall page by page. So others are asked for more than it wants now: for 1/64 of
 the capacity, doubled with each further recall, up to 1/8; or for what the session says that it will want, within the
@@ -152,27 +153,46 @@ class Schedule:
         for one in guaranteed:
             if one in ready:
                 return one
+        if guaranteed and self._keeps_its_place(location, guaranteed, waiters, now):
+            return None
         shares = self._shares(location, waiters)
-        entitled: list[DebitRequest] = []
         within: dict[tuple[ModelName, int | None], int] = {}
+        entitled: list[DebitRequest] = []
         for one in wanting:
             key = one.name, one.borrower
             if key not in within:
                 within[key] = self._within_share(one, shares)
             if one.size <= within[key]:
                 entitled.append(one)
-                aged = now - entitled[0].since > 2 * self._books.rules.recall_ns
-                if one in ready and not guaranteed and (one is entitled[0] or not aged):
-                    return one
-        if guaranteed or entitled:
-            self._recall(location, guaranteed or entitled, waiters, now)
+        oldest = next((one for one in entitled if one in ready), None)
+        if oldest is not None:
+            aged = now - entitled[0].since > 2 * self._books.rules.recall_ns
+            if oldest is entitled[0] or not aged:
+                return oldest
+        if entitled and self._keeps_its_place(location, entitled, waiters, now):
             return None
+        if oldest is not None:
+            return oldest
         free = self._books.ledger.totals[location].free
         for one in wanting:
             if one in ready and one.size <= free - self._held_beside(one, shares):
                 self.divide_again()  # a grant beyond a share changes the shares of the others
                 return one
         return None
+
+    def _keeps_its_place(
+        self, location: Location, first: Sequence[DebitRequest], waiters: Sequence[DebitRequest], now: int
+    ) -> bool:
+        """Recall what requests lack that come first. Say whether others must wait for them: something is on its way.
+
+        Else nobody gains by it. What others are granted meanwhile can be recalled, or is beside all guarantees.
+        """
+        self._recall(location, first, waiters, now)
+        return self._is_on_its_way(location)
+
+    def _is_on_its_way(self, location: Location) -> bool:
+        """Say whether a recall will bring bytes, or this step has asked as many sessions as one step may."""
+        return self._books.recallable.coming(location) > 0 or self.is_left_over
 
     def _guaranteed(self, location: Location, waiters: Iterable[DebitRequest]) -> list[DebitRequest]:
         admission = self._books.admission
@@ -221,11 +241,13 @@ class Schedule:
         waiters = list(waiters)
         here = (other for other in waiters if other.deadline and other.location == location)
         others = [other for other in here if not other.met_full_device]
-        first = set(self._guaranteed(location, others))
+        on_its_way = self._is_on_its_way(location)
+        first = set(self._guaranteed(location, others)) if on_its_way else set()
         shares = self.divide(location, [*waiters, one])
         held = 0
         if not self._is_entitled(one, shares):
-            first |= {other for other in others if self._is_entitled(other, shares)}
+            if on_its_way:
+                first |= {other for other in others if self._is_entitled(other, shares)}
             held = self._held_beside(one, shares)
         return max(0, free - sum(other.size for other in first) - held)
 
