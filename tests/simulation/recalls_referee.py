@@ -501,12 +501,15 @@ class RecallsReferee:
                 case ft.SegmentBegan() if (fact.name, fact.location) == key:
                     lent.append(lent[-1] - fact.extent_bytes * (fact.count - 1) - fact.last_bytes)
         sizes = self._wanted_together(event, name, where)
+        wasted = self._world.broker.schedule._wasted.get(name.tenant)
+        if wasted is not None and self._world.now < wasted.until:
+            sizes = self._wanted_together(event, name, where, hints=False)
         more = {max(min(size, capacity), hold.step - hold.step % rules.granularity) for size in sizes}
         least = before.size if before else 0
         found = {max(least, had + size) for had in lent for size in more}
         assert hold.size in found, f"a hold of {name} is of {hold.size} bytes, and not one of {sorted(found)}"
 
-    def _wanted_together(self, event: ev.Event, name: ModelName, where: Location) -> set[int]:
+    def _wanted_together(self, event: ev.Event, name: ModelName, where: Location, *, hints: bool = True) -> set[int]:
         """Return what the requests of a model, that others may have been asked for at once, want together.
 
         Of a session it is the sizes of its requests, or the most that one of them says.
@@ -517,7 +520,8 @@ class RecallsReferee:
         for one in waiting.all_of_step:
             if (one.name, one.event.location) != (name, where):
                 continue
-            wanted = max(one.size, one.event.wanted_bytes) if isinstance(one.event, ev.Allocate) else one.size
+            hinted = one.event.wanted_bytes if hints and isinstance(one.event, ev.Allocate) else 0
+            wanted = max(one.size, hinted)
             waiter = after.get(one.event.call)
             if getattr(event, "call", None) == one.event.call and isinstance(event, ev.InputsDrained):
                 alone.add(wanted)

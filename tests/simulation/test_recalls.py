@@ -387,8 +387,8 @@ def _what_is_wanted_soon_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
 def _more_is_wanted_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     hold = Schedule._hold
 
-    def unbounded(self: Any, name: Any, location: Any, wanted: int, now: int) -> None:
-        hold(self, name, location, wanted, now)
+    def unbounded(self: Any, name: Any, location: Any, requested: int, wanted: int, now: int) -> None:
+        hold(self, name, location, requested, wanted, now)
         found = self._holds[name, location]
         size = max(found.size, self._books.admission.lent(name, location) + wanted)
         self._holds[name, location] = found._replace(size=size)
@@ -399,9 +399,9 @@ def _more_is_wanted_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def _a_hold_grows_by_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
     hold = Schedule._hold
 
-    def as_before(self: Any, name: Any, location: Any, wanted: int, now: int) -> None:
+    def as_before(self: Any, name: Any, location: Any, requested: int, wanted: int, now: int) -> None:
         before = self._holds.get((name, location))
-        hold(self, name, location, wanted, now)
+        hold(self, name, location, requested, wanted, now)
         if before is not None:
             self._holds[name, location] = self._holds[name, location]._replace(step=before.step)
 

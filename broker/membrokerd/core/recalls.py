@@ -36,6 +36,11 @@ MOST_AT_ONCE = 256
 """How many sessions are asked in one step, and how many recalls end. The others follow in the next step, at once."""
 
 
+def doubled(times: int) -> int:
+    """Return how long something counts against a model or a tenant, in nanoseconds, if it was so often in a row."""
+    return KEPT_NS << min(times - 1, MOST_DOUBLINGS)
+
+
 class Recalls:
     """The questions to all sessions."""
 
@@ -163,9 +168,8 @@ class Recalls:
         """Mark the model of a borrower that answered without a byte. Return until when the mark is in force."""
         key = borrower.name, borrower.location
         before = self._state.marks.get(key)
-        longest = KEPT_NS << MOST_DOUBLINGS
-        times = before.times + 1 if before is not None and now - before.until <= longest else 1
-        until = now + min(longest, KEPT_NS << (times - 1))
+        times = before.times + 1 if before is not None and now - before.until <= doubled(MOST_DOUBLINGS + 1) else 1
+        until = now + doubled(times)
         self._state.marks[key] = Mark(times, until, size)
         return until
 

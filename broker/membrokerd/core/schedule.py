@@ -10,7 +10,9 @@ has memory recalled too, at most once in `recall_seconds` for each model, so tha
 
 A model that grows page by page would recall page by page. So others are asked for more than it wants now: for 1/64 of
 the capacity, doubled with each further recall, up to 1/8; or for what the session says that it will want, within the
-model's share. A hold keeps what came beyond the request from requests beyond their share.
+model's share. A hold keeps what came beyond the request from requests beyond their share. If the model has borrowed less
+than half of what its sessions said when the hold ends, others gave it back for nothing. Then what the tenant's sessions
+say counts for nothing, for two seconds, and twice as long each time.
 
 Owns the holds. Must never keep a request: `waiting` owns them.
 """
@@ -26,7 +28,7 @@ from .admission import Level
 from .books import Books
 from .denied import Reason
 from .names import Location, ModelName
-from .recalls import Recalls
+from .recalls import Recalls, doubled
 from .requests import DebitRequest
 from .shares import Shares
 
@@ -40,21 +42,30 @@ _LEAST_STEP, _MOST_STEP = 64, 8
 class Hold(NamedTuple):
     """Up to `size` bytes a model will probably want, because it grows and others were asked for memory for it.
 
-    Recalls ask for as much at once, and requests beyond their share get none of it. A hold is not a debit.
+    Recalls ask for as much at once, and requests beyond their share get none of it. A hold is not a debit. `hoped` of
+    the bytes are there only because the model's sessions say that they will want them.
     """
 
     size: int
     step: int
     until: int
+    hoped: int
 
 
-def _wanted_by(waiting: Iterable[DebitRequest]) -> int:
-    """Return what requests want together. Each says what its whole session will want."""
+class Wasted(NamedTuple):
+    """How often in a row a tenant did not borrow what it said that it will want, and until when it is not believed."""
+
+    times: int
+    until: int
+
+
+def _wanted_by(waiting: Iterable[DebitRequest]) -> tuple[int, int]:
+    """Return the size of requests together, and what they want. Each says what its whole session will want."""
     sessions: dict[int, tuple[int, int]] = {}
     for one in waiting:
         size, most = sessions.get(one.event.session, (0, 0))
         sessions[one.event.session] = size + one.size, max(most, one.wanted)
-    return sum(max(size, most) for size, most in sessions.values())
+    return sum(size for size, _ in sessions.values()), sum(max(size, most) for size, most in sessions.values())
 
 
 class Schedule:
@@ -67,6 +78,8 @@ class Schedule:
         """The shares at each location. A grant within a share does not change them, since the model then has what it
         waited for, and a share is of both together. So they are computed once for all such grants of a step."""
         self._holds: dict[tuple[ModelName, Location], Hold] = {}
+        self._wasted: dict[str, Wasted] = {}
+        """By tenant."""
         self._asked_for: dict[tuple[ModelName, Location], int] = {}
         """Until when no more is recalled for the refused requests of a model that does not wait."""
 
@@ -87,7 +100,21 @@ class Schedule:
                     self._holds[key] = hold._replace(until=now + HOLD_NS)
                 else:
                     del self._holds[key]
+                    self._judge_use(key, hold, now)
                     self.divide_again()
+
+    def _judge_use(self, key: tuple[ModelName, Location], hold: Hold, now: int) -> None:
+        """Note whether a model has borrowed at least half of what its sessions said that they will want."""
+        tenant = key[0].tenant
+        if not hold.hoped:
+            return
+        if 2 * (hold.size - self._books.admission.lent(*key)) <= hold.hoped:
+            self._wasted.pop(tenant, None)
+        else:
+            times = self._wasted[tenant].times + 1 if tenant in self._wasted else 1
+            # Tenants come and go: what is long over is forgotten.
+            self._wasted = {name: one for name, one in self._wasted.items() if now < one.until + doubled(one.times)}
+            self._wasted[tenant] = Wasted(times, now + doubled(times))
 
     @property
     def is_left_over(self) -> bool:
@@ -295,7 +322,7 @@ class Schedule:
         if not lacking or not self._recalls.room:
             return
         for name in {one.name for one in waiting}:
-            self._hold(name, location, _wanted_by([one for one in waiting if one.name == name]), now)
+            self._hold(name, location, *_wanted_by([one for one in waiting if one.name == name]), now)
         self.divide_again()
         shares = self._shares(location, waiters)
         short = self._short(location, waiting, shares)
@@ -348,13 +375,19 @@ class Schedule:
         free = self._books.ledger.totals[location].free - admission.unlent_beside(None, location)
         return needed - free - self._books.recallable.coming(location)
 
-    def _hold(self, name: ModelName, location: Location, wanted: int, now: int) -> None:
+    def _hold(self, name: ModelName, location: Location, requested: int, wanted: int, now: int) -> None:
         """Begin a model's hold, or make it larger, because others are asked for memory for the model."""
         capacity, granule = self._books.rules.capacities[location], self._books.rules.granularity
         before = self._holds.get((name, location))
         step = min(2 * before.step, capacity // _MOST_STEP) if before else capacity // _LEAST_STEP
-        size = self._books.admission.lent(name, location) + max(min(wanted, capacity), step // granule * granule)
-        self._holds[name, location] = Hold(max(size, before.size if before else 0), step, now + HOLD_NS)
+        needed = max(min(requested, capacity), step // granule * granule)
+        wasted = self._wasted.get(name.tenant)
+        is_believed = wasted is None or wasted.until <= now
+        more = max(needed, min(wanted, capacity)) if is_believed else needed
+        size, hoped = self._books.admission.lent(name, location) + more, more - needed
+        if before is not None:
+            size, hoped = max(size, before.size), max(hoped, before.hoped)
+        self._holds[name, location] = Hold(size, step, now + HOLD_NS, hoped)
 
     def refused(self, one: DebitRequest, waiters: Sequence[DebitRequest], now: int) -> None:
         """Recall memory for a refused request, so that the next one finds it: once in `recall_ns` for each model."""
