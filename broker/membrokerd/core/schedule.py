@@ -1,18 +1,19 @@
 """Whose turn it is among the requests that wait, and which models are asked for memory on their behalf.
 
 A request within its model's guarantee goes first, then one within its model's share, then the others; among equals the
-oldest. While sessions answer recalls, what is missing for a higher class is recalled from the models that have more than
-their share, after free bytes and what open recalls will bring are counted. Until it comes, a request of a lower class is
-not granted; if nothing is on its way, because all that could be asked keep what they have, nobody waits for anybody. At
-its deadline a request gets what the higher classes leave. Once the oldest request within its share has waited longer than
-two rounds of recalls, only guaranteed ones overtake it, as long as something is on its way. A request that does not wait
-has memory recalled too, at most once in `recall_seconds` for each model, so that its next try finds it.
+oldest. While sessions answer recalls, what is missing for a higher class is recalled from the models that have more
+than their share, after free bytes and what open recalls will bring are counted. Until it comes, a request of a lower
+class is not granted; if nothing is on its way, because all that could be asked keep what they have, nobody waits for
+anybody. At its deadline a request gets what the higher classes leave. Once the oldest request within its share has
+waited longer than two rounds of recalls, only guaranteed ones overtake it, as long as something is on its way. A
+request that does not wait has memory recalled too, at most once in `recall_seconds` for each model, so that its next
+try finds it.
 
 A model that grows page by page would recall page by page. So others are asked for more than it wants now: for 1/64 of
 the capacity, doubled with each further recall, up to 1/8; or for what the session says that it will want, within the
-model's share. A hold keeps what came beyond the request from requests beyond their share. If the model has borrowed less
-than half of what its sessions said when the hold ends, others gave it back for nothing. Then what the tenant's sessions
-say counts for nothing, for two seconds, and twice as long each time.
+model's share. A hold keeps what came beyond the request from requests beyond their share. If the model has borrowed
+less than half of what its sessions said when the hold ends, others gave it back for nothing. Then what the tenant's
+sessions say counts for nothing, for two seconds, and twice as long each time.
 
 Owns the holds. Must never keep a request: `waiting` owns them.
 """
