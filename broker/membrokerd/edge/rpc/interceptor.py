@@ -79,11 +79,10 @@ class Guard(grpc.aio.ServerInterceptor):
             return handler
         name = method.rpartition("/")[2]
 
-        tenant = self._tenant_of(details)
-
         async def guarded(request: Any, context: Any) -> Any:
             start = time.perf_counter()
             try:
+                tenant = self._tenant_of(details)
                 answer = await self._begin(tenant, name, lambda: handler.unary_unary(request, context), request)
                 if inspect.isawaitable(answer):
                     answer = await answer
