@@ -7,7 +7,7 @@ import functools
 import http.client
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,7 +22,7 @@ from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 
-from .table import BOTH, MARK, PAGE, Party, outcome, row
+from .table import BOTH, GRPC, KINDS, MARK, PAGE, Deed, Party, outcome, row
 
 _OWN = "broker: ids are looked up among what the session itself holds"
 _JOINED = "broker: models are looked up among those that the session itself registered or joined"
@@ -31,22 +31,57 @@ _DOOR = "kernel: the sockets' owner and mode"
 _SERVED = "broker: AdminService is served at `admin/` alone"
 
 
-@row(
+def _only_s(reason: str) -> str:
+    """What is S's alone: others are refused for this reason."""
+    return f"yes {reason} {reason} UNIMPLEMENTED EACCES {reason} {reason}"
+
+
+def _tenants(reason: str) -> str:
+    """What is the tenant's: another tenant gets this."""
+    return f"yes yes {reason} UNIMPLEMENTED EACCES yes yes"
+
+
+def _operators(outcome: str) -> str:
+    return f"UNIMPLEMENTED UNIMPLEMENTED UNIMPLEMENTED {outcome} EACCES UNIMPLEMENTED UNIMPLEMENTED"
+
+
+def call(
+    number: str,
+    what: str,
+    outcomes: str,
+    enforced: str,
+    method: str,
+    request: Callable[[Any], Any],
+    before: Deed | None = None,
+) -> None:
+    """Put a row into the table whose deed is one call of BrokerService, by each way that it has."""
+    transports = BOTH if method in KINDS else GRPC
+    put = row(number, what, outcomes, enforced, calls=(method,), transports=transports, before=before)
+    put(lambda me, target: me.ask(target, method, request(target)))
+
+
+def admin_call(number: str, outcome: str, method: str, request: Callable[[Any], Any], more: str = "") -> None:
+    """Put a row into the table whose deed is one call of AdminService."""
+    put = row(number, f"AdminService, {method}{more}", _operators(outcome), _SERVED, calls=(method,))
+    put(lambda me, target: raw.admin_call(me.door, method, request(target)))
+
+
+call(
     "M1",
     "register a model of its own",
     "yes yes yes UNIMPLEMENTED EACCES yes yes",
     _DOOR,
-    transports=BOTH,
+    "RegisterModel",
+    lambda s: bpb.RegisterModelRequest(model_id=f"{s.model_id}-own"),
 )
-def register_own(me: Party, target: Any) -> Any:
-    return me.ask(target, "RegisterModel", bpb.RegisterModelRequest(model_id=f"{target.model_id}-own"))
 
 
 @row(
     "M2",
     "join S's model",
-    "yes yes its-own UNIMPLEMENTED EACCES yes yes",
+    _tenants("its-own"),
     _TENANT,
+    calls=("RegisterModel",),
     transports=BOTH,
 )
 def join(me: Party, target: Any) -> Any:
@@ -55,195 +90,101 @@ def join(me: Party, target: Any) -> Any:
     return answer if isinstance(answer, Status) or answer.name == target.model else "its-own"
 
 
-@row(
+_UNKNOWN_MODEL, _UNKNOWN_SEGMENT = "MODEL_NOT_FOUND", "SEGMENT_NOT_FOUND"
+call(
     "M3",
     "leave S's model without having joined it",
-    "yes MODEL_NOT_FOUND MODEL_NOT_FOUND UNIMPLEMENTED EACCES MODEL_NOT_FOUND MODEL_NOT_FOUND",
+    _only_s(_UNKNOWN_MODEL),
     _JOINED,
-    transports=BOTH,
+    "UnregisterModel",
+    lambda s: bpb.UnregisterModelRequest(name=s.idle),
 )
-def leave(me: Party, target: Any) -> Any:
-    return me.ask(target, "UnregisterModel", bpb.UnregisterModelRequest(name=target.idle))
-
 
 # --- memory and segments ---
 
-
-@row(
-    "B2",
-    "join S's model, then allocate under it",
-    "yes yes MODEL_NOT_FOUND UNIMPLEMENTED EACCES yes yes",
-    _TENANT,
-    transports=BOTH,
-    before=join,
-)
-@row(
-    "B1",
-    "allocate under S's model without having joined it",
-    "yes MODEL_NOT_FOUND MODEL_NOT_FOUND UNIMPLEMENTED EACCES MODEL_NOT_FOUND MODEL_NOT_FOUND",
-    _JOINED,
-    transports=BOTH,
-)
-def allocate(me: Party, target: Any) -> Any:
-    return me.ask(target, "AllocateExtents", raw.allocation(target.model, PAGE))
-
-
-@row(
+_BY_MODEL: list[tuple[str, str, str, str, Callable[[Any], Any]]] = [
+    ("B1", "B2", "allocate", "AllocateExtents", lambda s: raw.allocation(s.model, PAGE)),
+    ("G1", "G2", "create a segment", "CreateSegment", lambda s: raw.segment_of(s.model, "new", PAGE)),
+]
+for _alone, _joined, _what, _method, _request in _BY_MODEL:
+    _stranger = f"{_what} under S's model without having joined it"
+    call(_alone, _stranger, _only_s(_UNKNOWN_MODEL), _JOINED, _method, _request)
+    _member = f"join S's model, then {_what} under it"
+    call(_joined, _member, _tenants(_UNKNOWN_MODEL), _TENANT, _method, _request, join)
+call(
     "B3",
     "release S's extent",
-    "yes EXTENT_NOT_FOUND EXTENT_NOT_FOUND UNIMPLEMENTED EACCES EXTENT_NOT_FOUND EXTENT_NOT_FOUND",
+    _only_s("EXTENT_NOT_FOUND"),
     _OWN,
-    transports=BOTH,
+    "ReleaseExtents",
+    lambda s: bpb.ReleaseExtentsRequest(extent_ids=[s.extent]),
 )
-def release(me: Party, target: Any) -> Any:
-    return me.ask(target, "ReleaseExtents", bpb.ReleaseExtentsRequest(extent_ids=[target.extent]))
-
-
-@row(
+call(
     "B4",
     "declare under S's model without having joined it",
-    "yes MODEL_NOT_FOUND MODEL_NOT_FOUND UNIMPLEMENTED EACCES MODEL_NOT_FOUND MODEL_NOT_FOUND",
+    _only_s(_UNKNOWN_MODEL),
     _JOINED,
-    transports=BOTH,
+    "DeclareMemory",
+    lambda s: bpb.DeclareMemoryRequest(model=s.model, declared_bytes=PAGE),
 )
-def declare(me: Party, target: Any) -> Any:
-    return me.ask(target, "DeclareMemory", bpb.DeclareMemoryRequest(model=target.model, declared_bytes=PAGE))
-
-
-@row(
-    "G2",
-    "join S's model, then create a segment under it",
-    "yes yes MODEL_NOT_FOUND UNIMPLEMENTED EACCES yes yes",
-    _TENANT,
-    transports=BOTH,
-    before=join,
-)
-@row(
-    "G1",
-    "create a segment under S's model without having joined it",
-    "yes MODEL_NOT_FOUND MODEL_NOT_FOUND UNIMPLEMENTED EACCES MODEL_NOT_FOUND MODEL_NOT_FOUND",
-    _JOINED,
-    transports=BOTH,
-)
-def create(me: Party, target: Any) -> Any:
-    return me.ask(target, "CreateSegment", raw.segment_of(target.model, "new", PAGE))
-
-
-@row(
+_BY_SEGMENT: list[tuple[str, str, str, Callable[[Any], Any]]] = [
+    ("G4", "attach S's sealed segment", "AttachSegment", lambda s: bpb.AttachSegmentRequest(name=s.sealed)),
+    (
+        "G5",
+        "attach it by its own name alone (`-` for the model)",
+        "AttachSegment",
+        lambda s: bpb.AttachSegmentRequest(name=f"{s.tenant}/models/-/segments/{s.label}"),
+    ),
+    ("G7", "delete S's sealed segment", "DeleteSegment", lambda s: bpb.DeleteSegmentRequest(name=s.sealed)),
+    ("G8", "delete the segment that S is writing", "DeleteSegment", lambda s: bpb.DeleteSegmentRequest(name=s.draft)),
+]
+for _number, _what, _method, _request in _BY_SEGMENT:
+    call(_number, _what, _tenants(_UNKNOWN_SEGMENT), _TENANT, _method, _request)
+call(
     "G3",
     "seal the segment that S writes",
-    "yes SEGMENT_NOT_FOUND SEGMENT_NOT_FOUND UNIMPLEMENTED EACCES SEGMENT_NOT_FOUND SEGMENT_NOT_FOUND",
+    _only_s(_UNKNOWN_SEGMENT),
     _OWN,
-    transports=BOTH,
+    "SealSegment",
+    lambda s: bpb.SealSegmentRequest(generation=s.draft_generation),
 )
-def seal(me: Party, target: Any) -> Any:
-    return me.ask(target, "SealSegment", bpb.SealSegmentRequest(generation=target.draft_generation))
-
-
-@row(
-    "G4",
-    "attach S's sealed segment",
-    "yes yes SEGMENT_NOT_FOUND UNIMPLEMENTED EACCES yes yes",
-    _TENANT,
-    transports=BOTH,
-)
-def attach(me: Party, target: Any) -> Any:
-    return me.ask(target, "AttachSegment", bpb.AttachSegmentRequest(name=target.sealed))
-
-
-@row(
-    "G5",
-    "attach it by its own name alone (`-` for the model)",
-    "yes yes SEGMENT_NOT_FOUND UNIMPLEMENTED EACCES yes yes",
-    _TENANT,
-    transports=BOTH,
-)
-def attach_by_label(me: Party, target: Any) -> Any:
-    name = f"{target.tenant}/models/-/segments/{target.label}"
-    return me.ask(target, "AttachSegment", bpb.AttachSegmentRequest(name=name))
-
-
-@row(
+call(
     "G6",
     "detach S from a segment",
-    "yes SEGMENT_NOT_FOUND SEGMENT_NOT_FOUND UNIMPLEMENTED EACCES SEGMENT_NOT_FOUND SEGMENT_NOT_FOUND",
+    _only_s(_UNKNOWN_SEGMENT),
     _OWN,
-    transports=BOTH,
+    "DetachSegment",
+    lambda s: bpb.DetachSegmentRequest(generation=s.sealed_generation),
 )
-def detach(me: Party, target: Any) -> Any:
-    return me.ask(target, "DetachSegment", bpb.DetachSegmentRequest(generation=target.sealed_generation))
-
-
-@row(
-    "G7",
-    "delete S's sealed segment",
-    "yes yes SEGMENT_NOT_FOUND UNIMPLEMENTED EACCES yes yes",
-    _TENANT,
-    transports=BOTH,
-)
-def delete(me: Party, target: Any) -> Any:
-    return me.ask(target, "DeleteSegment", bpb.DeleteSegmentRequest(name=target.sealed))
-
-
-@row(
-    "G8",
-    "delete the segment that S is writing",
-    "yes yes SEGMENT_NOT_FOUND UNIMPLEMENTED EACCES yes yes",
-    _TENANT,
-    transports=BOTH,
-)
-def delete_draft(me: Party, target: Any) -> Any:
-    return me.ask(target, "DeleteSegment", bpb.DeleteSegmentRequest(name=target.draft))
-
 
 # --- looking ---
 
-
-@row(
+call(
     "L1",
     "see the device and its sums (GetDevice)",
     "yes yes yes UNIMPLEMENTED EACCES yes yes",
     _DOOR,
+    "GetDevice",
+    lambda s: bpb.GetDeviceRequest(),
 )
-def look(me: Party, target: Any) -> Any:
-    return me.ask(target, "GetDevice", bpb.GetDeviceRequest())
 
 
-@row(
-    "L2",
-    "see S's model in ListModels",
-    "yes yes not-shown UNIMPLEMENTED EACCES yes yes",
-    _TENANT,
-)
-def find_model(me: Party, target: Any) -> Any:
-    answer = me.ask(target, "ListModels", bpb.ListModelsRequest(page_size=1000))
-    return answer if isinstance(answer, Status) else _shown(answer.models, target.model)
+def _list(number: str, what: str, method: str, name: Callable[[Any], str]) -> None:
+    """Put a row into the table about what of S a listing shows."""
+
+    def deed(me: Party, target: Any) -> Any:
+        answer = me.ask(target, method, getattr(bpb, f"{method}Request")(page_size=1000))
+        if isinstance(answer, Status):
+            return answer
+        rows = getattr(answer, method.removeprefix("List").lower())
+        return "yes" if any(row.name == name(target) for row in rows) else "not-shown"
+
+    row(number, f"see {what} in {method}", _tenants("not-shown"), _TENANT, calls=(method,))(deed)
 
 
-@row(
-    "L3",
-    "see S in ListSessions",
-    "yes yes not-shown UNIMPLEMENTED EACCES yes yes",
-    _TENANT,
-)
-def find_session(me: Party, target: Any) -> Any:
-    answer = me.ask(target, "ListSessions", bpb.ListSessionsRequest(page_size=1000))
-    return answer if isinstance(answer, Status) else _shown(answer.sessions, target.session)
-
-
-@row(
-    "L4",
-    "see S's segment in ListSegments",
-    "yes yes not-shown UNIMPLEMENTED EACCES yes yes",
-    _TENANT,
-)
-def find_segment(me: Party, target: Any) -> Any:
-    answer = me.ask(target, "ListSegments", bpb.ListSegmentsRequest(page_size=1000))
-    return answer if isinstance(answer, Status) else _shown(answer.segments, target.sealed)
-
-
-def _shown(rows: Any, name: str) -> str:
-    return "yes" if any(row.name == name for row in rows) else "not-shown"
+_list("L2", "S's model", "ListModels", lambda s: s.model)
+_list("L3", "S", "ListSessions", lambda s: s.session)
+_list("L4", "S's segment", "ListSegments", lambda s: s.sealed)
 
 
 @row(
@@ -265,108 +206,64 @@ def scrape(me: Party, target: Any) -> Any:
     return "yes"
 
 
-@row(
-    "L5",
-    "ask for the health, without a token",
-    "yes yes yes yes EACCES yes yes",
-    _DOOR,
-)
+@row("L5", "ask for the health, without a token", "yes yes yes yes EACCES yes yes", _DOOR)
 def health(me: Party, target: Any) -> Any:
     with grpc.insecure_channel(f"unix:{me.door}/grpc.sock") as channel:
         return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_SECONDS)
 
 
-@row(
-    "L7",
-    "see how much could be borrowed for S's model (GetAvailable)",
-    "yes yes MODEL_NOT_FOUND UNIMPLEMENTED EACCES yes yes",
-    _TENANT,
-)
-def see_available(me: Party, target: Any) -> Any:
-    return me.ask(target, "GetAvailable", bpb.GetAvailableRequest(model=target.model))
-
-
-@row(
-    "L8",
-    "see S's model by its name (GetModel)",
-    "yes yes MODEL_NOT_FOUND UNIMPLEMENTED EACCES yes yes",
-    _TENANT,
-)
-def get_model(me: Party, target: Any) -> Any:
-    return me.ask(target, "GetModel", bpb.GetModelRequest(name=target.model))
-
-
-@row(
-    "L9",
-    "see why requests for S's model were refused (ListDecisions)",
-    "yes yes MODEL_NOT_FOUND UNIMPLEMENTED EACCES yes yes",
-    _TENANT,
-)
-def list_decisions(me: Party, target: Any) -> Any:
-    return me.ask(target, "ListDecisions", bpb.ListDecisionsRequest(name=target.model))
-
+_OF_MODEL: list[tuple[str, str, str, Callable[[Any], Any]]] = [
+    (
+        "L7",
+        "see how much could be borrowed for S's model (GetAvailable)",
+        "GetAvailable",
+        lambda s: bpb.GetAvailableRequest(model=s.model),
+    ),
+    ("L8", "see S's model by its name (GetModel)", "GetModel", lambda s: bpb.GetModelRequest(name=s.model)),
+    (
+        "L9",
+        "see why requests for S's model were refused (ListDecisions)",
+        "ListDecisions",
+        lambda s: bpb.ListDecisionsRequest(name=s.model),
+    ),
+]
+for _number, _what, _method, _request in _OF_MODEL:
+    call(_number, _what, _tenants(_UNKNOWN_MODEL), _TENANT, _method, _request)
 
 # --- the operator's ---
 
+_READS: Mapping[str, Callable[[Any], Any]] = {
+    "GetDevice": lambda s: bpb.GetDeviceRequest(),
+    "ListModels": lambda s: bpb.ListModelsRequest(page_size=1000),
+    "ListSessions": lambda s: bpb.ListSessionsRequest(page_size=1000),
+    "ListSegments": lambda s: bpb.ListSegmentsRequest(page_size=1000),
+    "ListDecisions": lambda s: bpb.ListDecisionsRequest(name=s.model),
+    "ListTenants": lambda s: apb.ListTenantsRequest(),
+    "ListQuotas": lambda s: apb.ListQuotasRequest(),
+    "ListProcesses": lambda s: apb.ListProcessesRequest(),
+}
 
-@row(
-    "A1",
-    "AdminService, each call that reads",
-    "UNIMPLEMENTED UNIMPLEMENTED UNIMPLEMENTED yes EACCES UNIMPLEMENTED UNIMPLEMENTED",
-    _SERVED,
-)
+
+@row("A1", "AdminService, each call that reads", _operators("yes"), _SERVED, calls=tuple(_READS))
 def read_all(me: Party, target: Any) -> Any:
     """Each call of AdminService that reads: all are answered alike."""
-    calls = {
-        "GetDevice": bpb.GetDeviceRequest(),
-        "ListModels": bpb.ListModelsRequest(page_size=1000),
-        "ListSessions": bpb.ListSessionsRequest(page_size=1000),
-        "ListSegments": bpb.ListSegmentsRequest(page_size=1000),
-        "ListDecisions": bpb.ListDecisionsRequest(name=target.model),
-        "ListTenants": apb.ListTenantsRequest(),
-        "ListQuotas": apb.ListQuotasRequest(),
-        "ListProcesses": apb.ListProcessesRequest(),
-    }
-    (one,) = {outcome(functools.partial(raw.admin_call, me.door, *call))[0] for call in calls.items()}
+    calls = {method: request(target) for method, request in _READS.items()}
+    (one,) = {outcome(functools.partial(raw.admin_call, me.door, *each))[0] for each in calls.items()}
     return one
 
 
-@row(
-    "A2",
-    "AdminService, SetQuota",
-    "UNIMPLEMENTED UNIMPLEMENTED UNIMPLEMENTED yes EACCES UNIMPLEMENTED UNIMPLEMENTED",
-    _SERVED,
-)
-def set_quota(me: Party, target: Any) -> Any:
-    return raw.admin_call(me.door, "SetQuota", apb.SetQuotaRequest(name=target.model, limit_bytes=64 * PAGE))
-
-
-@row(
-    "A3",
-    "AdminService, DeleteSegment",
-    "UNIMPLEMENTED UNIMPLEMENTED UNIMPLEMENTED yes EACCES UNIMPLEMENTED UNIMPLEMENTED",
-    _SERVED,
-)
-def delete_any(me: Party, target: Any) -> Any:
-    return raw.admin_call(me.door, "DeleteSegment", bpb.DeleteSegmentRequest(name=target.sealed))
-
-
-@row(
+admin_call("A2", "yes", "SetQuota", lambda s: apb.SetQuotaRequest(name=s.model, limit_bytes=64 * PAGE))
+admin_call("A3", "yes", "DeleteSegment", lambda s: bpb.DeleteSegmentRequest(name=s.sealed))
+admin_call(
     "A5",
-    "AdminService, ForgetSession of an open session",
-    "UNIMPLEMENTED UNIMPLEMENTED UNIMPLEMENTED SESSION_NOT_DETACHED EACCES UNIMPLEMENTED UNIMPLEMENTED",
-    _SERVED,
+    "SESSION_NOT_DETACHED",
+    "ForgetSession",
+    lambda s: apb.ForgetSessionRequest(name=s.session),
+    " of an open session",
 )
-def forget_open(me: Party, target: Any) -> Any:
-    return raw.admin_call(me.door, "ForgetSession", apb.ForgetSessionRequest(name=target.session))
 
 
-@row(
-    "A6",
-    "AdminService, Drain and Undrain",
-    "UNIMPLEMENTED UNIMPLEMENTED UNIMPLEMENTED yes EACCES UNIMPLEMENTED UNIMPLEMENTED",
-    _SERVED,
-)
+@row("A6", "AdminService, Drain and Undrain", _operators("yes"), _SERVED, calls=("Drain", "Undrain"))
 def drain_and_undrain(me: Party, target: Any) -> Any:
     drained = raw.admin_call(me.door, "Drain", apb.DrainRequest())
     undrained = raw.admin_call(me.door, "Undrain", apb.UndrainRequest())
@@ -374,25 +271,15 @@ def drain_and_undrain(me: Party, target: Any) -> Any:
     return undrained
 
 
-@row(
+# S itself is a session of the process that runs the tests.
+admin_call(
     "A7",
-    "AdminService, EvictSession of a session that has ended",
-    "UNIMPLEMENTED UNIMPLEMENTED UNIMPLEMENTED SESSION_NOT_EVICTABLE EACCES UNIMPLEMENTED UNIMPLEMENTED",
-    _SERVED,
+    "SESSION_NOT_EVICTABLE",
+    "EvictSession",
+    lambda s: apb.EvictSessionRequest(name="sessions/1"),
+    " of a session that has ended",
 )
-def evict_ended(me: Party, target: Any) -> Any:
-    """S itself is a session of the process that runs the tests."""
-    return raw.admin_call(me.door, "EvictSession", apb.EvictSessionRequest(name="sessions/1"))
-
-
-@row(
-    "A8",
-    "AdminService, SleepModel",
-    "UNIMPLEMENTED UNIMPLEMENTED UNIMPLEMENTED yes EACCES UNIMPLEMENTED UNIMPLEMENTED",
-    _SERVED,
-)
-def sleep_model(me: Party, target: Any) -> Any:
-    return raw.admin_call(me.door, "SleepModel", apb.SleepModelRequest(name=target.model))
+admin_call("A8", "yes", "SleepModel", lambda s: apb.SleepModelRequest(name=s.model))
 
 
 @row(

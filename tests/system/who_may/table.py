@@ -100,6 +100,8 @@ class Row:
     transports: tuple[str, ...]
     kernel: bool
     before: Deed | None
+    calls: tuple[str, ...] = ()
+    """The calls of either service that the row is about, if it is about what they do."""
 
     def transports_of(self, who: str) -> tuple[str, ...]:
         """The admin endpoint has no handoff socket."""
@@ -128,6 +130,7 @@ def row(
     transports: tuple[str, ...] = GRPC,
     kernel: bool = False,
     before: Deed | None = None,
+    calls: tuple[str, ...] = (),
 ) -> Callable[[Deed], Deed]:
     """Put a deed into the table.
 
@@ -139,7 +142,7 @@ def row(
 
     def put(deed: Deed) -> Deed:
         assert number not in ROWS
-        ROWS[number] = Row(number, what, cells, enforced, deed, transports, kernel, before)
+        ROWS[number] = Row(number, what, cells, enforced, deed, transports, kernel, before, calls)
         return deed
 
     return put
