@@ -36,7 +36,7 @@ SESSIONS_PER_PROCESS = 16
 FILLERS = 8
 NEIGHBOURS = 16
 FLOODING = tuple(f"flood-{number}" for number in range(5))
-FLOODING_PROCESSES = 10, 2
+FLOODING_PROCESSES = 10, 1
 """Of each tenant: 160 connections, if the daemon may have as many descriptors."""
 
 
@@ -351,17 +351,16 @@ def floods(stage: Stage) -> Iterator[LoadSection]:
             )
             turns = {
                 "alone": worker.run,
-                "1": partial(_beside, lone, worker),
-                f"{SESSIONS_PER_PROCESS}": partial(_beside, crowd, worker, count=len(FLOODING)),
-                f"{most}": partial(_beside, crowd, worker),
+                "one": partial(_beside, lone, worker),
+                "sixteen": partial(_beside, crowd, worker, count=len(FLOODING)),
+                "most": partial(_beside, crowd, worker),
             }
             taken = stage.in_turns("floods: a worker alone and beside them", turns, stage.size(*BUSY_SECONDS))
-    alone = timing("floods.alone", "worker alone", taken.pop("alone"))
+    alone = timing("floods.alone", "worker without floods", taken["alone"])
     section.timings.append(alone)
-    section.timings += [
-        timing(f"floods.{number}", f"worker beside them, {number} each", samples, WHOLE, alone)
-        for number, samples in taken.items()
-    ]
+    for key, connections in {"one": 1, "sixteen": SESSIONS_PER_PROCESS, "most": most}.items():
+        name = f"worker beside them, {key}: {connections} connections each"
+        section.timings.append(timing(f"floods.{key}", name, taken[key], WHOLE, alone))
 
 
 SCENES = (one_caller, idle_sessions, full_books, many_workers, many_models, refusals, floods)

@@ -50,6 +50,10 @@ TIMINGS = {
     "refused.alone",
     "refused.among",
     "refused.granted",
+    "floods.alone",
+    "floods.one",
+    "floods.sixteen",
+    "floods.most",
     "recalled.spare",
     "recalled.guaranteed",
     "recalled.share",
@@ -61,7 +65,7 @@ COMPARED = TIMINGS - {
     *("bare.echo.one_core", "bare.echo", "bare.lend.one_core", "bare.lend", "bare.grpc"),
     *("raw", "grpc", "handoff.close", "many.bare", "many.close"),
     *("idle.alone", "extents.alone", "extents.scrape", "extents.get_device", "models.alone", "models.scrape_one"),
-    *("refused.alone", "refused.granted"),
+    *("refused.alone", "refused.granted", "floods.alone"),
     *("recalled.spare", "recalled.guaranteed", "recalled.share", "core.extent", "core.schedule"),
 }
 FIGURES = {

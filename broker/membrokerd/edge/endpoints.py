@@ -90,7 +90,15 @@ class Endpoints:
             )
             sock = self._directory.listen(directory / "handoff.sock", ownership)
             device = self._views.plan.driver.device
-            endpoint = HandoffEndpoint(name, tenant, self._dispatcher, device, self._traffic, self._watch, refusals)
+            endpoint = HandoffEndpoint(
+                name=name,
+                tenant=tenant,
+                dispatcher=self._dispatcher,
+                device=device,
+                traffic=self._traffic,
+                watch=self._watch,
+                refusals=refusals,
+            )
             listener = Listener(sock, endpoint, config.uids)
             stack.callback(listener.close)
             self._open[name] = _OpenEndpoint(listener, stack.pop_all())

@@ -109,7 +109,7 @@ class Guard(grpc.aio.ServerInterceptor):
         return grpc.unary_unary_rpc_method_handler(guarded, deserialize, handler.response_serializer)
 
     def _tenant_of(self, details: grpc.HandlerCallDetails) -> str:
-        """Return the tenant whose time a call takes: its session's, or the endpoint's if its token is none."""
+        """Return the tenant whose time a call takes: its session's, or the endpoint's without a valid token."""
         token = dict(details.invocation_metadata or ()).get(TOKEN_METADATA, "")
         try:
             return self._dispatcher.find(str(token), self._endpoint).tenant
