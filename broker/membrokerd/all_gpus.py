@@ -263,7 +263,7 @@ class AllGpus:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, stopping.set)
             loop.add_signal_handler(signal.SIGHUP, self._reload)
-            self._heartbeat = Heartbeat(loop)
+            self._heartbeat = Heartbeat(loop, directory.state)
             self._serve_metrics(stack)
             running = [asyncio.create_task(child.keep_running()) for child in self._children]
             stop = asyncio.create_task(stopping.wait())

@@ -165,7 +165,7 @@ class Daemon:
         if config.record and not self._kept.is_shared:
             self._recorder = Recorder(broker, self._kept.path, clock)
             stack.callback(self._recorder.close)
-        self._heartbeat = Heartbeat(asyncio.get_running_loop())
+        self._heartbeat = Heartbeat(asyncio.get_running_loop(), self._directory.state)
         self._start_metrics(stack)
         self._loop.start(None if self._recorder is None else self._recorder.take)
         try:

@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import signal
+import subprocess
 import time
 import urllib.error
 import urllib.request
@@ -46,6 +47,17 @@ def probe(url: str) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
+def is_alive(daemon: Daemon) -> bool:
+    """Return what the liveness probe of the chart says: its command, with this daemon's directory for the pod's."""
+    manifest = (Path(__file__).parents[2] / "deploy" / "kubernetes" / "membroker.yaml").read_text()
+    pattern = r"(?:startup|liveness)Probe:\n +exec:\n +command:\n +- /bin/sh\n +- -c\n +- (.+)"
+    commands = re.findall(pattern, manifest)
+    assert len(commands) == 2
+    assert commands[0] == commands[1]
+    command = commands[0].replace("/run/membroker/all", str(daemon.root))
+    return subprocess.run(["/bin/sh", "-c", command], stderr=subprocess.DEVNULL, check=False).returncode == 0
+
+
 # --- Scraped ---
 
 _SCRAPE = """
@@ -81,6 +93,32 @@ def test_scrapers_without_a_pause(state: State) -> None:
         scraper.do("over = True\nfor thread in threads: thread.join()")
         state("scrapes meanwhile", str(scraper.ask("count")))
         check_turns(daemon, state, f"{SCRAPERS} scrapers")
+
+
+def test_a_flood_of_connections_fails_no_liveness_probe(state: State) -> None:
+    """A pod that may scrape keeps the port's backlog full. A probe over that port took 8 s, and the chart allowed 5."""
+    with running() as daemon, worker() as flood:
+        port = int(daemon.device().metrics_url.removesuffix("/metrics").rpartition(":")[2])
+        flood.do("import socket, threading\nover, held = False, []")
+        flood.do(f"""
+def connect():
+    while not over:
+        sock = socket.socket()
+        sock.settimeout(0.1)
+        try:
+            sock.connect(('127.0.0.1', {port}))
+        except OSError:
+            sock.close()
+        held.append(sock)
+        if len(held) > 2_000:
+            held.pop(0).close()
+threads = [threading.Thread(target=connect, daemon=True) for _ in range(4)]
+for thread in threads: thread.start()
+""")
+        until(lambda: flood.ask("len(held)") > 1_000)
+        assert all(is_alive(daemon) for _ in range(50))
+        state("connections during the probes", str(flood.ask("len(held)")))
+        flood.do("over = True\nfor thread in threads: thread.join()")
 
 
 # --- With a log that nobody reads ---
@@ -145,9 +183,11 @@ def test_probes_and_scrapes_fail_while_the_loop_hangs(tmp_path: Path, monkeypatc
         one.do("model = client.register_model('m')")
         url = daemon.device().metrics_url.removesuffix("/metrics")
         assert probe(f"{url}/healthz") == probe(f"{url}/readyz") == (200, "ok\n")
+        assert is_alive(daemon)
         hang.touch()
         one.begin("buffer = model.allocate(PAGE)")
         until(lambda: probe(f"{url}/healthz")[0] == 503)
+        until(lambda: not is_alive(daemon))
         for path in ("healthz", "readyz"):
             status, sentence = probe(f"{url}/{path}")
             assert status == 503
@@ -158,6 +198,7 @@ def test_probes_and_scrapes_fail_while_the_loop_hangs(tmp_path: Path, monkeypatc
         until(lambda: probe(f"{url}/healthz") == (200, "ok\n"))
         until(lambda: probe(f"{url}/readyz") == (200, "ok\n"))
         until(lambda: probe(f"{url}/metrics")[0] == 200)
+        until(lambda: is_alive(daemon))
 
 
 # --- On the host driver, for want of a GPU ---

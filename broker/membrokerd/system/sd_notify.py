@@ -1,4 +1,4 @@
-"""Signs of life: notifications to systemd's socket (sd_notify(3)), and the state that /healthz shows."""
+"""Signs of life: notifications to systemd's socket (sd_notify(3)), the state that /healthz shows, and a file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from contextlib import suppress
+from pathlib import Path
 
 from . import logs
 
@@ -50,13 +51,16 @@ def notify(state: str) -> None:
 
 
 class Heartbeat:
-    """Shows that the event loop turns, to any thread that asks and to systemd's watchdog if it is on.
+    """Shows that the event loop turns, to any thread that asks, to systemd's watchdog if it is on, and by a file.
 
-    The beats come from the loop itself, so they end when it hangs.
+    The beats come from the loop itself, so they end when it hangs. Each sets the time of `state/alive`. A probe that
+    looks at that needs no connection, so nobody can keep it out by a flood of them.
     """
 
-    def __init__(self, io: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, io: asyncio.AbstractEventLoop, state: Path) -> None:
         self._io = io
+        self._file = state / "alive"
+        self._is_touched = True
         self._seconds = BEAT_SECONDS
         watchdog = os.environ.get("WATCHDOG_USEC", "")
         self._watched = watchdog.isdecimal() and int(watchdog) > 0
@@ -69,7 +73,17 @@ class Heartbeat:
         self._beat_at = time.monotonic()
         if self._watched:
             notify("WATCHDOG=1")
+        self._touch()
         self._io.call_later(self._seconds, self._beat)
+
+    def _touch(self) -> None:
+        was_touched, self._is_touched = self._is_touched, False
+        try:
+            self._file.touch(mode=0o600)
+            self._is_touched = True
+        except OSError as error:
+            if was_touched:
+                logs.warn("a probe cannot see that the event loop turns", file=self._file, error=error.strerror)
 
     def health(self) -> tuple[bool, str]:
         """Return whether the loop has turned lately, and a sentence; may be called on any thread."""
