@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from benchmarks.harness.stage import Stage
 from benchmarks.load import recalls, targets
+from tests.benchmarks.commands import ROOT, bench
 
 pytestmark = pytest.mark.deep
 
-ROOT = Path(__file__).parents[2]
-SECONDS = 100
 
 TIMINGS = {
     "bare.echo.one_core",
@@ -83,12 +79,6 @@ MAY_BE_ZERO |= {"extents.left", "extents.rss_each"}
 """The kernel tells processor time in steps of 10 ms, and a daemon's memory can shrink."""
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run it as `make bench` does."""
-    command = [sys.executable, "-m", "benchmarks.load", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
-
-
 def rows(document: Any, kind: str) -> dict[str, Any]:
     """Return the rows of all sections by their keys, which are unique."""
     found = [row for section in document["sections"] for row in section[kind]]
@@ -101,7 +91,7 @@ def rows(document: Any, kind: str) -> dict[str, Any]:
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
     """One quick run: the document that it wrote, and what it printed."""
     path = tmp_path_factory.mktemp("bench") / "bench.json"
-    done = bench("--quick", "--json", str(path))
+    done = bench("load", "--quick", "--json", str(path))
     assert done.returncode == 0, done.stderr
     return json.loads(path.read_text()), done.stdout
 
@@ -190,26 +180,9 @@ def test_the_table_is_plain_text(quick: tuple[Any, str]) -> None:
     assert "\x1b" not in printed
 
 
-def test_a_place_that_is_not_there_is_told_at_once() -> None:
-    """A file that cannot be written is refused at once, not after minutes of work."""
-    done = bench("--json", "/nowhere/bench.json")
-    assert done.returncode == 2
-    assert "there is no directory /nowhere" in done.stderr
-
-
-def test_help_teaches() -> None:
-    """`--help` says what is measured, and how to read the report."""
-    done = bench("--help")
-    assert done.returncode == 0
-    for word in ("scenes:", "how to read it:", "examples:", "--quick", "--json FILE"):
-        assert word in done.stdout
-    assert all(len(line) <= 120 for line in done.stdout.splitlines())
-
-
 def test_the_walk_of_a_page_is_measured() -> None:
     """`python -m benchmarks.load.walk` in small: one daemon, with a stock, and its line."""
-    command = [sys.executable, "-m", "benchmarks.load.walk", "--turns", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
+    done = bench("load.walk", "--turns", "2")
     assert done.returncode == 0, done.stderr
     tree, *figures = done.stdout.splitlines()[-1].split()
     assert tree == "new"

@@ -25,12 +25,11 @@ from benchmarks.gpu.ways import broker
 from benchmarks.harness.daemon import difference, parsed
 from benchmarks.harness.goals import Goal
 from benchmarks.harness.samples import Samples
+from tests.benchmarks.commands import ROOT, SECONDS, bench
 from tests.support.fake_cuda import build_fake_cuda
 
 pytestmark = pytest.mark.deep
 
-ROOT = Path(__file__).parents[2]
-SECONDS = 100
 BY = {brokered(transport, stock) for transport in ("handoff", "grpc") for stock in (False, True)}
 WITHOUT_STOCK = {brokered(transport, stock=False) for transport in ("handoff", "grpc")}
 ROWS = {
@@ -61,24 +60,11 @@ ONCE = {"driver in process, pinned each time", "pool, pinned each time"}
 """Rows of the largest pages alone."""
 
 
-def bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-
-
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
     """All of it on the host driver: the document, and what was printed."""
     path = tmp_path_factory.mktemp("bench") / "gpu.json"
-    done = bench("--driver", "host", "--quick", "--json", str(path))
+    done = bench("gpu", "--driver", "host", "--quick", "--json", str(path))
     assert done.returncode == 0, done.stderr
     return json.loads(path.read_text()), done.stdout
 
@@ -152,7 +138,7 @@ def test_markdown_of_one_scene_on_the_fake_card(tmp_path: Path) -> None:
     if libraries is None:
         pytest.skip("no C compiler (gcc or cc) to build the fake libcuda with")
     own = {"LD_LIBRARY_PATH": str(libraries), "FAKE_CUDA_CARD": uuid.uuid4().hex[:12]}
-    done = bench("--quick", "--markdown", "--only", "attach", **own)
+    done = bench("gpu", "--quick", "--markdown", "--only", "attach", **own)
     assert done.returncode == 0, done.stderr
     assert "| device | Fake GPU |" in done.stdout
     assert "64.0 GiB did not fit here" in done.stdout.replace("\n", " ")
@@ -201,27 +187,11 @@ def _lives(session: int) -> bool:
 
 def test_a_machine_without_a_card_is_told_what_to_do() -> None:
     """An unusable driver is one sentence, without a traceback."""
-    done = bench("--quick", FAKE_CUDA_INIT="100", CUDA_VISIBLE_DEVICES="")
+    done = bench("gpu", "--quick", FAKE_CUDA_INIT="100", CUDA_VISIBLE_DEVICES="")
     if done.returncode == 0:
         pytest.skip("this machine has a GPU that cannot be hidden")
     assert done.returncode == 1
     assert "--driver host needs no GPU" in done.stderr
-
-
-def test_a_place_that_is_not_there_is_told_at_once() -> None:
-    """A file that cannot be written is refused at once, not after minutes of work."""
-    done = bench("--json", "/nowhere/gpu.json")
-    assert done.returncode == 2
-    assert "there is no directory /nowhere" in done.stderr
-
-
-def test_help_teaches() -> None:
-    """`--help` says what is measured, and how to read the report."""
-    done = bench("--help")
-    assert done.returncode == 0
-    for word in ("scenes:", "how to read it:", "examples:", "--quick", "--json FILE", "--only SCENE"):
-        assert word in done.stdout
-    assert all(len(line) <= 120 for line in done.stdout.splitlines())
 
 
 # --- the arithmetic ---
