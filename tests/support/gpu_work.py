@@ -17,8 +17,8 @@ from membroker import Model
 from membroker.segment import Segment
 from membroker.vmm import Driver, DriverError, Location, open_driver
 from tests.support.daemons import DEADLINE_SECONDS
+from tests.support.raw import Steps as Raw
 from tests.support.sizes import GIB, MIB
-from tests.support.workers import Raw
 
 __all__ = [
     "GIB",

@@ -1,8 +1,8 @@
 """A bare client, without the library: what a stranger's program, or a broken one, can say to a broker.
 
 `Session` speaks frames on the handoff socket, `Asker` puts the same requests over either transport and hands back
-what was answered as it is, refusals as `google.rpc.Status`. Every read has a deadline, so a daemon that hangs fails
-the test.
+what was answered as it is, refusals as `google.rpc.Status`; `Steps` does one thing at a time. Every read has a
+deadline, so a daemon that hangs fails the test.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from google.rpc.status_pb2 import Status
 from membroker.v1 import admin_pb2_grpc, broker_pb2_grpc
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
+from membroker.vmm import AccessFlags, open_driver
+from membroker.vmm.host.driver import GRANULARITY
 from membroker.wire import frames as handoff
 from tests.support.daemons import DEADLINE_SECONDS
 
@@ -203,6 +205,104 @@ class Session(Connection):
                 self.receive()
         self.notices.close()
         super().close()
+
+
+class Steps(Connection):
+    """A session made of single steps, for a process that stops, lies or dies between any two of them.
+
+    `transport` says where the requests go; descriptors come here in any case. `hello` registers the model `m`.
+    """
+
+    def __init__(self, endpoint: str, transport: str) -> None:
+        super().__init__(Path(endpoint))
+        self.socket = self.sock
+        self.endpoint, self.transport = Path(endpoint), transport
+        self.extent_ids: list[int] = []
+        self.descriptors: list[int] = []
+        self.handles: list[Any] = []
+        self.parts: list[int] = []
+        self.addresses: list[int] = []
+        self.answered = False
+
+    def hello(self) -> None:
+        """Say Hello, keep what came with the Welcome, and register the model."""
+        self.send(hello())
+        packet = handoff.receive(self.sock)
+        self.welcome = packet.frame.welcome
+        self.notices = socket.socket(fileno=packet.descriptors[0])
+        self.driver: Any = open_driver("host", "host")
+        request = bpb.RegisterModelRequest(request_id=2, model_id="m")
+        assert not isinstance(grpc_call(self.endpoint, self.welcome.token, "RegisterModel", request), Status)
+
+    def send_allocate(self, count: int) -> None:
+        """Ask for `count` extents of one granule, and wait for nothing."""
+        self._ask("allocate", "AllocateExtents", allocation(f"{self.welcome.tenant}/models/m", GRANULARITY, count), 3)
+
+    def read_delivery(self) -> None:
+        """Read one packet of descriptors and keep them open."""
+        packet = handoff.receive(self.sock)
+        assert packet.frame.HasField("delivery"), packet.frame
+        self.parts.append(packet.frame.delivery.part)
+        self.extent_ids += packet.frame.delivery.extent_ids
+        self.descriptors += packet.descriptors
+        self.answered = packet.frame.delivery.reply.WhichOneof("result") == "allocate"
+
+    def import_all(self) -> None:
+        """Take handles of what was delivered; the descriptors are closed."""
+        while self.descriptors:
+            self.handles.append(self.driver.import_extent(self.descriptors[0], GRANULARITY))
+            os.close(self.descriptors.pop(0))
+
+    def acknowledge(self) -> None:
+        """Acknowledge what was delivered."""
+        for part in self.parts:
+            self.send(pb.Frame(request_id=3, ack=pb.Ack(part=part)))
+
+    def read_reply(self) -> None:
+        """Take the answer to the Allocate: by gRPC, or what came with the last delivery."""
+        if self.transport == "grpc":
+            self.future.result()
+        assert self.answered == (self.transport == "handoff"), "the answer came the other way, or twice"
+
+    def map_all(self) -> None:
+        """Map what was imported, write to it, and let the handles go: the mappings keep the memory."""
+        for handle in self.handles:
+            address = self.driver.reserve(GRANULARITY)
+            self.driver.map(address, handle)
+            self.driver.set_access(address, GRANULARITY, AccessFlags.READ_WRITE)
+            self.driver.release(handle)
+            self.driver.write(address, b"mine")
+            self.addresses.append(address)
+        self.handles.clear()
+
+    def unmap_all(self) -> None:
+        """Unmap everything."""
+        while self.addresses:
+            self.driver.unmap(self.addresses.pop(), GRANULARITY)
+
+    def send_release(self) -> None:
+        """Say that everything is released, true or not, and wait for nothing."""
+        self._ask("release", "ReleaseExtents", bpb.ReleaseExtentsRequest(extent_ids=self.extent_ids), 4)
+
+    def read_release(self) -> None:
+        """Wait for the answer to the Release."""
+        if self.transport == "grpc":
+            self.future.result()
+        else:
+            assert handoff.receive(self.sock).frame.reply.HasField("release")
+
+    def say_goodbye(self) -> None:
+        """End the session, and wait for nothing."""
+        self.send(pb.Frame(request_id=9, goodbye=pb.Goodbye()))
+
+    def _ask(self, kind: str, method: str, request: Any, request_id: int) -> None:
+        if self.transport == "handoff":
+            self.send(pb.Frame(request_id=request_id, **{kind: request}))
+            return
+        request.request_id = request_id
+        self.channel = grpc.insecure_channel(f"unix:{self.endpoint}/grpc.sock")
+        stub = broker_pb2_grpc.BrokerServiceStub(self.channel)
+        self.future = getattr(stub, method).future(request, metadata=(("membroker-token", self.welcome.token),))
 
 
 class Asker:

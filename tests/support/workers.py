@@ -1,9 +1,8 @@
 """Real worker processes for the system tests: a new interpreter each, driven by lines of JSON.
 
 The test's side is `Worker`; the worker's side is `main`, which runs the lines of Python that it is given, so a test
-shows the very calls that a user would write. `Raw` is a client without the library, made of single frames, for a
-process that stops, lies or dies between any two of them. Never a fork of the test's own process: gRPC and CUDA
-survive none.
+shows the very calls that a user would write; `Raw` is `raw.Steps`. Never a fork of the test's own process: gRPC and
+CUDA survive none.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -236,131 +234,6 @@ def until_clean(daemon: Daemon, descriptors: int) -> None:
 # The worker's side
 
 
-class Raw:
-    """A session made of single frames. `transport` says where the requests go; descriptors come here in any case."""
-
-    def __init__(self, endpoint: str, transport: str) -> None:
-        self.endpoint = endpoint
-        self.transport = transport
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.socket.connect(f"{endpoint}/handoff.sock")
-        self.extent_ids: list[int] = []
-        self.descriptors: list[int] = []
-        self.handles: list[Any] = []
-        self.parts: list[int] = []
-        self.addresses: list[int] = []
-        self.answered = False
-
-    def hello(self) -> None:
-        """Say Hello, keep what came with the Welcome, and register the model `m`."""
-        from membroker.v1 import broker_pb2
-        from membroker.vmm import open_driver
-        from membroker.wire import frames as handoff
-        from membroker.wire import names
-
-        self._send(1, hello={"protocol_version": names.PROTOCOL_VERSION})
-        packet = handoff.receive(self.socket)
-        self.welcome = packet.frame.welcome
-        self.notices = socket.socket(fileno=packet.descriptors[0])
-        self.driver: Any = open_driver("host", "host")
-        self._call("RegisterModel", broker_pb2.RegisterModelRequest(request_id=2, model_id="m")).result()
-
-    def send_allocate(self, count: int) -> None:
-        """Ask for `count` extents of one granule, and wait for nothing."""
-        from membroker.v1 import broker_pb2
-
-        request = broker_pb2.AllocateExtentsRequest(
-            request_id=3, model=f"{self.welcome.tenant}/models/m", extent_bytes=PAGE, count=count
-        )
-        if self.transport == "grpc":
-            self.future = self._call("AllocateExtents", request)
-        else:
-            self._send(3, allocate=request)
-
-    def read_delivery(self) -> None:
-        """Read one packet of descriptors and keep them open."""
-        from membroker.wire import frames as handoff
-
-        packet = handoff.receive(self.socket)
-        assert packet.frame.WhichOneof("kind") == "delivery", packet.frame
-        self.parts.append(packet.frame.delivery.part)
-        self.extent_ids += packet.frame.delivery.extent_ids
-        self.descriptors += packet.descriptors
-        self.answered = packet.frame.delivery.reply.WhichOneof("result") == "allocate"
-
-    def import_all(self) -> None:
-        """Take handles of what was delivered; the descriptors are closed."""
-        while self.descriptors:
-            self.handles.append(self.driver.import_extent(self.descriptors[0], PAGE))
-            os.close(self.descriptors.pop(0))
-
-    def acknowledge(self) -> None:
-        """Acknowledge what was delivered."""
-        for part in self.parts:
-            self._send(3, ack={"part": part})
-
-    def read_reply(self) -> None:
-        """Take the answer to the Allocate: by gRPC, or what came with the last delivery."""
-        if self.transport == "grpc":
-            self.future.result()
-            assert not self.answered, "the answer to a call by gRPC came with the delivery, too"
-        else:
-            assert self.answered, "the last delivery came without the reply"
-
-    def map_all(self) -> None:
-        """Map what was imported, write to it, and let the handles go: the mappings keep the memory."""
-        from membroker.vmm.driver import AccessFlags
-
-        for handle in self.handles:
-            address = self.driver.reserve(PAGE)
-            self.driver.map(address, handle)
-            self.driver.set_access(address, PAGE, AccessFlags.READ_WRITE)
-            self.driver.release(handle)
-            self.driver.write(address, b"mine")
-            self.addresses.append(address)
-        self.handles.clear()
-
-    def unmap_all(self) -> None:
-        """Unmap everything."""
-        while self.addresses:
-            self.driver.unmap(self.addresses.pop(), PAGE)
-
-    def send_release(self) -> None:
-        """Say that everything is released, true or not, and wait for nothing."""
-        from membroker.v1 import broker_pb2
-
-        request = broker_pb2.ReleaseExtentsRequest(request_id=4, extent_ids=self.extent_ids)
-        if self.transport == "grpc":
-            self.future = self._call("ReleaseExtents", request)
-        else:
-            self._send(4, release=request)
-
-    def read_release(self) -> None:
-        """Wait for the answer to the Release."""
-        from membroker.wire import frames as handoff
-
-        if self.transport == "grpc":
-            self.future.result()
-            assert not self.answered, "the answer to a call by gRPC came with the delivery, too"
-        else:
-            assert handoff.receive(self.socket).frame.reply.WhichOneof("result") == "release"
-
-    def _send(self, request_id: int, **kind: Any) -> None:
-        from membroker.v1 import handoff_pb2
-        from membroker.wire import frames as handoff
-
-        handoff.send(self.socket, handoff.encode(handoff_pb2.Frame(request_id=request_id, **kind)))
-
-    def _call(self, method: str, request: Any) -> Any:
-        import grpc
-
-        from membroker.v1 import broker_pb2_grpc
-
-        self.channel = grpc.insecure_channel(f"unix:{self.endpoint}/grpc.sock")
-        stub = broker_pb2_grpc.BrokerServiceStub(self.channel)
-        return getattr(stub, method).future(request, metadata=(("membroker-token", self.welcome.token),))
-
-
 def fork_unseen() -> int:
     """Fork as a C extension does, so that no at-fork hook of Python runs; the child only holds what it inherited."""
     libc = ctypes.PyDLL(None)  # keeps the interpreter's lock, which the child would wait for in vain
@@ -420,8 +293,9 @@ class Attaching:
 def main() -> None:
     """Run each line of JSON on standard input as Python, and answer with a line of JSON."""
     import membroker
+    from tests.support.raw import Steps
 
-    names: dict[str, Any] = {"membroker": membroker, "MIB": MIB, "PAGE": PAGE, "Raw": Raw, "os": os}
+    names: dict[str, Any] = {"membroker": membroker, "MIB": MIB, "PAGE": PAGE, "Raw": Steps, "os": os}
     names.update(fork_seen=fork_seen, fork_unseen=fork_unseen, Attaching=Attaching)
     for line in sys.stdin:
         names["answer"] = None

@@ -474,7 +474,7 @@ raw.acknowledge(); raw.read_reply(); raw.send_release(); raw.read_release()
 """)
         assert daemon.books().lent_bytes == 0
         assert one.ask("len(os.listdir('/proc/self/fd'))") == opened
-        one.do("raw._send(9, goodbye={})")
+        one.do("raw.say_goodbye()")
         until(lambda: not daemon.sessions())
     until_clean(daemon, at_start)
 
