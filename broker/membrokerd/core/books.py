@@ -27,7 +27,7 @@ _COUNTER_MAX = (1 << COUNTER_BITS) - 1
 class Step(NamedTuple):
     """What one event led to: effects for the daemon to carry out, and the facts that changed the ledger.
 
-    `deadline` is when the core wants to hear `Elapsed`, in nanoseconds of CLOCK_BOOTTIME; None: not at all.
+    `deadline` is when the core wants to hear `Elapsed`, in nanoseconds of CLOCK_MONOTONIC; None: not at all.
     """
 
     effects: list[fx.Effect]

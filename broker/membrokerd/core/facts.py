@@ -1,7 +1,7 @@
 """Facts: what changed in the books, one frozen value per change, in the order of the changes.
 
 The ledger changes through facts alone, so replaying them gives the same ledger. Sizes in bytes, times in
-nanoseconds of CLOCK_BOOTTIME.
+nanoseconds of CLOCK_MONOTONIC.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class Broker:
         }
 
     def step(self, event: ev.Event, now: int) -> Step:
-        """Take one event at `now` (nanoseconds of CLOCK_BOOTTIME) and return what follows from it."""
+        """Take one event at `now` (nanoseconds of CLOCK_MONOTONIC) and return what follows from it."""
         books, waiting = self.books, self.waiting
         step = books.begin_step()
         if self.segments.attaches.deadline is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -20,6 +19,7 @@ from ..core import events as ev
 from ..core.denied import Denied, Reason, deny
 from ..core.names import Location, ModelName, SegmentName
 from ..core.rows import Quota
+from ..runtime.loop import clock
 from .messages import LOCATION_NUMBERS, from_segment
 
 _SHOWN_NAME = 100
@@ -195,7 +195,7 @@ def from_result(result: fx.Result) -> tuple[str, Any]:
         case fx.Declared():
             return "declare", bpb.DeclareMemoryResponse(declared_bytes=result.declared_bytes)
         case fx.SegmentView():
-            return "segment", from_segment(result, time.clock_gettime_ns(time.CLOCK_BOOTTIME))
+            return "segment", from_segment(result, clock())
         case fx.Reconciled():
             return "resume", hpb.ResumeResponse(
                 unknown_extent_ids=result.unknown_extents,

@@ -92,7 +92,7 @@ def from_model(row: ModelView, shares: Mapping[str, Mapping[ModelName, int]] = _
 
 
 def from_session(row: SessionView, now_ns: int) -> rpb.Session:
-    """Return a session's row as a message; `now_ns` is CLOCK_BOOTTIME."""
+    """Return a session's row as a message; `now_ns` is CLOCK_MONOTONIC."""
     return rpb.Session(
         name=session_name(row.session),
         tenant=f"tenants/{row.tenant}",
@@ -132,7 +132,7 @@ def from_tenant(row: TenantView) -> apb.Tenant:
 
 
 def from_segment(row: fx.SegmentView, now_ns: int) -> rpb.Segment:
-    """Return a segment as a message; `now_ns` is CLOCK_BOOTTIME."""
+    """Return a segment as a message; `now_ns` is CLOCK_MONOTONIC."""
     return rpb.Segment(
         name=str(row.name),
         generation=row.segment,

@@ -29,7 +29,7 @@ _HEAD = f'{{"{_MAGIC}"'
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """A part begins: at `at` (Unix seconds), at `now` (nanoseconds of CLOCK_BOOTTIME), with these rules.
+    """A part begins: at `at` (Unix seconds), at `now` (nanoseconds of CLOCK_MONOTONIC), with these rules.
 
     `why`: the daemon started, its rules changed, the file was full or removed, or rows before it could not be written.
     """

@@ -142,7 +142,7 @@ class Decisions:
 
 
 def waiting(waiter: DebitRequest, now_ns: int) -> DecisionRecord:
-    """Return a request that waits now, as a decision; `now_ns` is CLOCK_BOOTTIME."""
+    """Return a request that waits now, as a decision; `now_ns` is CLOCK_MONOTONIC."""
     event, waited_ns = waiter.event, now_ns - waiter.since
     return DecisionRecord(
         kind="waiting",

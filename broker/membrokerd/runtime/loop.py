@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from membroker.v1.handoff_pb2 import Frame, Notice
@@ -38,6 +37,9 @@ Reply = Callable[[fx.Result | Denied], None]
 RecordStep = Callable[[ev.Event, Step, int], None]
 """Takes an event, the step that it caused and its time."""
 RELEASING_AUDIT_SECONDS = 0.01
+ELAPSED = 0
+"""In place of a call that is deferred: a deadline has come. What was sent before it may lie in a socket, above all
+where the daemon itself was stopped, and is read first: an answer that was given in time is not late."""
 
 
 class Loop:
@@ -77,7 +79,7 @@ class Loop:
         self.drain: Notice | None = None
         """The notice of the drain that is under way, for sessions that begin or resume during it."""
         self.deferrals = Deferrals(
-            lambda call: self.tell(ev.InputsDrained(call)),
+            self._read_out,
             lambda: [*self.connections.values(), *self.resuming.values()],
         )
         self._audit_seconds = audit_seconds
@@ -215,8 +217,22 @@ class Loop:
             self._deadline_timer = self._io.call_later(seconds, self._elapsed)
 
     def _elapsed(self) -> None:
-        self._deadline = self._deadline_timer = None
+        self._deadline_timer = None
+        if self._deadline:
+            self.deferrals.add(ELAPSED)
+        else:  # only what was left over
+            self._tell_elapsed()
+
+    def _tell_elapsed(self) -> None:
+        self._deadline = None
         self.tell(ev.Elapsed())
+
+    def _read_out(self, call: int) -> None:
+        """Hear that all is read which was queued when a call was deferred, or when a deadline came."""
+        if call == ELAPSED:
+            self._tell_elapsed()
+        else:
+            self.tell(ev.InputsDrained(call))
 
     # --- effects out ---
 
@@ -252,8 +268,9 @@ class Loop:
         await self.packets.stop(seconds)
 
 
-clock = partial(time.clock_gettime_ns, time.CLOCK_BOOTTIME)
-"""Return CLOCK_BOOTTIME in nanoseconds: it never goes back, and counts while the machine sleeps."""
+clock = time.monotonic_ns
+"""Return CLOCK_MONOTONIC in nanoseconds. It never goes back, goes on over daemons, is the clock of the event loop's
+timers and of the library's deadlines, and stands still while the machine sleeps: nobody can answer in that time."""
 
 
 def seen(figures: Figures) -> dict[Location, int | None]:

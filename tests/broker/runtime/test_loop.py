@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
+import sys
 import time
 
 import pytest
@@ -224,6 +226,43 @@ def test_a_seal_sends_to_those_who_wait_over_several_turns(monkeypatch: pytest.M
         await world.until(lambda: world.charged() == 0)
 
     play(story)
+
+
+def test_what_was_sent_before_a_deadline_is_heard_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon was stopped while a wait ended, and the release that ends it well lies in a socket."""
+    monkeypatch.setattr(deferrals, "HEARING_SECONDS", DEADLINE_SECONDS)
+
+    async def story(world: World) -> None:
+        holder, waiter = await world.open(), await world.open()
+        await world.allocate(holder, 32)
+        asked = world.allocate(waiter, wait=0.02)
+        await world.until(lambda: bool(world.loop.broker.waiting.waiters()))
+        queue, read = world.queues[holder], asyncio.Event()
+
+        def queued() -> int:
+            read.set()
+            return queue.unread
+
+        queue.unread = 1
+        monkeypatch.setattr(queue, "queued", queued)
+        await read.wait()
+        assert not asked.done()
+        await world.give_back(holder)
+        queue.unread = 0
+        assert (await asked).count == 1
+        await world.give_back(waiter)
+
+    play(story, audit_seconds=3_600)
+
+
+def test_no_deadline_passes_while_the_machine_sleeps() -> None:
+    """Nobody can answer a recall in that time. In a time namespace, CLOCK_BOOTTIME says that it has slept for a day."""
+    code = "import time; from membrokerd.runtime.loop import clock; print(abs(clock() - time.monotonic_ns()) // 10**9)"
+    command = ["unshare", "--time", "--boottime", "86400", sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "unshare" in done.stderr:
+        pytest.skip(f"this user has no time namespaces: {done.stderr}")
+    assert int(done.stdout) < 3_600, done.stderr
 
 
 def test_a_timer_that_comes_early_is_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
