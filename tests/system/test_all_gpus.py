@@ -242,7 +242,7 @@ def test_what_starts_nothing_is_one_sentence(place: Path) -> None:
         ({"capacity": "much"}, (), "capacity: "),
         ({"descriptor_store": "systemd"}, (), "descriptor_store"),
         ({"descriptor_store": "systemd"}, ("--check-config",), "descriptor_store"),
-        ({}, too_long, "bytes that a Unix socket may have"),
+        ({}, too_long, "the path of a socket has at most 107 bytes"),
         # With a GPU in the machine, `auto` would lend that, and the number would mean nothing.
         ({"driver": "auto"}, (), "--all takes a number only with --driver host"),
     ):

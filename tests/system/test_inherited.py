@@ -1,4 +1,4 @@
-"""What a daemon inherits from whoever started it does not matter: it can be stopped and reloaded, and it works."""
+"""What a daemon inherits from who started it does not matter: it can be stopped and reloaded, and it works."""
 
 from __future__ import annotations
 

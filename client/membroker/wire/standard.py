@@ -1,4 +1,4 @@
-"""How a program starts: what it has inherited from whoever started it, and Ctrl-C while it imports.
+"""How a program starts: what it has inherited, and Ctrl-C while it imports.
 
 It must import nothing that is slow.
 """
