@@ -331,7 +331,7 @@ def test_a_check_says_what_the_daemon_would_not_start_with_or_should_not() -> No
     with tempfile.TemporaryDirectory(prefix="mb-") as directory:
         os.chmod(directory, 0o755)
         path = Path(directory, "membrokerd.toml")
-        path.write_text(to_toml({"runtime_directory": "/run/m", "max_sessions": 5}))
+        path.write_text(to_toml({"runtime_directory": str(Path(directory, "run")), "max_sessions": 5}))
         limit = (
             "import resource,sys,os;resource.setrlimit(resource.RLIMIT_NOFILE,(800,)*2);"
             "os.execv(sys.argv[1],sys.argv[1:])"
