@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from membroker.wire.ownership import namespace_trouble, stranger_in
 from membroker.wire.standard import forget_inheritance, import_quietly
+from membroker.wire.system_calls import refused
 
 from . import __version__
 
@@ -262,6 +263,8 @@ def _serve(config: Config, reloader: Reloader) -> int:
     # A thread that renders a scrape may keep the interpreter for 5 ms by default, and lending would wait that long.
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
+        if calls := refused(host_driver=False):  # that driver names its own
+            raise DeviceError(f"this system refuses what a broker needs: {'; '.join(calls)}; allow it in the sandbox")
         made = plan(config)
         device = made.driver.device
         logs.log(

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .wire import ownership as ownership  # whose a path is, and which ids stand for many users
     from .wire import paths as paths  # which paths a socket can have, and how they are shown
     from .wire import standard as standard  # how a command begins
+    from .wire import system_calls as system_calls  # what a broker needs of the kernel, tried once
     from .wire.sessions import OPEN_PER_SESSION as OPEN_PER_SESSION  # descriptors that a daemon needs for a session
     from .wire.sessions import sessions_for as sessions_for  # how many sessions a limit of descriptors allows
 
@@ -53,6 +54,7 @@ _MODULES = {
     "paths": "wire",
     "sessions_for": "wire.sessions",
     "standard": "wire",
+    "system_calls": "wire",
     "uninterrupted": "interrupts",
     "word_of": "dtypes",
 }

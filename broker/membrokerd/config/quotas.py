@@ -31,6 +31,7 @@ SYSTEM = Path("/var/lib/membroker")
 """What belongs to the runtime directory /run/membroker, which does not outlive a reboot."""
 FILE = "quotas.toml"
 _WHAT_TO_DO = "put it right, or remove the file to end all that was set by command"
+_REFUSED = "quotas by command will be refused, since they are kept"
 _HEAD = """\
 # Limits, guarantees and weights that were set with `membroker quota set`. They have the keys of membrokerd.toml, and
 # override its numbers.
@@ -94,10 +95,7 @@ def trouble(directory: Path) -> str:
         why = "cannot be written by this user"
     else:
         return ""
-    return (
-        f"quotas by command will be refused, since they are kept in {directory} and {there} {why}: "
-        "change that, or set another state_directory"
-    )
+    return f"{_REFUSED} in {directory} and {there} {why}: change that, or set another state_directory"
 
 
 def check_place(directory: Path) -> None:
@@ -120,14 +118,15 @@ class StateDirectory:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.is_shared = path, False
+        self.path, self.is_shared, self._why = path, False, ""
         self.quotas = path / FILE
         check_place(path)
         try:
             files.make_directory(path)
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:
-            return  # `trouble` says why
+        except OSError as error:
+            self._why = f"{error.filename}: {error.strerror}"
+            return
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -139,7 +138,7 @@ class StateDirectory:
     def trouble(self) -> str:
         """Return why nothing can be stored here; "" if it can."""
         if not self.is_shared:
-            return trouble(self.path)
+            return trouble(self.path) or (f"{_REFUSED} in {self.path}: {self._why}" if self._why else "")
         return (
             f"quotas by command will be refused and nothing is recorded, since another membrokerd of this device uses "
             f"{self.path}: set another state_directory"

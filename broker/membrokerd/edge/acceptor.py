@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from membroker.wire.system_calls import describe
+
 from ..core.denied import Reason
 from ..system import logs
 from ..system.turns import Turns
@@ -67,7 +69,7 @@ class Acceptor:
         except BlockingIOError:
             return False
         except OSError as error:
-            self._refusals.note(Reason.DESCRIPTORS_EXHAUSTED, error=error.strerror)
+            self._refusals.note(Reason.DESCRIPTORS_EXHAUSTED, error=describe("accept4", error))
             self._io.remove_reader(self._sock)
             self._io.call_later(PAUSE_SECONDS, self._resume)
             return False

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from membroker.vmm.sizes import MIB
+from membroker.wire.system_calls import describe
 
 from ..core import facts as ft
 from ..system import files
@@ -65,6 +66,8 @@ class Journal:
         self.path = path
         self._binding = binding
         self._compact_bytes = compact_bytes
+        self.why = ""
+        """Why the journal could not be written or given room the last time."""
         self.epoch = 0
         """The epoch in the header: the predecessor's after `read`, then the one that the daemon sets; 0 if unknown."""
         self._descriptor = -1
@@ -176,7 +179,8 @@ class Journal:
                     end = _write_all(descriptor, record_of(portion), end)
                     yield
                 end = _write_all(descriptor, appended, end)
-                room = _allocate(descriptor, end)
+                room, why = _allocate(descriptor, end)
+                self.why = why or self.why
                 if self._descriptor >= 0 and room == end:  # no room for a reserve, which the old file may have
                     raise _disk_full()
                 fresh.rename(self.path)
@@ -209,7 +213,8 @@ class Journal:
         elif record and not self._write(record):
             self._unwritten += record
         if self._room - self._end < RESERVE_BYTES:
-            self._room = _allocate(self._descriptor, self._end)
+            self._room, why = _allocate(self._descriptor, self._end)
+            self.why = why or self.why
         return not self._unwritten
 
     def _write(self, records: bytes | bytearray) -> bool:
@@ -219,9 +224,11 @@ class Journal:
         """
         try:
             written = os.pwrite(self._descriptor, records, self._end)
-        except OSError:
+        except OSError as error:
+            self.why = describe("pwrite", error)
             return False
         if written < len(records):
+            self.why = describe("pwrite", _disk_full())
             return False
         self._end += written
         return True
@@ -267,10 +274,13 @@ def _disk_full() -> OSError:
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _allocate(descriptor: int, end: int) -> int:
-    """Allocate room for records after `end`. Return the offset up to which it reaches: `end` if the disk is full."""
+def _allocate(descriptor: int, end: int) -> tuple[int, str]:
+    """Allocate room for records after `end`.
+
+    Return the offset up to which it reaches, which is `end` without any, as on a full disk; and then why.
+    """
     try:
         os.posix_fallocate(descriptor, end, 2 * RESERVE_BYTES)
-    except OSError:
-        return end
-    return end + 2 * RESERVE_BYTES
+    except OSError as error:
+        return end, describe("fallocate", error)
+    return end + 2 * RESERVE_BYTES, ""

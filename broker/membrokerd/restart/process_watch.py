@@ -8,12 +8,13 @@ closed its descriptors. It reports deaths and must never decide what follows fro
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Callable
 from functools import partial
 
 from ..system import logs
-from ..system.process import NO_DESCRIPTOR, identity_of, image_of
+from ..system.process import identity_of, image_of
 from ..system.turns import Turns
 from .descriptor_store import Store
 
@@ -98,7 +99,7 @@ class Watch:
         try:
             pidfd = os.pidfd_open(pid)
         except OSError as error:
-            if error.errno in NO_DESCRIPTOR:
+            if error.errno != errno.ESRCH:  # it may be alive: a sandbox refuses the call, or no descriptor is left
                 raise
         else:
             if identity_of(pidfd, pid) == process:

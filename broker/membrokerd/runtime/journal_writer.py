@@ -85,10 +85,11 @@ class JournalWriter:
             logs.warn(
                 "the journal cannot be written: the broker lends nothing more and begins no session; make room there",
                 path=path,
+                error=self._journal.why,
             )
         elif books.cannot_write and not self._journal.full:
             logs.log("the journal can be written again", path=path)
-        books.cannot_write = "no room for its journal" if self._journal.full else ""
+        books.cannot_write = f"no room for its journal ({self._journal.why})" if self._journal.full else ""
 
     def close(self) -> None:
         """Abandon a compaction: the file that it would have replaced is whole."""

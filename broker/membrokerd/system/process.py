@@ -12,7 +12,19 @@ from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
+from membroker.wire.system_calls import describe
+
+from ..core.denied import Denied, Reason, deny
+
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+_SHORT = (*NO_DESCRIPTOR, errno.ENOMEM, errno.ENOBUFS)
+
+
+def call_failed(call: str, error: OSError) -> Denied:
+    """Return the refusal of a request for which a system call of the daemon failed, with its name and reason."""
+    if error.errno in _SHORT:
+        return deny(Reason.DESCRIPTORS_EXHAUSTED, driver_says=describe(call, error))
+    return deny(Reason.INTERNAL, fault=f"this system refused the broker a call ({describe(call, error)})")
 
 
 def identity_of(pidfd: int, pid: int) -> str:

@@ -7,6 +7,7 @@ and what to do about it. It must never leave anything behind.
 from __future__ import annotations
 
 import argparse
+import errno
 import fcntl
 import importlib.util
 import os
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import AccessDenied, BrokerAbsent, BrokerUnavailable, MembrokerError
-from ..ext import OPEN_PER_SESSION, names, ownership, paths, sessions_for
+from ..ext import OPEN_PER_SESSION, names, ownership, paths, sessions_for, system_calls
 from ..ext import endpoint as endpoints
 from ..vmm import open_driver
 from ..vmm.driver import DriverError, DriverUnavailable, Location
@@ -91,6 +92,7 @@ def examine(endpoint: str | None, env: Mapping[str, str] = os.environ) -> list[C
         return [Check("system", "fail", sys.platform, "membroker needs Linux: memfd, pidfd and SCM_RIGHTS")]
     looks: tuple[tuple[str, Callable[[], Check]], ...] = (
         ("python", lambda: check_python(sys.version_info[:3])),
+        ("system calls", check_system_calls),
         ("peers", check_peers),
         ("users", check_users),
         ("processes", check_process_identity),
@@ -147,17 +149,26 @@ def check_python(version: tuple[int, int, int]) -> Check:
     return Check("python", "fail", found, "install Python 3.11 or later")
 
 
+def check_system_calls() -> Check:
+    """Try each call once that a broker needs: a sandbox answers as if something else were wrong."""
+    if calls := system_calls.refused(host_driver=True):
+        advice = "allow them: the seccomp profile of the container, SystemCallFilter= of the unit, a security module"
+        return Check("system calls", "fail", f"this system refuses {'; '.join(calls)}", advice)
+    return Check("system calls", "ok", "no sandbox refuses what a broker needs")
+
+
 def check_peers() -> Check:
     """SO_PEERPIDFD (Linux 6.5) names the process at the other end, without pid reuse and across pid namespaces."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         try:
             os.close(ours.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD))
-        except OSError:
+        except OSError as error:
+            why = "" if error.errno == errno.ENOPROTOOPT else f" ({system_calls.describe('getsockopt', error)})"
             return Check(
                 "peers",
                 "warn",
-                f"kernel {platform.release()} has no SO_PEERPIDFD",
+                f"kernel {platform.release()} has no SO_PEERPIDFD{why}",
                 "Linux 6.5 has it; before it the broker knows peers by pid and start time, in its own pid namespace",
             )
     return Check("peers", "ok", f"kernel {platform.release()} has SO_PEERPIDFD")

@@ -23,6 +23,7 @@ from ..errors import AccessDenied, BrokerAbsent, BrokerUnavailable, DescriptorLi
 from ..wire.names import ENDPOINT_VARIABLE, SYSTEM_DIRECTORY, SYSTEM_VARIABLE
 from ..wire.ownership import group_text, stranger_in, user_text
 from ..wire.paths import socket_fault
+from ..wire.system_calls import SHORT, describe
 
 SHOWN = 8
 """How many tenants or devices a message lists."""
@@ -211,6 +212,17 @@ def _may_be_bound(path: Path) -> bool:
 DESCRIPTORS_SHORT = "this process has no file descriptor left: raise its limit, `ulimit -n` (RLIMIT_NOFILE)"
 
 
+def call_failed(call: str, error: OSError) -> MembrokerError:
+    """Return the exception for a system call of this process that failed: with its name, and its own reason."""
+    if error.errno in SHORT:
+        return DescriptorLimit(DESCRIPTORS_SHORT)
+    kind = AccessDenied if error.errno in (errno.EPERM, errno.EACCES) else BrokerUnavailable
+    return kind(
+        f"{describe(call, error)}: this process may not make that call here. If it runs in a sandbox (seccomp, "
+        "SystemCallFilter=, RestrictAddressFamilies=), allow it there: `membroker doctor` tries each that is needed"
+    )
+
+
 def open_socket(path: Path, timeout: float) -> socket.socket:
     """Connect to the handoff socket at `path` and return it, blocking for at most `timeout` seconds a call.
 
@@ -221,7 +233,7 @@ def open_socket(path: Path, timeout: float) -> socket.socket:
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     except OSError as error:
-        raise DescriptorLimit(DESCRIPTORS_SHORT) from error
+        raise call_failed("socket(AF_UNIX, SOCK_SEQPACKET)", error) from error
     try:
         set_timeout(connection, timeout)
         connection.connect(os.fspath(path))

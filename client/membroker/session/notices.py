@@ -14,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Protocol
 
-from ..errors import DescriptorLimit
 from ..interrupts import STOPPING_SECONDS
 from ..types import Draining, Notice, Undrained
 from ..v1 import handoff_pb2 as pb
@@ -22,7 +21,7 @@ from ..v1.resources_pb2 import SleepStatus
 from . import messages
 from .background import Background
 from .connection import Connection
-from .endpoint import DESCRIPTORS_SHORT
+from .endpoint import call_failed
 
 logger = logging.getLogger("membroker")
 
@@ -171,7 +170,7 @@ def _start(on_notice: Callable[[pb.Notice], None], name: str) -> Background:
     try:
         return Background(on_notice, name)
     except OSError as error:
-        raise DescriptorLimit(DESCRIPTORS_SHORT) from error
+        raise call_failed("the thread for notices", error) from error
 
 
 def _call(callback: Callable[[Notice], object], notice: Notice) -> None:

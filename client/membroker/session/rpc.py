@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.message import DecodeError, Message
 from google.rpc.status_pb2 import Status
 
-from ..errors import BrokerUnavailable, DescriptorLimit, MembrokerError, from_status
+from ..errors import BrokerUnavailable, MembrokerError, from_status
 from ..interrupts import uninterrupted
 from ..v1.handoff_pb2 import Frame
 from ..wire.names import MAX_PAGE_ROWS, STATUS_METADATA, TOKEN_METADATA
 from ..wire.paths import grpc_target
-from .endpoint import DESCRIPTORS_SHORT, check_path
+from .endpoint import call_failed, check_path
 
 if TYPE_CHECKING:
     import grpc
@@ -214,7 +214,7 @@ def _check_descriptors() -> None:
             for _ in range(_DESCRIPTORS_OF_A_CHANNEL):
                 taken.callback(os.close, os.eventfd(0))
         except OSError as error:
-            raise DescriptorLimit(DESCRIPTORS_SHORT) from error
+            raise call_failed("eventfd2", error) from error
 
 
 def _broker_service(channel: grpc.Channel) -> Any:

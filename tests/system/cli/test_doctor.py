@@ -36,7 +36,7 @@ def test_this_machine_passes_and_nothing_is_left_behind() -> None:
         assert sorted(os.listdir("/proc/self/fd")) == before
         assert os.listdir(directory) == []
     assert {name for name, check in checks.items() if check.status == "fail"} == set()
-    assert len(checks) == 15
+    assert len(checks) == 16
     assert all(check.found and (check.status == "ok") == (not check.advice) for check in checks.values())
 
 
@@ -170,7 +170,7 @@ def test_what_cannot_be_looked_at_is_a_failure_not_a_crash(monkeypatch: pytest.M
     checks = {check.name: check for check in doctor.examine("/nowhere", {})}
     assert checks["peers"].status == "fail"
     assert "Operation not permitted" in checks["peers"].found
-    assert len(checks) == 15
+    assert len(checks) == 16
 
 
 def test_an_answer_that_nobody_has_foreseen_is_one_checks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_an_answer_that_nobody_has_foreseen_is_one_checks_alone(monkeypatch: pyt
     checks = {check.name: check for check in doctor.examine("/nowhere", {})}
     for name in ("gpu", "host driver"):
         assert (checks[name].status, "OverflowError" in checks[name].found) == ("fail", True)
-    assert len(checks) == 15
+    assert len(checks) == 16
 
 
 def test_another_system_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

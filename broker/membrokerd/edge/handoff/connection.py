@@ -29,6 +29,7 @@ from ...core.rows import SessionRow
 from ...runtime.connections import SessionConnection
 from ...system import logs
 from ...system.failpoints import reach
+from ...system.process import call_failed
 from ..convert import Refused, from_recall
 from ..dispatch import new_token
 from ..errors import to_status
@@ -380,8 +381,7 @@ class Handshake:
         try:
             pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError as error:  # before there is a session, which would outlive this connection
-            why = deny(Reason.DESCRIPTORS_EXHAUSTED, driver_says=f"socketpair: {error.strerror}")
-            self._connection.refuse(request_id, why)
+            self._connection.refuse(request_id, call_failed("socketpair", error))
             return
         if hello.resume_token:
             self._resume(request_id, hello.resume_token, pair)

@@ -16,7 +16,7 @@ from membroker.wire.descriptors import peer_of
 from membroker.wire.ownership import overflow_id
 
 from ...core.denied import Reason, deny
-from ...system.process import NO_DESCRIPTOR, identity_of, start_time
+from ...system.process import NO_DESCRIPTOR, call_failed, identity_of, start_time
 from ..convert import Refused
 
 _SO_PEERPIDFD = getattr(socket, "SO_PEERPIDFD", 77)
@@ -57,7 +57,7 @@ def attest(connection: socket.socket, uids: frozenset[int]) -> Peer:
     try:
         pidfd, identity = _identify(connection, pid)
     except OSError as error:
-        raise Refused(deny(Reason.DESCRIPTORS_EXHAUSTED, driver_says=f"attesting: {error.strerror}")) from error
+        raise Refused(call_failed("attesting", error)) from error
     peer = Peer(pid, uid, pidfd, identity)
     if not peer.is_alive():
         os.close(pidfd)
