@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from membroker.wire import paths
 from membroker.wire.ownership import namespace_trouble, stranger_in
 from membroker.wire.standard import forget_inheritance, import_quietly
 from membroker.wire.system_calls import refused
@@ -82,7 +83,6 @@ def _run(options: dict[str, Any]) -> int:
     from .config.config import ConfigError, load
     from .runtime.reload import Reloader
     from .system import logs
-    from .system.device_directory import DirectoryError
 
     path: Path | None = options.pop("config")
     only_check: bool = options.pop("check_config")
@@ -101,14 +101,7 @@ def _run(options: dict[str, Any]) -> int:
         print(f"membrokerd: {wrong}", file=sys.stderr)
         return 1
     if only_check:
-        try:
-            for trouble in _troubles(config, path):
-                print(f"{path or 'the defaults'}: {trouble}", file=sys.stderr)
-        except DirectoryError as error:  # the daemon would not start
-            print(error, file=sys.stderr)
-            return 1
-        print(f"{path or 'the defaults'}: good")
-        return 0
+        return _check(config, path)
     logs.configure(config.log.level, config.log.format, gpu="" if parent is None else _name(config))
     if path is not None and (stranger := stranger_in(path)):
         logs.warn(f"{_FOREIGN_FILE}: {stranger}", file=str(path))
@@ -117,6 +110,22 @@ def _run(options: dict[str, Any]) -> int:
     if count is not None:
         return _serve_all(config, count, {"config": path, **options})
     return _serve(config, Reloader(path, lambda: load(path, options)))
+
+
+def _check(config: Config, path: Path | None) -> int:
+    """Say what is wrong with a configuration here and now; return 1 if the daemon would not start with it."""
+    from .device.plan import DeviceError
+    from .system.device_directory import DirectoryError
+
+    where = paths.printable(path or "the defaults")
+    try:
+        for trouble in _troubles(config, path):
+            print(f"{where}: {trouble}", file=sys.stderr)
+    except (DirectoryError, DeviceError) as error:
+        print(f"{where}: {error}" if isinstance(error, DeviceError) else error, file=sys.stderr)
+        return 1
+    print(f"{where}: good")
+    return 0
 
 
 def _end_with(parent: int) -> None:
@@ -231,7 +240,7 @@ def _guarantee_troubles(config: Config) -> Iterator[str]:
     from .config.config import QUOTA_KEYS, quotas_of
     from .config.guarantees import misfit_sentences
     from .core import policy
-    from .device.plan import changed_rules
+    from .device.plan import capacities_here, changed_rules, check_guarantees
 
     for (tenant, model, location), quota in quotas_of(config.tenants):
         if quota.guarantee and quota.guarantee % GUARANTEE_STEP and config.driver != "host":
@@ -240,10 +249,13 @@ def _guarantee_troubles(config: Config) -> Iterator[str]:
                 f"{joined(key)}: {format_size(quota.guarantee)} is not a multiple of {format_size(GUARANTEE_STEP)}: "
                 "a pool with pages of that size cannot use the rest"
             )
-    capacity = policy.MAX_BYTES if config.capacity is None else config.capacity
-    rules = policy.Rules(granularity=1, capacities={"device": capacity, "host": config.host_capacity})
+    capacities, why = capacities_here(config)
+    rules = changed_rules(policy.Rules(granularity=1, capacities=capacities), config)
+    check_guarantees(rules)
+    if why and config.capacity is None and rules.guarantees:
+        yield f"the guarantees were not added up, since the device cannot be asked how much it has: {why}"
     for kept in quotas.kept_quotas(config):
-        for sentence in misfit_sentences(quotas.read(kept), changed_rules(rules, config)):
+        for sentence in misfit_sentences(quotas.read(kept), rules):
             yield f"{kept}: {sentence}: lower one by `membroker quota set`"
 
 

@@ -182,7 +182,7 @@ class Daemon:
             logs.warn(trouble)
         return [
             ft.QuotaSet(tenant, model, location, quota.limit, quota.guarantee, quota.weight)
-            for (tenant, model, location), quota in quotas.read(self._kept.quotas).items()
+            for (tenant, model, location), quota in self._kept.read().items()
         ]
 
     def _read_journal(self, journal: Journal) -> tuple[PredecessorBooks, bool]:

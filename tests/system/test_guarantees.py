@@ -164,6 +164,47 @@ def test_a_configuration_that_cannot_be_kept_is_wrong(tmp_path: Path, keys: dict
     assert f"{path}: {said}" in ran.stderr
 
 
+def test_a_check_asks_the_device_how_much_it_has(tmp_path: Path) -> None:
+    """`capacity` is commented out, as in the file that is delivered: the sum of the guarantees is the device's to say.
+
+    The start and the check refuse the same file.
+    """
+    path = tmp_path / "membrokerd.toml"
+    keys = {**DEFAULTS, "runtime_directory": str(tmp_path / "run"), "tenants": {"red": {"guarantee": "900GiB"}}}
+    del keys["capacity"]
+    path.write_text(to_toml(keys))
+    for more in (["--check-config"], []):
+        ran = run_python(["-m", "membrokerd.cli", "--config", str(path), *more])
+        assert (ran.returncode, ran.stdout) == (1, "")
+        said = "the guarantees of all tenants together would be 900.0 GiB of device memory, more than the capacity, 1.0"
+        assert said in ran.stderr.splitlines()[-1]
+
+
+def test_a_check_says_when_it_could_not_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is for a machine with a GPU, and is checked on another one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    path = tmp_path / "membrokerd.toml"
+    keys = {"driver": "cuda", "tenants": {"red": {"guarantee": "64GiB"}}}
+    path.write_text(to_toml({"runtime_directory": str(tmp_path / "run"), **keys}))
+    ran = run_python(["-m", "membrokerd.cli", "--config", str(path), "--check-config"])
+    assert (ran.returncode, ran.stdout) == (0, f"{path}: good\n")
+    assert f"{path}: the guarantees were not added up, since the device cannot be asked how much it has: " in ran.stderr
+
+
+def test_a_check_adds_what_was_set_by_command(tmp_path: Path) -> None:
+    """Without `capacity` in the file, too."""
+    path, kept = tmp_path / "membrokerd.toml", tmp_path / "kept" / "host" / "quotas.toml"
+    places = {"runtime_directory": str(tmp_path / "run"), "state_directory": str(tmp_path / "kept")}
+    keys = {**DEFAULTS, **places, "tenants": {"red": {"guarantee": "512MiB"}, "blue": {}}}
+    del keys["capacity"]
+    path.write_text(to_toml(keys))
+    kept.parent.mkdir(parents=True)
+    kept.write_text('[tenants.blue]\nguarantee = "768MiB"\n')
+    ran = run_python(["-m", "membrokerd.cli", "--config", str(path), "--check-config"])
+    assert (ran.returncode, ran.stdout) == (0, f"{path}: good\n")
+    assert f"{kept}: the guarantees of all tenants together would be 1.2 GiB of device memory, more than" in ran.stderr
+
+
 def test_a_check_of_the_configuration_counts_contexts(tmp_path: Path) -> None:
     """Each guaranteed model needs room for its CUDA context, which the broker does not lend."""
     models = {"a": {"guarantee": "1GiB"}, "b": {"guarantee": "1GiB"}}

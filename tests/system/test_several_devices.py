@@ -193,6 +193,9 @@ def test_two_daemons_with_one_state_directory(place: Path) -> None:
     shared = {"state_directory": str(place / "kept"), "record": True}
     with running(shared) as first, running(shared) as second:
         assert raw.admin_call(first.admin, "SetQuota", limit("red")).limit_bytes == PAGE
+        second.kill()
+        second.start_again()
+        assert not raw.admin_call(second.admin, "ListQuotas", admin_pb2.ListQuotasRequest()).quotas, "the first one's"
         refused = raw.admin_call(second.admin, "SetQuota", limit("blue"))
         assert raw.reason(refused) == "INTERNAL"
         assert "another membrokerd of this device uses it" in refused.message

@@ -113,8 +113,8 @@ def _check_owner(path: Path, *, alone: bool = False) -> None:
 class StateDirectory:
     """The directory for a device's state, locked until this process ends: a second daemon would overwrite its files.
 
-    `is_shared` says that another daemon has locked it. Daemons of one device can run side by side if each has a runtime
-    directory of its own.
+    `is_shared` says that another daemon has locked it: then nothing of it is used. Daemons of one device can run side
+    by side if each has a runtime directory of its own.
     """
 
     def __init__(self, path: Path) -> None:
@@ -140,9 +140,13 @@ class StateDirectory:
         if not self.is_shared:
             return trouble(self.path) or (f"{_REFUSED} in {self.path}: {self._why}" if self._why else "")
         return (
-            f"quotas by command will be refused and nothing is recorded, since another membrokerd of this device uses "
-            f"{self.path}: set another state_directory"
+            "quotas by command are not in force and will be refused, and nothing is recorded, since another membrokerd "
+            f"of this device uses {self.path}: set another state_directory"
         )
+
+    def read(self) -> Quotas:
+        """Return the quotas of the file; none if another daemon has them. Raises `DirectoryError`."""
+        return {} if self.is_shared else read(self.quotas)
 
     def write(self, quotas: Quotas) -> None:
         """Replace the quotas of the file, as `write` does. Raises `OSError`, also if another daemon has them."""

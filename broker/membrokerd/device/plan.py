@@ -154,6 +154,23 @@ def plan(config: Config) -> Plan:
         return replace(_plan_host(config), fell_back=True)
 
 
+def capacities_here(config: Config) -> tuple[dict[CoreLocation, int], str]:
+    """Return what this machine's device may lend by a configuration, and why it could not be asked, or "".
+
+    A device that cannot be asked has what is configured, or any size. Raises `DeviceError` as the start does.
+    """
+    why = ""
+    for kind in ("cuda", "host") if config.driver == "auto" else (config.driver,):
+        try:
+            found = plan(replace(config, driver=kind))
+        except DriverError as error:
+            why = str(error)
+        else:
+            found.driver.close()
+            return dict(found.capacities), ""
+    return _capacities(policy.MAX_BYTES if config.capacity is None else config.capacity, config), why
+
+
 def _plan_host(config: Config) -> Plan:
     reserved = (config.headroom or 0) + HOST_GRANULARITY
     total = config.host_driver_total
