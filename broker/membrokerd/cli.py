@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import argparse
 
     from .config.config import Config
+    from .core.names import Location
     from .runtime.reload import Reloader
 
 SWITCH_SECONDS = 0.0005
@@ -179,24 +180,25 @@ def _troubles(config: Config, path: Path | None) -> Iterator[str]:
     """Yield what is not wrong in the file but would be here and now, for this user."""
     from .config import descriptor_limits as limits
     from .config import quotas
-    from .device.plan import CUDA_HEADROOM
+    from .device.plan import CUDA_HEADROOM, look_at_device
     from .device.suspects import CONTEXT_BYTES
+    from .restart.mirrors import check_keeper
     from .system.device_directory import try_runtime
 
-    # A GPU's directory has a longer name, which is not known here: the start looks at each path.
-    try_runtime(config.runtime_directory, "host", config.tenants or ("default",))
+    device, capacities, unasked = look_at_device(config)
+    try_runtime(config.runtime_directory, device, config.tenants or ("default",))
+    quotas.check_place(quotas.state_directory(config, device))
+    check_keeper(config)
     if path is not None and (stranger := stranger_in(path)):
         yield f"{_FOREIGN_FILE}: {stranger}"
-    if config.state_directory:
-        quotas.check_place(config.state_directory)
-        if why := quotas.trouble(config.state_directory):
-            yield f"state_directory: {why}"
+    if config.state_directory and (why := quotas.trouble(config.state_directory)):
+        yield f"state_directory: {why}"
     if config.max_sessions and (why := limits.trouble(config.max_sessions, limits.raise_descriptor_limit())):
         yield why
     if namespace := namespace_trouble():
         yield namespace
     yield from _memory_troubles(config)
-    yield from _guarantee_troubles(config)
+    yield from _guarantee_troubles(config, capacities, unasked)
     rounds = RECALL_ROUNDS * config.recall_seconds
     if 0 < config.guarantee_wait_seconds < rounds:
         yield (
@@ -231,7 +233,7 @@ def _memory_troubles(config: Config) -> Iterator[str]:
         )
 
 
-def _guarantee_troubles(config: Config) -> Iterator[str]:
+def _guarantee_troubles(config: Config, capacities: Mapping[Location, int], unasked: str) -> Iterator[str]:
     """Yield what is odd about the guarantees in the file, and which quotas by command do not fit the file any more."""
     from membroker.vmm import format_size
 
@@ -240,7 +242,7 @@ def _guarantee_troubles(config: Config) -> Iterator[str]:
     from .config.config import QUOTA_KEYS, quotas_of
     from .config.guarantees import misfit_sentences
     from .core import policy
-    from .device.plan import capacities_here, changed_rules, check_guarantees
+    from .device.plan import changed_rules, check_guarantees
 
     for (tenant, model, location), quota in quotas_of(config.tenants):
         if quota.guarantee and quota.guarantee % GUARANTEE_STEP and config.driver != "host":
@@ -249,11 +251,10 @@ def _guarantee_troubles(config: Config) -> Iterator[str]:
                 f"{joined(key)}: {format_size(quota.guarantee)} is not a multiple of {format_size(GUARANTEE_STEP)}: "
                 "a pool with pages of that size cannot use the rest"
             )
-    capacities, why = capacities_here(config)
     rules = changed_rules(policy.Rules(granularity=1, capacities=capacities), config)
     check_guarantees(rules)
-    if why and config.capacity is None and rules.guarantees:
-        yield f"the guarantees were not added up, since the device cannot be asked how much it has: {why}"
+    if unasked and config.capacity is None and rules.guarantees:
+        yield f"the guarantees were not added up, since the device cannot be asked how much it has: {unasked}"
     for kept in quotas.kept_quotas(config):
         for sentence in misfit_sentences(quotas.read(kept), rules):
             yield f"{kept}: {sentence}: lower one by `membroker quota set`"

@@ -185,7 +185,7 @@ def test_a_check_says_when_it_could_not_ask(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     path = tmp_path / "membrokerd.toml"
     keys = {"driver": "cuda", "tenants": {"red": {"guarantee": "64GiB"}}}
-    path.write_text(to_toml({"runtime_directory": str(tmp_path / "run"), **keys}))
+    path.write_text(to_toml({"runtime_directory": str(tmp_path), **keys}))
     ran = run_python(["-m", "membrokerd.cli", "--config", str(path), "--check-config"])
     assert (ran.returncode, ran.stdout) == (0, f"{path}: good\n")
     assert f"{path}: the guarantees were not added up, since the device cannot be asked how much it has: " in ran.stderr

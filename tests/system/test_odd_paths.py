@@ -107,15 +107,22 @@ def test_a_path_that_cannot_be_read_is_refused_alike(place: Path, name: str, sai
             membroker.connect(place / name / "host" / "tenants" / "default")
 
 
-def test_a_check_tries_the_runtime_directory(place: Path) -> None:
-    """Another user could put an endpoint there: the start would refuse it, and the check says so."""
+@pytest.mark.parametrize("key", ["runtime_directory", "state_directory", "keeper_socket"])
+def test_a_check_tries_each_place(place: Path, key: str) -> None:
+    """Another user could put an endpoint, quotas or a keeper there: the start refuses it, and the check says so."""
     opened = place / "opened"
     opened.mkdir()
     opened.chmod(0o777)
-    told = subprocess.run(command(opened / "run", "--check-config"), capture_output=True, text=True)
-    assert told.returncode == 1
-    assert f"{opened} can be changed by other users" in told.stderr
-    assert not list(opened.iterdir()), "the check has made nothing"
+    file = place / "membrokerd.toml"
+    places = {"runtime_directory": place / "run", "state_directory": place / "kept", key: opened / "inner" / "place"}
+    text = "".join(f'{name} = "{path}"\n' for name, path in places.items())
+    file.write_text(f'{text}driver = "host"\ndescriptor_store = "keeper"\n[metrics]\nport = 0\n')
+    for more in (["--check-config"], []):
+        words = [sys.executable, "-m", "membrokerd.cli", "--config", str(file), *more]
+        told = subprocess.run(words, capture_output=True, text=True)
+        assert told.returncode == 1, more
+        assert f"{opened} can be changed by other users" in told.stderr.splitlines()[-1], more
+        assert not list(opened.iterdir()), "nothing was made there"
 
 
 def test_a_path_with_a_nul_is_refused(place: Path) -> None:

@@ -154,10 +154,11 @@ def plan(config: Config) -> Plan:
         return replace(_plan_host(config), fell_back=True)
 
 
-def capacities_here(config: Config) -> tuple[dict[CoreLocation, int], str]:
-    """Return what this machine's device may lend by a configuration, and why it could not be asked, or "".
+def look_at_device(config: Config) -> tuple[str, dict[CoreLocation, int], str]:
+    """Return the name of the device's directory, what it may lend, and why it could not be asked, or "".
 
-    A device that cannot be asked has what is configured, or any size. Raises `DeviceError` as the start does.
+    A device that cannot be asked has what is configured, or any size, and a name that none has. Raises `DeviceError` as
+    the start does.
     """
     why = ""
     for kind in ("cuda", "host") if config.driver == "auto" else (config.driver,):
@@ -167,8 +168,9 @@ def capacities_here(config: Config) -> tuple[dict[CoreLocation, int], str]:
             why = str(error)
         else:
             found.driver.close()
-            return dict(found.capacities), ""
-    return _capacities(policy.MAX_BYTES if config.capacity is None else config.capacity, config), why
+            return found.directory, dict(found.capacities), ""
+    capacity = policy.MAX_BYTES if config.capacity is None else config.capacity
+    return "gpu-12345678", _capacities(capacity, config), why
 
 
 def _plan_host(config: Config) -> Plan:

@@ -5,13 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..config.config import Config
-from ..system import logs
+from ..system import files, logs
 from ..system.device_directory import DirectoryError
 from ..system.sd_notify import started_by_systemd
 from .descriptor_store import Mirror, StoredDescriptors
 from .keeper_client import open_keeper
 from .keeper_connection import OwnedElsewhere
 from .systemd import open_systemd, systemd_available
+
+
+def check_keeper(config: Config) -> None:
+    """Raise `DirectoryError` if another user could listen where a keeper is configured, which need not exist yet."""
+    if config.keeper_socket is not None and config.descriptor_store in ("auto", "keeper"):
+        try:
+            files.check_owner(config.keeper_socket.parent)
+        except OSError as error:
+            raise DirectoryError(f"keeper_socket = {config.keeper_socket}: {error.strerror}") from error
 
 
 async def open_mirror(config: Config, keeper_socket: Path, owner: str) -> tuple[Mirror | None, StoredDescriptors]:
