@@ -137,6 +137,7 @@ class Daemon:
         warn_of_guarantees(broker.ledger.quotas, rules, config)
         self._begin_journal(journal, broker)
         writer = JournalWriter(broker, journal, self._metrics.journal.observe, self._directory.is_in_place)
+        writer.look()
         self._loop = Loop(
             broker,
             executor,

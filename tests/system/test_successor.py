@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import subprocess
+import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import grpc
 import pytest
@@ -239,6 +243,56 @@ def test_a_journal_of_another_boot_is_set_aside(daemon: Daemon) -> None:
     assert daemon.sessions() == []
     assert path.with_name("journal.other-boot-1").exists()
     until(lambda: "journal.other-boot-1" in daemon.log())
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Path]:
+    """A disk of 16 MiB of its own."""
+    place = Path(tempfile.mkdtemp(prefix="mb-"))
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", str(place)], check=False)
+    if mounted.returncode:
+        place.rmdir()
+        pytest.skip("this user cannot mount a disk of its own")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+        place.rmdir()
+
+
+def fill(path: Path) -> None:
+    """Write until the disk has not one byte left."""
+    with suppress(OSError), path.open("wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
+
+
+@pytest.mark.parametrize("kill", [True, False], ids=["killed", "stopped"])
+def test_a_start_on_a_full_disk_goes_on_with_the_books(small_disk: Path, kill: bool) -> None:
+    """Something fills the runtime directory's disk at night, and the daemon is upgraded: twice, to be sure.
+
+    What is lent is known, and what is released meanwhile is recorded in the reserve of the file that was there.
+    """
+    with running({"runtime_directory": str(small_disk / "run")}) as daemon, worker() as one:
+        one.connect(daemon)
+        one.do("model = client.register_model('m'); held = [model.allocate(PAGE) for _ in range(8)]")
+        fill(small_disk / "filler")
+        epochs = []
+        for left in (7, 6):
+            restart(daemon, kill=kill)
+            epochs.append((daemon.root / "state" / "epoch").read_text())
+            one.do("held.pop().close()")
+            until(lambda left=left: daemon.books().lent_bytes == left * PAGE)
+        assert sorted(set(epochs), key=int) == epochs, "an epoch was used twice"
+        assert not any(path.name.endswith(".new") for path in (daemon.root / "state").iterdir())
+        (small_disk / "filler").unlink()
+        until(lambda: not daemon.device().journal_full)
+        restart(daemon, kill=kill)
+        one.do("held.append(model.allocate(PAGE))")
+        assert daemon.books().lent_bytes == 7 * PAGE
+        one.do("[buffer.close() for buffer in held]; client.close()")
+        check_free(daemon)
+        assert "the journal" not in daemon.log()
 
 
 @pytest.mark.deep

@@ -71,6 +71,8 @@ class Journal:
         self.epoch = 0
         """The epoch in the header: the predecessor's after `read`, then the one that the daemon sets; 0 if unknown."""
         self._descriptor = -1
+        self._predecessors_end = 0
+        """Where the predecessor's records end, if its file is whole and was read."""
         self._end = 0
         """The offset at which the whole records end."""
         self._room = 0
@@ -104,7 +106,10 @@ class Journal:
         except (AssertionError, KeyError) as error:
             reason, why = "broken", f"contradicts itself ({error})"
         else:
-            return books, self._keep_torn(len(data) - end) if end < len(data) else []
+            if end < len(data):
+                return books, self._keep_torn(len(data) - end)
+            self._predecessors_end = end
+            return books, []
         aside = self.set_aside(reason)
         return take(()), [f"the journal {why}: the books start empty, and the file is kept as {aside}"]
 
@@ -157,9 +162,20 @@ class Journal:
     # --- this daemon's file ---
 
     def begin(self, facts: Iterable[ft.Fact]) -> None:
-        """Start a new file with the facts of the books as they are now. Raises `OSError`, as `compact` does."""
-        for _ in self.compact(facts):
-            pass
+        """Start a new file with the facts of the books as they are now.
+
+        If the disk has no room for it, go on with the predecessor's file, whose facts were read: it has its reserve.
+        Raises `OSError`, as `compact` does.
+        """
+        try:
+            for _ in self.compact(facts):
+                pass
+        except OSError as error:
+            if error.errno not in files.NO_ROOM or not self._predecessors_end:
+                raise
+            self._descriptor = files.open_file(self.path, os.O_RDWR)
+            self._end, self._room = self._predecessors_end, os.fstat(self._descriptor).st_size
+            self._due_at = self._end + self._compact_bytes
 
     def compact(self, facts: Iterable[ft.Fact]) -> Generator[None, None, None]:
         """Replace the file, in steps, by a shorter one: the facts of the books as they are, and what is appended since.
@@ -181,7 +197,8 @@ class Journal:
                 end = _write_all(descriptor, appended, end)
                 room, why = _allocate(descriptor, end)
                 self.why = why or self.why
-                if self._descriptor >= 0 and room == end:  # no room for a reserve, which the old file may have
+                has_older = self._descriptor >= 0 or self._predecessors_end
+                if has_older and room == end:  # no room for a reserve, which the old file may have
                     raise _disk_full()
                 fresh.rename(self.path)
             except BaseException:

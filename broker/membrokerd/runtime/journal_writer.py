@@ -60,6 +60,11 @@ class JournalWriter:
         reach(f"{kind}ed")
         return is_written
 
+    def look(self) -> None:
+        """Tell the core whether the journal has room, before the first step."""
+        if self._journal.full:
+            self._tell_broker()
+
     def compact(self) -> None:
         """Begin to replace the journal by a short one, in portions, unless that is going on already."""
         if self._compacting is None:

@@ -129,8 +129,7 @@ class DeviceDirectory:
         """Write the daemon's pid for people."""
         path = self.state / "lock"
         self._lock(path, files.open_file(path, os.O_RDWR | os.O_CREAT))
-        os.ftruncate(self._held[path], 0)
-        os.pwrite(self._held[path], f"{os.getpid()}\n".encode(), 0)
+        files.overwrite(self._held[path], f"{os.getpid()}\n".encode())
 
     def next_epoch(self, known: int = 0) -> int:
         """Return a number that no earlier daemon of this device had, after writing it to disk.
@@ -162,7 +161,17 @@ class DeviceDirectory:
         return last + 1
 
     def _write_epoch(self, epoch: int) -> None:
-        files.replace_file(self.state / "epoch", f"{epoch}\n".encode())
+        path, text = self.state / "epoch", f"{epoch}\n".encode()
+        try:
+            files.replace_file(path, text)
+        except OSError as error:
+            if error.errno not in files.NO_ROOM or not path.exists():
+                raise
+            descriptor = files.open_file(path, os.O_WRONLY)
+            try:
+                files.overwrite(descriptor, text)
+            finally:
+                os.close(descriptor)
 
     # --- files that are removed while the daemon runs ---
 
@@ -206,9 +215,10 @@ class DeviceDirectory:
         """
         fresh, place = self.state / "index.new", self.runtime / str(index)
         try:
-            fresh.write_text(f"{index}\n")
-            fresh.chmod(0o644)
-            fresh.rename(self.root / "index")
+            if not _has_text(self.root / "index", f"{index}\n"):  # a full disk may have no room for it
+                fresh.write_text(f"{index}\n")
+                fresh.chmod(0o644)
+                fresh.rename(self.root / "index")
             if yields and self._leads_to_living(place):
                 return False
             alias = self.state / "alias.new"
@@ -360,6 +370,13 @@ def _refuse(directory: Path, why: str) -> None:
             f"{directory} is not this user's alone: {why}. Another user that can change it could pose as the broker: "
             "mend or remove it, or choose another with --runtime-directory DIR"
         )
+
+
+def _has_text(path: Path, text: str) -> bool:
+    try:
+        return files.read_file(path, _NUMBER_BYTES) == text.encode()
+    except OSError:
+        return False
 
 
 def _check_path(path: Path) -> None:

@@ -16,6 +16,8 @@ from membroker.wire.ownership import stranger_in
 
 MAX_TEXT_BYTES = 16 << 20
 """The longest TOML file that is read. Each model takes about 100 bytes, and their number is bounded."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""The disk is full, or what this user or one file may have of it."""
 _KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a FIFO",
@@ -90,10 +92,21 @@ def make_fresh(path: Path) -> int:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace a file's content atomically and sync it to disk. Raises `OSError`."""
+    """Replace a file's content atomically and sync it to disk. Raises `OSError`, and leaves nothing behind then."""
     fresh = path.with_name(f"{path.name}.new")
-    with open(make_fresh(fresh), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(make_fresh(fresh), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
     fresh.rename(path)
+
+
+def overwrite(descriptor: int, data: bytes) -> None:
+    """Write over a small file's content, in the room that it has. Raises `OSError`."""
+    os.pwrite(descriptor, data, 0)
+    os.ftruncate(descriptor, len(data))
+    os.fsync(descriptor)

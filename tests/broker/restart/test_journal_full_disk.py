@@ -145,6 +145,46 @@ print(number, flush=True)
     assert read(path) == (steps(count), [])
 
 
+def test_a_predecessors_file_with_a_reserve(path: Path) -> None:
+    """A successor on a full disk that has read a whole file goes on with it: it has room, and a new one would not."""
+    script = """
+assert append()
+journal.close()
+limit(RESERVE_BYTES)
+journal = Journal(path, Binding("boot-1", "GPU-1"))
+assert len(journal.read(list)[0]) == 1
+journal.begin([])
+assert not journal.full
+assert append() and not journal.full
+assert not path.with_name("journal.new").exists()
+limit(resource.RLIM_INFINITY)
+for _ in journal.compact([]):
+    pass
+assert append() and not journal.full
+print(number, flush=True)
+"""
+    assert child(path, script) == 3
+    assert read(path) == (steps(3)[2:], [])
+
+
+def test_a_predecessors_file_that_is_torn(path: Path) -> None:
+    """Its copy is the same file under a second name, so it is not written to: the start is refused, as before."""
+    script = """
+assert append() and append()
+journal.close()
+os.truncate(path, size() - 1)
+limit(1)
+journal = Journal(path, Binding("boot-1", "GPU-1"))
+assert len(journal.read(list)[0]) == 1
+try:
+    journal.begin([])
+except OSError:
+    print(1, flush=True)
+"""
+    assert child(path, script) == 1
+    assert read(path)[0] == steps(1)
+
+
 def test_a_new_file_without_a_reserve(path: Path) -> None:
     """A successor on a full disk has its books, and lends nothing until there is room. The books must be complete."""
     script = """
@@ -154,7 +194,7 @@ journal = Journal(path, Binding("boot-1", "GPU-1"))
 try:
     journal.begin([ft.SessionEnded(1, 0)] * 300_000)
 except OSError:
-    assert journal.read(list) == ([], [])
+    assert Journal(path, Binding("boot-1", "GPU-1")).read(list) == ([], [])
 else:
     raise AssertionError("there was room")
 journal.begin([])
