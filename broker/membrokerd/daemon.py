@@ -105,7 +105,7 @@ class Daemon:
             notify(f"READY=1\nSTATUS=lending {size}\nX_METRICS_URL={url}")  # systemd ignores names with X_
             logs.log("ready", pid=os.getpid(), metrics=self._views.metrics_url or "off")
             spare_collections()
-            self._turns.begin()  # do not count the start as a turn
+            self._turns.start_over()
             await stop.wait()
             self._reloader.close()
             notify("STOPPING=1")

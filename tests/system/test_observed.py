@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support import daemons, hanging_daemon
+from tests.support import daemons, hanging_daemon, slow_start_daemon
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.honest_worker import State, check_turns, honest
 from tests.support.template import PythonProcess
@@ -199,6 +199,14 @@ def test_probes_and_scrapes_fail_while_the_loop_hangs(tmp_path: Path, monkeypatc
         until(lambda: probe(f"{url}/readyz") == (200, "ok\n"))
         until(lambda: probe(f"{url}/metrics")[0] == 200)
         until(lambda: is_alive(daemon))
+
+
+def test_the_start_is_no_turn_that_a_peer_has_waited_for() -> None:
+    """An hour at the start, in which nobody could connect: the longest turn is one of the later turns."""
+    with running(module="tests.support.slow_start_daemon") as daemon:
+        text = daemon.metrics()
+        for name in ("seconds", "cpu_seconds"):
+            assert value(text, f'membroker_loop_longest_turn_{name}{{gpu_uuid="host"}}') < slow_start_daemon.HOUR
 
 
 # --- On the host driver, for want of a GPU ---
