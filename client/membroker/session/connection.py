@@ -35,7 +35,7 @@ from ..v1.resources_pb2 import Segment, SleepStatus
 from ..wire import frames as handoff
 from ..wire.descriptors import close_each
 from ..wire.names import MAX_IDS_PER_FRAME
-from .endpoint import DESCRIPTORS_SHORT
+from .endpoint import DESCRIPTORS_CUT
 from .inventory import HeldResources, Inventory
 from .rpc import GrpcCalls, Outcome
 
@@ -674,5 +674,5 @@ def _incomplete(packet: handoff.Packet) -> MembrokerError:
     """Return the error for a delivery with more or fewer descriptors than extents."""
     there, ids = len(packet.descriptors), len(packet.frame.delivery.extent_ids)
     if packet.truncated:
-        return DescriptorLimit(f"{there} of {ids} descriptors arrived: {DESCRIPTORS_SHORT}")
+        return DescriptorLimit(f"{there} of {ids} descriptors arrived: {DESCRIPTORS_CUT}")
     return ProtocolError(f"{there} descriptors came for {ids} extents")

@@ -211,6 +211,12 @@ def _may_be_bound(path: Path) -> bool:
 
 DESCRIPTORS_SHORT = "this process has no file descriptor left: raise its limit, `ulimit -n` (RLIMIT_NOFILE)"
 
+DESCRIPTORS_CUT = (
+    f"{DESCRIPTORS_SHORT}. If it has enough, a security module (SELinux, AppArmor) refuses these to it: the audit log "
+    "says so"
+)
+"""What MSG_CTRUNC means: the kernel did not install all descriptors of a packet, and does not say why."""
+
 
 def call_failed(call: str, error: OSError) -> MembrokerError:
     """Return the exception for a system call of this process that failed: with its name, and its own reason."""

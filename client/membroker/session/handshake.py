@@ -18,7 +18,7 @@ from ..errors import BrokerAbsent, BrokerUnavailable, DescriptorLimit, Membroker
 from ..v1 import handoff_pb2 as pb
 from ..wire import frames as handoff
 from ..wire.names import PROTOCOL_VERSION
-from .endpoint import DESCRIPTORS_SHORT, open_socket, set_timeout, silent
+from .endpoint import DESCRIPTORS_CUT, open_socket, set_timeout, silent
 from .inventory import HeldResources, Inventory
 
 logger = logging.getLogger("membroker")
@@ -149,7 +149,7 @@ def _welcome_of(packet: handoff.Packet) -> pb.Welcome:
     if frame.WhichOneof("kind") == "reply" and frame.reply.WhichOneof("result") == "error":
         raise from_status(frame.reply.error)
     if packet.truncated:
-        raise DescriptorLimit(DESCRIPTORS_SHORT)
+        raise DescriptorLimit(DESCRIPTORS_CUT)
     if frame.WhichOneof("kind") != "welcome" or len(packet.descriptors) != 1:
         raise ProtocolError("the broker's first frame is not a Welcome with one descriptor")
     if frame.welcome.protocol_version != PROTOCOL_VERSION:

@@ -170,7 +170,7 @@ def _start(on_notice: Callable[[pb.Notice], None], name: str) -> Background:
     try:
         return Background(on_notice, name)
     except OSError as error:
-        raise call_failed("the thread for notices", error) from error
+        raise call_failed("socketpair", error) from error
 
 
 def _call(callback: Callable[[Notice], object], notice: Notice) -> None:
