@@ -114,10 +114,9 @@ def tell(failure: Failure) -> str:
         try:
             outcome = script.do(line)
         except Exception as error:  # noqa: BLE001 - the transcript shows where it goes wrong, whatever that is
-            lines += ["----", f"! {type(error).__name__}: {error}", ""]
+            lines.append(f"    ! {type(error).__name__}: {error}")
             continue
-        if outcome is not None:
-            lines += ["----", *outcome, ""]
+        lines += [f"    {said}" for said in outcome or []]
     return "\n".join(lines)
 
 

@@ -1,7 +1,8 @@
 """The core as stories: each file in transcripts/ is a script, and after every command what followed from it.
 
-A command stands before `----`, its outcome behind it: effects, then facts (+), then one line of books (=). Sizes are
-in MiB, ids count from the epoch's first (#1; 2#1 in the second), times are seconds. MEMBROKER_REWRITE=1 writes the
+What followed is indented: effects, then facts (+), then the books (=) if they have changed. A line that begins with
+`given` is the set-up of a story: commands that must not be refused, of which only the books are shown. Sizes are in
+MiB, ids count from the epoch's first (#1; 2#1 in the second), times are seconds. MEMBROKER_REWRITE=1 writes the
 outcomes anew.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from membrokerd.core.recount import recount
 
 SECOND = 1_000_000_000
 EPOCH_BITS = 40
+GIVEN = "given "
 COUNTS = ("count", "max_count", "request_id", "extents", "sessions", "times", "change", "weight", "waited_ms")
 IDS = ("ids", "unknown_extents", "unknown_segments")
 FILES = sorted(Path(__file__).with_name("transcripts").glob("*.txt"))
@@ -56,6 +59,10 @@ class Script:
 
     def do(self, line: str) -> list[str] | None:
         """Carry one command out and return its outcome, or None for a command that has none."""
+        if line.startswith(GIVEN):
+            outcomes = [self.do(command) or [] for command in line.removeprefix(GIVEN).split("; ")]
+            assert not any(said.startswith("refuse ") for said in chain(*outcomes)), f"refused: {line}"
+            return outcomes[-1][-1:]
         words = line.split()
         options = dict(word.split("=", 1) for word in words[1:] if "=" in word)
         rest = [word for word in words[1:] if "=" not in word]
@@ -481,9 +488,8 @@ class Script:
         ]
         waiting = self.broker.deadline
         requests = sum(self.broker.waiting.of_location(where)[1] for where in ledger.totals)
-        return " | ".join(
+        return "= " + " | ".join(
             (
-                f"= {ledger.revision}",
                 *totals,
                 ", ".join(models) or "no models",
                 ", ".join(sessions) or "nobody",
@@ -552,18 +558,21 @@ def _run_text(first: int, last: int) -> str:
 def retell(text: str, script: Script) -> str:
     """Return the transcript with every outcome as it is now."""
     out: list[str] = []
-    in_outcome = False
-    for line in text.splitlines():
-        in_outcome = line == "----" or (in_outcome and bool(line))
-        if in_outcome or not line:
+    books = ""
+    commands = [line for line in text.splitlines() if line and not line.startswith(" ")]
+    for line, following in pairwise([*commands, ""]):
+        if line.startswith("#"):
+            out += [""] * bool(out and not out[-1].startswith("#")) + [line]
             continue
-        if line.startswith("#") and out and out[-1] != "":
-            out.append("")
         out.append(line)
-        outcome = None if line.startswith("#") else script.do(line)
-        if outcome is not None:
-            out += ["----", *outcome, ""]
-    return "\n".join(out).rstrip("\n") + "\n"
+        outcome = script.do(line)
+        if line.startswith("rules "):
+            books = ""
+        if outcome is None or (line.startswith(GIVEN) and following.startswith(GIVEN)):
+            continue
+        out += [f"    {said}" for said in outcome if said != books]
+        books = outcome[-1]
+    return "\n".join(out) + "\n"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -578,6 +587,6 @@ def test_every_reason_of_the_core_is_told() -> None:
     """Every reason that the core's own code refuses with stands in a transcript."""
     core = Path(policy.__file__).parent
     used = {name for file in core.glob("*.py") for name in re.findall(r"Reason\.([A-Z_]+)", file.read_text())}
-    told = {word for path in FILES for word in re.findall(r"^refuse [^:]*: ([A-Z_]+)", path.read_text(), re.MULTILINE)}
+    told = {word for path in FILES for word in re.findall(r"^ +refuse [^:]*: ([A-Z_]+)", path.read_text(), re.M)}
     assert used
     assert used <= told, f"no transcript shows {sorted(used - told)}"
