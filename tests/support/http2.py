@@ -47,6 +47,18 @@ class Peer:
         stream, fields = self._fields(path, metadata_bytes)
         self.sock.sendall(frame(HEADERS, 0, stream, fields))
 
+    def close_windows(self) -> None:
+        """Take no byte of any answer from now on."""
+        self.sock.sendall(frame(SETTINGS, 0, 0, struct.pack("!HI", INITIAL_WINDOW, 0)))
+
+    def ask(self, path: str, token: str, request: bytes) -> int:
+        """Make a whole call, with the token of a session, and return its stream."""
+        stream, fields = self._fields(path, 0)
+        fields += b"\x00" + _text("membroker-token") + _text(token)
+        message = b"\0" + len(request).to_bytes(4, "big") + request
+        self.sock.sendall(frame(HEADERS, 0x4, stream, fields) + frame(DATA, 0x1, stream, message))
+        return stream
+
     def _fields(self, path: str, metadata_bytes: int) -> tuple[int, bytes]:
         stream, self._next = self._next, self._next + 2
         fields = b"\x83\x86\x04" + _text(path) + b"\x01" + _text("localhost")

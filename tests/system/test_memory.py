@@ -21,6 +21,7 @@ from tests.support.workers import worker
 from tests.system.test_reload import reload
 from tests.system.test_turns import BEGIN
 
+from membroker.v1 import broker_pb2 as bpb
 from membrokerd.edge.rpc.interceptor import MAX_CALLS, MAX_STREAMS, MAX_WATCHES
 from membrokerd.edge.rpc.proxy import CONNECTIONS_BESIDE
 from membrokerd.edge.rpc.server import MAX_PENDING
@@ -234,6 +235,54 @@ answer = [answer, cut == len(peers)]
         assert sent[1] is is_cut
         assert grown < CONNECTIONS * 96 * KIB
         assert daemon.resident_bytes() < BOUND
+
+
+def test_requests_that_wait_keep_nothing_that_nobody_knows(daemon: Daemon, state: State) -> None:
+    """Each waits for an hour, in a frame with 60,000 bytes of a field that this broker does not know."""
+    with worker() as flood:
+        flood.do(BEGIN.format(endpoint=str(daemon.endpoint("red"))))
+        flood.do("sessions = [Session(endpoint) for _ in range(16)]")
+        flood.do("models = [session.register('m') for session in sessions]")
+        flood.do("sessions[0].send(pb.Frame(request_id=7, allocate=allocation(models[0], 1 << 30, 160)))")
+        until(lambda: daemon.books().free_bytes == 0)
+        before = daemon.resident_bytes()
+        flood.do("""
+request = allocation(models[0], PAGE)
+request.wait.FromSeconds(3_600)
+unknown = b'\\xba\\x3e\\xe0\\xd4\\x03' + bytes(60_000)  # the field 999, with its length
+for session in sessions[1:]:
+    for number in range(16):
+        session.sock.send(pb.Frame(request_id=1_000 + number, allocate=request).SerializeToString() + unknown)
+""")
+        until(lambda: daemon.books().waiting_requests == 15 * 16)
+        grown = daemon.resident_bytes() - before
+        state("RssAnon for 240 requests that wait, each in a frame of 60 KiB", f"{grown // KIB:+} KiB")
+        assert grown < 16 * 32 * KIB + MIB
+
+
+def test_answers_that_nobody_takes_are_bounded(daemon: Daemon, state: State) -> None:
+    """Each connection asks for as many long listings as it may, and lets no byte of an answer through."""
+    share = MAX_CALLS // ENDPOINTS
+    with worker() as flood, ExitStack() as stack:
+        flood.do(BEGIN.format(endpoint=str(daemon.endpoint("red"))))
+        flood.do("sessions = [Session(endpoint) for _ in range(16)]")
+        flood.do(
+            f"for session in sessions:\n    for n in range({MODELS}):\n        session.register('m' * 92 + str(n))"
+        )
+        token = flood.ask("sessions[0].token")
+        before = daemon.resident_bytes()
+        request = bpb.ListSessionsRequest(page_size=1_000).SerializeToString()
+        peers = [Peer(daemon.endpoint("red")) for _ in range(share // MAX_STREAMS + 2)]
+        for peer in peers:
+            stack.callback(peer.close)
+            peer.close_windows()
+            peer.hear(1)
+            for _ in range(MAX_STREAMS):
+                peer.ask("/membroker.v1.BrokerService/ListSessions", token, request)
+        until(lambda: _running(peers) < share // 4)
+        grown = daemon.resident_bytes() - before
+        state("RssAnon for as many listings as are kept and nobody takes", f"{grown // MIB:+} MiB")
+        assert grown < share * 128 * KIB
 
 
 def test_tenants_that_a_reload_adds_share_one_bound_of_calls(state: State) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
@@ -31,12 +31,28 @@ _LOCATIONS: Mapping[int, Location] = {
 }
 
 
+_M = TypeVar("_M", bound=Message)
+
+
 class Refused(Exception):
     """Raised when a request or a peer is refused, by the core or before it."""
 
     def __init__(self, denied: Denied) -> None:
         super().__init__(denied.reason)
         self.denied = denied
+
+
+LONG_BYTES = 1_024
+"""Requests are shorter, but for a release of many ids, which never waits."""
+
+
+def known_of(message: _M) -> _M:
+    """Return a copy of a request, with nothing that this broker does not know, and that keeps no byte that came in.
+
+    A request that waits is kept, and what is unknown in it, or in the frame around it, could be 64 KiB.
+    """
+    message.DiscardUnknownFields()
+    return type(message).FromString(message.SerializeToString())
 
 
 @lru_cache(4096)

@@ -99,9 +99,13 @@ def _is_journal(descriptor: int) -> bool:
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    """Leave out gRPC's error, with a traceback, about a call that was cancelled because the daemon stopped."""
+    """Leave out gRPC's errors, with a traceback, about calls whose answers found nobody.
+
+    Such a call was cancelled because the daemon stopped, or its peer was gone: a peer could fill the log.
+    """
     error = record.exc_info[1] if record.exc_info else None
-    return not (record.name.startswith("grpc") and isinstance(error, asyncio.CancelledError))
+    found_nobody = isinstance(error, asyncio.CancelledError) or type(error).__name__ == "ExecuteBatchError"
+    return not (record.name.startswith("grpc") and found_nobody)
 
 
 def set_level(level: str) -> None:

@@ -16,6 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
+from grpc._cython import cygrpc
 from tests.support.daemons import Daemon, until
 
 import membroker
@@ -414,10 +415,11 @@ def test_a_real_daemon_never_writes_a_sessions_token(daemon: Daemon) -> None:
     assert token not in daemon.log()
 
 
-def test_a_call_that_a_stop_cancelled_is_no_error(capture: Capture) -> None:
-    """gRPC logs it with a traceback, which looks like a fault. Its other errors are still logged."""
+def test_a_call_whose_answer_finds_nobody_is_no_error(capture: Capture) -> None:
+    """A stop cancelled it, or its peer is gone. gRPC logs it with a traceback; its other errors are still logged."""
     lines = capture("text")
-    for error in (asyncio.CancelledError(), ValueError("a fault of gRPC")):
+    gone = cygrpc.ExecuteBatchError("execute_batch", ())
+    for error in (asyncio.CancelledError(), gone, ValueError("a fault of gRPC")):
         try:
             raise error
         except BaseException:

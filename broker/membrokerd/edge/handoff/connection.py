@@ -30,7 +30,7 @@ from ...runtime.connections import SessionConnection
 from ...system import logs
 from ...system.failpoints import reach
 from ...system.process import call_failed
-from ..convert import Refused, from_recall
+from ..convert import LONG_BYTES, Refused, from_recall, known_of
 from ..dispatch import new_token
 from ..errors import to_status
 from ..messages import LOCATION_NUMBERS
@@ -123,7 +123,7 @@ class HandoffConnection:
             self.close(error.strerror or "broken")
             return False
         try:
-            self._take(frame)
+            self._take(frame, size)
         except Exception as error:  # noqa: BLE001 - the edge of the daemon: no frame may end it, or hang its sender
             logs.fault(error, endpoint=self._endpoint.name, pid=self._peer.pid)
             self.refuse(frame.request_id, deny(Reason.INTERNAL))
@@ -135,7 +135,7 @@ class HandoffConnection:
             return 0
         return int.from_bytes(fcntl.ioctl(self._sock, termios.FIONREAD, bytes(4)), sys.byteorder)
 
-    def _take(self, frame: pb.Frame) -> None:
+    def _take(self, frame: pb.Frame, size: int) -> None:
         kind: str = frame.WhichOneof("kind") or ""
         session = self.session
         if kind == "hello":
@@ -156,7 +156,10 @@ class HandoffConnection:
             if self._outbox.is_ending or kind == "ack":
                 return
             if kind in _METHODS:
-                self._request(frame.request_id, kind, getattr(frame, kind), session)
+                message = getattr(frame, kind)
+                if size > LONG_BYTES and kind != "release":
+                    message = known_of(message)
+                self._request(frame.request_id, kind, message, session)
             else:
                 self._say(frame, kind, session)
 

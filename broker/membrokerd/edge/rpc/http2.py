@@ -24,7 +24,7 @@ class FrameReader:
     """Reads what one peer sends. It keeps a header block that is not whole, the head of a frame, and nothing else."""
 
     def __init__(self) -> None:
-        self._kept = bytearray()
+        self._kept = b""
         """What has come and may not be passed on yet."""
         self._read = 0
         """How much of it is read."""
@@ -38,8 +38,7 @@ class FrameReader:
 
     def take(self, data: bytes) -> bytes:
         """Return what may be passed on now that this has come; raises `BrokenStream`."""
-        kept = self._kept
-        kept += data
+        kept = self._kept = self._kept + data
         passed = 0
         while True:
             step = min(self._left, len(kept) - self._read)
@@ -57,9 +56,8 @@ class FrameReader:
                 break
             self._begin_frame(passed)
         self._read -= passed
-        ready = bytes(kept[:passed])
-        del kept[:passed]
-        return ready
+        self._kept = kept[passed:]
+        return kept[:passed]
 
     def _begin_frame(self, passed: int) -> None:
         """Read the head of a frame. `passed` is where its header block began, if it belongs to one."""

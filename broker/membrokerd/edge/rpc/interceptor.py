@@ -13,14 +13,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from google.rpc.status_pb2 import Status
 
 from membroker.wire.names import STATUS_METADATA, TOKEN_METADATA
 
 from ...core.denied import Denied, Reason, deny
 from ...system import logs
-from ..convert import Refused
+from ..convert import LONG_BYTES, Refused, known_of
 from ..dispatch import Dispatcher
 from ..errors import to_status
 
@@ -33,6 +33,11 @@ MAX_CALLS = 1_024
 """Calls at a time of all endpoints together. Each endpoint has an equal part, at least one connection's."""
 
 
+ANSWER_BYTES = 32 * 1024
+"""A call counts as one more for each of these in its answer: gRPC keeps an answer twice until its peer has taken it."""
+TOO_MANY = "the broker has too many gRPC calls at a time"
+
+
 class Calls:
     """Counts the calls of all endpoints. A call counts from its first frame on, and until its task ends.
 
@@ -43,15 +48,18 @@ class Calls:
         self._endpoints = endpoints
         self._running: Counter[str] = Counter()
 
-    def begin(self, endpoint: str) -> bool:
-        """Count the call of the running task, or return False if the endpoint, or all of them, have too many."""
+    def begin(self, endpoint: str, count: int = 1) -> bool:
+        """Count the call of the running task, or return False if the endpoint, or all of them, have too many.
+
+        Or count it as some more, for a long answer, which is kept until the peer takes it.
+        """
         share = max(MAX_STREAMS, MAX_CALLS // self._endpoints())
-        if self._running[endpoint] >= share or self._running.total() >= MAX_CALLS:
+        if self._running[endpoint] + count > share or self._running.total() + count > MAX_CALLS:
             return False
         task = asyncio.current_task()
         assert task is not None
-        self._running[endpoint] += 1
-        task.add_done_callback(lambda _: self._running.subtract([endpoint]))
+        self._running[endpoint] += count
+        task.add_done_callback(lambda _: self._running.subtract({endpoint: count}))
         return True
 
 
@@ -87,7 +95,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 if inspect.isawaitable(answer):
                     answer = await answer
                 if not isinstance(answer, Denied):
-                    return answer
+                    return self._bytes_of(answer, context)
                 _answer(context, to_status(answer))
             except Refused as refused:
                 _answer(context, to_status(refused.denied))
@@ -102,11 +110,23 @@ class Guard(grpc.aio.ServerInterceptor):
         def deserialize(body: bytes) -> Any:
             # gRPC logs an exception from here as our fault, with a traceback: a hostile client could fill the log.
             try:
-                return handler.request_deserializer(body)
+                message = handler.request_deserializer(body)
             except DecodeError:
                 return None
+            return known_of(message) if len(body) > LONG_BYTES and name != "ReleaseExtents" else message
 
-        return grpc.unary_unary_rpc_method_handler(guarded, deserialize, handler.response_serializer)
+        return grpc.unary_unary_rpc_method_handler(guarded, deserialize)
+
+    def _bytes_of(self, answer: Message, context: Any) -> bytes:
+        """Return an answer's bytes, or refuse the call for want of room for them.
+
+        gRPC would keep the message beside its bytes, until the peer has taken them.
+        """
+        body = answer.SerializeToString()
+        more = len(body) // ANSWER_BYTES
+        if more and not self._calls.begin(self._endpoint, more):
+            refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, TOO_MANY)
+        return body
 
     def _tenant_of(self, details: grpc.HandlerCallDetails) -> str:
         """Return the tenant whose time a call takes: its session's, or the endpoint's without a valid token."""
@@ -179,7 +199,7 @@ def refuse(context: Any, code: grpc.StatusCode, details: str = "") -> None:
 
 
 async def _refuse(_requests: Any, context: Any) -> None:
-    refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "the broker has too many gRPC calls at a time")
+    refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, TOO_MANY)
 
 
 def _answer(context: Any, status: Status) -> None:
