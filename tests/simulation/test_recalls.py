@@ -10,6 +10,7 @@ from tests.simulation.faults import Fault, notice
 from tests.simulation.recalling import is_deaf
 from tests.simulation.world import World, is_crowded
 
+from membrokerd.core import schedule
 from membrokerd.core.admission import Admission
 from membrokerd.core.books import Books
 from membrokerd.core.recallable import Borrower, Recallable
@@ -409,8 +410,8 @@ def _a_hold_grows_by_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _beyond_its_share_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    def first(self: Any, location: Any, wanting: Any, ready: Any, waiters: Any, now: int) -> Any:
-        return next((one for one in wanting if one in ready), None)
+    def first(self: Any, location: Any, looks: Any, now: int) -> Any:
+        return schedule._oldest(looks, [look.room for look in looks])
 
     monkeypatch.setattr(Schedule, "_first", first)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.simulation.faults import Fault, notice
 from tests.simulation.world import is_crowded
 
-from membrokerd.core import policy
+from membrokerd.core import policy, schedule
 from membrokerd.core.admission import Admission
+from membrokerd.core.lines import call_of
 from membrokerd.core.requests import Wait
 from membrokerd.core.schedule import Schedule
 from membrokerd.core.waiting import Waiting
@@ -38,8 +41,16 @@ def _whatever_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _the_newest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    following = Schedule.next
-    monkeypatch.setattr(Schedule, "next", lambda self, at, ones, now: following(self, at, list(ones)[::-1], now))
+    def newest(looks: Any, most: Any) -> Any:
+        fitting = [
+            request
+            for look, size in zip(looks, most, strict=True)
+            for request in look.line._requests.values()
+            if request.size <= size
+        ]
+        return max(fitting, key=call_of, default=None)
+
+    monkeypatch.setattr(schedule, "_oldest", newest)
 
 
 def _without_guarantees(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,7 +211,7 @@ class WaitingReferee:
     def _judge_shares(self, where: Location, shares: dict[ModelName, float]) -> None:
         """Shares are what the definition says: none is less than what is firm, nor than what of a guarantee is used."""
         broker, guarantees = self._world.broker, self._referee.guarantees
-        found = broker.schedule.divide(where, broker.waiting._waiters.values())
+        found = broker.schedule.divide(where)
         total = broker.ledger.totals[where]
         room = total.capacity - total.releasing
         for name, size in found.items():

@@ -119,8 +119,14 @@ class Admission:
 
     def is_guaranteed(self, name: ModelName, location: Location, size: int) -> bool:
         """Say whether the model would stay within its own guarantee, or that of its tenant, with `size` more bytes."""
+        return size <= self.guaranteed_room(name, location)
+
+    def guaranteed_room(self, name: ModelName, location: Location) -> int:
+        """Return how many more bytes the model could have within its own guarantee, or that of its tenant."""
+        if not self._guarantees[location]:
+            return 0
         own, _, slack = self._unused(name, location)
-        return size <= own + slack
+        return own + slack
 
     def reserved(self, location: Location) -> int:
         """Return the bytes that are kept for unused guarantees: they are lent only so that they can be recalled."""
@@ -209,7 +215,8 @@ class Admission:
 
         `session` is the one that borrows extents; None: the bytes cannot be recalled, whichever session has them.
         """
-        for level in self.levels(name, location, session):
+        is_trusted = self._recallable.is_possible and self._recallable.is_trusted(session, name, location)
+        for level in self.levels(name, location, is_trusted):
             if size > level[-1]:
                 return over(level, name, location, size)
         return None
@@ -221,13 +228,14 @@ class Admission:
 
         `device_room` is what the device itself could hold besides; None: it cannot say.
         """
-        rooms = [room for *_, room in self.levels(name, location, session)]
+        is_trusted = self._recallable.is_trusted(session, name, location)
+        rooms = [room for *_, room in self.levels(name, location, is_trusted)]
         if device_room is not None:
             rooms.append(device_room)
         return max(0, min(rooms)) // self._rules.granularity * self._rules.granularity
 
-    def levels(self, name: ModelName, location: Location, session: int | None) -> list[Level]:
-        """Return each level that has a limit, the lowest first."""
+    def levels(self, name: ModelName, location: Location, is_trusted: bool) -> list[Level]:
+        """Return each level that has a limit, the lowest first. `is_trusted`: what is lent can be recalled."""
         ledger, guarantees = self._ledger, self._guarantees[location]
         levels: list[Level] = []
         model_limit, tenant_limit = self._limits.get((name, location)) or self._limits_of(name, location)
@@ -243,7 +251,7 @@ class Admission:
         charged = total.lent + total.releasing
         room = total.capacity - charged
         if guarantees or self._recallable.recalls or self._recallable.marks:
-            room = self.room(name, location, session)
+            room = self.room(name, location, is_trusted)
         levels.append((Reason.CAPACITY, "capacity", charged, total.capacity, room))
         return levels
 
@@ -256,18 +264,20 @@ class Admission:
             self._limits[name, location] = limits
         return limits
 
-    def room(self, name: ModelName, location: Location, session: int | None) -> int:
-        """Return how many bytes the capacity and the reserve rule allow a model's session; None: to be firm."""
-        room = self.bound(name, location, session)
+    def room(self, name: ModelName, location: Location, is_trusted: bool) -> int:
+        """Return how many bytes the capacity and the reserve rule allow a session of a model."""
+        room = self.bound(name, location, is_trusted)
         free = self._ledger.totals[location].free
         return min(room, free - self.unlent_beside(name.tenant, location) if self._rules.unlent else free)
 
-    def bound(self, name: ModelName, location: Location, session: int | None) -> int:
-        """Return how many bytes a session could be lent for a model if all others were recalled."""
+    def bound(self, name: ModelName, location: Location, is_trusted: bool) -> int:
+        """Return how many bytes a session could be lent for a model if all others were recalled.
+
+        `is_trusted`: what it is lent can be recalled.
+        """
         if self._recallable.is_marked(name, location):
-            own, _, slack = self._unused(name, location)
-            return own + slack
-        if self._recallable.is_possible and self._recallable.is_trusted(session, name, location):
+            return self.guaranteed_room(name, location)
+        if is_trusted:
             return policy.MAX_BYTES
         return self._unfirm(name, location) + max(0, self.not_firm(location) - self.reserved(location))
 

@@ -18,6 +18,7 @@ from .books import Books, Step
 from .deaths import Releasing
 from .denied import Denied, Reason, deny
 from .lending import Lending
+from .lines import Lines
 from .models import Models
 from .names import ModelName
 from .recalls import MOST_AT_ONCE, Recalls
@@ -48,8 +49,9 @@ class Broker:
         """How many calls about each model were refused, by reason."""
         stock = self.stock = WarmPool(books)
         recalls = self.recalls = Recalls(books)
-        schedule = self.schedule = Schedule(books, recalls)
-        waiting = self.waiting = Waiting(books, schedule)
+        lines = self.lines = Lines(books)
+        schedule = self.schedule = Schedule(books, recalls, lines)
+        waiting = self.waiting = Waiting(books, schedule, lines)
         lending = self.lending = Lending(books, stock, recalls, waiting)
         segments = self.segments = Segments(books, stock, waiting, lending)
         models = self.models = Models(books, recalls)
@@ -118,6 +120,8 @@ class Broker:
             self.schedule.recall_above_limits(now)
         if waiting.deferred:
             waiting.drain()
+        if books.recallable.moved:
+            self.lines.follow()
         return Step(step.effects, step.facts, self.deadline)
 
     @property

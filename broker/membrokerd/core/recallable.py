@@ -88,6 +88,8 @@ class Recallable:
         self.kept: dict[Borrower, tuple[int, int]] = {}
         """What a borrower did not release when it answered: bytes, and until when it is not asked for them."""
         self.marks: dict[tuple[ModelName, Location], Mark] = {}
+        self.moved: set[Borrower] = set()
+        """The borrowers that are asked since the last look, or not any more, or answer now, or have left the model."""
         self.revision = 0
         """Changes with everything that can change what is recallable, except debits and credits."""
         self._counted: dict[int, dict[Borrower, Counted]] = {}
@@ -117,12 +119,14 @@ class Recallable:
         self.is_possible = bool(self._answering)
         for location in self._ledger.totals:
             self.count(Borrower(session, name, location))
+            self.moved.add(Borrower(session, name, location))
         self.changed()
 
     def leave(self, session: int, name: ModelName) -> None:
         """Forget a session's part of a model: it has left the model, or ends."""
         if session in self._answering.get(name, ()):
             self.set_answers(session, name, answers=False)
+        self.moved |= {Borrower(session, name, location) for location in self._ledger.totals}
         away = self.away.pop(session, {})
         if staying := {borrower: recall for borrower, recall in away.items() if borrower.name != name}:
             self.away[session] = staying
@@ -200,6 +204,8 @@ class Recallable:
             counted[borrower] = after
         elif not counted:
             del self._counted[borrower.session]
+        if (before.left > 0, before.late) != (after.left > 0, after.late):
+            self.moved.add(borrower)
         if before != after:
             self._sum(borrower, before, -1)
             self._sum(borrower, after, 1)

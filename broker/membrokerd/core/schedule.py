@@ -21,13 +21,13 @@ Owns the holds. Must never keep a request: `waiting` owns them.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from . import policy
-from .admission import Level
 from .books import Books
 from .denied import Reason
+from .lines import Line, Lines, call_of
 from .names import Location, ModelName
 from .recalls import Recalls, doubled
 from .requests import DebitRequest
@@ -60,21 +60,33 @@ class Wasted(NamedTuple):
     until: int
 
 
-def _wanted_by(waiting: Iterable[DebitRequest]) -> tuple[int, int]:
-    """Return the size of requests together, and what they want. Each says what its whole session will want."""
-    sessions: dict[int, tuple[int, int]] = {}
-    for one in waiting:
-        size, most = sessions.get(one.event.session, (0, 0))
-        sessions[one.event.session] = size + one.size, max(most, one.wanted)
-    return sum(size for size, _ in sessions.values()), sum(max(size, most) for size, most in sessions.values())
+class Look(NamedTuple):
+    """A line, and how many bytes one of its requests can have: now, in the end, and within a guarantee.
+
+    Those of at most `most` bytes want something: the others have no room, and do not wait or cannot be helped.
+    """
+
+    line: Line
+    room: int
+    bound: int
+    guaranteed: int
+    most: int
+
+
+class Demand(NamedTuple):
+    """What requests want that come first: the model of the oldest, and by model their bytes and what they will want."""
+
+    first: ModelName
+    models: dict[ModelName, tuple[int, int]]
 
 
 class Schedule:
     """The order of the requests that wait at each location."""
 
-    def __init__(self, books: Books, recalls: Recalls) -> None:
+    def __init__(self, books: Books, recalls: Recalls, lines: Lines) -> None:
         self._books = books
         self._recalls = recalls
+        self._lines = lines
         self._divided: dict[Location, dict[ModelName, int]] = {}
         """The shares at each location. A grant within a share does not change them, since the model then has what it
         waited for, and a share is of both together. So they are computed once for all such grants of a step."""
@@ -129,38 +141,35 @@ class Schedule:
 
     # --- whose turn it is ---
 
-    def next(self, location: Location, waiters: Iterable[DebitRequest], now: int) -> tuple[DebitRequest, bool] | None:
+    def next(self, location: Location, now: int) -> tuple[DebitRequest, bool] | None:
         """Return the request to decide next, and whether its turn has come; None if all go on waiting."""
-        books = self._books
-        waiters = [one for one in waiters if one.location == location]
-        possible = books.recallable.is_possible
-        levels: dict[tuple[ModelName, int | None], list[Level]] = {}
-        wanting, ready = [], set()
-        for one in waiters:
-            left = one.name not in books.ledger.sessions[one.event.session].models
-            if left or (one.met_full_device and self.is_asked(one)):
-                return one, False
-            if one.met_full_device:
-                continue
-            key = one.name, one.borrower
-            if key not in levels:
-                levels[key] = books.admission.levels(one.name, location, one.borrower)
-            refusing = [level[0] for level in levels[key] if one.size > level[-1]]
-            if not refusing:
-                ready.add(one)
-            elif one.deadline is None:
-                continue
-            elif refusing[0] is not Reason.CAPACITY or self.is_asked(one):
-                return one, False
-            elif not possible:
-                continue
-            wanting.append(one)
-        if not wanting:
+        looks = []
+        for line in self._lines.at(location):
+            look, over = self._look(line)
+            if over is not None:
+                return over, False
+            if line.fitting(look.most).oldest is not None:
+                looks.append(look)
+        if not looks:
             return None
-        if len(wanting) == 1 and not possible:
-            return wanting[0], True
-        found = self._first(location, wanting, ready, waiters, now)
+        found = self._first(location, looks, now)
         return (found, True) if found else None
+
+    def _look(self, line: Line) -> tuple[Look, DebitRequest | None]:
+        """Look at a line. Return also a request that may not wait: for a limit, or beyond a guarantee while asked."""
+        admission, (name, location, is_timed, is_trusted, is_asked) = self._books.admission, line.kinship
+        rooms = {level[0]: level[-1] for level in admission.levels(name, location, is_trusted)}
+        room, guaranteed = min(rooms.values()), admission.guaranteed_room(name, location)
+        most = room
+        if is_timed:
+            limit = min([rooms[level] for level in rooms if level is not Reason.CAPACITY], default=policy.MAX_BYTES)
+            if is_asked:
+                limit = min(limit, max(room, guaranteed))
+            if line.largest.size > limit:
+                return Look(line, room, 0, guaranteed, most), line.largest
+            if self._books.recallable.is_possible:
+                most = policy.MAX_BYTES
+        return Look(line, room, admission.bound(name, location, is_trusted), guaranteed, most), None
 
     def is_asked(self, one: DebitRequest) -> bool:
         """Say whether a request exceeds its model's guarantee while its session is asked for memory of the model."""
@@ -168,141 +177,130 @@ class Schedule:
         asked = self._books.recallable.asked_of(one.event.session, name, location)
         return asked > 0 and not self._books.admission.is_guaranteed(name, location, one.size)
 
-    def _first(
-        self,
-        location: Location,
-        wanting: Sequence[DebitRequest],
-        ready: Collection[DebitRequest],
-        waiters: Sequence[DebitRequest],
-        now: int,
-    ) -> DebitRequest | None:
-        """Return the request to grant first, one of `ready`; if requests without room come before these, recall."""
-        guaranteed = self._guaranteed(location, wanting)
-        for one in guaranteed:
-            if one in ready:
-                return one
-        if guaranteed and self._keeps_its_place(location, guaranteed, waiters, now):
+    def _first(self, location: Location, looks: Sequence[Look], now: int) -> DebitRequest | None:
+        """Return the request to grant first; if requests without room come before those that have it, recall."""
+        ready = _oldest(looks, [min(look.guaranteed, look.room) for look in looks])
+        if ready is not None:
+            return ready
+        demand = _demand(looks, [min(look.guaranteed, look.most) for look in looks])
+        if demand is not None and self._keeps_its_place(location, demand, now):
             return None
-        shares = self._shares(location, waiters)
-        within: dict[tuple[ModelName, int | None], int] = {}
-        entitled: list[DebitRequest] = []
-        for one in wanting:
-            key = one.name, one.borrower
-            if key not in within:
-                within[key] = self._within_share(one, shares)
-            if one.size <= within[key]:
-                entitled.append(one)
-        oldest = next((one for one in entitled if one in ready), None)
-        if oldest is not None:
-            aged = now - entitled[0].since > 2 * self._books.rules.recall_ns
-            if oldest is entitled[0] or not aged:
-                return oldest
-        if entitled and self._keeps_its_place(location, entitled, waiters, now):
+        shares = self._shares(location)
+        within = [
+            min(look.most, self._within_share(look.line.kinship.name, location, look.bound, shares)) for look in looks
+        ]
+        ready = _oldest(looks, [min(most, look.room) for most, look in zip(within, looks, strict=True)])
+        oldest = _oldest(looks, within)
+        if ready is not None and oldest is not None:
+            aged = now - oldest.since > 2 * self._books.rules.recall_ns
+            if ready is oldest or not aged:
+                return ready
+        demand = _demand(looks, within)
+        if demand is not None and self._keeps_its_place(location, demand, now):
             return None
-        if oldest is not None:
-            return oldest
+        if ready is not None:
+            return ready
         free = self._books.ledger.totals[location].free
-        for one in wanting:
-            if one in ready and one.size <= free - self._held_beside(one, shares):
-                self.divide_again()  # a grant beyond a share changes the shares of the others
-                return one
-        return None
+        beside = [min(look.room, free - self._held_beside(look.line.kinship.name, location, shares)) for look in looks]
+        ready = _oldest(looks, beside)
+        if ready is not None:
+            self.divide_again()  # a grant beyond a share changes the shares of the others
+        return ready
 
-    def _keeps_its_place(
-        self, location: Location, first: Sequence[DebitRequest], waiters: Sequence[DebitRequest], now: int
-    ) -> bool:
+    def _keeps_its_place(self, location: Location, demand: Demand, now: int) -> bool:
         """Recall what requests lack that come first. Say whether others must wait for them: something is on its way.
 
         Else nobody gains by it. What others are granted meanwhile can be recalled, or is beside all guarantees.
         """
-        self._recall(location, first, waiters, now)
+        self._recall(location, demand, now)
         return self._is_on_its_way(location)
 
     def _is_on_its_way(self, location: Location) -> bool:
         """Say whether a recall will bring bytes, or this step has asked as many sessions as one step may."""
         return self._books.recallable.coming(location) > 0 or self.is_left_over
 
-    def _guaranteed(self, location: Location, waiters: Iterable[DebitRequest]) -> list[DebitRequest]:
-        admission = self._books.admission
-        if not admission.tenants(location):
-            return []
-        return [one for one in waiters if admission.is_guaranteed(one.name, location, one.size)]
+    def _within_share(self, name: ModelName, location: Location, bound: int, shares: Mapping[ModelName, int]) -> int:
+        """Return how much more a session with this bound can have within its model's share, if there is room."""
+        return min(bound, shares.get(name, 0) - self._books.admission.lent(name, location))
 
     def _is_entitled(self, one: DebitRequest, shares: Mapping[ModelName, int]) -> bool:
         """Say whether a request stays within its model's share, and only the room is missing for it."""
-        return one.size <= self._within_share(one, shares)
+        is_trusted = self._books.recallable.is_trusted(one.borrower, one.name, one.location)
+        bound = self._books.admission.bound(one.name, one.location, is_trusted)
+        return one.size <= self._within_share(one.name, one.location, bound, shares)
 
-    def _within_share(self, one: DebitRequest, shares: Mapping[ModelName, int]) -> int:
-        """Return how much more a request's session can have within its model's share, if there is room."""
-        admission, location = self._books.admission, one.location
-        left = shares.get(one.name, 0) - admission.lent(one.name, location)
-        return min(left, admission.bound(one.name, location, one.borrower))
-
-    def _held_beside(self, one: DebitRequest, shares: Mapping[ModelName, int]) -> int:
-        """Return what the holds of other models keep from a request that is beyond its share."""
-        location, admission = one.location, self._books.admission
+    def _held_beside(self, name: ModelName, location: Location, shares: Mapping[ModelName, int]) -> int:
+        """Return what the holds of other models keep from a request of a model that is beyond its share."""
+        admission = self._books.admission
         return sum(
-            max(0, min(hold.size, shares.get(name, 0)) - admission.lent(name, location))
-            for (name, at), hold in self._holds.items()
-            if at == location and name != one.name
+            max(0, min(hold.size, shares.get(other, 0)) - admission.lent(other, location))
+            for (other, at), hold in self._holds.items()
+            if at == location and other != name
         )
 
-    def may_go_ahead(self, request: DebitRequest, waiters: Iterable[DebitRequest]) -> bool:
+    def may_go_ahead(self, request: DebitRequest) -> bool:
         """Say whether to grant a request ahead of need although others wait or have holds.
 
         Only if it is within a guarantee, and no request that waits is.
         """
-        location = request.location
-        if not self._books.admission.is_guaranteed(request.name, location, request.size):
+        admission, location = self._books.admission, request.location
+        if not admission.is_guaranteed(request.name, location, request.size):
             return False
-        return not self._guaranteed(location, (one for one in waiters if one.location == location))
+        return not any(
+            line.fitting(admission.guaranteed_room(line.kinship.name, location)).size
+            for line in self._lines.at(location)
+        )
 
-    def leaves(self, one: DebitRequest, waiters: Iterable[DebitRequest]) -> int:
+    def leaves(self, one: DebitRequest) -> int:
         """Return how many free bytes the others leave to a request that is decided although its turn has not come.
 
         Without the others there would be room for it.
         """
-        location = one.location
+        location, admission = one.location, self._books.admission
         free = self._books.ledger.totals[location].free
-        if not (self._books.recallable.is_possible or self._holds) or self._guaranteed(location, [one]):
+        is_possible = self._books.recallable.is_possible or self.has_holds
+        if not is_possible or admission.is_guaranteed(one.name, location, one.size):
             return free
-        waiters = list(waiters)
-        here = (other for other in waiters if other.deadline and other.location == location)
-        others = [other for other in here if not other.met_full_device]
-        on_its_way = self._is_on_its_way(location)
-        first = set(self._guaranteed(location, others)) if on_its_way else set()
-        shares = self.divide(location, [*waiters, one])
-        held = 0
-        if not self._is_entitled(one, shares):
-            if on_its_way:
-                first |= {other for other in others if self._is_entitled(other, shares)}
-            held = self._held_beside(one, shares)
-        return max(0, free - sum(other.size for other in first) - held)
+        shares = self.divide(location, beside=one)
+        is_entitled = self._is_entitled(one, shares)
+        first = 0
+        for line in self._lines.at(location) if self._is_on_its_way(location) else ():
+            name, _, is_timed, is_trusted, _ = line.kinship
+            if not is_timed:
+                continue
+            most = admission.guaranteed_room(name, location)
+            if not is_entitled:
+                bound = admission.bound(name, location, is_trusted)
+                most = max(most, self._within_share(name, location, bound, shares))
+            first += line.fitting(most).size
+        held = 0 if is_entitled else self._held_beside(one.name, location, shares)
+        return max(0, free - first - held)
 
     # --- shares ---
 
-    def _shares(self, location: Location, waiters: Iterable[DebitRequest]) -> dict[ModelName, int]:
+    def _shares(self, location: Location) -> dict[ModelName, int]:
         if location not in self._divided:
-            self._divided[location] = self.divide(location, waiters)
+            self._divided[location] = self.divide(location)
         return self._divided[location]
 
     def divide(
         self,
         location: Location,
-        waiters: Iterable[DebitRequest],
+        *,
+        beside: DebitRequest | None = None,
         greedy: ModelName | None = None,
         less: int = 0,
         keepers: Collection[ModelName] = (),
     ) -> dict[ModelName, int]:
-        """Return the share of every model, in bytes. `greedy` is a model that is taken to want the whole capacity.
+        """Return the share of every model, in bytes. The request `beside` is taken to wait, too.
 
-        The location is taken to be `less` bytes smaller than it is, and all that `keepers` have to be firm.
+        `greedy` is a model that is taken to want the whole capacity. The location is taken to be `less` bytes smaller
+        than it is, and all that `keepers` have to be firm.
         """
         books = self._books
-        wanted: Counter[ModelName] = Counter()
-        for one in waiters:
-            if one.location == location:
-                wanted[one.name] += one.size
+        wanted = self._lines.wanted[location].copy()
+        if beside is not None:
+            wanted[beside.name] += beside.size
         for (name, at), hold in self._holds.items():
             if at == location:
                 wanted[name] = max(wanted[name], hold.size - books.admission.lent(name, location))
@@ -314,28 +312,26 @@ class Schedule:
 
     # --- recalls ---
 
-    def _recall(
-        self, location: Location, waiting: Sequence[DebitRequest], waiters: Sequence[DebitRequest], now: int
-    ) -> None:
-        """Ask the models that have more than their share for what these requests lack."""
-        shares = self._shares(location, waiters)
-        lacking = self._short(location, waiting, shares) > 0 and self._excess(location, shares, now)
+    def _recall(self, location: Location, demand: Demand, now: int, beside: DebitRequest | None = None) -> None:
+        """Ask the models that have more than their share for what is lacking. `beside` does not wait, and wants it."""
+        shares = self._shares(location) if beside is None else self.divide(location, beside=beside)
+        lacking = self._short(location, demand, shares) > 0 and self._excess(location, shares, now)
         if not lacking or not self._recalls.room:
             return
-        for name in {one.name for one in waiting}:
-            self._hold(name, location, *_wanted_by([one for one in waiting if one.name == name]), now)
+        for name, (requested, wanted) in demand.models.items():
+            self._hold(name, location, requested, wanted, now)
         self.divide_again()
-        shares = self._shares(location, waiters)
-        short = self._short(location, waiting, shares)
-        self._ask_for(location, short, waiters, now, waiting[0].name)
+        shares = self._shares(location) if beside is None else self.divide(location, beside=beside)
+        self._ask_for(location, self._short(location, demand, shares), now, demand.first, shares, beside)
 
     def _ask_for(
         self,
         location: Location,
         short: int,
-        waiters: Iterable[DebitRequest],
         now: int,
         wanted_by: ModelName,
+        shares: Mapping[ModelName, int],
+        beside: DebitRequest | None = None,
         less: int = 0,
     ) -> None:
         """Ask the models that have more than their share for `short` bytes.
@@ -343,28 +339,33 @@ class Schedule:
         Models that do not release what they are asked for come last: before them, others are asked as if all that
         these keep were firm.
         """
-        waiters = list(waiters)
         keepers = self._books.recallable.keepers(location)
-        for firm in (keepers, ()) if keepers else ((),):
-            is_known = not less and not firm
-            shares = self._shares(location, waiters) if is_known else self.divide(location, waiters, None, less, firm)
-            for more, name in self._excess(location, shares, now):
-                if short > 0 and name not in firm:
-                    short -= self._recalls.ask(name, location, min(more, short), now, wanted_by)
+        if keepers:
+            others = self.divide(location, beside=beside, less=less, keepers=keepers)
+            short = self._ask(location, short, now, wanted_by, {**others, **dict.fromkeys(keepers, policy.MAX_BYTES)})
+        self._ask(location, short, now, wanted_by, shares)
+
+    def _ask(
+        self, location: Location, short: int, now: int, wanted_by: ModelName, shares: Mapping[ModelName, int]
+    ) -> int:
+        """Ask for what models have above these shares. Return how many bytes are still lacking."""
+        for more, name in self._excess(location, shares, now):
+            if short > 0:
+                short -= self._recalls.ask(name, location, min(more, short), now, wanted_by)
+        return short
 
     def _excess(self, location: Location, shares: Mapping[ModelName, int], now: int) -> list[tuple[int, ModelName]]:
         """Return how much models have above their shares, the most first; only models that can be asked for it now."""
-        models, is_able = self._books.ledger.models, self._books.recallable.is_able
-        excess = [(self._not_asked(name, location) - shares.get(name, 0), name) for name in models]
+        is_able = self._books.recallable.is_able
+        charged = [name for name, row in self._books.ledger.models.items() if row.charges[location].bytes]
+        excess = [(self._not_asked(name, location) - shares.get(name, 0), name) for name in charged]
         found = [one for one in excess if one[0] > 0 and is_able(one[1], location, now)]
         return sorted(found, key=lambda one: (-one[0], one[1]))
 
-    def _short(self, location: Location, waiting: Iterable[DebitRequest], shares: Mapping[ModelName, int]) -> int:
+    def _short(self, location: Location, demand: Demand, shares: Mapping[ModelName, int]) -> int:
         """Return how many of the bytes that requests and holds want are neither free nor recalled already."""
         admission = self._books.admission
-        wanted: Counter[ModelName] = Counter()
-        for one in waiting:
-            wanted[one.name] += one.size
+        wanted = Counter({name: size for name, (size, _) in demand.models.items()})
         for (name, at), hold in self._holds.items():
             if at == location:
                 lent = admission.lent(name, location)
@@ -390,28 +391,28 @@ class Schedule:
             size, hoped = max(size, before.size), max(hoped, before.hoped)
         self._holds[name, location] = Hold(size, step, now + HOLD_NS, hoped)
 
-    def refused(self, one: DebitRequest, waiters: Sequence[DebitRequest], now: int) -> None:
+    def refused(self, one: DebitRequest, now: int) -> None:
         """Recall memory for a refused request, so that the next one finds it: once in `recall_ns` for each model."""
         key, location = (one.name, one.location), one.location
         if not self._books.recallable.is_possible or self._asked_for.get(key, 0) > now:
             return
-        everyone = [*waiters, one]
         self.divide_again()
-        if self._guaranteed(location, [one]) or self._is_entitled(one, self._shares(location, everyone)):
+        is_guaranteed = self._books.admission.is_guaranteed(one.name, location, one.size)
+        if is_guaranteed or self._is_entitled(one, self.divide(location, beside=one)):
             # Models come and go: what is over is forgotten.
             self._asked_for = {other: until for other, until in self._asked_for.items() if until > now}
             self._asked_for[key] = now + self._books.rules.recall_ns
-            self._recall(location, [one], everyone, now)
+            self._recall(location, Demand(one.name, {one.name: (one.size, one.wanted)}), now, beside=one)
         self.divide_again()
 
-    def recall_for_device(self, one: DebitRequest, waiters: Iterable[DebitRequest], now: int) -> None:
+    def recall_for_device(self, one: DebitRequest, now: int) -> None:
         """Recall as much as a guaranteed request wants: the books have room for it, but the device does not.
 
         Ask the models that would have more than their share if the device were smaller by as much.
         """
-        location = one.location
-        short = one.size - self._books.recallable.coming(location)
-        self._ask_for(location, short, waiters, now, one.name, less=one.size)
+        short = one.size - self._books.recallable.coming(one.location)
+        shares = self.divide(one.location, less=one.size)
+        self._ask_for(one.location, short, now, one.name, shares, less=one.size)
 
     def recall_above_limits(self, now: int) -> None:
         """Recall what models and tenants have above their limits. A limit was lowered, or a kept part can be asked for
@@ -438,3 +439,23 @@ class Schedule:
     def _not_asked(self, name: ModelName, location: Location) -> int:
         """Return what a model is charged and not asked for."""
         return self._books.admission.lent(name, location) - self._books.recallable.asked_of_model(name, location)
+
+
+def _oldest(looks: Sequence[Look], most: Sequence[int]) -> DebitRequest | None:
+    """Return the oldest request of the lines that has at most as many bytes as stand in `most` for its line."""
+    found = [look.line.fitting(size).oldest for look, size in zip(looks, most, strict=True)]
+    return min([one for one in found if one is not None], key=call_of, default=None)
+
+
+def _demand(looks: Sequence[Look], most: Sequence[int]) -> Demand | None:
+    """Return what the requests want together that have at most as many bytes as stand in `most` for their line."""
+    oldest = _oldest(looks, most)
+    if oldest is None:
+        return None
+    models: dict[ModelName, tuple[int, int]] = {}
+    for look, bound in zip(looks, most, strict=True):
+        _, size, wanted = look.line.fitting(bound)
+        if size:
+            before = models.get(look.line.kinship.name, (0, 0))
+            models[look.line.kinship.name] = before[0] + size, before[1] + wanted
+    return Demand(oldest.name, models)

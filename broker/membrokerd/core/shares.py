@@ -128,7 +128,8 @@ class Shares:
         total = self._ledger.totals[location]
         guarantees = self._admission.guarantees_of_models(location)
         models: dict[str, dict[ModelName, Item]] = {tenant: {} for tenant in self._admission.tenants(location)}
-        for name in sorted({*self._ledger.models, *guarantees, *wanted}):
+        charged = [name for name, row in self._ledger.models.items() if row.charges[location].bytes]
+        for name in sorted({*charged, *guarantees, *wanted}):
             item = self._model(name, location, wanted.get(name, 0), guarantees.get(name, 0), keeps=name in keepers)
             if item.base or item.high:
                 models.setdefault(name.tenant, {})[name] = item

@@ -10,7 +10,7 @@ and with a drain, a stop or a full journal. A limit of the model or the tenant r
 release changes it, and so does a request above the guarantee of a model whose session is itself asked for memory of the
 model. A declaration never waits.
 
-One step grants a few requests, and the others at once in the next: each turn looks at all that wait, and thousands may.
+One step grants a few requests, and the others at once in the next: each turn looks at all models that wait for memory.
 Until then a request that does not wait gets only what is free beside what these want, unless it is guaranteed. A
 request whose grant meets a full device keeps its place: the oldest at a location is tried again after each audit.
 
@@ -19,6 +19,7 @@ Nothing of a wait is in the journal: after a restart the library asks again, wit
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from typing import Any
 
@@ -28,6 +29,7 @@ from . import policy
 from .admission import over
 from .books import Books
 from .denied import Denied, Reason, deny
+from .lines import Lines, call_of
 from .names import Location, ModelName
 from .requests import DebitRequest, Decision, Grant, Refuse, Wait
 from .schedule import Schedule
@@ -36,17 +38,26 @@ from .traffic import Call
 MOST_AT_ONCE = 16
 """How many requests are granted or time out in one step. The others follow in the next: see `deadline`."""
 MOST_LOOKS = 5_000
-"""How many requests one step may look at to decide those: each decision looks at all that wait. One is always made."""
+"""How many lines of requests one step may look at to decide those: each decision looks at all. One is always made."""
 
 
 class Waiting:
     """The requests for bytes, and those of them that wait, in the order of their arrival."""
 
-    def __init__(self, books: Books, schedule: Schedule) -> None:
+    def __init__(self, books: Books, schedule: Schedule, lines: Lines) -> None:
         self._books = books
         self._schedule = schedule
+        self._lines = lines
         self._waiters: dict[int, DebitRequest] = {}
         """By call."""
+        self._ids: set[tuple[int, int]] = set()
+        """The sessions and request ids of those that wait."""
+        self._full: set[int] = set()
+        """The calls of those that have met a full device."""
+        self._ends: list[tuple[int, int]] = []
+        """A heap of deadlines and calls. The entry of a request that waits no more stays until it is the first one."""
+        self._of_tenant: Counter[str] = Counter()
+        """How many requests of a tenant wait with a deadline. No entry is zero."""
         self.sessions: Counter[int] = Counter()
         """How many requests of a session wait. Sessions without any have no entry."""
         self._timed: Counter[Location] = Counter()
@@ -68,9 +79,7 @@ class Waiting:
 
     def has(self, session: int, request_id: int) -> bool:
         """Say whether a request with this id waits."""
-        return any(
-            one.event.session == session and one.event.request_id == request_id for one in self._waiters.values()
-        )
+        return (session, request_id) in self._ids
 
     # --- a request is decided ---
 
@@ -113,7 +122,7 @@ class Waiting:
         if request.location not in self._timed and not self._schedule.has_holds:
             return False
         if request.is_ahead:
-            return not self._schedule.may_go_ahead(request, self._waiters.values())
+            return not self._schedule.may_go_ahead(request)
         return request.size > 0  # less of a declaration takes nothing from others
 
     def _wait(self, request: DebitRequest, denied: Denied | None) -> Decision:
@@ -134,7 +143,7 @@ class Waiting:
 
         While requests are left over from the last step, the bytes that they wait for are kept for them.
         """
-        left, location = self._schedule.leaves(request, self._waiters.values()), request.location
+        left, location = self._schedule.leaves(request), request.location
         if self.left_over and not request.guaranteed:
             free = self._books.ledger.totals[location].free
             left = max(0, min(left, free - self.of_location(location)[0]))
@@ -161,7 +170,7 @@ class Waiting:
             if asked:
                 numbers["recalled_bytes"] = asked
             if has_waited and request.deadline is None and not isinstance(event, ev.Declare):
-                self._schedule.refused(request, list(self._waiters.values()), now)
+                self._schedule.refused(request, now)
                 self.busy = self.busy or self._schedule.has_holds
         if request.deadline is not None and denied.reason is not Reason.STOPPING:
             numbers["waited_ms"] = (now - request.since) // 1_000_000
@@ -187,8 +196,7 @@ class Waiting:
         if self.sessions.get(request.event.session, 0) >= rules.max_calls_per_session:
             return deny(Reason.TOO_MANY_REQUESTS, limit=rules.max_calls_per_session)
         limit = rules.max_waiting_per_tenant
-        waiting = sum(count for (own, _), (_, count) in self._sums.items() if own.tenant == request.name.tenant)
-        if wait and waiting >= limit:
+        if wait and self._of_tenant[request.name.tenant] >= limit:
             return deny(Reason.TOO_MANY_REQUESTS, limit=limit, whose="tenant", calls="requests that wait for memory")
         return None
 
@@ -211,19 +219,22 @@ class Waiting:
         request.move("device full")
         request.deadline, request.guaranteed, request.why = deadline, guaranteed, call.failure
         request.met_full_device = True
+        self._full.add(request.event.call)
         self._add(request)
-        self._waiters = dict(sorted(self._waiters.items()))  # it keeps the place that it had when it came
         if guaranteed:
-            self._schedule.recall_for_device(request, self._waiters.values(), now)
+            self._schedule.recall_for_device(request, now)
         return True
 
     def try_again(self) -> None:
         """Let the oldest request at each location that has met a full device be tried again. Called after an audit."""
         tried = set()
-        for one in self._waiters.values():
-            if one.met_full_device and one.location not in tried and not self._is_dropping(one):
+        for call in sorted(self._full):
+            one = self._waiters[call]
+            if one.location not in tried and not self._is_dropping(one):
                 tried.add(one.location)
                 one.met_full_device = False
+                self._full.remove(call)
+                self._lines.place_again(one)
                 self._looked_at = None
 
     def _is_dropping(self, request: DebitRequest) -> bool:
@@ -251,7 +262,7 @@ class Waiting:
     def settle_older(self, event: ev.Declare, now: int) -> None:
         """Decide the deferred declaration that `event` replaces: it must be decided before the newer one."""
         what = (event.session, event.name, event.location)
-        for one in list(self._waiters.values()):
+        for one in self._lines.of_session(event.session):
             older = one.event
             if isinstance(older, ev.Declare) and (older.session, older.name, older.location) == what:
                 self._remove(one, "wait ends")
@@ -259,9 +270,8 @@ class Waiting:
 
     def give_up(self, session: int, now: int) -> None:
         """Answer all requests of a session that wait: its connection is lost, or it has ended."""
-        if session in self.sessions:
-            for waiter in [one for one in self._waiters.values() if one.event.session == session]:
-                self._end(waiter, now)
+        for request in self._lines.of_session(session):
+            self._end(request, now)
 
     def cancel(self, event: ev.CancelWait, now: int) -> None:
         """End the wait of a call, if it waits."""
@@ -306,24 +316,40 @@ class Waiting:
 
     def _add(self, waiter: DebitRequest) -> None:
         self._looked_at = None
-        self._waiters[waiter.event.call] = waiter
-        self.sessions[waiter.event.session] += 1
+        event = waiter.event
+        self._waiters[event.call] = waiter
+        self._ids.add((event.session, event.request_id))
+        self.sessions[event.session] += 1
+        self._lines.add(waiter)
         if waiter.deadline is not None:
             self.busy = True
-            self._timed[waiter.event.location] += 1
+            self._timed[event.location] += 1
+            self._of_tenant[waiter.name.tenant] += 1
             self._count(waiter, 1)
-            self.deadline = waiter.deadline if self.deadline is None else min(self.deadline, waiter.deadline)
+            heapq.heappush(self._ends, (waiter.deadline, event.call))
+            self.deadline = self._ends[0][0]
 
     def _remove(self, waiter: DebitRequest, cause: str) -> None:
+        event = waiter.event
         waiter.move(cause)
         self._looked_at = None
-        del self._waiters[waiter.event.call]
-        _count_down(self.sessions, waiter.event.session)
+        self._lines.remove(waiter)
+        del self._waiters[event.call]
+        self._ids.remove((event.session, event.request_id))
+        self._full.discard(event.call)
+        _count_down(self.sessions, event.session)
         if waiter.deadline is not None:
-            _count_down(self._timed, waiter.event.location)
+            _count_down(self._timed, event.location)
+            _count_down(self._of_tenant, waiter.name.tenant)
             self._count(waiter, -1)
-            if waiter.deadline == self.deadline:
-                self.deadline = min((one.deadline for one in self._waiters.values() if one.deadline), default=None)
+            while self._ends and not self._is_end(*self._ends[0]):
+                heapq.heappop(self._ends)
+            self.deadline = self._ends[0][0] if self._ends else None
+
+    def _is_end(self, deadline: int, call: int) -> bool:
+        """Say whether the request of a call waits until then."""
+        waiter = self._waiters.get(call)
+        return waiter is not None and waiter.deadline == deadline
 
     def _count(self, waiter: DebitRequest, one: int) -> None:
         key = (waiter.name, waiter.event.location)
@@ -352,7 +378,7 @@ class Waiting:
         self.busy = bool(self._timed) or self._schedule.has_holds
         if not self.busy:
             self._turns = 0
-        most = min(MOST_AT_ONCE, max(1, MOST_LOOKS // max(1, len(self._waiters))))
+        most = min(MOST_AT_ONCE, max(1, MOST_LOOKS // max(1, self._lines.count)))
         self.left_over = found is not None and self._turns >= most and not self._books.stopping
         if found is None or self.left_over:
             self._schedule.divide_again()
@@ -366,13 +392,17 @@ class Waiting:
     def _next(self, now: int) -> tuple[DebitRequest, bool] | None:
         books = self._books
         ending = books.stopping or bool(books.refuse_debit())
-        if ending or (self.deadline is not None and self.deadline <= now):
-            timed = (one for one in self._waiters.values() if one.deadline)
-            over = next((one for one in timed if ending or (one.deadline or 0) <= now), None)
+        if ending:
+            over = next((one for one in self._waiters.values() if one.deadline), None)
             return (over, False) if over else None
+        if self.deadline is not None and self.deadline <= now:
+            return self._waiters[self._ends[0][1]], False
         while self._looked_at != (state := self._state()):  # again after a recall: its sessions may wait for more
+            self._lines.follow()
+            if self._lines.to_end:
+                return next(iter(self._lines.to_end.values())), False
             for location in books.rules.capacities:
-                found = self._schedule.next(location, self._waiters.values(), now)
+                found = self._schedule.next(location, now)
                 if found is not None:
                     return found
             self._looked_at = state
@@ -393,8 +423,9 @@ class Waiting:
         lent = books.admission.lent(name, location)
         more = books.admission.available(name, location, None, session)
         if location in self._timed or books.recallable.is_possible:
-            share = self._schedule.divide(location, self._waiters.values(), name).get(name, 0)
-            bounds = books.admission.bound(name, location, session), books.admission.not_firm(location)
+            share = self._schedule.divide(location, greedy=name).get(name, 0)
+            is_trusted = books.recallable.is_trusted(session, name, location)
+            bounds = books.admission.bound(name, location, is_trusted), books.admission.not_firm(location)
             more = max(more, min(share - lent, *bounds))
         more -= more % books.rules.granularity
         return lent + more, more
@@ -406,11 +437,11 @@ class Waiting:
 
         A model without memory and without a request has no share.
         """
-        return self._schedule.divide(location, self._waiters.values()) if location in self._timed else {}
+        return self._schedule.divide(location) if location in self._timed else {}
 
     def waiters(self) -> list[DebitRequest]:
         """Return the requests that wait with a deadline, the oldest first."""
-        return [one for one in self._waiters.values() if one.deadline is not None]
+        return sorted([one for one in self._waiters.values() if one.deadline is not None], key=call_of)
 
     def of_model(self, name: ModelName, location: Location) -> tuple[int, int]:
         """Return the bytes that a model's requests wait for, and how many wait."""

@@ -73,8 +73,9 @@ def test_one_look_asks_once_for_each_model_how_much_it_may_have(*, answers: bool
         sys.setprofile(None)
     granted = len(facts) - 1
     assert granted == 16
-    looks, sessions = granted + 1, 16
-    assert calls["Admission.bound"] <= looks * 2 * sessions, calls.most_common(10)
+    looks = granted + 1
+    assert calls["Admission.bound"] <= looks * 2, calls.most_common(10)
+    assert calls["Line.fitting"] <= looks * 12, calls.most_common(10)
     assert calls["over"] <= looks, "a refusal is put into words that nobody reads"
 
 
