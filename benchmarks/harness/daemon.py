@@ -23,6 +23,7 @@ import grpc
 
 import membroker
 from membroker.v1 import admin_pb2, admin_pb2_grpc, broker_pb2
+from membroker.wire.paths import grpc_target
 
 from .samples import Series
 
@@ -102,7 +103,7 @@ class Daemon:
     def _connect(self, runtime: Path) -> None:
         # The device's number is a link to its directory.
         (self._root,) = (one for one in runtime.iterdir() if (one / "tenants").is_dir() and not one.is_symlink())
-        self._channel = grpc.insecure_channel(f"unix:{self._root}/admin/grpc.sock")
+        self._channel = grpc.insecure_channel(grpc_target(self._root / "admin" / "grpc.sock"))
         self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
         self._metrics_url: str = self.device().metrics_url
 

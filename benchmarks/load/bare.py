@@ -18,6 +18,7 @@ from pathlib import Path
 import grpc
 
 from membroker.vmm.sizes import MIB
+from membroker.wire.paths import grpc_target
 
 from ..harness.crew import MakeJob, serving
 from ..harness.jobs import Job
@@ -71,7 +72,7 @@ class GrpcEcho(Job):
 
     def __init__(self, path: Path, size: int) -> None:
         self._payload = bytes(size)
-        self._channel = grpc.insecure_channel(f"unix:{path}")
+        self._channel = grpc.insecure_channel(grpc_target(Path(path)))
         self._call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(METHOD)
         super().__init__(echo=partial(self._call, self._payload, wait_for_ready=True))
 
@@ -126,7 +127,7 @@ def _serve_grpc(path: Path, ready: Ready) -> None:
         service, _, method = METHOD[1:].partition("/")
         handlers = {method: grpc.unary_unary_rpc_method_handler(answer)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
-        server.add_insecure_port(f"unix:{path}")
+        server.add_insecure_port(grpc_target(Path(path)))
         await server.start()
         ready()
         await server.wait_for_termination()

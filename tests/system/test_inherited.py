@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tests.support.all_gpus import Parent
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.hindered import DESCRIPTORS
@@ -93,3 +94,20 @@ def test_a_keeper_by_hand(tmp_path: Path) -> None:
         assert int(inherited(keeper.pid)["SigIgn"], 16) & mask(signal.SIGHUP)
         keeper.terminate()
         assert keeper.wait(DEADLINE_SECONDS) == 0
+
+
+def test_a_user_namespace_that_does_not_map_every_user_is_told(tmp_path: Path) -> None:
+    """`unshare -Ur`, as PrivateUsers=yes: the start warns, and so does --check-config; a worker inside is served."""
+    if subprocess.run(["unshare", "-Ur", "true"], capture_output=True).returncode:
+        pytest.skip("this machine allows no user namespace")
+    told = "this user namespace does not map every user"
+    with running(module="tests.support.in_user_namespace") as daemon:
+        assert told in daemon.log()
+        inside = [sys.executable, "-c", "import membroker, sys; membroker.connect(sys.argv[1]).close()"]
+        subprocess.run([*inside, str(daemon.endpoint())], check=True)  # this user is the one that is mapped
+    options = ["--driver", "host", "--runtime-directory", str(tmp_path / "run"), "--check-config"]
+    checked = subprocess.run(
+        ["unshare", "-Ur", sys.executable, "-m", "membrokerd.cli", *options], capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stderr
+    assert told in checked.stderr
