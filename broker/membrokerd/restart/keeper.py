@@ -299,13 +299,16 @@ def _checked(names: Any) -> list[str]:
 
 
 def _take_directory(directory: str, wait: bool) -> int:
-    """Open and lock the directory until this process ends. It holds one keeper, and only this user can enter it.
+    """Open and lock the directory until this process ends, created if it is missing.
+
+    It holds one keeper, and only this user can enter it.
 
     With `wait`, wait until another keeper has ended: the one that a daemon has started itself.
     """
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    if why := stranger_in(Path(directory)):
+    if why := stranger_in(Path(directory)):  # before anything is made in another user's directory
         raise OSError(f"{why}: name another directory for it, created if missing")
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     status = os.fstat(descriptor)
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise OSError(f"{directory} is not this user's alone: name another directory for it, created if missing")
@@ -349,7 +352,6 @@ def main(arguments: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))
     try:
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
         keeper = Keeper(path, given.stay)
     except OSError as error:
         print(f"membroker-fdstore: cannot listen at {path}: {error}", file=sys.stderr)

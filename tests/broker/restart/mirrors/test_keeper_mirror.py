@@ -132,10 +132,12 @@ def test_no_keeper_is_looked_for_where_others_can_listen(directory: Path) -> Non
             play(open_keeper(path, OWNER))
         with pytest.raises(BlockingIOError):
             stranger.accept()
-    with Keeper(path) as keeper:
-        status, complaint = keeper.ended()
-    assert status == 1
-    assert f"{directory} can be changed by other users" in complaint
+    for place in (path, directory / "later" / "keeper.sock"):
+        with Keeper(place) as keeper:
+            status, complaint = keeper.ended()
+        assert status == 1
+        assert f"{directory} can be changed by other users" in complaint
+    assert list(directory.iterdir()) == [inner], "nothing was made there"
 
 
 @pytest.mark.root
