@@ -76,29 +76,28 @@ class Endpoints:
             f"tenants.{name}",
         )
         service = BrokerService(name, self._dispatcher, self._views)
-        refusals = Refusals(name, self._traffic.refused)
+        device = self._views.plan.driver.device
+        endpoint = HandoffEndpoint(
+            name=name,
+            tenant=tenant,
+            dispatcher=self._dispatcher,
+            device=device,
+            traffic=self._traffic,
+            watch=self._watch,
+            refusals=Refusals(name, self._traffic.refused),
+        )
         async with AsyncExitStack() as stack:
             stack.callback(self._directory.close, directory)
             await self._serve(
                 directory / "grpc.sock",
                 ownership,
-                tenant,
-                refusals,
+                endpoint.tenant_of,
+                endpoint.refusals,
                 "membroker.v1.BrokerService",
                 lambda server: broker_pb2_grpc.add_BrokerServiceServicer_to_server(service, server),
                 stack,
             )
             sock = self._directory.listen(directory / "handoff.sock", ownership)
-            device = self._views.plan.driver.device
-            endpoint = HandoffEndpoint(
-                name=name,
-                tenant=tenant,
-                dispatcher=self._dispatcher,
-                device=device,
-                traffic=self._traffic,
-                watch=self._watch,
-                refusals=refusals,
-            )
             listener = Listener(sock, endpoint, config.uids)
             stack.callback(listener.close)
             self._open[name] = _OpenEndpoint(listener, stack.pop_all())
@@ -111,7 +110,7 @@ class Endpoints:
         await self._serve(
             directory / "grpc.sock",
             Ownership(mode=0o600),
-            directory.name,
+            lambda _: directory.name,
             Refusals(directory.name, self._traffic.refused),
             "membroker.v1.AdminService",
             lambda server: admin_pb2_grpc.add_AdminServiceServicer_to_server(service, server),
@@ -122,7 +121,7 @@ class Endpoints:
         self,
         public: Path,
         ownership: Ownership,
-        tenant: str | None,
+        tenant_of: Callable[[int], str],
         refusals: Refusals,
         service: str,
         register: Callable[[grpc.aio.Server], None],
@@ -139,7 +138,7 @@ class Endpoints:
         proxy = Proxy(
             sock,
             private,
-            tenant=tenant,
+            tenant_of=tenant_of,
             max_connections=loop.broker.books.rules.max_sessions + CONNECTIONS_BESIDE,
             turns=loop.turns,
             refusals=refusals,

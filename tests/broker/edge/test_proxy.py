@@ -35,10 +35,19 @@ class ProxiedServer:
         sock.listen()
         sock.setblocking(False)
         self.refused: Counter[str] = Counter()
+        self.tenant = "red"
+        """Whose the next connection is."""
         self._opened = [self._listener]
         self._io = asyncio.get_running_loop()
         refusals = Refusals("red", self.refused)
-        self.proxy = Proxy(sock, private, tenant="red", max_connections=max_connections, turns=turns, refusals=refusals)
+        self.proxy = Proxy(
+            sock,
+            private,
+            tenant_of=lambda _: self.tenant,
+            max_connections=max_connections,
+            turns=turns,
+            refusals=refusals,
+        )
 
     def close(self) -> None:
         """Close the proxy and every socket."""
@@ -182,3 +191,23 @@ def test_connections_are_bounded(run: Callable[..., None]) -> None:
         await world.connect()
 
     run(scene, 2)
+
+
+def test_a_tenant_with_most_connections_makes_room_for_others(run: Callable[..., None]) -> None:
+    """Red has all four. Blue gets one for each of red's newest, until it has as many; then both are refused."""
+
+    async def scene(world: ProxiedServer) -> None:
+        reds = [await world.connect() for _ in range(4)]
+        assert await world.read(await world.peer(), 1) == b""
+        world.tenant = "blue"
+        for red, _ in reversed(reds[2:]):
+            await world.connect()
+            assert await world.read(red, 1) == b""
+        for tenant in ("blue", "red"):
+            world.tenant = tenant
+            assert await world.read(await world.peer(), 1) == b""
+        for red, server in reds[:2]:
+            red.send(PREFACE)
+            assert await world.read(server, len(PREFACE)) == PREFACE
+
+    run(scene)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from membrokerd.edge.handoff.endpoint import HandoffEndpoint
-from membrokerd.edge.handoff.peer import Peer
 from membrokerd.system.accounts import Accounts
 
 PASSWD = "root:x:0:0:root:/root:/bin/sh\nalice:x:1000:1000::/home/alice:/bin/sh\nbob:x:1001:1001::/home/bob:/bin/sh\n"
@@ -62,10 +61,10 @@ def test_an_account_is_one_tenant(tmp_path: Path) -> None:
     """The tenant that is charged: the account where each user is one, and the endpoint's own where it has one."""
     nothing: Any = None
     default = HandoffEndpoint("default", None, nothing, nothing, nothing, nothing, nothing, accounts=accounts(tmp_path))
-    assert [default.tenant_of(Peer(5, uid, 0, "")) for uid in (1000, 100_500, 1001)] == [
+    assert [default.tenant_of(uid) for uid in (1000, 100_500, 1001)] == [
         "uid-1000",
         "uid-1000",
         "uid-1001",
     ]
     red = HandoffEndpoint("red", "red", nothing, nothing, nothing, nothing, nothing, accounts=accounts(tmp_path))
-    assert red.tenant_of(Peer(5, 100_500, 0, "")) == "red"
+    assert red.tenant_of(100_500) == "red"

@@ -95,7 +95,7 @@ class HandoffConnection:
         """How many deliveries the client has acknowledged by their count."""
         self._waiting = False
         self._turns = self._loop.turns
-        self._peers_tenant = endpoint.tenant_of(peer)
+        self._peers_tenant = endpoint.tenant_of(peer.uid)
         self._io.add_reader(sock, self._readable)
 
     # --- in ---
@@ -392,7 +392,7 @@ class Handshake:
             self._open(request_id, hello, pair)
 
     def _open(self, request_id: int, hello: pb.Hello, pair: _Pair) -> None:
-        peer, endpoint, tenant = self._peer, self._endpoint.name, self._endpoint.tenant_of(self._peer)
+        peer, endpoint, tenant = self._peer, self._endpoint.name, self._endpoint.tenant_of(self._peer.uid)
         client = "".join(letter for letter in hello.client[:MAX_CLIENT_CHARACTERS] if letter.isprintable())
         token, token_hash = new_token()
         observer = hello.observer

@@ -12,7 +12,6 @@ from ...system.accounts import Accounts
 from ..acceptor import Refusals
 from ..dispatch import Dispatcher
 from .outbox import OutboxCounters
-from .peer import Peer
 
 
 @dataclass(slots=True)
@@ -29,6 +28,6 @@ class HandoffEndpoint:
     buffer: bytearray = field(default_factory=lambda: bytearray(MAX_FRAME_BYTES))
     accounts: Accounts = field(default_factory=Accounts)
 
-    def tenant_of(self, peer: Peer) -> str:
-        """Return the tenant to charge: the endpoint's tenant, or the peer's account if the endpoint has no tenant."""
-        return self.tenant or f"uid-{self.accounts.owner_of(peer.uid)}"
+    def tenant_of(self, uid: int) -> str:
+        """Return the tenant of a user: the endpoint's tenant, or the user's account if the endpoint has no tenant."""
+        return self.tenant or f"uid-{self.accounts.owner_of(uid)}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,8 @@ READ_BYTES = 16 * 1024
 class Proxy:
     """The connections of one endpoint's gRPC socket, `max_connections` at most. `server` is where gRPC listens.
 
-    They belong to `tenant`; if that is None, each uid is a tenant.
+    `tenant_of` returns the tenant of a user. Where users are tenants, the one with the most connections makes room for
+    others: its newest ends.
     """
 
     def __init__(
@@ -38,26 +40,27 @@ class Proxy:
         sock: socket.socket,
         server: Path,
         *,
-        tenant: str | None,
+        tenant_of: Callable[[int], str],
         max_connections: int,
         turns: Turns,
         refusals: Refusals,
     ) -> None:
         self._server = server
-        self._tenant = tenant
+        self._tenant_of = tenant_of
         self._max_connections = max_connections
         self._turns = turns
         self._refusals = refusals
-        self._connections: set[ProxiedConnection] = set()
+        self._connections: dict[ProxiedConnection, str] = {}
+        """Each with its tenant, the newest last."""
         self._acceptor = Acceptor(sock, turns, refusals, self._accept)
 
     def _accept(self, peer: socket.socket) -> None:
-        if len(self._connections) >= self._max_connections:
-            peer.close()
-            return
         server = None
         try:
-            _, uid = peer_of(peer)
+            tenant = self._tenant_of(peer_of(peer)[1])
+            if not self._make_room(tenant):
+                peer.close()
+                return
             server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
             server.connect(os.fspath(self._server))
         except OSError as error:
@@ -66,9 +69,19 @@ class Proxy:
                 server.close()
             self._refusals.note(Reason.DESCRIPTORS_EXHAUSTED, error=error.strerror)
             return
-        tenant = self._tenant or f"uid-{uid}"
-        connection = ProxiedConnection(peer, server, tenant, self._turns, self._refusals, self._connections.discard)
-        self._connections.add(connection)
+        connection = ProxiedConnection(peer, server, tenant, self._turns, self._refusals, self._connections.pop)
+        self._connections[connection] = tenant
+
+    def _make_room(self, tenant: str) -> bool:
+        """Return whether this tenant may have one more connection, after ending another tenant's if necessary."""
+        if len(self._connections) < self._max_connections:
+            return True
+        counts = Counter(self._connections.values())
+        crowd, most = counts.most_common(1)[0]
+        if most <= counts[tenant] + 1:
+            return False
+        next(one for one, owner in reversed(self._connections.items()) if owner == crowd).close()
+        return True
 
     def close(self) -> None:
         """Accept no more, and end all connections."""
@@ -87,7 +100,7 @@ class ProxiedConnection:
         tenant: str,
         turns: Turns,
         refusals: Refusals,
-        on_ended: Callable[[ProxiedConnection], None],
+        on_ended: Callable[[ProxiedConnection], object],
     ) -> None:
         self._peer = peer
         self._server = server
@@ -161,9 +174,10 @@ class ProxiedConnection:
 
     def close(self) -> None:
         """End both connections."""
+        if self._peer.fileno() < 0:
+            return
         for sock in (self._peer, self._server):
-            if sock.fileno() >= 0:
-                self._io.remove_reader(sock)
-                self._io.remove_writer(sock)
-                sock.close()
+            self._io.remove_reader(sock)
+            self._io.remove_writer(sock)
+            sock.close()
         self._on_ended(self)
