@@ -19,6 +19,16 @@ TOLD = 900
 """Steps: what shows later has a story that takes minutes to be shortened. `make sim` would do it."""
 
 
+def replacing(name: str, owner: object, attribute: str, new: object) -> Fault:
+    """Return a fault of this name, which is that another value or function stands in one place of the core."""
+
+    def fault(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(owner, attribute, new)
+
+    fault.__name__ = name
+    return fault
+
+
 def notice(
     fault: Fault, seeds: Iterable[int], monkeypatch: pytest.MonkeyPatch, shown_in: Mapping[str, int] = NOWHERE
 ) -> World:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from tests.simulation.faults import Fault, notice
+from tests.simulation.faults import Fault, notice, replacing
 
 from membrokerd.core import books, segments, sessions, stock
 from membrokerd.core import deaths as releasing
@@ -89,10 +89,6 @@ def _declared_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
     _states(monkeypatch, as_booked)
 
 
-def _unknown_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MAX_TOLD", 0)
-
-
 def _anybody_may(monkeypatch: pytest.MonkeyPatch) -> None:
     resume = Sessions.resume
 
@@ -132,14 +128,6 @@ def _taken_up_in_the_middle_of_a_packet(monkeypatch: pytest.MonkeyPatch) -> None
             proceed(self, session, now)
 
     monkeypatch.setattr(Sessions, "proceed", hasty)
-
-
-def _asked_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sessions, "under_way", lambda self, session: False)
-
-
-def _nobody_tells_who_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sessions, "give_up", lambda self, session: None)
 
 
 def _the_dead_are_taken_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,10 +182,6 @@ def _everybody_is_still_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sessions, "_take_over_session", lax)
 
 
-def _who_was_leaving_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sessions, "_take_over_session", lambda self, row, now: self.detach(row, now))
-
-
 def _nothing_is_ever_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     take_over = Sessions._take_over_segment
     monkeypatch.setattr(Sessions, "_take_over_segment", lambda self, row, *, lost: take_over(self, row, lost=False))
@@ -242,10 +226,6 @@ def _the_dead_are_forgotten_by_a_restart(monkeypatch: pytest.MonkeyPatch) -> Non
 # --- orders that are not obeyed ---
 
 
-def _lent_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(books.Books, "refuse_debit", lambda self: None)
-
-
 def _who_waited_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     sealed = segments.Segments.sealed
 
@@ -257,10 +237,6 @@ def _who_waited_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments.Segments, "sealed", lax)
 
 
-def _made_ahead_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock.WarmPool, "_unwanted", property(lambda self: self._books.stopping))
-
-
 FAULTS = (
     _not_credited,
     _credited_all_the_same,
@@ -268,27 +244,27 @@ FAULTS = (
     _holds_are_forgotten,
     _held_once_is_held,
     _declared_is_declared,
-    _unknown_is_not_told,
+    replacing("unknown_is_not_told", sessions, "MAX_TOLD", 0),
     _anybody_may,
     _holds_without_a_hello,
     _the_name_is_not_free,
     _taken_up_in_the_middle_of_a_packet,
-    _asked_in_the_middle,
-    _nobody_tells_who_gave_up,
+    replacing("asked_in_the_middle", Sessions, "under_way", lambda self, session: False),
+    replacing("nobody_tells_who_gave_up", Sessions, "give_up", lambda self, session: None),
     _the_dead_are_taken_up,
     _anybody_is_forgotten,
     _credited_by_a_restart,
     _holders_are_lost_by_a_restart,
     _everybody_is_still_connected,
-    _who_was_leaving_stays,
+    replacing("who_was_leaving_stays", Sessions, "_take_over_session", lambda self, row, now: self.detach(row, now)),
     _nothing_is_ever_lost,
     _nobody_drops_what_was_being_dropped,
     _a_seal_is_waited_for,
     _ids_of_another_epoch,
     _the_dead_are_forgotten_by_a_restart,
-    _lent_all_the_same,
+    replacing("lent_all_the_same", books.Books, "refuse_debit", lambda self: None),
     _who_waited_is_served,
-    _made_ahead_all_the_same,
+    replacing("made_ahead_all_the_same", stock.WarmPool, "_unwanted", property(lambda self: self._books.stopping)),
 )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.broker.core.test_transcripts import Script
-from tests.simulation.faults import Fault, find_out
+from tests.simulation.faults import Fault, find_out, replacing
 from tests.simulation.referee import EARLY_AT_MOST
 from tests.simulation.shrink import commands, run
 from tests.simulation.world import World
@@ -78,10 +78,6 @@ def _no_tenant_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "limit_of", lambda *of: limit_of(*of) if of[2][1] else None)
 
 
-def _no_commanded_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "limit_of", lambda _, rules, key: rules.limits.get(key))
-
-
 def _no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     admit = Admission.admit
 
@@ -90,18 +86,6 @@ def _no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
         return None if denied and denied.reason == "CAPACITY" else denied
 
     monkeypatch.setattr(Admission, "admit", lax)
-
-
-def _wide_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "WINDOW", 3)
-
-
-def _everything_is_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(releasing.Releasing, "_proven", lambda *_: True)
-
-
-def _nothing_is_ever_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(releasing.Releasing, "_is_due", lambda self, death, now: self._proven(death, 1))
 
 
 def _ids_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,14 +97,6 @@ def _ids_again(monkeypatch: pytest.MonkeyPatch) -> None:
         return ids
 
     monkeypatch.setattr(books.Books, "take_ids", again)
-
-
-def _forgetful_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lending.Lending, "_abandon", lambda self, session, call: None)
-
-
-def _unanswered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lending.Lending, "give_up", lambda self, row, now: None)
 
 
 def _charge_per_attach(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,10 +131,6 @@ def _no_death_is_a_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ledger._APPLY, ft.SegmentLeft, forget)
 
 
-def _the_lost_wait_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attaches.Attaches, "give_up", lambda self, session: None)
-
-
 def _no_word_of_a_dead_writer(monkeypatch: pytest.MonkeyPatch) -> None:
     def end_writing(self: Any, row: Any, cause: str) -> None:
         self._books.record(ft.SegmentMoved(row.segment, cause))
@@ -166,26 +138,6 @@ def _no_word_of_a_dead_writer(monkeypatch: pytest.MonkeyPatch) -> None:
             self._books.answer(self._sealing.pop(row.segment), lending.deny(lending.Reason.WRITER_DIED))
 
     monkeypatch.setattr(segments.Segments, "_end_writing", end_writing)
-
-
-def _deaf_to_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attaches.Attaches, "elapsed", lambda self, now: None)
-
-
-def _drop_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lending.Lending, "making_segment", lambda *_: False)
-
-
-def _failed_calls_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lending.Call, "any_sent", True)
-
-
-def _failed_calls_never_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lending.Call, "any_sent", False)
-
-
-def _sealed_is_said_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments.Segments, "not_sealed", segments.Segments.sealed)
 
 
 def _nobody_drops_what_was_not_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,10 +172,6 @@ def _models_end_under_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- guarantees with a fault ---
 
 
-def _nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Admission, "reserved", lambda self, location: 0)
-
-
 def _owners_may_not_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept for a tenant is kept from the tenant, too."""
     levels = Admission.levels
@@ -236,15 +184,6 @@ def _owners_may_not_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Admission, "levels", strict)
 
 
-def _the_dead_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is releasing counts as the tenant's, so that its guarantee looks used."""
-    monkeypatch.setattr(ledger.Ledger, "tenant_lent", ledger.Ledger.tenant_charged)
-
-
-def _models_are_not_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Admission, "_by_models", lambda *_: (0, 0))
-
-
 def _tenants_are_not_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_models(self: Any, tenant: str, location: Any) -> int:
         return self._by_models(tenant, location)[0]
@@ -253,18 +192,6 @@ def _tenants_are_not_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- a stock with a fault ---
-
-
-def _used_and_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock.WarmPool, "take", stock.WarmPool.has)
-
-
-def _taken_and_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock.WarmPool, "has", lambda self, location, extent_bytes, count: bool(self._ready))
-
-
-def _dropped_and_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock.WarmPool, "_drop", lambda self, kind, count: self._change(kind, -count, "dropped"))
 
 
 def _refused_for_stock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,18 +204,6 @@ def _refused_for_stock(monkeypatch: pytest.MonkeyPatch) -> None:
         return denied or (beside if beside and beside.reason == "CAPACITY" else None)
 
     monkeypatch.setattr(Admission, "admit", strict)
-
-
-def _full_beside_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock.WarmPool, "drop_all", lambda self, location: False)
-
-
-def _tried_again_beside_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock.WarmPool, "drop_all", lambda self, location: bool(self._ready))
-
-
-def _no_room_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock.WarmPool, "make_room", lambda self, location: None)
 
 
 def _stock_for_segments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,10 +220,6 @@ def _stock_for_segments(monkeypatch: pytest.MonkeyPatch) -> None:
         effects[-1] = dataclasses.replace(effects[-1], segment=generation)
 
     monkeypatch.setattr(lending.Lending, "_emit", of_anything)
-
-
-def _never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock.WarmPool, "forget_stale", lambda self, now: None)
 
 
 def _a_failure_makes_it_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,10 +263,6 @@ def _beyond_the_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stock.WarmPool, "make_room", lambda self, location: None)
 
 
-def _made_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stock.WarmPool, "has", lambda self, location, extent_bytes, count: False)
-
-
 def _used_and_still_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     changed = ledger.Ledger._stock_changed
 
@@ -378,67 +285,60 @@ def _still_to_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lending.Lending, "_emit", later)
 
 
-def _refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "WANTS_OF_ROOM", frozenset((Reason.CAPACITY, Reason.TENANT_LIMIT)))
-
-
-def _others_are_heard_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Waiting, "inputs_drained", lambda *_: None)
-
-
-def _who_is_gone_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Waiting, "give_up", lambda self, session, now: None)
-
-
 FAULTS = (
-    _refused_at_once,
-    _others_are_heard_for_ever,
-    _who_is_gone_is_decided,
+    replacing("refused_at_once", policy, "WANTS_OF_ROOM", frozenset((Reason.CAPACITY, Reason.TENANT_LIMIT))),
+    replacing("others_are_heard_for_ever", Waiting, "inputs_drained", lambda *_: None),
+    replacing("who_is_gone_is_decided", Waiting, "give_up", lambda self, session, now: None),
     _no_tenant_limit,
-    _no_commanded_limit,
+    replacing("no_commanded_limit", policy, "limit_of", lambda _, rules, key: rules.limits.get(key)),
     _no_capacity,
-    _wide_window,
-    _everything_is_proof,
-    _nothing_is_ever_due,
+    replacing("wide_window", policy, "WINDOW", 3),
+    replacing("everything_is_proof", releasing.Releasing, "_proven", lambda *_: True),
+    replacing("nothing_is_ever_due", releasing.Releasing, "_is_due", lambda self, death, now: self._proven(death, 1)),
     _ids_again,
-    _forgetful_not_made,
-    _unanswered,
+    replacing("forgetful_not_made", lending.Lending, "_abandon", lambda self, session, call: None),
+    replacing("unanswered", lending.Lending, "give_up", lambda self, row, now: None),
     _charge_per_attach,
     _credit_while_attached,
     _no_death_is_a_doubt,
-    _the_lost_wait_on,
+    replacing("the_lost_wait_on", attaches.Attaches, "give_up", lambda self, session: None),
     _no_word_of_a_dead_writer,
-    _deaf_to_the_time,
-    _drop_while_it_is_made,
-    _failed_calls_hold,
-    _failed_calls_never_hold,
-    _sealed_is_said_too_early,
+    replacing("deaf_to_the_time", attaches.Attaches, "elapsed", lambda self, now: None),
+    replacing("drop_while_it_is_made", lending.Lending, "making_segment", lambda *_: False),
+    replacing("failed_calls_hold", lending.Call, "any_sent", True),
+    replacing("failed_calls_never_hold", lending.Call, "any_sent", False),
+    replacing("sealed_is_said_too_early", segments.Segments, "not_sealed", segments.Segments.sealed),
     _nobody_drops_what_was_not_sealed,
     _settle_on_an_old_figure,
     _models_end_under_segments,
-    _nothing_is_kept,
+    replacing("nothing_is_kept", Admission, "reserved", lambda self, location: 0),
     _owners_may_not_use_it,
-    _the_dead_use_it,
-    _models_are_not_kept_for,
+    # Memory that is releasing counts as the tenant's, so that its guarantee looks used.
+    replacing("the_dead_use_it", ledger.Ledger, "tenant_lent", ledger.Ledger.tenant_charged),
+    replacing("models_are_not_kept_for", Admission, "_by_models", lambda *_: (0, 0)),
     _tenants_are_not_kept_for,
 )
 
 
 FAULTS_OF_STOCK = (
-    _used_and_not_taken,
-    _taken_and_not_there,
-    _dropped_and_not_told,
+    replacing("used_and_not_taken", stock.WarmPool, "take", stock.WarmPool.has),
+    replacing(
+        "taken_and_not_there", stock.WarmPool, "has", lambda self, location, extent_bytes, count: bool(self._ready)
+    ),
+    replacing(
+        "dropped_and_not_told", stock.WarmPool, "_drop", lambda self, kind, count: self._change(kind, -count, "dropped")
+    ),
     _refused_for_stock,
-    _full_beside_stock,
-    _tried_again_beside_stock,
-    _no_room_is_made,
+    replacing("full_beside_stock", stock.WarmPool, "drop_all", lambda self, location: False),
+    replacing("tried_again_beside_stock", stock.WarmPool, "drop_all", lambda self, location: bool(self._ready)),
+    replacing("no_room_is_made", stock.WarmPool, "make_room", lambda self, location: None),
     _stock_for_segments,
-    _never_forgotten,
+    replacing("never_forgotten", stock.WarmPool, "forget_stale", lambda self, now: None),
     _a_failure_makes_it_stay,
     _made_while_others_wait,
     _more_than_there_may_be,
     _beyond_the_capacity,
-    _made_all_the_same,
+    replacing("made_all_the_same", stock.WarmPool, "has", lambda self, location, extent_bytes, count: False),
     _used_and_still_counted,
     _still_to_be_made,
 )

@@ -99,106 +99,12 @@ def test_a_fall_after_the_limit_settles_no_other(story: Story) -> None:
     assert story.releasing() == PACKET
 
 
-def test_a_call_of_a_lost_connection_is_answered(story: Story) -> None:
-    """Both packets of the window were read, then the connection broke: no acknowledgement will open it again."""
-    session = story.open()
-    call = story.allocate(session, 192)
-    story.made(session, part=0)
-    story.made(session, part=1)
-    story.tell(ev.ConnectionLost(session))
-    assert call in story.answers
-
-
 def test_a_stranger_leaves_no_mark_on_a_model(story: Story) -> None:
     """Another tenant guesses a model's name: it learns nothing, and the model's own figures do not move."""
     story.open()
     stranger = story.open(tenant="u")
     story.allocate(stranger, 1)
     assert not story.broker.denials
-
-
-def test_memory_that_goes_before_its_holders_death_is_told_is_credited_at_once(story: Story) -> None:
-    """A dying process gives its memory up before its pidfd says so, and an audit in between sees the fall already."""
-    session = story.open()
-    story.allocate(session, 64)
-    story.made(session)
-    story.tell(ev.Acknowledge(session, 2, 0))
-    story.tell(ev.Audit({"device": PACKET}))
-    story.now = 10_000_000
-    story.tell(ev.Audit({"device": 0}))
-    assert story.broker.ledger.totals["device"].lent == PACKET
-    story.now = 20_000_000
-    story.tell(ev.ProcessDied(session, {"device": 0}))
-    assert story.releasing() == 0
-
-
-def test_a_segment_that_was_not_sealed_ends_without_its_writer(story: Story) -> None:
-    """The writer asked for the seal and left, and the driver failed: nobody is left whose leaving could end it."""
-    session = story.open()
-    segment = story.write(session, PACKET)
-    story.tell(ev.SealSegment(story.call(), session, 3, segment))
-    story.tell(ev.DetachSegment(story.call(), session, 4, segment))
-    story.tell(ev.NotSealed(segment, "DRIVER_FAILED", {}))
-    story.tell(ev.Dropped(segment))
-    assert not story.broker.ledger.segments
-
-
-def test_a_model_stays_while_a_segment_of_it_is_there(story: Story) -> None:
-    """A failed create is charged nothing, and the broker has not let go of it when its session leaves the model."""
-    session = story.open()
-    segment = story.create(session, PACKET)
-    story.tell(ev.NotMade(session, 2, 0, "DEVICE_FULL", {}))
-    story.tell(ev.UnregisterModel(story.call(), session, 3, MODEL))
-    story.tell(ev.Dropped(segment))
-    assert not story.broker.ledger.segments
-    story.now = 60_000_000_000
-    story.tell(ev.Audit({"device": 0}))
-    assert not story.broker.ledger.models
-
-
-@pytest.mark.parametrize("what", ["lent", "given back"])
-def test_what_others_do_between_two_looks_settles_no_segment(story: Story, what: str) -> None:
-    """A dead writer's child has the segment mapped when the broker lets go of it, and the last look is a second old.
-
-    Since then another worker has borrowed, or given back, just as much: the books say so, and the figure not yet.
-    """
-    writer, other = story.open(), story.open()
-    if what == "given back":
-        story.allocate(other, 64)
-        story.made(other)
-        story.tell(ev.Acknowledge(other, 2, 0))
-    before = story.broker.ledger.totals["device"].charged + PACKET
-    segment = story.write(writer, PACKET)
-    story.tell(ev.SealSegment(story.call(), writer, 3, segment))
-    story.tell(ev.Sealed(segment))
-    story.tell(ev.Audit({"device": before}))
-    story.tell(ev.ProcessDied(writer, {"device": before}))
-    story.now = 30_000_000_000
-    story.tell(ev.Audit({"device": before}))
-    if what == "given back":
-        story.tell(ev.Release(story.call(), other, 5, tuple(story.broker.ledger.sessions[other].extents)))
-    else:
-        story.allocate(other, 64)
-        story.made(other)
-    story.tell(ev.DeleteSegment(story.call(), None, 0, SEGMENT, 0))
-    story.tell(ev.Dropped(segment))
-    after = before + (-PACKET if what == "given back" else PACKET)
-    for _ in range(3):
-        story.now += 10_000_000
-        story.tell(ev.Audit({"device": after}))
-        assert story.releasing() == PACKET
-    story.tell(ev.Audit({"device": after - PACKET}))
-    assert story.releasing() == 0
-
-
-def test_each_of_several_requests_put_aside_has_its_id(story: Story) -> None:
-    """None of them is refused yet, and another request by one of their ids would be taken for it."""
-    session = story.open()
-    for request_id in (2, 3):
-        story.allocate(session, 4096, request_id)
-    for request_id in (2, 3):
-        call = story.allocate(session, 1, request_id)
-        assert story.answers[call] == deny(Reason.REQUEST_ID_IN_USE, request_id=request_id)
 
 
 def test_refusals_are_counted_at_a_model_that_is_there_and_end_with_it(story: Story) -> None:
