@@ -8,6 +8,7 @@ release something else.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -153,11 +154,12 @@ class Recalling:
 
     # --- rest ---
 
-    def come_to_rest(self) -> int:
+    def come_to_rest(self, unfair: str = "") -> int:
         """Let all workers answer with bytes until nothing moves. Return how many requests waited for a recall.
 
         First limits are lifted, and the workers that answer take all that is free; then every worker asks for more, and
-        has time. After that they ask for nothing.
+        has time. After that they ask for nothing. Only those of the tenant `unfair` keep all that they are asked for,
+        and go on to ask for a little with the hint that they want everything, and to give that back.
         """
         world, granule = self.world, self.world.rules.granularity
         world.stranger = {"device": 0, "host": 0}
@@ -181,7 +183,10 @@ class Recalling:
         for _ in range(120):
             world.pass_time(50 * MILLISECOND)
             for worker in list(world.workers.values()):
-                self._settle(worker)
+                self._settle(worker, keeps=worker.tenant == unfair)
+            self._work()
+            for worker in [one for one in self._borrowers() if one.tenant == unfair]:
+                self._churn(worker)
             self._work()
             if world.broker.deadline is not None and world.broker.deadline <= world.now:
                 world.elapse()
@@ -206,7 +211,19 @@ class Recalling:
             if self.world.told:
                 self.world.driver.hear()
 
-    def _settle(self, worker: Worker) -> None:
+    def _churn(self, worker: Worker) -> None:
+        """Ask for a granule, with the hint of much more, and give back what such a request has brought before."""
+        granule, world = self.world.rules.granularity, self.world
+        extents = world.broker.ledger.sessions[worker.session].extents
+        small = {one for one in worker.held if one in extents and extents[one].extent_bytes == granule}
+        world.borrowing.unmap(worker, small)
+        if worker.unmapped:
+            world.borrowing.say_released(worker)
+        name = sorted(world.broker.ledger.sessions[worker.session].models)[0]
+        request = ev.Allocate(*world.ask(worker), name, "device", granule, 1, 0)
+        world.send(dataclasses.replace(request, wanted_bytes=1_000 * granule))
+
+    def _settle(self, worker: Worker, *, keeps: bool) -> None:
         """Read everything, release what is unmapped, and answer."""
         for packet in worker.sent:
             packet.place = "socket" if packet.place == "queue" else packet.place
@@ -218,5 +235,5 @@ class Recalling:
             self.world.borrowing.say_released(worker)
         for number in list(worker.recalls):
             recall, _ = worker.recalls.pop(number)
-            self.give_back(worker, recall, recall.size)
+            self.give_back(worker, recall, 0 if keeps else recall.size)
             self.world.send(ev.AnswerRecall(worker.session, number, recall.size))

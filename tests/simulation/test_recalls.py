@@ -503,3 +503,16 @@ def test_at_rest_no_entitled_request_waits() -> None:
         world.referee.waiting.judge_rest()
         world.end()
     assert asked >= 10, "hardly anything was recalled"
+
+
+def test_those_who_answer_serve_a_guarantee_beside_one_who_keeps_everything() -> None:
+    """One tenant keeps all that it is asked for, and asks with hints on and on. The others release what is lacking."""
+    asked = in_vain = 0
+    for seed in REST:
+        world = World(seed)
+        for number in range(1_500):
+            world.turn(number)
+        asked += world.recalling.come_to_rest(unfair="t0")
+        in_vain += world.referee.waiting.judge_those_who_answer("t0")
+        world.end()
+    assert asked >= 10, "hardly anything was recalled"

@@ -249,6 +249,26 @@ class WaitingReferee:
             left += [one for one in waiters if self._left(one, shares) >= SLACK and self._is_allowed(one)]
             assert not left, f"{left} wait for ever"
 
+    def judge_those_who_answer(self, unfair: str) -> int:
+        """When only one tenant moves, which keeps all, nobody waits within a guarantee for what others could release.
+
+        Return how many requests wait for what that tenant keeps.
+        """
+        broker, guarantees, recalls = self._world.broker, self._referee.guarantees, self._referee.recalls
+        in_vain = 0
+        for where, total in broker.ledger.totals.items():
+            waiting = [one for one in broker.waiting._waiters.values() if one.deadline and one.event.location == where]
+            waiting = [one for one in waiting if not one.met_full_device and self._is_guaranteed(one)]
+            if total.releasing or not waiting:
+                continue
+            keepers = {name for name in broker.ledger.models if name.tenant == unfair}
+            shares = divide(self._referee, where, keepers=keepers)
+            for name in broker.ledger.models:
+                more = recalls.of_model(name, where) and guarantees.lent(name, where) - shares.get(name, 0)
+                assert name.tenant == unfair or more <= SLACK, f"{waiting} wait, and {name} has {more} beyond its share"
+            in_vain += len(waiting)
+        return in_vain
+
     def _judge_deadline(self, event: ev.Allocate | ev.CreateSegment, waiter: Any) -> None:
         world = self._world
         guaranteed = self._referee.guarantees.is_guaranteed(waiter.name, event.location, waiter.size)

@@ -156,7 +156,7 @@ def test_a_wait_for_a_program_that_is_late_names_it_to_the_operator() -> None:
             assert "`membroker models --admin` shows which models have the memory" in told
             assert "`membroker explain TENANT/MODEL --admin` names the session" in told
             assert "batch" not in told
-            late = "blue/batch was asked to release 64.0 MiB and is late."
+            late = "blue/batch was asked to release 64.0 MiB and has not."
             assert late in explain(daemon.admin, "red/chat")
             assert f"`membroker evict {blue.welcome.session}`" in explain(daemon.admin, "blue/batch")
         waiter.join()
