@@ -20,7 +20,7 @@ from membrokerd.runtime import loop
 
 FILE = "MEMBROKER_TEST_CALLS"
 _NOTED = loop.Loop.answer.__code__
-_read = HandoffConnection._read
+_read_frame = HandoffConnection.read
 
 
 def _counted(connection: HandoffConnection) -> bool:
@@ -34,7 +34,7 @@ def _counted(connection: HandoffConnection) -> bool:
 
     sys.setprofile(count)
     try:
-        return _read(connection)
+        return _read_frame(connection)
     finally:
         sys.setprofile(None)
         if len(calls) > 2:  # else there was no frame
@@ -43,5 +43,5 @@ def _counted(connection: HandoffConnection) -> bool:
 
 
 if __name__ == "__main__":
-    HandoffConnection._read = _counted  # type: ignore[method-assign]
+    HandoffConnection.read = _counted  # type: ignore[method-assign]
     sys.exit(main(sys.argv[1:-2]))  # without the `--log-level debug` of the tests
