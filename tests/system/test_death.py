@@ -7,7 +7,6 @@ in the daemon as before, so that a fault shows in whatever it leaked.
 from __future__ import annotations
 
 import os
-import random
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -24,10 +23,7 @@ from tests.support.workers import (
     is_gone,
     until_clean,
     worker,
-    workers,
 )
-
-from membrokerd.core.deaths import NOTICE_NS
 
 COUNT = 4
 """Extents of a raw worker's Allocate, of one granule each."""
@@ -104,31 +100,6 @@ def test_a_frame_and_the_death_of_its_sender_arrive_together(daemon: Daemon, tra
             one.do(last)
             one.kill()
         until_clean(daemon, at_start)
-
-
-def test_workers_killed_at_any_moment_leave_nothing(transport: str) -> None:
-    """Three engines churn and are killed after a few pages, wherever that finds them; twelve lives in all.
-
-    Which of several deaths a fall belongs to is not always told, so some may wait for `settle_seconds`.
-    """
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    choose = random.Random(seed)
-    churn = "while True:\n    pool.allocate(8 * MIB, 20 * MIB)\n    pool.deallocate(8 * MIB, 20 * MIB)\n"
-    with running({"settle_seconds": 1.0}) as daemon:
-        at_start = descriptors_at_start(daemon)
-        for _ in range(4):
-            with workers(3) as engines:
-                for number, each in enumerate(engines):
-                    borrow(each, daemon, 6 * MIB, ["red", "blue"][number % 2], transport)
-                revision = daemon.device().revision
-                for each in engines:
-                    each.begin(churn)
-                goal = revision + choose.randrange(10, 60)
-                until(lambda goal=goal: daemon.device().revision >= goal)
-                for each in engines:
-                    each.kill()
-            until_clean(daemon, at_start)
 
 
 def test_a_worker_killed_with_its_window_full_leaves_nothing(transport: str) -> None:
@@ -332,31 +303,3 @@ def test_a_descriptor_passed_to_another_process_keeps_the_charge(daemon: Daemon)
 
 
 # Gone without a word
-
-
-@pytest.mark.deep
-def test_a_detached_worker_that_unmapped_is_credited_by_the_limit_of_time(transport: str) -> None:
-    """It unmapped, and could not say so. Its memory was gone long before it died, so no fall can follow its death.
-
-    Books too high are the safe side: its charge stays while it lives, and `settle_seconds` more.
-    """
-    with running({"settle_seconds": 1.0, "audit_seconds": 0.1}) as daemon:
-        at_start = descriptors_at_start(daemon)
-        with raw_worker(daemon, transport, "mapped it") as engine:
-            engine.do("raw.socket.close(); raw.notices.close()")
-            until(lambda: device_used(daemon) == COUNT * PAGE)
-            engine.do("raw.unmap_all()")
-            until(lambda: device_used(daemon) == 0)
-            assert states(daemon) == ["DETACHED"]
-            assert daemon.books().lent_bytes == COUNT * PAGE
-            wait_for_audits_after_the_notice(daemon)
-            engine.kill()
-            until(lambda: daemon.books().releasing_bytes == COUNT * PAGE)
-            until_clean(daemon, at_start)
-            until(lambda: "proven=false" in daemon.log())
-
-
-def wait_for_audits_after_the_notice(daemon: Daemon) -> None:
-    """Wait until the state before the fall is further back than any notice of a death can be late."""
-    end = time.monotonic() + 1.2 * NOTICE_NS / 1e9
-    until(lambda: time.monotonic() > end and daemon.books())

@@ -6,19 +6,16 @@ again, everything goes on as before, on the same connections.
 
 from __future__ import annotations
 
-import select
 import socket
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 from tests.support import raw
-from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.honest_worker import State, honest, other_user, spare_descriptors, unprivileged
 from tests.support.raw import Connection, Session, hello, reason
 from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, descriptors_at_start, until_clean, worker
@@ -33,15 +30,6 @@ from membroker.wire.sessions import descriptors_for
 
 OF_A_SESSION = 4
 """Descriptors that a session costs the broker: its connection, its process, its notices."""
-COUNT = 100
-"""Extents of a call: a packet of 64 and one of 36. A packet's descriptors are open in the broker together."""
-
-
-@pytest.fixture
-def roomy() -> Iterator[Daemon]:
-    """A daemon that is short of nothing but descriptors."""
-    with running({"capacity": "1GiB"}) as one:
-        yield one
 
 
 def descriptors_at_rest(daemon: Daemon) -> int:
@@ -53,96 +41,6 @@ def descriptors_at_rest(daemon: Daemon) -> int:
     seen: list[int] = []
     until(lambda: seen.append(daemon.descriptors()) or (len(seen) > 40 and len(set(seen[-40:])) == 1))
     return seen[-1]
-
-
-@pytest.mark.deep
-def test_packets_for_which_there_are_few_descriptors(roomy: Daemon, transport: str) -> None:
-    """Two sessions ask at once, with none to spare, with one, until all can be made: granted, or refused as what it is.
-
-    A second packet is smaller, so it may come when the first did not: what was delivered is lent, and no more is.
-    """
-    daemon, at_start = roomy, descriptors_at_start(roomy)
-    outcomes: set[tuple[str, int]] = set()
-    with honest(daemon, transport) as one, ExitStack() as stack:
-        callers = [stack.enter_context(_Caller(daemon, transport)) for _ in range(2)]
-        before = descriptors_at_rest(daemon)
-        for spare in [*range(10), *range(10, 80, 3), *range(80, 2 * 64 + 12, 6)]:
-            spare_descriptors(daemon.process.pid, spare)
-            for caller in callers:
-                caller.begin()
-            answers = [caller.end() for caller in callers]
-            assert all(_is_right(*answer) for answer in answers), (spare, [(str(a)[:200], len(i)) for a, i in answers])
-            outcomes |= {(reason(answer) if isinstance(answer, Status) else "", len(ids)) for answer, ids in answers}
-            one.do("model.declare(PAGE); model.declare(0)")
-            for caller, (_, ids) in zip(callers, answers, strict=True):
-                caller.give_back(ids)
-            assert daemon.descriptors() == before, f"with {spare} to spare"
-        assert ("", COUNT) in outcomes
-        assert {("DESCRIPTORS_EXHAUSTED", 0), ("DESCRIPTORS_EXHAUSTED", 36)} <= outcomes
-        spare_descriptors(daemon.process.pid, None)
-        assert daemon.books().lent_bytes == 0
-        one.turns(10)
-    until_clean(daemon, at_start)
-
-
-def _is_right(answer: Any, ids: list[int]) -> bool:
-    if not isinstance(answer, Status):
-        return bool(answer.count == COUNT == len(ids))
-    again = any(detail.Is(RetryInfo.DESCRIPTOR) for detail in answer.details)
-    return reason(answer) == "DESCRIPTORS_EXHAUSTED" and again and len(ids) in (0, 36, 64)
-
-
-class _Caller:
-    """A session whose Allocates are begun and ended one by one, over either transport, on connections that stand."""
-
-    def __init__(self, daemon: Daemon, transport: str) -> None:
-        self._session = Session(daemon.endpoint())
-        self._model = self._session.register("mine")
-        self._transport = transport
-        self._channel = grpc.insecure_channel(f"unix:{self._session.endpoint}/grpc.sock")
-        self._stub: Any = broker_pb2_grpc.BrokerServiceStub(self._channel)
-        self._metadata = (("membroker-token", self._session.token),)
-        self._stub.GetDevice(bpb.GetDeviceRequest(), metadata=self._metadata, timeout=DEADLINE_SECONDS)
-        self._request_id = 0
-
-    def begin(self) -> None:
-        self._request_id += 1
-        request = raw.allocation(self._model, PAGE, COUNT)
-        if self._transport == "handoff":
-            self._session.send(pb.Frame(request_id=self._request_id, allocate=request))
-        else:
-            request.request_id = self._request_id
-            self._call = self._stub.AllocateExtents.future(request, metadata=self._metadata, timeout=DEADLINE_SECONDS)
-
-    def end(self) -> tuple[Any, list[int]]:
-        """Return the response or the refusal, and the ids that came."""
-        if self._transport == "handoff":
-            return self._session.answer(self._request_id)
-        ids: list[int] = []
-        # The two connections have no common order: an answer says how many extents come.
-        while not self._call.done() or raw.is_readable(self._session.sock) or self._is_short(ids):
-            if select.select([self._session.sock], [], [], 0.01)[0]:
-                delivery = self._session.receive().frame.delivery
-                ids += delivery.extent_ids
-                self._session.send(pb.Frame(request_id=self._request_id, ack=pb.Ack(part=delivery.part)))
-        error = self._call.exception()
-        return (raw.status_of(error) if error else self._call.result()), ids
-
-    def _is_short(self, ids: list[int]) -> bool:
-        return self._call.exception() is None and len(ids) < self._call.result().count
-
-    def give_back(self, ids: list[int]) -> None:
-        self._request_id += 1
-        if ids:
-            answer = self._session.call(release=bpb.ReleaseExtentsRequest(extent_ids=ids))
-            assert answer.released_bytes == len(ids) * PAGE
-
-    def __enter__(self) -> _Caller:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._channel.close()
-        self._session.close()
 
 
 def test_an_honest_worker_while_the_broker_has_no_descriptor_left(daemon: Daemon, transport: str) -> None:
@@ -160,44 +58,6 @@ def test_an_honest_worker_while_the_broker_has_no_descriptor_left(daemon: Daemon
         one.turns(20)
         until(lambda: daemon.books().lent_bytes == 0)
     until_clean(daemon, at_start)
-
-
-@pytest.mark.deep
-def test_sessions_that_never_read_leave_the_descriptors_of_others() -> None:
-    """A tenant has all the sessions that it may have, reads nothing, and borrows by gRPC all that its windows take.
-
-    The sockets are full, so the packets wait in the broker, open. No other limit holds: as root the kernel does not
-    count what is in flight. What each session may have open there, the broker has counted before it took the session.
-    """
-    with running({"capacity": "8GiB"}, descriptors=1024) as daemon, ExitStack() as stack:
-        at_start = descriptors_at_start(daemon)
-        one = stack.enter_context(honest(daemon))
-        sessions: list[Session] = []
-        with suppress(AssertionError):  # one too many
-            while len(sessions) < 16:
-                sessions.append(stack.enter_context(Session(daemon.endpoint())))
-        for session in sessions:
-            model = session.register("m")
-            request = raw.allocation(model, PAGE, 2 * 64)
-            _fill(session.sock)
-            answer = raw.grpc_call(session.endpoint, session.token, "AllocateExtents", request)
-            assert not isinstance(answer, Status), reason(answer)
-            assert answer.count == 2 * 64
-        assert daemon.descriptors() >= at_start + len(sessions) * 2 * 64
-        one.turns(20)
-        one.do("[model.allocate(300 * PAGE).close() for _ in range(2)]")
-        for session in sessions:
-            session.sock.close()
-        until(lambda: daemon.books().lent_bytes == 0)
-
-
-def _fill(sock: socket.socket) -> None:
-    """Ask on and on for what is refused, until the broker reads no more because the answers are not read."""
-    sock.setblocking(False)
-    frame = pb.Frame(request_id=1, release=bpb.ReleaseExtentsRequest(extent_ids=[1])).SerializeToString()
-    while select.select([], [sock], [], 0.2)[1]:
-        with suppress(BlockingIOError):
-            sock.send(frame)
 
 
 _SPARE = [
@@ -247,18 +107,25 @@ def test_a_connection_for_which_there_are_few_descriptors(daemon: Daemon, spare:
 def test_a_grpc_connection_for_which_there_is_no_descriptor(daemon: Daemon) -> None:
     """It waits where the kernel has put it, and its call is answered when there is room; those that stand go on."""
     at_start = descriptors_at_start(daemon)
-    with Session(daemon.endpoint()) as session, _Caller(daemon, "grpc") as standing:
+    with Session(daemon.endpoint()) as session, ExitStack() as stack:
+        token = (("membroker-token", session.token),)
+
+        def ask(number: int) -> Any:
+            channel = grpc.insecure_channel(f"unix:{session.endpoint}/grpc.sock", (("number", number),))
+            stub = broker_pb2_grpc.BrokerServiceStub(stack.enter_context(channel))
+            return lambda: stub.GetDevice.future(bpb.GetDeviceRequest(), metadata=token)
+
+        standing, new = ask(1), ask(2)
+        assert standing().result(DEADLINE_SECONDS).locations
         before = descriptors_at_rest(daemon)
         spare_descriptors(daemon.process.pid, 0)
-        with grpc.insecure_channel(f"unix:{session.endpoint}/grpc.sock", (("number", 1),)) as channel:
-            stub = broker_pb2_grpc.BrokerServiceStub(channel)
-            call = stub.GetDevice.future(bpb.GetDeviceRequest(), metadata=(("membroker-token", session.token),))
-            standing.begin()
-            assert _is_right(*standing.end())
-            assert not call.done()
-            spare_descriptors(daemon.process.pid, None)
-            assert call.result(DEADLINE_SECONDS).locations
-        until(lambda: daemon.descriptors() == before)
+        call = new()
+        assert standing().result(DEADLINE_SECONDS).locations
+        assert not call.done()
+        spare_descriptors(daemon.process.pid, None)
+        assert call.result(DEADLINE_SECONDS).locations
+        stack.close()
+        until(lambda: daemon.descriptors() < before)
     until_clean(daemon, at_start)
 
 

@@ -8,7 +8,7 @@ from tests.support import raw
 from tests.support.daemons import Daemon, hold_still, running, until
 from tests.support.devices import Device
 from tests.support.sizes import MIB
-from tests.support.workers import PAGE, descriptors_at_start, is_clean, until_clean, worker, workers
+from tests.support.workers import PAGE, descriptors_at_start, until_clean, worker, workers
 
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
@@ -196,42 +196,3 @@ def test_declared_memory_is_charged_and_credited(daemon: Daemon, transport: str)
         assert daemon.books().lent_bytes == 36 * MIB
         engine.kill()
     until_clean(daemon, at_start)
-
-
-def test_a_burst_is_all_or_nothing_while_others_come_and_go(daemon: Daemon, transport: str) -> None:
-    """Four engines of two tenants grow by many packets at once, far over what is there, again and again.
-
-    A refused worker keeps nothing of the attempt, and at the end every byte is back.
-    """
-    at_start = descriptors_at_start(daemon)
-    burst = (
-        "granted = refused = 0\n"
-        "for size in (70, 130, 100, 180, 150, 66) * 3:\n"
-        "    try:\n"
-        "        pool.allocate(0, size * MIB)\n"
-        "    except membroker.OutOfMemory:\n"
-        "        refused += 1\n"
-        "        assert pool.physical_usage_bytes == 0\n"
-        "        continue\n"
-        "    granted += 1\n"
-        "    for at in range(0, size * MIB, PAGE):\n"
-        "        pool.view(at, 8)[:] = at.to_bytes(8, 'little')\n"
-        "    assert all(bytes(pool.view(at, 8)) == at.to_bytes(8, 'little') for at in range(0, size * MIB, PAGE))\n"
-        "    pool.deallocate(0, size * MIB)\n"
-        "answer = [granted, refused]\n"
-    )
-    with workers(4) as engines:
-        for number, each in enumerate(engines):
-            each.connect(daemon, ["red", "blue"][number % 2], transport)
-            each.do(f"pool = client.register_model('m{number}', virtual_capacity='1GiB').pool(page_size='2MiB')")
-        for each in engines:
-            each.begin(burst)
-        outcomes = [each.result() for each in engines]
-        assert all(granted + refused == 18 for granted, refused in outcomes)
-        assert sum(granted for granted, _ in outcomes) > 0
-        assert sum(refused for _, refused in outcomes) > 0, "nobody was ever short: the test does not show anything"
-        until(lambda: daemon.books().lent_bytes == 0)
-        for each in engines:
-            assert each.finish() == 0
-    until_clean(daemon, at_start)
-    assert is_clean(daemon)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import tempfile
@@ -48,34 +47,6 @@ def restart(daemon: Daemon, *, kill: bool = True) -> None:
 def check_free(daemon: Daemon) -> None:
     until(lambda: daemon.books().lent_bytes + daemon.books().releasing_bytes == 0)
     until(lambda: daemon.books().device_used_bytes == ANCHOR_BYTES)
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("kill", [True, False], ids=["killed", "stopped"])
-def test_a_pool_computes_on_and_grows_after_each_of_three_daemons(daemon: Daemon, transport: str, kill: bool) -> None:
-    """An engine churns through three deaths: what it holds stays as it is, and nothing is lent twice or lost."""
-    with worker() as one:
-        one.connect(daemon, transport=transport)
-        one.do("pool = client.register_model('m', virtual_capacity='1GiB').pool(page_size='2MiB')")
-        one.do(
-            "pool.allocate(0, 16 * MIB); view = pool.view(0, 16 * MIB); view[:4] = b'mine'; session = client.session"
-        )
-        for round_ in range(1, 4):
-            one.begin(
-                f"for _ in range(60):\n    pool.allocate({round_ * 32} * MIB, 32 * MIB)\n"
-                f"    pool.deallocate({round_ * 32} * MIB, 32 * MIB)\n"
-                f"pool.allocate({round_ * 32} * MIB, 8 * MIB)"
-            )
-            revision = daemon.device().revision
-            until(lambda: daemon.device().revision > revision + 20)  # noqa: B023 - called at once
-            restart(daemon, kill=kill)
-            one.result()
-            held = (16 + 8 * round_) * MIB
-            assert one.ask("[bytes(view[:4]).decode(), client.session == session]") == ["mine", True]
-            until(lambda: daemon.books().lent_bytes == held)  # noqa: B023
-            until(lambda: daemon.books().device_used_bytes == held + ANCHOR_BYTES)  # noqa: B023
-        one.do("view.release(); client.close()")
-    check_free(daemon)
 
 
 def test_who_died_while_no_daemon_ran_is_found_dead(patient: Daemon) -> None:
@@ -207,10 +178,6 @@ def test_holds_are_checked_before_they_are_used(daemon: Daemon) -> None:
 
     refused = {
         "a goodbye": pb.Frame(request_id=2, goodbye=pb.Goodbye()),
-        "too many in a frame": pb.Frame(request_id=2, holds=pb.Holds(extent_ids=range(1, 5_000))),
-        "an invalid name": pb.Frame(
-            request_id=2, holds=pb.Holds(declarations=[pb.HeldDeclaration(model="m", declared_bytes=1)])
-        ),
     }
     for what, frame in refused.items():
         with resume(frame) as line:
@@ -293,40 +260,6 @@ def test_a_start_on_a_full_disk_goes_on_with_the_books(small_disk: Path, kill: b
         one.do("[buffer.close() for buffer in held]; client.close()")
         check_free(daemon)
         assert "the journal" not in daemon.log()
-
-
-@pytest.mark.deep
-def test_a_full_disk_stops_new_debits_and_nothing_else(daemon: Daemon) -> None:
-    """The runtime directory's disk is full: nothing more is lent, everything can be released; then there is room."""
-    with worker() as one:
-        one.connect(daemon)
-        one.do("model = client.register_model('m'); held = [model.allocate(PAGE) for _ in range(8)]")
-        pid, (_, hard) = daemon.process.pid, resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (PAGE, hard))  # an extent is a file, too
-        one.do(
-            "refused = None\n"
-            "while refused is None:\n"
-            "    try:\n"
-            "        model.allocate(PAGE).close()\n"
-            "    except membroker.MembrokerError as error:\n"
-            "        refused = error\n"
-        )
-        assert one.ask("refused.reason") == "JOURNAL_FULL"
-        one.do("held.pop().close(); held.pop().close()")
-        until(lambda: daemon.books().lent_bytes == 6 * PAGE)
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
-        one.do(
-            "while len(held) < 7:\n"
-            "    try:\n"
-            "        held.append(model.allocate(PAGE))\n"
-            "    except membroker.MembrokerError:\n"
-            "        pass\n"
-        )
-        restart(daemon)
-        one.do("held.pop().close()")
-        until(lambda: daemon.books().lent_bytes == 6 * PAGE)
-        one.do("[buffer.close() for buffer in held]; client.close()")
-    check_free(daemon)
 
 
 def test_pidfds_of_sessions_that_nobody_knows_are_let_go(daemon: Daemon) -> None:

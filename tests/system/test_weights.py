@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from prometheus_client.parser import text_string_to_metric_families
 from tests.support.daemons import Daemon, running, until
-from tests.support.raw import Session, info, reason
+from tests.support.raw import Session, info
 from tests.support.sizes import MIB
 from tests.system.test_reload import reload
 
@@ -96,16 +95,6 @@ def weights(admin: Admin) -> dict[str, int]:
     return {one.name.removeprefix("tenants/"): one.books["device"].weight for one in admin.tenants()}
 
 
-def numbers(daemon: Daemon) -> dict[tuple[str, ...], float]:
-    """Return the series about waits: by name, and by result or tenant."""
-    return {
-        (one.name.removeprefix("membroker_"), one.labels.get("result") or one.labels["tenant"]): one.value
-        for family in text_string_to_metric_families(daemon.metrics())
-        for one in family.samples
-        if one.labels.get("guaranteed") == "false" or ("_waiting_" in one.name and one.labels["location"] == "device")
-    }
-
-
 def test_weights_are_configured_commanded_and_kept(daemon: Daemon, admin: Admin) -> None:
     """A command stands before the configuration, also after a restart, until `none` ends it."""
     assert weights(admin) == {"red": 2, "blue": 1, "green": 1}
@@ -142,33 +131,6 @@ def test_weights_are_configured_commanded_and_kept(daemon: Daemon, admin: Admin)
 def test_a_reload_changes_weights(daemon: Daemon, admin: Admin) -> None:
     reload(daemon, tenants={**TENANTS, "red": {"weight": 7}, "blue": {"weight": 0}})
     assert weights(admin) == {"red": 7, "blue": 0, "green": 1}
-
-
-@pytest.mark.deep
-def test_an_operator_sees_waits_and_how_they_ended(daemon: Daemon, admin: Admin, tenants: Tenants) -> None:
-    held = tenants.borrow("green", 250 * MIB)
-    results = ("granted", "refused", "cancelled")
-    assert {result: numbers(daemon)["wait_seconds_count", result] for result in results} == dict.fromkeys(results, 0)
-    granted, _ = tenants.ask("red", 64 * MIB, HOURS), tenants.ask("blue", 32 * MIB, HOURS)
-    until(lambda: waiting(admin) == (96 * MIB, 2))
-    found = {one.name.removeprefix("tenants/"): one.books["device"].waiting_bytes for one in admin.tenants()}
-    assert found == {"red": 64 * MIB, "blue": 32 * MIB, "green": 0}
-    scrape = numbers(daemon)
-    assert [scrape["model_waiting_bytes", name] for name in TENANTS] == [64 * MIB, 32 * MIB, 0]
-    assert [scrape["model_waiting_requests", name] for name in TENANTS] == [1, 1, 0]
-
-    refused = tenants.answer("red", tenants.ask("red", 128 * MIB, 0.02))
-    assert reason(refused) == "CAPACITY"
-    assert 20 <= int(info(refused).metadata["waited_ms"]) < 60_000
-    tenants.sessions["blue"].sock.close()
-    until(lambda: waiting(admin) == (64 * MIB, 1))
-    tenants.release("green", held)
-    assert len(tenants.answer("red", granted)) == 1
-    assert waiting(admin) == (0, 0)
-    scrape = numbers(daemon)
-    assert {result: scrape["wait_seconds_count", result] for result in results} == dict.fromkeys(results, 1)
-    assert 0.02 <= scrape["wait_seconds_sum", "refused"] < 60
-    assert "wait refused model=tenants/red/models/chat location=device size_bytes=134217728 waited_ms=" in daemon.log()
 
 
 def test_a_guaranteed_request_waits_as_configured(daemon: Daemon, admin: Admin, tenants: Tenants) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 
@@ -122,6 +121,7 @@ client.close()
                 pool.close()
             until(lambda: daemon.device().locations[1].lent_bytes == 0)
 
+    @pytest.mark.deep
     def test_ctrl_c_at_any_moment(self, daemon: Daemon, transport: str) -> None:
         """Interrupts strike a loop that borrows and releases, at any point: nothing is left mapped or lent."""
         script = """
@@ -228,28 +228,7 @@ client.close()
             ends(process)
         until(lambda: is_settled(daemon))
 
-    def test_a_child_does_not_keep_a_dead_parents_memory(self, daemon: Daemon, transport: str) -> None:
-        """The rank is killed and its data loaders live on: the memory is free all the same."""
-        script = """
-client = connect()
-pool = client.register_model("m").pool(page_size=PAGE)
-pool.allocate(0, 4 * PAGE)
-child = os.fork()
-if not child:
-    say(os.getpid())
-    signal.pause()
-signal.pause()
-"""
-        with worker(script, daemon, transport) as process:
-            child = int(heard(process))
-            try:
-                assert daemon.books().lent_bytes == 4 * PAGE
-                process.kill()
-                until(lambda: is_settled(daemon) and not daemon.sessions())
-                assert mapped_extents(child) == 0
-            finally:
-                os.kill(child, signal.SIGKILL)
-
+    @pytest.mark.deep
     def test_fork_while_other_threads_hold_locks(self, daemon: Daemon, transport: str) -> None:
         """Fork in the middle of other threads' calls: the child must not wait for a lock that nobody will open."""
         script = """

@@ -276,26 +276,3 @@ client.close()
             tell(process)
             ends(process)
         until(lambda: is_settled(daemon) and not daemon.sessions())
-
-
-class TestExit:
-    def test_without_close(self, daemon: Daemon, transport: str) -> None:
-        """A script just ends with its segments in its globals: what it sealed is there for the next one."""
-        script = """
-client = connect()
-model = client.register_model("m")
-made = model.create_segment("weights", 1)
-made.write(0, b"kept")
-made.seal()
-attached, half = client.attach("weights"), model.create_segment("half", 1)
-view = attached.view()
-say("end")
-"""
-        with worker(script, daemon, transport) as process:
-            assert heard(process) == "end"
-            ends(process)
-        until(lambda: not daemon.sessions())
-        with membroker.connect(daemon.endpoint()) as client:
-            until(lambda: holders(client) == {"weights": 0})
-            with client.attach("weights") as segment:
-                assert segment.read(0, 4) == b"kept"
