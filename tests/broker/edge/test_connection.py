@@ -210,6 +210,7 @@ def kinds(packets: list[handoff.Packet]) -> list[str]:
             found.append(f"{frame.request_id}: delivery {delivery.part}{reply}")
         else:
             assert not packet.descriptors
+            assert frame.reply.error.message or not frame.reply.HasField("error")
             found.append(f"{frame.request_id}: {frame.reply.WhichOneof('result')}")
         handoff.close_all(packet.descriptors)
     return found
@@ -218,109 +219,67 @@ def kinds(packets: list[handoff.Packet]) -> list[str]:
 REFUSED = deny(Reason.DELIVERY_FAILED, model="tenants/red/models/m")
 
 
-def test_the_reply_comes_in_the_last_delivery() -> None:
-    """A small call takes one packet instead of two: the answer comes with the memory."""
+@pytest.mark.parametrize(
+    ("story", "sent"),
+    [
+        pytest.param(
+            "deliver 5; answer 5; flush",
+            ["5: delivery 0 + allocate"],
+            id="a small call takes one packet instead of two",
+        ),
+        pytest.param(
+            "deliver 5 0/3; flush; deliver 5 1/3; flush; deliver 5 2/3; answer 5; flush",
+            ["5: delivery 0", "5: delivery 1", "5: delivery 2 + allocate"],
+            id="only the last delivery has the reply",
+        ),
+        pytest.param(
+            "deliver 5; nothing; flush; answer 5; answer 6",
+            ["5: delivery 0", "5: allocate", "6: allocate"],
+            id="nothing is sent before the flush, so that an answer may still join",
+        ),
+        pytest.param(
+            "deliver 5; refuse 5; flush; deliver 6; flush; refuse 6",
+            ["5: delivery 0", "5: error", "6: delivery 0", "6: error"],
+            id="a refusal comes alone: what was delivered stays charged",
+        ),
+        pytest.param(
+            "deliver 5; released 6; flush; answer 5; deliver 7; flush; answer 7",
+            ["5: delivery 0", "6: release", "5: allocate", "7: delivery 0", "7: allocate"],
+            id="a reply never joins the delivery of another call",
+        ),
+        pytest.param(
+            "deliver 5 0/2; deliver 6 0/2; deliver 5 1/2; deliver 6 1/2; answer 6; answer 5; flush",
+            ["5: delivery 0", "6: delivery 0", "5: delivery 1", "6: delivery 1 + allocate", "5: allocate"],
+            id="of two calls the last delivery carries its reply, and the other one follows",
+        ),
+        pytest.param(
+            "deliver 5 0/2; deliver 6 0/2; deliver 5 1/2; deliver 6 1/2; answer 5; answer 6; flush",
+            ["5: delivery 0", "6: delivery 0", "5: delivery 1", "6: delivery 1", "5: allocate", "6: allocate"],
+            id="behind a reply, the last delivery is no longer the last that is queued",
+        ),
+    ],
+)
+def test_what_is_sent_and_when(story: str, sent: list[str]) -> None:
+    """A story of deliveries and answers, each with its request's id, and what comes of it."""
+    results = {"answer": None, "refuse": REFUSED, "released": fx.Released(PAGE)}
 
-    async def story(lender: Lender) -> None:
-        await lender.begin(5)
-        lender.deliver(5)
-        lender.answer(5)
-        lender.flush()
-        (packet,) = packets = await lender.receive(1)
-        assert packet.frame.delivery.reply.allocate == bpb.AllocateExtentsResponse(count=1, extent_bytes=PAGE)
-        assert kinds(packets) == ["5: delivery 0 + allocate"]
+    async def tell(lender: Lender) -> None:
+        steps = [step.split() for step in story.split("; ")]
+        await lender.begin(*sorted({int(step[1]) for step in steps if len(step) > 1}))
+        for what, *rest in steps:
+            if what == "flush":
+                lender.flush()
+            elif what == "nothing":
+                with pytest.raises(BlockingIOError):
+                    handoff.receive(lender.theirs)
+            elif what == "deliver":
+                part, _, parts = rest[1].partition("/") if len(rest) > 1 else ("0", "/", "1")
+                lender.deliver(int(rest[0]), int(part), int(parts), extents=64 if parts == "3" else 1)
+            else:
+                lender.answer(int(rest[0]), results[what])
+        assert kinds(await lender.receive(len(sent))) == sent
 
-    play(story)
-
-
-def test_only_the_last_delivery_has_it() -> None:
-    async def story(lender: Lender) -> None:
-        await lender.begin(5)
-        for part in range(3):
-            lender.deliver(5, part, 3, extents=64)
-            if part == 2:
-                lender.answer(5, fx.Allocated(192, PAGE))
-            lender.flush()
-        packets = await lender.receive(3)
-        assert kinds(packets) == ["5: delivery 0", "5: delivery 1", "5: delivery 2 + allocate"]
-
-    play(story)
-
-
-def test_nothing_is_sent_before_the_flush() -> None:
-    """The answer may still join a queued delivery; what was flushed without it comes first."""
-
-    async def story(lender: Lender) -> None:
-        await lender.begin(5, 6)
-        lender.deliver(5)
-        with pytest.raises(BlockingIOError):
-            handoff.receive(lender.theirs)
-        lender.flush()
-        lender.answer(5)
-        lender.answer(6)
-        assert kinds(await lender.receive(3)) == ["5: delivery 0", "5: allocate", "6: allocate"]
-
-    play(story)
-
-
-def test_a_refusal_after_deliveries_comes_alone() -> None:
-    """The second packet failed: the first one's memory stays charged to the session until it is released, and the
-    reply says so.
-    """
-
-    async def story(lender: Lender) -> None:
-        await lender.begin(5, 6)
-        lender.deliver(5)
-        lender.answer(5, REFUSED)
-        lender.flush()
-        lender.deliver(6)
-        lender.flush()
-        lender.answer(6, REFUSED)
-        packets = await lender.receive(4)
-        assert packets[1].frame.reply.error.message
-        assert kinds(packets) == ["5: delivery 0", "5: error", "6: delivery 0", "6: error"]
-
-    play(story)
-
-
-def test_a_reply_never_joins_another_calls_delivery() -> None:
-    async def story(lender: Lender) -> None:
-        await lender.begin(5, 6, 7)
-        lender.deliver(5)
-        lender.answer(6, fx.Released(PAGE))
-        lender.flush()
-        lender.answer(5)
-        lender.deliver(7)
-        lender.flush()
-        lender.answer(7)
-        packets = await lender.receive(5)
-        assert kinds(packets) == ["5: delivery 0", "6: release", "5: allocate", "7: delivery 0", "7: allocate"]
-
-    play(story)
-
-
-@pytest.mark.parametrize("first", [5, 6])
-def test_two_calls_between_each_other(first: int) -> None:
-    """Both packets of each call are queued in turn: only the last delivery may carry its reply, the other reply comes
-    after all.
-    """
-
-    async def story(lender: Lender) -> None:
-        await lender.begin(5, 6)
-        for part in range(2):
-            for number in (5, 6):
-                lender.deliver(number, part, 2)
-        lender.answer(first)
-        lender.answer(11 - first)
-        lender.flush()
-        packets = kinds(await lender.receive(6 if first == 5 else 5))
-        before = ["5: delivery 0", "6: delivery 0", "5: delivery 1"]
-        if first == 6:
-            assert packets == [*before, "6: delivery 1 + allocate", "5: allocate"]
-        else:  # 5's stands behind 6's last delivery, so that is no longer the last that is queued
-            assert packets == [*before, "6: delivery 1", "5: allocate", "6: allocate"]
-
-    play(story)
+    play(tell)
 
 
 def test_an_answer_of_the_same_number_later_is_another_calls() -> None:
@@ -331,7 +290,9 @@ def test_an_answer_of_the_same_number_later_is_another_calls() -> None:
         lender.deliver(5)
         lender.answer(5)
         lender.flush()
-        assert kinds(await lender.receive(1)) == ["5: delivery 0 + allocate"]
+        (packet,) = packets = await lender.receive(1)
+        assert packet.frame.delivery.reply.allocate == bpb.AllocateExtentsResponse(count=1, extent_bytes=PAGE)
+        assert kinds(packets) == ["5: delivery 0 + allocate"]
         handoff.send(lender.theirs, handoff.encode(pb.Frame(request_id=5, allocate=allocation("m", PAGE))))
         await lender.until(lambda: lender.asked)
         lender.answer(5, REFUSED)
