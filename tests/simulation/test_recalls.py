@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from tests.simulation.faults import Fault, notice
+from tests.simulation.faults import Fault, notice, replacing
 from tests.simulation.recalling import is_deaf
 from tests.simulation.world import World, is_crowded
 
@@ -54,12 +54,6 @@ def _declarations_can_be_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recallable, "extents_of", extents_of)
 
 
-def _segments_can_be_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        Admission, "firm", lambda self, name, where: 0 if self._recallable.is_possible else self.lent(name, where)
-    )
-
-
 def _late_sessions_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     def bytes_of(self: Any, one: Borrower) -> int:
         return max(0, self.extents_of(one) - self.kept.get(one, (0, 0))[0])
@@ -74,18 +68,6 @@ def _lost_sessions_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recallable, "borrowers", borrowers)
 
 
-def _late_sessions_are_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Recallable, "is_trusted", lambda self, session, name, _: self.answers(session, name))
-
-
-def _all_sessions_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Recallable, "answers", lambda self, session, name: session is not None)
-
-
-def _an_answer_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Recalls, "answer", lambda *_: None)
-
-
 def _silence_is_forgiven_on_return(monkeypatch: pytest.MonkeyPatch) -> None:
     resumed = Recalls.resumed
 
@@ -94,10 +76,6 @@ def _silence_is_forgiven_on_return(monkeypatch: pytest.MonkeyPatch) -> None:
         resumed(self, session, *rest)
 
     monkeypatch.setattr(Recalls, "resumed", forgive)
-
-
-def _late_sessions_borrow_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Recallable, "is_marked", lambda *_: False)
 
 
 def _debits_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,10 +87,6 @@ def _debits_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         self.recallable.is_possible = self.recallable.is_possible or possible
 
     monkeypatch.setattr(Books, "record", forget)
-
-
-def _credits_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Recallable, "credited", Recallable.bound_kept)
 
 
 def _what_is_kept_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,10 +123,6 @@ def _nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         self._state.kept.clear()
 
     monkeypatch.setattr(Recalls, "answer", forget)
-
-
-def _more_is_kept_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Recallable, "bound_kept", lambda *_: None)
 
 
 def _only_the_last_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,10 +257,6 @@ def _not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def _lost_and_still_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Recalls, "detached", lambda *_: None)
-
-
 def _a_lost_connection_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     detached = Recalls.detached
 
@@ -314,23 +280,9 @@ def _asked_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- how much, and of which models ---
 
 
-def _more_than_the_excess(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        Schedule, "_not_asked", lambda self, name, where: self._books.admission.lent(name, where) + (1 << 30)
-    )
-
-
 def _what_is_coming_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recallable, "coming", lambda *_: 0)
     monkeypatch.setattr(Recallable, "asked_of_model", lambda *_, **__: 0)
-
-
-def _limits_are_not_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Schedule, "recall_above_limits", lambda *_: None)
-
-
-def _nothing_is_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Schedule, "_recall", lambda *_: None)
 
 
 def _firm_bytes_have_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,27 +304,7 @@ def _unused_guarantees_have_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Shares, "_tenant", whole)
 
 
-def _releasing_bytes_leave_room_in_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Admission, "usable_guarantee", Admission.tenant_guarantee)
-
-
-def _the_unlent_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Admission, "unlent", lambda *_: 0)
-
-
 # --- holds, and whose turn it is ---
-
-
-def _a_hold_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Schedule, "elapsed", lambda *_: None)
-
-
-def _a_hold_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Schedule, "_held_beside", lambda *_: 0)
-
-
-def _a_hold_keeps_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Schedule, "_held_beside", lambda *_: 1 << 50)
 
 
 def _what_is_wanted_soon_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,14 +348,6 @@ def _beyond_its_share_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Schedule, "_first", first)
 
 
-def _refused_in_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Schedule, "leaves", lambda *_: 0)
-
-
-def _asked_and_still_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Schedule, "is_asked", lambda *_: False)
-
-
 def _not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def state(self: Any) -> object:
         return self._books.ledger.revision, self._books.admission, self._books.recallable.revision
@@ -433,21 +357,31 @@ def _not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 FAULTS: tuple[Fault, ...] = (
     _declarations_can_be_recalled,
-    _segments_can_be_recalled,
+    replacing(
+        "segments_can_be_recalled",
+        Admission,
+        "firm",
+        lambda self, name, where: 0 if self._recallable.is_possible else self.lent(name, where),
+    ),
     _late_sessions_can_be_asked,
     _lost_sessions_can_be_asked,
-    _late_sessions_are_trusted,
-    _all_sessions_answer,
-    _an_answer_ends_nothing,
+    replacing(
+        "late_sessions_are_trusted",
+        Recallable,
+        "is_trusted",
+        lambda self, session, name, _: self.answers(session, name),
+    ),
+    replacing("all_sessions_answer", Recallable, "answers", lambda self, session, name: session is not None),
+    replacing("an_answer_ends_nothing", Recalls, "answer", lambda *_: None),
     _silence_is_forgiven_on_return,
-    _late_sessions_borrow_on,
+    replacing("late_sessions_borrow_on", Recallable, "is_marked", lambda *_: False),
     _debits_are_not_counted,
-    _credits_are_not_counted,
+    replacing("credits_are_not_counted", Recallable, "credited", Recallable.bound_kept),
     _what_is_kept_is_not_counted,
     _a_lost_connection_is_not_counted,
     _kept_for_ever,
     _nothing_is_kept,
-    _more_is_kept_than_there_is,
+    replacing("more_is_kept_than_there_is", Recallable, "bound_kept", lambda *_: None),
     _only_the_last_is_kept,
     _open_recalls_are_amended,
     _never_raised,
@@ -461,26 +395,31 @@ FAULTS: tuple[Fault, ...] = (
     _never_late,
     _not_woken_for_it,
     _not_repeated,
-    _lost_and_still_asked,
+    replacing("lost_and_still_asked", Recalls, "detached", lambda *_: None),
     _a_lost_connection_ends_it,
     _asked_after_the_end,
-    _more_than_the_excess,
+    replacing(
+        "more_than_the_excess",
+        Schedule,
+        "_not_asked",
+        lambda self, name, where: self._books.admission.lent(name, where) + (1 << 30),
+    ),
     _what_is_coming_is_forgotten,
-    _limits_are_not_recalled,
-    _nothing_is_recalled,
+    replacing("limits_are_not_recalled", Schedule, "recall_above_limits", lambda *_: None),
+    replacing("nothing_is_recalled", Schedule, "_recall", lambda *_: None),
     _firm_bytes_have_no_share,
     _unused_guarantees_have_a_share,
-    _releasing_bytes_leave_room_in_a_limit,
-    _the_unlent_is_lent,
-    _a_hold_never_ends,
-    _a_hold_keeps_nothing,
-    _a_hold_keeps_everything,
+    replacing("releasing_bytes_leave_room_in_a_limit", Admission, "usable_guarantee", Admission.tenant_guarantee),
+    replacing("the_unlent_is_lent", Admission, "unlent", lambda *_: 0),
+    replacing("a_hold_never_ends", Schedule, "elapsed", lambda *_: None),
+    replacing("a_hold_keeps_nothing", Schedule, "_held_beside", lambda *_: 0),
+    replacing("a_hold_keeps_everything", Schedule, "_held_beside", lambda *_: 1 << 50),
     _what_is_wanted_soon_is_not_heard,
     _more_is_wanted_than_there_is,
     _a_hold_grows_by_the_same_step,
     _beyond_its_share_in_turn,
-    _refused_in_its_turn,
-    _asked_and_still_waiting,
+    replacing("refused_in_its_turn", Schedule, "leaves", lambda *_: 0),
+    replacing("asked_and_still_waiting", Schedule, "is_asked", lambda *_: False),
     _not_looked_at_again,
 )
 

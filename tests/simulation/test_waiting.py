@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.simulation.faults import Fault, notice
+from tests.simulation.faults import Fault, notice, replacing
 from tests.simulation.world import is_crowded
 
 from membrokerd.core import policy, schedule
@@ -27,17 +27,9 @@ def _for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Waiting, "next", lambda self, now: following(self, -1))
 
 
-def _not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Waiting, "_wait_ns", lambda *_: 0)
-
-
 def _twice_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_ns = Waiting._wait_ns
     monkeypatch.setattr(Waiting, "_wait_ns", lambda *of: 2 * wait_ns(*of))
-
-
-def _whatever_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Schedule, "next", lambda *_: None)
 
 
 def _the_newest_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,49 +45,31 @@ def _the_newest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule, "_oldest", newest)
 
 
-def _without_guarantees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Admission, "is_guaranteed", lambda *_: False)
-
-
-def _without_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Schedule, "_within_share", lambda *_: -1)
-
-
-def _without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "weight_of", lambda *_: 1)
-
-
-def _after_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Waiting, "give_up", lambda self, session, now: None)
-
-
-def _after_it_was_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Waiting, "cancel", lambda self, event, now: self._remove(self._waiters[event.call], "given up"))
-
-
-def _for_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Waiting, "_wait", lambda self, one, why: Wait(self._wait_ns(one, guaranteed=False), False, why))
-
-
-def _and_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Waiting, "_report", lambda *_: None)
-
-
 @pytest.mark.parametrize(
     "fault",
     [
         _for_ever,
-        _not_at_all,
+        replacing("not_at_all", Waiting, "_wait_ns", lambda *_: 0),
         _twice_as_long,
-        _whatever_is_released,
+        replacing("whatever_is_released", Schedule, "next", lambda *_: None),
         _the_newest_first,
-        _without_guarantees,
-        _without_shares,
-        _without_weights,
-        _after_the_connection,
-        _after_it_was_cancelled,
-        _for_a_limit,
-        _and_is_not_counted,
+        replacing("without_guarantees", Admission, "is_guaranteed", lambda *_: False),
+        replacing("without_shares", Schedule, "_within_share", lambda *_: -1),
+        replacing("without_weights", policy, "weight_of", lambda *_: 1),
+        replacing("after_the_connection", Waiting, "give_up", lambda self, session, now: None),
+        replacing(
+            "after_it_was_cancelled",
+            Waiting,
+            "cancel",
+            lambda self, event, now: self._remove(self._waiters[event.call], "given up"),
+        ),
+        replacing(
+            "for_a_limit",
+            Waiting,
+            "_wait",
+            lambda self, one, why: Wait(self._wait_ns(one, guaranteed=False), False, why),
+        ),
+        replacing("and_is_not_counted", Waiting, "_report", lambda *_: None),
     ],
     ids=lambda one: one.__name__.strip("_"),
 )
