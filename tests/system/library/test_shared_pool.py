@@ -21,7 +21,7 @@ from tests.support.sizes import GIB, MIB
 from tests.support.threads import together
 
 import membroker
-from membroker import LocalSource, SharedMemoryPool
+from membroker import LocalSource, SharedMemoryPool, VirtualMemoryPool
 from membroker.errors import (
     ClosedError,
     DeviceFailure,
@@ -108,6 +108,63 @@ class TestSeed:
             shared.deallocate_for_model("llama-7b", 0, "64MiB")
             shared.unregister_model("gpt2")
             assert shared.global_stats() == GlobalMemoryStats(128 * MIB, 0, 1)
+
+    def test_simple_usage(self, where: Lending) -> None:
+        """The seed's example of one pool: a large capacity, two allocations, what is mapped, and all released."""
+        lender = where.lender
+        model = None if isinstance(lender, LocalSource) else lender.register_model("m", virtual_capacity="128GiB")
+        with VirtualMemoryPool(model or lender, 128 * GIB, 2 * MIB) as pool:  # type: ignore[arg-type]
+            assert (pool.capacity, pool.page_size, pool.physical_usage_bytes) == (128 * GIB, 2 * MIB, 0)
+            first = pool.allocate(0, 64 * MIB)
+            second = pool.allocate(GIB, 32 * MIB)
+            assert (first, second) == (pool.base_address, pool.base_address + GIB)
+            assert pool.physical_usage_bytes == 96 * MIB
+            assert [pool.is_mapped(offset) for offset in (0, 64 * MIB, GIB)] == [True, False, True]
+            stats = pool.stats()
+            assert (stats.virtual_capacity_bytes, stats.physical_usage_bytes, stats.mapped_pages) == (
+                128 * GIB,
+                96 * MIB,
+                48,
+            )
+            pool.deallocate(0, 64 * MIB)
+            assert [(move.old_offset, move.new_offset, move.size) for move in pool.compact()] == [(GIB, 0, 32 * MIB)]
+            pool.deallocate(0, 32 * MIB)
+            assert pool.physical_usage_bytes == 0
+        if model is not None:
+            model.unregister()
+
+    def test_kv_cache_simulation(self, where: Lending) -> None:
+        """The seed's inference engine: three models' caches grow with their requests and shrink when those end.
+
+        The sums are those of the engine's own books at every step, and a full device refuses one model only.
+        """
+        per_token, limit = 64 * 1024, 96 * MIB
+        caches = {"llama-7b": 4096, "mistral-7b": 8192, "gpt2": 1024}
+        with SharedMemoryPool(where.lender, limit, PAGE) as engine:
+            requests: dict[str, list[tuple[int, int]]] = {name: [] for name in caches}
+            for name, tokens in caches.items():
+                engine.register_model(name, tokens * per_token)
+            choose, refused = random.Random(7), 0
+            for _ in range(120):
+                name = choose.choice(list(caches))
+                if requests[name] and choose.random() < 0.4:
+                    address, size = requests[name].pop(choose.randrange(len(requests[name])))
+                    engine.deallocate_for_model(name, address - engine.pool(name).base_address, size)
+                else:
+                    size = choose.choice((64, 128, 256)) * per_token
+                    try:
+                        requests[name].append((engine.allocate_for_model(name, size), size))
+                    except OutOfPhysicalMemory:
+                        refused += 1
+                for each, held in requests.items():
+                    assert engine.get_model_stats(each).physical_usage_bytes == sum(size for _, size in held)
+                usage = sum(size for held in requests.values() for _, size in held)
+                assert engine.global_stats() == GlobalMemoryStats(limit, usage, 3)
+            assert refused > 0, "the device was never full"
+            for name in caches:
+                engine.unregister_model(name)
+            assert engine.global_stats() == GlobalMemoryStats(limit, 0, 0)
+            assert where.lent == 0
 
     def test_a_model_is_registered_once(self, shared: SharedMemoryPool) -> None:
         shared.allocate_for_model("gpt2", PAGE)
