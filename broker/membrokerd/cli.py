@@ -16,6 +16,7 @@ from membroker.wire import paths
 from membroker.wire.ownership import namespace_trouble, stranger_in
 from membroker.wire.standard import forget_inheritance, import_quietly
 from membroker.wire.system_calls import refused
+from membroker.wire.threads import shortage
 
 from . import __version__
 
@@ -33,6 +34,8 @@ RECALL_ROUNDS = 3
 """How many times recall_seconds a guaranteed request should wait: one program does not answer, the next one does."""
 MAX_HOST_DEVICES = 64
 PR_SET_PDEATHSIG = 1
+THREADS = 24
+"""A daemon has some ten threads of its own; gRPC starts up to 16 and ends the process where it cannot."""
 
 _FOREIGN_FILE = "who can change the configuration decides what this daemon does, and that is not this user alone"
 
@@ -103,6 +106,9 @@ def _run(options: dict[str, Any]) -> int:
         return 1
     if only_check:
         return _check(config, path)
+    if why := shortage(THREADS):
+        print(f"membrokerd: {why}", file=sys.stderr)
+        return 1
     logs.configure(config.log.level, config.log.format, gpu="" if parent is None else _name(config))
     if path is not None and (stranger := stranger_in(path)):
         logs.warn(f"{_FOREIGN_FILE}: {stranger}", file=str(path))

@@ -55,7 +55,7 @@ def connect(
     raises at once. `timeout` and `outage` are at most a week, and `timeout` is more than 0.
 
     Raises `BrokerUnavailable` and `AccessDenied`, whose messages name the command that solves the problem,
-    `InvalidRequest`, `ProtocolError`, `TooMany` and `DescriptorLimit`.
+    `InvalidRequest`, `ProtocolError`, `TooMany`, `DescriptorLimit` and `membroker.errors.ThreadLimit`.
     """
     timeout = arguments.seconds_of("timeout", timeout, positive=True)
     outage = arguments.seconds_of("outage", outage)

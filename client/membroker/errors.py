@@ -220,6 +220,10 @@ class DescriptorLimit(MembrokerError, OSError):
     """This process or the broker has no file descriptor left. Raise RLIMIT_NOFILE (`ulimit -n`)."""
 
 
+class ThreadLimit(MembrokerError, RuntimeError):
+    """This process can start no thread. Raise its limit of processes (`ulimit -u`, `TasksMax=`, `pids.max`)."""
+
+
 class DeviceFailure(MembrokerError):
     """A driver call failed. The message has the driver's own words."""
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .memory.lender import Source as Source  # lends extents, and charges what a process allocates itself
     from .memory.local_source import Budget as Budget  # a limit within this process
     from .session import endpoint as endpoint  # where brokers have their endpoints, and which one is meant
+    from .threads import start_thread as start_thread  # a thread, or `ThreadLimit`
     from .views import Span as Span  # bytes that stay mapped while it lives
     from .views import Views as Views  # which views of some memory are alive
     from .wire import names as names  # the grammar of names, the limits that both sides check, environment variables
@@ -54,6 +55,7 @@ _MODULES = {
     "paths": "wire",
     "sessions_for": "wire.sessions",
     "standard": "wire",
+    "start_thread": "threads",
     "system_calls": "wire",
     "uninterrupted": "interrupts",
     "word_of": "dtypes",

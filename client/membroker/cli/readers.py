@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ..admin import Admin, TenantStatus
 from ..errors import MembrokerError
-from ..ext import arguments, names
+from ..ext import arguments, names, start_thread
 from ..ext import endpoint as endpoints
 from ..types import DeviceStatus, ModelStatus
 from ..vmm.driver import DriverError
@@ -99,7 +99,7 @@ class Readers:
         for place in places:
             if place not in self._known:
                 self._known[place] = Snapshot(_device_name(place))
-                threading.Thread(target=self._read, args=(place,), daemon=True).start()
+                start_thread(self._read, "membroker-reader", place)
 
     def _read(self, place: str) -> None:
         while True:

@@ -20,8 +20,8 @@ from dataclasses import replace
 from typing import Final
 
 from .. import DEFERRED, Recall, VirtualMemoryPool
-from ..errors import ClosedError, InvalidRequest, MembrokerError
-from ..ext import Closing, arguments
+from ..errors import ClosedError, InvalidRequest, MembrokerError, ThreadLimit
+from ..ext import Closing, arguments, start_thread
 from .balloon import Balloon
 from .borrower import GroupBorrower
 from .engine import Engine
@@ -106,12 +106,13 @@ class ElasticCache(Closing):
             except BaseException:
                 pages.deallocate_ranges(first)
                 raise
-        self._threads = [
-            threading.Thread(target=loop, name=f"membroker-kv-{name}", daemon=True)
-            for name, loop in (("ask", self._borrower.run), ("release", self._releaser.run))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for name, loop in (("ask", self._borrower.run), ("release", self._releaser.run)):
+                self._threads.append(start_thread(loop, f"membroker-kv-{name}"))
+        except ThreadLimit:
+            self.close()
+            raise
 
     # What the engine calls. None of these waits for the broker or the device.
 

@@ -17,7 +17,8 @@ from tempfile import TemporaryDirectory
 from typing import Final
 
 from .. import DEFERRED, Recall, VirtualMemoryPool
-from ..errors import ClosedError, InvalidRequest
+from ..errors import ClosedError, InvalidRequest, ThreadLimit
+from ..ext import start_thread
 from ..types import SleepRequest, SleepStatus
 from .engine import Over
 from .lines import Line, answer, hang_up
@@ -73,7 +74,12 @@ class Rank:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(self.address)
         listener.listen(CONNECTIONS)
-        threading.Thread(target=self._accept, args=(directory, listener), name="membroker-kv-rank", daemon=True).start()
+        try:
+            start_thread(self._accept, "membroker-kv-rank", directory, listener)
+        except ThreadLimit:
+            listener.close()
+            directory.cleanup()
+            raise
 
     def awake(self) -> AbstractContextManager[None]:
         """Wake the engine, wait until it is awake, and keep it awake during the block, as `Sleeper.awake` does.
@@ -86,7 +92,7 @@ class Rank:
         with directory, listener:
             asking, telling, hearing = _accept_scheduler(listener)
         self._scheduler = Line(hearing)
-        threading.Thread(target=self._serve, args=(asking,), name="membroker-kv-rank-ask", daemon=True).start()
+        start_thread(self._serve, "membroker-kv-rank-ask", asking)
         self._serve(telling)
         self._scheduler.close()
 
@@ -195,7 +201,7 @@ def _accept_scheduler(listener: socket.socket) -> list[Connection]:
                 break
             raise
         begun.append(Connection(accepted.detach()))
-        threading.Thread(target=prove, args=(len(begun) - 1,), name="membroker-kv-rank-key", daemon=True).start()
+        start_thread(prove, "membroker-kv-rank-key", len(begun) - 1)
     ours = [connection for _, connection in sorted(proven.items())][:CONNECTIONS]
     with lock:
         for connection in begun:

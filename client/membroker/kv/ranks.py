@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from .. import DEFERRED
 from ..errors import ClosedError, MembrokerError
-from ..ext import Closing, arguments
+from ..ext import Closing, arguments, start_thread
 from ..types import MemoryStats, SleepRequest, SleepStatus
 from .engine import Fence
 from .lines import Line, answer, hang_up
@@ -65,9 +65,8 @@ class Ranks(Closing):
             self.resource_name: str = self._ranks[0].tell("name")
             self.weights = RankWeights(self._ranks) if self._ranks[0].tell("weights") else None
             """The weights of all ranks, if these are in pools of theirs."""
+            self._hearing = start_thread(self._hear, "membroker-kv-recalls")
             self._undo = undo.pop_all()
-        self._hearing = threading.Thread(target=self._hear, name="membroker-kv-recalls", daemon=True)
-        self._hearing.start()
 
     def allocate_ranges(
         self,

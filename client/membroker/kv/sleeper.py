@@ -17,7 +17,7 @@ from typing import Final, NoReturn
 
 from .. import VirtualMemoryPool
 from ..errors import ClosedError, InvalidRequest, MembrokerError, OutOfMemory, SessionLost
-from ..ext import Closing
+from ..ext import Closing, start_thread
 from ..types import SleepRequest, SleepStatus
 from ..vmm.sizes import format_size
 from .cache import CLOSE_SECONDS, ElasticCache
@@ -147,8 +147,7 @@ class Sleeper(Closing):
             elif self._state in (AWAKE, ASLEEP):
                 self._request = request
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="membroker-sleep", daemon=True)
-                self._thread.start()
+                self._thread = start_thread(self._run, "membroker-sleep")
             self._changed.notify_all()
             if self._state == AWAKE and not request.wake:
                 return self._status(BUSY)

@@ -17,6 +17,7 @@ from ..arguments import bytes_of
 from ..closing import Closing
 from ..errors import DeviceFailure, InvalidRequest, OutOfMemory
 from ..interrupts import device_failures
+from ..threads import start_thread
 from ..vmm import open_driver
 from ..vmm.driver import Driver, DriverOutOfMemory, DriverUnavailable, Location
 from ..vmm.sizes import format_size
@@ -249,8 +250,12 @@ class _LocalLink:
         self._lock = threading.Lock()
         # A finalizer may call its put() in any thread, and also during another put() (Python's documentation).
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_work_off, args=(self._work,), name="membroker", daemon=True)
-        self._thread.start()
+        try:
+            self._thread = start_thread(_work_off, "membroker", self._work)
+        except BaseException:
+            if owned:
+                driver.close()
+            raise
 
     def later(self, work: Callable[[], None]) -> None:
         self._work.put(work)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ..errors import ClosedError, MembrokerError
+from ..threads import start_thread
 from ..vmm.sizes import GIB
 
 logger = logging.getLogger("membroker")
@@ -52,10 +53,9 @@ class Ahead:
     def start(self, keep_ahead: Callable[[], bool]) -> None:
         """Keep pages ready from now on, by calls of a pool's method, as long as the pool lives.
 
-        The method borrows or releases pages once, and returns whether there is more to do.
+        The method borrows or releases pages once, and returns whether there is more to do. Raises `ThreadLimit`.
         """
-        arguments = (weakref.WeakMethod(keep_ahead), self._wake)
-        threading.Thread(target=_keep, args=arguments, name="membroker-ahead", daemon=True).start()
+        start_thread(_keep, "membroker-ahead", weakref.WeakMethod(keep_ahead), self._wake)
 
     def took(self, count: int, left: int) -> None:
         """Note that pages were taken, and `left` spare ones are there. Part of every allocation."""

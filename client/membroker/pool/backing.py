@@ -12,7 +12,15 @@ from functools import partial
 from typing import Protocol
 
 from ..arguments import Progress
-from ..errors import ClosedError, InvalidOffset, InvalidRequest, NotMapped, OutOfMemory, OutOfVirtualMemory
+from ..errors import (
+    ClosedError,
+    InvalidOffset,
+    InvalidRequest,
+    NotMapped,
+    OutOfMemory,
+    OutOfVirtualMemory,
+    ThreadLimit,
+)
 from ..interrupts import Operation, uninterrupted
 from ..memory.lender import Source
 from ..memory.lifetime import MappedMemory, Placing
@@ -71,7 +79,11 @@ class Backing:
         self._is_never_busy = source.driver.device.driver == "host"
         self._ahead = ahead
         if ahead is not None:
-            ahead.start(self.keep_ahead)
+            try:
+                ahead.start(self.keep_ahead)
+            except ThreadLimit:
+                self.holding.end()
+                raise
 
     # Allocating
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..interrupts import STOPPING_SECONDS, Condition
+from ..threads import start_thread
 from ..v1 import handoff_pb2 as pb
 from ..wire import frames as handoff
 from ..wire.names import MAX_FRAME_BYTES
@@ -24,7 +25,10 @@ logger = logging.getLogger("membroker")
 
 
 class Background:
-    """A thread that hands each notice to `on_notice`, and does the work that `later` got, one piece after the other."""
+    """A thread that hands each notice to `on_notice`, and does the work that `later` got, one piece after the other.
+
+    Raises `OSError` and `ThreadLimit`, and leaves nothing behind then.
+    """
 
     def __init__(self, on_notice: Callable[[pb.Notice], None], name: str = "membroker") -> None:
         self._on_notice = on_notice
@@ -36,15 +40,18 @@ class Background:
         self._held_up: list[object] = []
         self._busy = False
         self._changed = Condition()
-        self._woken, self._wake = socket.socketpair()
-        self._woken.setblocking(False)
-        self._wake.setblocking(False)
-        self._poller = select.poll()
-        self._poller.register(self._woken, select.POLLIN)
         self._buffer = bytearray(MAX_FRAME_BYTES)
         self._running = True
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._woken, self._wake = socket.socketpair()
+        try:
+            self._woken.setblocking(False)
+            self._wake.setblocking(False)
+            self._poller = select.poll()
+            self._poller.register(self._woken, select.POLLIN)
+            self._thread = start_thread(self._run, name)
+        except BaseException:
+            self._close()
+            raise
 
     @property
     def thread(self) -> int:

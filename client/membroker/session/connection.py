@@ -29,6 +29,7 @@ from ..arguments import parts_of
 from ..errors import BrokerUnavailable, ClosedError, DescriptorLimit, MembrokerError, ProtocolError, from_status
 from ..interrupts import STOPPING_SECONDS, Condition, uninterrupted
 from ..memory.lender import Placement
+from ..threads import start_thread
 from ..v1 import broker_pb2
 from ..v1 import handoff_pb2 as pb
 from ..v1.resources_pb2 import Segment, SleepStatus
@@ -411,10 +412,9 @@ class Connection:
     # Reading: one thread at a time, for all
 
     def start_reader(self) -> None:
-        """Let a thread read for all callers until the connection ends: for a session by gRPC."""
-        self._reader_thread = threading.Thread(target=self._read_for_all, name="membroker-reader", daemon=True)
+        """Let a thread read for all callers until the connection ends: for a session by gRPC. Raises `ThreadLimit`."""
         self._reader = 0  # no caller reads
-        self._reader_thread.start()
+        self._reader_thread = start_thread(self._read_for_all, "membroker-reader")
 
     def _wait(self, call: PendingCall) -> bool:
         """Return True when `call` has a delivery to take, False when it is over."""

@@ -51,7 +51,7 @@ class RecallListener(Protocol):
 class Notices:
     """The notices of one session. `lock` orders them with its states; `connected` returns its connection, if it is up.
 
-    Raises `DescriptorLimit` if the thread cannot start.
+    Raises `DescriptorLimit` and `ThreadLimit` if the thread cannot start.
     """
 
     def __init__(self, lock: threading.RLock, connected: Callable[[], Connection | None]) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import logging
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -21,9 +20,10 @@ from typing import Any, Final
 
 from google.protobuf.message import Message
 
-from ..errors import AccessDenied, BrokerUnavailable, ClosedError, MembrokerError, SessionLost
+from ..errors import AccessDenied, BrokerUnavailable, ClosedError, MembrokerError, SessionLost, ThreadLimit
 from ..interrupts import Condition, let_through
 from ..memory.lender import Placement
+from ..threads import start_thread
 from ..types import Disconnected, Forgotten, Resumed
 from ..v1 import broker_pb2
 from ..v1 import handoff_pb2 as pb
@@ -64,6 +64,8 @@ LIFECYCLE: Final[Mapping[str, Mapping[str, str]]] = {
 NOTICING_SECONDS = 1.0
 """When a call by gRPC has failed: how much later the handoff connection may end for the same cause."""
 REMINDER_SECONDS = 60.0
+AGAIN_SECONDS = 0.1
+"""How often a call tries to start the thread that reconnects, where none could start."""
 _UNANSWERED = ("", "STOPPING", "DELIVERY_FAILED", REJECTED)
 """Reasons of errors after which a call is repeated on the next connection, if there is one."""
 
@@ -89,6 +91,8 @@ class ReconnectingConnection:
         self._closing = False
         self._attempt: tuple[socket.socket, ...] = ()
         """The sockets of an attempt to resume, which `close` cuts."""
+        self._has_thread = True
+        """Whether a thread reconnects, if the connection is lost."""
         self._trouble = ""
         handoff, notices, self.welcome = open_session(self._path, hello, timeout)
         self._hello = pb.Hello()
@@ -241,7 +245,9 @@ class ReconnectingConnection:
                 left = begun + (self._patience() if lost else min(NOTICING_SECONDS, self._outage)) - time.monotonic()
                 if left <= 0:
                     raise self._too_long(error) if connection.lost else error
-                self._changed.wait(left)
+                if self._state == "reconnecting" and not self._has_thread:
+                    self._begin_to_reconnect()
+                self._changed.wait(left if self._has_thread else min(left, AGAIN_SECONDS))
             return self.connection
 
     def _patience(self) -> float:
@@ -274,7 +280,19 @@ class ReconnectingConnection:
             if (recalls := self.notices.recalls()) is not None:
                 recalls.lost()
             self.notices.tell(Disconnected())
-        threading.Thread(target=self._reconnect, args=(connection,), name="membroker-reconnect", daemon=True).start()
+            self._has_thread = False
+            self._begin_to_reconnect()
+
+    def _begin_to_reconnect(self) -> None:
+        """Start the thread that reconnects, or note that it cannot start: a waiting call tries again. Lock is held."""
+        try:
+            start_thread(self._reconnect, "membroker-reconnect", self.connection)
+        except ThreadLimit as error:
+            if not self._trouble:
+                logger.warning("the connection to the broker is lost, and %s", error)
+            self._trouble = str(error)
+        else:
+            self._has_thread = True
 
     def _reconnect(self, lost: Connection) -> None:
         begun = reminded = time.monotonic()

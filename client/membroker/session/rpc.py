@@ -20,6 +20,7 @@ from google.rpc.status_pb2 import Status
 
 from ..errors import BrokerUnavailable, MembrokerError, from_status
 from ..interrupts import uninterrupted
+from ..threads import check_threads
 from ..v1.handoff_pb2 import Frame
 from ..wire.names import MAX_PAGE_ROWS, STATUS_METADATA, TOKEN_METADATA
 from ..wire.paths import grpc_target
@@ -70,6 +71,8 @@ _ENDED = {
 """What gRPC's own codes say of a broker that has not answered."""
 _LOOK = "see that it runs (`pgrep -a membrokerd`), or start it with `membrokerd`"
 _DESCRIPTORS_OF_A_CHANNEL = 8
+_THREADS_OF_A_CHANNEL = min(16, max(4, os.cpu_count() or 1)) + 4
+"""gRPC ends the process (SIGABRT) where a thread cannot start. At its first call it starts about so many."""
 # Channels of a forked child's parent: never collected here, because ending one runs gRPC's code.
 _inherited: list[object] = []
 
@@ -169,6 +172,7 @@ class GrpcCalls:
                 import grpc
 
                 check_path(self._path)
+                check_threads(_THREADS_OF_A_CHANNEL)
                 _check_descriptors()
                 self._channel = grpc.insecure_channel(grpc_target(self._path), options=_OPTIONS)
                 self._stub = (self._service or _broker_service)(self._channel)

@@ -1,0 +1,191 @@
+"""A process that may have no more threads: each call says so, with what to do, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.daemons import DEADLINE_SECONDS, until
+from tests.support.fake_broker import Caller, PlayedBroker, buffer, drop_all, is_away, line, model, playing
+
+import membroker
+from membroker import LocalSource, VirtualMemoryPool
+from membroker.errors import ThreadLimit
+from membroker.kv import ElasticCache, Layout, Strided
+from membroker.kv.rank import Rank
+
+MIB = 1 << 20
+PAGE = 2 * MIB
+_start = threading.Thread.start
+
+
+class Limit:
+    """How many threads of the library may still start; None: any number."""
+
+    def __init__(self) -> None:
+        self.left: int | None = None
+        self.refused: list[str] = []
+
+    def start(self, thread: threading.Thread) -> None:
+        if thread.name.startswith("membroker") and self.left is not None:
+            if not self.left:
+                self.refused.append(thread.name)
+                raise RuntimeError("can't start new thread")
+            self.left -= 1
+        _start(thread)
+
+
+@pytest.fixture
+def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
+    found = Limit()
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: found.start(thread))
+    return found
+
+
+@pytest.fixture
+def broker() -> Iterator[PlayedBroker]:
+    with playing() as one:
+        yield one
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def refused(work: Callable[[], Any]) -> ThreadLimit:
+    with pytest.raises(ThreadLimit, match=r"`ulimit -u`.*`TasksMax=`.*`pids.max`") as caught:
+        work()
+    assert isinstance(caught.value, RuntimeError)
+    return caught.value
+
+
+@pytest.mark.parametrize(("transport", "left"), [("handoff", 0), ("grpc", 0), ("grpc", 1)])
+def test_a_client(broker: PlayedBroker, limit: Limit, transport: str, left: int) -> None:
+    before = descriptors()
+    limit.left = left
+    caller = Caller(lambda: membroker.connect(broker.endpoint(), transport=transport))
+    broker.accept()
+    broker.welcome()
+    with pytest.raises(ThreadLimit):
+        caller.value()
+    broker.hang_up()
+    assert descriptors() == before
+
+
+def test_a_callback(broker: PlayedBroker, limit: Limit) -> None:
+    """The client goes on without it."""
+    with broker.connect() as client:
+        one, before = model(client), descriptors()
+        limit.left = 0
+        refused(lambda: one.on_recall(lambda recall: None))
+        assert descriptors() == before
+        held, _ = buffer(broker, client)
+        broker.hang_up()
+        held.close()
+
+
+def test_a_lost_connection(broker: PlayedBroker, limit: Limit) -> None:
+    """No thread can reconnect. A call that waits tries again, so that the session goes on when one can."""
+    client = broker.connect(outage=DEADLINE_SECONDS)
+    held, _ = buffer(broker, client)
+    limit.left = 0
+    drop_all(broker, client)
+    until(lambda: "membroker-reconnect" in limit.refused)
+    caller = Caller(lambda: model(client).allocate(PAGE))
+    until(lambda: limit.refused.count("membroker-reconnect") > 1)
+    assert is_away(client)
+    limit.left = None
+    assert len(broker.resume().extent_ids) == 1
+    broker.lend()
+    caller.value().close()
+    held.close()
+    assert line(client).connection.has_calls is False
+    Caller(client.close)
+    broker.hear("release")
+
+
+def test_a_source_without_a_broker(limit: Limit) -> None:
+    LocalSource("host").close()
+    before = descriptors()
+    limit.left = 0
+    refused(lambda: LocalSource("host"))
+    assert descriptors() == before
+
+
+def test_a_pool_that_borrows_ahead(limit: Limit) -> None:
+    with LocalSource("host") as source:
+        limit.left = 0
+        refused(lambda: VirtualMemoryPool(source, "1GiB", page_size=PAGE, ahead=2))
+        assert not source._holdings
+        limit.left = None
+        with VirtualMemoryPool(source, "1GiB", page_size=PAGE, ahead=2) as pool:
+            pool.allocate(0, PAGE)
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_cache(limit: Limit, left: int) -> None:
+    """It has asked for memory by then: the pool has it back."""
+    with LocalSource("host") as source, VirtualMemoryPool(source, 8 * PAGE, page_size=PAGE) as pool:
+        layout = Layout(pool.base_address, PAGE, 16, [Strided(pool.base_address, MIB, MIB)])
+        limit.left = left
+        refused(lambda: ElasticCache(pool, layout))
+        assert pool.physical_usage_bytes == 0
+        limit.left = None
+        ElasticCache(pool, layout).close()
+
+
+def test_a_rank(broker: PlayedBroker, limit: Limit) -> None:
+    with broker.connect() as client:
+        with VirtualMemoryPool(model(client), 8 * PAGE, page_size=PAGE) as pool:
+            before = descriptors()
+            limit.left = 0
+            refused(lambda: Rank(pool, lambda: 0))
+            assert descriptors() == before
+        broker.hang_up()
+
+
+def test_grpc_would_end_the_process() -> None:
+    """Under a real limit: gRPC aborts where it cannot start its threads, so the library looks first."""
+    code = """
+import os, resource
+import grpc
+from pathlib import Path
+from membroker.errors import ThreadLimit
+from membroker.session.rpc import GrpcCalls
+from membroker.v1 import broker_pb2, broker_pb2_grpc
+if not os.getuid():
+    os.setgid(61234)
+    os.setuid(61234)
+resource.setrlimit(resource.RLIMIT_NPROC, (3, 3))
+try:
+    GrpcCalls(Path("/nowhere/grpc.sock")).call("GetDevice", broker_pb2.GetDeviceRequest(), 1.0)
+except ThreadLimit as error:
+    print(error, flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "`ulimit -u`" in done.stdout, (done.returncode, done.stderr[-2000:])
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_daemon_says_so_at_its_start(tmp_path: Path) -> None:
+    """Also its log has a thread, and its gRPC would end it without a word."""
+    code = f"""
+import sys, threading
+from membrokerd import cli
+def start(thread):
+    raise RuntimeError("can't start new thread")
+threading.Thread.start = start
+sys.argv = ["membrokerd", "--driver", "host", "--runtime-directory", {str(tmp_path)!r}]
+sys.exit(cli.main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith("membrokerd: this process may have no more threads (")
+    assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir()), "it has begun nothing"
