@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 from tests.simulation.shrink import Failed, run
@@ -27,6 +28,12 @@ def replacing(name: str, owner: object, attribute: str, new: object) -> Fault:
 
     fault.__name__ = name
     return fault
+
+
+def around(name: str, owner: Any, attribute: str, new: Callable[..., object]) -> Fault:
+    """Return a fault of this name: `new` stands in the place of a function of the core, and gets that one first."""
+    was = getattr(owner, attribute)
+    return replacing(name, owner, attribute, lambda *given, **named: new(was, *given, **named))
 
 
 def notice(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from tests.simulation.faults import Fault, notice, replacing
+from tests.simulation.faults import Fault, around, notice, replacing
 
 from membrokerd.core import books, segments, sessions, stock
 from membrokerd.core import deaths as releasing
@@ -182,11 +182,6 @@ def _everybody_is_still_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sessions, "_take_over_session", lax)
 
 
-def _nothing_is_ever_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_over = Sessions._take_over_segment
-    monkeypatch.setattr(Sessions, "_take_over_segment", lambda self, row, *, lost: take_over(self, row, lost=False))
-
-
 def _nobody_drops_what_was_being_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     def take_over(self: Any, row: Any, *, lost: bool) -> None:
         if row.state != "dropping":
@@ -257,7 +252,12 @@ FAULTS = (
     _holders_are_lost_by_a_restart,
     _everybody_is_still_connected,
     replacing("who_was_leaving_stays", Sessions, "_take_over_session", lambda self, row, now: self.detach(row, now)),
-    _nothing_is_ever_lost,
+    around(
+        "nothing_is_ever_lost",
+        Sessions,
+        "_take_over_segment",
+        lambda take_over, self, row, *, lost: take_over(self, row, lost=False),
+    ),
     _nobody_drops_what_was_being_dropped,
     _a_seal_is_waited_for,
     _ids_of_another_epoch,

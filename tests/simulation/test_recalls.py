@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from tests.simulation.faults import Fault, notice, replacing
+from tests.simulation.faults import Fault, around, notice, replacing
 from tests.simulation.recalling import is_deaf
 from tests.simulation.world import World, is_crowded
 
@@ -89,18 +89,6 @@ def _debits_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Books, "record", forget)
 
 
-def _what_is_kept_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = Recallable.count
-    monkeypatch.setattr(Recallable, "count", lambda self, one: None if one in self.kept else count(self, one))
-
-
-def _a_lost_connection_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved = Recallable.session_moved
-    monkeypatch.setattr(
-        Recallable, "session_moved", lambda self, row: None if row.state == "detached" else moved(self, row)
-    )
-
-
 # --- what is kept ---
 
 
@@ -157,20 +145,6 @@ def _open_recalls_are_amended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recalls, "ask", amend)
 
 
-def _never_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    more_of = Recallable.more_of
-    monkeypatch.setattr(
-        Recallable, "more_of", lambda self, one, now: 0 if one in self.recalls else more_of(self, one, now)
-    )
-
-
-def _raised_as_if_nothing_were_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    more_of = Recallable.more_of
-    monkeypatch.setattr(
-        Recallable, "more_of", lambda self, one, now: self.bytes_of(one) if more_of(self, one, now) else 0
-    )
-
-
 def _raised_in_the_second_half(monkeypatch: pytest.MonkeyPatch) -> None:
     def always(self: Any, one: Any, now: int) -> int:
         recall = self.recalls.get(one)
@@ -189,13 +163,6 @@ def _a_raise_moves_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
         say(self, one, recall, size, within)
 
     monkeypatch.setattr(Recalls, "_say", later)
-
-
-def _answers_are_for_all_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = Recalls.answer
-    monkeypatch.setattr(
-        Recalls, "answer", lambda self, event, now: answer(self, dataclasses.replace(event, size=1 << 62), now)
-    )
 
 
 def _an_answer_may_be_for_less_than_the_first_notice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,13 +215,6 @@ def _not_woken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
         self._state.changed()
 
     monkeypatch.setattr(Recalls, "_set_deadline", no_deadline)
-
-
-def _not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    say = Recalls._say
-    monkeypatch.setattr(
-        Recalls, "_say", lambda self, one, recall, *rest: None if recall.late else say(self, one, recall, *rest)
-    )
 
 
 def _a_lost_connection_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,24 +337,54 @@ FAULTS: tuple[Fault, ...] = (
     replacing("late_sessions_borrow_on", Recallable, "is_marked", lambda *_: False),
     _debits_are_not_counted,
     replacing("credits_are_not_counted", Recallable, "credited", Recallable.bound_kept),
-    _what_is_kept_is_not_counted,
-    _a_lost_connection_is_not_counted,
+    around(
+        "what_is_kept_is_not_counted",
+        Recallable,
+        "count",
+        lambda count, self, one: None if one in self.kept else count(self, one),
+    ),
+    around(
+        "a_lost_connection_is_not_counted",
+        Recallable,
+        "session_moved",
+        lambda moved, self, row: None if row.state == "detached" else moved(self, row),
+    ),
     _kept_for_ever,
     _nothing_is_kept,
     replacing("more_is_kept_than_there_is", Recallable, "bound_kept", lambda *_: None),
     _only_the_last_is_kept,
     _open_recalls_are_amended,
-    _never_raised,
-    _raised_as_if_nothing_were_asked,
+    around(
+        "never_raised",
+        Recallable,
+        "more_of",
+        lambda more_of, self, one, now: 0 if one in self.recalls else more_of(self, one, now),
+    ),
+    around(
+        "raised_as_if_nothing_were_asked",
+        Recallable,
+        "more_of",
+        lambda more_of, self, one, now: self.bytes_of(one) if more_of(self, one, now) else 0,
+    ),
     _raised_in_the_second_half,
     _a_raise_moves_the_deadline,
-    _answers_are_for_all_raises,
+    around(
+        "answers_are_for_all_raises",
+        Recalls,
+        "answer",
+        lambda answer, self, event, now: answer(self, dataclasses.replace(event, size=1 << 62), now),
+    ),
     _an_answer_may_be_for_less_than_the_first_notice,
     _any_release_counts,
     _any_session_may_answer,
     _never_late,
     _not_woken_for_it,
-    _not_repeated,
+    around(
+        "not_repeated",
+        Recalls,
+        "_say",
+        lambda say, self, one, recall, *rest: None if recall.late else say(self, one, recall, *rest),
+    ),
     replacing("lost_and_still_asked", Recalls, "detached", lambda *_: None),
     _a_lost_connection_ends_it,
     _asked_after_the_end,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.broker.core.test_transcripts import Script
-from tests.simulation.faults import Fault, find_out, replacing
+from tests.simulation.faults import Fault, around, find_out, replacing
 from tests.simulation.referee import EARLY_AT_MOST
 from tests.simulation.shrink import commands, run
 from tests.simulation.world import World
@@ -71,11 +71,6 @@ def test_a_world_can_be_told_as_a_transcript(seed: int) -> None:
 
 
 # --- A core with a fault is found out, and the story of it is short ---
-
-
-def _no_tenant_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    limit_of = policy.limit_of
-    monkeypatch.setattr(policy, "limit_of", lambda *of: limit_of(*of) if of[2][1] else None)
 
 
 def _no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +284,7 @@ FAULTS = (
     replacing("refused_at_once", policy, "WANTS_OF_ROOM", frozenset((Reason.CAPACITY, Reason.TENANT_LIMIT))),
     replacing("others_are_heard_for_ever", Waiting, "inputs_drained", lambda *_: None),
     replacing("who_is_gone_is_decided", Waiting, "give_up", lambda self, session, now: None),
-    _no_tenant_limit,
+    around("no_tenant_limit", policy, "limit_of", lambda limit_of, *of: limit_of(*of) if of[2][1] else None),
     replacing("no_commanded_limit", policy, "limit_of", lambda _, rules, key: rules.limits.get(key)),
     _no_capacity,
     replacing("wide_window", policy, "WINDOW", 3),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.simulation.faults import Fault, notice, replacing
+from tests.simulation.faults import Fault, around, notice, replacing
 from tests.simulation.world import is_crowded
 
 from membrokerd.core import policy, schedule
@@ -20,16 +20,6 @@ pytestmark = pytest.mark.deep
 SEEDS = [seed for seed in range(20_260, 20_310) if is_crowded(seed)][:6]
 SHOWN_IN = {"the_newest_first": 20_279, "without_shares": 20_311}
 """The world in which a rare fault shows soon. It is played first."""
-
-
-def _for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    following = Waiting.next
-    monkeypatch.setattr(Waiting, "next", lambda self, now: following(self, -1))
-
-
-def _twice_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait_ns = Waiting._wait_ns
-    monkeypatch.setattr(Waiting, "_wait_ns", lambda *of: 2 * wait_ns(*of))
 
 
 def _the_newest_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,9 +38,9 @@ def _the_newest_first(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        _for_ever,
+        around("for_ever", Waiting, "next", lambda following, self, now: following(self, -1)),
         replacing("not_at_all", Waiting, "_wait_ns", lambda *_: 0),
-        _twice_as_long,
+        around("twice_as_long", Waiting, "_wait_ns", lambda wait_ns, *of: 2 * wait_ns(*of)),
         replacing("whatever_is_released", Schedule, "next", lambda *_: None),
         _the_newest_first,
         replacing("without_guarantees", Admission, "is_guaranteed", lambda *_: False),
