@@ -1,37 +1,32 @@
 """Segments between real processes: written by one, read by many, charged once, and outliving their writers.
 
-Every test ends where it began: no segment, books of zero, the anchor and nothing else on the device, and as many
-descriptors open in the daemon as before.
+And their limits and their seal. Every test ends where it began: no segment, books of zero, the anchor and nothing else
+on the device, and as many descriptors open in the daemon as before.
 """
 
 from __future__ import annotations
 
+import fcntl
+import mmap
 import os
 import re
 import signal
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from tests.support.daemons import Daemon, running, until
-from tests.support.raw import Session, reason
-from tests.support.segment_workers import (
-    FULL_NAME,
-    SIZE,
-    SegmentAsker,
-    attach,
-    clean,
-    device_used,
-    holders,
-    reads,
-    segments,
-    state,
-    wait_in_attach,
-    write,
-)
+from tests.support.raw import Asker, Session, info, reason
 from tests.support.sizes import GIB, MIB
 from tests.support.workers import (
     ANCHOR_BYTES,
+    PAGE,
+    Worker,
+    descriptors_at_start,
     is_gone,
+    until_clean,
     worker,
     workers,
 )
@@ -39,6 +34,98 @@ from tests.support.workers import (
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1.resources_pb2 import Segment as SegmentMessage
 from membroker.v1.resources_pb2 import Session as SessionMessage
+from membroker.wire import frames as handoff
+
+SIZE = 8 * MIB
+FULL_NAME = "tenants/red/models/m/segments/weights"
+
+
+@contextmanager
+def clean(daemon: Daemon) -> Iterator[None]:
+    """A story that leaves nothing behind."""
+    at_start = descriptors_at_start(daemon)
+    yield
+    until(lambda: not segments(daemon))
+    until_clean(daemon, at_start)
+
+
+def segments(daemon: Daemon) -> list[Any]:
+    """Every segment, by the admin's list."""
+    with daemon.admin_stub() as stub:
+        return list(stub.ListSegments(pb.ListSegmentsRequest(page_size=1000)).segments)
+
+
+def state(daemon: Daemon) -> str:
+    """The state of the only segment; nothing if there is no segment."""
+    return " ".join(SegmentMessage.State.Name(one.state) for one in segments(daemon))
+
+
+def holders(daemon: Daemon) -> int:
+    """How many sessions hold the only segment."""
+    (one,) = segments(daemon)
+    return int(one.sessions)
+
+
+def device_used(daemon: Daemon) -> int:
+    """What the device shows in use beyond the anchor."""
+    return int(daemon.books().device_used_bytes) - ANCHOR_BYTES
+
+
+def write(one: Worker, daemon: Daemon, transport: str, size: int = SIZE, location: str = "device") -> Worker:
+    """Have a worker make the segment and write to both its ends."""
+    one.connect(daemon, transport=transport)
+    one.do("model = client.register_model('m')")
+    one.do(f"segment = model.create_segment('weights', {size}, {location!r})")
+    one.do("segment.write(0, b'first'); segment.write(segment.size - 4, b'last')")
+    return one
+
+
+def attach(one: Worker, daemon: Daemon, transport: str, outage: float | None = None) -> Worker:
+    """Have a worker attach the segment."""
+    one.connect(daemon, transport=transport, outage=outage)
+    one.do("segment = client.attach('weights')")
+    return one
+
+
+def wait_in_attach(one: Worker, daemon: Daemon, transport: str) -> Worker:
+    """Have a worker attach the segment in a thread, which waits."""
+    one.connect(daemon, transport=transport)
+    one.do("attaching = Attaching(client.register_model('n'), client, 'weights')")
+    assert one.ask("attaching.is_waiting()")
+    return one
+
+
+def reads(one: Worker) -> bool:
+    """Say whether a worker reads what was written."""
+    both = "[segment.read(0, 5).decode(), segment.read(segment.size - 4, 4).decode()]"
+    return bool(one.ask(both) == ["first", "last"])
+
+
+class SegmentAsker(Asker):
+    """The requests about segments, by one transport."""
+
+    def create(self, model: str, size: int = PAGE, segment_id: str = "weights", location: Any = 0) -> Any:
+        """CreateSegment."""
+        request = pb.CreateSegmentRequest(model=model, segment_id=segment_id, size_bytes=size, location=location)
+        return self._ask("create_segment", "CreateSegment", request)
+
+    def seal(self, generation: int) -> Any:
+        """SealSegment."""
+        return self._ask("seal_segment", "SealSegment", pb.SealSegmentRequest(generation=generation))
+
+    def attach(self, name: str = FULL_NAME) -> Any:
+        """AttachSegment, without waiting."""
+        return self._ask("attach_segment", "AttachSegment", pb.AttachSegmentRequest(name=name))
+
+    def detach(self, generation: int) -> Any:
+        """DetachSegment."""
+        return self._ask("detach_segment", "DetachSegment", pb.DetachSegmentRequest(generation=generation))
+
+    def delete(self, name: str = FULL_NAME, generation: int = 0) -> Any:
+        """DeleteSegment."""
+        request = pb.DeleteSegmentRequest(name=name, generation=generation)
+        return self._ask("delete_segment", "DeleteSegment", request)
+
 
 # Sharing
 
@@ -214,3 +301,80 @@ def test_two_hundred_lives_leave_no_descriptor(daemon: Daemon, transport: str) -
         assert daemon.books().lent_bytes == 0
         until(lambda: device_used(daemon) == 0)
         one.do("client.close()")
+
+
+# Limits
+
+
+def test_the_broker_keeps_only_so_many_extents(transport: str) -> None:
+    """With few descriptors of its own the daemon refuses a segment that would need too many, and serves on."""
+    config = {"capacity": "400GiB", "max_sessions": 2}
+    with running(config, descriptors=512) as daemon, clean(daemon), worker() as one:
+        one.connect(daemon, transport=transport).do("model = client.register_model('m')")
+        refused = one.refused("model.create_segment('weights', '300GiB')")
+        assert (refused.error, refused.reason) == ("TooMany", "TOO_MANY_SEGMENTS")
+        limit = int(refused.metadata["limit"])
+        assert 64 < limit < 256
+        one.do(f"segment = model.create_segment('weights', '{limit}GiB')")
+        assert one.refused("model.create_segment('other', 1)").reason == "TOO_MANY_SEGMENTS"
+        one.do("segment.close()")
+
+
+# Nobody writes to what is sealed
+
+
+def test_a_reader_cannot_make_it_writable(daemon: Daemon, transport: str) -> None:
+    """On the host driver the kernel keeps a reader from writing, by its descriptor or its mapping."""
+    with clean(daemon), worker() as writer:
+        write(writer, daemon, transport)
+        writer.do("segment.seal()")
+        with Session(daemon.endpoint()) as session:
+            answer, ids, (descriptor,) = session.take(attach_segment=pb.AttachSegmentRequest(name=FULL_NAME))
+            assert (answer.generation, len(ids)) == (segments(daemon)[0].generation, 1)
+            with pytest.raises(PermissionError):
+                mmap.mmap(descriptor, SIZE)
+            with pytest.raises(PermissionError):
+                os.pwrite(descriptor, b"x", 0)
+            for change in (lambda: os.ftruncate(descriptor, 0), lambda: os.ftruncate(descriptor, 2 * SIZE)):
+                with pytest.raises(PermissionError):
+                    change()
+            with pytest.raises(PermissionError):
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+            again = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
+            with pytest.raises(PermissionError):
+                mmap.mmap(again, SIZE)
+            mapping = mmap.mmap(descriptor, SIZE, mmap.MAP_SHARED, mmap.PROT_READ)
+            assert mapping[:5] == b"first"
+            handoff.close_all([again, descriptor])
+            with pytest.raises(TypeError):
+                mapping[0] = 1
+            mapping.close()
+        attach(writer, daemon, transport)
+        writer.do("import ctypes; protect = ctypes.CDLL(None).mprotect")
+        assert writer.ask("protect(ctypes.c_void_p(segment.address), 4096, 3)") == -1
+        assert reads(writer)
+        writer.do("segment.delete()")
+
+
+def test_a_writer_that_spoils_its_own_seal_harms_nobody(daemon: Daemon, transport: str) -> None:
+    """It forbids further seals on its descriptor, so that the broker cannot seal: the segment stays what it was,
+    readers wait on, and it is given up like any other.
+    """
+    with clean(daemon), Session(daemon.endpoint()) as session, worker() as reader:
+        asker = SegmentAsker(session, transport)
+        request = pb.CreateSegmentRequest(model=session.register("m"), segment_id="weights", size_bytes=PAGE)
+        made, _, (descriptor,) = session.take(create_segment=request)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+        wait_in_attach(reader, daemon, transport)
+        for _ in range(2):
+            refused = asker.seal(made.generation)
+            assert reason(refused) == "DRIVER_FAILED"
+            assert "EPERM" in info(refused).metadata["driver_says"]
+        assert (state(daemon), holders(daemon)) == ("WRITING", 1)
+        assert reader.ask("attaching.is_waiting()")
+        os.close(descriptor)
+        assert asker.detach(made.generation) == pb.DetachSegmentResponse()
+        assert reader.refused("attaching.result()").error == "WriterDied"
+
+
+# Strangers

@@ -29,7 +29,6 @@ from membrokerd.observe.history import SAMPLES, Sample
 from membrokerd.observe.status_page import MOST_MODELS, page
 
 DOCS = Path(__file__).parents[2] / "docs"
-VOID = {"meta", "line", "rect", "br"}
 
 
 class Page(HTMLParser):
