@@ -7,7 +7,7 @@ much as one at their models. Owns what waits. Must never decide: `schedule` does
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections import Counter, defaultdict
 from collections.abc import Collection
 from typing import NamedTuple
@@ -81,7 +81,7 @@ class Line:
             return _NONE
         count = len(self._by_size)
         if most < self._by_size[-1][0]:
-            count = bisect_right(self._by_size, most, key=_size_of)
+            count = bisect_left(self._by_size, (most + 1, 0))
         found = self._known.get(count)
         if found is None:
             found = self._known[count] = self._look(count)
@@ -91,10 +91,6 @@ class Line:
         requests = [self._requests[call] for _, call in self._by_size[:count]]
         oldest = self._requests[min(call for _, call in self._by_size[:count])]
         return Fitting(oldest, *wanted_by(requests))
-
-
-def _size_of(entry: tuple[int, int]) -> int:
-    return entry[0]
 
 
 def wanted_by(requests: Collection[DebitRequest]) -> tuple[int, int]:

@@ -79,6 +79,41 @@ def test_one_look_asks_once_for_each_model_how_much_it_may_have(*, answers: bool
     assert calls["over"] <= looks, "a refusal is put into words that nobody reads"
 
 
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_look_costs_nothing_for_each_request_that_waits(*, answers: bool) -> None:
+    """An honest session borrows beside 256 requests of 16 models, and beside 2,048 of them."""
+    rules = policy.Rules(granularity=GRANULE, capacities={"device": 1_024 * GRANULE}, max_sessions=512)
+    broker = Broker(rules, epoch=1)
+    lender, honest = joined(broker, 1, answers=answers), joined(broker, 2, answers=False)
+    broker.step(ev.Allocate(100, lender, 100, name_of(1), "device", GRANULE, 1_000), 0)
+    calls, number, costs = 0, 10_000, []
+
+    def count_calls(_: FrameType, event: str, __: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    for sessions in (1, 7):
+        for model in range(3, 19):
+            for _ in range(sessions):
+                session = joined(broker, model, answers=False)
+                for request in range(16):
+                    number += 1
+                    size = 30 + number % 37
+                    broker.step(
+                        ev.Allocate(number, session, 100 + request, name_of(model), "device", GRANULE, size, 10**13), 0
+                    )
+        calls, number = 0, number + 1
+        sys.setprofile(count_calls)
+        try:
+            broker.step(ev.Allocate(number, honest, number, name_of(2), "device", GRANULE, 1, 0), 0)
+            broker.step(ev.InputsDrained(number), 0)
+        finally:
+            sys.setprofile(None)
+        costs.append(calls)
+    assert broker.waiting.of_location("device")[1] == 2_048
+    assert costs[1] <= costs[0] + 200, costs  # the line to which a request came last has 128
+
+
 def test_declarations_that_waited_are_granted_by_shares_of_one_division(monkeypatch: pytest.MonkeyPatch) -> None:
     """A release has room for 8 declarations that were put aside, each of another model, while a request waits."""
     divisions, divide = Counter[str](), shares.Shares.divide
