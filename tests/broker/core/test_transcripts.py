@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -350,6 +350,10 @@ class Script:
                 answer = fx.Allocated(len(effect.ids), effect.extent_bytes) if whole else None
                 assert effect.answer == answer, "only what a packet brings whole may be answered with it"
         recount(self.broker.ledger)
+        recallable = self.broker.books.recallable
+        for name, where in product(self.broker.ledger.models, self.broker.ledger.totals):
+            counted = sum(map(recallable.bytes_of, recallable.borrowers(name, where)))
+            assert recallable.of_model(name, where) == counted, f"what can be recalled of {name}"
         changes = [fact for fact in step.facts if not isinstance(fact, ft.UnaccountedSeen)]
         assert self.broker.ledger.revision == before[0] + len(changes)
         answers = {effect.call: effect.result for effect in step.effects if isinstance(effect, fx.Answer)}
