@@ -114,7 +114,7 @@ class DaemonDeaths:
             world.obey(effect)
         self.deaths["in a step" if not self.torn else "in what it writes"] += 1
         self.bury()
-        return Step(step.effects[:happen], [])
+        return Step(step.effects[:happen], [], None)
 
     def bury(self) -> None:
         """With the daemon goes what it had open: what it made, its stock, what it was about to close."""

@@ -260,7 +260,7 @@ class World:
         """Give the broker one event, obey its effects, and hold it to what every step must keep."""
         self.resuming.asked(event)
         if self.daemons.dead:
-            return Step([], [])
+            return Step([], [], None)
         before = self.broker.ledger.revision
         self.events.append((self.now, event))
         self.steps[type(event).__name__] += 1

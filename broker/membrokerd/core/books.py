@@ -32,7 +32,7 @@ class Step(NamedTuple):
 
     effects: list[fx.Effect]
     facts: list[ft.Fact]
-    deadline: int | None = None
+    deadline: int | None
 
 
 class Books:
@@ -66,13 +66,13 @@ class Books:
         self.admission = Admission(self.ledger, rules, self.recallable)
         self.limits_changed = True
 
-    def begin_step(self) -> Step:
-        """Return the step that effects and facts are added to from now on."""
-        step = Step([], [])
-        self._facts = step.facts
-        self.emit: Callable[[fx.Effect], None] = step.effects.append
+    def begin_step(self) -> tuple[list[fx.Effect], list[ft.Fact]]:
+        """Return the lists to which the effects and facts of this step are added from now on."""
+        effects: list[fx.Effect] = []
+        self._facts: list[ft.Fact] = []
+        self.emit: Callable[[fx.Effect], None] = effects.append
         """Ask the daemon to carry out an effect."""
-        return step
+        return effects, self._facts
 
     def record(self, fact: ft.Fact) -> None:
         """Change the ledger."""

@@ -96,7 +96,7 @@ class Broker:
     def step(self, event: ev.Event, now: int) -> Step:
         """Take one event at `now` (nanoseconds of CLOCK_MONOTONIC) and return what follows from it."""
         books, waiting = self.books, self.waiting
-        step = books.begin_step()
+        effects, facts = books.begin_step()
         if self.segments.attaches.deadline is not None:
             self.segments.attaches.begin_step()
         if not isinstance(event, _OUTCOMES):
@@ -116,13 +116,11 @@ class Broker:
             waiting.settle(request, now)
             if books.limits_changed:
                 self.schedule.recall_above_limits(now)
-        if books.limits_changed:  # by a reload, and nothing was to be decided
-            self.schedule.recall_above_limits(now)
         if waiting.deferred:
             waiting.drain()
         if books.recallable.moved:
             self.lines.follow()
-        return Step(step.effects, step.facts, self.deadline)
+        return Step(effects, facts, self.deadline)
 
     @property
     def deadline(self) -> int | None:
@@ -130,7 +128,11 @@ class Broker:
         if self.waiting.left_over or not self.recalls.room:
             return 0
         ends = (self.segments.attaches.deadline, self.waiting.deadline, self.recalls.deadline, self.schedule.deadline)
-        return min((at for at in ends if at is not None), default=None)
+        first = None
+        for at in ends:
+            if at is not None and (first is None or at < first):
+                first = at
+        return first
 
     def change_rules(self, rules: policy.Rules) -> None:
         """Apply other limits and times from the next step on. Memory that is lent stays lent; no books change."""

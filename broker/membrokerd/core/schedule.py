@@ -103,7 +103,7 @@ class Schedule:
     @property
     def deadline(self) -> int | None:
         """When the first hold ends, in nanoseconds."""
-        return min((hold.until for hold in self._holds.values()), default=None)
+        return min([hold.until for hold in self._holds.values()]) if self._holds else None
 
     def elapsed(self, now: int) -> None:
         """End the holds whose time is over. One goes on while a recall for its model is open: it is for those bytes."""
