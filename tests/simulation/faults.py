@@ -36,6 +36,11 @@ def around(name: str, owner: Any, attribute: str, new: Callable[..., object]) ->
     return replacing(name, owner, attribute, lambda *given, **named: new(was, *given, **named))
 
 
+def instead_of(owner: Any, attribute: str) -> Callable[[Callable[..., object]], Fault]:
+    """Make the function below a fault as of `around`: it gets what stood there, and then the arguments."""
+    return lambda new: around(new.__name__, owner, attribute, new)
+
+
 def notice(
     fault: Fault, seeds: Iterable[int], monkeypatch: pytest.MonkeyPatch, shown_in: Mapping[str, int] = NOWHERE
 ) -> World:

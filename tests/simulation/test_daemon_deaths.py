@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from tests.simulation.faults import Fault, around, notice, replacing
+from tests.simulation.faults import Fault, around, instead_of, notice, replacing
 
 from membrokerd.core import books, segments, sessions, stock
 from membrokerd.core import deaths as releasing
@@ -89,68 +89,46 @@ def _declared_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
     _states(monkeypatch, as_booked)
 
 
-def _anybody_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    resume = Sessions.resume
-
-    def lax(self: Any, event: ev.ResumeSession, now: int) -> None:
-        row = self._books.ledger.sessions.get(event.session)
-        resume(self, dataclasses.replace(event, process=row.process if row else ""), now)
-
-    monkeypatch.setattr(Sessions, "resume", lax)
+@instead_of(Sessions, "resume")
+def _anybody_may(resume: Any, self: Any, event: ev.ResumeSession, now: int) -> None:
+    row = self._books.ledger.sessions.get(event.session)
+    resume(self, dataclasses.replace(event, process=row.process if row else ""), now)
 
 
-def _holds_without_a_hello(monkeypatch: pytest.MonkeyPatch) -> None:
-    state_holds = Sessions.state_holds
-
-    def lax(self: Any, event: ev.StateHolds, now: int) -> None:
-        row = self._books.ledger.sessions.get(event.session)
-        if row and row.state == "detached":
-            self._expected.add(event.session)
-        state_holds(self, event, now)
-
-    monkeypatch.setattr(Sessions, "state_holds", lax)
+@instead_of(Sessions, "state_holds")
+def _holds_without_a_hello(state_holds: Any, self: Any, event: ev.StateHolds, now: int) -> None:
+    row = self._books.ledger.sessions.get(event.session)
+    if row and row.state == "detached":
+        self._expected.add(event.session)
+    state_holds(self, event, now)
 
 
-def _the_name_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    def at_once(self: Any) -> None:
-        for session in list(self._answers):
-            self._books.emit(self._answers.pop(session))
-
-    monkeypatch.setattr(Sessions, "answer_ready", at_once)
+@instead_of(Sessions, "answer_ready")
+def _the_name_is_not_free(_was: Any, self: Any) -> None:
+    for session in list(self._answers):
+        self._books.emit(self._answers.pop(session))
 
 
-def _taken_up_in_the_middle_of_a_packet(monkeypatch: pytest.MonkeyPatch) -> None:
-    proceed = Sessions.proceed
-
-    def hasty(self: Any, session: int, now: int) -> None:
-        with pytest.MonkeyPatch.context() as bent:
-            bent.setattr(self._lending, "making_of", lambda session: False)
-            proceed(self, session, now)
-
-    monkeypatch.setattr(Sessions, "proceed", hasty)
+@instead_of(Sessions, "proceed")
+def _taken_up_in_the_middle_of_a_packet(proceed: Any, self: Any, session: int, now: int) -> None:
+    with pytest.MonkeyPatch.context() as bent:
+        bent.setattr(self._lending, "making_of", lambda session: False)
+        proceed(self, session, now)
 
 
-def _the_dead_are_taken_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    process_died = releasing.Releasing.process_died
-
-    def deaf(self: Any, event: ev.ProcessDied, now: int) -> None:
-        with pytest.MonkeyPatch.context() as bent:
-            bent.setattr(Sessions, "give_up", lambda self, session: None)
-            process_died(self, event, now)
-
-    monkeypatch.setattr(releasing.Releasing, "process_died", deaf)
+@instead_of(releasing.Releasing, "process_died")
+def _the_dead_are_taken_up(process_died: Any, self: Any, event: ev.ProcessDied, now: int) -> None:
+    with pytest.MonkeyPatch.context() as bent:
+        bent.setattr(Sessions, "give_up", lambda self, session: None)
+        process_died(self, event, now)
 
 
-def _anybody_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse = Sessions._refuse_forget
-
-    def lax(self: Any, session: int) -> Any:
-        row = self._books.ledger.sessions.get(session)
-        if row is not None and row.state == "open" and not self._lending.making_of(session):
-            self._books.record(ft.SessionMoved(session, "connection lost", 0))
-        return refuse(self, session)
-
-    monkeypatch.setattr(Sessions, "_refuse_forget", lax)
+@instead_of(Sessions, "_refuse_forget")
+def _anybody_is_forgotten(refuse: Any, self: Any, session: int) -> Any:
+    row = self._books.ledger.sessions.get(session)
+    if row is not None and row.state == "open" and not self._lending.making_of(session):
+        self._books.record(ft.SessionMoved(session, "connection lost", 0))
+    return refuse(self, session)
 
 
 # --- a restart with a fault ---
@@ -172,64 +150,43 @@ def _holders_are_lost_by_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     _behind(monkeypatch, "restarted", leave)
 
 
-def _everybody_is_still_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_over = Sessions._take_over_session
-
-    def lax(self: Any, row: Any, now: int) -> None:
-        if row.state != "open":
-            take_over(self, row, now)
-
-    monkeypatch.setattr(Sessions, "_take_over_session", lax)
+@instead_of(Sessions, "_take_over_session")
+def _everybody_is_still_connected(take_over: Any, self: Any, row: Any, now: int) -> None:
+    if row.state != "open":
+        take_over(self, row, now)
 
 
-def _nobody_drops_what_was_being_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    def take_over(self: Any, row: Any, *, lost: bool) -> None:
-        if row.state != "dropping":
-            method(self, row, lost=lost)
-
-    method = Sessions._take_over_segment
-    monkeypatch.setattr(Sessions, "_take_over_segment", take_over)
+@instead_of(Sessions, "_take_over_segment")
+def _nobody_drops_what_was_being_dropped(method: Any, self: Any, row: Any, *, lost: bool) -> None:
+    if row.state != "dropping":
+        method(self, row, lost=lost)
 
 
-def _a_seal_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def take_over(self: Any, row: Any, *, lost: bool) -> None:
-        if row.state != "sealing":
-            method(self, row, lost=lost)
-
-    method = Sessions._take_over_segment
-    monkeypatch.setattr(Sessions, "_take_over_segment", take_over)
+@instead_of(Sessions, "_take_over_segment")
+def _a_seal_is_waited_for(method: Any, self: Any, row: Any, *, lost: bool) -> None:
+    if row.state != "sealing":
+        method(self, row, lost=lost)
 
 
-def _ids_of_another_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = broker_module.Broker.__init__
-
-    def again(self: Any, rules: Any, epoch: int, story: Any = ()) -> None:
-        begin(self, rules, 1, story)
-
-    monkeypatch.setattr(broker_module.Broker, "__init__", again)
+@instead_of(broker_module.Broker, "__init__")
+def _ids_of_another_epoch(begin: Any, self: Any, rules: Any, epoch: int, story: Any = ()) -> None:
+    begin(self, rules, 1, story)
 
 
-def _the_dead_are_forgotten_by_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forget(self: Any, seen: ev.Seen, now: int) -> None:
-        restarted(self, seen, now)
-        self.deaths.clear()
-
-    restarted = releasing.Releasing.restarted
-    monkeypatch.setattr(releasing.Releasing, "restarted", forget)
+@instead_of(releasing.Releasing, "restarted")
+def _the_dead_are_forgotten_by_a_restart(restarted: Any, self: Any, seen: ev.Seen, now: int) -> None:
+    restarted(self, seen, now)
+    self.deaths.clear()
 
 
 # --- orders that are not obeyed ---
 
 
-def _who_waited_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    sealed = segments.Segments.sealed
-
-    def lax(self: Any, event: ev.Sealed) -> None:
-        with pytest.MonkeyPatch.context() as bent:
-            bent.setattr(self._books, "refuse_debit", lambda: None)
-            sealed(self, event)
-
-    monkeypatch.setattr(segments.Segments, "sealed", lax)
+@instead_of(segments.Segments, "sealed")
+def _who_waited_is_served(sealed: Any, self: Any, event: ev.Sealed) -> None:
+    with pytest.MonkeyPatch.context() as bent:
+        bent.setattr(self._books, "refuse_debit", lambda: None)
+        sealed(self, event)
 
 
 FAULTS = (

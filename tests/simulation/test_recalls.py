@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from tests.simulation.faults import Fault, around, notice, replacing
+from tests.simulation.faults import Fault, around, instead_of, notice, replacing
 from tests.simulation.recalling import is_deaf
 from tests.simulation.world import World, is_crowded
 
@@ -46,195 +46,137 @@ REST = [seed for seed in range(20_260, 20_300) if not is_deaf(seed)]
 # --- what can be recalled ---
 
 
-def _declarations_can_be_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
-    def extents_of(self: Any, one: Borrower) -> int:
-        charge = self._ledger.sessions[one.session].charges.get((one.name, one.location))
-        return charge.bytes if charge else 0
-
-    monkeypatch.setattr(Recallable, "extents_of", extents_of)
+@instead_of(Recallable, "extents_of")
+def _declarations_can_be_recalled(_was: Any, self: Any, one: Borrower) -> int:
+    charge = self._ledger.sessions[one.session].charges.get((one.name, one.location))
+    return charge.bytes if charge else 0
 
 
-def _late_sessions_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def bytes_of(self: Any, one: Borrower) -> int:
-        return max(0, self.extents_of(one) - self.kept.get(one, (0, 0))[0])
-
-    monkeypatch.setattr(Recallable, "bytes_of", bytes_of)
+@instead_of(Recallable, "bytes_of")
+def _late_sessions_can_be_asked(_was: Any, self: Any, one: Borrower) -> int:
+    return max(0, self.extents_of(one) - self.kept.get(one, (0, 0))[0])
 
 
-def _lost_sessions_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def borrowers(self: Any, name: Any, location: Any) -> Any:
-        return iter([Borrower(session, name, location) for session in self._answering.get(name, ())])
-
-    monkeypatch.setattr(Recallable, "borrowers", borrowers)
+@instead_of(Recallable, "borrowers")
+def _lost_sessions_can_be_asked(_was: Any, self: Any, name: Any, location: Any) -> Any:
+    return iter([Borrower(session, name, location) for session in self._answering.get(name, ())])
 
 
-def _silence_is_forgiven_on_return(monkeypatch: pytest.MonkeyPatch) -> None:
-    resumed = Recalls.resumed
-
-    def forgive(self: Any, session: int, *rest: Any) -> None:
-        self._state.recalls = {one: recall for one, recall in self._state.recalls.items() if one.session != session}
-        resumed(self, session, *rest)
-
-    monkeypatch.setattr(Recalls, "resumed", forgive)
+@instead_of(Recalls, "resumed")
+def _silence_is_forgiven_on_return(resumed: Any, self: Any, session: int, *rest: Any) -> None:
+    self._state.recalls = {one: recall for one, recall in self._state.recalls.items() if one.session != session}
+    resumed(self, session, *rest)
 
 
-def _debits_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    record = Books.record
-
-    def forget(self: Any, fact: Any) -> None:
-        possible, self.recallable.is_possible = self.recallable.is_possible, False
-        record(self, fact)
-        self.recallable.is_possible = self.recallable.is_possible or possible
-
-    monkeypatch.setattr(Books, "record", forget)
+@instead_of(Books, "record")
+def _debits_are_not_counted(record: Any, self: Any, fact: Any) -> None:
+    possible, self.recallable.is_possible = self.recallable.is_possible, False
+    record(self, fact)
+    self.recallable.is_possible = self.recallable.is_possible or possible
 
 
 # --- what is kept ---
 
 
-def _kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    elapsed = Recalls.elapsed
-
-    def keep(self: Any, now: int) -> None:
-        kept, self._state.kept = self._state.kept, {}
-        elapsed(self, now)
-        self._state.kept = kept
-
-    monkeypatch.setattr(Recalls, "elapsed", keep)
+@instead_of(Recalls, "elapsed")
+def _kept_for_ever(elapsed: Any, self: Any, now: int) -> None:
+    kept, self._state.kept = self._state.kept, {}
+    elapsed(self, now)
+    self._state.kept = kept
 
 
-def _nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = Recalls.answer
-
-    def forget(self: Any, event: Any, now: int) -> None:
-        answer(self, event, now)
-        self._state.kept.clear()
-
-    monkeypatch.setattr(Recalls, "answer", forget)
+@instead_of(Recalls, "answer")
+def _nothing_is_kept(answer: Any, self: Any, event: Any, now: int) -> None:
+    answer(self, event, now)
+    self._state.kept.clear()
 
 
-def _only_the_last_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = Recalls.answer
-
-    def overwrite(self: Any, event: Any, now: int) -> None:
-        left = {one: recall.left for one, recall in self._state.recalls.items() if recall.number == event.recall}
-        before = dict(self._state.kept)
-        answer(self, event, now)
-        for one, size in left.items():
-            if self._state.kept.get(one) != before.get(one):
-                self._state.kept[one] = size, self._state.kept[one][1]
-
-    monkeypatch.setattr(Recalls, "answer", overwrite)
+@instead_of(Recalls, "answer")
+def _only_the_last_is_kept(answer: Any, self: Any, event: Any, now: int) -> None:
+    left = {one: recall.left for one, recall in self._state.recalls.items() if recall.number == event.recall}
+    before = dict(self._state.kept)
+    answer(self, event, now)
+    for one, size in left.items():
+        if self._state.kept.get(one) != before.get(one):
+            self._state.kept[one] = size, self._state.kept[one][1]
 
 
 # --- questions and answers ---
 
 
-def _open_recalls_are_amended(monkeypatch: pytest.MonkeyPatch) -> None:
-    ask = Recalls.ask
-
-    def amend(self: Any, name: Any, location: Any, size: int, now: int, wanted_by: Any = None) -> int:
-        more = size - int(ask(self, name, location, size, now, wanted_by))
-        for one in self._state.borrowers(name, location):
-            recall = self._state.recalls.get(one)
-            if recall is not None and recall.since < now and not recall.late and more > 0:
-                recall.left += more
-                return size
-        return size - more
-
-    monkeypatch.setattr(Recalls, "ask", amend)
+@instead_of(Recalls, "ask")
+def _open_recalls_are_amended(
+    ask: Any, self: Any, name: Any, location: Any, size: int, now: int, wanted_by: Any = None
+) -> int:
+    more = size - int(ask(self, name, location, size, now, wanted_by))
+    for one in self._state.borrowers(name, location):
+        recall = self._state.recalls.get(one)
+        if recall is not None and recall.since < now and not recall.late and more > 0:
+            recall.left += more
+            return size
+    return size - more
 
 
-def _raised_in_the_second_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    def always(self: Any, one: Any, now: int) -> int:
-        recall = self.recalls.get(one)
-        return max(0, int(self.bytes_of(one)) - (recall.left if recall else 0))
-
-    monkeypatch.setattr(Recallable, "more_of", always)
+@instead_of(Recallable, "more_of")
+def _raised_in_the_second_half(_was: Any, self: Any, one: Any, now: int) -> int:
+    recall = self.recalls.get(one)
+    return max(0, int(self.bytes_of(one)) - (recall.left if recall else 0))
 
 
-def _a_raise_moves_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    say = Recalls._say
-
-    def later(self: Any, one: Any, recall: Any, size: int, within: int) -> None:
-        if size > recall.first:
-            recall.deadline += self._books.rules.recall_ns - within
-            within = self._books.rules.recall_ns
-        say(self, one, recall, size, within)
-
-    monkeypatch.setattr(Recalls, "_say", later)
+@instead_of(Recalls, "_say")
+def _a_raise_moves_the_deadline(say: Any, self: Any, one: Any, recall: Any, size: int, within: int) -> None:
+    if size > recall.first:
+        recall.deadline += self._books.rules.recall_ns - within
+        within = self._books.rules.recall_ns
+    say(self, one, recall, size, within)
 
 
-def _an_answer_may_be_for_less_than_the_first_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = Recalls.answer
-
-    def believe(self: Any, event: Any, now: int) -> None:
-        for recall in self._state.recalls.values():
-            recall.first = 0
-        answer(self, event, now)
-
-    monkeypatch.setattr(Recalls, "answer", believe)
+@instead_of(Recalls, "answer")
+def _an_answer_may_be_for_less_than_the_first_notice(answer: Any, self: Any, event: Any, now: int) -> None:
+    for recall in self._state.recalls.values():
+        recall.first = 0
+    answer(self, event, now)
 
 
-def _any_release_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    released = Recalls.released
-
-    def count(self: Any, session: int, loans: Any, now: int) -> None:
-        name = next((one.name for one in self._state.recalls if one.session == session), None)
-        released(self, session, [loan._replace(name=name or loan.name) for loan in loans], now)
-
-    monkeypatch.setattr(Recalls, "released", count)
+@instead_of(Recalls, "released")
+def _any_release_counts(released: Any, self: Any, session: int, loans: Any, now: int) -> None:
+    name = next((one.name for one in self._state.recalls if one.session == session), None)
+    released(self, session, [loan._replace(name=name or loan.name) for loan in loans], now)
 
 
-def _any_session_may_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = Recalls.answer
-
-    def believe(self: Any, event: Any, now: int) -> None:
-        for one, recall in self._state.recalls.items():
-            if recall.number == event.recall:
-                answer(self, dataclasses.replace(event, session=one.session), now)
-                return
-
-    monkeypatch.setattr(Recalls, "answer", believe)
+@instead_of(Recalls, "answer")
+def _any_session_may_answer(answer: Any, self: Any, event: Any, now: int) -> None:
+    for one, recall in self._state.recalls.items():
+        if recall.number == event.recall:
+            answer(self, dataclasses.replace(event, session=one.session), now)
+            return
 
 
-def _never_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    elapsed = Recalls.elapsed
-
-    def wait(self: Any, now: int) -> None:
-        recalls, self._state.recalls = self._state.recalls, {}
-        elapsed(self, now)
-        self._state.recalls = recalls
-
-    monkeypatch.setattr(Recalls, "elapsed", wait)
+@instead_of(Recalls, "elapsed")
+def _never_late(elapsed: Any, self: Any, now: int) -> None:
+    recalls, self._state.recalls = self._state.recalls, {}
+    elapsed(self, now)
+    self._state.recalls = recalls
 
 
-def _not_woken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_deadline(self: Any) -> None:
-        self.deadline = None
-        self._state.changed()
-
-    monkeypatch.setattr(Recalls, "_set_deadline", no_deadline)
+@instead_of(Recalls, "_set_deadline")
+def _not_woken_for_it(_was: Any, self: Any) -> None:
+    self.deadline = None
+    self._state.changed()
 
 
-def _a_lost_connection_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    detached = Recalls.detached
-
-    def forget(self: Any, session: int) -> None:
-        detached(self, session)
-        self._state.away.clear()
-
-    monkeypatch.setattr(Recalls, "detached", forget)
+@instead_of(Recalls, "detached")
+def _a_lost_connection_ends_it(detached: Any, self: Any, session: int) -> None:
+    detached(self, session)
+    self._state.away.clear()
 
 
-def _asked_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    def moved(self: Any, row: Any) -> None:
-        if row.state not in ("open", "detached"):
-            for name in [name for name, sessions in self._answering.items() if row.session in sessions]:
-                self.set_answers(row.session, name, answers=False)
-        self.changed()
-
-    monkeypatch.setattr(Recallable, "session_moved", moved)
+@instead_of(Recallable, "session_moved")
+def _asked_after_the_end(_was: Any, self: Any, row: Any) -> None:
+    if row.state not in ("open", "detached"):
+        for name in [name for name, sessions in self._answering.items() if row.session in sessions]:
+            self.set_answers(row.session, name, answers=False)
+    self.changed()
 
 
 # --- how much, and of which models ---
@@ -245,74 +187,54 @@ def _what_is_coming_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recallable, "asked_of_model", lambda *_, **__: 0)
 
 
-def _firm_bytes_have_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Shares._model
-
-    def without(self: Any, *of: Any) -> Any:
-        return model(self, *of)._replace(low=0)
-
-    monkeypatch.setattr(Shares, "_model", without)
+@instead_of(Shares, "_model")
+def _firm_bytes_have_no_share(model: Any, self: Any, *of: Any) -> Any:
+    return model(self, *of)._replace(low=0)
 
 
-def _unused_guarantees_have_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    tenant_part = Shares._tenant
-
-    def whole(self: Any, tenant: str, where: Any, models: Any) -> Any:
-        found = tenant_part(self, tenant, where, models)
-        return found._replace(base=self._admission.usable_guarantee(tenant, where))
-
-    monkeypatch.setattr(Shares, "_tenant", whole)
+@instead_of(Shares, "_tenant")
+def _unused_guarantees_have_a_share(tenant_part: Any, self: Any, tenant: str, where: Any, models: Any) -> Any:
+    found = tenant_part(self, tenant, where, models)
+    return found._replace(base=self._admission.usable_guarantee(tenant, where))
 
 
 # --- holds, and whose turn it is ---
 
 
-def _what_is_wanted_soon_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = DebitRequest.__post_init__
-
-    def deaf(self: Any) -> None:
-        begin(self)
-        self.wanted = self.size
-
-    monkeypatch.setattr(DebitRequest, "__post_init__", deaf)
+@instead_of(DebitRequest, "__post_init__")
+def _what_is_wanted_soon_is_not_heard(begin: Any, self: Any) -> None:
+    begin(self)
+    self.wanted = self.size
 
 
-def _more_is_wanted_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    hold = Schedule._hold
-
-    def unbounded(self: Any, name: Any, location: Any, requested: int, wanted: int, now: int) -> None:
-        hold(self, name, location, requested, wanted, now)
-        found = self._holds[name, location]
-        size = max(found.size, self._books.admission.lent(name, location) + wanted)
-        self._holds[name, location] = found._replace(size=size)
-
-    monkeypatch.setattr(Schedule, "_hold", unbounded)
+@instead_of(Schedule, "_hold")
+def _more_is_wanted_than_there_is(
+    hold: Any, self: Any, name: Any, location: Any, requested: int, wanted: int, now: int
+) -> None:
+    hold(self, name, location, requested, wanted, now)
+    found = self._holds[name, location]
+    size = max(found.size, self._books.admission.lent(name, location) + wanted)
+    self._holds[name, location] = found._replace(size=size)
 
 
-def _a_hold_grows_by_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    hold = Schedule._hold
-
-    def as_before(self: Any, name: Any, location: Any, requested: int, wanted: int, now: int) -> None:
-        before = self._holds.get((name, location))
-        hold(self, name, location, requested, wanted, now)
-        if before is not None:
-            self._holds[name, location] = self._holds[name, location]._replace(step=before.step)
-
-    monkeypatch.setattr(Schedule, "_hold", as_before)
+@instead_of(Schedule, "_hold")
+def _a_hold_grows_by_the_same_step(
+    hold: Any, self: Any, name: Any, location: Any, requested: int, wanted: int, now: int
+) -> None:
+    before = self._holds.get((name, location))
+    hold(self, name, location, requested, wanted, now)
+    if before is not None:
+        self._holds[name, location] = self._holds[name, location]._replace(step=before.step)
 
 
-def _beyond_its_share_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    def first(self: Any, location: Any, looks: Any, now: int) -> Any:
-        return schedule._oldest(looks, [look.room for look in looks])
-
-    monkeypatch.setattr(Schedule, "_first", first)
+@instead_of(Schedule, "_first")
+def _beyond_its_share_in_turn(_was: Any, self: Any, location: Any, looks: Any, now: int) -> Any:
+    return schedule._oldest(looks, [look.room for look in looks])
 
 
-def _not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def state(self: Any) -> object:
-        return self._books.ledger.revision, self._books.admission, self._books.recallable.revision
-
-    monkeypatch.setattr(Waiting, "_state", state)
+@instead_of(Waiting, "_state")
+def _not_looked_at_again(_was: Any, self: Any) -> object:
+    return self._books.ledger.revision, self._books.admission, self._books.recallable.revision
 
 
 FAULTS: tuple[Fault, ...] = (

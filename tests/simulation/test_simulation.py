@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.broker.core.test_transcripts import Script
-from tests.simulation.faults import Fault, around, find_out, replacing
+from tests.simulation.faults import Fault, around, find_out, instead_of, replacing
 from tests.simulation.referee import EARLY_AT_MOST
 from tests.simulation.shrink import commands, run
 from tests.simulation.world import World
@@ -73,25 +73,17 @@ def test_a_world_can_be_told_as_a_transcript(seed: int) -> None:
 # --- A core with a fault is found out, and the story of it is short ---
 
 
-def _no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
-    admit = Admission.admit
-
-    def lax(*arguments: Any) -> Any:
-        denied = admit(*arguments)
-        return None if denied and denied.reason == "CAPACITY" else denied
-
-    monkeypatch.setattr(Admission, "admit", lax)
+@instead_of(Admission, "admit")
+def _no_capacity(admit: Any, *arguments: Any) -> Any:
+    denied = admit(*arguments)
+    return None if denied and denied.reason == "CAPACITY" else denied
 
 
-def _ids_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_ids = books.Books.take_ids
-
-    def again(self: Any, count: int) -> range:
-        ids = take_ids(self, count)
-        self._next_id -= count > 100
-        return ids
-
-    monkeypatch.setattr(books.Books, "take_ids", again)
+@instead_of(books.Books, "take_ids")
+def _ids_again(take_ids: Any, self: Any, count: int) -> range:
+    ids = take_ids(self, count)
+    self._next_id -= count > 100
+    return ids
 
 
 def _charge_per_attach(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,13 +99,11 @@ def _charge_per_attach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ledger._APPLY, ft.SegmentHeld, charge)
 
 
-def _credit_while_attached(monkeypatch: pytest.MonkeyPatch) -> None:
-    def drop(self: Any, row: Any) -> None:
-        if row.state == "ending":
-            self._books.record(ft.SegmentMoved(row.segment, "last session left"))
-            self._books.emit(fx.Drop(row.segment))
-
-    monkeypatch.setattr(segments.Segments, "drop_if_left", drop)
+@instead_of(segments.Segments, "drop_if_left")
+def _credit_while_attached(_was: Any, self: Any, row: Any) -> None:
+    if row.state == "ending":
+        self._books.record(ft.SegmentMoved(row.segment, "last session left"))
+        self._books.emit(fx.Drop(row.segment))
 
 
 def _no_death_is_a_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,13 +116,11 @@ def _no_death_is_a_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ledger._APPLY, ft.SegmentLeft, forget)
 
 
-def _no_word_of_a_dead_writer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def end_writing(self: Any, row: Any, cause: str) -> None:
-        self._books.record(ft.SegmentMoved(row.segment, cause))
-        if row.segment in self._sealing:
-            self._books.answer(self._sealing.pop(row.segment), lending.deny(lending.Reason.WRITER_DIED))
-
-    monkeypatch.setattr(segments.Segments, "_end_writing", end_writing)
+@instead_of(segments.Segments, "_end_writing")
+def _no_word_of_a_dead_writer(_was: Any, self: Any, row: Any, cause: str) -> None:
+    self._books.record(ft.SegmentMoved(row.segment, cause))
+    if row.segment in self._sealing:
+        self._books.answer(self._sealing.pop(row.segment), lending.deny(lending.Reason.WRITER_DIED))
 
 
 def _nobody_drops_what_was_not_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,106 +134,76 @@ def _nobody_drops_what_was_not_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments.Segments, "not_sealed", without_drop)
 
 
-def _settle_on_an_old_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    dropped = releasing.Releasing.segment_dropped
-
-    def settle(self: Any, row: Any, now: int) -> None:
-        dropped(self, row, now)
-        self._settle(now)
-
-    monkeypatch.setattr(releasing.Releasing, "segment_dropped", settle)
+@instead_of(releasing.Releasing, "segment_dropped")
+def _settle_on_an_old_figure(dropped: Any, self: Any, row: Any, now: int) -> None:
+    dropped(self, row, now)
+    self._settle(now)
 
 
-def _models_end_under_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    def end_model(self: Any, row: Any) -> None:
-        if not row.sessions and not row.used():
-            self._books.record(ft.ModelEnded(row.name))
-
-    monkeypatch.setattr(models.Models, "_end_if_idle", end_model)
+@instead_of(models.Models, "_end_if_idle")
+def _models_end_under_segments(_was: Any, self: Any, row: Any) -> None:
+    if not row.sessions and not row.used():
+        self._books.record(ft.ModelEnded(row.name))
 
 
 # --- guarantees with a fault ---
 
 
-def _owners_may_not_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@instead_of(Admission, "levels")
+def _owners_may_not_use_it(levels: Any, self: Any, name: Any, location: Any, session: Any) -> Any:
     """What is kept for a tenant is kept from the tenant, too."""
-    levels = Admission.levels
-
-    def strict(self: Any, name: Any, location: Any, session: Any) -> Any:
-        *lower, (*capacity, room) = levels(self, name, location, session)
-        left = max(0, self._ledger.totals[location].free - self.reserved(location))
-        return [*lower, (*capacity, min(room, left))]
-
-    monkeypatch.setattr(Admission, "levels", strict)
+    *lower, (*capacity, room) = levels(self, name, location, session)
+    left = max(0, self._ledger.totals[location].free - self.reserved(location))
+    return [*lower, (*capacity, min(room, left))]
 
 
-def _tenants_are_not_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of_models(self: Any, tenant: str, location: Any) -> int:
-        return self._by_models(tenant, location)[0]
-
-    monkeypatch.setattr(Admission, "_reserved_for", of_models)
+@instead_of(Admission, "_reserved_for")
+def _tenants_are_not_kept_for(_was: Any, self: Any, tenant: str, location: Any) -> int:
+    return self._by_models(tenant, location)[0]
 
 
 # --- a stock with a fault ---
 
 
-def _refused_for_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    admit = Admission.admit
-
-    def strict(self: Any, name: Any, location: Any, size: int, session: Any = None) -> Any:
-        denied = admit(self, name, location, size, session)
-        kept = self._ledger.totals[location].stock
-        beside = admit(self, name, location, size + kept, session) if kept else None
-        return denied or (beside if beside and beside.reason == "CAPACITY" else None)
-
-    monkeypatch.setattr(Admission, "admit", strict)
+@instead_of(Admission, "admit")
+def _refused_for_stock(admit: Any, self: Any, name: Any, location: Any, size: int, session: Any = None) -> Any:
+    denied = admit(self, name, location, size, session)
+    kept = self._ledger.totals[location].stock
+    beside = admit(self, name, location, size + kept, session) if kept else None
+    return denied or (beside if beside and beside.reason == "CAPACITY" else None)
 
 
-def _stock_for_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    emit = lending.Lending._emit
-
-    def of_anything(self: Any, session: int, call: Any, part: int) -> None:
-        if call.sends:
-            emit(self, session, call, part)
-            return
-        generation, call.segment = call.segment, 0
+@instead_of(lending.Lending, "_emit")
+def _stock_for_segments(emit: Any, self: Any, session: int, call: Any, part: int) -> None:
+    if call.sends:
         emit(self, session, call, part)
-        call.segment = generation
-        effects = self._books.emit.__self__
-        effects[-1] = dataclasses.replace(effects[-1], segment=generation)
-
-    monkeypatch.setattr(lending.Lending, "_emit", of_anything)
-
-
-def _a_failure_makes_it_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    stocked = stock.WarmPool.stocked
-
-    def forget(self: Any, event: Any) -> None:
-        stocked(self, event)
-        if not event.made:
-            self._wishes.pop((event.location, event.extent_bytes), None)
-
-    monkeypatch.setattr(stock.WarmPool, "stocked", forget)
+        return
+    generation, call.segment = call.segment, 0
+    emit(self, session, call, part)
+    call.segment = generation
+    effects = self._books.emit.__self__
+    effects[-1] = dataclasses.replace(effects[-1], segment=generation)
 
 
-def _made_while_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    fill = stock.WarmPool.fill
-
-    def eager(self: Any) -> None:
-        making, self._books.making = self._books.making, {}
-        fill(self)
-        self._books.making = making
-
-    monkeypatch.setattr(stock.WarmPool, "fill", eager)
+@instead_of(stock.WarmPool, "stocked")
+def _a_failure_makes_it_stay(stocked: Any, self: Any, event: Any) -> None:
+    stocked(self, event)
+    if not event.made:
+        self._wishes.pop((event.location, event.extent_bytes), None)
 
 
-def _more_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wants(self: Any, kind: Any) -> bool:
-        total = self._books.ledger.totals[kind[0]]
-        here = self._ready.get(kind, 0) < self._wishes[kind].count
-        return here and total.charged + total.stock + kind[1] <= total.capacity
+@instead_of(stock.WarmPool, "fill")
+def _made_while_others_wait(fill: Any, self: Any) -> None:
+    making, self._books.making = self._books.making, {}
+    fill(self)
+    self._books.making = making
 
-    monkeypatch.setattr(stock.WarmPool, "_wants", wants)
+
+@instead_of(stock.WarmPool, "_wants")
+def _more_than_there_may_be(_was: Any, self: Any, kind: Any) -> bool:
+    total = self._books.ledger.totals[kind[0]]
+    here = self._ready.get(kind, 0) < self._wishes[kind].count
+    return here and total.charged + total.stock + kind[1] <= total.capacity
 
 
 def _beyond_the_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,16 +226,12 @@ def _used_and_still_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ledger._APPLY, ft.StockChanged, count)
 
 
-def _still_to_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    emit = lending.Lending._emit
-
-    def later(self: Any, session: int, call: Any, part: int) -> None:
-        emit(self, session, call, part)
-        if part in call.stocked:
-            ids, size = call.packet(part)
-            self._books.making[call.location] += size * len(ids)
-
-    monkeypatch.setattr(lending.Lending, "_emit", later)
+@instead_of(lending.Lending, "_emit")
+def _still_to_be_made(emit: Any, self: Any, session: int, call: Any, part: int) -> None:
+    emit(self, session, call, part)
+    if part in call.stocked:
+        ids, size = call.packet(part)
+        self._books.making[call.location] += size * len(ids)
 
 
 FAULTS = (

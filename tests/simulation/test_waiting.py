@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.simulation.faults import Fault, around, notice, replacing
+from tests.simulation.faults import Fault, around, instead_of, notice, replacing
 from tests.simulation.world import is_crowded
 
 from membrokerd.core import policy, schedule
@@ -22,17 +22,15 @@ SHOWN_IN = {"the_newest_first": 20_279, "without_shares": 20_311}
 """The world in which a rare fault shows soon. It is played first."""
 
 
-def _the_newest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    def newest(looks: Any, most: Any) -> Any:
-        fitting = [
-            request
-            for look, size in zip(looks, most, strict=True)
-            for request in look.line._requests.values()
-            if request.size <= size
-        ]
-        return max(fitting, key=call_of, default=None)
-
-    monkeypatch.setattr(schedule, "_oldest", newest)
+@instead_of(schedule, "_oldest")
+def _the_newest_first(_was: Any, looks: Any, most: Any) -> Any:
+    fitting = [
+        request
+        for look, size in zip(looks, most, strict=True)
+        for request in look.line._requests.values()
+        if request.size <= size
+    ]
+    return max(fitting, key=call_of, default=None)
 
 
 @pytest.mark.parametrize(
