@@ -82,13 +82,13 @@ def test_others_are_asked_at_once_for_all_that_is_wanted(pair: tuple[Worker, Wor
 
 @pytest.mark.parametrize("callback", ["fail", "keep"])
 def test_what_a_callback_does_not_release_is_kept(daemon: Daemon, pair: tuple[Worker, Worker], callback: str) -> None:
-    """It raises, or does nothing: red is refused, nobody is late, and blue is asked only a few times."""
+    """It raises, or does nothing: red is refused, what is kept counts as late, and blue is asked only a few times."""
     red, blue = pair
     blue.do("def keep(recall):\n    told.append(recall.size)")
     blue.do("def fail(recall):\n    keep(recall)\n    raise ValueError('a mistake in the callback')")
     filled(blue, callback)
     assert red.refused("model.allocate(64 * MIB, wait=0.5)").reason == "CAPACITY"
-    assert recalled(daemon) == (0, 0)
+    assert recalled(daemon) == (0, 64 * MIB)
     assert 1 <= blue.ask("len(told)") <= 4
 
 
