@@ -88,7 +88,7 @@ def test_a_worker_that_ends_by_sigterm(daemon: Daemon) -> None:
             (segment,) = stub.ListSegments(broker_pb2.ListSegmentsRequest()).segments
             assert segment.name == "tenants/red/models/chat/segments/weights"
             stub.DeleteSegment(broker_pb2.DeleteSegmentRequest(request_id=1, name=segment.name))
-        until(lambda: is_clean(daemon) and daemon.descriptors() == before, 5)  # long before SIGKILL would be due
+        until(lambda: is_clean(daemon) and daemon.descriptors() == before)
         assert evictions(daemon) == 1
         said = [line for line in daemon.log().splitlines() if "evict" in line]
         assert len(said) == 1

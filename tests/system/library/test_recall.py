@@ -73,7 +73,7 @@ def test_others_are_asked_at_once_for_all_that_is_wanted(pair: tuple[Worker, Wor
     red, blue = pair
     filled(blue)
     red.do("for page in range(48): pool.allocate_ranges([(page * PAGE, PAGE)], wanted_bytes=(48 - page) * PAGE)")
-    assert blue.ask("answered.wait(30)")
+    assert blue.ask("answered.wait(120)")
     assert [size for _, size, _ in blue.ask("told")] == [96 * MIB]
     for wrong in ("-1", "1 << 63", "2.5"):
         refused = red.refused(f"pool.allocate_ranges([(96 * MIB, PAGE)], wanted_bytes={wrong})")
@@ -202,7 +202,7 @@ def test_a_model_with_a_name_as_on_hugging_face_is_asked(daemon: Daemon, pair: t
     )
     filled(blue)
     red.do("held = model.allocate(64 * MIB)")
-    assert blue.ask("answered.wait(30)")
+    assert blue.ask("answered.wait(120)")
     assert {model.name for model in daemon.models()} == {
         *(f"tenants/{tenant}/models/m" for tenant in ("red", "blue")),
         "tenants/blue/models/Qwen/Qwen3-8B",

@@ -124,7 +124,7 @@ def ask():
             pass  # the broker still has too many calls that were given up
 other = threading.Thread(target=ask, daemon=True)
 other.start()
-other.join(20)
+other.join(120)
 say(hits, len(found))
 client.close()
 """
@@ -164,7 +164,7 @@ for turn in range(60):
         hits += 1
 signal.setitimer(signal.ITIMER_REAL, 0)
 made.seal()
-waiting.join(20)
+waiting.join(120)
 say(hits, len(found))
 client.close()
 """
