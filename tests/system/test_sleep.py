@@ -69,17 +69,6 @@ def test_a_word_goes_to_each_session_of_the_model_and_comes_back(daemon: Daemon,
         assert not raw.is_readable(other.notices)
 
 
-def test_a_session_that_does_not_answer_costs_a_second(daemon: Daemon, threads: ThreadPoolExecutor) -> None:
-    """Its library is too old, or its process is stopped. The other one's answer is told all the same."""
-    with raw.Session(daemon.endpoint()) as silent, raw.Session(daemon.endpoint()) as one:
-        silent.register("chat")
-        one.register("chat")
-        asked: Future[Any] = threads.submit(ask, daemon)
-        answer(one, question(one).sleep_id)
-        rows = asked.result().sessions
-        assert [row.HasField("status") for row in rows] == [False, True]
-
-
 def test_a_session_answers_for_itself_alone(daemon: Daemon, threads: ThreadPoolExecutor) -> None:
     """Another tenant guesses the number, another session of the tenant too, and the session itself lies.
 
