@@ -1,4 +1,4 @@
-"""A daemon of each file's tests, and what a test borrows from it."""
+"""What a test borrows from the daemon of its file."""
 
 from __future__ import annotations
 
@@ -6,25 +6,18 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from tests.support.daemons import Daemon, running, until
+from tests.support.daemons import Daemon
 
 import membroker
 from membroker.model import Model
 
 
-@pytest.fixture(scope="module")
-def shared_daemon() -> Iterator[Daemon]:
-    with running() as daemon:
-        yield daemon
-
-
 @pytest.fixture
-def client(shared_daemon: Daemon) -> Iterator[membroker.Client]:
-    """A client; at the end of the test everything that it borrowed has come back."""
-    with membroker.connect(str(shared_daemon.endpoint())) as client:
+def client(daemon: Daemon) -> Iterator[membroker.Client]:
+    """A client. That all it borrowed comes back is checked by the daemon that the file's tests share."""
+    with membroker.connect(daemon.endpoint()) as client:
         yield client
     gc.collect()
-    until(lambda: shared_daemon.books().lent_bytes == 0)
 
 
 @pytest.fixture

@@ -27,6 +27,8 @@ from membroker.segment import publish_arrays
 
 np = pytest.importorskip("numpy", reason="DLPack is tested with NumPy: pip install numpy")
 
+pytestmark = pytest.mark.shared_daemon
+
 PAGE = 2 * MIB
 NUMPYS = {"BOOL": "bool", "F16": "float16", "F32": "float32", "F64": "float64", "C64": "complex64"} | {
     f"{letter}{bits}": f"{name}{bits}" for letter, name in (("U", "uint"), ("I", "int")) for bits in (8, 16, 32, 64)
@@ -142,15 +144,15 @@ class TestGrowing:
             buffer.resize(0)
             assert buffer.physical_usage_bytes == 0
 
-    def test_the_books_follow(self, shared_daemon: Daemon) -> None:
+    def test_the_books_follow(self, daemon: Daemon) -> None:
         """The broker has lent what the figures of the library say, and refuses with numbers."""
-        with membroker.connect(str(shared_daemon.endpoint())) as client:
+        with membroker.connect(str(daemon.endpoint())) as client:
             model = client.register_model("small", limit="16MiB", virtual_capacity="1GiB")
             table = model.sparse_array((1_000_000, 512), "F32")
             with table, model.growable_buffer("3MiB", "1GiB", PAGE) as buffer:
                 table.write(1023, bytes(2 * 2048))
                 assert (buffer.physical_usage_bytes, table.physical_usage_bytes) == (2 * PAGE, 2 * PAGE)
-                assert model.stats().books["device"].used_bytes == shared_daemon.books().lent_bytes == 4 * PAGE
+                assert model.stats().books["device"].used_bytes == daemon.books().lent_bytes == 4 * PAGE
                 with pytest.raises(membroker.OutOfMemory) as refused:
                     buffer.resize(7 * PAGE)
                 assert (refused.value.level, refused.value.available_bytes) == ("model", 4 * PAGE)
@@ -299,7 +301,7 @@ class TestReadOnly:
 
 class TestLives:
     @frameworks
-    def test_closing_waits_for_the_last_tensor(self, shared_daemon: Daemon, model: Model, by: str) -> None:
+    def test_closing_waits_for_the_last_tensor(self, daemon: Daemon, model: Model, by: str) -> None:
         """An engine closes its buffer while a request still computes on a slice of it: nothing is pulled away."""
         buffer = model.allocate(PAGE)
         array = consume(export(buffer, "U8", (PAGE,)), by)
@@ -309,39 +311,39 @@ class TestLives:
         del array
         part[:] = 3
         assert part.tolist() == [3, 3]
-        assert shared_daemon.books().lent_bytes == PAGE
+        assert daemon.books().lent_bytes == PAGE
         del part
-        until(lambda: shared_daemon.books().lent_bytes == 0)
+        until(lambda: daemon.books().lent_bytes == 0)
 
     @frameworks
-    def test_a_tensor_keeps_a_buffer_that_nobody_else_knows(self, shared_daemon: Daemon, model: Model, by: str) -> None:
+    def test_a_tensor_keeps_a_buffer_that_nobody_else_knows(self, daemon: Daemon, model: Model, by: str) -> None:
         array = consume(export(model.allocate(PAGE), "U8", (PAGE,)), by)
         gc.collect()
         array[:3] = 5
-        assert shared_daemon.books().lent_bytes == PAGE
+        assert daemon.books().lent_bytes == PAGE
         del array
-        until(lambda: shared_daemon.books().lent_bytes == 0)
+        until(lambda: daemon.books().lent_bytes == 0)
 
     @frameworks
-    def test_a_client_that_closes_waits_too(self, shared_daemon: Daemon, by: str) -> None:
-        client = membroker.connect(str(shared_daemon.endpoint()))
+    def test_a_client_that_closes_waits_too(self, daemon: Daemon, by: str) -> None:
+        client = membroker.connect(str(daemon.endpoint()))
         array = consume(export(client.register_model("short").allocate(PAGE), "U8", (PAGE,)), by)
         client.close()
         array[:3] = 5
-        assert shared_daemon.books().lent_bytes == PAGE
+        assert daemon.books().lent_bytes == PAGE
         del array
-        until(lambda: shared_daemon.books().lent_bytes == 0)
+        until(lambda: daemon.books().lent_bytes == 0)
 
     @pytest.mark.parametrize("version", [None, (0, 8), (1, 0), (2, 0)])
     def test_a_capsule_that_nobody_consumes(
-        self, shared_daemon: Daemon, model: Model, version: tuple[int, int] | None
+        self, daemon: Daemon, model: Model, version: tuple[int, int] | None
     ) -> None:
         buffer = model.allocate(PAGE)
         capsule = export(buffer, "BF16", (4,)).__dlpack__(max_version=version)
         buffer.close()
-        assert shared_daemon.books().lent_bytes == PAGE
+        assert daemon.books().lent_bytes == PAGE
         del capsule
-        until(lambda: shared_daemon.books().lent_bytes == 0)
+        until(lambda: daemon.books().lent_bytes == 0)
 
     def test_a_capsule_is_consumed_once(self, model: Model, torch: Any) -> None:
         with model.allocate("1MiB") as buffer:
@@ -361,7 +363,7 @@ class TestLives:
             del tensor, one, other
 
     @frameworks
-    def test_the_last_tensor_dies_in_another_thread(self, shared_daemon: Daemon, model: Model, by: str) -> None:
+    def test_the_last_tensor_dies_in_another_thread(self, daemon: Daemon, model: Model, by: str) -> None:
         """An engine's worker drops its tensors wherever it ends, while other threads use the client."""
         buffer = model.allocate(PAGE)
         arrays = [consume(export(buffer, "U8", (16,), offset=16 * i), by) for i in range(32)]
@@ -372,7 +374,7 @@ class TestLives:
         model.stats()
         for thread in threads:
             thread.join()
-        until(lambda: shared_daemon.books().lent_bytes == 0)
+        until(lambda: daemon.books().lent_bytes == 0)
 
     @pytest.mark.parametrize("by", ["numpy", "torch", "nobody"])
     def test_an_exception_survives_the_tensor_that_it_throws_away(self, model: Model, by: str) -> None:
@@ -430,13 +432,13 @@ class TestLives:
 
 
 @pytest.mark.deep
-def test_tensors_that_outlive_the_interpreter(shared_daemon: Daemon) -> None:
+def test_tensors_that_outlive_the_interpreter(daemon: Daemon) -> None:
     """A program ends with tensors in its globals, in a cycle, and in a thread: no crash, no word on stderr."""
     pytest.importorskip("torch")
     code = f"""
         import threading, numpy, torch, membroker
         from membroker.dlpack import export
-        client = membroker.connect({str(shared_daemon.endpoint())!r})
+        client = membroker.connect({str(daemon.endpoint())!r})
         buffer = client.register_model("last").allocate("1MiB")
         tensor = torch.from_dlpack(export(buffer, "BF16", (4,)))
         array = numpy.from_dlpack(export(buffer, "F32", (4,)))
@@ -450,7 +452,7 @@ def test_tensors_that_outlive_the_interpreter(shared_daemon: Daemon) -> None:
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=DEADLINE_SECONDS
     )
     assert (done.returncode, done.stderr) == (0, "")
-    until(lambda: shared_daemon.books().lent_bytes == 0)
+    until(lambda: daemon.books().lent_bytes == 0)
 
 
 def test_what_a_card_would_hand_out() -> None:

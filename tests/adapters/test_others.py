@@ -32,6 +32,8 @@ from membroker.model import Model
 from membroker.segment import publish_arrays
 from membroker.vmm.driver import DriverError
 
+pytestmark = pytest.mark.shared_daemon
+
 PAGE = 2 * MIB
 
 
@@ -101,23 +103,23 @@ def test_numba_takes_every_name_of_a_dtype(model: Model, monkeypatch: pytest.Mon
 class TestLending:
     """What stands behind the malloc and the free of CuPy's pool, RMM's and Numba."""
 
-    def test_small_blocks_share_a_buffer(self, shared_daemon: Daemon, model: Model) -> None:
+    def test_small_blocks_share_a_buffer(self, daemon: Daemon, model: Model) -> None:
         """A thousand small arrays are one round trip to the broker and one charge, not two gigabytes."""
         lending = BlockLending(model)
         addresses = [lending.allocate(1 + 7 * number) for number in range(1000)]
         assert all(address % ALIGNMENT == 0 for address in addresses)
-        assert shared_daemon.books().lent_bytes == lending.held_bytes == 32 * MIB
+        assert daemon.books().lent_bytes == lending.held_bytes == 32 * MIB
         for address in addresses:
             lending.free(address)
-        until(lambda: shared_daemon.books().lent_bytes == 0)
+        until(lambda: daemon.books().lent_bytes == 0)
         assert lending.used_bytes == lending.held_bytes == 0
 
-    def test_a_large_block_has_a_buffer_of_its_own(self, shared_daemon: Daemon, model: Model) -> None:
+    def test_a_large_block_has_a_buffer_of_its_own(self, daemon: Daemon, model: Model) -> None:
         lending = BlockLending(model)
         address = lending.allocate(40 * MIB + 1)
-        assert shared_daemon.books().lent_bytes == 42 * MIB
+        assert daemon.books().lent_bytes == 42 * MIB
         lending.free(address)
-        until(lambda: shared_daemon.books().lent_bytes == 0)
+        until(lambda: daemon.books().lent_bytes == 0)
 
     def test_nothing_is_no_address(self, model: Model) -> None:
         lending = BlockLending(model)
@@ -208,15 +210,15 @@ class TestLending:
         lending.take_back()
         assert lending.held_bytes == 0
 
-    def test_a_client_that_closes_pulls_nothing_away(self, shared_daemon: Daemon) -> None:
-        client = membroker.connect(str(shared_daemon.endpoint()))
+    def test_a_client_that_closes_pulls_nothing_away(self, daemon: Daemon) -> None:
+        client = membroker.connect(str(daemon.endpoint()))
         lending = BlockLending(client.register_model("short"))
         address = lending.allocate(512)
         client.close()
         ctypes.memset(address, 7, 512)
-        assert shared_daemon.books().lent_bytes == 32 * MIB
+        assert daemon.books().lent_bytes == 32 * MIB
         lending.free(address)
-        until(lambda: shared_daemon.books().lent_bytes == 0)
+        until(lambda: daemon.books().lent_bytes == 0)
 
     def test_blocks_never_overlap(self, model: Model) -> None:
         """Four threads allocate and free at random; each block keeps the bytes that its owner wrote."""
@@ -271,7 +273,7 @@ class TestRmm:
         return mr
 
     def test_a_pool_begins_small_and_borrows_by_callbacks(
-        self, shared_daemon: Daemon, model: Model, rmm: SimpleNamespace
+        self, daemon: Daemon, model: Model, rmm: SimpleNamespace
     ) -> None:
         """Left to itself RMM's pool begins with half of the GPU."""
         with rmm_adapter.use(model, maximum_bytes="128MiB") as pool:
@@ -279,11 +281,11 @@ class TestRmm:
             assert (pool.initial_pool_size, pool.maximum_pool_size) == (64 * MIB, 128 * MIB)
             address = pool.upstream.a(64 * MIB, None)
             ctypes.memset(address, 1, 64 * MIB)
-            assert shared_daemon.books().lent_bytes == 64 * MIB
+            assert daemon.books().lent_bytes == 64 * MIB
             with pytest.raises(MemoryError):
                 pool.upstream.a(1 << 40, None)
             pool.upstream.d(address, 64 * MIB, None)
-            until(lambda: shared_daemon.books().lent_bytes == 0)
+            until(lambda: daemon.books().lent_bytes == 0)
         assert rmm.get_current_device_resource() == "what was before"
 
 

@@ -26,12 +26,6 @@ lendings = pytest.importorskip("membroker.adapters.torch.lending")
 pytestmark = pytest.mark.shared_daemon
 
 
-@pytest.fixture
-def client(daemon: Daemon) -> Iterator[Client]:
-    with membroker.connect(daemon.endpoint()) as one:
-        yield one
-
-
 def in_a_thread(work: Callable[[], Any]) -> Any:
     """Run `work` in a thread of its own, as torch's C++ threads run, and return its result."""
     found: list[Any] = []

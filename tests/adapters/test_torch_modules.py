@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import re
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,17 +19,6 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed here: pip 
 adapter = pytest.importorskip("membroker.adapters.torch")
 
 pytestmark = pytest.mark.shared_daemon
-
-
-@pytest.fixture
-def client(daemon: Daemon) -> Iterator[Client]:
-    with membroker.connect(daemon.endpoint()) as one:
-        yield one
-
-
-@pytest.fixture
-def model(client: Client) -> Model:
-    return client.register_model("torch", virtual_capacity="64MiB")
 
 
 class Tied(torch.nn.Module):  # type: ignore[misc]

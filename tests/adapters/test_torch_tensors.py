@@ -6,7 +6,6 @@ import gc
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -43,17 +42,6 @@ DTYPES = [
     "float8_e8m0fnu",
     "float4_e2m1fn_x2",
 ]
-
-
-@pytest.fixture
-def client(daemon: Daemon) -> Iterator[membroker.Client]:
-    with membroker.connect(daemon.endpoint()) as one:
-        yield one
-
-
-@pytest.fixture
-def model(client: membroker.Client) -> membroker.Model:
-    return client.register_model("torch", virtual_capacity="64MiB")
 
 
 class TestTensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 from tests.client.pool.offload.pages import PAGES, digest, fill, pinned_bytes, sizes
@@ -14,6 +14,7 @@ from tests.support.driver_errors import named
 from tests.support.fake_lender import PAGE, Lender
 
 from membroker import interrupts
+from membroker.arguments import Progress
 from membroker.errors import (
     ClosedError,
     CompactionFailed,
@@ -61,6 +62,48 @@ def copies_fail(lender: Lender, at: range) -> Iterator[None]:
         yield
 
 
+class EnoughError(Exception):
+    """What a caller raises to stop it."""
+
+
+def enough(done: int, total: int) -> None:
+    if done >= 2 * PAGE:
+        raise EnoughError
+
+
+def interrupt(*_: int) -> None:
+    signal.raise_signal(signal.SIGINT)
+    until(lambda: interrupts._here.task is not None and interrupts._here.task.interrupted)
+
+
+@pytest.mark.parametrize("away", [True, False])
+@pytest.mark.parametrize(
+    ("progress", "error"), [(enough, EnoughError), (interrupt, KeyboardInterrupt), (None, DeviceFailure)]
+)
+def test_it_stops(
+    pool: VirtualMemoryPool, lender: Lender, progress: Progress | None, error: type[BaseException], away: bool
+) -> None:
+    """The caller has enough, somebody presses Ctrl-C, or the device fails at the third chunk of six.
+
+    What was on its way has arrived, what had not begun is where it was, and nothing is lost.
+    """
+    allocate_numbered(pool)
+    if not away:
+        pool.offload()
+    fails = nullcontext() if progress is not None else copies_fail(lender, at=range(3, 4))
+    with fails, pytest.raises(error) as failed:
+        (pool.offload if away else pool.restore)(progress=progress)
+    mapped, offloaded = sizes(pool)
+    assert mapped + offloaded == 12
+    assert min(mapped, offloaded) >= 2
+    if isinstance(failed.value, DeviceFailure):
+        assert named("CUDA_ERROR_ECC_UNCORRECTABLE")(failed.value)
+        assert failed.value.metadata["offloaded_bytes"] == str(offloaded * PAGE)
+    assert lender.lent_bytes == lender.used_bytes == mapped * PAGE
+    assert pool.restore() == offloaded * PAGE
+    check_numbers(pool)
+
+
 def test_too_little_memory_to_restore(
     pool: VirtualMemoryPool, lender: Lender, random_bytes: Callable[[int], bytes]
 ) -> None:
@@ -84,31 +127,6 @@ def test_too_little_memory_to_restore(
     assert digest(pool, *others) == before
     assert bytes(pool.view(0, 7)) == b"written"
     assert lender.declared_bytes == 0
-
-
-@pytest.mark.parametrize("away", [True, False])
-def test_progress_raises(pool: VirtualMemoryPool, lender: Lender, away: bool) -> None:
-    """A caller stops it by an exception of its own: what was on its way has arrived, and nothing is lost."""
-    allocate_numbered(pool)
-    if not away:
-        pool.offload()
-
-    class EnoughError(Exception):
-        pass
-
-    def stop(done: int, total: int) -> None:
-        if done >= 2 * PAGE:
-            raise EnoughError
-
-    with pytest.raises(EnoughError):
-        pool.offload(progress=stop) if away else pool.restore(progress=stop)
-    mapped, offloaded = sizes(pool)
-    assert mapped
-    assert offloaded
-    assert mapped + offloaded == 12
-    assert lender.lent_bytes == lender.used_bytes == mapped * PAGE
-    assert pool.restore() == offloaded * PAGE
-    check_numbers(pool)
 
 
 @pytest.mark.parametrize(
@@ -142,25 +160,6 @@ def test_progress_is_told_all_of_it(pool: VirtualMemoryPool) -> None:
         told: list[tuple[int, int]] = []
         call(progress=lambda *numbers, told=told: told.append(numbers))
         assert told == [(2 * PAGE, 5 * PAGE), (4 * PAGE, 5 * PAGE), (5 * PAGE, 5 * PAGE)]
-
-
-def test_interrupted(pool: VirtualMemoryPool) -> None:
-    """Ctrl-C in a copy of minutes: it ends at the next chunk, and each page is at one place."""
-
-    def interrupt(*_: int) -> None:
-        signal.raise_signal(signal.SIGINT)
-        until(lambda: interrupts._here.task is not None and interrupts._here.task.interrupted)
-
-    pool.allocate(0, 12 * PAGE)
-    with pytest.raises(KeyboardInterrupt):
-        pool.offload(progress=interrupt)
-    mapped, offloaded = sizes(pool)
-    assert mapped
-    assert offloaded
-    with pytest.raises(KeyboardInterrupt):
-        pool.restore(progress=interrupt)
-    pool.restore()
-    assert sizes(pool) == (12, 0)
 
 
 def test_interrupted_while_pinned_memory_is_freed(
@@ -216,26 +215,6 @@ def test_memory_comes_free_as_it_goes(pool: VirtualMemoryPool, lender: Lender) -
     lent: list[int] = []
     pool.offload(progress=lambda *_: lent.append(lender.used_bytes // PAGE))
     assert lent == [10, 8, 6, 4, 2, 0]
-
-
-@pytest.mark.parametrize("away", [True, False])
-def test_a_copy_fails(pool: VirtualMemoryPool, lender: Lender, away: bool) -> None:
-    """The device fails at the third chunk: what has arrived counts, and what has not is where it was."""
-    allocate_numbered(pool)
-    if not away:
-        pool.offload()
-    with (
-        copies_fail(lender, at=range(3, 4)),
-        pytest.raises(DeviceFailure, check=named("CUDA_ERROR_ECC_UNCORRECTABLE")) as failed,
-    ):
-        pool.offload() if away else pool.restore()
-    mapped, offloaded = sizes(pool)
-    assert failed.value.metadata["offloaded_bytes"] == str(offloaded * PAGE)
-    assert mapped + offloaded == 12
-    assert min(mapped, offloaded) >= 2
-    assert lender.lent_bytes == lender.used_bytes == mapped * PAGE
-    pool.restore()
-    check_numbers(pool)
 
 
 def test_interrupted_while_it_gives_back_what_was_in_vain(

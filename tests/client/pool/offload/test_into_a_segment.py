@@ -6,6 +6,7 @@ import hashlib
 import random
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.support.fake_lender import PAGE
 from tests.support.processes import heard, worker
 
 import membroker
+from membroker import Client, Model
 from membroker.errors import (
     AlreadyMapped,
     ClosedError,
@@ -29,12 +31,29 @@ def run(offset: int) -> str:
     return f"offset-{offset:020}"
 
 
-class TestSegments:
-    @pytest.fixture
-    def daemon(self) -> Iterator[Daemon]:
-        with running({"host_capacity": "64MiB", "settle_seconds": 1.0}) as one:
-            yield one
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with running({"host_capacity": "64MiB", "settle_seconds": 1.0}) as daemon:
+        yield daemon
 
+
+@pytest.fixture
+def client(daemon: Daemon) -> Iterator[Client]:
+    """A client; at the end of the test the daemon is unused again."""
+    with membroker.connect(daemon.endpoint()) as client:
+        yield client
+        for segment in client.segments():
+            with suppress(membroker.MembrokerError):
+                client.delete_segment(segment.name)
+    until(lambda: not any(books.lent_bytes + books.releasing_bytes for books in daemon.device().locations))
+
+
+@pytest.fixture
+def model(client: Client) -> Model:
+    return client.register_model("m")
+
+
+class TestSegments:
     def test_another_worker_goes_on_where_one_was_killed(self, daemon: Daemon, transport: str) -> None:
         """What is in a segment outlives its writer: the bytes are at the same offsets of another process's pool."""
         seed = random.randrange(1 << 32)
@@ -73,28 +92,27 @@ wait()
             assert sizes(pool) == (5, 0)
             until(lambda: not any(books.lent_bytes for books in daemon.device().locations[1:]))
 
-    def test_the_same_worker_comes_back(self, daemon: Daemon, random_bytes: Callable[[int], bytes]) -> None:
+    def test_the_same_worker_comes_back(
+        self, client: Client, model: Model, random_bytes: Callable[[int], bytes]
+    ) -> None:
         """A pool restores from the segment that it has offloaded to, though its owner has closed and deleted it."""
-        with membroker.connect(daemon.endpoint()) as client:
-            model = client.register_model("m")
-            pool = model.pool(page_size=PAGE)
-            pool.allocate(0, 6 * PAGE)
-            fill(pool, 0, random_bytes(6 * PAGE))
-            every = range(0, 6 * PAGE, PAGE)
-            before = digest(pool, *every)
-            segment = model.create_segment("s", pool.offload_size(), "host")
-            pool.offload(to=segment)
-            assert model.stats().books["host"].declared_bytes == 0
-            segment.delete()
-            segment.close()
-            assert pool.restore() == 6 * PAGE
-            assert digest(pool, *every) == before
-            until(lambda: not client.segments())
+        pool = model.pool(page_size=PAGE)
+        pool.allocate(0, 6 * PAGE)
+        fill(pool, 0, random_bytes(6 * PAGE))
+        every = range(0, 6 * PAGE, PAGE)
+        before = digest(pool, *every)
+        segment = model.create_segment("s", pool.offload_size(), "host")
+        pool.offload(to=segment)
+        assert model.stats().books["host"].declared_bytes == 0
+        segment.delete()
+        segment.close()
+        assert pool.restore() == 6 * PAGE
+        assert digest(pool, *every) == before
+        until(lambda: not client.segments())
 
-    def test_segments_that_will_not_do(self, daemon: Daemon) -> None:
+    def test_segments_that_will_not_do(self, daemon: Daemon, client: Client, model: Model) -> None:
         """Too small, of the device, sealed, or another client's: refused, and nothing has changed."""
-        with membroker.connect(daemon.endpoint()) as client, membroker.connect(daemon.endpoint()) as other:
-            model = client.register_model("m")
+        with membroker.connect(daemon.endpoint()) as other:
             pool = model.pool(page_size=PAGE)
             pool.allocate(0, 2 * PAGE)
             small = model.create_segment("small", 2 * PAGE, "host")
@@ -132,188 +150,174 @@ wait()
         ],
     )
     def test_what_another_wrote_is_not_believed(
-        self, daemon: Daemon, tensors: dict[str, tuple[str, tuple[int]]], words: str
+        self, model: Model, tensors: dict[str, tuple[str, tuple[int]]], words: str
     ) -> None:
         """A segment of weights, or of lies, is restored by nobody."""
-        with membroker.connect(daemon.endpoint()) as client:
-            model = client.register_model("m")
-            segment = model.create_segment("s", "16MiB", "host")
-            segment.lay_out(tensors)
-            pool = model.pool(page_size=PAGE, virtual_capacity=4 * PAGE)
-            with pytest.raises(InvalidRequest, match="not sealed"):
-                pool.restore_from(segment)
-            segment.seal()
-            with pytest.raises(InvalidRequest, match=words):
-                pool.restore_from(segment)
-            assert sizes(pool) == (0, 0)
-            segment.delete()
+        segment = model.create_segment("s", "16MiB", "host")
+        segment.lay_out(tensors)
+        pool = model.pool(page_size=PAGE, virtual_capacity=4 * PAGE)
+        with pytest.raises(InvalidRequest, match="not sealed"):
+            pool.restore_from(segment)
+        segment.seal()
+        with pytest.raises(InvalidRequest, match=words):
+            pool.restore_from(segment)
+        assert sizes(pool) == (0, 0)
+        segment.delete()
 
-    def test_a_pool_of_nothing(self, daemon: Daemon) -> None:
+    def test_a_pool_of_nothing(self, client: Client, model: Model) -> None:
         """A worker that waits for the segment of a pool without pages gets an error at once, and waits for no seal."""
-        with membroker.connect(daemon.endpoint()) as client:
-            model = client.register_model("m")
-            pool = model.pool(page_size=PAGE)
-            with model.create_segment("s", pool.offload_size(), "host") as segment:
-                assert pool.offload(to=segment) == 0
-                assert not segment.writable
-                with client.attach("m/s", timeout=DEADLINE_SECONDS) as attached:
-                    assert pool.restore_from(attached) == 0
-                with pytest.raises(membroker.SegmentNotWritable):
-                    pool.offload(to=segment)
-                segment.delete()
-            until(lambda: not client.segments())
-
-    def test_the_place_is_taken(self, daemon: Daemon) -> None:
-        """A page of the range is in use, or offloaded: nothing has changed. Then it is freed, and all comes."""
-        with membroker.connect(daemon.endpoint()) as client:
-            model = client.register_model("m")
-            pool, other = model.pool(page_size=PAGE, spare_pages=2), model.pool(page_size=PAGE)
-            other.allocate(0, 4 * PAGE)
-            fill(other, 3 * PAGE, b"last")
-            segment = model.create_segment("s", other.offload_size(), "host")
-            other.offload(to=segment)
-            pool.allocate(3 * PAGE, PAGE)
-            with pytest.raises(AlreadyMapped):
-                pool.restore_from(segment)
-            pool.offload()
-            with pytest.raises(Offloaded):
-                pool.restore_from(segment)
-            assert sizes(pool) == (0, 1)
-            pool.restore()
-            pool.deallocate(3 * PAGE, PAGE)
-            assert pool.stats().spare_pages == 1
-            assert pool.restore_from(segment) == 4 * PAGE
-            assert bytes(pool.view(3 * PAGE, 4)) == b"last"
+        pool = model.pool(page_size=PAGE)
+        with model.create_segment("s", pool.offload_size(), "host") as segment:
+            assert pool.offload(to=segment) == 0
+            assert not segment.writable
+            with client.attach("m/s", timeout=DEADLINE_SECONDS) as attached:
+                assert pool.restore_from(attached) == 0
+            with pytest.raises(membroker.SegmentNotWritable):
+                pool.offload(to=segment)
             segment.delete()
+        until(lambda: not client.segments())
 
-    def test_a_new_pool_borrows_ahead(self, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_place_is_taken(self, model: Model) -> None:
+        """A page of the range is in use, or offloaded: nothing has changed. Then it is freed, and all comes."""
+        pool, other = model.pool(page_size=PAGE, spare_pages=2), model.pool(page_size=PAGE)
+        other.allocate(0, 4 * PAGE)
+        fill(other, 3 * PAGE, b"last")
+        segment = model.create_segment("s", other.offload_size(), "host")
+        other.offload(to=segment)
+        pool.allocate(3 * PAGE, PAGE)
+        with pytest.raises(AlreadyMapped):
+            pool.restore_from(segment)
+        pool.offload()
+        with pytest.raises(Offloaded):
+            pool.restore_from(segment)
+        assert sizes(pool) == (0, 1)
+        pool.restore()
+        pool.deallocate(3 * PAGE, PAGE)
+        assert pool.stats().spare_pages == 1
+        assert pool.restore_from(segment) == 4 * PAGE
+        assert bytes(pool.view(3 * PAGE, 4)) == b"last"
+        segment.delete()
+
+    def test_a_new_pool_borrows_ahead(self, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
         """What the library borrows at the segment's offsets meanwhile is in nobody's way."""
         began, waited, wait = threading.Event(), threading.Event(), Condition.wait
-        with membroker.connect(daemon.endpoint()) as client:
-            model = client.register_model("m", virtual_capacity="1GiB")
-            first = model.pool(page_size=PAGE)
-            first.allocate(0, 4 * PAGE)
-            segment = model.create_segment("s", first.offload_size(), "host")
-            first.offload(to=segment)
-            pool = model.pool(page_size=PAGE, ahead=8)
-            source, borrow = pool._backing._source, pool._backing._source.borrow
+        model = client.register_model("m", virtual_capacity="1GiB")
+        first = model.pool(page_size=PAGE)
+        first.allocate(0, 4 * PAGE)
+        segment = model.create_segment("s", first.offload_size(), "host")
+        first.offload(to=segment)
+        pool = model.pool(page_size=PAGE, ahead=8)
+        source, borrow = pool._backing._source, pool._backing._source.borrow
 
-            def slow(*args: Any, ahead: bool = False, **options: Any) -> None:
-                if ahead:
-                    began.set()
-                    assert waited.wait(DEADLINE_SECONDS)
-                borrow(*args, ahead=ahead, **options)
+        def slow(*args: Any, ahead: bool = False, **options: Any) -> None:
+            if ahead:
+                began.set()
+                assert waited.wait(DEADLINE_SECONDS)
+            borrow(*args, ahead=ahead, **options)
 
-            def noticed(condition: Condition, seconds: float | None = None) -> None:
-                waited.set()
-                wait(condition, seconds)
+        def noticed(condition: Condition, seconds: float | None = None) -> None:
+            waited.set()
+            wait(condition, seconds)
 
-            monkeypatch.setattr(source, "borrow", slow)
-            assert began.wait(DEADLINE_SECONDS)
-            monkeypatch.setattr(Condition, "wait", noticed)
-            assert pool.restore_from(segment) == 4 * PAGE
-            segment.delete()
+        monkeypatch.setattr(source, "borrow", slow)
+        assert began.wait(DEADLINE_SECONDS)
+        monkeypatch.setattr(Condition, "wait", noticed)
+        assert pool.restore_from(segment) == 4 * PAGE
+        segment.delete()
 
-    def test_no_room_to_come_back(self, daemon: Daemon) -> None:
+    def test_no_room_to_come_back(self, client: Client) -> None:
         """What has not come back is the new pool's, offloaded, and lies in the segment until there is room."""
-        with membroker.connect(daemon.endpoint()) as client:
-            model = client.register_model("m", limit="8MiB")
-            first = model.pool(page_size=PAGE)
-            first.allocate(0, 4 * PAGE)
-            fill(first, 3 * PAGE, b"last")
-            segment = model.create_segment("s", first.offload_size(), "host")
-            first.offload(to=segment)
-            segment.delete()
-            pool = model.pool(page_size=PAGE)
-            with model.allocate(PAGE):
-                with pytest.raises(membroker.OutOfMemory) as refused:
-                    pool.restore_from(segment)
-                assert refused.value.metadata["restored_bytes"] == str(2 * PAGE)
-            assert sizes(pool) == (2, 2)
-            segment.close()
-            first.close()
-            assert pool.restore() == 2 * PAGE
-            assert bytes(pool.view(3 * PAGE, 4)) == b"last"
+        model = client.register_model("small", limit="8MiB")
+        first = model.pool(page_size=PAGE)
+        first.allocate(0, 4 * PAGE)
+        fill(first, 3 * PAGE, b"last")
+        segment = model.create_segment("s", first.offload_size(), "host")
+        first.offload(to=segment)
+        segment.delete()
+        pool = model.pool(page_size=PAGE)
+        with model.allocate(PAGE):
+            with pytest.raises(membroker.OutOfMemory) as refused:
+                pool.restore_from(segment)
+            assert refused.value.metadata["restored_bytes"] == str(2 * PAGE)
+        assert sizes(pool) == (2, 2)
+        segment.close()
+        first.close()
+        assert pool.restore() == 2 * PAGE
+        assert bytes(pool.view(3 * PAGE, 4)) == b"last"
 
-    def test_a_pool_that_is_not_offloaded_to_the_end_leaves_its_segment_unsealed(self, daemon: Daemon) -> None:
+    def test_a_pool_that_is_not_offloaded_to_the_end_leaves_its_segment_unsealed(
+        self, client: Client, model: Model
+    ) -> None:
         """Nobody else can take half of a pool for all of it; the worker itself has every byte."""
-        with membroker.connect(daemon.endpoint()) as client:
-            model = client.register_model("m")
-            pool = model.pool(page_size=PAGE)
-            pool.allocate(0, 8 * PAGE)
-            fill(pool, 7 * PAGE, b"last")
-            segment = model.create_segment("s", pool.offload_size(), "host")
-            with pytest.raises(ZeroDivisionError):
-                pool.offload(to=segment, progress=lambda *_: 1 / 0)
-            assert segment.writable
-            mapped, offloaded = sizes(pool)
-            assert mapped + offloaded == 8
-            assert offloaded
-            segment.close()
-            assert pool.restore() == offloaded * PAGE
-            assert bytes(pool.view(7 * PAGE, 4)) == b"last"
-            until(lambda: not client.segments())
+        pool = model.pool(page_size=PAGE)
+        pool.allocate(0, 8 * PAGE)
+        fill(pool, 7 * PAGE, b"last")
+        segment = model.create_segment("s", pool.offload_size(), "host")
+        with pytest.raises(ZeroDivisionError):
+            pool.offload(to=segment, progress=lambda *_: 1 / 0)
+        assert segment.writable
+        mapped, offloaded = sizes(pool)
+        assert mapped + offloaded == 8
+        assert offloaded
+        segment.close()
+        assert pool.restore() == offloaded * PAGE
+        assert bytes(pool.view(7 * PAGE, 4)) == b"last"
+        until(lambda: not client.segments())
 
-    def test_a_living_view_of_the_segment(self, daemon: Daemon) -> None:
+    def test_a_living_view_of_the_segment(self, model: Model) -> None:
         """It would refuse the seal, when all has been copied: so it is told before. Without it the same call goes."""
-        with membroker.connect(daemon.endpoint()) as client:
-            model = client.register_model("m")
-            pool = model.pool(page_size=PAGE)
-            pool.allocate(0, 4 * PAGE)
-            fill(pool, 0, b"first")
-            segment = model.create_segment("s", pool.offload_size(), "host")
-            view = segment.view()
-            with pytest.raises(BufferError, match="view of the segment"):
-                pool.offload(to=segment)
-            assert sizes(pool) == (4, 0)
-            assert bytes(view[:8]) == bytes(8), "a header was written"
-            view.release()
-            del view
-            assert pool.offload(to=segment) == 4 * PAGE
-            assert not segment.writable
+        pool = model.pool(page_size=PAGE)
+        pool.allocate(0, 4 * PAGE)
+        fill(pool, 0, b"first")
+        segment = model.create_segment("s", pool.offload_size(), "host")
+        view = segment.view()
+        with pytest.raises(BufferError, match="view of the segment"):
+            pool.offload(to=segment)
+        assert sizes(pool) == (4, 0)
+        assert bytes(view[:8]) == bytes(8), "a header was written"
+        view.release()
+        del view
+        assert pool.offload(to=segment) == 4 * PAGE
+        assert not segment.writable
 
-    def test_a_view_that_is_taken_meanwhile(self, daemon: Daemon) -> None:
+    def test_a_view_that_is_taken_meanwhile(self, model: Model) -> None:
         """The seal is refused, and everything is in the segment: who lets the view go seals it himself."""
-        with membroker.connect(daemon.endpoint()) as client:
-            model = client.register_model("m")
-            pool = model.pool(page_size=PAGE)
-            pool.allocate(0, 4 * PAGE)
-            fill(pool, 0, b"first")
-            segment = model.create_segment("s", pool.offload_size(), "host")
-            views: list[memoryview] = []
-            with pytest.raises(BufferError):
-                pool.offload(to=segment, progress=lambda *_: views.append(segment.view()))
-            assert sizes(pool) == (0, 4)
-            views.clear()
-            segment.seal()
-            assert pool.restore() == 4 * PAGE
-            assert bytes(pool.view(0, 5)) == b"first"
+        pool = model.pool(page_size=PAGE)
+        pool.allocate(0, 4 * PAGE)
+        fill(pool, 0, b"first")
+        segment = model.create_segment("s", pool.offload_size(), "host")
+        views: list[memoryview] = []
+        with pytest.raises(BufferError):
+            pool.offload(to=segment, progress=lambda *_: views.append(segment.view()))
+        assert sizes(pool) == (0, 4)
+        views.clear()
+        segment.seal()
+        assert pool.restore() == 4 * PAGE
+        assert bytes(pool.view(0, 5)) == b"first"
 
     def test_what_lies_in_a_segment_is_not_written_over(
-        self, daemon: Daemon, random_bytes: Callable[[int], bytes]
+        self, model: Model, random_bytes: Callable[[int], bytes]
     ) -> None:
         """It stopped half way, and the next attempt takes the same segment: its first pages are nowhere else."""
-        with membroker.connect(daemon.endpoint()) as client:
-            model = client.register_model("m")
-            pool, other = model.pool(page_size=PAGE), model.pool(page_size=PAGE)
-            other.allocate(0, PAGE)
-            pool.allocate(0, 12 * PAGE)
-            fill(pool, 0, random_bytes(12 * PAGE))
-            every = range(0, 12 * PAGE, PAGE)
-            before = digest(pool, *every)
-            segment = model.create_segment("s", pool.offload_size(), "host")
-            with pytest.raises(ZeroDivisionError):
-                pool.offload(to=segment, progress=lambda *_: 1 / 0)
-            mapped, offloaded = sizes(pool)
-            assert mapped
-            for again in (pool, other):
-                with pytest.raises(InvalidRequest, match=r"restore\(\) them first, or take another segment"):
-                    again.offload(to=segment)
-            assert (sizes(pool), sizes(other)) == ((mapped, offloaded), (1, 0))
-            pool.restore()
-            assert digest(pool, *every) == before
-            assert pool.offload(to=segment) == 12 * PAGE
-            with pytest.raises(membroker.SegmentNotWritable):
-                other.offload(to=segment)
-            pool.restore()
-            assert digest(pool, *every) == before
+        pool, other = model.pool(page_size=PAGE), model.pool(page_size=PAGE)
+        other.allocate(0, PAGE)
+        pool.allocate(0, 12 * PAGE)
+        fill(pool, 0, random_bytes(12 * PAGE))
+        every = range(0, 12 * PAGE, PAGE)
+        before = digest(pool, *every)
+        segment = model.create_segment("s", pool.offload_size(), "host")
+        with pytest.raises(ZeroDivisionError):
+            pool.offload(to=segment, progress=lambda *_: 1 / 0)
+        mapped, offloaded = sizes(pool)
+        assert mapped
+        for again in (pool, other):
+            with pytest.raises(InvalidRequest, match=r"restore\(\) them first, or take another segment"):
+                again.offload(to=segment)
+        assert (sizes(pool), sizes(other)) == ((mapped, offloaded), (1, 0))
+        pool.restore()
+        assert digest(pool, *every) == before
+        assert pool.offload(to=segment) == 12 * PAGE
+        with pytest.raises(membroker.SegmentNotWritable):
+            other.offload(to=segment)
+        pool.restore()
+        assert digest(pool, *every) == before
