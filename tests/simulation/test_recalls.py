@@ -201,10 +201,8 @@ def _unused_guarantees_have_a_share(tenant_part: Any, self: Any, tenant: str, wh
 # --- holds, and whose turn it is ---
 
 
-@instead_of(DebitRequest, "__post_init__")
-def _what_is_wanted_soon_is_not_heard(begin: Any, self: Any) -> None:
-    begin(self)
-    self.wanted = self.size
+def _what_is_wanted_soon_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DebitRequest, "wanted", property(lambda self: self.size))
 
 
 @instead_of(Schedule, "_hold")

@@ -370,7 +370,7 @@ class Lending:
             return deny(Reason.LOCATION_UNAVAILABLE, location=event.location)
         if not 0 <= event.declared_bytes <= policy.MAX_BYTES:
             return deny(Reason.INVALID_SIZE, size_bytes=event.declared_bytes, least_bytes=0, granularity_bytes=1)
-        request.size = request.wanted = self._more_declared(event)
+        request.size = self._more_declared(event)
         if request.size <= 0:
             return None
         return books.refuse_debit() or books.admission.admit(event.name, event.location, request.size)

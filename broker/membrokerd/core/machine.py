@@ -120,7 +120,8 @@ class Broker:
             waiting.drain()
         if books.recallable.moved:
             self.lines.follow()
-        return Step(effects, facts, self.deadline)
+        is_quiet = not waiting.busy and self.recalls.deadline is None and self.segments.attaches.deadline is None
+        return Step(effects, facts, None if is_quiet and self.recalls.room else self.deadline)
 
     @property
     def deadline(self) -> int | None:

@@ -7,7 +7,7 @@ decide: `waiting` does, and asks `schedule` whose turn it is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from . import events as ev
@@ -51,15 +51,15 @@ class DebitRequest:
     waited: int = 0
     """How long it waited, in nanoseconds; set when it is decided."""
 
-    borrower: int | None = field(init=False)
-    """The session, if the broker can ask for the bytes again: segments and declarations are firm."""
-    wanted: int = field(init=False)
-    """What its session says that it will want soon; at least `size`."""
+    @property
+    def borrower(self) -> int | None:
+        """The session, if the broker can ask for the bytes again: segments and declarations are firm."""
+        return self.event.session if isinstance(self.event, ev.Allocate) else None
 
-    def __post_init__(self) -> None:
-        event = self.event
-        self.borrower = event.session if isinstance(event, ev.Allocate) else None
-        self.wanted = max(self.size, event.wanted_bytes) if isinstance(event, ev.Allocate) else self.size
+    @property
+    def wanted(self) -> int:
+        """What its session says that it will want soon; at least `size`."""
+        return max(self.size, self.event.wanted_bytes) if isinstance(self.event, ev.Allocate) else self.size
 
     @property
     def location(self) -> Location:
@@ -78,6 +78,9 @@ class DebitRequest:
 
 class Grant(NamedTuple):
     """The decision to debit the books for a request now."""
+
+
+GRANT = Grant()
 
 
 class Wait(NamedTuple):

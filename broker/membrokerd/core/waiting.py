@@ -31,7 +31,7 @@ from .books import Books
 from .denied import Denied, Reason, deny
 from .lines import Lines, call_of
 from .names import Location, ModelName
-from .requests import DebitRequest, Decision, Grant, Refuse, Wait
+from .requests import GRANT, DebitRequest, Decision, Grant, Refuse, Wait
 from .schedule import Schedule
 from .traffic import Call
 
@@ -110,9 +110,9 @@ class Waiting:
             if denied is not None:
                 return Refuse(denied)
             left = request.size if request.has_turn else self._leaves(request)
-            return Grant() if request.size <= left else Refuse(self._yielding(request, left))
+            return GRANT if request.size <= left else Refuse(self._yielding(request, left))
         if denied is None and not (self.busy and self._is_behind(request)):
-            return Grant()
+            return GRANT
         if request.is_ahead:
             return Refuse(denied or self._yielding(request, 0))
         return self._wait(request, denied)
@@ -291,6 +291,8 @@ class Waiting:
         if request is None or request.state == "waiting":
             return
         request.move("answered")
+        if request.deadline is None:
+            return
         if call.failure is None:
             self._report(request, "granted")
         else:
