@@ -83,26 +83,27 @@ def test_which_number_stands_for_many_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: str, number: int | None
 ) -> None:
     """In a rootless container 65534 is mapped, and stands for everybody outside nevertheless."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1_000)  # nobody's is 65534 itself
     monkeypatch.setattr(ownership, "_PROC", _proc(tmp_path, rows))
     assert ownership.overflow_id("uid") == number
     assert ownership.is_mapped("uid", 65_534) == (number is None)
     assert ownership.is_mapped("uid", 0) == bool(rows)
-    assert ownership.is_ours(os.geteuid())
+    assert ownership.is_ours(1_000)
     assert not ownership.is_ours(65_534)
 
 
 def test_a_file_of_the_outside_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In `unshare -Ur` the root directory belongs to 65534: that may stand above a path, and not at its end."""
     monkeypatch.setattr(ownership, "_PROC", _proc(tmp_path / "proc", "0 1000 1\n"))
-    found, lstat = tmp_path / "theirs", os.lstat
+    found, lstat, own = tmp_path / "theirs", os.lstat, os.geteuid()
 
     def outside(path: Path) -> os.stat_result:
         status = list(lstat(path))
-        if path == found:
-            status[4] = 65_534
+        status[4] = 65_534 if path == found else 1_000 if status[4] == own else status[4]
         return os.stat_result(status)
 
     (found / "state").mkdir(parents=True)
+    monkeypatch.setattr(os, "geteuid", lambda: 1_000)  # nobody's is 65534 itself
     monkeypatch.setattr(os, "lstat", outside)
     assert stranger_in(found / "state") == ""
     assert "belongs to" in stranger_in(found)
