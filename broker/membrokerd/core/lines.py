@@ -141,7 +141,6 @@ class Lines:
         """Take a request out."""
         call, own, wanted = request.event.call, self._of_session[request.event.session], self.wanted[request.location]
         self._take(request)
-        self.to_end.pop(call, None)
         del own[call]
         if not own:
             del self._of_session[request.event.session]
@@ -183,6 +182,7 @@ class Lines:
         line.add(request)
 
     def _take(self, request: DebitRequest) -> None:
+        self.to_end.pop(request.event.call, None)
         line = self._places.pop(request.event.call)
         if line is not None:
             line.remove(request)
