@@ -34,7 +34,7 @@ CONNECTIONS = MAX_SESSIONS + CONNECTIONS_BESIDE
 
 BOUND = (
     48 * MIB
-    + ENDPOINTS * (MIB + MAX_PENDING * 32 * KIB + CONNECTIONS * 96 * KIB)
+    + ENDPOINTS * (MIB + MAX_PENDING * 32 * KIB + CONNECTIONS * 128 * KIB)
     + MAX_CALLS * 128 * KIB
     + MAX_SESSIONS * (32 * KIB + MODELS * 160)
     + MODELS * 4 * KIB
@@ -233,7 +233,7 @@ answer = [answer, cut == len(peers)]
         grown = daemon.resident_bytes() - before
         state(f"RssAnon after {sent[0] // MIB} MiB of {what}", f"{grown // KIB:+} KiB")
         assert sent[1] is is_cut
-        assert grown < CONNECTIONS * 96 * KIB
+        assert grown < CONNECTIONS * 128 * KIB
         assert daemon.resident_bytes() < BOUND
 
 

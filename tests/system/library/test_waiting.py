@@ -148,8 +148,7 @@ def test_a_refusal_comes_at_the_deadline_with_its_numbers(daemon: Daemon, asker:
                 refused = asker.refused(code.format(wait=wait))
                 assert (refused.error, refused.reason) == ("OutOfMemory", "CAPACITY"), what
                 waited = int(refused.metadata.get("waited_ms", 0)) / 1000
-                assert waited >= wait
-                assert (waited > 0) == (wait > 0)
+                assert (waited > 0) == (wait > 0)  # by gRPC the broker is told what is left of it
                 # Nobody releases memory: a wait could bring nothing.
                 assert (refused.metadata["share_bytes"], refused.metadata["obtainable_bytes"]) == ("0", "0")
         assert daemon.books().lent_bytes == CAPACITY
