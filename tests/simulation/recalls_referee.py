@@ -56,8 +56,8 @@ class RecallsReferee:
         self.away: dict[Place, Asked] = {}
         """In time, of sessions that have lost their connection: nobody counts on them, and their time goes on."""
         self.kept: dict[Place, tuple[int, int]] = {}
-        self.marks: dict[tuple[ModelName, Location], tuple[int, int]] = {}
-        """How often in a row a model's sessions answered without a byte, and until when that counts against it."""
+        self.marks: dict[tuple[ModelName, Location], tuple[int, int, int]] = {}
+        """How often in a row a model answered without a byte, until when that counts against it, and the bytes."""
         self.in_force: set[tuple[ModelName, Location]] = set()
         self.ends: Counter[str] = Counter()
         self._stated: dict[int, ev.StateHolds] = {}
@@ -262,12 +262,13 @@ class RecallsReferee:
         if asked is not None:
             asked.left = max(0, asked.left - size)
             if not asked.left and not asked.late:
-                self._forgive(place)
+                self._forgive(place, asked.size)
                 self._end(place, "returned")
 
-    def _forgive(self, place: Place) -> None:
-        self.marks.pop(place[1:], None)
-        self.in_force.discard(place[1:])
+    def _forgive(self, place: Place, size: int) -> None:
+        if size >= self.marks.get(place[1:], (0, 0, 0))[2]:
+            self.marks.pop(place[1:], None)
+            self.in_force.discard(place[1:])
 
     def _answered(self, session: int, numbers: Iterable[int], heard: int) -> None:
         """An answer is for what the session had heard of, and at least for what the first notice asked for."""
@@ -279,16 +280,20 @@ class RecallsReferee:
                     self._taken_back = True
                     one.size, one.left = known, max(0, known - released)
                 if one.left == one.size:
-                    times, until = self.marks.get(place[1:], (0, 0))
-                    times = times + 1 if self._world.now - until <= LONGEST_NS else 1
-                    until = self._world.now + min(LONGEST_NS, KEPT_NS * 2 ** (times - 1))
-                    self.marks[place[1:]] = times, until
+                    times, until, size = self.marks.get(place[1:], (0, 0, 0))
+                    if place[1:] in self.in_force:
+                        size = max(size, one.size)
+                    else:
+                        times = times + 1 if self._world.now - until <= LONGEST_NS else 1
+                        until = self._world.now + min(LONGEST_NS, KEPT_NS * 2 ** (times - 1))
+                        size = one.size
+                    self.marks[place[1:]] = times, until, size
                     self.in_force.add(place[1:])
                     self.kept[place] = 1 << 62, until
                 elif one.left:
                     self.kept[place] = self.kept.get(place, (0, 0))[0] + one.left, self._world.now + KEPT_NS
                 else:
-                    self._forgive(place)
+                    self._forgive(place, one.size)
                 self._end(place, "kept" if one.left else "returned")
 
     def _set_answers(self, session: int, name: ModelName, answers: bool) -> None:

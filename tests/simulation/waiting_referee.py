@@ -203,6 +203,8 @@ class WaitingReferee:
             late = [
                 one for one in ready if one in entitled or one.size + SLACK <= free - self._held_beside(one, shares)
             ]
+            keeping = {place[1].tenant for place in recalls.kept if place[2] == where}
+            late = [one for one in late if one.name.tenant not in keeping]
             assert not late, f"{late} wait for others, to whom nothing comes"
         if recalls.is_possible and (guaranteed or entitled):
             self.entitled += 1

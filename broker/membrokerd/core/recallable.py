@@ -47,7 +47,7 @@ class Mark(NamedTuple):
     """A model whose sessions answered recalls without a byte: how often in a row, and until when it is in force.
 
     The last of these recalls was for `size` bytes. The mark belongs to the model, so a new session inherits it. It is
-    remembered until a recall of the model brings all that was asked for, or the model ends.
+    remembered until a recall of the model brings as much, or the model ends.
     """
 
     times: int
@@ -282,6 +282,10 @@ class Recallable:
             return True
         mark = self.marks.get((name, location))
         return mark is not None and mark.in_force
+
+    def keeping(self, location: Location) -> set[str]:
+        """Return the tenants of which a session keeps bytes that it was asked for."""
+        return {borrower.name.tenant for borrower in self.kept if borrower.location == location}
 
     def keepers(self, location: Location) -> set[ModelName]:
         """Return the models of all tenants of which one is marked: they do not release what they are asked for."""

@@ -125,7 +125,7 @@ class Recalls:
                 recall.left = max(0, recall.left - loan.extent_bytes)
                 if not recall.left and not recall.late:
                     del recalls[borrower]
-                    self._state.marks.pop((borrower.name, borrower.location), None)
+                    self._forgive(borrower, recall)
                     self._report(borrower, recall, "returned", now)
         for borrower in changed:
             self._state.count(borrower)
@@ -149,7 +149,7 @@ class Recalls:
             recall.left = max(0, recall.left - unheard)
             self._books.limits_changed = True  # some of it may have been for a limit
         if not recall.left:
-            self._state.marks.pop((borrower.name, borrower.location), None)
+            self._forgive(borrower, recall)
         else:
             before, _ = self._state.kept.get(borrower, (0, 0))
             if recall.left == recall.size:
@@ -164,10 +164,19 @@ class Recalls:
             self._report(borrower, recall, "kept" if recall.left else "returned", now)
         self._set_deadline()
 
+    def _forgive(self, borrower: Borrower, recall: PendingRecall) -> None:
+        """Forget the mark of a model that has released as much as it kept before."""
+        mark = self._state.marks.get((borrower.name, borrower.location))
+        if mark is not None and recall.size >= mark.size:
+            del self._state.marks[borrower.name, borrower.location]
+
     def _mark(self, borrower: Borrower, size: int, now: int) -> int:
         """Mark the model of a borrower that answered without a byte. Return until when the mark is in force."""
         key = borrower.name, borrower.location
         before = self._state.marks.get(key)
+        if before is not None and before.in_force:  # all answers while it is in force count once
+            self._state.marks[key] = before._replace(size=max(size, before.size))
+            return before.until
         times = before.times + 1 if before is not None and now - before.until <= doubled(MOST_DOUBLINGS + 1) else 1
         until = now + doubled(times)
         self._state.marks[key] = Mark(times, until, size)

@@ -54,10 +54,14 @@ class Hold(NamedTuple):
 
 
 class Wasted(NamedTuple):
-    """How often in a row a tenant did not borrow what it said that it will want, and until when it is not believed."""
+    """How often in a row a tenant did not borrow what it said that it will want, and until when it is not believed.
+
+    The last time it was `hoped` bytes.
+    """
 
     times: int
     until: int
+    hoped: int
 
 
 class Look(NamedTuple):
@@ -121,13 +125,15 @@ class Schedule:
         tenant = key[0].tenant
         if not hold.hoped:
             return
-        if 2 * (hold.size - self._books.admission.lent(*key)) <= hold.hoped:
-            self._wasted.pop(tenant, None)
-        else:
+        unused, free = hold.size - self._books.admission.lent(*key), self._books.ledger.totals[key[1]].free
+        if 2 * unused <= hold.hoped:
+            if tenant in self._wasted and hold.hoped >= self._wasted[tenant].hoped:
+                del self._wasted[tenant]
+        elif 2 * free > hold.hoped:  # else nobody has given it back
             times = self._wasted[tenant].times + 1 if tenant in self._wasted else 1
             # Tenants come and go: what is long over is forgotten.
             self._wasted = {name: one for name, one in self._wasted.items() if now < one.until + doubled(one.times)}
-            self._wasted[tenant] = Wasted(times, now + doubled(times))
+            self._wasted[tenant] = Wasted(times, now + doubled(times), hold.hoped)
 
     @property
     def is_left_over(self) -> bool:
@@ -183,8 +189,10 @@ class Schedule:
         if ready is not None:
             return ready
         demand = _demand(looks, [min(look.guaranteed, look.most) for look in looks])
-        if demand is not None and self._keeps_its_place(location, demand, now):
-            return None
+        if demand is not None:
+            if self._keeps_its_place(location, demand, now):
+                return None
+            looks = self._without_keepers(location, looks)
         shares = self._shares(location)
         within = [
             min(look.most, self._within_share(look.line.kinship.name, location, look.bound, shares)) for look in looks
@@ -196,9 +204,11 @@ class Schedule:
             if ready is oldest or not aged:
                 return ready
         demand = _demand(looks, within)
-        if demand is not None and self._keeps_its_place(location, demand, now):
-            return None
-        if ready is not None:
+        if demand is not None:
+            if self._keeps_its_place(location, demand, now):
+                return None
+            looks = self._without_keepers(location, looks)
+        if ready is not None and any(look.line.kinship.name == ready.name for look in looks):
             return ready
         free = self._books.ledger.totals[location].free
         beside = [min(look.room, free - self._held_beside(look.line.kinship.name, location, shares)) for look in looks]
@@ -206,6 +216,11 @@ class Schedule:
         if ready is not None:
             self.divide_again()  # a grant beyond a share changes the shares of the others
         return ready
+
+    def _without_keepers(self, location: Location, looks: Sequence[Look]) -> list[Look]:
+        """Return the lines of tenants that keep nothing of what was recalled: others do not borrow what came of it."""
+        keeping = self._books.recallable.keeping(location)
+        return [look for look in looks if look.line.kinship.name.tenant not in keeping]
 
     def _keeps_its_place(self, location: Location, demand: Demand, now: int) -> bool:
         """Recall what requests lack that come first. Say whether others must wait for them: something is on its way.
