@@ -279,7 +279,8 @@ class Schedule:
         shares = self.divide(location, beside=one)
         is_entitled = self._is_entitled(one, shares)
         first = 0
-        for line in self._lines.at(location) if self._is_on_its_way(location) else ():
+        keeps = one.name.tenant in self._books.recallable.keeping(location)
+        for line in self._lines.at(location) if keeps or self._is_on_its_way(location) else ():
             name, _, is_timed, is_trusted, _ = line.kinship
             if not is_timed:
                 continue
