@@ -36,7 +36,7 @@ SHOWN_IN = {
     "not_looked_at_again": 20_503,
     "raised_as_if_nothing_were_asked": 20_287,
     "raised_in_the_second_half": 20_303,
-    "releasing_bytes_leave_room_in_a_limit": 20_615,
+    "releasing_bytes_leave_room_in_a_limit": 20_711,
     "silence_is_forgiven_on_return": 20_311,
 }
 """The world in which a rare fault shows soon. It is played first."""

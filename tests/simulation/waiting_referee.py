@@ -199,10 +199,7 @@ class WaitingReferee:
                 late = [one for one in ready if one.size + SLACK <= free - self._held_beside(one, shares)]
                 assert not late, f"{late} wait, and no other request comes first"
         if ready and not recalls.coming(where) and self._world.broker.recalls.room:
-            free = self._world.broker.ledger.totals[where].free
-            late = [
-                one for one in ready if one in entitled or one.size + SLACK <= free - self._held_beside(one, shares)
-            ]
+            late = [one for one in ready if one in entitled]
             keeping = {place[1].tenant for place in recalls.kept if place[2] == where}
             late = [one for one in late if one.name.tenant not in keeping]
             assert not late, f"{late} wait for others, to whom nothing comes"

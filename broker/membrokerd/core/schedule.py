@@ -3,8 +3,8 @@
 A request within its model's guarantee goes first, then one within its model's share, then the others; among equals the
 oldest. While sessions answer recalls, what is missing for a higher class is recalled from the models that have more
 than their share, after free bytes and what open recalls will bring are counted. Until it comes, a request of a lower
-class is not granted; if nothing is on its way, because all that could be asked keep what they have, nobody waits for
-anybody. At its deadline a request gets what the higher classes leave. Once the oldest request within its share has
+class is not granted; if nothing is on its way, because all that could be asked keep what they have, those within their
+shares are. At its deadline a request gets what the higher classes leave. Once the oldest request within its share has
 waited longer than two rounds of recalls, only guaranteed ones overtake it, as long as something is on its way. A
 request that does not wait has memory recalled too, at most once in `recall_seconds` for each model, so that its next
 try finds it.
@@ -193,6 +193,7 @@ class Schedule:
             if self._keeps_its_place(location, demand, now):
                 return None
             looks = self._without_keepers(location, looks)
+        passed_over = demand is not None
         shares = self._shares(location)
         within = [
             min(look.most, self._within_share(look.line.kinship.name, location, look.bound, shares)) for look in looks
@@ -207,9 +208,11 @@ class Schedule:
         if demand is not None:
             if self._keeps_its_place(location, demand, now):
                 return None
-            looks = self._without_keepers(location, looks)
+            looks, passed_over = self._without_keepers(location, looks), True
         if ready is not None and any(look.line.kinship.name == ready.name for look in looks):
             return ready
+        if passed_over:  # what is lent beyond a share would be recalled for them at once
+            return None
         free = self._books.ledger.totals[location].free
         beside = [min(look.room, free - self._held_beside(look.line.kinship.name, location, shares)) for look in looks]
         ready = _oldest(looks, beside)
@@ -280,7 +283,8 @@ class Schedule:
         is_entitled = self._is_entitled(one, shares)
         first = 0
         keeps = one.name.tenant in self._books.recallable.keeping(location)
-        for line in self._lines.at(location) if keeps or self._is_on_its_way(location) else ():
+        counts = keeps or not is_entitled or self._is_on_its_way(location)
+        for line in self._lines.at(location) if counts else ():
             name, _, is_timed, is_trusted, _ = line.kinship
             if not is_timed:
                 continue
