@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -103,3 +105,13 @@ def test_the_grammar_is_written_once() -> None:
         if copies.search(path.read_text()) and path.parent.name != "v1"
     }
     assert found == {"client/membroker/wire/names.py"}
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    """A reader finds a class of the library or the daemon by its name alone."""
+    files = [path for folder in ("client", "broker") for path in (ROOT / folder).rglob("*.py")]
+    statements = [
+        statement for path in files if "_pb2" not in path.name for statement in ast.parse(path.read_text()).body
+    ]
+    classes = Counter(statement.name for statement in statements if isinstance(statement, ast.ClassDef))
+    assert [name for name, count in classes.items() if count > 1] == []

@@ -10,7 +10,7 @@ from tests.simulation.world import is_crowded
 
 from membrokerd.core import policy, schedule
 from membrokerd.core.admission import Admission
-from membrokerd.core.lines import call_of
+from membrokerd.core.request_lines import call_of
 from membrokerd.core.requests import Wait
 from membrokerd.core.schedule import Schedule
 from membrokerd.core.waiting import Waiting

@@ -202,7 +202,7 @@ class WaitingReferee:
             late = [one for one in ready if one in entitled]
             keeping = {place[1].tenant for place in recalls.kept if place[2] == where}
             late = [one for one in late if one.name.tenant not in keeping]
-            assert not late, f"{late} wait for others, to whom nothing comes"
+            assert not late, f"{late} wait, have room, and nothing is on its way to those before them"
         if recalls.is_possible and (guaranteed or entitled):
             self.entitled += 1
             self._judge_recalled(where, guaranteed or entitled, shares)

@@ -18,10 +18,10 @@ from .books import Books, Step
 from .deaths import Releasing
 from .denied import Denied, Reason, deny
 from .lending import Lending
-from .lines import Lines
 from .models import Models
 from .names import ModelName
 from .recalls import MOST_AT_ONCE, Recalls
+from .request_lines import RequestLines
 from .schedule import Schedule
 from .segments import Segments
 from .sessions import Sessions
@@ -49,7 +49,7 @@ class Broker:
         """How many calls about each model were refused, by reason."""
         stock = self.stock = WarmPool(books)
         recalls = self.recalls = Recalls(books)
-        lines = self.lines = Lines(books)
+        lines = self.lines = RequestLines(books)
         schedule = self.schedule = Schedule(books, recalls, lines)
         waiting = self.waiting = Waiting(books, schedule, lines)
         lending = self.lending = Lending(books, stock, recalls, waiting)

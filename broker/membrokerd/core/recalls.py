@@ -4,8 +4,8 @@ A session that does not answer in time is late: what it has cannot be recalled a
 its model's guarantee. An answer ends that, however late it comes. Until then the session is asked again and again. A
 lost connection is not an answer: the deadline stays. What is left after an answer is kept, and not asked for again for
 two seconds. An answer without a byte keeps all that the session has, and marks the model: it is asked after all others,
-and none of its sessions borrows above the model's guarantee. That lasts two seconds, and twice as long with each
-further answer without a byte.
+and none of its sessions borrows above the model's guarantee. That lasts two seconds, and twice as long each further
+time: what is answered while it lasts counts once.
 
 A session has one open recall of a model and location. If more is wanted of it, the recall is raised: the notice comes
 again with the same number and a larger size. The deadline stays, so that no raise puts off an answer for which an

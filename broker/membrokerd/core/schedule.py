@@ -27,9 +27,9 @@ from typing import NamedTuple
 from . import policy
 from .books import Books
 from .denied import Reason
-from .lines import Line, Lines, call_of
 from .names import Location, ModelName
 from .recalls import Recalls, doubled
+from .request_lines import RequestLine, RequestLines, call_of
 from .requests import DebitRequest
 from .shares import Shares
 
@@ -70,7 +70,7 @@ class Look(NamedTuple):
     Those of at most `most` bytes want something: the others have no room, and do not wait or cannot be helped.
     """
 
-    line: Line
+    line: RequestLine
     room: int
     bound: int
     guaranteed: int
@@ -87,7 +87,7 @@ class Demand(NamedTuple):
 class Schedule:
     """The order of the requests that wait at each location."""
 
-    def __init__(self, books: Books, recalls: Recalls, lines: Lines) -> None:
+    def __init__(self, books: Books, recalls: Recalls, lines: RequestLines) -> None:
         self._books = books
         self._recalls = recalls
         self._lines = lines
@@ -161,9 +161,9 @@ class Schedule:
         found = self._first(location, looks, now)
         return (found, True) if found else None
 
-    def _look(self, line: Line) -> tuple[Look, DebitRequest | None]:
+    def _look(self, line: RequestLine) -> tuple[Look, DebitRequest | None]:
         """Look at a line. Return also a request that may not wait: for a limit, or beyond a guarantee while asked."""
-        admission, (name, location, is_timed, is_trusted, is_asked) = self._books.admission, line.kinship
+        admission, (name, location, is_timed, is_trusted, is_asked) = self._books.admission, line.key
         rooms = {level[0]: level[-1] for level in admission.levels(name, location, is_trusted)}
         room, guaranteed = min(rooms.values()), admission.guaranteed_room(name, location)
         most = room
@@ -196,7 +196,7 @@ class Schedule:
         passed_over = demand is not None
         shares = self._shares(location)
         within = [
-            min(look.most, self._within_share(look.line.kinship.name, location, look.bound, shares)) for look in looks
+            min(look.most, self._within_share(look.line.key.name, location, look.bound, shares)) for look in looks
         ]
         ready = _oldest(looks, [min(most, look.room) for most, look in zip(within, looks, strict=True)])
         oldest = _oldest(looks, within)
@@ -209,26 +209,26 @@ class Schedule:
             if self._keeps_its_place(location, demand, now):
                 return None
             looks, passed_over = self._without_keepers(location, looks), True
-        if ready is not None and any(look.line.kinship.name == ready.name for look in looks):
+        if ready is not None and any(look.line.key.name == ready.name for look in looks):
             return ready
         if passed_over:  # what is lent beyond a share would be recalled for them at once
             return None
         free = self._books.ledger.totals[location].free
-        beside = [min(look.room, free - self._held_beside(look.line.kinship.name, location, shares)) for look in looks]
+        beside = [min(look.room, free - self._held_beside(look.line.key.name, location, shares)) for look in looks]
         ready = _oldest(looks, beside)
         if ready is not None:
             self.divide_again()  # a grant beyond a share changes the shares of the others
         return ready
 
     def _without_keepers(self, location: Location, looks: Sequence[Look]) -> list[Look]:
-        """Return the lines of tenants that keep nothing of what was recalled: others do not borrow what came of it."""
+        """Leave out the lines of tenants that keep some of what was recalled: they do not borrow what came of it."""
         keeping = self._books.recallable.keeping(location)
-        return [look for look in looks if look.line.kinship.name.tenant not in keeping]
+        return [look for look in looks if look.line.key.name.tenant not in keeping]
 
     def _keeps_its_place(self, location: Location, demand: Demand, now: int) -> bool:
         """Recall what requests lack that come first. Say whether others must wait for them: something is on its way.
 
-        Else nobody gains by it. What others are granted meanwhile can be recalled, or is beside all guarantees.
+        Else nobody gains by waiting. Others are granted what is within their shares, which is not recalled from them.
         """
         self._recall(location, demand, now)
         return self._is_on_its_way(location)
@@ -265,8 +265,7 @@ class Schedule:
         if not admission.is_guaranteed(request.name, location, request.size):
             return False
         return not any(
-            line.fitting(admission.guaranteed_room(line.kinship.name, location)).size
-            for line in self._lines.at(location)
+            line.fitting(admission.guaranteed_room(line.key.name, location)).size for line in self._lines.at(location)
         )
 
     def leaves(self, one: DebitRequest) -> int:
@@ -285,7 +284,7 @@ class Schedule:
         keeps = one.name.tenant in self._books.recallable.keeping(location)
         counts = keeps or not is_entitled or self._is_on_its_way(location)
         for line in self._lines.at(location) if counts else ():
-            name, _, is_timed, is_trusted, _ = line.kinship
+            name, _, is_timed, is_trusted, _ = line.key
             if not is_timed:
                 continue
             most = admission.guaranteed_room(name, location)
@@ -476,6 +475,6 @@ def _demand(looks: Sequence[Look], most: Sequence[int]) -> Demand | None:
     for look, bound in zip(looks, most, strict=True):
         _, size, wanted = look.line.fitting(bound)
         if size:
-            before = models.get(look.line.kinship.name, (0, 0))
-            models[look.line.kinship.name] = before[0] + size, before[1] + wanted
+            before = models.get(look.line.key.name, (0, 0))
+            models[look.line.key.name] = before[0] + size, before[1] + wanted
     return Demand(oldest.name, models)

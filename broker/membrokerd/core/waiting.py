@@ -29,8 +29,8 @@ from . import policy
 from .admission import over
 from .books import Books
 from .denied import Denied, Reason, deny
-from .lines import Lines, call_of
 from .names import Location, ModelName
+from .request_lines import RequestLines, call_of
 from .requests import GRANT, DebitRequest, Decision, Grant, Refuse, Wait
 from .schedule import Schedule
 from .traffic import Call
@@ -44,7 +44,7 @@ MOST_LOOKS = 5_000
 class Waiting:
     """The requests for bytes, and those of them that wait, in the order of their arrival."""
 
-    def __init__(self, books: Books, schedule: Schedule, lines: Lines) -> None:
+    def __init__(self, books: Books, schedule: Schedule, lines: RequestLines) -> None:
         self._books = books
         self._schedule = schedule
         self._lines = lines

@@ -17,7 +17,7 @@ from .names import Location, ModelName
 from .requests import DebitRequest
 
 
-class Kinship(NamedTuple):
+class LineKey(NamedTuple):
     """What the requests of one line have in common.
 
     `is_timed`: they have a deadline. `is_trusted`: what they get can be recalled. `is_asked`: their sessions are asked
@@ -42,11 +42,11 @@ class Fitting(NamedTuple):
 _NONE = Fitting(None, 0, 0)
 
 
-class Line:
-    """The requests of one kinship."""
+class RequestLine:
+    """The requests of one key: of a model at a location, and of sessions that are alike."""
 
-    def __init__(self, kinship: Kinship) -> None:
-        self.kinship = kinship
+    def __init__(self, key: LineKey) -> None:
+        self.key = key
         self._by_size: list[tuple[int, int]] = []
         """Sizes and calls, the smallest first."""
         self._requests: dict[int, DebitRequest] = {}
@@ -102,14 +102,14 @@ def wanted_by(requests: Collection[DebitRequest]) -> tuple[int, int]:
     return sum([size for size, _ in sessions.values()]), sum([max(both) for both in sessions.values()])
 
 
-class Lines:
+class RequestLines:
     """All requests that wait."""
 
     def __init__(self, books: Books) -> None:
         self._books = books
-        self._lines: defaultdict[Location, dict[Kinship, Line]] = defaultdict(dict)
+        self._lines: defaultdict[Location, dict[LineKey, RequestLine]] = defaultdict(dict)
         """No line is empty."""
-        self._places: dict[int, Line | None] = {}
+        self._places: dict[int, RequestLine | None] = {}
         """By call: the line of a request; None: it has met a full device, and is tried again after an audit."""
         self._of_session: defaultdict[int, dict[int, DebitRequest]] = defaultdict(dict)
         """By session and call, in the order of their coming. No entry is empty."""
@@ -123,7 +123,7 @@ class Lines:
         """How many lines there are."""
         return sum([len(lines) for lines in self._lines.values()])
 
-    def at(self, location: Location) -> Collection[Line]:
+    def at(self, location: Location) -> Collection[RequestLine]:
         """Return the lines at a location."""
         return self._lines[location].values()
 
@@ -174,11 +174,11 @@ class Lines:
             self._places[event.call] = None
             return
         is_trusted = recallable.is_trusted(request.borrower, name, location)
-        kinship = Kinship(name, location, request.deadline is not None, is_trusted, is_asked)
+        key = LineKey(name, location, request.deadline is not None, is_trusted, is_asked)
         lines = self._lines[location]
-        if kinship not in lines:
-            lines[kinship] = Line(kinship)
-        self._places[event.call] = line = lines[kinship]
+        if key not in lines:
+            lines[key] = RequestLine(key)
+        self._places[event.call] = line = lines[key]
         line.add(request)
 
     def _take(self, request: DebitRequest) -> None:
@@ -187,7 +187,7 @@ class Lines:
         if line is not None:
             line.remove(request)
             if not len(line):
-                del self._lines[request.location][line.kinship]
+                del self._lines[request.location][line.key]
 
 
 def call_of(request: DebitRequest) -> int:
