@@ -158,7 +158,7 @@ class Waiting:
     def _refuse(self, request: DebitRequest, denied: Denied, now: int) -> None:
         """Refuse a request: one that waited with the time that it waited, one for want of room with the share."""
         event, has_waited = request.event, request.state == "deciding"
-        if request.is_ahead and denied.reason in policy.WANTS_OF_ROOM:  # nobody needs it yet, so it is not counted
+        if request.is_ahead:  # nobody needs it yet, so its refusal is not counted
             request.move("refused")
             self._books.answer(event.call, denied)
             return

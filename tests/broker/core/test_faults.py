@@ -331,3 +331,17 @@ def test_an_attach_whose_refusal_is_left_over_ends_with_its_session(story: Story
     story.tell(ev.Elapsed())
     assert refused(story) == {Reason.WRITER_DIED: 144, Reason.DELIVERY_FAILED: 16, Reason.REQUEST_ID_IN_USE: 1}
     assert story.broker.deadline is None
+
+
+@pytest.mark.parametrize("draining", [False, True])
+def test_a_request_ahead_of_need_is_refused_and_not_counted(story: Story, *, draining: bool) -> None:
+    """Nobody needs the memory yet, whatever the reason of the refusal. So no metric and no alert is about it."""
+    session = story.open()
+    story.broker.books.draining = draining
+    for ahead in (True, False):
+        call = story.call()
+        story.tell(ev.Allocate(call, session, call, MODEL, "device", 2, 4_096, 0, ahead, 0))
+        if not draining and not ahead:
+            story.tell(ev.InputsDrained(call))
+        assert isinstance(story.answers[call], Denied)
+        assert sum(story.broker.denials.get(MODEL, {}).values()) == (not ahead)
