@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -128,10 +128,27 @@ class Recording:
         self._asked_sums: dict[BorrowerKey, int] = {}
         self._open: dict[BorrowerKey, RecordedAnswer] = {}
         self._numbers: dict[tuple[int, int], tuple[BorrowerKey, RecordedAnswer]] = {}
+        read_by: dict[type, Callable[[Any, int, int], None]] = {
+            ev.Allocate: self._ask,
+            trace.Create: self._ask,
+            ev.Declare: self._declare,
+            ft.DeclarationSet: self._declaration_set,
+            ev.InputsDrained: self._drained,
+            trace.Outcome: self._outcome,
+            ft.Debited: self._debited,
+            ft.SegmentBegan: self._segment_began,
+            CreditedRuns: self._credited,
+            ft.SegmentCredited: self._segment_credited,
+            ft.SegmentEnded: self._segment_ended,
+            fx.SendRecall: self._recall,
+            ev.AnswerRecall: self._recall_answered,
+            fx.Recalled: self._recalled,
+            ft.SessionMoved: self._moved,
+        }
         for index, (at, row) in enumerate(part.rows):
-            read = _READ.get(type(row))
+            read = read_by.get(type(row))
             if read is not None:
-                read(self, row, index, at)
+                read(row, index, at)
         self._typical = self._typical_lives()
 
     def all_loans(self) -> Iterable[RecordedLoan]:
@@ -338,23 +355,3 @@ def is_uncounted(asked: RecordedLoan | RecordedDeclaration) -> bool:
 
 def _shape(loan: RecordedLoan) -> tuple[Any, ...]:
     return loan.session, loan.name, loan.location, loan.extent_bytes, loan.count, loan.is_segment
-
-
-_READ: Mapping[type, Callable[[Recording, Any, int, int], None]] = {
-    ev.Allocate: Recording._ask,
-    trace.Create: Recording._ask,
-    ev.Declare: Recording._declare,
-    ft.DeclarationSet: Recording._declaration_set,
-    ev.InputsDrained: Recording._drained,
-    trace.Outcome: Recording._outcome,
-    ft.Debited: Recording._debited,
-    ft.SegmentBegan: Recording._segment_began,
-    CreditedRuns: Recording._credited,
-    ft.SegmentCredited: Recording._segment_credited,
-    ft.SegmentEnded: Recording._segment_ended,
-    fx.SendRecall: Recording._recall,
-    ev.AnswerRecall: Recording._recall_answered,
-    fx.Recalled: Recording._recalled,
-    ft.SessionMoved: Recording._moved,
-}
-"""How each kind of row is read."""
