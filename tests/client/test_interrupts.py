@@ -221,6 +221,7 @@ from membroker.memory.buffer import Buffer
 from membroker.memory.local_source import LocalSource
 from membroker.pool.pool import VirtualMemoryPool
 from membroker.vmm import libc
+from tests.support.daemons import until
 
 source, other = LocalSource("host"), LocalSource("host")
 pool = VirtualMemoryPool(source, "64MiB", "2MiB")
@@ -253,9 +254,7 @@ other = LocalSource("host")
 Block()
 libc._mmap = collect_and_map
 last = pool.allocate_anywhere("2MiB")  # holds the lock of the addresses while it maps
-end = time.monotonic() + 120
-while not (other._ended and source.physical_usage_bytes == 2 << 20) and time.monotonic() < end:
-    time.sleep(0.01)
+until(lambda: other._ended and source.physical_usage_bytes == 2 << 20)
 print(source.physical_usage_bytes, other._ended)
 """
 
@@ -273,6 +272,7 @@ import os, signal, time
 from membroker.memory.local_source import LocalSource
 from membroker.pool.pool import VirtualMemoryPool
 from membroker.vmm import libc
+from tests.support.daemons import until
 
 source = LocalSource("host")
 pool, idle = VirtualMemoryPool(source, "64MiB", "2MiB"), VirtualMemoryPool(source, "64MiB", "2MiB")
@@ -292,9 +292,7 @@ try:
     pool.allocate_anywhere("2MiB")  # holds the lock of the addresses while it maps
 except Exception as error:
     print(error)
-end = time.monotonic() + 120
-while not source._ended and time.monotonic() < end:
-    time.sleep(0.01)
+until(lambda: source._ended)
 print(source.physical_usage_bytes, source._ended)
 """
 

@@ -80,9 +80,11 @@ def test_one_look_asks_once_for_each_model_how_much_it_may_have(*, answers: bool
 
 
 @pytest.mark.parametrize("answers", [False, True])
-def test_a_look_costs_nothing_for_each_request_that_waits(*, answers: bool) -> None:
-    """An honest session borrows beside 256 requests of 16 models, and beside 2,048 of them."""
-    rules = policy.Rules(granularity=GRANULE, capacities={"device": 1_024 * GRANULE}, max_sessions=512)
+@pytest.mark.parametrize("more", [7, pytest.param(63, marks=pytest.mark.deep)])
+def test_a_look_costs_nothing_for_each_request_that_waits(more: int, *, answers: bool) -> None:
+    """An honest session borrows beside 256 requests of 16 models, and beside 2,048 or 16,384 of them."""
+    most = {"max_sessions": 2_048, "max_sessions_per_process": 64}
+    rules = policy.Rules(granularity=GRANULE, capacities={"device": 1_024 * GRANULE}, **most)
     broker = Broker(rules, epoch=1)
     lender, honest = joined(broker, 1, answers=answers), joined(broker, 2, answers=False)
     broker.step(ev.Allocate(100, lender, 100, name_of(1), "device", GRANULE, 1_000), 0)
@@ -92,7 +94,7 @@ def test_a_look_costs_nothing_for_each_request_that_waits(*, answers: bool) -> N
         nonlocal calls
         calls += event == "call"
 
-    for sessions in (1, 7):
+    for sessions in (1, more):
         for model in range(3, 19):
             for _ in range(sessions):
                 session = joined(broker, model, answers=False)
@@ -110,8 +112,9 @@ def test_a_look_costs_nothing_for_each_request_that_waits(*, answers: bool) -> N
         finally:
             sys.setprofile(None)
         costs.append(calls)
-    assert broker.waiting.of_location("device")[1] == 2_048
-    assert costs[1] <= costs[0] + 400, costs  # one line has a new request: all 112 are looked at
+    assert broker.waiting.of_location("device")[1] == 256 * (1 + more)
+    line = 16 * (1 + more)
+    assert costs[1] <= costs[0] + 3 * line, costs  # one line has a new request: all of its requests are looked at
 
 
 def test_declarations_that_waited_are_granted_by_shares_of_one_division(monkeypatch: pytest.MonkeyPatch) -> None:

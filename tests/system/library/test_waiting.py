@@ -145,7 +145,9 @@ def test_a_refusal_comes_at_the_deadline_with_its_numbers(daemon: Daemon, asker:
     with full(daemon):
         for what, code in CALLS.items():
             for wait in (0, 0.1):
+                began = time.monotonic()
                 refused = asker.refused(code.format(wait=wait))
+                assert time.monotonic() - began >= wait
                 assert (refused.error, refused.reason) == ("OutOfMemory", "CAPACITY"), what
                 waited = int(refused.metadata.get("waited_ms", 0)) / 1000
                 assert (waited > 0) == (wait > 0)  # by gRPC the broker is told what is left of it
