@@ -128,7 +128,7 @@ class TestChoice:
     @pytest.mark.root
     @pytest.mark.parametrize("user", [0, 60_002])
     def test_another_users_directory_is_passed_over(self, place: Path, user: int) -> None:
-        """Root, and a user after `su`: neither is led into it, and whoever finds nothing is told whose it is."""
+        """Root, and a user after `su`: neither is led into it. If nothing is found, the error says whose it is."""
         own, system = place / "own", place / "system"
         (own / "membroker" / "host" / "tenants" / "default").mkdir(parents=True)
         os.chown(own, 60_001, 60_001)
