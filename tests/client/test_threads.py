@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_broker import Caller, PlayedBroker, buffer, drop_all, is_away, line, model, playing
+from tests.support.processes import descriptors
 
 import membroker
 from membroker import LocalSource, VirtualMemoryPool
@@ -52,10 +52,6 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
 def broker() -> Iterator[PlayedBroker]:
     with playing() as one:
         yield one
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def refused(work: Callable[[], Any]) -> ThreadLimit:

@@ -40,7 +40,3 @@ def lent(driver: HostDriver) -> Iterator[int]:
 
 def copies(driver: HostDriver) -> dict[str, int]:
     return {name: os.dup(descriptor) for name, descriptor in driver.survivors().items()}
-
-
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
@@ -22,6 +21,7 @@ from membrokerd.device.executor import OWN, Executor
 from membrokerd.restart.descriptor_store import Store
 from membrokerd.runtime.loop import Loop
 from tests.support.daemons import DEADLINE_SECONDS
+from tests.support.processes import descriptors
 from tests.support.sizes import MIB
 
 MODEL = ModelName("t", "m")
@@ -261,10 +261,6 @@ def play(
             driver.close()
 
     return asyncio.run(main())
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def stock(world: World) -> int:

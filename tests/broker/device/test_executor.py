@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS
+from tests.support.processes import descriptors
 from tests.support.sizes import MIB
 
 from membroker.vmm import DriverError, DriverLimit, DriverOutOfMemory, Location, MemoryInfo
@@ -124,10 +125,6 @@ def seals(descriptors: list[int]) -> Callable[[Executor, Callable[[Any], None]],
 
 def closes(descriptors: list[int]) -> Callable[[Executor, Callable[[Any], None]], None]:
     return lambda executor, done: executor.close("red", descriptors, done)
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def test_a_packet_is_made_in_order_and_nothing_is_kept(driver: Failing) -> None:

@@ -19,6 +19,7 @@ import pytest
 from google.protobuf.message import Message
 from tests.support import raw
 from tests.support.daemons import DEADLINE_SECONDS, Daemon
+from tests.support.processes import descriptors
 from tests.support.raw import Session, allocation
 from tests.support.sizes import MIB
 
@@ -192,10 +193,6 @@ def play(story: Callable[[Lender], Awaitable[None]]) -> None:
         assert descriptors() == before, "a descriptor has leaked"
 
     asyncio.run(main())
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def kinds(packets: list[handoff.Packet]) -> list[str]:

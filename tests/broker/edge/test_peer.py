@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.daemons import until
+from tests.support.processes import descriptors
 
 from membroker.wire import ownership
 from membrokerd.core.denied import Reason
@@ -84,10 +85,6 @@ class Process:
         self.kill()
         self.process.communicate()
         self.connection.close()
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def test_a_number_that_stands_for_many_users_is_nobody(

@@ -7,7 +7,8 @@ import os
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS
-from tests.support.loop_world import World, descriptors, play, stock
+from tests.support.loop_world import World, play, stock
+from tests.support.processes import descriptors
 from tests.support.sizes import MIB
 
 from membrokerd.core import events as ev

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 from tests.support.driver_errors import named
-from tests.support.host_driver import mapped, open_descriptors, used
+from tests.support.host_driver import mapped, used
 from tests.support.interrupts import interrupted_at
-from tests.support.processes import EXTENT
+from tests.support.processes import EXTENT, descriptors
 
 from membroker.vmm import (
     AccessFlags,
@@ -91,13 +91,13 @@ def test_a_memfd_that_could_shrink_is_refused(driver: HostDriver) -> None:
     """A liar passes a memfd of the right size, to cut it under the reader later."""
     descriptor = os.memfd_create("membroker-extent", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, GRANULARITY)
-    before = open_descriptors()
+    before = descriptors()
     with pytest.raises(DriverError, match="not sealed"):
         driver.import_extent(descriptor, GRANULARITY)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     with pytest.raises(DriverError, match="not an extent of"):
         driver.import_extent(descriptor, 2 * GRANULARITY)
-    assert open_descriptors() == before
+    assert descriptors() == before
     driver.import_extent(descriptor, GRANULARITY)
     os.close(descriptor)
 
@@ -198,12 +198,12 @@ def test_too_few_watches_is_a_limit_with_a_name(
     def refuse(*_arguments: object) -> int:
         raise OSError(code, os.strerror(code))
 
-    before = open_descriptors()
+    before = descriptors()
     with monkeypatch.context() as patch:
         patch.setattr(_libc, call, refuse)
         with pytest.raises(DriverLimit, match=limit):
             driver.create(GRANULARITY)
-    assert open_descriptors() == before
+    assert descriptors() == before
     assert used(driver) == 0
     driver.create(GRANULARITY)
     assert used(driver) == GRANULARITY
@@ -223,7 +223,7 @@ def test_too_few_descriptors_is_a_limit_with_a_name(driver: HostDriver) -> None:
 
 def test_a_table_that_cannot_be_made_leaves_no_inotify_instance(driver: HostDriver) -> None:
     """One descriptor is left, and a driver needs two before its first extent."""
-    before, lowest = open_descriptors(), os.dup(0)
+    before, lowest = descriptors(), os.dup(0)
     os.close(lowest)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as stack:
@@ -231,7 +231,7 @@ def test_a_table_that_cannot_be_made_leaves_no_inotify_instance(driver: HostDriv
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, hard))
         with pytest.raises(DriverLimit, check=named("EMFILE")):
             driver.survivors()
-    assert open_descriptors() == before
+    assert descriptors() == before
 
 
 def test_too_many_mappings_is_a_limit_with_a_name_and_a_way_back(driver: HostDriver) -> None:
@@ -262,8 +262,8 @@ def test_a_move_is_undone_where_no_mapping_may_be_made_any_more(
 ) -> None:
     """The process reaches vm.max_map_count with one of two extents moved: both are where they were, and readable."""
     address = driver.reserve(8 * GRANULARITY)
-    driver.map_descriptors(address + 4 * GRANULARITY, descriptors := driver.lend(GRANULARITY, 2), GRANULARITY)
-    for descriptor in descriptors:
+    driver.map_descriptors(address + 4 * GRANULARITY, lent := driver.lend(GRANULARITY, 2), GRANULARITY)
+    for descriptor in lent:
         os.close(descriptor)
     driver.write(address + 4 * GRANULARITY, b"first")
     driver.write(address + 5 * GRANULARITY, b"second")
@@ -299,13 +299,13 @@ def test_the_inotify_instance_is_made_when_it_is_needed(need: Callable[[HostDriv
 
 
 def test_closing_leaves_mappings_and_exported_descriptors(driver: HostDriver) -> None:
-    before = open_descriptors()
+    before = descriptors()
     first = HostDriver()
     address, handle = mapped(first)
     first.write(address, b"kept")
     descriptor = first.export(handle)
     first.close()
-    assert open_descriptors() == before + 1
+    assert descriptors() == before + 1
     imported, alias = driver.import_extent(descriptor, GRANULARITY), driver.reserve(GRANULARITY)
     driver.map(alias, imported)
     driver.set_access(alias, GRANULARITY, AccessFlags.READ)

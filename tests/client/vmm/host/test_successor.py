@@ -7,7 +7,8 @@ import os
 from contextlib import ExitStack, closing
 
 import pytest
-from tests.support.host_driver import copies, lent, make_host, mapped, open_descriptors, used
+from tests.support.host_driver import copies, lent, make_host, mapped, used
+from tests.support.processes import descriptors
 
 from membroker.testing import wait_until
 from membroker.testing.harness import TRUTH_BYTES, child_process, create_and_hand_over, keep_mapping
@@ -97,12 +98,12 @@ def test_a_successors_end_leaves_the_others_alone() -> None:
     worker.map_descriptors(address, [descriptor], TRUTH_BYTES)
     os.close(descriptor)
     worker.write(address, b"kept")
-    before = open_descriptors()
+    before = descriptors()
     second = HostDriver(survivors={name: os.dup(each) for name, each in kept.items()})
     also = second.lend(GRANULARITY, 1)[0]
     assert used(second) == TRUTH_BYTES + GRANULARITY
     second.close()
-    assert open_descriptors() == before + 1
+    assert descriptors() == before + 1
     assert worker.read(address, 4) == b"kept"
     third = HostDriver(survivors=kept)
     assert used(third) == TRUTH_BYTES + GRANULARITY
@@ -122,7 +123,7 @@ def test_junk_is_no_survivor(driver: HostDriver) -> None:
         os.pwrite(junk, entry.to_bytes(8, "little"), number * 8)
     good = copies(driver)
     watches, table = good["watches"], good["table"]
-    before = open_descriptors()
+    before = descriptors()
     for wrong, message in (
         ({"watches": watches}, "are watches and table, not watches"),
         ({**good, "memory": end}, "not watches, table, memory"),
@@ -142,7 +143,7 @@ def test_junk_is_no_survivor(driver: HostDriver) -> None:
     os.ftruncate(junk, 0)
     with pytest.raises(DriverError):
         HostDriver(survivors={"watches": watches, "table": junk})
-    assert open_descriptors() == before
+    assert descriptors() == before
     os.close(extents[0])
     with pytest.raises(DriverError, match=r"`table` .* is pipe:"):
         HostDriver(survivors={"watches": watches, "table": end})
