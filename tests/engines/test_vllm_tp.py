@@ -20,6 +20,7 @@ from tests.support.daemons import Daemon, until
 from tests.support.engine_batches import batch_of, batches_of
 from tests.support.sleeping import command, done
 from tests.support.vllm_engine import BUILDS, Engine, write_model, write_plugins
+from tests.support.workers import children, proc_of
 
 import membroker
 
@@ -191,11 +192,10 @@ def test_a_rank_is_killed(ranks: Ranks) -> None:
 def _below(pid: int) -> list[int]:
     """Return the children of a process, and those below these."""
     found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            found += [child, *_below(child)]
+    for child in children(pid):
+        found += [child, *_below(child)]
     return found
 
 
 def _title(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return proc_of(pid, "cmdline").replace("\0", " ")

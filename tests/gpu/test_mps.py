@@ -31,7 +31,7 @@ from tests.support.gpu import (
     used,
 )
 from tests.support.sizes import GIB, MIB
-from tests.support.workers import Worker
+from tests.support.workers import Worker, proc_of
 
 from membroker.vmm.cuda.driver import CudaDriver
 
@@ -86,10 +86,7 @@ class Mps:
 
     @staticmethod
     def _is_ours(pid: int) -> bool:
-        try:
-            return b"nvidia-cuda-mps" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            return False
+        return "nvidia-cuda-mps" in proc_of(pid, "cmdline")
 
     @property
     def _answer(self) -> Path:

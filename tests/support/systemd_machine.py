@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import pytest
 
 from tests.support.daemons import DEADLINE_SECONDS, to_toml, until
-from tests.support.workers import ROOT
+from tests.support.workers import ROOT, children, proc_of
 
 SUITE = os.environ.get("MEMBROKER_TEST_SUITE", "trixie")
 """Which Debian. trixie has systemd 257; an older one has what its systemd can be shown to do."""
@@ -251,19 +251,10 @@ def _init_of(process: subprocess.Popen[bytes]) -> int:
     """Return the pid of process 1 of the machine, once systemd runs there."""
     for nspawn in children(process.pid):
         for child in children(nspawn):
-            with suppress(OSError):
-                first = Path(f"/proc/{child}/status").read_text()
-                if first.startswith("Name:\tsystemd\n") and "\t1\n" in first:
-                    return child
+            first = proc_of(child, "status")
+            if first.startswith("Name:\tsystemd\n") and "\t1\n" in first:
+                return child
     return 0
-
-
-def children(pid: int) -> list[int]:
-    """Return the pids of a process's children."""
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
-        return []
 
 
 def _is_up(machine: Machine) -> bool:

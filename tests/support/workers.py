@@ -184,12 +184,29 @@ def as_user(user: int | None) -> list[str]:
 # What tests look at
 
 
+def proc_of(pid: int, name: str) -> str:
+    """Return a file below /proc/PID, or nothing if the process does not exist.
+
+    A process that ends before the open() is ENOENT, and one that ends between open() and read() ESRCH.
+    """
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def state_of(pid: int) -> str:
     """Return the state letter of a process (`T` stopped, `Z` dead and not reaped), or nothing if it does not exist."""
+    return proc_of(pid, "stat").rpartition(")")[2].strip()[:1]
+
+
+def children(pid: int) -> list[int]:
+    """Return the pids of a process's children, whichever of its threads started them."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        threads = os.listdir(f"/proc/{pid}/task")
     except FileNotFoundError:
-        return ""
+        return []
+    return [int(child) for thread in threads for child in proc_of(pid, f"task/{thread}/children").split()]
 
 
 def is_gone(pid: int) -> bool:

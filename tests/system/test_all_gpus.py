@@ -24,7 +24,7 @@ from tests.support.all_gpus import CLI, UUIDS, running_all, write_config
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.fake_cuda import build_fake_cuda, run_beside_fake_cuda
 from tests.support.keepers import end_keeper
-from tests.support.workers import worker
+from tests.support.workers import is_gone, worker
 
 import membroker
 from membrokerd.observe import catalog
@@ -37,13 +37,6 @@ def place() -> Iterator[Path]:
     for path in directory.glob("run/*/state/fdstore.sock"):
         end_keeper(path)
     shutil.rmtree(directory, ignore_errors=True)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def refused(*words: str) -> tuple[int, str]:
@@ -114,7 +107,7 @@ def test_systemd_is_told_and_sigterm_ends_all(place: Path) -> None:
         pids = parent.pids()
         parent.process.terminate()
         assert parent.process.wait(DEADLINE_SECONDS) == 0
-        assert not any(is_running(pid) for pid in pids)
+        assert all(map(is_gone, pids))
         assert "STOPPING=1" in parent.told()
         assert not list(place.glob("run/all/state/notify-*"))
 
@@ -216,7 +209,7 @@ def test_the_daemons_end_with_a_parent_that_is_killed(place: Path) -> None:
         parent.wait_until_ready()
         pids = parent.pids()
         parent.process.kill()
-        until(lambda: not any(is_running(pid) for pid in pids))
+        until(lambda: all(map(is_gone, pids)))
     (place / "notify").unlink()
     with running_all(place) as parent:
         parent.wait_until_ready()

@@ -13,6 +13,7 @@ import pytest
 from tests.support.all_gpus import Parent
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.hindered import DESCRIPTORS
+from tests.support.workers import children
 
 import membroker
 
@@ -68,11 +69,11 @@ def test_the_parent_of_all_and_its_daemons(tmp_path: Path) -> None:
     try:
         parent.wait_until_ready()
         unhindered(parent.process.pid)
-        children = Path(f"/proc/{parent.process.pid}/task/{parent.process.pid}/children").read_text().split()
-        assert len(children) == 2
-        for child in children:
-            unhindered(int(child))
-        os.kill(int(children[0]), signal.SIGKILL)
+        daemons = children(parent.process.pid)
+        assert len(daemons) == 2
+        for child in daemons:
+            unhindered(child)
+        os.kill(daemons[0], signal.SIGKILL)
         until(lambda: "a daemon has died" in parent.log())
         assert "status=-9" in parent.log()
         parent.process.terminate()

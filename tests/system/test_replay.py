@@ -19,9 +19,8 @@ from typing import Any
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.sizes import MIB
-from tests.support.systemd_machine import children
 from tests.support.template import run as run_python
-from tests.support.workers import PAGE, worker, workers
+from tests.support.workers import PAGE, children, proc_of, worker, workers
 
 import membroker
 
@@ -191,7 +190,7 @@ def test_a_replay_that_is_ended_takes_its_process_along(recorded: Path) -> None:
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         child = until(lambda: children(process.pid))[0]
-        until(lambda: b"membrokerd.replay" in Path(f"/proc/{child}/cmdline").read_bytes())
+        until(lambda: "membrokerd.replay" in proc_of(child, "cmdline"))
         until(lambda: os.readlink(f"/proc/{child}/fd/0") not in links(process.pid))  # it has been told what to do
         end = os.pidfd_open(child)
         os.killpg(process.pid, signal.SIGTERM)

@@ -10,15 +10,15 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.sizes import MIB
-from tests.support.systemd_machine import PREFIX, UNIT, Machine, booted, children, machine_or_skip
-from tests.support.workers import ANCHOR_BYTES, PAGE, Worker
+from tests.support.systemd_machine import PREFIX, UNIT, Machine, booted, machine_or_skip
+from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, children
 
 # The first test on a machine makes a Debian.
 pytestmark = [pytest.mark.root, pytest.mark.timeout(1_000)]
@@ -78,7 +78,8 @@ class Inside(Worker):
     def kill(self) -> None:
         """Send SIGKILL to the worker itself; the command that has brought it in ends with it."""
         for child in children(self.pid):
-            os.kill(child, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
         self.process.wait(DEADLINE_SECONDS)
 
 

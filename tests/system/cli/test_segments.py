@@ -19,6 +19,7 @@ import pytest
 from tests.support.daemons import Daemon, running, until
 from tests.support.sizes import MIB
 from tests.support.template import run as run_python
+from tests.support.workers import state_of
 
 import membroker
 from membroker.cli import main as cli
@@ -467,7 +468,7 @@ def test_ctrl_c_in_mid_load_leaves_nothing(daemon: Daemon, tmp_path: Path) -> No
 
 def asleep(process: subprocess.Popen[Any]) -> bool:
     """Say whether its main thread waits for something, which a copy never does."""
-    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+    return state_of(process.pid) == "S"
 
 
 def test_a_daemon_that_goes_in_mid_load_is_a_sentence(daemon: Daemon, tmp_path: Path) -> None:
