@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
 from tests.support.daemons import Daemon
+from tests.support.garbage import collect
 
 import membroker
 from membroker.model import Model
@@ -17,7 +17,7 @@ def client(daemon: Daemon) -> Iterator[membroker.Client]:
     """A client. That all it borrowed comes back is checked by the daemon that the file's tests share."""
     with membroker.connect(daemon.endpoint()) as client:
         yield client
-    gc.collect()
+    collect()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import subprocess
 import sys
 import textwrap
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
+from tests.support.garbage import collect
 from tests.support.sizes import MIB
 
 import membroker
@@ -318,7 +318,7 @@ class TestLives:
     @frameworks
     def test_a_tensor_keeps_a_buffer_that_nobody_else_knows(self, daemon: Daemon, model: Model, by: str) -> None:
         array = consume(export(model.allocate(PAGE), "U8", (PAGE,)), by)
-        gc.collect()
+        collect()
         array[:3] = 5
         assert daemon.books().lent_bytes == PAGE
         del array
@@ -416,14 +416,14 @@ class TestLives:
                     consume(export(buffer, "F32", (number % 97 + 1, 3), offset=4 * (number % 89)), by)
 
             export_some(1000)
-            gc.collect()
+            collect()
             tracemalloc.start()
             try:
                 export_some(1000)
-                gc.collect()
+                collect()
                 before = tracemalloc.get_traced_memory()[0]
                 export_some(10_000)
-                gc.collect()
+                collect()
                 grown = tracemalloc.get_traced_memory()[0] - before
             finally:
                 tracemalloc.stop()

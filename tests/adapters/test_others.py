@@ -7,7 +7,6 @@ real daemon. The frameworks themselves are tested on a GPU (tests/gpu/test_frame
 from __future__ import annotations
 
 import ctypes
-import gc
 import importlib
 import random
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import Daemon, until
+from tests.support.garbage import collect
 from tests.support.sizes import MIB
 
 import membroker
@@ -309,7 +309,7 @@ class TestJax:
         assert model.stats().books["device"].used_bytes > 0
         jax.block_until_ready(array)
         del array
-        gc.collect()
+        collect()
         until(lambda: model.stats().books["device"].used_bytes == 0)
 
     @pytest.mark.parametrize("dtype", ["BF16", "F16", "I32", "U8", "BOOL", "C64"])
@@ -318,7 +318,7 @@ class TestJax:
             array = jax_adapter.array(buffer, dtype, (4, 4))
             assert array.shape == (4, 4)
             del array
-            gc.collect()
+            collect()
 
     def test_what_jax_would_copy(self, model: Model, jax: Any) -> None:
         with model.allocate("1MiB") as buffer:

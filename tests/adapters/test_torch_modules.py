@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import threading
 from typing import Any
 
 import pytest
 from tests.support.daemons import Daemon, until
+from tests.support.garbage import collect
 from tests.support.tensors import bytes_of
 
 import membroker
@@ -171,12 +171,12 @@ def test_the_weights_outlive_the_segment_and_the_client(daemon: Daemon, model: M
         reader = membroker.connect(daemon.endpoint())
         copies.append(adapter.attach_module(reader.attach("weights"), Tied()))
         reader.close()
-    gc.collect()
+    collect()
     assert daemon.books().lent_bytes == lent
     assert len(daemon.sessions()) == 4
     assert all(torch.equal(copy(tokens), original(tokens)) for copy in copies)
     copies.clear()
-    gc.collect()
+    collect()
     until(lambda: len(daemon.sessions()) == 1)
 
 

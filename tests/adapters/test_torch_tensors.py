@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 import weakref
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import Daemon, until
+from tests.support.garbage import collect
 from tests.support.sizes import MIB
 from tests.support.tensors import bytes_of
 
@@ -101,7 +101,7 @@ class TestTensor:
         buffer.close()
         client.close()
         del buffer, client
-        gc.collect()
+        collect()
         assert daemon.books().lent_bytes == 4 * MIB
         assert view.sum().item() == 3072
         del view
@@ -176,7 +176,7 @@ class TestAddressTensor:
         pool.close()
         assert holding().state == "ending"
         del cache
-        gc.collect()
+        collect()
         until(lambda: holding() is None or holding().state == "ended")
 
     def test_what_is_refused(self, model: membroker.Model) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Iterator
 
@@ -10,6 +9,7 @@ import pytest
 from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_broker import PlayedBroker, PlayedService, open_sockets, playing
 from tests.support.fake_lender import PAGE, Lender
+from tests.support.garbage import collect
 from tests.support.processes import mapped_extents, open_extents
 
 import membroker
@@ -50,7 +50,7 @@ def lender() -> Iterator[Lender]:
     """A lender that has everything back at the end, by its books and by the device."""
     lender = Lender()
     yield lender
-    gc.collect()
+    collect()
     lender.settle()
     assert lender.lent == {}
     assert lender.used_bytes == 0

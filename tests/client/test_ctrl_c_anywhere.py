@@ -7,7 +7,6 @@ on the host driver, where what is left is what docs/vmm.md says. `MEMBROKER_SEED
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import signal
@@ -23,6 +22,7 @@ from typing import Any
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.forks import in_a_child
+from tests.support.garbage import collect
 from tests.support.interrupts import interrupted_at, sampled
 from tests.support.processes import EXTENT, open_extents
 
@@ -99,7 +99,7 @@ class Program:
             if hasattr(thing, "close"):
                 thing.close()
         self.kept.clear()
-        gc.collect()
+        collect()
         with self.daemon.admin_stub() as admin:
             for one in admin.ListSegments(broker_pb2.ListSegmentsRequest()).segments:
                 if one.state == resources_pb2.Segment.SEALED:
@@ -260,7 +260,7 @@ def check(program: Program, name: str) -> None:
     """Raise unless the promise is kept after an interrupt of a call."""
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     in_time(program.model.allocate(PAGE).close)
-    gc.collect()
+    collect()
     if "seal" not in name and "segment" not in name and "attach" not in name:
         until(lambda: program.daemon.books().lent_bytes + program.local.physical_usage_bytes == mapped_bytes())
     for pool in (thing for thing in program.kept if isinstance(thing, membroker.VirtualMemoryPool)):

@@ -46,6 +46,7 @@ def worker(script: str, daemon: Daemon, transport: str) -> Iterator[subprocess.P
         "import os\nos.environ['GRPC_VERBOSITY'] = 'ERROR'  # gRPC remarks on every fork beside a call of its own\n"
         "import gc, resource, signal, sys, threading\n"
         "import membroker\n"
+        "from tests.support.garbage import collect\n"
         "PAGE = 2 << 20\n"
         "def say(*words): print(*words, flush=True)\n"
         "def wait(): assert sys.stdin.readline()\n"

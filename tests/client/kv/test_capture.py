@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from tests.support.fake_lender import PAGE, Lender
+from tests.support.garbage import collect
 from tests.support.sizes import KIB, MIB
 
 from membroker.errors import InvalidRequest, OutOfVirtualMemory
@@ -22,7 +22,7 @@ from membroker.kv.capture import Capture, strided  # noqa: E402 - needs torch
 def pool(lender: Lender) -> Iterator[VirtualMemoryPool]:
     with VirtualMemoryPool(lender, 64 * PAGE, PAGE) as pool:
         yield pool
-    gc.collect()
+    collect()
 
 
 MAKERS = [

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 from tests.support.fake_lender import Lender
+from tests.support.garbage import collect
 
 from membroker.memory.buffer import Buffer
 
@@ -16,11 +16,11 @@ def test_a_buffer_that_is_forgotten_is_given_back_and_one_that_was_closed_wakes_
     buffer = Buffer(lender, "2MiB")
     buffer.close()
     del buffer
-    gc.collect()
+    collect()
     assert not lender.work
     buffer = Buffer(lender, "2MiB")
     del buffer
-    gc.collect()
+    collect()
     assert lender.lent_bytes == 2 << 20
     (give_back,) = lender.work
     give_back()
@@ -34,7 +34,7 @@ def test_a_buffer_that_is_garbage_together_with_its_lender_is_given_back() -> No
     worker: dict[str, Any] = {"lender": lender, "buffer": Buffer(lender, "2MiB")}
     worker["self"] = worker
     del lender, worker
-    gc.collect()
+    collect()
     work.popleft()()
     assert not lent
     assert not work

@@ -5,7 +5,6 @@ Over a lender in this process and the host driver: no broker, the same code.
 
 from __future__ import annotations
 
-import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from tests.support import fake_lender
 from tests.support.daemons import until
 from tests.support.driver_errors import named
 from tests.support.fake_lender import PAGE, Lender
+from tests.support.garbage import collect
 from tests.support.sparse_table import COUNT, ROWS, row
 from tests.support.threads import held_up
 
@@ -238,7 +238,7 @@ class TestEnd:
         memory = any_kind.make(lender)
         lent = lender.lent_bytes
         del memory
-        gc.collect()
+        collect()
         assert lender.used_bytes == lent, "a finalizer itself must not unmap: it may run under any lock"
         lender.settle()
         assert lender.used_bytes == lender.lent_bytes == 0
@@ -253,7 +253,7 @@ class TestEnd:
             with pytest.raises(ClosedError):
                 kind.hold(memory)
         del memory
-        gc.collect()
+        collect()
         lender.settle()
         assert lender.used_bytes == PAGE
         if isinstance(held, memoryview):
@@ -261,7 +261,7 @@ class TestEnd:
         else:
             assert lender.driver.read(held.address, 5) == row(1)[:5]
         del held
-        gc.collect()
+        collect()
         lender.settle()
         assert lender.used_bytes == lender.lent_bytes == 0
 

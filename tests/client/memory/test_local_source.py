@@ -16,6 +16,7 @@ import pytest
 from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.driver_errors import named
 from tests.support.fake_lender import PAGE, FlakyDriver, put, text
+from tests.support.garbage import collect
 from tests.support.sizes import MIB
 from tests.support.threads import together
 
@@ -33,7 +34,7 @@ def driver() -> Iterator[FlakyDriver]:
     driver = FlakyDriver()
     driver.release(driver.create(PAGE))  # it opens descriptors of its own for the first
     yield driver
-    gc.collect()
+    collect()
     until(lambda: driver.memory(Location.DEVICE).used == driver.memory(Location.HOST).used == 0)
     driver.close()
 
@@ -209,17 +210,17 @@ class TestEnd:
         pool = VirtualMemoryPool(source, 64 * PAGE, PAGE)
         pool.allocate(0, 3 * PAGE)
         del pool
-        gc.collect()
+        collect()
         gone = weakref.ref(source)
         until(lambda: used(driver) == gone().physical_usage_bytes == 0)
         del source
-        gc.collect()
+        collect()
         until(lambda: gone() is None)
         until(lambda: background_threads() == threads)
 
     def test_a_pool_keeps_its_source(self, driver: FlakyDriver) -> None:
         pool = VirtualMemoryPool(LocalSource(driver), 64 * PAGE, PAGE)
-        gc.collect()
+        collect()
         pool.allocate(0, PAGE)
         put(pool, 0, b"kept")
         pool.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_lender import PAGE, Lender
+from tests.support.garbage import collect
 
 from membroker.errors import AlreadyMapped, InvalidRequest, OutOfMemory
 from membroker.interrupts import Condition
@@ -408,7 +408,7 @@ def test_a_pool_that_is_garbage_ends(lender: Lender) -> None:
     pools = [VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=2)]
     until(lambda: spare(pools[0]) == 2)
     pools.clear()
-    gc.collect()
+    collect()
     lender.settle()
     until(lambda: threads() == 0)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable
 from itertools import pairwise
@@ -11,6 +10,7 @@ from typing import cast
 import pytest
 from tests.support.driver_errors import named
 from tests.support.fake_lender import PAGE, Lender, put, state, text
+from tests.support.garbage import collect
 from tests.support.sizes import MIB
 
 from membroker.errors import (
@@ -100,7 +100,7 @@ class TestPin:
         pool.allocate(0, PAGE)
         with pytest.raises(ZeroDivisionError), pool.pin(0, 1):
             raise ZeroDivisionError
-        gc.collect()
+        collect()
         pool.deallocate(0, PAGE)
 
 

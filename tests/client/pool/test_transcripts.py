@@ -10,7 +10,6 @@ was. A refusal must leave everything as it was. MEMBROKER_REWRITE=1 writes again
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import string
@@ -21,6 +20,7 @@ from typing import Any
 
 import pytest
 from tests.support.fake_lender import PAGE, Lender, state
+from tests.support.garbage import collect
 
 from membroker.errors import MembrokerError, OutOfVirtualMemory
 from membroker.pool import offload
@@ -262,7 +262,7 @@ def told(title: str) -> Iterator[Story]:
     story.do_lender("well")
     story.held.clear()
     story.pool.close()
-    gc.collect()
+    collect()
     lender = story.lender
     lender.settle()
     assert (lender.lent, lender.used_bytes, lender.declared_bytes, lender.holdings) == ({}, 0, 0, set())

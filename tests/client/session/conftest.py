@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 from tests.client.session.taking import Pair
 from tests.support.fake_broker import PlayedEnd
+from tests.support.garbage import collect
 
 from membroker.session.connection import Connection
 from membroker.session.inventory import Inventory
@@ -38,5 +38,5 @@ def pair(options: dict[str, Any]) -> Iterator[Pair]:
 
 def descriptors() -> set[str]:
     """Return this process's open descriptors, after garbage of earlier tests has closed its own."""
-    gc.collect()
+    collect()
     return {name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}

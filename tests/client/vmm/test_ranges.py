@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 import weakref
@@ -15,6 +14,7 @@ import pytest
 from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.devices import Device
 from tests.support.forks import in_a_child
+from tests.support.garbage import collect
 from tests.support.sizes import MIB
 
 from membroker.errors import AlreadyMapped, ClosedError, InvalidOffset, InvalidRequest, NotMapped
@@ -236,11 +236,11 @@ def test_a_mapping_keeps_its_memory_and_its_addresses(driver: HostDriver) -> Non
     memory.close()
     kept = weakref.ref(addresses), weakref.ref(memory)
     del addresses, memory
-    gc.collect()
+    collect()
     assert all(reference() is not None for reference in kept)
     mapping.close()
     del mapping
-    gc.collect()
+    collect()
     assert all(reference() is None for reference in kept)
 
 

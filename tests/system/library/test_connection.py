@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import resource
 import threading
 from typing import Any
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
+from tests.support.garbage import collect
 from tests.support.processes import (
     descriptors,
     is_settled,
@@ -171,7 +171,7 @@ class TestGarbage:
             buffers = [model.allocate(PAGE) for _ in range(20)]
             assert daemon.books().lent_bytes == 20 * PAGE
             del buffers
-            gc.collect()
+            collect()
             until(lambda: is_settled(daemon))
             until(lambda: mapped_extents() == 0)
 
@@ -183,12 +183,12 @@ class TestGarbage:
             return client.register_model("m").allocate(PAGE).view()
 
         view = borrow()
-        gc.collect()
+        collect()
         view[:5] = b"hello"
         assert daemon.books().lent_bytes == PAGE
         assert len(daemon.sessions()) == 1
         del view
-        gc.collect()
+        collect()
         until(lambda: is_settled(daemon) and not daemon.sessions())
         until(lambda: mapped_extents() == 0)
 
@@ -210,7 +210,7 @@ class TestGarbage:
         before = descriptors()
         for _ in range(3):
             membroker.connect(daemon.endpoint(), transport=transport).register_model("m").allocate(1)
-        gc.collect()
+        collect()
         until(lambda: not daemon.sessions())
         until(lambda: descriptors() <= before + 8)
 

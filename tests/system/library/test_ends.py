@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.fake_lender import PAGE
+from tests.support.garbage import collect
 from tests.support.sizes import MIB
 from tests.support.threads import together
 
@@ -28,7 +28,7 @@ def driver() -> Iterator[HostDriver]:
     """A device of the test's own, which has everything back at the end."""
     driver = HostDriver()
     yield driver
-    gc.collect()
+    collect()
     until(lambda: used(driver) == 0)
     driver.close()
 

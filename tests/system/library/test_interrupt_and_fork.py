@@ -206,7 +206,7 @@ if not child:
         if sys.argv[2] == "handoff":
             assert not open_sockets() & sockets
         del buffer, pool, model, client
-        gc.collect()
+        collect()
         own = connect()
         assert own.register_model("own").allocate(1).extent_size == PAGE
         own.close()

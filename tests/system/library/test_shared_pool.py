@@ -5,7 +5,6 @@ In process and, where they are deep, over a real daemon: the same tests.
 
 from __future__ import annotations
 
-import gc
 import random
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.fake_lender import PAGE, FlakyDriver
+from tests.support.garbage import collect
 from tests.support.sizes import GIB, MIB
 from tests.support.threads import together
 
@@ -70,13 +70,13 @@ def where(request: pytest.FixtureRequest) -> Iterator[Lending]:
     if request.param == "local":
         with LocalSource(driver) as source:
             yield Lending(source, driver, None)
-            gc.collect()
+            collect()
             until(lambda: source.physical_usage_bytes == 0)
     else:
         daemon = request.getfixturevalue("broker")
         with membroker.connect(daemon.endpoint(), driver=driver) as client:
             yield Lending(client, driver, daemon)
-            gc.collect()
+            collect()
             until(lambda: daemon.books().lent_bytes == 0)
             assert daemon.models() == [], "a model is still registered"
     driver.close()

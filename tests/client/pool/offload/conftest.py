@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable, Iterator
 
 import pytest
 from tests.client.pool.offload.pages import PAGES, pinned_bytes
 from tests.support.fake_lender import PAGE, Lender
+from tests.support.garbage import collect
 
 from membroker.pool import offload
 from membroker.pool.pool import VirtualMemoryPool
@@ -26,7 +26,7 @@ def lender() -> Iterator[Lender]:
     """A lender that has everything back at the end: by its books, by the device, and on the host."""
     lender = Lender()
     yield lender
-    gc.collect()
+    collect()
     lender.settle()
     assert (lender.lent, lender.used_bytes, lender.declared_bytes) == ({}, 0, 0)
     assert pinned_bytes(lender) == 0

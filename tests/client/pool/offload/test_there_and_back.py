@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable
 
 import pytest
 from tests.client.pool.offload.pages import PAGES, digest, fill, pinned_bytes, sizes
 from tests.support.fake_lender import PAGE, Lender
+from tests.support.garbage import collect
 from tests.support.sizes import MIB
 
 from membroker.errors import (
@@ -158,6 +158,6 @@ class TestAnOffloadedPage:
                 with pytest.raises(ClosedError):
                     pool.restore()
             del pool
-            gc.collect()
+            collect()
             lender.settle()
             assert lender.declared_bytes == pinned_bytes(lender) == lender.lent_bytes == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
 import weakref
@@ -12,6 +11,7 @@ import pytest
 from tests.client.session.recalls.asking import answering, prepared, recall, until_heard
 from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_broker import MODEL, PAGE, Caller, PlayedBroker, buffer, line, model
+from tests.support.garbage import collect
 
 import membroker
 from membroker import Client, Model, Recall
@@ -96,7 +96,7 @@ class TestHeldUp:
             with client.defer_recalls():
                 recall(broker, 1, 2 * PAGE)
             del garbage
-            gc.collect()
+            collect()
             until_heard(broker, client)
             assert broker.hears_nothing()
             assert called == []
@@ -194,7 +194,12 @@ def test_a_client_that_is_garbage_ends_although_its_callback_refers_to_it(broker
     answering(broker, served, Engine(served).give)
     session = weakref.ref(client._session)
     del client, served
-    until(lambda: (gc.collect() and False) or session() is None)
+
+    def is_forgotten() -> bool:
+        collect()
+        return session() is None
+
+    until(is_forgotten)
     broker.reply(broker.hear("goodbye").request_id, goodbye=pb.GoodbyeResponse())
     until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("membroker")])
 

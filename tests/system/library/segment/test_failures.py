@@ -88,7 +88,7 @@ with model.create_segment("weights", "66GiB") as segment:
     segment.seal()
 client.attach("weights").close()
 client.segments()  # its gRPC channel stays open from here on
-gc.collect()
+collect()
 opened = len(os.listdir("/proc/self/fd"))
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 for call in (lambda: client.attach("weights"), lambda: model.create_segment("other", "66GiB")):

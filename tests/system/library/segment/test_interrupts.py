@@ -41,7 +41,7 @@ except KeyboardInterrupt:
 buffer = model.allocate(1)
 assert client.device().locations["device"].lent_bytes == 2 * PAGE
 del buffer  # a finalizer's work must not stand behind the call that was given up
-gc.collect()
+collect()
 wait()
 with client.attach("weights") as segment:
     say(segment.read(0, 4).decode())

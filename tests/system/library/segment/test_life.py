@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
+from tests.support.garbage import collect
 from tests.support.processes import (
     descriptors,
     is_settled,
@@ -162,7 +162,7 @@ class TestLife:
         attached, written = client.attach("weights"), model.create_segment("cache", 1)
         assert holders(client) == {"weights": 1, "cache": 1}
         del attached, written
-        gc.collect()
+        collect()
         until(lambda: holders(client) == {"weights": 0})
         until(lambda: mapped_extents() == 0)
         until(lambda: daemon.books().lent_bytes == PAGE)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.support.daemons import Daemon, until
+from tests.support.garbage import collect
 from tests.support.processes import (
     is_settled,
 )
@@ -133,11 +133,11 @@ class TestViews:
                 return membroker.connect(daemon.endpoint(), transport=transport).attach("weights").view()
 
             view = attach()
-            gc.collect()
+            collect()
             assert bytes(view[:5]) == b"hello"
             assert holders(writer) == {"weights": 1}
             del view
-            gc.collect()
+            collect()
             until(lambda: holders(writer) == {"weights": 0} and len(daemon.sessions()) == 1)
 
     def test_readers_cannot_write_through_a_view(self, client: membroker.Client, model: membroker.Model) -> None:
