@@ -168,16 +168,31 @@ class Model:
         self._source.check_may_borrow()
         return Segment.create(self._session, self.resource_name, name, size, location, wait)
 
-    def declare(self, size: int | str, location: Location | str = Location.DEVICE) -> None:
+    def declare(
+        self,
+        size: int | str,
+        location: Location | str = Location.DEVICE,
+        *,
+        recallable: bool = False,
+        wait: float | None = None,
+    ) -> None:
         """Declare the total bytes that this process allocates for the model without the broker; the model is charged.
 
         Examples are its CUDA context, workspaces, and memory that it must export. It replaces the previous declaration,
-        and 0 ends it. Memory for offloaded pages is counted in addition. Raises `OutOfMemory` when a limit refuses, and
-        keeps the previous declaration then; `InvalidRequest`, `BrokerUnavailable` and `ClosedError`.
+        and 0 ends it. Memory for offloaded pages is counted in addition. `wait` is that of `allocate`, by default 0.
+
+        `recallable`: this process can give the memory back, but only all of it, as a program whose GPU memory can be
+        suspended (a guest). A recall of `on_recall` is then for all of it: declare 0 in the callback. Such memory is
+        lent when nothing guaranteed to others is touched. Declare the same again while the memory is in use: the guest
+        that has declared nothing for the longest time is recalled first, when what others can release is not enough.
+
+        Raises `OutOfMemory` when a limit refuses, and keeps the previous declaration then; `InvalidRequest`,
+        `BrokerUnavailable` and `ClosedError`.
         """
         declared, place = arguments.bytes_of("a declaration", size), arguments.location_of(location)
+        until = arguments.deadline_of(wait)
         self._session.check_open()
-        self._session.declarations.say(self.resource_name, place, declared)
+        self._session.declarations.say(self.resource_name, place, declared, recallable=recallable, until=until)
 
     def unregister(self) -> None:
         """Leave the model. It ends when its last session leaves it. Raises `ModelInUse` while it is charged."""

@@ -136,6 +136,7 @@ class Config(Table):
     model_grace_seconds: checks.Seconds = 60.0
     guarantee_wait_seconds: checks.Seconds = 10.0
     recall_seconds: Annotated[checks.Seconds, Field(ge=0.01)] = 1.0
+    slice_seconds: checks.Seconds = 60.0
     max_sessions: checks.Count | None = None
     max_models_per_tenant: checks.Count = 256
     stock: Size | None = None

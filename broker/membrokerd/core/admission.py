@@ -19,7 +19,7 @@ its tests use these names and no others.
     unlent        T   unused, of a tenant whose guarantee is never lent to others
     recallable  SMTL  in extents of sessions that answer recalls; without what is kept, and what late sessions have
     kept        SM    what was not released when a recall was answered: not asked for until its time is over
-    firm         MT   lent and not recallable
+    firm         MT   lent and not recallable: declarations and segments, too, but those of guests
     unfirm       MT   guarantee without what is firm
     not firm       L  free and recallable together
     reserved       L  the unfirm guarantees of all: lent only so that it can be recalled
@@ -151,6 +151,18 @@ class Admission:
         if limit is None:
             return unused
         return min(unused, max(0, limit - self._ledger.tenant_charged(tenant, location) + recallable))
+
+    def hold_without(self, name: ModelName, location: Location, of_model: int, of_tenant: int) -> bool:
+        """Say whether the guarantees of a model and of its tenant hold if these lose so many bytes.
+
+        What is not lost counts: a guarantee that is larger than what is lent does not hold.
+        """
+        row = self._guarantees[location].get(name.tenant)
+        if row is None:
+            return True
+        left = self._ledger.tenant_lent(name.tenant, location) - of_tenant
+        of_own = not of_tenant or left >= row.own
+        return of_own and self.lent(name, location) - of_model >= row.models.get(name, 0)
 
     def unlent_beside(self, tenant: str | None, location: Location) -> int:
         """Return the unused guarantees that are never lent, except those of one tenant."""

@@ -64,6 +64,8 @@ class Books:
         """Decide by these rules from now on."""
         self.rules = rules
         self.admission = Admission(self.ledger, rules, self.recallable)
+        self.recallable.hold_without = self.admission.hold_without
+        self.recallable.count_guests()
         self.limits_changed = True
 
     def begin_step(self) -> tuple[list[fx.Effect], list[ft.Fact]]:
@@ -81,6 +83,8 @@ class Books:
             follow(self, fact)
         elif self.recallable.is_possible and type(fact) is ft.Debited:
             self.recallable.count(Borrower(fact.session, fact.name, fact.location))
+        if self.recallable.guests:
+            self.recallable.count_guests()
         self._facts.append(fact)
 
     def model_ended(self, name: ModelName) -> None:

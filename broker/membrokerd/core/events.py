@@ -68,7 +68,7 @@ class ResumeSession(Event):
 class StateHolds(Event):
     """Everything a resuming process holds of its session: extents, holds of each segment, declared bytes.
 
-    `answering` are the models of which it answers recalls.
+    `answering` are the models of which it answers recalls; the declarations of `guests` can be recalled.
 
     Reported after every NotDelivered of the old connection; nothing is delivered on the new one before the answer.
     """
@@ -79,6 +79,7 @@ class StateHolds(Event):
     segments: Mapping[int, int]
     declarations: Mapping[tuple[ModelName, Location], int]
     answering: frozenset[ModelName] = frozenset()
+    guests: frozenset[tuple[ModelName, Location]] = frozenset()
 
 
 @value
@@ -168,11 +169,16 @@ class Release(Request):
 
 @value
 class Declare(Request):
-    """The whole declaration of a session for a model and a location."""
+    """The whole declaration of a session for a model and a location; more waits at most `wait_ns` for room.
+
+    `recallable`: the session is a guest there: a recall asks for all that it has, and it declares 0 then.
+    """
 
     name: ModelName
     location: Location
     declared_bytes: int
+    recallable: bool = False
+    wait_ns: int | None = None
 
 
 @value

@@ -15,6 +15,7 @@ from . import policy
 from .books import Books
 from .denied import Denied, Reason, deny
 from .names import ModelName
+from .recallable import Borrower
 from .recalls import Recalls
 from .requests import DebitRequest, Kind
 from .rows import SessionRow
@@ -354,8 +355,12 @@ class Lending:
     def _set_declaration(self, request: DebitRequest, now: int) -> None:
         event = request.event
         assert isinstance(event, ev.Declare)
+        borrower = Borrower(event.session, event.name, event.location)
+        is_guest, less = event.recallable or borrower in self._books.recallable.guests, -self._more_declared(event)
         fact = ft.DeclarationSet(event.session, event.name, event.location, event.declared_bytes)
         self._books.record(fact)
+        if is_guest:
+            self._recalls.declared(borrower, less, now, recallable=event.recallable)
         self._stock.make_room(event.location)
         request.move("answered")
         self._books.answer(event.call, fx.Declared(event.declared_bytes))
@@ -370,6 +375,8 @@ class Lending:
             return deny(Reason.LOCATION_UNAVAILABLE, location=event.location)
         if not 0 <= event.declared_bytes <= policy.MAX_BYTES:
             return deny(Reason.INVALID_SIZE, size_bytes=event.declared_bytes, least_bytes=0, granularity_bytes=1)
+        if event.wait_ns is not None and (too_long := policy.check_wait(event.wait_ns)):
+            return too_long
         request.size = self._more_declared(event)
         if request.size <= 0:
             return None

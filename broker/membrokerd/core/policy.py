@@ -32,8 +32,8 @@ class Rules:
     `default_limits` apply to each tenant that has no limit at that location.
 
     A request within its model's guarantee waits `guarantee_wait_ns` for room, unless it says how long. A session has
-    `recall_ns` to answer a recall. The unused guarantees of the tenants in `unlent` are lent to no other tenant, not
-    even to sessions that answer recalls.
+    `recall_ns` to answer a recall. A guest is not recalled for `slice_ns` after it began. The unused guarantees of the
+    tenants in `unlent` are lent to no other tenant, not even to sessions that answer recalls.
 
     A segment consists of extents of `segment_extent_bytes`, and one for the rest. `stock_extents` and `stock_bytes`
     bound the stock, all sizes together; 0 turns it off.
@@ -51,6 +51,7 @@ class Rules:
     model_grace_ns: int = 60_000_000_000
     guarantee_wait_ns: int = 10_000_000_000
     recall_ns: int = 1_000_000_000
+    slice_ns: int = 60_000_000_000
     max_sessions: int = 128
     max_sessions_per_process: int = 16
     max_sessions_per_tenant: int | None = None

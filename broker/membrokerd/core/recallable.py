@@ -1,13 +1,16 @@
-"""Which lent bytes can be recalled: those in extents of a session that answers recalls of their model.
+"""Which lent bytes can be recalled: those in extents of a session that answers recalls of their model, and guests.
+
+A guest is a borrower whose declaration can be recalled: all of it or nothing, with all else that it has. It is firm
+while its slice lasts, while it keeps anything, and if its model or its tenant would fall below a guarantee without it.
 
 Owns what each session answers for, the recall that it has not answered, what it keeps, the marks of models that keep
-everything, and the sums of all that. Must never ask for anything itself: `recalls` does.
+everything, the guests, and the sums of all that. Must never ask for anything itself: `recalls` does.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -56,6 +59,17 @@ class Mark(NamedTuple):
     in_force: bool = True
 
 
+@dataclass(slots=True)
+class Guest:
+    """A borrower that can be recalled as a whole only. It declared something last at `used`.
+
+    From its first declaration until `slice_until` it is not recalled; None: that is over.
+    """
+
+    used: int
+    slice_until: int | None
+
+
 class Counted(NamedTuple):
     """What one borrower adds to the sums: the bytes that can be recalled, and its recall."""
 
@@ -88,6 +102,10 @@ class Recallable:
         self.kept: dict[Borrower, tuple[int, int]] = {}
         """What a borrower did not release when it answered: bytes, and until when it is not asked for them."""
         self.marks: dict[tuple[ModelName, Location], Mark] = {}
+        self.guests: dict[Borrower, Guest] = {}
+        """Those that are charged for anything."""
+        self.hold_without: Callable[[ModelName, Location, int, int], bool] = lambda *_: True
+        """Says whether the guarantees of a model and its tenant hold if these lose so many bytes: `Admission`'s."""
         self.moved: set[Borrower] = set()
         """The borrowers that are asked since the last look, or not any more, or answer now, or have left the model."""
         self.revision = 0
@@ -104,6 +122,7 @@ class Recallable:
     def changed(self) -> None:
         """Note that a recall, what is kept, or the state of a session has changed."""
         self.revision += 1
+        self.count_guests()
 
     # --- which sessions answer ---
 
@@ -130,7 +149,7 @@ class Recallable:
         away = self.away.pop(session, {})
         if staying := {borrower: recall for borrower, recall in away.items() if borrower.name != name}:
             self.away[session] = staying
-        for borrower in self.of_session(session):
+        for borrower in {*self.of_session(session), *self.guests_of(session)}:
             if borrower.name == name:
                 self._forget(borrower)
 
@@ -140,7 +159,7 @@ class Recallable:
             for name in [name for name, sessions in self._answering.items() if row.session in sessions]:
                 self.set_answers(row.session, name, answers=False)
             self.away.pop(row.session, None)
-            for borrower in self.of_session(row.session):
+            for borrower in {*self.of_session(row.session), *self.guests_of(row.session)}:
                 self._forget(borrower)
         elif self.is_possible:
             for borrower in {
@@ -153,6 +172,7 @@ class Recallable:
     def _forget(self, borrower: Borrower) -> None:
         self.recalls.pop(borrower, None)
         self.kept.pop(borrower, None)
+        self.guests.pop(borrower, None)
         self.count(borrower)
 
     def answers(self, session: int | None, name: ModelName) -> bool:
@@ -189,6 +209,45 @@ class Recallable:
             for borrower, counted in list(self._counted[session].items()):
                 if borrower in self.kept or self.extents_of(borrower) != counted.size:
                     self.count(borrower)
+
+    # --- guests ---
+
+    def guests_of(self, session: int) -> list[Borrower]:
+        """Return the guests of a session."""
+        return [guest for guest in self.guests if guest.session == session]
+
+    def idlest(self, location: Location) -> list[Borrower]:
+        """Return the guests at a location, the one first that has declared nothing for the longest time."""
+        found = [(guest.used, borrower) for borrower, guest in self.guests.items() if borrower.location == location]
+        return [borrower for _, borrower in sorted(found)]
+
+    def count_guests(self) -> None:
+        """Bring the sums up to date for all guests: a charge or a guarantee has changed. One without a charge ends."""
+        for borrower in list(self.guests):
+            if not self.extents_of(borrower):
+                del self.guests[borrower]
+            self.count(borrower)
+
+    def can_go(self, borrower: Borrower, wanted_by: str | None = None) -> bool:
+        """Say whether a guest can be asked for what it has; for its own tenant, whatever is guaranteed to that.
+
+        Those that are asked already go first, then the idlest, as long as the guarantees hold.
+        """
+        _, name, location = borrower
+        of_models, of_tenant = Counter[ModelName](), 0
+        for other in sorted(self.idlest(location), key=lambda one: one not in self.recalls):
+            is_free = self.guests[other].slice_until is None and other not in self.kept
+            if other.name.tenant != name.tenant or not is_free:
+                continue
+            size = self.extents_of(other)
+            lost = 0 if wanted_by == name.tenant else of_tenant + size
+            holds = self.hold_without(other.name, location, of_models[other.name] + size, lost)
+            if other == borrower:
+                return holds
+            if holds:
+                of_models[other.name] += size
+                of_tenant += size
+        return False
 
     # --- the sums ---
 
@@ -227,9 +286,15 @@ class Recallable:
     # --- how much ---
 
     def extents_of(self, borrower: Borrower) -> int:
-        """Return the bytes that a borrower has in extents."""
+        """Return the bytes that a borrower has in extents; of a guest, all that it has."""
         charge = self._ledger.sessions[borrower.session].charges.get((borrower.name, borrower.location))
-        return charge.bytes - charge.declared if charge else 0
+        if charge is None:
+            return 0
+        return charge.bytes if borrower in self.guests else charge.bytes - charge.declared
+
+    def charged(self, borrower: Borrower) -> bool:
+        """Say whether a borrower is charged for anything."""
+        return (borrower.name, borrower.location) in self._ledger.sessions[borrower.session].charges
 
     def borrowers(self, name: ModelName, location: Location) -> Iterator[Borrower]:
         """Yield the sessions that answer recalls of a model."""
@@ -242,6 +307,8 @@ class Recallable:
         recall = self.recalls.get(borrower)
         if recall is not None and recall.late:
             return 0
+        if borrower in self.guests and not self.can_go(borrower):
+            return 0
         return max(0, self.extents_of(borrower) - self.kept.get(borrower, (0, 0))[0])
 
     def more_of(self, borrower: Borrower, now: int) -> int:
@@ -252,6 +319,8 @@ class Recallable:
         recall = self.recalls.get(borrower)
         if recall is None:
             return self.bytes_of(borrower)
+        if borrower in self.guests:  # it has been asked for everything
+            return 0
         is_early = now - recall.since <= recall.deadline - now
         return max(0, self.bytes_of(borrower) - recall.left) if is_early else 0
 

@@ -13,25 +13,30 @@ earlier request waits; so a recall is raised in the first half of its time only,
 names the largest size that the session knew. What was added since is taken back: a session keeps only what it has heard
 of.
 
+A guest is asked for all that it has, in one recall that is never raised. It has a second more for each GiB, because its
+memory is copied to the host meanwhile.
+
 Nothing of this is in the journal: each session that resumes says which recalls it answers, and is firm until then.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from . import effects as fx
 from . import events as ev
 from .books import Books
 from .names import Location, ModelName
-from .recallable import Borrower, Mark, PendingRecall
+from .recallable import Borrower, Guest, Mark, PendingRecall
 from .rows import Loan
 
 KEPT_NS = 2_000_000_000
 """How long a borrower is not asked again for what it has kept."""
 MOST_DOUBLINGS = 6
 """A mark lasts at most 2 s times 2 to this power. What was kept longer ago than that is forgotten."""
+GUEST_NS_PER_GIB = 1_000_000_000
+"""How much longer a guest has to answer for each GiB. An H100 takes about half of it."""
 MOST_AT_ONCE = 256
 """How many sessions are asked in one step, and how many recalls end. The others follow in the next step, at once."""
 
@@ -65,32 +70,49 @@ class Recalls:
     ) -> int:
         """Ask the sessions of a model for `size` bytes, those with the most first. Return how many are asked for.
 
-        A session has one recall at a time: one that has an open recall is asked by raising that.
+        A session has one recall at a time: one that has an open recall is asked by raising that. Guests are not asked.
         """
         state, left = self._state, size
         for more, borrower in sorted(
-            (-state.more_of(borrower, now), borrower) for borrower in state.borrowers(name, location)
+            (-state.more_of(borrower, now), borrower)
+            for borrower in state.borrowers(name, location)
+            if borrower not in state.guests
         ):
             part = min(left, -more)
             if part <= 0 or not self.room:
                 break
-            self.room -= 1
-            recall = state.recalls.get(borrower)
-            if recall is None:
-                number, deadline = self._books.take_ids(1)[0], now + self._books.rules.recall_ns
-                state.recalls[borrower] = recall = PendingRecall(
-                    number=number, first=part, size=part, left=part, since=now, deadline=deadline, wanted_by=wanted_by
-                )
-                heapq.heappush(self._ends, (deadline, borrower))
-            else:
-                recall.size += part
-                recall.left += part
-            state.count(borrower)
-            self._say(borrower, recall, recall.size, recall.deadline - now)
+            self._ask(borrower, part, now, self._books.rules.recall_ns, wanted_by)
             left -= part
         if left < size:
             self._set_deadline()
         return size - left
+
+    def ask_guest(self, borrower: Borrower, now: int, wanted_by: ModelName | None = None) -> int:
+        """Ask a guest for all that it has. Return how much that is."""
+        if not self.room:
+            return 0
+        size = self._state.extents_of(borrower)
+        within = self._books.rules.recall_ns + (size * GUEST_NS_PER_GIB >> 30)
+        self._ask(borrower, size, now, within, wanted_by)
+        self._set_deadline()
+        return size
+
+    def _ask(self, borrower: Borrower, part: int, now: int, within: int, wanted_by: ModelName | None) -> None:
+        """Open a recall of a borrower, to be answered within so many nanoseconds, or raise the one that is open."""
+        state = self._state
+        self.room -= 1
+        recall = state.recalls.get(borrower)
+        if recall is None:
+            number, deadline = self._books.take_ids(1)[0], now + within
+            state.recalls[borrower] = recall = PendingRecall(
+                number=number, first=part, size=part, left=part, since=now, deadline=deadline, wanted_by=wanted_by
+            )
+            heapq.heappush(self._ends, (deadline, borrower))
+        else:
+            recall.size += part
+            recall.left += part
+        state.count(borrower)
+        self._say(borrower, recall, recall.size, recall.deadline - now)
 
     def _say(self, borrower: Borrower, recall: PendingRecall, size: int, within: int) -> None:
         self._books.emit(fx.SendRecall(borrower.session, recall.number, borrower.name, borrower.location, size, within))
@@ -104,11 +126,13 @@ class Recalls:
     def _is_end(self, at: int, borrower: Borrower) -> bool:
         """Say whether a borrower's recall is due, or its time to keep bytes ends, at exactly this time."""
         state = self._state
+        guest = state.guests.get(borrower)
         recall = state.recalls.get(borrower) or state.away.get(borrower.session, {}).get(borrower)
         mark = state.marks.get((borrower.name, borrower.location))
         return (
             (recall is not None and recall.deadline == at)
             or state.kept.get(borrower, (0, 0))[1] == at
+            or (guest is not None and guest.slice_until == at)
             or (mark is not None and mark.in_force and mark.until == at)
         )
 
@@ -202,6 +226,10 @@ class Recalls:
         if borrower in state.kept and state.kept[borrower][1] <= now:
             del state.kept[borrower]
             self._books.limits_changed = True
+        guest = state.guests.get(borrower)
+        if guest is not None and guest.slice_until is not None and guest.slice_until <= now:
+            guest.slice_until = None
+            self._books.limits_changed = True
         key = borrower.name, borrower.location
         if key in state.marks and state.marks[key].until <= now:
             state.marks[key] = state.marks[key]._replace(in_force=False)
@@ -231,6 +259,30 @@ class Recalls:
 
     # --- sessions ---
 
+    def declared(self, borrower: Borrower, less: int, now: int, *, recallable: bool) -> None:
+        """Note that a session has declared something, and so is a guest or is not. It was `less` bytes more before.
+
+        A guest begins its slice when it is charged for the first time, or again.
+        """
+        state, before = self._state, self._state.guests.get(borrower)
+        if recallable and state.charged(borrower):
+            until = now + self._books.rules.slice_ns
+            if before is not None:
+                before.used = now
+            elif until > now:
+                state.guests[borrower] = Guest(now, until)
+                heapq.heappush(self._ends, (until, borrower))
+            else:
+                state.guests[borrower] = Guest(now, None)
+        else:
+            state.guests.pop(borrower, None)
+        state.bound_kept(borrower.session)
+        state.count(borrower)
+        state.count_guests()
+        if less > 0:
+            self.released(borrower.session, [Loan(borrower.name, borrower.location, less)], now)
+        self._set_deadline()
+
     def set_answers(self, session: int, name: ModelName, answers: bool, now: int) -> None:
         """Note whether a session answers recalls of a model. If it stops, it keeps all that it is asked for."""
         if not answers:
@@ -249,11 +301,19 @@ class Recalls:
                 self._state.count(borrower)
         self._set_deadline()
 
-    def resumed(self, session: int, answering: frozenset[ModelName], gone: Iterable[Loan], now: int) -> None:
+    def resumed(
+        self,
+        session: int,
+        answering: frozenset[ModelName],
+        guests: Collection[tuple[ModelName, Location]],
+        gone: Iterable[Loan],
+        now: int,
+    ) -> None:
         """Note for which models a resumed session answers, and ask it again for what it owes. It has released `gone`.
 
         A recall that is not late keeps its deadline, so reconnecting does not save a session from being late. If it no
-        longer answers for a model, it keeps what it is asked for.
+        longer answers for a model, or is no guest any more, it keeps what it is asked for. A guest that a new daemon
+        hears of has no slice.
         """
         state = self._state
         back = state.away.pop(session, {})
@@ -261,6 +321,15 @@ class Recalls:
         for borrower in back:
             state.count(borrower)
         self.released(session, gone, now)
+        before = set(state.guests)
+        for name, location in self._books.ledger.sessions[session].charges:
+            borrower = Borrower(session, name, location)
+            if (name, location) not in guests:
+                state.guests.pop(borrower, None)
+            elif borrower not in state.guests:
+                state.guests[borrower] = Guest(now, None)
+            state.count(borrower)
+        state.count_guests()
         for name in self._books.ledger.sessions[session].models:
             state.set_answers(session, name, name in answering)
         for borrower in state.of_session(session):
@@ -271,7 +340,7 @@ class Recalls:
                 self._say(borrower, recall, recall.left, self._books.rules.recall_ns)
                 continue
             recall.first = recall.size = recall.left  # the notice that it hears now is its first
-            if borrower.name in answering:
+            if borrower.name in answering and (borrower in state.guests or borrower not in before):
                 self._say(borrower, recall, recall.left, max(0, recall.deadline - now))
             else:
                 self.answer(ev.AnswerRecall(session, recall.number, recall.size), now)

@@ -21,7 +21,7 @@ class LineKey(NamedTuple):
     """What the requests of one line have in common.
 
     `is_timed`: they have a deadline. `is_trusted`: what they get can be recalled. `is_asked`: their sessions are asked
-    for memory of the model.
+    for memory of the model. `is_guest`: they are declarations that can be recalled.
     """
 
     name: ModelName
@@ -29,6 +29,7 @@ class LineKey(NamedTuple):
     is_timed: bool
     is_trusted: bool
     is_asked: bool
+    is_guest: bool
 
 
 class Fitting(NamedTuple):
@@ -174,7 +175,7 @@ class RequestLines:
             self._places[event.call] = None
             return
         is_trusted = recallable.is_trusted(request.borrower, name, location)
-        key = LineKey(name, location, request.deadline is not None, is_trusted, is_asked)
+        key = LineKey(name, location, request.deadline is not None, is_trusted, is_asked, request.is_guest)
         lines = self._lines[location]
         if key not in lines:
             lines[key] = RequestLine(key)

@@ -53,7 +53,7 @@ class DebitRequest:
 
     @property
     def borrower(self) -> int | None:
-        """The session, if the broker can ask for the bytes again: segments and declarations are firm."""
+        """The session, if the broker can ask for the bytes again at once: not of a segment or a declaration."""
         return self.event.session if isinstance(self.event, ev.Allocate) else None
 
     @property
@@ -65,6 +65,11 @@ class DebitRequest:
     def location(self) -> Location:
         """Where the bytes are to be."""
         return self.event.location
+
+    @property
+    def is_guest(self) -> bool:
+        """Whether it is a declaration that can be recalled."""
+        return isinstance(self.event, ev.Declare) and self.event.recallable
 
     @property
     def is_ahead(self) -> bool:

@@ -9,6 +9,12 @@ waited longer than two rounds of recalls, only guaranteed ones overtake it, as l
 request that does not wait has memory recalled too, at most once in `recall_seconds` for each model, so that its next
 try finds it.
 
+Guests are recalled last, and as a whole: when all pieces that models have beyond their shares are asked for and do not
+suffice, the guest that has declared nothing for the longest time. A guest that waits beyond its share has its turn
+after all requests within theirs: other guests whose slices are over are recalled for it, if it can run then. So guests
+that do not fit together divide the time. A guest is lent nothing that is guaranteed to others: while its slice lasts,
+it is firm.
+
 A model that grows page by page would recall page by page. So others are asked for more than it wants now: for 1/64 of
 the capacity, doubled with each further recall, up to 1/8; or for what the session says that it will want, within the
 model's share. A hold keeps what came beyond the request from requests beyond their share. If the model has borrowed
@@ -163,7 +169,7 @@ class Schedule:
 
     def _look(self, line: RequestLine) -> tuple[Look, DebitRequest | None]:
         """Look at a line. Return also a request that may not wait: for a limit, or beyond a guarantee while asked."""
-        admission, (name, location, is_timed, is_trusted, is_asked) = self._books.admission, line.key
+        admission, (name, location, is_timed, is_trusted, is_asked, _) = self._books.admission, line.key
         rooms = {level[0]: level[-1] for level in admission.levels(name, location, is_trusted)}
         room, guaranteed = min(rooms.values()), admission.guaranteed_room(name, location)
         most = room
@@ -213,12 +219,44 @@ class Schedule:
             return ready
         if passed_over:  # what is lent beyond a share would be recalled for them at once
             return None
+        if self._takes_turns(location, looks, now):
+            return None
         free = self._books.ledger.totals[location].free
         beside = [min(look.room, free - self._held_beside(look.line.key.name, location, shares)) for look in looks]
         ready = _oldest(looks, beside)
         if ready is not None:
             self.divide_again()  # a grant beyond a share changes the shares of the others
         return ready
+
+    def _takes_turns(self, location: Location, looks: Sequence[Look], now: int) -> bool:
+        """Recall other guests for the oldest guest that can run without them. Say whether others must wait for it."""
+        found = [(look.line.fitting(look.most).oldest, look) for look in looks if look.line.key.is_guest]
+        guests = [(one.event.call, one, look) for one, look in found if one is not None and one.size > look.room]
+        return any(self._has_its_turn(one, look, now) for _, one, look in sorted(guests, key=lambda each: each[0]))
+
+    def _has_its_turn(self, one: DebitRequest, look: Look, now: int) -> bool:
+        """Recall guests whose slices are over for a guest that waits, if it can run then. Say whether it can."""
+        books, location, tenant = self._books, one.location, one.name.tenant
+        state = books.recallable
+        short = one.size - books.ledger.totals[location].free + books.admission.unlent_beside(tenant, location)
+        short -= state.coming(location)
+        if short <= 0:  # what was asked for its turn is not all there yet, or is held for others
+            return self._is_on_its_way(location)
+        asked, bound = [], look.bound + state.coming(location)
+        for borrower in state.idlest(location):
+            if short <= 0:
+                break
+            size = state.extents_of(borrower)
+            is_able = state.answers(borrower.session, borrower.name) and borrower not in state.recalls
+            if is_able and borrower.session != one.event.session and state.can_go(borrower, tenant):
+                bound += 0 if state.bytes_of(borrower) else size  # it is firm, but not for its own tenant
+                short -= size
+                asked.append(borrower)
+        if short > 0 or one.size > bound:
+            return False
+        for borrower in asked:
+            self._recalls.ask_guest(borrower, now, one.name)
+        return self._is_on_its_way(location)
 
     def _without_keepers(self, location: Location, looks: Sequence[Look]) -> list[Look]:
         """Leave out the lines of tenants that keep some of what was recalled: they do not borrow what came of it."""
@@ -284,7 +322,7 @@ class Schedule:
         keeps = one.name.tenant in self._books.recallable.keeping(location)
         counts = keeps or not is_entitled or self._is_on_its_way(location)
         for line in self._lines.at(location) if counts else ():
-            name, _, is_timed, is_trusted, _ = line.key
+            name, _, is_timed, is_trusted, *_ = line.key
             if not is_timed:
                 continue
             most = admission.guaranteed_room(name, location)
@@ -293,6 +331,9 @@ class Schedule:
                 most = max(most, self._within_share(name, location, bound, shares))
             first += line.fitting(most).size
         held = 0 if is_entitled else self._held_beside(one.name, location, shares)
+        if not is_entitled and self._books.recallable.coming(location):
+            guests = [line for line in self._lines.at(location) if line.key.is_guest and line.key.is_timed]
+            first += max([line.largest.size for line in guests], default=0)  # others are recalled for its turn
         return max(0, free - first - held)
 
     # --- shares ---
@@ -371,7 +412,20 @@ class Schedule:
         for more, name in self._excess(location, shares, now):
             if short > 0:
                 short -= self._recalls.ask(name, location, min(more, short), now, wanted_by)
+        for borrower in self._books.recallable.idlest(location):
+            name = borrower.name
+            has_more = self._not_asked(name, location) > shares.get(name, 0)
+            if short > 0 and has_more and self._books.recallable.more_of(borrower, now):
+                short -= self._recalls.ask_guest(borrower, now, wanted_by)
         return short
+
+    def _ask_above(self, name: ModelName, location: Location, size: int, now: int) -> int:
+        """Ask a model for what it has above a limit: pieces first, then guests. Return how much is asked for."""
+        asked = self._recalls.ask(name, location, size, now)
+        for borrower in self._books.recallable.idlest(location):
+            if asked < size and borrower.name == name and self._books.recallable.more_of(borrower, now):
+                asked += self._recalls.ask_guest(borrower, now)
+        return asked
 
     def _excess(self, location: Location, shares: Mapping[ModelName, int], now: int) -> list[tuple[int, ModelName]]:
         """Return how much models have above their shares, the most first; only models that can be asked for it now."""
@@ -447,12 +501,12 @@ class Schedule:
             for name in books.ledger.models:
                 limit = policy.model_limit(books.ledger, books.rules, name, location)
                 if limit is not None:
-                    self._recalls.ask(name, location, self._not_asked(name, location) - limit, now)
+                    self._ask_above(name, location, self._not_asked(name, location) - limit, now)
                 above[name.tenant] += self._not_asked(name, location)
             for name in sorted(books.ledger.models, key=lambda name: -books.recallable.of_model(name, location)):
                 limit = policy.limit_of(books.ledger.quotas, books.rules, (name.tenant, None, location))
                 if limit is not None and above[name.tenant] > limit:
-                    above[name.tenant] -= self._recalls.ask(name, location, above[name.tenant] - limit, now)
+                    above[name.tenant] -= self._ask_above(name, location, above[name.tenant] - limit, now)
         books.limits_changed = self.is_left_over
 
     def _not_asked(self, name: ModelName, location: Location) -> int:

@@ -17,6 +17,7 @@ from . import policy
 from .books import Books
 from .denied import Denied, Reason, deny
 from .lending import Lending
+from .recallable import Borrower
 from .recalls import Recalls
 from .rows import Loan, SegmentRow, SessionRow
 from .segments import Segments
@@ -209,7 +210,7 @@ class Sessions:
         )
         self._answers[session] = fx.Answer(event.call, result)
         self.answer_ready()
-        self._recalls.resumed(session, event.answering, gone, now)
+        self._recalls.resumed(session, event.answering, event.guests, gone, now)
 
     def under_way(self, session: int) -> bool:
         """Say whether a resume is under way. Requests are refused then: their results would be missing in the Holds."""
@@ -232,7 +233,7 @@ class Sessions:
             self._books.emit(self._answers.pop(session))
 
     def _reconcile(self, row: SessionRow, event: ev.StateHolds) -> list[Loan]:
-        """Credit what the process does not hold, and return those extents' loans.
+        """Credit what the process does not hold, and return it: extents, and what guests have declared.
 
         What it states beyond the books is ignored.
         """
@@ -243,6 +244,8 @@ class Sessions:
         for (name, location), charge in list(row.charges.items()):
             declared = max(0, event.declarations.get((name, location), 0))
             if declared < charge.declared:
+                if Borrower(row.session, name, location) in self._books.recallable.guests:
+                    loans.append(Loan(name, location, charge.declared - declared))
                 self._books.record(ft.DeclarationSet(row.session, name, location, declared))
         for segment, times in list(row.segments.items()):
             held = max(0, event.segments.get(segment, 0))

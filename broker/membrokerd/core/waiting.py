@@ -8,7 +8,7 @@ A request that waits is granted as soon as there is room for it and its turn has
 ends at its deadline, when the model is left, the session ends or its connection is lost, when the call is cancelled,
 and with a drain, a stop or a full journal. A limit of the model or the tenant refuses at once, because no other model's
 release changes it, and so does a request above the guarantee of a model whose session is itself asked for memory of the
-model. A declaration never waits.
+model. A declaration waits only if it says so.
 
 One step grants a few requests, and the others at once in the next: each turn looks at all models that wait for memory.
 Until then a request that does not wait gets only what is free beside what these want, unless it is guaranteed. A
@@ -184,10 +184,10 @@ class Waiting:
     def _wait_ns(self, request: DebitRequest, guaranteed: bool) -> int:
         """Return how long a request waits for room: as it says; else by the rules, if it is guaranteed."""
         event = request.event
-        if isinstance(event, ev.Declare):
-            return 0
         if event.wait_ns is not None:
             return event.wait_ns
+        if isinstance(event, ev.Declare):
+            return 0
         return self._books.rules.guarantee_wait_ns if guaranteed else 0
 
     def _refuse_one_more(self, request: DebitRequest, wait: int) -> Denied | None:

@@ -92,6 +92,7 @@ def changed_rules(rules: policy.Rules, config: Config) -> policy.Rules:
         model_grace_ns=int(config.model_grace_seconds * 1e9),
         guarantee_wait_ns=int(config.guarantee_wait_seconds * 1e9),
         recall_ns=int(config.recall_seconds * 1e9),
+        slice_ns=int(config.slice_seconds * 1e9),
         unlent=frozenset(name for name, tenant in config.tenants.items() if not tenant.lend_unused),
         max_sessions_per_tenant=_share(rules.max_sessions, len(config.tenants)),
         max_models_per_tenant=config.max_models_per_tenant,

@@ -135,7 +135,8 @@ def to_event(call: int, session: int, tenant: str, request_id: int, request: Mes
             return ev.Release(call, session, request_id, tuple(request.extent_ids))
         case bpb.DeclareMemoryRequest():
             name, location = parse_model(request.model), parse_location(request.location)
-            return ev.Declare(call, session, request_id, name, location, request.declared_bytes)
+            size, is_guest = request.declared_bytes, request.recallable
+            return ev.Declare(call, session, request_id, name, location, size, is_guest, _wait_ns(request))
         case bpb.CreateSegmentRequest():
             name, location, size = parse_model(request.model), parse_location(request.location), request.size_bytes
             segment = parse_segment(f"{name}/segments/{request.segment_id}")
@@ -164,7 +165,12 @@ def to_event(call: int, session: int, tenant: str, request_id: int, request: Mes
             raise AssertionError(f"no event for {type(request).__name__}")
 
 
-def _wait_ns(request: bpb.AllocateExtentsRequest | bpb.CreateSegmentRequest | bpb.AttachSegmentRequest) -> int | None:
+def _wait_ns(
+    request: bpb.AllocateExtentsRequest
+    | bpb.DeclareMemoryRequest
+    | bpb.CreateSegmentRequest
+    | bpb.AttachSegmentRequest,
+) -> int | None:
     """Return how long a request waits, or None if it does not say. Raises `Refused` if the Duration is invalid."""
     if not request.HasField("wait"):
         return None

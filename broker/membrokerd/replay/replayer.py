@@ -7,6 +7,7 @@ device shows dead workers' memory free when it did. Nothing here decides about m
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import math
@@ -369,8 +370,9 @@ class Replayer:
                 self._tally.answered(asked.name, asked.location, reason, wait.waited_ns if wait else None)
 
         if session:
-            name, location, size = row.name, row.location, row.declared_bytes
-            self._ask(lambda call: ev.Declare(call, session, call, name, location, size), answered, row.call)
+            self._ask(
+                lambda call: dataclasses.replace(row, call=call, session=session, request_id=call), answered, row.call
+            )
 
     def _declaration_set(self, row: ft.DeclarationSet) -> None:
         session = self._sessions.get(row.session, 0)

@@ -157,7 +157,7 @@ def is_sound(row: Row) -> bool:
         case Create():
             numbers = 0 < row.size <= policy.MAX_BYTES
         case ev.Declare():
-            return 0 <= row.declared_bytes <= policy.MAX_BYTES
+            numbers = 0 <= row.declared_bytes <= policy.MAX_BYTES
         case _:
             return True
     return numbers and (row.wait_ns is None or 0 <= row.wait_ns <= policy.MAX_WAIT_NS)

@@ -28,6 +28,7 @@ CHANGEABLE = frozenset(
         "model_grace_seconds",
         "guarantee_wait_seconds",
         "recall_seconds",
+        "slice_seconds",
         "max_models_per_tenant",
         "tenants",
     )

@@ -33,15 +33,28 @@ class Declarations:
         self._turn = threading.RLock()
         self._said: Counter[_Key] = Counter()
         self._held: Counter[_Key] = Counter()
+        self._guests: set[_Key] = set()
+        """Where the declaration can be recalled, as the user has said."""
         self._ended: deque[tuple[_Key, int]] = deque()
         """Bytes that are not held any more. The thread that has the turn tells the broker."""
 
-    def say(self, model: str, location: Location, size: int) -> None:
-        """Replace the user's figure. Raises `OutOfMemory`, and the previous figure stays then."""
+    def say(
+        self, model: str, location: Location, size: int, *, recallable: bool = False, until: float | None = None
+    ) -> None:
+        """Replace the user's figure, and say whether it can be recalled. Raises `OutOfMemory`; all is as before then.
+
+        The broker lets it wait for memory until that time on the monotonic clock; None: it does not wait.
+        """
         key = (model, location)
         try:
             with self._turn:
-                self._declare(key, size, self._held[key])
+                before = key in self._guests
+                (self._guests.add if recallable else self._guests.discard)(key)
+                try:
+                    self._declare(key, size, self._held[key], until)
+                except BaseException:
+                    (self._guests.add if before else self._guests.discard)(key)
+                    raise
                 self._said[key] = size
         finally:
             self._tell_less()
@@ -70,12 +83,13 @@ class Declarations:
         self._ended.append(((model, location), size))
         self._tell_less()
 
-    def _declare(self, key: _Key, size: int, others: int) -> None:
+    def _declare(self, key: _Key, size: int, others: int, until: float | None = None) -> None:
         if size > MAX_BYTES - others:
             raise InvalidRequest(f"{size} bytes and {others} that are declared already are more than 2^63-1")
-        request = _request(key, size + others)
+        request = self._request(key, size + others)
+        note = partial(self._connection.inventory.declared, request)
         try:
-            self._connection.call(Frame(declare=request), note=partial(self._connection.inventory.declared, request))
+            self._connection.call(Frame(declare=request), note=note, until=until)
         except Exception:
             raise
         except BaseException:
@@ -95,12 +109,13 @@ class Declarations:
                     del self._ended[0]
                     less.add(key)
                 for key in less:
-                    self._connection.declare_less(_request(key, self._said[key] + self._held[key]))
+                    self._connection.declare_less(self._request(key, self._said[key] + self._held[key]))
             finally:
                 with suppress(RuntimeError):
                     self._turn.release()
 
-
-def _request(key: _Key, size: int) -> pb.DeclareMemoryRequest:
-    model, location = key
-    return pb.DeclareMemoryRequest(model=model, location=location_to_wire(location), declared_bytes=size)
+    def _request(self, key: _Key, size: int) -> pb.DeclareMemoryRequest:
+        model, location = key
+        return pb.DeclareMemoryRequest(
+            model=model, location=location_to_wire(location), declared_bytes=size, recallable=key in self._guests
+        )

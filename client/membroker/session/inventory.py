@@ -42,6 +42,8 @@ class HeldResources:
     segments: Counter[int] = field(default_factory=Counter)
     declarations: Declarations = field(default_factory=dict)
     answering: frozenset[str] = frozenset()
+    guests: frozenset[tuple[str, resources_pb2.Location.ValueType]] = frozenset()
+    """The declarations that can be recalled."""
 
     def minus(self, other: HeldResources) -> HeldResources:
         """Return the extents and segments that are in this and not in `other`."""
@@ -65,8 +67,10 @@ class HeldResources:
         for segments in _portions(held, SEGMENTS_PER_FRAME):
             yield pb.Holds(segments=segments)
         declared = [
-            pb.HeldDeclaration(model=model, location=location, declared_bytes=declared_bytes)
-            for (model, location), declared_bytes in self.declarations.items()
+            pb.HeldDeclaration(
+                model=place[0], location=place[1], declared_bytes=declared_bytes, recallable=place in self.guests
+            )
+            for place, declared_bytes in self.declarations.items()
         ]
         for declarations in _portions(declared, DECLARATIONS_PER_FRAME):
             yield pb.Holds(declarations=declarations)
@@ -94,6 +98,7 @@ class Inventory:
         self._segments: dict[int, int] = {}
         """The generation that each hold is of, by the request that took the hold."""
         self._declarations: Declarations = {}
+        self._guests: set[tuple[str, resources_pb2.Location.ValueType]] = set()
 
     def registered(self, model: str) -> None:
         """Record one registration of a model."""
@@ -130,11 +135,17 @@ class Inventory:
             self._segments[request_id] = generation
 
     def declared(self, request: broker_pb2.DeclareMemoryRequest) -> None:
-        """Record a declaration, which replaces the one before."""
+        """Record a declaration, which replaces the one before. What a guest declares less counts as released."""
+        place = request.model, request.location
         with self._lock:
-            self._declarations[request.model, request.location] = request.declared_bytes
-            if not request.declared_bytes:
-                del self._declarations[request.model, request.location]
+            before = self._declarations.pop(place, 0)
+            if request.recallable or place in self._guests:
+                self.released_bytes[place] += max(0, before - request.declared_bytes)
+            self._guests.discard(place)
+            if request.declared_bytes:
+                self._declarations[place] = request.declared_bytes
+                if request.recallable:
+                    self._guests.add(place)
 
     def strike_extents(self, extent_ids: Sequence[int]) -> Sequence[int]:
         """Remove extents that are released. Return those that were there: the broker must be told of them."""
@@ -175,7 +186,8 @@ class Inventory:
         with self._lock:
             segments = Counter(self._segments.values())
             answering = frozenset(self.answering)
-            return HeldResources(frozenset(self._extents), segments, dict(self._declarations), answering)
+            guests = frozenset(self._guests)
+            return HeldResources(frozenset(self._extents), segments, dict(self._declarations), answering, guests)
 
     def kind_of(self, extent_id: int) -> Kind | None:
         """Return the kind of an extent, or None if it is not held."""

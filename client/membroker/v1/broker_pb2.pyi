@@ -217,6 +217,8 @@ class DeclareMemoryRequest(google.protobuf.message.Message):
     MODEL_FIELD_NUMBER: builtins.int
     LOCATION_FIELD_NUMBER: builtins.int
     DECLARED_BYTES_FIELD_NUMBER: builtins.int
+    RECALLABLE_FIELD_NUMBER: builtins.int
+    WAIT_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """Zero inside a handoff frame."""
     model: builtins.str
@@ -227,6 +229,16 @@ class DeclareMemoryRequest(google.protobuf.message.Message):
     """The whole declaration of this session for the model and the location; it replaces the previous one. Any size
     from 0, not rounded to the granularity.
     """
+    recallable: builtins.bool
+    """The session can give the memory back, but only all of it: it is a guest. It answers recalls of the model
+    (RegisterModelRequest.answers_recalls). A recall is then for all that it has of the model at the location. It
+    declares 0, and answers. To declare the same again says that the memory is in use: the idlest guest is recalled
+    first. An older broker skips the field, and never recalls what is declared.
+    """
+    @property
+    def wait(self) -> google.protobuf.duration_pb2.Duration:
+        """How long more waits for room, at most 24 hours. Absent: it does not wait. An older broker skips the field."""
+
     def __init__(
         self,
         *,
@@ -234,8 +246,12 @@ class DeclareMemoryRequest(google.protobuf.message.Message):
         model: builtins.str = ...,
         location: membroker.v1.resources_pb2.Location.ValueType = ...,
         declared_bytes: builtins.int = ...,
+        recallable: builtins.bool = ...,
+        wait: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["declared_bytes", b"declared_bytes", "location", b"location", "model", b"model", "request_id", b"request_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_wait", b"_wait", "wait", b"wait"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_wait", b"_wait", "declared_bytes", b"declared_bytes", "location", b"location", "model", b"model", "recallable", b"recallable", "request_id", b"request_id", "wait", b"wait"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_wait", b"_wait"]) -> typing.Literal["wait"] | None: ...
 
 global___DeclareMemoryRequest = DeclareMemoryRequest
 

@@ -329,18 +329,22 @@ class HeldDeclaration(google.protobuf.message.Message):
     MODEL_FIELD_NUMBER: builtins.int
     LOCATION_FIELD_NUMBER: builtins.int
     DECLARED_BYTES_FIELD_NUMBER: builtins.int
+    RECALLABLE_FIELD_NUMBER: builtins.int
     model: builtins.str
     """tenants/{tenant}/models/{model}"""
     location: membroker.v1.resources_pb2.Location.ValueType
     declared_bytes: builtins.int
+    recallable: builtins.bool
+    """As DeclareMemoryRequest has it."""
     def __init__(
         self,
         *,
         model: builtins.str = ...,
         location: membroker.v1.resources_pb2.Location.ValueType = ...,
         declared_bytes: builtins.int = ...,
+        recallable: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["declared_bytes", b"declared_bytes", "location", b"location", "model", b"model"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["declared_bytes", b"declared_bytes", "location", b"location", "model", b"model", "recallable", b"recallable"]) -> None: ...
 
 global___HeldDeclaration = HeldDeclaration
 

@@ -74,7 +74,8 @@ class Script:
 
         models_in_all= of all tenants.
         guarantees=tenant[/model]:MiB. weights=tenant[/model]:weight. default= is each tenant's limit at the device
-        where it has none of its own (MiB). guarantee_wait= recall= (s). waiting= of a tenant. unlent=tenant,tenant.
+        where it has none of its own (MiB). guarantee_wait= recall= slice= (s). waiting= of a tenant.
+        unlent=tenant,tenant.
         For segments: segment_extent= (MiB), segments= of a tenant, segment_extents= of all.
         For the stock: stock_extents= and stock= (MiB). others=later: `heard` says when the others were heard.
         """
@@ -100,6 +101,7 @@ class Script:
             "stock": ("stock_bytes", MIB),
             "guarantee_wait": ("guarantee_wait_ns", SECOND),
             "recall": ("recall_ns", SECOND),
+            "slice": ("slice_ns", SECOND),
             "waiting": ("max_waiting_per_tenant", 1),
         }
         unlent = frozenset(filter(None, options.pop("unlent", "").split(",")))
@@ -151,11 +153,17 @@ class Script:
         return ev.ResumeSession(self.call(f"resume {name}"), self.session(name), process or self.processes[name])
 
     def do_holds(
-        self, name: str, extents: str = "none", segments: str = "", declared: str = "", answers: str = ""
+        self,
+        name: str,
+        extents: str = "none",
+        segments: str = "",
+        declared: str = "",
+        answers: str = "",
+        guests: str = "",
     ) -> ev.Event:
         """State all that is held: extents=#1..4,#9 segments=label:times,label declared=[tenant/]model:MiB[:where],…
 
-        answers=model,…: recalls of these are answered.
+        answers=model,…: recalls of these are answered. guests=model,…: what is declared of these can be recalled.
         """
         held = (item.partition(":") for item in filter(None, segments.split(",")))
         declarations: dict[tuple[ModelName, Any], int] = {}
@@ -169,6 +177,7 @@ class Script:
             {self.generation(segment): int(times or 1) for segment, _, times in held},
             declarations,
             frozenset(self.model(name, model) for model in filter(None, answers.split(","))),
+            frozenset((self.model(name, model), "device") for model in filter(None, guests.split(","))),
         )
 
     def do_forget(self, name: str) -> ev.Event:
@@ -253,9 +262,13 @@ class Script:
         call = self.call(f"{request} of {name}")
         return ev.Release(call, self.session(name), int(request), tuple(parse_ids(ids)))
 
-    def do_declare(self, name: str, request: str, model: str, size: str, where: Any = "device") -> ev.Event:
-        call = self.call(f"{request} of {name}")
-        return ev.Declare(call, self.session(name), int(request), self.model(name, model), where, mib(size))
+    def do_declare(
+        self, name: str, request: str, model: str, size: str, where: Any = "device", guest: str = "", wait: str = ""
+    ) -> ev.Event:
+        """Declare; with guest=yes it can be recalled. `wait` in seconds."""
+        call, own = self.call(f"{request} of {name}"), self.model(name, model)
+        wait_ns = nanoseconds(wait)
+        return ev.Declare(call, self.session(name), int(request), own, where, mib(size), guest == "yes", wait_ns)
 
     def do_ack(self, name: str, request: str, part: str) -> ev.Event:
         return ev.Acknowledge(self.session(name), int(request), int(part))

@@ -31,6 +31,7 @@ OTHER: dict[str, Any] = {
     "model_grace_seconds": 8.0,
     "guarantee_wait_seconds": 8.0,
     "recall_seconds": 8.0,
+    "slice_seconds": 30.0,
     "max_sessions": 8,
     "max_models_per_tenant": 8,
     "stock": 8,

@@ -28,6 +28,7 @@ class Holds:
         self._segments: dict[int, int] = {}
         self._declarations: dict[tuple[ModelName, Location], int] = {}
         self._answering: set[ModelName] = set()
+        self._guests: set[tuple[ModelName, Location]] = set()
 
     def take(self, frame: pb.Holds) -> None:
         """Take one frame; raises `Refused`."""
@@ -43,9 +44,10 @@ class Holds:
         self._extents.update(frame.extent_ids)
         self._segments.update((segment.generation, segment.times) for segment in frame.segments)
         for declaration in frame.declarations:
-            self._declarations[parse_model(declaration.model), parse_location(declaration.location)] = (
-                declaration.declared_bytes
-            )
+            place = parse_model(declaration.model), parse_location(declaration.location)
+            self._declarations[place] = declaration.declared_bytes
+            if declaration.recallable:
+                self._guests.add(place)
         self._answering.update(map(parse_model, frame.answering_models))
         if self._count() < stated:
             raise Refused(_violation("it states an extent, a segment, a declaration or a model twice"))
@@ -55,9 +57,14 @@ class Holds:
 
     def to_event(self, call: int) -> ev.StateHolds:
         """Return the event for the core."""
-        answering = frozenset(self._answering)
         return ev.StateHolds(
-            call, self._session, frozenset(self._extents), self._segments, self._declarations, answering
+            call=call,
+            session=self._session,
+            extents=frozenset(self._extents),
+            segments=self._segments,
+            declarations=self._declarations,
+            answering=frozenset(self._answering),
+            guests=frozenset(self._guests),
         )
 
 
