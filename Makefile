@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-deep check picture manual metrics manifests site format proto proto-check sim fuzz mutants bench bench-gpu bench-serving test-system test-gpu test-engines release clean
+.PHONY: help demo test test-deep check picture manual metrics manifests site format proto proto-check sim fuzz mutants bench bench-gpu bench-serving test-system test-gpu test-engines check-engines release clean
 
 help:  ## what can be made here
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -76,6 +76,10 @@ test-engines:  ## real vLLM (its CPU build, 6 GiB of packages) over the host dri
 	@if $(MAKE) --no-print-directory $(ENGINES)/.installed; then \
 	  PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker" $(ENGINES)/bin/python -m pytest -o cache_dir=.pytest_cache/engines tests/engines $(OPTIONS); \
 	else echo "left out: vLLM's CPU build cannot be installed here"; fi
+
+check-engines: $(STAMP)  ## which vLLM and SGLang of the last 60 days have what membroker uses, then test-engines: OPTIONS=--strict
+	$(BIN)/python -m tools.engines --keep $(ENGINES)/releases $(OPTIONS)
+	@$(MAKE) --no-print-directory test-engines OPTIONS=
 
 # As test-gpu: on the machine with the GPU, nothing is installed.
 bench-gpu:  ## what the broker costs on a GPU: make bench-gpu OPTIONS='--json FILE --plot FILE --markdown'
