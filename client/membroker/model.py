@@ -156,17 +156,26 @@ class Model:
         return SparseArray(self, shape, dtype, tile_rows=tile_rows, absent=absent, location=location)
 
     def create_segment(
-        self, name: str, size: int | str, location: Location | str = Location.DEVICE, *, wait: float | None = None
+        self,
+        name: str,
+        size: int | str,
+        location: Location | str = Location.DEVICE,
+        *,
+        wait: float | None = None,
+        delete_when_left: bool = False,
     ) -> Segment:
         """Create a segment: `size` bytes under a name, charged to this model once, that many processes can attach.
 
-        It is mapped writable in this process. Write it, then `seal` it. `wait` is that of `allocate`. Raises
+        It is mapped writable in this process. Write it, then `seal` it. `wait` is that of `allocate`. With
+        `delete_when_left` the broker deletes it, once sealed, when the last session has left it. Raises
         `SegmentExists`, `OutOfMemory`, `InvalidRequest`, `TooMany`, `DeviceFailure`, `DescriptorLimit`,
         `BrokerUnavailable`; nothing is mapped or charged then.
         """
         self._session.check_open()
         self._source.check_may_borrow()
-        return Segment.create(self._session, self.resource_name, name, size, location, wait)
+        return Segment.create(
+            self._session, self.resource_name, name, size, location, wait, delete_when_left=delete_when_left
+        )
 
     def declare(
         self,

@@ -61,14 +61,26 @@ class Segment(AtAddress):
 
     @classmethod
     def create(
-        cls, session: Session, model: str, name: str, size: int | str, location: Location | str, wait: float | None
+        cls,
+        session: Session,
+        model: str,
+        name: str,
+        size: int | str,
+        location: Location | str,
+        wait: float | None,
+        *,
+        delete_when_left: bool,
     ) -> Segment:
         """Make a segment under a model's resource name; see `Model.create_segment`."""
         until = arguments.deadline_of(wait)
         length = rounded_up("a segment", size, session.driver.device.granularity)
         place = location_to_wire(location_of(location))
         request = pb.CreateSegmentRequest(
-            model=model, segment_id=arguments.name_of("segment", name), location=place, size_bytes=length
+            model=model,
+            segment_id=arguments.name_of("segment", name),
+            location=place,
+            size_bytes=length,
+            delete_when_left=delete_when_left,
         )
         return cls._take(session, Frame(create_segment=request), until, writable=True)
 

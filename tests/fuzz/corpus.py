@@ -94,6 +94,7 @@ CREATE = st.builds(
     segment_id=mostly(st.sampled_from(LABELS), st.one_of(st.sampled_from(["", "-", "a/b"]), st.text(max_size=70))),
     location=mostly(st.sampled_from([0, 1]), LOCATIONS),
     size_bytes=mostly(st.integers(1, 9).map(lambda pages: pages * PAGE), NUMBERS),
+    delete_when_left=st.booleans(),
 )
 SEAL = st.builds(bpb.SealSegmentRequest, request_id=UNSIGNED, generation=GENERATIONS)
 ATTACH = st.builds(bpb.AttachSegmentRequest, request_id=UNSIGNED, name=SEGMENTS, wait=WAITS)

@@ -103,6 +103,8 @@ def _tell_segment(row: SegmentRow) -> Iterator[ft.Fact]:
         writer=row.writer,
         at=row.began_at,
     )
+    if row.delete_when_left:
+        yield ft.SegmentBound(row.segment)
     if credited := len(row.ids) - row.extents:
         yield ft.SegmentCredited(row.segment, _credited(row, credited))
     if row.uncertain:

@@ -183,12 +183,16 @@ class Declare(Request):
 
 @value
 class CreateSegment(Request):
-    """Create a segment of `size` bytes under a model, to be written by this session; wait as `Allocate` does."""
+    """Create a segment of `size` bytes under a model, to be written by this session; wait as `Allocate` does.
+
+    With `delete_when_left` it is deleted when it is sealed and no session holds it any more.
+    """
 
     name: SegmentName
     location: Location
     size: int
     wait_ns: int | None = None
+    delete_when_left: bool = False
 
 
 @value

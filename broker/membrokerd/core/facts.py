@@ -155,6 +155,13 @@ class SegmentBegan:
 
 
 @value
+class SegmentBound:
+    """The segment is deleted when it is sealed and no session holds it any more."""
+
+    segment: int
+
+
+@value
 class SegmentMoved:
     """The segment's lifecycle took a step. With "dropped after a death" its charge turns to releasing."""
 
@@ -257,6 +264,7 @@ Fact = (
     | DeclarationSet
     | LocationSettled
     | SegmentBegan
+    | SegmentBound
     | SegmentMoved
     | SegmentHeld
     | SegmentLeft

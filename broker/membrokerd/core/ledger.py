@@ -166,6 +166,9 @@ class Ledger:
         self._sum_segment(row, size, fact.count)
         self.models[fact.name].allocations += fact.count
 
+    def _segment_bound(self, fact: facts.SegmentBound) -> None:
+        self.segments[fact.segment].delete_when_left = True
+
     def _segment_moved(self, fact: facts.SegmentMoved) -> None:
         row = self.segments[fact.segment]
         row.state = lifecycles.SEGMENT[row.state][fact.cause]
@@ -307,6 +310,7 @@ _APPLY: dict[type, Callable[[Ledger, Any], None]] = {
     facts.DeclarationSet: Ledger._declaration_set,
     facts.LocationSettled: Ledger._location_settled,
     facts.SegmentBegan: Ledger._segment_began,
+    facts.SegmentBound: Ledger._segment_bound,
     facts.SegmentMoved: Ledger._segment_moved,
     facts.SegmentHeld: Ledger._segment_held,
     facts.SegmentLeft: Ledger._segment_left,

@@ -76,7 +76,7 @@ class SegmentRow:
     """One segment. `ids` are the extents that it began with; `bytes` and `extents` are what is still charged of them.
 
     `holders` are the sessions that have it mapped, and how many times. `uncertain`: one of them died, so only the
-    device can say when its memory is gone.
+    device can say when its memory is gone. `delete_when_left`: it is deleted when it is sealed and has no holders.
     """
 
     segment: int
@@ -93,6 +93,7 @@ class SegmentRow:
     state: str = "writing"
     holders: dict[int, int] = field(default_factory=dict)
     uncertain: bool = False
+    delete_when_left: bool = False
 
     def full_name(self) -> SegmentName:
         """Return its resource name."""

@@ -73,6 +73,8 @@ class Segments:
                 at=now,
             )
         )
+        if event.delete_when_left:
+            books.record(ft.SegmentBound(segment))
         books.record(ft.SegmentHeld(segment, event.session))
         self._stock.make_room(location)
         call = Call(
@@ -165,6 +167,7 @@ class Segments:
                 self._books.answer(attach.call, denied)
             else:
                 self._begin_attach(attach, row)
+        self.drop_if_left(row)
 
     def not_sealed(self, event: ev.NotSealed) -> None:
         """Take the segment back to `writing`, or end it if its writer is gone."""
@@ -330,6 +333,8 @@ class Segments:
 
     def drop_if_left(self, row: SegmentRow) -> None:
         """Close the broker's own descriptors of a segment that is ending, once no session holds it."""
+        if row.delete_when_left and row.state == "sealed" and not row.holders:
+            self._books.record(ft.SegmentMoved(row.segment, "deleted"))
         busy = row.holders or self._lending.making_segment(row.writer, row.segment)
         if row.state == "ending" and not busy:
             self._books.record(ft.SegmentMoved(row.segment, "last session left"))

@@ -148,6 +148,7 @@ def to_event(call: int, session: int, tenant: str, request_id: int, request: Mes
                 location=location,
                 size=size,
                 wait_ns=_wait_ns(request),
+                delete_when_left=request.delete_when_left,
             )
         case bpb.SealSegmentRequest():
             return ev.SealSegment(call, session, request_id, request.generation)

@@ -327,6 +327,7 @@ _TAGGED: Mapping[int, Form] = {
         20: ft.SegmentEnded,
         21: ft.UnaccountedSeen,
         22: ft.SegmentHeldAgain,
+        23: ft.SegmentBound,
     }.items()
 }
 """A tag never changes its meaning. If the fields of a fact change after a release, it gets a new tag."""

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from membroker.v1 import resources_pb2 as membroker_dot_v1_dot_resources__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19membroker/v1/broker.proto\x12\x0cmembroker.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cmembroker/v1/resources.proto\"\xe6\x01\n\x14RegisterModelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12#\n\x16virtual_capacity_bytes\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12#\n\x06limits\x18\x04 \x03(\x0b\x32\x13.membroker.v1.Limit\x12\x11\n\texclusive\x18\x05 \x01(\x08\x12\x1c\n\x0f\x61nswers_recalls\x18\x06 \x01(\x08H\x01\x88\x01\x01\x42\x19\n\x17_virtual_capacity_bytesB\x12\n\x10_answers_recalls\":\n\x16UnregisterModelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\"\x19\n\x17UnregisterModelResponse\"\xe6\x01\n\x16\x41llocateExtentsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12(\n\x08location\x18\x03 \x01(\x0e\x32\x16.membroker.v1.Location\x12\x14\n\x0c\x65xtent_bytes\x18\x04 \x01(\x03\x12\r\n\x05\x63ount\x18\x05 \x01(\x03\x12,\n\x04wait\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationH\x00\x88\x01\x01\x12\r\n\x05\x61head\x18\x07 \x01(\x08\x12\x14\n\x0cwanted_bytes\x18\x08 \x01(\x03\x42\x07\n\x05_wait\">\n\x17\x41llocateExtentsResponse\x12\r\n\x05\x63ount\x18\x01 \x01(\x03\x12\x14\n\x0c\x65xtent_bytes\x18\x02 \x01(\x03\"Q\n\x15ReleaseExtentsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\nextent_ids\x18\x02 \x03(\x04\x12\x10\n\x08no_reply\x18\x03 \x01(\x08\"0\n\x16ReleaseExtentsResponse\x12\x16\n\x0ereleased_bytes\x18\x01 \x01(\x03\"\xc6\x01\n\x14\x44\x65\x63lareMemoryRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12(\n\x08location\x18\x03 \x01(\x0e\x32\x16.membroker.v1.Location\x12\x16\n\x0e\x64\x65\x63lared_bytes\x18\x04 \x01(\x03\x12\x12\n\nrecallable\x18\x05 \x01(\x08\x12,\n\x04wait\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationH\x00\x88\x01\x01\x42\x07\n\x05_wait\"/\n\x15\x44\x65\x63lareMemoryResponse\x12\x16\n\x0e\x64\x65\x63lared_bytes\x18\x01 \x01(\x03\"\xc2\x01\n\x14\x43reateSegmentRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nsegment_id\x18\x03 \x01(\t\x12(\n\x08location\x18\x04 \x01(\x0e\x32\x16.membroker.v1.Location\x12\x12\n\nsize_bytes\x18\x05 \x01(\x03\x12,\n\x04wait\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationH\x00\x88\x01\x01\x42\x07\n\x05_wait\"<\n\x12SealSegmentRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"a\n\x14\x41ttachSegmentRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\'\n\x04wait\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"P\n\x14\x44\x65tachSegmentRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x10\n\x08no_reply\x18\x03 \x01(\x08\"\x17\n\x15\x44\x65tachSegmentResponse\"L\n\x14\x44\x65leteSegmentRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\"\x12\n\x10GetDeviceRequest\"N\n\x13GetAvailableRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\x08location\x18\x02 \x01(\x0e\x32\x16.membroker.v1.Location\"\xc8\x01\n\tAvailable\x12\x11\n\tnow_bytes\x18\x01 \x01(\x03\x12\x18\n\x10obtainable_bytes\x18\x02 \x01(\x03\x12\x17\n\x0fguarantee_bytes\x18\x03 \x01(\x03\x12\x18\n\x0blimit_bytes\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x13\n\x0bshare_bytes\x18\x05 \x01(\x03\x12\x1f\n\x12tenant_limit_bytes\x18\x06 \x01(\x03H\x01\x88\x01\x01\x42\x0e\n\x0c_limit_bytesB\x15\n\x13_tenant_limit_bytes\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"R\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.membroker.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"<\n\x13ListSessionsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"X\n\x14ListSessionsResponse\x12\'\n\x08sessions\x18\x01 \x03(\x0b\x32\x15.membroker.v1.Session\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"<\n\x13ListSegmentsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"X\n\x14ListSegmentsResponse\x12\'\n\x08segments\x18\x01 \x03(\x0b\x32\x15.membroker.v1.Segment\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"$\n\x14ListDecisionsRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"B\n\x15ListDecisionsResponse\x12)\n\tdecisions\x18\x01 \x03(\x0b\x32\x16.membroker.v1.Decision2\xfe\n\n\rBrokerService\x12H\n\rRegisterModel\x12\".membroker.v1.RegisterModelRequest\x1a\x13.membroker.v1.Model\x12^\n\x0fUnregisterModel\x12$.membroker.v1.UnregisterModelRequest\x1a%.membroker.v1.UnregisterModelResponse\x12^\n\x0f\x41llocateExtents\x12$.membroker.v1.AllocateExtentsRequest\x1a%.membroker.v1.AllocateExtentsResponse\x12[\n\x0eReleaseExtents\x12#.membroker.v1.ReleaseExtentsRequest\x1a$.membroker.v1.ReleaseExtentsResponse\x12X\n\rDeclareMemory\x12\".membroker.v1.DeclareMemoryRequest\x1a#.membroker.v1.DeclareMemoryResponse\x12J\n\rCreateSegment\x12\".membroker.v1.CreateSegmentRequest\x1a\x15.membroker.v1.Segment\x12\x46\n\x0bSealSegment\x12 .membroker.v1.SealSegmentRequest\x1a\x15.membroker.v1.Segment\x12J\n\rAttachSegment\x12\".membroker.v1.AttachSegmentRequest\x1a\x15.membroker.v1.Segment\x12X\n\rDetachSegment\x12\".membroker.v1.DetachSegmentRequest\x1a#.membroker.v1.DetachSegmentResponse\x12J\n\rDeleteSegment\x12\".membroker.v1.DeleteSegmentRequest\x1a\x15.membroker.v1.Segment\x12\x41\n\tGetDevice\x12\x1e.membroker.v1.GetDeviceRequest\x1a\x14.membroker.v1.Device\x12J\n\x0cGetAvailable\x12!.membroker.v1.GetAvailableRequest\x1a\x17.membroker.v1.Available\x12>\n\x08GetModel\x12\x1d.membroker.v1.GetModelRequest\x1a\x13.membroker.v1.Model\x12O\n\nListModels\x12\x1f.membroker.v1.ListModelsRequest\x1a .membroker.v1.ListModelsResponse\x12U\n\x0cListSessions\x12!.membroker.v1.ListSessionsRequest\x1a\".membroker.v1.ListSessionsResponse\x12U\n\x0cListSegments\x12!.membroker.v1.ListSegmentsRequest\x1a\".membroker.v1.ListSegmentsResponse\x12X\n\rListDecisions\x12\".membroker.v1.ListDecisionsRequest\x1a#.membroker.v1.ListDecisionsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19membroker/v1/broker.proto\x12\x0cmembroker.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cmembroker/v1/resources.proto\"\xe6\x01\n\x14RegisterModelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12#\n\x16virtual_capacity_bytes\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12#\n\x06limits\x18\x04 \x03(\x0b\x32\x13.membroker.v1.Limit\x12\x11\n\texclusive\x18\x05 \x01(\x08\x12\x1c\n\x0f\x61nswers_recalls\x18\x06 \x01(\x08H\x01\x88\x01\x01\x42\x19\n\x17_virtual_capacity_bytesB\x12\n\x10_answers_recalls\":\n\x16UnregisterModelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\"\x19\n\x17UnregisterModelResponse\"\xe6\x01\n\x16\x41llocateExtentsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12(\n\x08location\x18\x03 \x01(\x0e\x32\x16.membroker.v1.Location\x12\x14\n\x0c\x65xtent_bytes\x18\x04 \x01(\x03\x12\r\n\x05\x63ount\x18\x05 \x01(\x03\x12,\n\x04wait\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationH\x00\x88\x01\x01\x12\r\n\x05\x61head\x18\x07 \x01(\x08\x12\x14\n\x0cwanted_bytes\x18\x08 \x01(\x03\x42\x07\n\x05_wait\">\n\x17\x41llocateExtentsResponse\x12\r\n\x05\x63ount\x18\x01 \x01(\x03\x12\x14\n\x0c\x65xtent_bytes\x18\x02 \x01(\x03\"Q\n\x15ReleaseExtentsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\nextent_ids\x18\x02 \x03(\x04\x12\x10\n\x08no_reply\x18\x03 \x01(\x08\"0\n\x16ReleaseExtentsResponse\x12\x16\n\x0ereleased_bytes\x18\x01 \x01(\x03\"\xc6\x01\n\x14\x44\x65\x63lareMemoryRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12(\n\x08location\x18\x03 \x01(\x0e\x32\x16.membroker.v1.Location\x12\x16\n\x0e\x64\x65\x63lared_bytes\x18\x04 \x01(\x03\x12\x12\n\nrecallable\x18\x05 \x01(\x08\x12,\n\x04wait\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationH\x00\x88\x01\x01\x42\x07\n\x05_wait\"/\n\x15\x44\x65\x63lareMemoryResponse\x12\x16\n\x0e\x64\x65\x63lared_bytes\x18\x01 \x01(\x03\"\xdc\x01\n\x14\x43reateSegmentRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nsegment_id\x18\x03 \x01(\t\x12(\n\x08location\x18\x04 \x01(\x0e\x32\x16.membroker.v1.Location\x12\x12\n\nsize_bytes\x18\x05 \x01(\x03\x12,\n\x04wait\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationH\x00\x88\x01\x01\x12\x18\n\x10\x64\x65lete_when_left\x18\x07 \x01(\x08\x42\x07\n\x05_wait\"<\n\x12SealSegmentRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"a\n\x14\x41ttachSegmentRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\'\n\x04wait\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"P\n\x14\x44\x65tachSegmentRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x10\n\x08no_reply\x18\x03 \x01(\x08\"\x17\n\x15\x44\x65tachSegmentResponse\"L\n\x14\x44\x65leteSegmentRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\"\x12\n\x10GetDeviceRequest\"N\n\x13GetAvailableRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\x08location\x18\x02 \x01(\x0e\x32\x16.membroker.v1.Location\"\xc8\x01\n\tAvailable\x12\x11\n\tnow_bytes\x18\x01 \x01(\x03\x12\x18\n\x10obtainable_bytes\x18\x02 \x01(\x03\x12\x17\n\x0fguarantee_bytes\x18\x03 \x01(\x03\x12\x18\n\x0blimit_bytes\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x13\n\x0bshare_bytes\x18\x05 \x01(\x03\x12\x1f\n\x12tenant_limit_bytes\x18\x06 \x01(\x03H\x01\x88\x01\x01\x42\x0e\n\x0c_limit_bytesB\x15\n\x13_tenant_limit_bytes\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\":\n\x11ListModelsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"R\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.membroker.v1.Model\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"<\n\x13ListSessionsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"X\n\x14ListSessionsResponse\x12\'\n\x08sessions\x18\x01 \x03(\x0b\x32\x15.membroker.v1.Session\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"<\n\x13ListSegmentsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"X\n\x14ListSegmentsResponse\x12\'\n\x08segments\x18\x01 \x03(\x0b\x32\x15.membroker.v1.Segment\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"$\n\x14ListDecisionsRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"B\n\x15ListDecisionsResponse\x12)\n\tdecisions\x18\x01 \x03(\x0b\x32\x16.membroker.v1.Decision2\xfe\n\n\rBrokerService\x12H\n\rRegisterModel\x12\".membroker.v1.RegisterModelRequest\x1a\x13.membroker.v1.Model\x12^\n\x0fUnregisterModel\x12$.membroker.v1.UnregisterModelRequest\x1a%.membroker.v1.UnregisterModelResponse\x12^\n\x0f\x41llocateExtents\x12$.membroker.v1.AllocateExtentsRequest\x1a%.membroker.v1.AllocateExtentsResponse\x12[\n\x0eReleaseExtents\x12#.membroker.v1.ReleaseExtentsRequest\x1a$.membroker.v1.ReleaseExtentsResponse\x12X\n\rDeclareMemory\x12\".membroker.v1.DeclareMemoryRequest\x1a#.membroker.v1.DeclareMemoryResponse\x12J\n\rCreateSegment\x12\".membroker.v1.CreateSegmentRequest\x1a\x15.membroker.v1.Segment\x12\x46\n\x0bSealSegment\x12 .membroker.v1.SealSegmentRequest\x1a\x15.membroker.v1.Segment\x12J\n\rAttachSegment\x12\".membroker.v1.AttachSegmentRequest\x1a\x15.membroker.v1.Segment\x12X\n\rDetachSegment\x12\".membroker.v1.DetachSegmentRequest\x1a#.membroker.v1.DetachSegmentResponse\x12J\n\rDeleteSegment\x12\".membroker.v1.DeleteSegmentRequest\x1a\x15.membroker.v1.Segment\x12\x41\n\tGetDevice\x12\x1e.membroker.v1.GetDeviceRequest\x1a\x14.membroker.v1.Device\x12J\n\x0cGetAvailable\x12!.membroker.v1.GetAvailableRequest\x1a\x17.membroker.v1.Available\x12>\n\x08GetModel\x12\x1d.membroker.v1.GetModelRequest\x1a\x13.membroker.v1.Model\x12O\n\nListModels\x12\x1f.membroker.v1.ListModelsRequest\x1a .membroker.v1.ListModelsResponse\x12U\n\x0cListSessions\x12!.membroker.v1.ListSessionsRequest\x1a\".membroker.v1.ListSessionsResponse\x12U\n\x0cListSegments\x12!.membroker.v1.ListSegmentsRequest\x1a\".membroker.v1.ListSegmentsResponse\x12X\n\rListDecisions\x12\".membroker.v1.ListDecisionsRequest\x1a#.membroker.v1.ListDecisionsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,41 +52,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DECLAREMEMORYRESPONSE']._serialized_start=1056
   _globals['_DECLAREMEMORYRESPONSE']._serialized_end=1103
   _globals['_CREATESEGMENTREQUEST']._serialized_start=1106
-  _globals['_CREATESEGMENTREQUEST']._serialized_end=1300
-  _globals['_SEALSEGMENTREQUEST']._serialized_start=1302
-  _globals['_SEALSEGMENTREQUEST']._serialized_end=1362
-  _globals['_ATTACHSEGMENTREQUEST']._serialized_start=1364
-  _globals['_ATTACHSEGMENTREQUEST']._serialized_end=1461
-  _globals['_DETACHSEGMENTREQUEST']._serialized_start=1463
-  _globals['_DETACHSEGMENTREQUEST']._serialized_end=1543
-  _globals['_DETACHSEGMENTRESPONSE']._serialized_start=1545
-  _globals['_DETACHSEGMENTRESPONSE']._serialized_end=1568
-  _globals['_DELETESEGMENTREQUEST']._serialized_start=1570
-  _globals['_DELETESEGMENTREQUEST']._serialized_end=1646
-  _globals['_GETDEVICEREQUEST']._serialized_start=1648
-  _globals['_GETDEVICEREQUEST']._serialized_end=1666
-  _globals['_GETAVAILABLEREQUEST']._serialized_start=1668
-  _globals['_GETAVAILABLEREQUEST']._serialized_end=1746
-  _globals['_AVAILABLE']._serialized_start=1749
-  _globals['_AVAILABLE']._serialized_end=1949
-  _globals['_GETMODELREQUEST']._serialized_start=1951
-  _globals['_GETMODELREQUEST']._serialized_end=1982
-  _globals['_LISTMODELSREQUEST']._serialized_start=1984
-  _globals['_LISTMODELSREQUEST']._serialized_end=2042
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2044
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2126
-  _globals['_LISTSESSIONSREQUEST']._serialized_start=2128
-  _globals['_LISTSESSIONSREQUEST']._serialized_end=2188
-  _globals['_LISTSESSIONSRESPONSE']._serialized_start=2190
-  _globals['_LISTSESSIONSRESPONSE']._serialized_end=2278
-  _globals['_LISTSEGMENTSREQUEST']._serialized_start=2280
-  _globals['_LISTSEGMENTSREQUEST']._serialized_end=2340
-  _globals['_LISTSEGMENTSRESPONSE']._serialized_start=2342
-  _globals['_LISTSEGMENTSRESPONSE']._serialized_end=2430
-  _globals['_LISTDECISIONSREQUEST']._serialized_start=2432
-  _globals['_LISTDECISIONSREQUEST']._serialized_end=2468
-  _globals['_LISTDECISIONSRESPONSE']._serialized_start=2470
-  _globals['_LISTDECISIONSRESPONSE']._serialized_end=2536
-  _globals['_BROKERSERVICE']._serialized_start=2539
-  _globals['_BROKERSERVICE']._serialized_end=3945
+  _globals['_CREATESEGMENTREQUEST']._serialized_end=1326
+  _globals['_SEALSEGMENTREQUEST']._serialized_start=1328
+  _globals['_SEALSEGMENTREQUEST']._serialized_end=1388
+  _globals['_ATTACHSEGMENTREQUEST']._serialized_start=1390
+  _globals['_ATTACHSEGMENTREQUEST']._serialized_end=1487
+  _globals['_DETACHSEGMENTREQUEST']._serialized_start=1489
+  _globals['_DETACHSEGMENTREQUEST']._serialized_end=1569
+  _globals['_DETACHSEGMENTRESPONSE']._serialized_start=1571
+  _globals['_DETACHSEGMENTRESPONSE']._serialized_end=1594
+  _globals['_DELETESEGMENTREQUEST']._serialized_start=1596
+  _globals['_DELETESEGMENTREQUEST']._serialized_end=1672
+  _globals['_GETDEVICEREQUEST']._serialized_start=1674
+  _globals['_GETDEVICEREQUEST']._serialized_end=1692
+  _globals['_GETAVAILABLEREQUEST']._serialized_start=1694
+  _globals['_GETAVAILABLEREQUEST']._serialized_end=1772
+  _globals['_AVAILABLE']._serialized_start=1775
+  _globals['_AVAILABLE']._serialized_end=1975
+  _globals['_GETMODELREQUEST']._serialized_start=1977
+  _globals['_GETMODELREQUEST']._serialized_end=2008
+  _globals['_LISTMODELSREQUEST']._serialized_start=2010
+  _globals['_LISTMODELSREQUEST']._serialized_end=2068
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2070
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2152
+  _globals['_LISTSESSIONSREQUEST']._serialized_start=2154
+  _globals['_LISTSESSIONSREQUEST']._serialized_end=2214
+  _globals['_LISTSESSIONSRESPONSE']._serialized_start=2216
+  _globals['_LISTSESSIONSRESPONSE']._serialized_end=2304
+  _globals['_LISTSEGMENTSREQUEST']._serialized_start=2306
+  _globals['_LISTSEGMENTSREQUEST']._serialized_end=2366
+  _globals['_LISTSEGMENTSRESPONSE']._serialized_start=2368
+  _globals['_LISTSEGMENTSRESPONSE']._serialized_end=2456
+  _globals['_LISTDECISIONSREQUEST']._serialized_start=2458
+  _globals['_LISTDECISIONSREQUEST']._serialized_end=2494
+  _globals['_LISTDECISIONSRESPONSE']._serialized_start=2496
+  _globals['_LISTDECISIONSRESPONSE']._serialized_end=2562
+  _globals['_BROKERSERVICE']._serialized_start=2565
+  _globals['_BROKERSERVICE']._serialized_end=3971
 # @@protoc_insertion_point(module_scope)

@@ -280,6 +280,7 @@ class CreateSegmentRequest(google.protobuf.message.Message):
     LOCATION_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     WAIT_FIELD_NUMBER: builtins.int
+    DELETE_WHEN_LEFT_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """Zero inside a handoff frame."""
     model: builtins.str
@@ -290,6 +291,8 @@ class CreateSegmentRequest(google.protobuf.message.Message):
     """Unspecified: the device."""
     size_bytes: builtins.int
     """Positive, a multiple of the granularity."""
+    delete_when_left: builtins.bool
+    """Once sealed, it is deleted when no session holds it any more."""
     @property
     def wait(self) -> google.protobuf.duration_pb2.Duration:
         """As for AllocateExtentsRequest."""
@@ -303,9 +306,10 @@ class CreateSegmentRequest(google.protobuf.message.Message):
         location: membroker.v1.resources_pb2.Location.ValueType = ...,
         size_bytes: builtins.int = ...,
         wait: google.protobuf.duration_pb2.Duration | None = ...,
+        delete_when_left: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_wait", b"_wait", "wait", b"wait"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_wait", b"_wait", "location", b"location", "model", b"model", "request_id", b"request_id", "segment_id", b"segment_id", "size_bytes", b"size_bytes", "wait", b"wait"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_wait", b"_wait", "delete_when_left", b"delete_when_left", "location", b"location", "model", b"model", "request_id", b"request_id", "segment_id", b"segment_id", "size_bytes", b"size_bytes", "wait", b"wait"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_wait", b"_wait"]) -> typing.Literal["wait"] | None: ...
 
 global___CreateSegmentRequest = CreateSegmentRequest

@@ -296,11 +296,11 @@ class Script:
         return ev.SetQuota(self.call(f"quota {who}"), tenant, model or None, where, *sizes, weight=number)
 
     def do_create(
-        self, name: str, request: str, segment: str, size: str, where: Any = "device", wait: str = ""
+        self, name: str, request: str, segment: str, size: str, where: Any = "device", wait: str = "", bound: str = ""
     ) -> ev.Event:
-        """Create; `wait` in seconds."""
-        call, own = self.call(f"{request} of {name}"), self.segment(name, segment)
-        return ev.CreateSegment(call, self.session(name), int(request), own, where, mib(size), nanoseconds(wait))
+        """Create; `wait` in seconds. `bound=yes`: it is deleted when it is left."""
+        call, own, until = self.call(f"{request} of {name}"), self.segment(name, segment), nanoseconds(wait)
+        return ev.CreateSegment(call, self.session(name), int(request), own, where, mib(size), until, bound == "yes")
 
     def do_cancel(self, name: str, request: str) -> ev.Event:
         """The caller of a request does not want its answer any more."""

@@ -43,6 +43,7 @@ FACTS: tuple[ft.Fact, ...] = (
     ft.DeclarationSet(26, NAME, "device", 500),
     ft.LocationSettled(26, "device", True),
     ft.SegmentBegan(40, NAME, "weights", "device", 1 << 30, 2 << 20, 41, 3, 26, 9),
+    ft.SegmentBound(40),
     ft.SegmentMoved(40, "seal asked"),
     ft.SegmentEnded(40, None),
     ft.SegmentHeld(40, 26),

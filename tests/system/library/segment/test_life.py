@@ -18,6 +18,7 @@ from tests.support.processes import (
 )
 from tests.support.segments import holders, protections, sealed
 from tests.support.sizes import MIB
+from tests.support.workers import workers
 
 import membroker
 
@@ -139,6 +140,22 @@ class TestLife:
         with pytest.raises(membroker.SegmentNotFound):
             client.attach("weights")
         assert model.create_segment("weights", 1).read(0, 4) == bytes(4)
+
+    def test_deleted_when_left(self, daemon: Daemon, client: membroker.Client, model: membroker.Model) -> None:
+        """Engines share it, and its writer is gone. The last two are killed in one moment, and nothing is left."""
+        with workers(3) as engines:
+            for engine in engines:
+                engine.connect(daemon)
+            with model.create_segment("weights", 1, delete_when_left=True) as segment:
+                segment.seal()
+                for engine in engines:
+                    engine.do("segment = client.attach('weights')")
+            engines[0].do("segment.close()")
+            assert holders(client) == {"weights": 2}
+            for engine in engines[1:]:
+                engine.process.kill()
+            until(lambda: not client.segments())
+            until(lambda: daemon.books().lent_bytes == 0)
 
     def test_closed_with_its_client(self, daemon: Daemon, transport: str) -> None:
         """What was sealed lives on; what was not is given up."""
