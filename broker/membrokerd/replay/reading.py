@@ -21,6 +21,8 @@ MAX_FILE_BYTES = 64 << 20
 MAX_ROWS = 1_000_000
 RECORD_NS = 1_000_000
 """A journal has no times: its records are replayed a millisecond apart."""
+REQUESTS = (b"contexttokens", b"request tokens", b'"input_length"')
+"""What the first line of a published trace of requests has: Azure's, BurstGPT's, Mooncake's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ def _parts(data: bytes) -> Iterator[Part]:
         found = _read_line(raw, number)
         if isinstance(found, records.Unusable):
             if torn or part is None:
-                raise torn or records.Unusable("broken", "is not a trace")
+                raise torn or records.Unusable("broken", _not_a_trace(raw))
             torn = found
         elif isinstance(found, trace.Begin):  # a daemon that was killed leaves half a line before it
             torn = None
@@ -96,6 +98,13 @@ def _parts(data: bytes) -> Iterator[Part]:
             part.add(part.begin.now + microseconds * 1_000, row)
     if part is not None:
         yield part
+
+
+def _not_a_trace(first_line: bytes) -> str:
+    """Say what a file is instead, if its first line shows it."""
+    if any(word in first_line[:256].lower() for word in REQUESTS):
+        return "is a trace of requests to a language model, which `python -m benchmarks.serving --requests` plays"
+    return "is not a trace"
 
 
 def _read_line(raw: bytes, number: int) -> trace.Begin | tuple[int, trace.Row] | records.Unusable:

@@ -53,6 +53,9 @@ def replay(path: Path, **asked: Any) -> tuple[int, str]:
 def test_files_that_are_no_trace(tmp_path: Path) -> None:
     """What an operator may name by mistake."""
     path = tmp_path / "file"
+    of_requests = (
+        "is a trace of requests to a language model, which `python -m benchmarks.serving --requests` plays: give"
+    )
     for data, sentence in (
         (b"", "is empty: nothing was recorded yet"),
         (b"\0" * 5_000, "is empty"),
@@ -60,6 +63,9 @@ def test_files_that_are_no_trace(tmp_path: Path) -> None:
         (os.urandom(100_000), "is not a trace"),
         (b'{"membroker trace":1}\n', "is not a trace"),
         (b"[1,[]]\n[1,[]]\n", "is not a trace"),
+        (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2024-02-03 04:05:06,1,1\n", of_requests),
+        (b"\nTimestamp,Model,Request tokens,Response tokens\n1,GPT-4,1,1\n", of_requests),
+        (b'{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [0]}\n' * 2, of_requests),
     ):
         path.write_bytes(data)
         status, told = replay(path)
