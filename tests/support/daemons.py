@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
+from prometheus_client.parser import text_string_to_metric_families
 
 from membroker.v1 import admin_pb2_grpc, broker_pb2, resources_pb2
 from tests.support.template import PythonProcess
@@ -159,6 +160,15 @@ class Daemon:
             return text if taken is not None and float(taken[1]) >= began else ""
 
         return until(scrape)
+
+    def figure(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric's series that have these labels, by a scrape; 0 if there is none."""
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(self.metrics())
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
 
     def is_unused(self) -> bool:
         """Say whether there is no session, no model, no segment, no byte lent and no drain."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.support.daemons import DEADLINE_SECONDS, Daemon
+from tests.support.workers import proc_of, state_of
 
 EXTENT = "membroker-extent"
 
@@ -24,12 +25,12 @@ def mapped_extents(pid: int | str = "self") -> int:
     return Path(f"/proc/{pid}/maps").read_text().count(EXTENT)
 
 
-def open_extents() -> int:
-    """Return how many descriptors of extents this process has open."""
+def open_extents(pid: int | str = "self") -> int:
+    """Return how many descriptors of extents a process has open."""
     links = []
-    for name in os.listdir("/proc/self/fd"):
+    for name in os.listdir(f"/proc/{pid}/fd"):
         with suppress(FileNotFoundError):
-            links.append(os.readlink(f"/proc/self/fd/{name}"))
+            links.append(os.readlink(f"/proc/{pid}/fd/{name}"))
     return sum(EXTENT in link for link in links)
 
 
@@ -87,6 +88,5 @@ def ends(process: subprocess.Popen[str]) -> None:
 
 def is_waiting(pid: int) -> bool:
     """Whether the main thread of a process is inside a system call in which it sleeps."""
-    status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    call = Path(f"/proc/{pid}/syscall").read_text().split()[0]
-    return status == "S" and call in ("47", "7", "271", "202", "281", "441")
+    call = proc_of(pid, "syscall").partition(" ")[0]
+    return state_of(pid) == "S" and call in ("47", "7", "271", "202", "281", "441")

@@ -215,13 +215,20 @@ def is_gone(pid: int) -> bool:
 
 
 def descriptors_at_start(daemon: Daemon) -> int:
-    """Return how many descriptors a daemon has open that has just started and served nobody.
-
-    The least of some counts, because a file that it reads at that moment is closed again.
-    """
+    """Return how many descriptors a daemon has open that has just started and served nobody."""
     # Said after the socket is closed on which the daemon told that it is ready.
     until(lambda: f" ready pid={daemon.process.pid} " in daemon.log())
-    return min((daemon.descriptors(), daemon.device())[0] for _ in range(3))
+    return descriptors_at_rest(daemon)
+
+
+def descriptors_at_rest(daemon: Daemon) -> int:
+    """Return how many descriptors a daemon has open, once 20 looks in a row have found as many.
+
+    What a start or a connection needs for a moment is closed again, and may be open at each of a few looks.
+    """
+    seen: list[int] = []
+    until(lambda: seen.append(daemon.descriptors()) or (len(seen) > 20 and len(set(seen[-20:])) == 1))
+    return min(seen)
 
 
 def is_clean(daemon: Daemon) -> bool:

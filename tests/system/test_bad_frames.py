@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import select
 import socket
 from collections.abc import Callable
@@ -187,17 +186,11 @@ def test_a_peer_that_says_goodbye_and_does_not_read_is_cut() -> None:
             with suppress(BlockingIOError):
                 while True:
                     probe.send(refused)
-            taken = _steady(honest, lambda: _released(daemon))
+            taken = _steady(honest, daemon)
         # The last one found the socket full. What a packet weighs differs a little, so some more or fewer may fit.
         assert any(_mute_goodbye(daemon, refused, taken + more) for more in range(-4, 9)), (
             "no Goodbye met a full socket"
         )
-
-
-def _released(daemon: Daemon) -> int:
-    """Return how many releases the daemon has answered; its log may have dropped some."""
-    found = re.search(r'^membroker_request_seconds_count{.*method="ReleaseExtents".*} (\S+)$', daemon.metrics(), re.M)
-    return int(float(found[1])) if found else 0
 
 
 def _mute_goodbye(daemon: Daemon, request: pb.Frame, count: int) -> bool:
@@ -217,13 +210,13 @@ def _mute_goodbye(daemon: Daemon, request: pb.Frame, count: int) -> bool:
         return True
 
 
-def _steady(honest: Session, count: Callable[[], int]) -> int:
-    """Return the count once the daemon has had many turns in which it did not grow."""
+def _steady(honest: Session, daemon: Daemon) -> int:
+    """Return how many releases the daemon has answered, once it has had many turns in which that did not grow."""
     last = -1
     while True:
         for _ in range(20):
             assert reason(honest.call(declare=bpb.DeclareMemoryRequest(model="x"))) == "INVALID_NAME"
-        now = count()
+        now = int(daemon.figure("membroker_request_seconds_count", method="ReleaseExtents"))
         if now == last:
             return now
         last = now

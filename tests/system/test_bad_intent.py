@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -121,18 +122,16 @@ def test_a_request_is_counted_once(daemon: Daemon, transport: str) -> None:
     with Session(daemon.endpoint()) as session:
         session.register("mine")
         Asker(session, transport).release(1)
-    family = f'membroker_request_seconds_count{{gpu_uuid="host",method="ReleaseExtents",transport="{transport}"}}'
-    assert [line.split()[-1] for line in daemon.metrics().splitlines() if line.startswith(family)] == ["1.0"]
+    assert daemon.figure("membroker_request_seconds_count", method="ReleaseExtents", transport=transport) == 1
 
 
 def test_nobody_fills_the_log_by_being_refused() -> None:
     """A client that connects and sends garbage in a loop is counted each time, and written down once a second."""
     with running() as daemon:
+        began = time.monotonic()
         for _ in range(200):
             with Connection(daemon.endpoint()) as one:
                 one.sock.send(b"garbage")
                 assert reason(one.receive().frame.reply.error) == "PROTOCOL_VIOLATION"
-        assert (
-            'membroker_connections_refused_total{gpu_uuid="host",reason="PROTOCOL_VIOLATION"} 200.0' in daemon.metrics()
-        )
-        assert 1 <= daemon.log().count("connection refused") <= 20
+        assert daemon.figure("membroker_connections_refused_total", reason="PROTOCOL_VIOLATION") == 200
+        assert 1 <= daemon.log().count("connection refused") <= 2 + time.monotonic() - began

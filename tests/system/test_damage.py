@@ -133,9 +133,6 @@ def test_a_torn_end_is_left_out_and_kept(daemon: Daemon) -> None:
         until(lambda: daemon.books().lent_bytes == PAGE)
 
 
-# --- the keeper ---
-
-
 # --- what is removed while a daemon runs ---
 
 
@@ -168,8 +165,6 @@ def test_what_cannot_be_written_again_is_told(daemon: Daemon) -> None:
         session.borrow(model, PAGE)
     until(lambda: daemon.log().count("removed or replaced") == 2)
 
-
-# --- what is there instead of a file ---
 
 # --- exec ---
 

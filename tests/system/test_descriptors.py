@@ -6,9 +6,9 @@ again, everything goes on as before, on the same connections.
 
 from __future__ import annotations
 
+import os
 import socket
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,7 +18,16 @@ from tests.support import raw
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.honest_worker import State, honest, other_user, spare_descriptors, unprivileged
 from tests.support.raw import Connection, Session, hello, reason
-from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, descriptors_at_start, until_clean, worker
+from tests.support.workers import (
+    ANCHOR_BYTES,
+    PAGE,
+    Worker,
+    descriptors_at_rest,
+    descriptors_at_start,
+    proc_of,
+    until_clean,
+    worker,
+)
 
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import broker_pb2_grpc
@@ -30,17 +39,6 @@ from membroker.wire.sessions import descriptors_for
 
 OF_A_SESSION = 4
 """Descriptors that a session costs the broker: its connection, its process, its notices."""
-
-
-def descriptors_at_rest(daemon: Daemon) -> int:
-    """Return how many descriptors the daemon has open, once 40 looks in a row have found as many.
-
-    A connection that was closed is still open there for a moment, and copies of a new session's pidfd are on their way
-    to the keeper until that has answered.
-    """
-    seen: list[int] = []
-    until(lambda: seen.append(daemon.descriptors()) or (len(seen) > 40 and len(set(seen[-40:])) == 1))
-    return seen[-1]
 
 
 def test_an_honest_worker_while_the_broker_has_no_descriptor_left(daemon: Daemon, transport: str) -> None:
@@ -117,7 +115,7 @@ def test_a_grpc_connection_for_which_there_is_no_descriptor(daemon: Daemon) -> N
 
         standing, new = ask(1), ask(2)
         assert standing().result(DEADLINE_SECONDS).locations
-        before = descriptors_at_rest(daemon)
+        before = descriptors_at_rest(daemon)  # copies of the new session's pidfd are with the keeper by then
         spare_descriptors(daemon.process.pid, 0)
         call = new()
         assert standing().result(DEADLINE_SECONDS).locations
@@ -148,8 +146,9 @@ def test_a_scrape_for_which_there_is_no_descriptor(daemon: Daemon) -> None:
 
 def _busy_seconds(daemon: Daemon) -> float:
     """Return for how long the daemon's threads ran or would have, had a core been free: no load of others hides it."""
-    tasks = Path(f"/proc/{daemon.process.pid}/task").glob("*/schedstat")
-    return sum(sum(map(int, task.read_text().split()[:2])) for task in tasks) / 1e9
+    pid = daemon.process.pid
+    threads = [proc_of(pid, f"task/{thread}/schedstat") for thread in os.listdir(f"/proc/{pid}/task")]
+    return sum(int(number) for thread in threads for number in thread.split()[:2]) / 1e9
 
 
 LIMIT = descriptors_for(3)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -64,8 +64,7 @@ def why_not(daemon: Daemon, name: str) -> str:
 
 def evictions(daemon: Daemon) -> int:
     """Return how many processes the metric counts."""
-    (count,) = re.findall(r"^membroker_evictions_total\S* (\S+)$", daemon.metrics(), re.MULTILINE)
-    return int(float(count))
+    return int(daemon.figure("membroker_evictions_total"))
 
 
 # --- What ends ---
@@ -187,7 +186,7 @@ def test_a_process_that_is_dead_already(daemon: Daemon) -> None:
             assert why_not(daemon, name).startswith("its process is dead already")
             assert not is_gone(child)
         finally:
-            subprocess.run(["kill", "-9", str(child)], check=True)
+            os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.root

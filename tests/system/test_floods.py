@@ -50,12 +50,6 @@ class Scene(NamedTuple):
     honest: dict[str, Honest]
     descriptors: int
 
-    def refused(self, why: str) -> int:
-        """Return how many connections were refused for a reason, as a scrape says."""
-        prefix = f'membroker_connections_refused_total{{gpu_uuid="host",reason="{why}"}} '
-        lines = [line for line in self.daemon.metrics().splitlines() if line.startswith(prefix)]
-        return int(float(lines[0].removeprefix(prefix))) if lines else 0
-
     def device_used(self) -> int:
         """Return the bytes that the device shows in use, without the anchor."""
         return int(self.daemon.books().device_used_bytes) - ANCHOR_BYTES

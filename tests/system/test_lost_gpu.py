@@ -10,17 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.command import good, run
 from tests.support.daemons import Daemon, find_root, running, until
 from tests.support.fake_cuda import say_faults, with_faults
 from tests.support.sizes import GIB, MIB
-from tests.support.template import run as run_python
 from tests.support.workers import worker
 
 if os.environ.get("MEMBROKER_REQUIRE_FAKE_CUDA") != "1":
     pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
     pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
 
-COMMAND = ("-m", "membroker.cli.main")
 OFF_THE_BUS = "nvmlDeviceGetMemoryInfo 15\ncuMemCreate 999\n"
 ONLY_CUDA = "cuMemCreate 999\n"
 LOST, BACK = "the device does not answer: nothing more is lent", "the device answers again"
@@ -49,20 +48,12 @@ def probe(daemon: Daemon, path: str) -> tuple[int, str]:
 
 
 def lost(daemon: Daemon) -> float:
-    """Return what the metric says."""
-    found = re.search(r"^membroker_device_lost\{.*\} (\S+)$", daemon.metrics(), re.MULTILINE)
-    assert found is not None
-    return float(found[1])
+    return daemon.figure("membroker_device_lost")
 
 
 def proofs(daemon: Daemon) -> float:
     """Return how often the driver was asked to make extents."""
-    found = re.search(r'^membroker_driver_call_seconds_count\{call="lend".*\} (\S+)$', daemon.metrics(), re.MULTILINE)
-    return float(found[1]) if found is not None else 0
-
-
-def command(*arguments: str) -> str:
-    return run_python([*COMMAND, *arguments]).stdout
+    return daemon.figure("membroker_driver_call_seconds_count", call="lend")
 
 
 def test_a_gpu_that_falls_off_the_bus_and_comes_back(daemon: Daemon, faults: Path) -> None:
@@ -89,8 +80,8 @@ def test_a_gpu_that_falls_off_the_bus_and_comes_back(daemon: Daemon, faults: Pat
         status, sentence = probe(daemon, "/readyz")
         assert (status, "NVML_ERROR_GPU_IS_LOST" in sentence) == (503, True)
         assert probe(daemon, "/healthz") == (200, "ok\n")
-        assert re.search(r"lending +no: the device does not answer", command("status", "--endpoint", str(daemon.admin)))
-        told = command("doctor", "--endpoint", str(daemon.admin))
+        assert re.search(r"lending +no: the device does not answer", good("status", at=daemon.admin))
+        told = run("doctor", at=daemon.admin)[1]
         assert re.search(r"^fail  broker: .* its device does not answer\n +`nvidia-smi` and", told, re.MULTILINE)
         one.do("buffer.close()")
         assert daemon.books().lent_bytes == 0

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.support.command import good, run
 from tests.support.daemons import Daemon, running, until
 from tests.support.sizes import MIB
-from tests.support.template import run as run_python
 from tests.support.workers import worker
 from tests.system.cli.test_segments import write_file
 
@@ -18,14 +18,6 @@ pytestmark = pytest.mark.shared_daemon
 
 NAME = "Qwen/Qwen3-8B"
 FULL = f"tenants/red/models/{NAME}"
-
-
-def membroker(daemon: Daemon, *arguments: str, endpoint: Path | None = None) -> str:
-    """Run the command and return what it printed."""
-    where = str(endpoint or daemon.endpoint("red"))
-    done = run_python(["-m", "membroker.cli.main", *arguments, "--endpoint", where])
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_the_name_is_the_users_in_the_books_the_metrics_and_the_log(transport: str) -> None:
@@ -53,23 +45,22 @@ def test_the_command_takes_and_shows_the_name(daemon: Daemon, tmp_path: Path) ->
     """An operator limits the model, a script loads its weights, lists, shows and deletes them."""
     file = tmp_path / "model.safetensors"
     write_file(file, {"embed": ("F32", (512, 1024))})
-    membroker(daemon, "segments", "load", str(file), f"{NAME}/weights")
-    assert f"\nred/{NAME} " in membroker(daemon, "models")
-    assert f"\nred/{NAME}/weights " in membroker(daemon, "segments")
-    assert membroker(daemon, "segments", "show", f"{NAME}/weights").startswith(f"red/{NAME}/weights: ")
-    assert json.loads(membroker(daemon, "segments", "show", f"red/{NAME}/weights", "--json"))["name"] == (
-        f"{FULL}/segments/weights"
-    )
+    red = daemon.endpoint("red")
+    assert run("segments", "load", file, f"{NAME}/weights", at=red)[0] == 0
+    assert f"\nred/{NAME} " in good("models", at=red)
+    assert f"\nred/{NAME}/weights " in good("segments", at=red)
+    assert good("segments", "show", f"{NAME}/weights", at=red).startswith(f"red/{NAME}/weights: ")
+    shown = json.loads(good("segments", "show", f"red/{NAME}/weights", "--json", at=red))
+    assert shown["name"] == f"{FULL}/segments/weights"
     with worker() as one:
         one.connect(daemon)
         one.do(f"weights = client.attach('{NAME}/weights')")
         assert one.ask("weights.resource_name") == f"{FULL}/segments/weights"
-        assert f'"{FULL}/segments/weights"' in membroker(daemon, "sessions", "--json")
-    told = membroker(daemon, "quota", "set", f"red/{NAME}", "--limit", "64MiB", endpoint=daemon.admin)
+        assert f'"{FULL}/segments/weights"' in good("sessions", "--json", at=red)
+    told = good("quota", "set", f"red/{NAME}", "--limit", "64MiB", at=daemon.admin)
     assert told.startswith(f"red/{NAME}, device memory: limit 64.0 MiB")
-    assert f"red/{NAME}/weights is deleted" in membroker(
-        daemon, "segments", "delete", f"red/{NAME}/weights", "--admin", endpoint=daemon.admin
-    )
+    told = good("segments", "delete", f"red/{NAME}/weights", "--admin", at=daemon.admin)
+    assert f"red/{NAME}/weights is deleted" in told
     until(lambda: not daemon.books().lent_bytes)
 
 

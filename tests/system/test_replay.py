@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.command import COMMAND, good, refused, run
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.sizes import MIB
-from tests.support.template import run as run_python
 from tests.support.workers import PAGE, children, proc_of, worker, workers
 
 import membroker
@@ -40,10 +40,8 @@ def trace_of(daemon: Daemon) -> Path:
 
 def replay(*arguments: object) -> Models:
     """Run the command, and return what happened and what happens, by model."""
-    done = run_python(["-m", "membroker.cli.main", "replay", *map(str, arguments), "--json"])
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return {model["name"].split("/", 1)[1].replace("/models", ""): model for model in json.loads(done.stdout)["models"]}
+    found = json.loads(good("replay", *arguments, "--json"))["models"]
+    return {model["name"].split("/", 1)[1].replace("/models", ""): model for model in found}
 
 
 def counted(figures: dict[str, Any]) -> dict[str, Any]:
@@ -52,11 +50,6 @@ def counted(figures: dict[str, Any]) -> dict[str, Any]:
 
 def waiting(daemon: Daemon) -> int:
     return int(daemon.books().waiting_requests)
-
-
-def operate(*arguments: object) -> None:
-    done = run_python(["-m", "membroker.cli.main", *map(str, arguments)])
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +92,7 @@ def _trade(daemon: Daemon) -> None:
         red.do("client.delete_segment('chat/weights')")
         # A declaration, a quota below what is used, and a death.
         red.do("model.declare(4 * MIB)")
-        operate("quota", "set", "blue", "--limit", "96MiB", "--endpoint", daemon.admin)
+        good("quota", "set", "blue", "--limit", "96MiB", at=daemon.admin)
         until(lambda: sum(one.books[0].used_bytes for one in daemon.models() if "blue" in one.name) <= 96 * MIB)
         red.do("kept = model.allocate(32 * MIB)")
         red.kill()
@@ -147,24 +140,23 @@ def test_other_limits_and_guarantees(recorded: Path) -> None:
 
 
 def test_the_table(recorded: Path) -> None:
-    done = run_python(["-m", "membroker.cli.main", "replay", str(recorded), "--capacity", "128MiB"])
-    assert done.returncode == 0
-    head, *rows = done.stdout.splitlines()
+    out = good("replay", recorded, "--capacity", "128MiB")
+    head, *rows = out.splitlines()
     assert head.split() == ["model", "requests", "granted", "refused", "waited", "in", "all", "p99", "recalled", "late"]
     assert [row.split()[0] for row in rows[:2]] == ["blue/cache", "replayed"]
     assert "1 CAPACITY" in rows[1]
-    assert "recorded:" in done.stdout
+    assert "recorded:" in out
 
 
 def test_a_name_that_asked_for_nothing_is_said(recorded: Path) -> None:
     """A misspelled name changes no figure, and "nothing changes" would be the wrong answer."""
-    command = ["-m", "membroker.cli.main", "replay", str(recorded), "--limit", "red=none", "--weight"]
+    arguments = ("replay", recorded, "--limit", "red=none", "--weight")
     for name in ("red/chta", "chat"):
-        done = run_python([*command, f"{name}=2"])
-        assert done.returncode == 0, done.stderr
-        assert f"{name} asked for no device memory in this recording: check the name (blue/cache, " in done.stderr
+        status, _, err = run(*arguments, f"{name}=2")
+        assert status == 0
+        assert f"{name} asked for no device memory in this recording: check the name (blue/cache, " in err
     for name in ("red/chat", "blue"):
-        assert run_python([*command, f"{name}=2"]).stderr == ""
+        good(*arguments, f"{name}=2")
 
 
 def test_numbers_that_cannot_be(recorded: Path) -> None:
@@ -177,15 +169,12 @@ def test_numbers_that_cannot_be(recorded: Path) -> None:
         (["--capacity", "64MiB"], 1, "the guarantees of all tenants together would be 96.0 MiB of device memory"),
         (["--location", "host"], 1, "the recorded broker lends no host memory: leave out --location host"),
     ]:
-        done = run_python(["-m", "membroker.cli.main", "replay", str(recorded), *arguments])
-        assert done.returncode == status
-        assert sentence in done.stderr
-        assert "Traceback" not in done.stderr
+        assert sentence in refused("replay", recorded, *arguments, status=status)
 
 
 def test_a_replay_that_is_ended_takes_its_process_along(recorded: Path) -> None:
     """Ctrl-C, or a scheduler's timeout, of a long replay: no traceback, and no process goes on alone."""
-    command = [sys.executable, "-m", "membroker.cli.main", "replay", *[str(recorded)] * 400]
+    command = [sys.executable, *COMMAND, "replay", *[str(recorded)] * 400]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
@@ -210,7 +199,7 @@ def links(pid: int) -> list[str]:
 
 def test_a_replay_that_is_killed_is_a_sentence(recorded: Path) -> None:
     """The machine's memory was full, and the kernel chose the process that replays."""
-    command = [sys.executable, "-m", "membroker.cli.main", "replay", *[str(recorded)] * 400]
+    command = [sys.executable, *COMMAND, "replay", *[str(recorded)] * 400]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         os.kill(until(lambda: children(process.pid))[0], signal.SIGKILL)
         out, err = process.communicate(timeout=DEADLINE_SECONDS)
@@ -252,9 +241,7 @@ def test_a_journal_shows_which_loans_fit() -> None:
         (model_,) = replay(journal, "--capacity", "32MiB").values()
         assert model_["happened"]["granted"] == 3
         assert model_["replayed"]["refused"] == {"CAPACITY": 1}
-        done = run_python(["-m", "membroker.cli.main", "replay", str(journal)])
-        assert done.returncode == 1
-        assert "is a journal, which does not say the capacity: give one with --capacity" in done.stderr
+        assert refused("replay", journal).endswith("give one with --capacity")
 
 
 def test_a_full_disk_stops_the_recording_and_nothing_else() -> None:

@@ -375,6 +375,3 @@ def test_a_writer_that_spoils_its_own_seal_harms_nobody(daemon: Daemon, transpor
         os.close(descriptor)
         assert asker.detach(made.generation) == pb.DetachSegmentResponse()
         assert reader.refused("attaching.result()").error == "WriterDied"
-
-
-# Strangers

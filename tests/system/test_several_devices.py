@@ -6,7 +6,6 @@ The devices are the host driver's; tests/gpu/test_two_gpus.py does the same with
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 from tests.support import raw
+from tests.support.command import run
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, hold_still, running, until
 from tests.support.keepers import end_keeper
 from tests.support.sizes import MIB
@@ -144,10 +144,7 @@ def test_two_devices_lend_apart(place: Path) -> None:
 def command(place: Path, *words: str) -> tuple[int, str, str]:
     """Run `membroker` as the user whose runtime directory this is."""
     (place / "membroker").exists() or (place / "membroker").symlink_to(place / "run")
-    environment = {**os.environ, "XDG_RUNTIME_DIR": str(place), "MEMBROKER_ENDPOINT": ""}
-    done = run_python(["-m", "membroker.cli.main", *words], env=environment)
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, done.stdout, done.stderr
+    return run(*words, env={"XDG_RUNTIME_DIR": str(place)})
 
 
 def test_one_command_for_all_devices_and_one_for_each(place: Path) -> None:

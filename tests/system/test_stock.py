@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.daemons import Daemon, running, until
-from tests.support.processes import mapped_extents
+from tests.support.processes import mapped_extents, open_extents
 from tests.support.sizes import MIB
 from tests.support.workers import PAGE, Worker, worker
-
-from membroker.vmm.host.extents import EXTENT_NAME
 
 PAGES = 16
 """Of the capacity."""
@@ -99,27 +94,16 @@ def test_its_descriptors_are_open_and_counted_and_go_with_it(stocked: Daemon) ->
         begin(process, stocked)
         process.do("first = model.allocate(PAGE); first.close()")
         until_ready(stocked, 2)
-        assert said_to_be_open(stocked) == memory_descriptors(stocked) == 1 + 2
+        until(lambda: open_extents(stocked.process.pid) == 1 + 2)
+        assert said_to_be_open(stocked) == 1 + 2
         process.do(f"large = model.allocate({PAGES} * PAGE)")
         until_ready(stocked, 0)
-        until(lambda: memory_descriptors(stocked) == 1)
+        until(lambda: open_extents(stocked.process.pid) == 1)
         assert said_to_be_open(stocked) == 1
 
 
-def memory_descriptors(daemon: Daemon) -> int:
-    """Return how many extents the daemon has open."""
-    found = 0
-    for one in Path(f"/proc/{daemon.process.pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # a connection that ends meanwhile
-            found += EXTENT_NAME in os.readlink(one)
-    return found
-
-
-def said_to_be_open(daemon: Daemon) -> int:
-    """Return how many memory descriptors the daemon says it has open."""
-    found = re.search(r"^membroker_memory_descriptors_open\{[^}]*\} (\S+)$", daemon.metrics(), re.MULTILINE)
-    assert found
-    return int(float(found[1]))
+def said_to_be_open(daemon: Daemon) -> float:
+    return daemon.figure("membroker_memory_descriptors_open")
 
 
 def test_a_stop_leaves_nothing() -> None:

@@ -6,10 +6,10 @@ import json
 import os
 from typing import Any
 
+from tests.support.command import good
 from tests.support.daemons import Daemon, running, until
 from tests.support.sizes import MIB
-from tests.support.template import run as run_python
-from tests.support.workers import Worker, descriptors_at_start, until_clean, workers
+from tests.support.workers import Worker, descriptors_at_start, proc_of, until_clean, workers
 
 from membroker.v1 import admin_pb2
 
@@ -20,13 +20,6 @@ def processes(daemon: Daemon) -> dict[int, Any]:
     """What ListProcesses says of each process, by pid."""
     with daemon.admin_stub() as stub:
         return {one.pid: one for one in stub.ListProcesses(admin_pb2.ListProcessesRequest()).processes}
-
-
-def command(daemon: Daemon, *options: str) -> str:
-    """What `membroker processes` prints."""
-    done = run_python(["-m", "membroker.cli.main", "processes", "--endpoint", str(daemon.admin), *options])
-    assert done.returncode == 0
-    return done.stdout
 
 
 def borrow(one: Worker, daemon: Daemon, tenant: str, transport: str, size: int) -> None:
@@ -67,12 +60,11 @@ def test_a_liar_is_named_and_shown_and_the_honest_are_not(transport: str) -> Non
         assert list(seen[liar.pid].models) == ["tenants/red/models/m"]
         assert list(seen[liar.pid].sessions) == [one.name for one in daemon.sessions() if one.pid == liar.pid]
 
-        (row,) = (line for line in command(daemon).splitlines() if line.split()[0] == str(liar.pid))
+        (row,) = (line for line in good("processes", at=daemon.admin).splitlines() if line.split()[0] == str(liar.pid))
         assert row.split()[2:] == [*["64.0", "MiB"], *["0", "B"] * 2, *["64.0", "MiB"], "red/m"]
-        (told,) = (one for one in json.loads(command(daemon, "--json")) if one["pid"] == liar.pid)
+        (told,) = (one for one in json.loads(good("processes", "--json", at=daemon.admin)) if one["pid"] == liar.pid)
         assert (told["used_bytes"], told["charged_bytes"], told["excess_bytes"]) == (64 * MIB, 0, 64 * MIB)
-        with open(f"/proc/{liar.pid}/comm", encoding="utf-8") as comm:
-            assert told["command"] == seen[liar.pid].command == comm.read().strip()
+        assert told["command"] == seen[liar.pid].command == proc_of(liar.pid, "comm").strip()
 
         liar.kill()
         until(lambda: daemon.books().unaccounted_bytes == 0)

@@ -9,13 +9,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.command import COMMAND, good, refused, rows
 from tests.support.daemons import Daemon, running
 from tests.support.sizes import MIB
-from tests.support.template import run as run_python
 
 import membroker
 from membroker import types
@@ -25,22 +25,6 @@ from membroker.cli.books import admin_socket
 from membroker.errors import BrokerUnavailable, InvalidRequest
 
 pytestmark = pytest.mark.shared_daemon
-
-COMMAND = ("-m", "membroker.cli.main")
-
-
-def run(*arguments: str, env: Mapping[str, str] | None = None) -> tuple[int, str, str]:
-    """Run the command as a shell would; return its exit status and what it wrote."""
-    clean = {key: value for key, value in os.environ.items() if key not in ("MEMBROKER_ENDPOINT", "XDG_RUNTIME_DIR")}
-    done = run_python([*COMMAND, *arguments], env={**clean, **(env or {})})
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, done.stdout, done.stderr
-
-
-def good(*arguments: str, env: Mapping[str, str] | None = None) -> str:
-    status, out, err = run(*arguments, env=env)
-    assert (status, err) == (0, "")
-    return out
 
 
 @pytest.fixture
@@ -53,10 +37,6 @@ def worker(daemon: Daemon) -> Iterator[membroker.Client]:
             with pytest.raises(membroker.OutOfMemory):
                 pool.allocate(8 * MIB, 8 * MIB)
             yield client
-
-
-def rows(out: str) -> list[list[str]]:
-    return [re.split(r"\s{2,}", line) for line in out.splitlines()]
 
 
 @pytest.mark.usefixtures("worker")
@@ -82,9 +62,8 @@ def test_all_that_is_known_of_one_model(daemon: Daemon) -> None:
     (model,) = json.loads(good("models", "llama-7b", "--json", "--endpoint", admin))
     assert model["name"] == "tenants/red/models/llama-7b"
     for where, listing in ((red, "membroker models"), (admin, "membroker models --admin")):
-        status, out, err = run("models", "lama-7b", "--endpoint", where)
-        assert (status, out) == (1, "")
-        assert f"there is no model 'lama-7b' now, did you mean llama-7b? `{listing}` lists" in err
+        said = refused("models", "lama-7b", "--endpoint", where)
+        assert f"there is no model 'lama-7b' now, did you mean llama-7b? `{listing}` lists" in said
 
 
 @pytest.mark.usefixtures("worker")
@@ -116,9 +95,8 @@ def test_nothing_is_borrowed_at_the_admin_endpoint(daemon: Daemon) -> None:
     """A program is given the operator's endpoint by mistake: it is told so, not that no daemon runs."""
     with pytest.raises(BrokerUnavailable, match="is the operator's endpoint, where nothing is borrowed: name a tenant"):
         membroker.connect(daemon.admin, timeout=0.1)
-    status, _, err = run("segments", "show", "m/s", "--endpoint", str(daemon.admin))
-    assert status == 2
-    assert "at its tenant's endpoint, not at the admin endpoint" in err
+    said = refused("segments", "show", "m/s", at=daemon.admin, status=2)
+    assert "at its tenant's endpoint, not at the admin endpoint" in said
 
 
 @pytest.mark.usefixtures("worker")
@@ -197,10 +175,9 @@ def test_where_each_user_is_a_tenant_a_quota_names_a_user() -> None:
         daemon.start_again()
         assert "the quota takes effect when there is" in good("quota", "set", "uid-1000", "--limit", "2MiB", *at)
         for name in ("acme", "uid-", "uid-007", "red"):
-            status, out, err = run("quota", "set", name, "--limit", "1GiB", *at)
-            assert (status, out) == (1, "")
-            assert f"there is no tenant '{name}'" in err
-            assert "such as 'uid-1000'" in err
+            said = refused("quota", "set", name, "--limit", "1GiB", *at)
+            assert f"there is no tenant '{name}'" in said
+            assert "such as 'uid-1000'" in said
         good("quota", "set", "red", "--limit", "none", *at)
         assert [row[0] for row in rows(good("quota", "list", *at))[1:]] == ["uid-1000"]
 
@@ -213,18 +190,15 @@ def test_a_quota_of_a_tenant_that_only_quotas_know_is_a_sentence() -> None:
         assert daemon.stop() == 0
         daemon.config["tenants"] = {"blue": {}}
         daemon.start_again()
-        status, out, err = run("quota", "set", "red", "--guarantee", "none", *at)
-        assert (status, out) == (1, "")
-        assert err.endswith("configuration: `membroker quota list` shows what is set for it\n")
+        assert "`membroker quota list`" in refused("quota", "set", "red", "--guarantee", "none", *at)
         good("quota", "set", "red/chat", "--guarantee", "none", *at)
 
 
 def test_a_quota_of_an_unknown_tenant_is_a_sentence(daemon: Daemon) -> None:
-    for name, meant in (("nobody", ""), ("bleu", ", did you mean blue?"), ("bleu/chat", ", did you mean blue?")):
-        status, out, err = run("quota", "set", name, "--limit", "1GiB", "--endpoint", str(daemon.admin))
-        assert (status, out) == (1, "")
-        tenant = name.partition("/")[0]
-        assert err == f"membroker: there is no tenant '{tenant}' in the broker's configuration{meant}\n"
+    for name, meant in (("nobody", False), ("bleu", True), ("bleu/chat", True)):
+        said = refused("quota", "set", name, "--limit", "1GiB", at=daemon.admin)
+        assert f"there is no tenant '{name.partition('/')[0]}'" in said
+        assert said.endswith(", did you mean blue?") == meant
 
 
 @pytest.mark.usefixtures("worker")
@@ -267,19 +241,14 @@ def test_no_broker_is_one_sentence_and_status_1(tmp_path: Path) -> None:
     for arguments in [("status", "--json"), ("models", "--admin"), ("forget", "sessions/1"), ("drain",)]:
         whole = arguments[0] in ("drain", "undrain")  # not to be told at a tenant's endpoint
         env = {"MEMBROKER_ENDPOINT": str(tmp_path / ("admin" if whole else "tenants/acme"))}
-        status, out, err = run(*arguments, env=env)
-        assert (status, out) == (1, "")
-        assert err.startswith("membroker: ")
-        assert "membrokerd" in err
-        assert len(err.splitlines()) == 1
+        assert "membrokerd" in refused(*arguments, env=env)
 
 
 def test_a_dead_brokers_socket_is_told_from_none(daemon: Daemon) -> None:
     daemon.kill()
     for option in ((), ("--admin",)):
-        status, _, err = run("status", *option, "--endpoint", str(daemon.endpoint("red")))
-        assert status == 1
-        assert "the broker is dead and left its socket behind" in err
+        said = refused("status", *option, at=daemon.endpoint("red"))
+        assert "the broker is dead and left its socket behind" in said
 
 
 def test_a_wrong_command_line_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:

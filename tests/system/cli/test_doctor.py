@@ -31,9 +31,9 @@ from membrokerd.daemon import DEFAULT_MAX_SESSIONS
 def test_this_machine_passes_and_nothing_is_left_behind() -> None:
     """The suite runs real daemons here, so the doctor has to agree that they can run."""
     with tempfile.TemporaryDirectory(prefix="mb-") as directory:
-        before = sorted(os.listdir("/proc/self/fd"))
+        before = {*os.listdir("/proc/self/fd")}
         checks = {check.name: check for check in doctor.examine(None, os.environ | {"XDG_RUNTIME_DIR": directory})}
-        assert sorted(os.listdir("/proc/self/fd")) == before
+        until(lambda: {*os.listdir("/proc/self/fd")} <= before)  # a channel of an earlier test may close its own
         assert os.listdir(directory) == []
     assert {name for name, check in checks.items() if check.status == "fail"} == set()
     assert len(checks) == 16

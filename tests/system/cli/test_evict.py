@@ -13,13 +13,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
+from tests.support.command import COMMAND, good, refused
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.sizes import MIB
 from tests.support.template import PythonProcess
-from tests.support.template import run as run_python
 from tests.support.workers import Worker, is_clean, worker
-
-COMMAND = ("-m", "membroker.cli.main", "evict")
 
 
 class Victim(NamedTuple):
@@ -44,18 +42,10 @@ def victim(daemon: Daemon) -> Iterator[Victim]:
         yield Victim(one, one.ask("client.session"), one.ask("other.session"))
 
 
-def run(daemon: Daemon, *arguments: str) -> tuple[int, str, str]:
-    """Run the command without a terminal; return its exit status and what it wrote."""
-    command = [*COMMAND, *arguments, "--endpoint", str(daemon.admin)]
-    done = run_python(command, DEADLINE_SECONDS, stdin=subprocess.DEVNULL)
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, done.stdout, done.stderr
-
-
 def answer(daemon: Daemon, name: str, typed: bytes) -> tuple[int, str, str]:
     """Run the command on a terminal, and type an answer; return its status, its output, and what the terminal shows."""
     terminal, its = pty.openpty()
-    command = [*COMMAND, name, "--endpoint", str(daemon.admin)]
+    command = [*COMMAND, "evict", name, "--endpoint", str(daemon.admin)]
     try:
         with PythonProcess(command, stdin=its, stderr=its, stdout=subprocess.PIPE, text=True) as process:
             os.close(its)
@@ -103,17 +93,13 @@ def test_a_question_that_is_answered_by_yes(daemon: Daemon, victim: Victim) -> N
 def test_a_script_must_say_yes(daemon: Daemon, victim: Victim) -> None:
     """Nobody is there to be asked: a wrong command line, and not a refusal by the broker."""
     for options in ((), ("--json",)):
-        status, out, err = run(daemon, victim.red, *options)
-        assert (status, out) == (2, "")
-        assert "there is no terminal on which to ask before the process is ended: give --yes" in err
+        assert refused("evict", victim.red, *options, at=daemon.admin, status=2).endswith(": give --yes")
     assert victim.lives()
     assert "evict" not in daemon.log()
 
 
 def test_a_script_that_says_yes(daemon: Daemon, victim: Victim) -> None:
-    status, out, err = run(daemon, victim.red.removeprefix("sessions/"), "--yes", "--json")
-    assert (status, err) == (0, "")
-    told = json.loads(out)
+    told = json.loads(good("evict", victim.red.removeprefix("sessions/"), "--yes", "--json", at=daemon.admin))
     assert told["session"]["name"] == victim.red
     sessions = [(one["name"], one["tenant"], one["books"]["device"]["used_bytes"]) for one in told["sessions"]]
     assert sessions == [(victim.red, "tenants/red", 16 * MIB), (victim.blue, "tenants/blue", 32 * MIB)]
@@ -123,7 +109,7 @@ def test_a_script_that_says_yes(daemon: Daemon, victim: Victim) -> None:
 def test_another_process_is_not_listed_and_not_ended(daemon: Daemon, victim: Victim) -> None:
     with worker() as bystander:
         bystander.connect(daemon, "blue").do("kept = client.register_model('search').allocate('2MiB')")
-        _, out, _ = run(daemon, victim.red, "--yes", "--json")
+        out = good("evict", victim.red, "--yes", "--json", at=daemon.admin)
         assert bystander.ask("client.session") not in out
         assert victim.worker.process.wait(DEADLINE_SECONDS) == -signal.SIGTERM
         bystander.do("client.register_model('search').allocate('2MiB').close()")
@@ -132,9 +118,6 @@ def test_another_process_is_not_listed_and_not_ended(daemon: Daemon, victim: Vic
 @pytest.mark.parametrize("options", [(), ("--yes",)], ids=["no terminal", "yes"])
 def test_what_the_broker_refuses(daemon: Daemon, options: tuple[str, ...]) -> None:
     """It refuses a session that it does not know, whether or not somebody could be asked."""
-    status, out, err = run(daemon, "sessions/1", *options)
-    assert (status, out) == (1, "")
-    assert err == (
-        "membroker: sessions/1 cannot be evicted: it is not known, or has ended "
-        "(`membroker sessions --admin` lists all)\n"
-    )
+    said = refused("evict", "sessions/1", *options, at=daemon.admin)
+    assert "sessions/1 cannot be evicted" in said
+    assert "`membroker sessions --admin`" in said

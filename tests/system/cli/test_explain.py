@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.command import good, refused
 from tests.support.daemons import Daemon, running, until
 from tests.support.raw import Session, reason
 from tests.support.sizes import MIB
-from tests.support.template import run as run_python
 
 import membroker
 from membroker.admin import Admin
@@ -25,13 +25,9 @@ from membrokerd.core.denied import Reason, deny
 from membrokerd.core.names import ModelName
 from membrokerd.runtime.decisions import KEPT_OF_A_MODEL, MODELS_OF_A_TENANT, TENANTS, Decisions
 
-COMMAND = ("-m", "membroker.cli.main", "explain")
-
 
 def explain(endpoint: Path, *arguments: str) -> str:
-    done = run_python([*COMMAND, *arguments, "--endpoint", str(endpoint)])
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+    return good("explain", *arguments, at=endpoint)
 
 
 @pytest.fixture
@@ -111,8 +107,8 @@ def test_a_refusal_that_is_only_counted_is_told_by_its_count(daemon: Daemon, red
     lines = explain(daemon.endpoint("red"), "chat").splitlines()
     counts = "1 LOCATION_UNAVAILABLE, 1 MODEL_CONFLICT"
     assert lines[1].startswith(f"refused since the model or the daemon began: {counts} (docs/troubleshooting.md")
-    done = run_python([*COMMAND, caught.value.request, "--endpoint", str(daemon.endpoint("red"))])
-    assert "or had a wrong argument, as its exception says" in done.stderr
+    said = refused("explain", caught.value.request, at=daemon.endpoint("red"))
+    assert "or had a wrong argument, as its exception says" in said
 
 
 def test_a_wait_is_explained_while_it_lasts_and_after(
@@ -233,11 +229,9 @@ def test_an_operator_names_a_model_as_in_other_commands(daemon: Daemon, red: mem
         assert "now: red/chat uses 0 B" in explain(device, name)
         assert "now: red/chat uses 0 B" in explain(device, name, "--admin")
     for name in ("red/chta", "chta"):
-        done = run_python([*COMMAND, name, "--endpoint", str(device)])
-        assert done.returncode == 1
         meant = name.replace("chta", "chat")
         wanted = f"there is no model '{name}' now, did you mean {meant}? `membroker models --admin` lists"
-        assert wanted in done.stderr, done.stderr
+        assert wanted in refused("explain", name, at=device)
 
 
 def test_what_is_unknown_is_a_sentence(daemon: Daemon, red: membroker.Client) -> None:
@@ -251,10 +245,7 @@ def test_what_is_unknown_is_a_sentence(daemon: Daemon, red: membroker.Client) ->
         ("sessions/1/requests/1", "the broker remembers nothing about sessions/1/requests/1"),
         ("../x", "is neither a model nor a request"),
     ):
-        done = run_python([*COMMAND, name, "--endpoint", str(daemon.endpoint("red"))])
-        assert (done.returncode, done.stdout) == (1, "")
-        (line,) = done.stderr.splitlines()
-        assert complaint in line
+        assert complaint in refused("explain", name, at=daemon.endpoint("red"))
 
 
 def test_the_record_is_bounded_and_a_tenant_fills_only_its_own(daemon: Daemon, red: membroker.Client) -> None:

@@ -16,46 +16,21 @@ from typing import Any
 
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
+from tests.support.command import COMMAND, good, refused, rows, run
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, hold_still, running, until
 from tests.support.raw import Session
 from tests.support.sizes import MIB
 from tests.support.template import PythonProcess
-from tests.support.template import run as run_python
 from tests.support.terminal import Terminal
 from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, worker
 
 import membroker
 from membroker.v1 import admin_pb2
 
-COMMAND = ("-m", "membroker.cli.main")
-
-
-def run(daemon: Daemon, *arguments: str) -> tuple[int, str, str]:
-    """Run the command at a daemon as a shell would; return its exit status and what it wrote."""
-    command = [*COMMAND, *arguments, "--endpoint", str(daemon.admin)]
-    done = run_python(command)
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, done.stdout, done.stderr
-
-
-def good(daemon: Daemon, *arguments: str) -> str:
-    status, out, err = run(daemon, *arguments)
-    assert (status, err) == (0, "")
-    return out
-
-
-def refused(daemon: Daemon, *arguments: str) -> str:
-    """Run what must fail with one sentence, and return that."""
-    status, out, err = run(daemon, *arguments)
-    assert (status, out) == (1, "")
-    assert err.startswith("membroker: ")
-    assert len(err.splitlines()) == 1
-    return err
-
 
 def state(daemon: Daemon, name: str) -> str:
     """Return the state of a session, as `membroker sessions` says it."""
-    found = json.loads(good(daemon, "sessions", "--admin", "--json"))
+    found = json.loads(good("sessions", "--admin", "--json", at=daemon.admin))
     return next((str(one["state"]) for one in found if one["name"] == name), "ended")
 
 
@@ -96,7 +71,7 @@ def stopped(daemon: Daemon) -> Iterator[tuple[Worker, str]]:
 def test_the_bytes_of_a_forgotten_session(daemon: Daemon, stopped: tuple[Worker, str]) -> None:
     """An engine hangs, and the daemon was restarted: nobody knows whether it comes back. The operator decides."""
     hung, name = stopped
-    said = good(daemon, "forget", name)
+    said = good("forget", name, at=daemon.admin)
     assert said.splitlines()[0] == f"{name} of red is forgotten: 192.0 MiB are no longer charged"
     assert f"memory that its process {hung.pid} still has mapped counts as unaccounted" in said
     assert daemon.books().lent_bytes == 0
@@ -121,9 +96,9 @@ def test_a_session_that_comes_back_by_itself_is_no_longer_to_be_forgotten(
     awake, name = stopped
     awake.send(signal.SIGCONT)
     until(lambda: state(daemon, name) == "open")
-    said = refused(daemon, "forget", name)
+    said = refused("forget", name, at=daemon.admin)
     assert f"{name} is open, its process is connected: only a detached session" in said
-    assert said.endswith(f"; to end its process: `membroker evict {name}`\n")
+    assert said.endswith(f"`membroker evict {name}`")
     assert daemon.books().lent_bytes == 192 * MIB
     assert awake.ask("bytes(kept.view()[:4]).decode()") == "kept"
 
@@ -140,7 +115,7 @@ def test_a_session_whose_process_closed_its_connection(daemon: Daemon) -> None:
         model = client.register_model("search")
         with pytest.raises(membroker.OutOfMemory, match=r"has lent 192\.0 MiB"):
             model.allocate("128MiB")
-        forgotten = json.loads(good(daemon, "forget", name.removeprefix("sessions/"), "--json"))
+        forgotten = json.loads(good("forget", name.removeprefix("sessions/"), "--json", at=daemon.admin))
         assert (forgotten["name"], forgotten["state"]) == (name, "detached")
         assert forgotten["books"]["device"] == {
             "location": "device",
@@ -149,7 +124,7 @@ def test_a_session_whose_process_closed_its_connection(daemon: Daemon) -> None:
         }
         model.allocate("256MiB").close()
     assert state(daemon, name) == "ended"
-    said = refused(daemon, "forget", name)
+    said = refused("forget", name, at=daemon.admin)
     assert f"{name} is not known, or has ended: only a detached session" in said
     assert "evict" not in said
 
@@ -163,9 +138,9 @@ def test_a_dead_process_needs_no_forgetting(daemon: Daemon) -> None:
         try:
             one.kill()
             until(lambda: state(daemon, name) == "releasing")
-            assert f"{name} is of a dead process, and ends by itself" in refused(daemon, "forget", name)
+            assert f"{name} is of a dead process, and ends by itself" in refused("forget", name, at=daemon.admin)
         finally:
-            subprocess.run(["kill", "-9", str(child)], check=True)
+            os.kill(child, signal.SIGKILL)
     until(lambda: state(daemon, name) == "ended")
 
 
@@ -178,7 +153,7 @@ def test_a_guarantee_that_cannot_be_kept_yet_says_who_borrows_more(daemon: Daemo
         batch, engine = client.register_model("batch"), client.register_model("engine")
         engine.on_recall(lambda _: None)
         kept = batch.allocate("160MiB")
-        said = " ".join(good(daemon, "quota", "set", "red", "--guarantee", "128MiB").split())
+        said = " ".join(good("quota", "set", "red", "--guarantee", "128MiB", at=daemon.admin).split())
         assert "32.0 MiB of all guarantees cannot be kept yet" in said
         assert "(`membroker models --admin`). Until they have released it, only programs that answer recalls" in said
         with pytest.raises(membroker.OutOfMemory):
@@ -193,7 +168,7 @@ def test_a_guarantee_that_cannot_be_kept_yet_says_who_borrows_more(daemon: Daemo
 def test_a_drain_refuses_tells_and_lists_and_an_undrain_lends_again(daemon: Daemon, engine: Worker) -> None:
     """A GPU is drained: the operator sees the sessions that remain, and each worker learns why it gets nothing."""
     engine.do("segment = model.create_segment('weights', 2 * MIB); segment.seal()")
-    out = good(daemon, "drain")
+    out = good("drain", at=daemon.admin)
     assert out.startswith("the device lends nothing more, and the workers are told\nstill holding memory:\n\n")
     assert re.search(rf"red +open +{engine.pid} +\d+[smh] +16\.0 MiB", out)
     assert re.search(r"red/chat/weights +sealed +2\.0 MiB", out)
@@ -203,21 +178,21 @@ def test_a_drain_refuses_tells_and_lists_and_an_undrain_lends_again(daemon: Daem
         refusal = engine.refused(borrowing)
         assert (refusal.error, refusal.reason) == ("BrokerUnavailable", "DRAINING")
         assert refusal.message == "an operator is draining this device: it lends nothing more until `membroker undrain`"
-    assert re.search(r"lending +no: it is drained", good(daemon, "status"))
-    assert 'membroker_device_draining{gpu_uuid="host"} 1.0' in daemon.metrics()
+    assert re.search(r"lending +no: it is drained", good("status", at=daemon.admin))
+    assert daemon.figure("membroker_device_draining") == 1
     engine.do("kept.close(); segment.delete(); segment.close()")
     until(lambda: daemon.books().lent_bytes == 0)
-    assert good(daemon, "drain").splitlines()[1:] == ["nothing is charged"]
-    assert good(daemon, "undrain") == "the device lends again\n"
-    assert 'membroker_device_draining{gpu_uuid="host"} 0.0' in daemon.metrics()
+    assert good("drain", at=daemon.admin).splitlines()[1:] == ["nothing is charged"]
+    assert good("undrain", at=daemon.admin) == "the device lends again\n"
+    assert daemon.figure("membroker_device_draining") == 0
     until(lambda: told(engine)[-1] == "Undrained")
     engine.do("kept = model.allocate(PAGE)")
-    assert "drained" not in good(daemon, "status")
+    assert "drained" not in good("status", at=daemon.admin)
 
 
 def test_who_comes_in_the_middle_of_a_drain_is_told(daemon: Daemon, engine: Worker) -> None:
     """A worker that starts, and one that lost its connection for a moment, would else find out by a refusal."""
-    good(daemon, "drain")
+    good("drain", at=daemon.admin)
     until(lambda: told(engine) == ["Draining"])
     with worker() as late:
         late.connect(daemon, "blue")
@@ -225,7 +200,7 @@ def test_who_comes_in_the_middle_of_a_drain_is_told(daemon: Daemon, engine: Work
         until(lambda: told(late) == ["Draining"])
         engine.do("import socket; client._session.connection._socket.shutdown(socket.SHUT_RDWR)")
         until(lambda: sorted(told(engine)[1:]) == ["Disconnected", "Draining", "Resumed"])
-        good(daemon, "undrain")
+        good("undrain", at=daemon.admin)
         until(lambda: told(late)[-1] == told(engine)[-1] == "Undrained")
     with worker() as later:
         later.connect(daemon, "blue")
@@ -236,7 +211,7 @@ def test_who_comes_in_the_middle_of_a_drain_is_told(daemon: Daemon, engine: Work
 
 def test_the_daemon_exits_once_all_is_given_back(daemon: Daemon, engine: Worker) -> None:
     """`membroker drain --exit`: at once where nothing is lent, else with the last byte."""
-    out = good(daemon, "drain", "--exit")
+    out = good("drain", "--exit", at=daemon.admin)
     assert out.splitlines()[-1] == "the daemon exits when nothing is charged any more"
     until(lambda: told(engine) == ["Draining"])
     assert daemon.process.poll() is None
@@ -247,7 +222,7 @@ def test_the_daemon_exits_once_all_is_given_back(daemon: Daemon, engine: Worker)
     daemon.start_again()
     until(lambda: told(engine)[3:] == ["Resumed"])
     engine.do("kept = model.allocate(PAGE); kept.close()")
-    assert good(daemon, "drain", "--exit").splitlines()[1:] == ["nothing is charged: the daemon exits"]
+    assert good("drain", "--exit", at=daemon.admin).splitlines()[1:] == ["nothing is charged: the daemon exits"]
     assert daemon.process.wait(DEADLINE_SECONDS) == 0
 
 
@@ -258,7 +233,7 @@ def test_the_daemon_exits_at_the_deadline_whatever_is_lent(daemon: Daemon, engin
         "client.on_notice(lambda notice: deadlines.append(notice.deadline.timestamp()) if not told[1:] else None)"
     )
     begun = datetime.now(UTC)
-    out = good(daemon, "drain", "--deadline", "1.5", "--exit")
+    out = good("drain", "--deadline", "1.5", "--exit", at=daemon.admin)
     assert "the daemon exits when nothing is charged any more, or in 1.5 s, whatever is charged then" in out
     assert daemon.process.wait(DEADLINE_SECONDS) == 0
     assert (datetime.now(UTC) - begun).total_seconds() >= 1.5
@@ -274,24 +249,24 @@ def test_the_daemon_exits_at_the_deadline_whatever_is_lent(daemon: Daemon, engin
 
 def test_an_exit_that_is_taken_back(daemon: Daemon, engine: Worker) -> None:
     """A second drain stands in the place of the first. Then the last byte comes back."""
-    good(daemon, "drain", "--exit", "--deadline", "86400")
-    good(daemon, "drain")
+    good("drain", "--exit", "--deadline", "86400", at=daemon.admin)
+    good("drain", at=daemon.admin)
     engine.do("kept.close()")
     until(lambda: daemon.books().lent_bytes == 0)
     for _ in range(3):  # each a process, and longer than the daemon's look whether it is empty
-        good(daemon, "status")
+        good("status", at=daemon.admin)
     assert daemon.process.poll() is None
 
 
 def test_programs_get_the_same_as_json(daemon: Daemon, engine: Worker) -> None:
-    shown = json.loads(good(daemon, "drain", "--json"))
+    shown = json.loads(good("drain", "--json", at=daemon.admin))
     assert shown["device"]["draining"] is True
     assert [(one["pid"], one["books"]["device"]["used_bytes"]) for one in shown["sessions"]] == [(engine.pid, 16 * MIB)]
     assert shown["segments"] == []
-    assert json.loads(good(daemon, "undrain", "--json"))["draining"] is False
+    assert json.loads(good("undrain", "--json", at=daemon.admin))["draining"] is False
     engine.do("kept.close()")
     until(lambda: daemon.books().lent_bytes == 0)
-    shown = json.loads(good(daemon, "drain", "--exit", "--json"))
+    shown = json.loads(good("drain", "--exit", "--json", at=daemon.admin))
     assert (shown["sessions"], shown["segments"]) == ([], [])
     assert daemon.process.wait(DEADLINE_SECONDS) == 0
 
@@ -313,7 +288,7 @@ def test_a_full_disk_is_told(daemon: Daemon, engine: Worker) -> None:
 
     A tenant gets no session to look with, so its doctor has the refusal alone.
     """
-    assert "journal" not in good(daemon, "status") + good(daemon, "doctor")
+    assert "journal" not in good("status", at=daemon.admin) + good("doctor", at=daemon.admin)
     pid, (_, hard) = daemon.process.pid, resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (PAGE, hard))
     engine.do(
@@ -325,18 +300,20 @@ def test_a_full_disk_is_told(daemon: Daemon, engine: Worker) -> None:
         "        refused = error\n"
     )
     assert engine.ask("refused.reason") == "JOURNAL_FULL"
-    assert re.search(r"lending +no: its journal cannot be written, see `membroker doctor`", good(daemon, "status"))
-    assert json.loads(good(daemon, "status", "--json"))["journal_full"] is True
+    assert re.search(
+        r"lending +no: its journal cannot be written, see `membroker doctor`", good("status", at=daemon.admin)
+    )
+    assert json.loads(good("status", "--json", at=daemon.admin))["journal_full"] is True
     for endpoint in (daemon.admin, daemon.endpoint("red")):
-        done = run_python([*COMMAND, "doctor", "--endpoint", str(endpoint)])
-        assert done.returncode == 1
-        assert re.search(r"^fail  broker: .*journal.*\n +make room on the disk .*`df -h", done.stdout, re.MULTILINE)
+        status, out, _ = run("doctor", at=endpoint)
+        assert status == 1
+        assert re.search(r"^fail  broker: .*journal.*\n +make room on the disk .*`df -h", out, re.MULTILINE)
     live = [*COMMAND, "top", "--interval", "0.1", "--endpoint", str(daemon.root)]
     with closing(Terminal(live, {**os.environ, "TERM": "screen"}, columns=150)) as terminal:
         until(lambda: terminal.lines()[0].endswith(", JOURNAL FULL"))
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
     until(lambda: not daemon.device().journal_full)
-    assert "journal" not in good(daemon, "status") + good(daemon, "doctor")
+    assert "journal" not in good("status", at=daemon.admin) + good("doctor", at=daemon.admin)
 
 
 def test_host_memory_in_the_place_of_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,10 +321,10 @@ def test_host_memory_in_the_place_of_a_gpu_is_told(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for driver, fell_back in (("auto", True), ("host", False)):
         with running({"driver": driver}) as daemon:
-            driver_line = re.search(r"^driver +(.*)", good(daemon, "status"), re.MULTILINE)
+            driver_line = re.search(r"^driver +(.*)", good("status", at=daemon.admin), re.MULTILINE)
             assert driver_line is not None
             assert driver_line[1] == "host" + ", as no usable GPU was found, see `membroker doctor`" * fell_back
-            checked = re.search(r"^(\w+) +broker: .* lends (.*)", good(daemon, "doctor"), re.MULTILINE)
+            checked = re.search(r"^(\w+) +broker: .* lends (.*)", good("doctor", at=daemon.admin), re.MULTILINE)
             assert checked is not None
             expected = ("warn", "host memory: 256.0 MiB (device)") if fell_back else ("ok", "256.0 MiB (device)")
             assert checked.groups() == expected
@@ -366,12 +343,9 @@ def test_a_tenants_endpoint_drains_nothing(daemon: Daemon, engine: Worker, monke
             red = daemon.endpoint("red")
             monkeypatch.setenv("MEMBROKER_ENDPOINT", str(red) if by == "variable" else "")
             where = ("--endpoint", str(red)) if by == "option" else ()
-            done = run_python([*COMMAND, *command, *where])
-            assert done.returncode == 1
-            assert done.stderr == (
-                f"membroker: {red} is the endpoint of one tenant, and this command is about the whole device: "
-                f"give the admin endpoint, --endpoint {daemon.admin}\n"
-            )
+            said = refused(*command, *where)
+            assert f"{red} is the endpoint of one tenant" in said
+            assert said.endswith(f"--endpoint {daemon.admin}")
             assert not daemon.device().draining
             engine.do("model.allocate(PAGE).close()")
 
@@ -398,7 +372,7 @@ def test_a_stopped_daemon_is_not_gone(daemon: Daemon) -> None:
 def test_a_dead_daemon_is_not_stopped(daemon: Daemon) -> None:
     daemon.kill()
     for command in STOPPED:
-        said = refused(daemon, *command.split())
+        said = refused(*command.split(), at=daemon.admin)
         assert "nobody listens at" in said
         assert "start one with `membrokerd`" in said
 
@@ -408,14 +382,13 @@ def test_a_dead_daemon_is_not_stopped(daemon: Daemon) -> None:
 
 def test_tenants_with_what_they_use_and_may(daemon: Daemon, engine: Worker) -> None:
     """Configured ones without anything too; a limit by command shows at once."""
-    rows = [re.split(r"\s{2,}", line) for line in good(daemon, "tenants").splitlines()]
-    assert rows[0] == ["tenant", "used", "guarantee", "limit", "weight", "waiting", "models", "sessions"]
-    assert rows[1:] == [
+    assert rows(good("tenants", at=daemon.admin)) == [
+        ["tenant", "used", "guarantee", "limit", "weight", "waiting", "models", "sessions"],
         ["blue", "0 B", "-", "-", "1", "-", "0", "0"],
         ["red", "16.0 MiB", "-", "-", "1", "-", "1", "1"],
     ]
-    good(daemon, "quota", "set", "red", "--limit", "64MiB")
-    (red,) = [each for each in json.loads(good(daemon, "tenants", "--json")) if each["name"] == "tenants/red"]
+    good("quota", "set", "red", "--limit", "64MiB", at=daemon.admin)
+    (red,) = [each for each in json.loads(good("tenants", "--json", at=daemon.admin)) if each["name"] == "tenants/red"]
     sizes = {"used_bytes": 16 * MIB, "limit_bytes": 64 * MIB, "guarantee_bytes": 0, "weight": 1, "waiting_bytes": 0}
     assert red == {
         "name": "tenants/red",
@@ -436,11 +409,11 @@ def test_tenants_with_what_they_use_and_may(daemon: Daemon, engine: Worker) -> N
 def test_where_each_user_is_a_tenant_the_list_begins_empty() -> None:
     """`default_limit` holds for each of them; a user who only looks is listed while it does, with no session."""
     with running({"tenants": {}, "default_limit": "32MiB"}) as daemon:
-        assert good(daemon, "tenants") == "no tenant is configured, and no user has a session\n"
-        assert json.loads(good(daemon, "tenants", "--json")) == []
+        assert good("tenants", at=daemon.admin) == "no tenant is configured, and no user has a session\n"
+        assert json.loads(good("tenants", "--json", at=daemon.admin)) == []
         with membroker.connect(daemon.endpoint("default")) as client:
             kept = client.register_model("m").allocate("2MiB")
-            (row,) = good(daemon, "tenants").splitlines()[1:]
+            (row,) = good("tenants", at=daemon.admin).splitlines()[1:]
             uid = f"uid-{os.geteuid()}"
             assert re.split(r"\s{2,}", row) == [uid, "2.0 MiB", "-", "32.0 MiB", "1", "-", "1", "1"]
             with pytest.raises(membroker.OutOfMemory) as caught:

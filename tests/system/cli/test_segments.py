@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support import command
+from tests.support.command import rows
 from tests.support.daemons import Daemon, running, until
 from tests.support.sizes import MIB
 from tests.support.template import run as run_python
@@ -29,18 +31,11 @@ from membroker.v1 import broker_pb2, resources_pb2
 
 pytestmark = pytest.mark.shared_daemon
 
-COMMAND = ("-m", "membroker.cli.main", "segments")
+COMMAND = (*command.COMMAND, "segments")
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
-    """Run `membroker segments` as a shell would; return its exit status and what it wrote."""
-    done = run_python([*COMMAND, *arguments], env=environment())
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, done.stdout, done.stderr
-
-
-def environment() -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if key != "MEMBROKER_ENDPOINT"}
+    return command.run("segments", *arguments)
 
 
 def good(*arguments: str) -> str:
@@ -50,19 +45,11 @@ def good(*arguments: str) -> str:
 
 
 def refused(*arguments: str, status: int = 1) -> str:
-    """Run what must fail with one sentence, and return that."""
-    found, out, err = run(*arguments)
-    assert (found, out) == (status, ""), err
-    assert status == 2 or len(err.splitlines()) == 1, err
-    return err.splitlines()[-1]
+    return command.refused("segments", *arguments, status=status)
 
 
 def at(daemon: Daemon, tenant: str = "red") -> tuple[str, str]:
     return "--endpoint", str(daemon.endpoint(tenant))
-
-
-def rows(out: str) -> list[list[str]]:
-    return [re.split(r"\s{2,}", line) for line in out.splitlines()]
 
 
 def write_file(path: Path, tensors: Mapping[str, tuple[str, Sequence[int]]], **metadata: str) -> bytes:
@@ -141,7 +128,7 @@ def test_a_file_is_loaded_listed_shown_attached_and_deleted(daemon: Daemon, mode
 def test_what_python_is_told_to_type_works(daemon: Daemon, model: Path) -> None:
     out = good("load", str(model), "m/weights", *at(daemon))
     code = "import membroker\n" + "".join(f"{line[2:]}\n" for line in out.splitlines() if line.startswith("  "))
-    done = run_python(["-c", code], env={**environment(), "MEMBROKER_ENDPOINT": str(daemon.endpoint())})
+    done = run_python(["-c", code], env={**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint())})
     assert (done.returncode, done.stderr) == (0, "")
     assert "embed" in done.stdout
 
@@ -212,21 +199,14 @@ def test_models_and_sessions_show_segments(daemon: Daemon, model: Path) -> None:
     good("load", str(model), "m/weights", *at(daemon))
     with membroker.connect(daemon.endpoint(), client="w") as client, client.attach("weights"):
         good("load", str(model), "m/more", *at(daemon))
-        figures = dict(row[-2:] for row in rows(io_of("models", "m", *at(daemon))))
+        figures = dict(row[-2:] for row in rows(command.good("models", "m", *at(daemon))))
         assert figures["refused"] == "-", "a second segment of a model is no refusal"
         good("delete", "m/more", *at(daemon))
-        figures = dict(row[-2:] for row in rows(io_of("models", "m", *at(daemon))))
+        figures = dict(row[-2:] for row in rows(command.good("models", "m", *at(daemon))))
         assert figures["in segments"] == figures["used"] == "4.0 MiB"
-        header, row, *_ = rows(io_of("sessions", *at(daemon)))
+        header, row, *_ = rows(command.good("sessions", *at(daemon)))
         assert row[header.index("segments")] == "1"
         assert row[header.index("used")] == "0 B", "charged to the model, not to its readers"
-
-
-def io_of(*arguments: str) -> str:
-    """Run another command of `membroker`."""
-    done = run_python([*COMMAND[:-1], *arguments], env=environment())
-    assert done.returncode == 0
-    return done.stdout
 
 
 # --- What cannot be loaded ---
@@ -400,7 +380,7 @@ def read_all(terminal: int) -> bytes:
 def on_a_terminal(*arguments: str) -> tuple[subprocess.Popen[bytes], int]:
     terminal, other = pty.openpty()
     fcntl.ioctl(other, 0x5414, b"\x28\0\x78\0\0\0\0\0")  # TIOCSWINSZ: 40 lines of 120
-    env = {**environment(), "TERM": "xterm-256color"}
+    env = {**os.environ, "TERM": "xterm-256color"}
     process = subprocess.Popen([sys.executable, *COMMAND, *arguments], stdin=other, stdout=other, stderr=other, env=env)
     os.close(other)
     return process, terminal
@@ -449,8 +429,8 @@ def test_ctrl_c_in_mid_load_leaves_nothing(daemon: Daemon, tmp_path: Path) -> No
     path = tmp_path / "x.safetensors"
     write_hollow(path, 200 * MIB)
     readable, writable = stuffed_pipe()
-    command = [sys.executable, *COMMAND, "load", str(path), "m/w", *at(daemon)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writable, env=environment()) as process:
+    load = [sys.executable, *COMMAND, "load", str(path), "m/w", *at(daemon)]
+    with subprocess.Popen(load, stdout=subprocess.PIPE, stderr=writable) as process:
         os.close(writable)
         until(lambda: states(daemon) == ["WRITING"])
         until(lambda: asleep(process))
@@ -475,8 +455,8 @@ def test_a_daemon_that_goes_in_mid_load_is_a_sentence(daemon: Daemon, tmp_path: 
     path = tmp_path / "x.safetensors"
     write_hollow(path, 200 * MIB)
     readable, writable = stuffed_pipe()
-    command = [sys.executable, *COMMAND, "load", str(path), "m/w", *at(daemon)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=writable, env=environment()) as process:
+    load = [sys.executable, *COMMAND, "load", str(path), "m/w", *at(daemon)]
+    with subprocess.Popen(load, stdout=subprocess.DEVNULL, stderr=writable) as process:
         os.close(writable)
         until(lambda: states(daemon) == ["WRITING"])
         daemon.kill()

@@ -132,8 +132,8 @@ def test_a_narrow_terminal_cuts_neither_the_keys_nor_the_device(daemon: Daemon, 
 def test_a_wait_shows_its_bytes_and_the_shares(daemon: Daemon, red: membroker.Client, blue: membroker.Client) -> None:
     night, batch = red.register_model("night"), blue.register_model("batch")
     with night.allocate("640MiB"), top("--endpoint", str(daemon.root)) as terminal:
+        until(lambda: row(terminal, "red/night")[4:5] == ["-"])  # nobody waits, so nobody has a share
         until(lambda: len(names(terminal)) == 2)
-        assert row(terminal, "red/night")[4] == "-", "nobody waits, so nobody has a share"
         waiter = threading.Thread(target=_wait_in_vain, args=(batch,))
         waiter.start()
         until(lambda: row(terminal, "blue/batch")[5:6] == ["512.0MiB"])
@@ -269,7 +269,7 @@ def test_all_devices_of_a_machine() -> None:
                     until(lambda: names(terminal) == ["red/chat"])
                     second.start_again()
                     until(lambda: sorted(names(terminal)) == ["blue/draw", "red/chat"])
-                    assert [line.split(" device:")[0] for line in terminal.lines()[:2]] == ["host", "host-1"]
+                    until(lambda: [line.split(" device:")[0] for line in terminal.lines()[:2]] == ["host", "host-1"])
             finally:
                 second.stop()
 
