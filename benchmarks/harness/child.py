@@ -29,13 +29,18 @@ class Child:
     """`python -m MODULE`, which gets a first line that sets it up. Without a log its errors are this process's."""
 
     def __init__(
-        self, module: str, setup: Mapping[str, Any], environment: Mapping[str, str], log: Path | None = None
+        self,
+        module: str,
+        setup: Mapping[str, Any],
+        environment: Mapping[str, str],
+        log: Path | None = None,
+        python: str = sys.executable,
     ) -> None:
         self._log = log
         errors = None if log is None else log.open("w")
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module],
+                [python, "-m", module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import sys
 import tempfile
 import traceback
@@ -16,12 +17,12 @@ from typing import Any
 
 from membroker.arguments import bytes_of
 from membroker.errors import InvalidRequest
-from membroker.vmm import DriverUnavailable, Location, open_driver
+from membroker.vmm import DriverUnavailable, open_driver
 
 from ..harness import command, machine
 from ..harness.report import Tell, progress, show, write_json
-from . import plot, recorded, report
-from .arms import ARMS, Setup, describe, why_not
+from . import kvcached, plot, recorded, report
+from .arms import ARMS, Arm, Setup, describe, why_not
 from .figures import Run, compare
 from .run import Workload, filled, started
 from .shapes import SHAPES
@@ -60,6 +61,7 @@ examples:
   make bench-serving OPTIONS='--arms static membroker roomy --logs /tmp/logs'
   make bench-serving OPTIONS='--traces t1 --load 0.5 1 1.5'            figures against load
   make bench-serving OPTIONS='--requests conv.csv@300 conv.csv@1800 code.csv@300 --load 1 2 4'
+  make bench-serving OPTIONS='--arms static kvcached --site kvcached=/opt/vllm-0.30'    another vLLM for one arm
   make bench-serving OPTIONS='--arms alone alone-membroker --time 0.5' what the broker costs one model
   make bench-serving OPTIONS='--exact'                                 every answer is compared: batch-invariant kernels
   make bench-serving OPTIONS='--engine max_num_batched_tokens=2048'     an argument of vLLM, for all arms
@@ -207,7 +209,7 @@ def _measure(
             playing = ending.enter_context(started(arm, setup, directory, tell, is_first=not runs and not failures))
             playing.warm(options.tokens)
             if arm.needs is not None:
-                ending.enter_context(_squeezed(setup))
+                ending.enter_context(_squeezed(arm, setup))
             for job in jobs:
                 about = f"{name}: {job.trace.name} x{job.load:g}, seed {job.seed}, {job.trace.seconds:.0f} s"
                 tell(about)
@@ -223,12 +225,13 @@ def _measure(
 
 
 @contextmanager
-def _squeezed(setup: Setup) -> Iterator[None]:
-    """Leave the budget free on the device, and what kvcached never takes: a twentieth of the whole."""
-    with closing(open_driver(setup.device)) as driver:
-        memory = driver.memory(Location.DEVICE)
-        with filled(driver, setup.budget + (0 if memory is None else memory.total // 20)):
-            yield
+def _squeezed(arm: Arm, setup: Setup) -> Iterator[None]:
+    """Leave the budget free on the device: nothing else bounds all engines of kvcached together."""
+    with (
+        closing(open_driver(setup.device)) as driver,
+        filled(driver, kvcached.left_free(driver, setup.budget, arm.models)),
+    ):
+        yield
 
 
 def _is_plain_of(one: Run, run: Run) -> bool:
@@ -244,7 +247,13 @@ def _in_short(run: Run) -> str:
 
 def _setup(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Setup:
     """Return what the options say, or end with a sentence about what is wrong."""
-    if importlib.util.find_spec("vllm") is None:
+    sites: dict[str, Path] = {}
+    for one in options.site:
+        arm, _, place = one.partition("=")
+        sites[arm] = Path(place).absolute()
+        if arm not in ARMS or not place or not os.access(place, os.X_OK):
+            parser.error(f"--site takes ARM=PLACE, a directory or an interpreter, and not {one}")
+    if not sites.keys() >= set(options.arms) and importlib.util.find_spec("vllm") is None:
         parser.error("vllm cannot be imported: this benchmark needs vLLM 0.24 (for --device host its CPU build)")
     try:
         budget = bytes_of("--budget", options.budget)
@@ -264,6 +273,7 @@ def _setup(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Setu
         exact=options.exact,
         engine=engine,
         settings=settings,
+        sites=sites,
     )
 
 
@@ -303,6 +313,13 @@ def _parser() -> argparse.ArgumentParser:
         help="for vLLM, in all arms: max_num_batched_tokens=2048",
     )
     add("--setting", action="append", default=[], metavar="NAME=VALUE", help="for membroker's connector: ahead=256MiB")
+    add(
+        "--site",
+        action="append",
+        default=[],
+        metavar="ARM=PLACE",
+        help="packages or an interpreter for an arm's engines",
+    )
     add("--recall-seconds", type=float, default=1.0, help="the broker's; by default 1, as the broker's own default")
     add("--json", type=Path, metavar="FILE", help="write everything that was measured there, each request included")
     add(

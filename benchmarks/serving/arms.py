@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import membroker
 from membroker.arguments import bytes_of
 from membroker.vmm.sizes import round_up
 
 from ..harness.daemon import TENANT, configuration
-from . import shapes
+from . import kvcached, shapes
 from .traces import MODELS
 
 UNIPROC: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """On a GPU this is the default. vLLM's CPU build takes another one unless told."""
 PAGE: Final = {"cuda": 64 << 20, "host": 4 << 20}
 """What the elastic cache borrows at once: a page, block-major, and on the CPU one of 2 MiB for each of two layers."""
+OURS: Final = (str(Path(__file__).parents[2]), str(Path(membroker.__file__).parents[1]))
+"""Where an engine finds the benchmark and membroker."""
 BLOCK_TOKENS: Final = {"cuda": 16, "host": 32}
 
 
@@ -38,6 +43,8 @@ class Setup:
     """vLLM's own arguments, for all arms."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """For membroker's connector: `kv_connector_extra_config`."""
+    sites: Mapping[str, Path] = field(default_factory=dict)
+    """By arm: a directory with packages, or an interpreter. The engines of others have the benchmark's own."""
 
     @property
     def weight_bytes(self) -> int:
@@ -77,7 +84,6 @@ class Arm:
         return not (self.has_broker or self.needs)
 
 
-_KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_AUTOPATCH": "1"}
 ARMS: Final = {
     arm.name: arm
     for arm in (
@@ -93,12 +99,12 @@ ARMS: Final = {
         Arm("alone", "the first model alone, with all the memory", models=(0,)),
         Arm("alone-membroker", "the first model alone, over the broker", models=(0,), has_broker=True),
         Arm("sleep", "vLLM's sleep mode (level 1): one model is awake, with all the memory", sleeps=True),
-        Arm("kvcached", "kvcached, block-major", needs="kvcached", environment=_KVCACHED),
+        Arm("kvcached", "kvcached, block-major", needs="kvcached", environment=kvcached.ENVIRONMENT),
         Arm(
             "kvcached-layers",
             "kvcached, layer-major",
             needs="kvcached",
-            environment={**_KVCACHED, "KVCACHED_CONTIGUOUS_LAYOUT": "false"},
+            environment={**kvcached.ENVIRONMENT, "KVCACHED_CONTIGUOUS_LAYOUT": "false"},
         ),
     )
 }
@@ -106,8 +112,8 @@ ARMS: Final = {
 
 def why_not(arm: Arm, trace: str, setup: Setup) -> str | None:
     """Return why an arm cannot run a trace here, as a sentence; None if it can."""
-    if arm.needs and importlib.util.find_spec(arm.needs) is None:
-        return f"{arm.name} is left out: the package {arm.needs} cannot be imported here"
+    if arm.needs and not _has(setup.sites.get(arm.name), arm.needs):
+        return f"{arm.name} is left out: the package {arm.needs} cannot be imported here, nor from a --site of its own"
     if arm.needs and setup.device == "host":
         return f"{arm.name} is left out: {arm.needs} needs a GPU"
     if arm.sleeps and trace != "t3":
@@ -117,6 +123,21 @@ def why_not(arm: Arm, trace: str, setup: Setup) -> str | None:
     if arm.shares_weights and setup.device == "host":
         return f"{arm.name} is left out: vLLM's CPU build repacks weights, so each engine has a copy of its own"
     return None
+
+
+def _has(site: Path | None, package: str) -> bool:
+    if site is None:
+        return importlib.util.find_spec(package) is not None
+    if site.is_dir():
+        return (site / package).is_dir()
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    return subprocess.run([site, "-c", code], env=os.environ | {"PYTHONPATH": ""}, check=False).returncode == 0
+
+
+def interpreter(arm: Arm, setup: Setup) -> str:
+    """Return the Python that the engines of an arm run in."""
+    site = setup.sites.get(arm.name)
+    return sys.executable if site is None or site.is_dir() else str(site)
 
 
 def keywords(arm: Arm, setup: Setup, model: int, directory: Path) -> dict[str, Any]:
@@ -160,7 +181,7 @@ def keywords(arm: Arm, setup: Setup, model: int, directory: Path) -> dict[str, A
     return found
 
 
-def environment(arm: Arm, setup: Setup, endpoint: Path | None, directory: Path) -> dict[str, str]:
+def environment(arm: Arm, setup: Setup, model: int, endpoint: Path | None, directory: Path) -> dict[str, str]:
     """Return the environment of an engine's process. `directory` is for what it needs in a file."""
     found = {
         **os.environ,
@@ -177,15 +198,26 @@ def environment(arm: Arm, setup: Setup, endpoint: Path | None, directory: Path) 
     if setup.exact:
         found["VLLM_BATCH_INVARIANT"] = "1"
     if arm.needs is not None:
-        # kvcached patches vLLM from a .pth file, which Python reads in its site directories only.
-        spec = importlib.util.find_spec(arm.needs)
-        if spec is not None and spec.origin is not None:
-            place = str(Path(spec.origin).parents[1])
-            (directory / "sitecustomize.py").write_text(f"import site\nsite.addsitedir({place!r})\n")
-            found["PYTHONPATH"] = os.pathsep.join(filter(None, (str(directory), found.get("PYTHONPATH"))))
+        found["KVCACHED_IPC_NAME"] = kvcached.segment(model)
+    if interpreter(arm, setup) != sys.executable:  # what is before our packages is not before its own
+        found["PYTHONPATH"] = os.pathsep.join(OURS)
+    if (place := _site(arm, setup)) is not None:
+        # Python reads .pth files, by which kvcached patches vLLM, in its site directories only.
+        (directory / "sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(place)!r})\n")
+        first = [directory, *([place] if arm.name in setup.sites else [])]
+        found["PYTHONPATH"] = os.pathsep.join([*map(str, first), found.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     if endpoint is not None:
         found["MEMBROKER_ENDPOINT"] = str(endpoint)
     return found
+
+
+def _site(arm: Arm, setup: Setup) -> Path | None:
+    """Return the directory of an arm's own packages: what --site says, or where the package that it needs is."""
+    site = setup.sites.get(arm.name)
+    if site is not None:
+        return site if site.is_dir() else None
+    spec = importlib.util.find_spec(arm.needs) if arm.needs else None
+    return Path(spec.origin).parents[1] if spec is not None and spec.origin is not None else None
 
 
 def broker_config(arm: Arm, setup: Setup) -> str:
@@ -210,6 +242,7 @@ def describe(setup: Setup) -> dict[str, str]:
         "longest request": f"{setup.max_model_len} tokens",
         "requests in a batch": f"{setup.max_num_seqs} at most",
         "recall_seconds": f"{setup.recall_seconds:g}",
+        **{f"site of {arm}": str(site) for arm, site in setup.sites.items()},
         **({"membroker's settings": str(dict(setup.settings))} if setup.settings else {}),
         **({"batch-invariant kernels": "yes"} if setup.exact else {}),
         **({"vLLM's arguments": str(dict(setup.engine))} if setup.engine else {}),

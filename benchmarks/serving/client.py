@@ -217,7 +217,8 @@ async def serve(tell: Any) -> None:
         client = Client(engine, counts, setup["vocabulary"], setup["keywords"]["max_model_len"], awake)
         gc.freeze()  # collections of what the start made would delay answers
         cache = engine.vllm_config.cache_config
-        tell({"seconds": time.monotonic() - began, "cache_tokens": cache.num_gpu_blocks * cache.block_size})
+        tokens = cache.num_gpu_blocks * cache.block_size
+        tell({"seconds": time.monotonic() - began, "cache_tokens": tokens, "engine": _version()})
         line = asyncio.create_task(lines.readline())
         while command := await line:
             line = asyncio.create_task(lines.readline())
@@ -229,6 +230,12 @@ async def serve(tell: Any) -> None:
             tell(work.result())
     finally:
         engine.shutdown()
+
+
+def _version() -> str:
+    import vllm
+
+    return str(vllm.__version__)
 
 
 def _engine(keywords: dict[str, Any], counts: Counts) -> Any:

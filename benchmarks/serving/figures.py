@@ -79,6 +79,8 @@ class Run:
     told: list[dict[str, Any]] = field(default_factory=list)
     tokens: list[list[list[list[int]]]] = field(default_factory=list)
     """Of each model, the tokens of the sample before the trace, and after it."""
+    engine: str = ""
+    """The version of vLLM, as the engine of the first model says."""
 
 
 def ttft(answer: Mapping[str, Any]) -> float:

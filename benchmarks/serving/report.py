@@ -30,6 +30,9 @@ TOTALS = (
     *("trace", ">load", "arm", ">TTFT p50 s", ">TTFT p99 s", ">TPOT p99 ms", ">good/s", ">good/s at 5x unloaded"),
     *(">tokens/s", ">KV GiB mean"),
 )
+STARTS = (
+    *("arm", "vLLM", ">engines up after s", ">KV tokens at most", ">TTFT alone ms", ">TPOT alone ms", ">GPU most GiB"),
+)
 COLUMNS = (
     *("arm", "model", ">requests", ">TTFT p50", ">p90", ">p99", ">in 1 s", ">TPOT p50", ">p99", ">good/s", ">tokens/s"),
     *(">unfinished", ">preempted", ">KV most", ">mean", ">idle", ">starved s", ">refused", ">wrong", ">same"),
@@ -50,6 +53,7 @@ def starts(runs: Sequence[Run]) -> TextTable:
     rows = [
         [
             run.arm,
+            run.engine or NONE,
             ", ".join(f"{one:.0f}" for one in run.start_seconds),
             ", ".join(f"{one:,}" for one in run.cache_tokens),
             f"{1000 * run.unloaded[0]:.0f}",
@@ -59,7 +63,16 @@ def starts(runs: Sequence[Run]) -> TextTable:
         for run in reversed(first.values())
     ]
     return TextTable(
-        ("arm", ">engines up after s", ">KV tokens at most", ">TTFT alone ms", ">TPOT alone ms", ">GPU most GiB"), rows
+        (
+            "arm",
+            "vLLM",
+            ">engines up after s",
+            ">KV tokens at most",
+            ">TTFT alone ms",
+            ">TPOT alone ms",
+            ">GPU most GiB",
+        ),
+        rows,
     )
 
 

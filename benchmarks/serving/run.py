@@ -17,7 +17,7 @@ from membroker.vmm import Driver, Location, open_driver
 from ..harness.child import ANSWER_SECONDS, Child
 from ..harness.daemon import Daemon, running
 from ..harness.report import Tell
-from . import arms, shapes
+from . import arms, kvcached, shapes
 from .arms import Arm, Setup
 from .figures import Run, Sample, of_model, tpot, ttft
 from .traces import Trace
@@ -37,9 +37,9 @@ FILL_BYTES = 64 << 20
 class Watch:
     """Notes ten times a second what each model has borrowed, and what the device has in use."""
 
-    def __init__(self, device: str, daemon: Daemon | None) -> None:
+    def __init__(self, arm: Arm, device: str, daemon: Daemon | None) -> None:
         self._driver = open_driver(device) if device == "cuda" else None  # the host driver knows of its own alone
-        self._daemon = daemon
+        self._arm, self._daemon = arm, daemon
         self._samples: list[Sample] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch)
@@ -52,6 +52,8 @@ class Watch:
                 with suppress(grpc.RpcError):
                     books = {one.name.split("/")[3]: one.books[0] for one in self._daemon.models()}
             borrowed = {name: one.used_bytes for name, one in books.items()}
+            if self._arm.needs is not None:
+                borrowed = {f"m{model}": kvcached.mapped(model) for model in self._arm.models}
             pressure = {name: (one.waiting_bytes, one.recalled_bytes, one.late_bytes) for name, one in books.items()}
             memory = None if self._driver is None else self._driver.memory(Location.DEVICE)
             self._samples.append(Sample(moment, borrowed, None if memory is None else memory.used, pressure))
@@ -144,6 +146,7 @@ class RunningArm:
             seconds=seconds,
             start_seconds=[one["seconds"] for one in self._starts],
             cache_tokens=[one["cache_tokens"] for one in self._starts],
+            engine=self._starts[0]["engine"],
             models=[
                 of_model(model, each, samples, seconds, denied.get(f"m{model}", 0), static, guarantee)
                 for model, each in zip(self._arm.models, told, strict=True)
@@ -185,9 +188,9 @@ def started(arm: Arm, setup: Setup, directory: Path, tell: Tell, *, is_first: bo
                 "lock": str(lock) if arm.sleeps else None,
             }
             log = directory / f"{arm.name}-m{model}.log"
-            engines.append(
-                Child("benchmarks.serving.client", about, arms.environment(arm, setup, endpoint, directory), log)
-            )
+            environment = arms.environment(arm, setup, model, endpoint, directory)
+            python = arms.interpreter(arm, setup)
+            engines.append(Child("benchmarks.serving.client", about, environment, log, python))
             ending.callback(engines[-1].close)
             if arm.sleeps or (is_first and not starts):  # an engine in sleep mode has all the memory until it sleeps
                 starts.append(engines[-1].hear(START_SECONDS))
@@ -195,6 +198,6 @@ def started(arm: Arm, setup: Setup, directory: Path, tell: Tell, *, is_first: bo
         starts += [engine.hear(START_SECONDS) for engine in engines[len(starts) :]]
         seconds = ", ".join(f"{one['seconds']:.0f}" for one in starts)
         tell(f"{arm.name}: all engines are up, after {seconds} s")
-        watch = Watch(setup.device, daemon)
+        watch = Watch(arm, setup.device, daemon)
         ending.callback(watch.close)
         yield RunningArm(arm, setup, daemon, engines, starts, watch)

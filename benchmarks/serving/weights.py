@@ -7,15 +7,17 @@ it looks for the loader of `--load-format`.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-from membroker.kv.vllm import plugin
+if "MEMBROKER_ENDPOINT" in os.environ:  # other engines may be of another vLLM, without what membroker needs
+    from membroker.kv.vllm import plugin
 
-plugin.register()  # vLLM finds `--load-format membroker` by an entry point, which a source tree does not have
+    plugin.register()  # vLLM finds `--load-format membroker` by an entry point, which a source tree does not have
 
 FOCUS = 4.0
 """Makes the scores of attention this much larger, so that few positions get most of it."""

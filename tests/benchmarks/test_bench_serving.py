@@ -8,7 +8,10 @@ import importlib.util
 import io
 import json
 import math
+import os
 import re
+import shlex
+import struct
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -20,7 +23,7 @@ from benchmarks.harness.child import Child
 from benchmarks.harness.report import show, write_json
 from benchmarks.harness.samples import quantile
 from benchmarks.serving import __main__ as serving
-from benchmarks.serving import arms, plot, report, shapes, sleep, summary
+from benchmarks.serving import arms, kvcached, plot, report, shapes, sleep, summary
 from benchmarks.serving.figures import ModelFigures, Run, Sample, compare, of_model
 from benchmarks.serving.run import filled
 from benchmarks.serving.shapes import token_bytes, weight_bytes
@@ -30,6 +33,7 @@ from tests.support.sizes import GIB, MIB
 from membroker.vmm import Location, open_driver
 
 SETUP = arms.Setup("cuda", "qwen3-1.7b", 18 * GIB, 8192, 256)
+FASTER = (("static", 0.5), ("membroker", 0.6), ("membroker-shared", 0.5), ("kvcached", 1.2))
 FACTS = {"models": "3 x tiny", "KV cache in all": "1 GiB"}
 
 
@@ -295,7 +299,94 @@ def test_a_device_can_be_filled_up_to_what_is_left() -> None:
         assert driver.memory(Location.DEVICE) == before
 
 
-def test_what_cannot_run_says_why() -> None:
+PROBE = """
+from benchmarks.harness.child import answering
+tell = answering()
+import os, sys, kvcached, vllm
+tell({"vllm": vllm.__version__, "patched": getattr(vllm, "patched", False), "python": os.environ.get("WRAPPED", ""),
+      "segment": os.environ["KVCACHED_IPC_NAME"]})
+"""
+
+
+def _site(place: Path, version: str) -> Path:
+    """A directory with a vLLM of its own, and with a kvcached that patches it as the real one does."""
+    for package, text in (("vllm", f"__version__ = {version!r}"), ("kvcached", "")):
+        (place / package).mkdir(parents=True)
+        (place / package / "__init__.py").write_text(text)
+    (place / "kvcached_autopatch.pth").write_text("import vllm; vllm.patched = True\n")
+    (place / "probe.py").write_text(PROBE)
+    return place
+
+
+def _probe(setup: arms.Setup, directory: Path) -> dict[str, Any]:
+    arm = arms.ARMS["kvcached"]
+    environment = arms.environment(arm, setup, 2, None, directory)
+    child = Child("probe", {}, environment, directory / "log", arms.interpreter(arm, setup))
+    try:
+        return child.hear()
+    finally:
+        child.close()
+
+
+def test_an_arm_may_have_an_engine_of_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kvcached serves vLLM up to 0.30, and membroker newer ones. Its packages come first, and its .pth file is read."""
+    own, other = _site(tmp_path / "own", "0.33.0"), _site(tmp_path / "other", "0.30.0")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(own), *arms.OURS]))
+    setup = dataclasses.replace(SETUP, sites={"kvcached": other})
+    assert arms.why_not(arms.ARMS["kvcached"], "a2", setup) is None
+    segment = kvcached.segment(2)
+    assert _probe(setup, tmp_path) == {"vllm": "0.30.0", "patched": True, "python": "", "segment": segment}
+    assert "PYTHONPATH" in arms.environment(arms.ARMS["static"], setup, 0, None, tmp_path)
+    assert str(other) not in arms.environment(arms.ARMS["static"], setup, 0, None, tmp_path)["PYTHONPATH"]
+
+
+def test_an_arm_may_have_an_interpreter_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the benchmark's own engines have first is then not there."""
+    own, other = _site(tmp_path / "own", "0.33.0"), _site(tmp_path / "other", "0.30.0")
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\nWRAPPED=yes PYTHONPATH={other}:"$PYTHONPATH" exec {shlex.quote(sys.executable)} "$@"\n'
+    )
+    python.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", str(own))
+    setup = dataclasses.replace(SETUP, sites={"kvcached": python})
+    assert arms.why_not(arms.ARMS["kvcached"], "a2", setup) is None
+    found = _probe(setup, tmp_path)
+    assert (found["vllm"], found["python"]) == ("0.30.0", "yes")
+
+
+def test_what_kvcached_has_mapped_is_part_of_its_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engines map pages ahead before the trace begins: with these they had 12.6 GiB of 12."""
+    monkeypatch.setattr(kvcached, "_DIRECTORY", tmp_path)
+    for model, used, ahead in ((0, 5, 3), (1, 0, 2)):
+        (tmp_path / kvcached.segment(model)).write_bytes(struct.pack("=qqq", 12, used * MIB, ahead * MIB))
+    (tmp_path / kvcached.segment(2)).write_bytes(b"cut")
+    assert [kvcached.mapped(model) // MIB for model in range(4)] == [8, 2, 0, 0]
+    with contextlib.closing(open_driver("host")) as driver:
+        memory = driver.memory(Location.DEVICE)
+        assert memory is not None
+        assert kvcached.left_free(driver, 100 * MIB, range(4)) == 90 * MIB + memory.total // 20
+
+
+def test_goals_on_requests_of_real_services() -> None:
+    """While all fits, no model waits longer than with kvcached; beyond that more is answered well than with either."""
+    fits = {goal.what: goal for goal in goals([_run(arm, first, trace="recorded", load=2) for arm, first in FASTER])}
+    assert fits["RECORDED x2: TTFT p99 to kvcached's, the worst model"].reached
+    assert fits["RECORDED x2: membroker-shared: TTFT p99 to kvcached's, the worst model"].reached
+    assert not fits["RECORDED x2: m0, TTFT p99 to static's"].reached
+    beyond = {goal.what: goal for goal in goals([_run(arm, first, trace="recorded", load=4) for arm, first in FASTER])}
+    assert beyond["RECORDED x4: tokens/s to kvcached's, all models"].reached
+    for arm, reached in (("kvcached", True), ("static", False)):
+        goal = beyond[f"RECORDED x4: good/s to {arm}'s, all models"]
+        assert (goal.target, goal.reached) == (1.2, reached)
+    assert not any("TTFT" in what for what in beyond)
+
+
+def test_what_cannot_run_says_why(tmp_path: Path) -> None:
+    elsewhere = dataclasses.replace(SETUP, sites={"kvcached": tmp_path})
+    assert "nor from a --site of its own" in (arms.why_not(arms.ARMS["kvcached"], "a2", elsewhere) or "")
+    no_such = dataclasses.replace(SETUP, sites={"kvcached": Path(sys.executable)})
+    assert "nor from a --site of its own" in (arms.why_not(arms.ARMS["kvcached"], "a2", no_such) or "")
     assert "cannot be imported" in (arms.why_not(arms.ARMS["kvcached"], "a2", SETUP) or "")
     assert "only T3" in (arms.why_not(arms.ARMS["sleep"], "a2", SETUP) or "")
     assert arms.why_not(arms.ARMS["sleep"], "t3", SETUP) is None
@@ -326,6 +417,13 @@ def test_an_engine_that_does_not_start_is_not_left_behind(
     with pytest.raises(SystemExit):
         sleep.main(["--rounds", "0"])
     assert "--rounds is at least 1" in capsys.readouterr().err
+
+
+def test_a_site_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for site in ("kvcached=/nowhere", "nothing=/tmp", "kvcached"):
+        with pytest.raises(SystemExit):
+            serving.main(["--device", "host", "--site", site])
+        assert "--site takes ARM=PLACE" in capsys.readouterr().err
 
 
 def test_without_vllm_one_sentence_says_so(capsys: pytest.CaptureFixture[str]) -> None:
