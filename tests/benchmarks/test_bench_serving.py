@@ -345,7 +345,7 @@ def test_an_arm_may_have_an_interpreter_of_its_own(tmp_path: Path, monkeypatch: 
     own, other = _site(tmp_path / "own", "0.33.0"), _site(tmp_path / "other", "0.30.0")
     python = tmp_path / "python"
     python.write_text(
-        f'#!/bin/sh\nWRAPPED=yes PYTHONPATH={other}:"$PYTHONPATH" exec {shlex.quote(sys.executable)} "$@"\n'
+        f'#!/bin/sh\nWRAPPED=yes PYTHONPATH="$PYTHONPATH":{other} exec {shlex.quote(sys.executable)} "$@"\n'
     )
     python.chmod(0o755)
     monkeypatch.setenv("PYTHONPATH", str(own))
