@@ -45,8 +45,12 @@ def rows(out: str) -> list[list[str]]:
 
 
 def check_config(path: Path, keys: Mapping[str, Any]) -> tuple[int, list[str]]:
-    """Check a configuration; return the exit status, and each complaint without the name of the file."""
-    path.write_text(to_toml({**DEFAULTS, "runtime_directory": str(path.parent / "run"), **keys}))
+    """Check a configuration above DEFAULTS, without what is None there.
+
+    Return the exit status, and each complaint without the name of the file.
+    """
+    given = {**DEFAULTS, "runtime_directory": str(path.parent / "run"), **keys}
+    path.write_text(to_toml({key: value for key, value in given.items() if value is not None}))
     done = run_python(["-m", "membrokerd.cli", "--config", str(path), "--check-config"])
     assert done.stdout == ("" if done.returncode else f"{path}: good\n"), done.stderr
     return done.returncode, [line.removeprefix(f"{path}: ") for line in done.stderr.splitlines()]

@@ -82,24 +82,30 @@ def test_the_host_has_its_own_figure() -> None:
 
 
 def test_bad_input_is_refused(daemon: Daemon) -> None:
-    """Names and numbers from outside: a typed refusal, and nothing in the books has moved."""
-    for name, location, reason in [
-        ("tenants/red/models/m", 7, "INVALID_ARGUMENT"),
-        ("tenants/red/models/other", 0, "MODEL_NOT_FOUND"),
-        ("tenants/blue/models/m", 0, "MODEL_NOT_FOUND"),
-        ("m", 0, "INVALID_NAME"),
-        ("", 0, "INVALID_NAME"),
-        ("x" * 60_000, 0, "INVALID_NAME"),
-    ]:
-        with raw.Session(daemon.endpoint("red")) as red:
-            red.register("m")
-            before = daemon.device().revision
-            request = bpb.GetAvailableRequest(model=name)
-            request.location = location  # type: ignore[assignment]  # not a number of the enumeration
-            answer = raw.grpc_call(red.endpoint, red.token, "GetAvailable", request)
-            assert raw.reason(answer) == reason
-            assert answer.code in (Code.INVALID_ARGUMENT, Code.NOT_FOUND)
-            assert daemon.device().revision == before
+    """Names and numbers from outside: a typed refusal, also of another tenant's model, and no move in the books."""
+    with raw.Session(daemon.endpoint("red")) as red, raw.Session(daemon.endpoint("blue")) as blue:
+        red.register("m")
+        blue.register("m")
+        before = daemon.device().revision
+        for name, reason in [
+            ("tenants/red/models/other", "MODEL_NOT_FOUND"),
+            ("tenants/blue/models/m", "MODEL_NOT_FOUND"),
+            ("tenants/red/models/-", "INVALID_NAME"),
+            ("m", "INVALID_NAME"),
+            ("", "INVALID_NAME"),
+            ("x" * 60_000, "INVALID_NAME"),
+        ]:
+            for method, request in (
+                ("GetAvailable", bpb.GetAvailableRequest(model=name)),
+                ("GetModel", bpb.GetModelRequest(name=name)),
+            ):
+                answer = raw.grpc_call(red.endpoint, red.token, method, request)
+                assert raw.reason(answer) == reason, (method, name)
+                assert answer.code in (Code.INVALID_ARGUMENT, Code.NOT_FOUND)
+        wrong = bpb.GetAvailableRequest(model="tenants/red/models/m")
+        wrong.location = 7  # type: ignore[assignment]  # not a number of the enumeration
+        assert raw.reason(raw.grpc_call(red.endpoint, red.token, "GetAvailable", wrong)) == "INVALID_ARGUMENT"
+        assert daemon.device().revision == before
 
 
 def test_a_worker_looks_up_a_model_of_its_tenant(daemon: Daemon, transport: str) -> None:
@@ -133,23 +139,3 @@ def test_stats_is_one_call(daemon: Daemon) -> None:
     requests = daemon.metrics()
     assert 'method="GetModel"' in requests
     assert 'method="ListModels"' not in requests
-
-
-def test_bad_names_are_refused(daemon: Daemon) -> None:
-    """Another tenant's model is not found, as one that does not exist."""
-    for name, reason in [
-        ("tenants/red/models/other", "MODEL_NOT_FOUND"),
-        ("tenants/blue/models/m", "MODEL_NOT_FOUND"),
-        ("tenants/red/models/-", "INVALID_NAME"),
-        ("m", "INVALID_NAME"),
-        ("", "INVALID_NAME"),
-        ("x" * 60_000, "INVALID_NAME"),
-    ]:
-        with raw.Session(daemon.endpoint("red")) as red, raw.Session(daemon.endpoint("blue")) as blue:
-            red.register("m")
-            blue.register("m")
-            before = daemon.device().revision
-            answer = raw.grpc_call(red.endpoint, red.token, "GetModel", bpb.GetModelRequest(name=name))
-            assert raw.reason(answer) == reason
-            assert answer.code in (Code.INVALID_ARGUMENT, Code.NOT_FOUND)
-            assert daemon.device().revision == before
