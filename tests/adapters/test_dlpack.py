@@ -234,7 +234,7 @@ class TestRefused:
             for wish in ({"dl_device": (dlpack.CUDA, 0)}, {"copy": True}, {"stream": 1}):
                 with pytest.raises(BufferError):
                     tensor.__dlpack__(**wish)  # type: ignore[arg-type]
-            with pytest.raises(AttributeError, match="CUDA array"):
+            with pytest.raises(AttributeError):
                 tensor.__cuda_array_interface__
             del tensor
 

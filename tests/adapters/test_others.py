@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import Daemon, until
+from tests.support.driver_errors import named
 from tests.support.garbage import collect
 from tests.support.sizes import MIB
 
@@ -96,7 +97,7 @@ def test_numba_takes_every_name_of_a_dtype(model: Model, monkeypatch: pytest.Mon
     with model.allocate(PAGE) as buffer:
         for dtype in (numpy.float32, numpy.dtype("float32"), "float32", "F32"):
             assert numba_adapter.array(buffer, dtype, (4,)) == "F32"
-        with pytest.raises(InvalidRequest, match="have no BF16: take U8 or U16"):
+        with pytest.raises(InvalidRequest, match=r"BF16.* U16"):
             numba_adapter.array(buffer, "bfloat16", (4,))
 
 
@@ -179,7 +180,7 @@ class TestLending:
         monkeypatch.setattr(model.driver, "synchronize", captured)
         for address in blocks:
             lending.free(address)
-        with pytest.raises(DeviceFailure, match="a graph is captured"):
+        with pytest.raises(DeviceFailure, check=named("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED")):
             lending.take_back()
         blocks.append(lending.allocate(MIB))
         assert len(set(blocks)) == 5, "a block that work may still use was lent again"

@@ -71,7 +71,7 @@ class TestTensor:
             for word, dtype in (("F32", torch.float32), ("BF16", torch.bfloat16), ("F8_E4M3", torch.float8_e4m3fn)):
                 assert adapter.tensor(buffer, word, (4,), 4096).dtype == dtype
             for wrong in ("f4", 4, None):
-                with pytest.raises(membroker.InvalidRequest, match=r"is not a dtype.* F32,"):
+                with pytest.raises(membroker.InvalidRequest, match=r" F32,"):
                     adapter.tensor(buffer, wrong, (4,))
 
     def test_it_computes(self, model: membroker.Model) -> None:
@@ -183,7 +183,7 @@ class TestAddressTensor:
         with model.pool(page_size="2MiB", virtual_capacity="4MiB") as pool:
             with pytest.raises(membroker.InvalidOffset):
                 adapter.address_tensor(pool, "uint8", (4 * MIB + 1,))
-            with pytest.raises(membroker.InvalidRequest, match="begins at a multiple"):
+            with pytest.raises(membroker.InvalidRequest):
                 adapter.address_tensor(pool, "float32", (4,), 2)
         with pytest.raises(membroker.ClosedError):
             adapter.address_tensor(pool, "uint8", (1,))

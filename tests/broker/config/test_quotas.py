@@ -151,7 +151,7 @@ def test_a_file_that_is_wrong_is_refused_whole(path: Path, case: str) -> None:
 
 def test_a_file_that_cannot_be_read_is_named(path: Path) -> None:
     path.mkdir(parents=True)
-    with pytest.raises(DirectoryError, match=r"quotas.toml: cannot be read: it is a directory .*remove the file"):
+    with pytest.raises(DirectoryError, match=r"quotas.toml: .*directory"):
         read(path)
 
 
@@ -159,7 +159,7 @@ def test_a_fifo_is_not_waited_for(path: Path) -> None:
     """Nobody ever writes to it: an ordinary open would hang the start of the daemon."""
     path.parent.mkdir(parents=True)
     os.mkfifo(path)
-    with pytest.raises(DirectoryError, match=r"quotas.toml: cannot be read: it is a FIFO .*remove the file"):
+    with pytest.raises(DirectoryError, match=r"quotas.toml: .*FIFO"):
         read(path)
 
 
@@ -191,9 +191,9 @@ def test_a_command_is_on_the_disk_or_did_not_happen(path: Path, monkeypatch: pyt
 
     path.write_bytes(before)
     monkeypatch.setattr(os, "fsync", broken)
-    with pytest.raises(OSError, match="No space") as caught:
+    with pytest.raises(OSError) as caught:
         write(path, {})
-    assert caught.value.filename == path
+    assert (caught.value.errno, caught.value.filename) == (28, path)
     assert path.read_bytes() == before
 
 
@@ -230,9 +230,9 @@ def test_a_second_daemon_overwrites_nothing(path: Path) -> None:
     first, second = StateDirectory(path.parent), StateDirectory(path.parent)
     assert (first.trouble(), first.is_shared, second.is_shared) == ("", False, True)
     first.write(QUOTAS)
-    assert "another membrokerd of this device uses" in second.trouble()
+    assert "another membrokerd" in second.trouble()
     assert (dict(first.read()), second.read()) == (QUOTAS, {}), "what the first was commanded is not for the second"
-    with pytest.raises(OSError, match="another membrokerd of this device uses it") as caught:
+    with pytest.raises(OSError) as caught:
         second.write({})
     assert caught.value.filename == str(path)
     assert read(path) == QUOTAS
@@ -268,7 +268,7 @@ def test_a_home_that_others_can_change_is_passed_over(tmp_path: Path) -> None:
     env = {"XDG_RUNTIME_DIR": str(tmp_path), "XDG_STATE_HOME": str(state), "HOME": str(tmp_path)}
     config = Config(runtime_directory=runtime)
     assert state_directory(config, "gpu-1", env) == tmp_path / ".local" / "state" / "membroker" / "gpu-1"
-    with pytest.raises(DirectoryError, match=rf"set XDG_STATE_HOME or HOME .*; {state} can be changed by other users"):
+    with pytest.raises(DirectoryError, match=rf"XDG_STATE_HOME or HOME .*; {state} "):
         state_directory(config, "gpu-1", {**env, "HOME": ""})
 
 
@@ -292,10 +292,10 @@ def test_a_place_that_others_can_change_is_refused(tmp_path: Path) -> None:
     opened = tmp_path / "opened"
     opened.mkdir()
     opened.chmod(0o1777)
-    with pytest.raises(DirectoryError, match=rf"{opened}: {opened} can be changed by other users"):
+    with pytest.raises(DirectoryError, match=rf"{opened}: {opened} "):
         StateDirectory(opened)
     opened.chmod(0o777)
-    with pytest.raises(DirectoryError, match=rf"{opened} can be changed by other users.* set another state_directory"):
+    with pytest.raises(DirectoryError, match=rf"{opened} .* state_directory"):
         StateDirectory(opened / "host")
     assert not list(opened.iterdir())
 
@@ -309,9 +309,9 @@ def test_a_link_out_of_our_hands_is_neither_read_nor_written(path: Path, tmp_pat
     opened.chmod(0o777)
     path.unlink()
     path.symlink_to(opened / "victim")
-    with pytest.raises(DirectoryError, match="can be changed by other users"):
+    with pytest.raises(DirectoryError, match=str(opened)):
         read(path)
-    with pytest.raises(OSError, match="can be changed by other users"):
+    with pytest.raises(OSError, match=str(opened)):
         write(path, QUOTAS)
     assert (opened / "victim").read_text() == "a file of root's"
 
@@ -321,5 +321,5 @@ def test_another_users_quotas_are_not_in_force(path: Path) -> None:
     """The directory is root's, and the file in it another user's, as after a mistaken chown -R."""
     write(path, QUOTAS)
     os.chown(path, 60_001, 60_001)
-    with pytest.raises(DirectoryError, match=r"quotas\.toml belongs to uid 60001, and who can change it decides"):
+    with pytest.raises(DirectoryError, match=r"quotas\.toml .*uid 60001"):
         read(path)

@@ -247,9 +247,9 @@ def test_what_is_refused() -> None:
     layout = block_major(MIB, 10)
     with pytest.raises(InvalidRequest, match="block 10"):
         Balloon(layout, always=(10,))
-    with pytest.raises(InvalidRequest, match="below the floor"):
+    with pytest.raises(InvalidRequest, match="floor"):
         Balloon(layout, floor=4 * PAGE, ceiling=3 * PAGE)
-    with pytest.raises(InvalidRequest, match="always has memory"):
+    with pytest.raises(InvalidRequest):
         Balloon(layout, ceiling=PAGE - 1)
 
 

@@ -137,7 +137,7 @@ def test_the_host_driver_says_that_managed_memory_needs_a_gpu(host: Driver) -> N
         lambda: PrefetchPlan().add(0x1000, 4096, "host").execute(host),
     ]
     for door in doors:
-        with pytest.raises(ManagedMemoryUnavailable, match="managed memory needs a GPU, and this is the host driver"):
+        with pytest.raises(ManagedMemoryUnavailable):
             door()
 
 

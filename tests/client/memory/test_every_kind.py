@@ -231,7 +231,7 @@ class TestEnd:
         assert memory.closed
         assert lender.used_bytes == lender.lent_bytes == 0
         for call in any_kind.calls(memory):
-            with pytest.raises(ClosedError, match="closed"):
+            with pytest.raises(ClosedError):
                 call()
 
     def test_what_is_forgotten_gives_everything_back(self, any_kind: Kind, lender: Lender) -> None:

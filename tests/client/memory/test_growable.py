@@ -78,7 +78,7 @@ class TestSize:
     def test_to_its_capacity_and_back(self, buffer: GrowableBuffer, lender: Lender) -> None:
         buffer.resize(CAPACITY)
         buffer.view()[-1] = 1
-        with pytest.raises(OutOfVirtualMemory, match="capacity") as caught:
+        with pytest.raises(OutOfVirtualMemory) as caught:
             buffer.grow(1)
         assert (caught.value.requested_bytes, caught.value.available_bytes) == (1, 0)
         with pytest.raises(OutOfVirtualMemory) as caught:
@@ -125,7 +125,7 @@ class TestBytes:
         seen = take(buffer)
         before = state(buffer, lender)
         for size in (0, PAGE, PAGE + 99):
-            with pytest.raises(BufferError, match="still alive"):
+            with pytest.raises(BufferError):
                 buffer.resize(size)
             assert state(buffer, lender) == before
         buffer.grow(PAGE)

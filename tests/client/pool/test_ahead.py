@@ -313,7 +313,7 @@ def test_what_another_page_refuses_is_refused_at_once(lender: Lender, asked_ahea
     with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=4) as pool:
         assert asked_ahead.began.wait(DEADLINE_SECONDS)
         pool.allocate(8 * PAGE, PAGE)
-        with pytest.raises(AlreadyMapped, match="is mapped already"):
+        with pytest.raises(AlreadyMapped):
             pool.allocate(8 * PAGE, PAGE)
         assert not asked_ahead.waited.is_set()
 

@@ -158,7 +158,7 @@ class TestThreads:
         def patch(move: Move) -> None:
             told.append(move)
             for offset in range(move.old_offset, move.old_offset + move.size, PAGE):
-                with pytest.raises(AlreadyMapped, match="another call"):
+                with pytest.raises(AlreadyMapped):
                     pool.allocate(offset, PAGE)
                 with pytest.raises(NotMapped):
                     pool.pin(offset, PAGE).__enter__()

@@ -122,11 +122,9 @@ class TestGrow:
         assert state(pool, lender) == before
         pool.grow(3 * PAGE)
         pool.allocate(0, 60 * PAGE)
-        with pytest.raises(OutOfVirtualMemory, match=r"cannot grow by 1: .*; reserve more \(virtual_capacity\)"):
+        with pytest.raises(OutOfVirtualMemory, match=r" 1: .*virtual_capacity"):
             pool.grow(1)
-        with pytest.raises(
-            OutOfVirtualMemory, match=r"largest free run has 0\. .* or reserve more \(virtual_capacity\)"
-        ):
+        with pytest.raises(OutOfVirtualMemory, match=r" 0\. .*virtual_capacity"):
             pool.allocate_anywhere(PAGE)
 
     @pytest.mark.parametrize("call", ["grow", "allocate_anywhere"])

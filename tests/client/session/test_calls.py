@@ -376,7 +376,7 @@ class TestThreads:
         broker.end.close()
         for caller in callers:
             assert isinstance(caller.end().error, BrokerUnavailable)
-        with pytest.raises(BrokerUnavailable, match="is gone"):
+        with pytest.raises(BrokerUnavailable):
             connection.call(allocate(), Taker())
         with pytest.raises(BrokerUnavailable):
             connection.release([1])

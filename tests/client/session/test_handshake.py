@@ -67,7 +67,7 @@ def hang_up_on_the_greeting(connection: socket.socket) -> None:
 def test_a_refusal_before_the_greeting_is_heard(answer: Callable[[socket.socket], None]) -> None:
     """The broker knows from the kernel that we may not enter, says so, and closes without reading our Hello."""
     for _ in range(50):
-        with broker(answer) as path, pytest.raises(AccessDenied, match="not you") as caught:
+        with broker(answer) as path, pytest.raises(AccessDenied) as caught:
             open_session(path, HELLO, 30.0)
         assert caught.value.reason == "ENDPOINT_FORBIDDEN"
 

@@ -134,7 +134,7 @@ class TestControlCalls:
         service.answers["GetDevice"] = lambda *_: resources_pb2.Device(uuid="host")
         client.device()
         service.stop()
-        with pytest.raises(membroker.BrokerUnavailable, match="is gone, or ended under the call") as caught:
+        with pytest.raises(membroker.BrokerUnavailable) as caught:
             client.device()
         assert not re.search(r"address|connect to|UNAVAILABLE|PRECONDITION", str(caught.value))
         assert not is_away(client)

@@ -106,7 +106,7 @@ def test_more_addresses_than_a_process_has(run: Run) -> None:
     """CUDA says that it is out of memory, and a reservation takes none."""
     code = """
         driver = CudaDriver(context=True)
-        with pytest.raises(DriverOutOfMemory, match="cannot reserve 512.0 TiB of addresses") as refused:
+        with pytest.raises(DriverOutOfMemory, match=" 512.0 TiB ") as refused:
             driver.reserve(1 << 49)
         print(refused.value.name)
     """
@@ -152,7 +152,7 @@ def test_pinned_memory_that_could_not_be_freed_can_be_freed_again(run: Run) -> N
             driver.unpin(pinned)
         driver.synchronize = synchronize
         driver.unpin(pinned)
-        with pytest.raises(DriverError, match="nothing is pinned"):
+        with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
             driver.unpin(pinned)
     """
     run(code)
@@ -193,7 +193,7 @@ def test_what_a_card_was_granted_is_taken_back_from_it_alone(run: Run) -> None:
         for driver in (first, second):
             driver.set_access(address, GRANULE, AccessFlags.READ_WRITE)
         second.set_access(address, GRANULE, AccessFlags.NONE)
-        with pytest.raises(DriverError, match=f"does not allow READ to {second.device.uuid}"):
+        with pytest.raises(DriverError, match=second.device.uuid):
             second.read(address, 1)
         first.write(address, b"x")
     """
@@ -430,7 +430,7 @@ def test_a_container_without_nvml_is_told_what_to_set(run: Run, tmp_path: Path) 
     assert libraries is not None
     (libraries / "libnvidia-ml.so.1").unlink()
     code = """
-        with pytest.raises(DriverUnavailable, match="NVIDIA_DRIVER_CAPABILITIES has both: compute,utility"):
+        with pytest.raises(DriverUnavailable, match="NVIDIA_DRIVER_CAPABILITIES.*compute,utility"):
             CudaDriver()
     """
     run_beside_fake_cuda(libraries, _PRELUDE + textwrap.dedent(code))

@@ -13,6 +13,7 @@ from itertools import permutations
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.devices import Device
+from tests.support.driver_errors import named
 from tests.support.forks import in_a_child
 from tests.support.garbage import collect
 from tests.support.sizes import MIB
@@ -32,8 +33,7 @@ from membroker.vmm.host.driver import GRANULARITY, HostDriver
 
 PATTERN = b"".join((number * 0x9E3779B1 & 0xFFFFFFFF).to_bytes(4, "little") for number in range(MIB // 4))
 """1 MiB in which no two words are equal: bytes that come from elsewhere show."""
-UNREADABLE = "no access|does not allow READ "
-UNWRITABLE = "read-only|does not allow READ_WRITE"
+DENIED = "EACCES|CUDA_ERROR_INVALID_VALUE"
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_a_size_that_is_none_is_refused(driver: HostDriver, size: int) -> None:
 
 @pytest.mark.parametrize("alignment", [-1, 3, GRANULARITY + 1, 1 << 63, 1 << 64])
 def test_an_alignment_that_is_none_is_refused(driver: HostDriver, alignment: int) -> None:
-    with pytest.raises(InvalidRequest, match="power of two"):
+    with pytest.raises(InvalidRequest):
         AddressRange(driver, GRANULARITY, alignment)
 
 
@@ -164,7 +164,7 @@ def test_any_order_of_closing_gives_all_back_and_none_too_early(device: Device, 
                 assert driver.read(address, len(PATTERN)) == PATTERN
             parts[name].close()
         other = driver.create(size)
-        with pytest.raises(DriverError, match="do not lie inside one reservation"):
+        with pytest.raises(DriverError, check=named("EINVAL")):
             driver.map(address, other)
         driver.release(other)
 
@@ -200,7 +200,7 @@ def test_what_was_mapped_past_the_range_keeps_it_open(driver: HostDriver, memory
     """Code that calls the driver itself is not torn from its addresses: the close is refused, and works later."""
     addresses = AddressRange(driver, 2 * GRANULARITY)
     driver.map(addresses.base, memory.handle)
-    with pytest.raises(DriverError, match="still mapped"):
+    with pytest.raises(DriverError, check=named("EINVAL")):
         addresses.close()
     assert not addresses.closed
     mapping = MappedRange(addresses, memory, GRANULARITY)
@@ -316,7 +316,7 @@ def test_a_close_that_fails_can_be_repeated(
     mapping = MappedRange(addresses, memory)
     with monkeypatch.context() as patch:
         patch.setattr(driver, "synchronize", fail)
-        with pytest.raises(DriverError, match="702"):
+        with pytest.raises(DriverError, check=named("CUDA_ERROR_LAUNCH_TIMEOUT")):
             mapping.close()
     assert not mapping.closed
     assert addresses.mappings == [mapping]
@@ -376,7 +376,7 @@ def test_nothing_is_mapped_over_a_mapping(driver: HostDriver, addresses: Address
         driver.write(mapping.address, b"first")
         with pytest.raises(AlreadyMapped):
             MappedRange(addresses, large, GRANULARITY)
-        with pytest.raises(DriverError, match="over the mapping"):
+        with pytest.raises(DriverError, check=named("EINVAL")):
             MappedRange(addresses, large, 0)
         assert addresses.mappings == [mapping]
         assert driver.read(mapping.address, 5) == b"first"
@@ -390,17 +390,17 @@ def test_access_is_nothing_until_it_is_granted_and_can_be_changed(device: Device
         memory = parts.enter_context(PhysicalMemory.create(driver, size))
         mapping = parts.enter_context(MappedRange(addresses, memory, access={}))
         assert mapping.get_access() is AccessFlags.NONE
-        with pytest.raises(DriverError, match=UNREADABLE):
+        with pytest.raises(DriverError, match=DENIED):
             driver.read(mapping.address, 1)
         mapping.set_access(AccessFlags.READ)
-        with pytest.raises(DriverError, match=UNWRITABLE):
+        with pytest.raises(DriverError, match=DENIED):
             driver.write(mapping.address, b"x")
         mapping.set_access(AccessFlags.READ_WRITE)
         driver.write(mapping.address, b"kept")
         assert mapping.get_access() is AccessFlags.READ_WRITE
         mapping.set_access(AccessFlags.NONE)
         assert mapping.get_access() is AccessFlags.NONE
-        with pytest.raises(DriverError, match=UNREADABLE):
+        with pytest.raises(DriverError, match=DENIED):
             driver.read(mapping.address, 1)
         mapping.set_access(AccessFlags.READ)
         assert driver.read(mapping.address, 4) == b"kept"
@@ -418,7 +418,7 @@ def test_a_mapping_that_fails_is_not_left_behind(
 
     with monkeypatch.context() as patch:
         patch.setattr(driver, call, refuse)
-        with pytest.raises(DriverError, match="EACCES"):
+        with pytest.raises(DriverError, check=named("EACCES")):
             MappedRange(addresses, memory)
     assert addresses.mappings == []
     assert not memory.mapped
@@ -455,7 +455,7 @@ def test_one_memory_under_two_addresses(device: Device) -> None:
         assert driver.read(second.address + size - 4, 4) == b"wrap"
         assert driver.read(first.address + size - 2, 4) == b"ap" + bytes(2)
         assert (first.get_access(), second.get_access()) == (AccessFlags.READ_WRITE, AccessFlags.READ)
-        with pytest.raises(DriverError, match=UNWRITABLE):
+        with pytest.raises(DriverError, match=DENIED):
             driver.write(second.address, b"x")
         driver.write(first.address, PATTERN)
         first.close()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
+from tests.support.driver_errors import named
 from tests.support.forks import in_a_child
 
 from membroker.errors import InvalidRequest
@@ -73,7 +74,7 @@ def test_access_is_granted_to_each_device_by_name(first: HostDriver, second: Hos
         assert mapping.get_access() is AccessFlags.READ_WRITE
         assert mapping.get_access(second) is AccessFlags.READ
         mapping.set_access(AccessFlags.NONE, second)
-        with pytest.raises(DriverError, match="no access to device 1"):
+        with pytest.raises(DriverError, check=named("EACCES")):
             second.view(mapping.address, 1)
         first.write(mapping.address, b"unseen")
 
@@ -116,9 +117,9 @@ def test_abandoning_one_leaves_the_others_addresses(first: HostDriver, second: H
         second.set_access(address, GRANULARITY, AccessFlags.READ_WRITE)
     second.write(kept, b"alive")
     first.abandon()
-    with pytest.raises(DriverError, match="nothing is mapped"):
+    with pytest.raises(DriverError, check=named("EINVAL")):
         second.read(gone, 1)
-    with pytest.raises(DriverError, match="no reservation"):
+    with pytest.raises(DriverError, check=named("EINVAL")):
         second.unreserve(gone, GRANULARITY)
     assert second.read(kept, 5) == b"alive"
 
@@ -149,7 +150,7 @@ def test_a_child_begins_with_addresses_of_its_own(first: HostDriver) -> None:
         with AddressRange(own, GRANULARITY) as addresses, PhysicalMemory.create(own, GRANULARITY) as memory:
             with MappedRange(addresses, memory) as mapping:
                 own.write(mapping.address, b"child")
-            with pytest.raises(DriverError, match="one reservation"):
+            with pytest.raises(DriverError, check=named("EINVAL")):
                 own.map(inherited.base, memory.handle)
         first.abandon()
 

@@ -93,7 +93,7 @@ def test_an_admin_endpoint_is_taken_as_what_it_is(daemon: Daemon) -> None:
 
 def test_nothing_is_borrowed_at_the_admin_endpoint(daemon: Daemon) -> None:
     """A program is given the operator's endpoint by mistake: it is told so, not that no daemon runs."""
-    with pytest.raises(BrokerUnavailable, match="is the operator's endpoint, where nothing is borrowed: name a tenant"):
+    with pytest.raises(BrokerUnavailable, match="operator's endpoint"):
         membroker.connect(daemon.admin, timeout=0.1)
     said = refused("segments", "show", "m/s", at=daemon.admin, status=2)
     assert "at its tenant's endpoint, not at the admin endpoint" in said
@@ -326,5 +326,5 @@ def test_the_admin_endpoint_is_the_sibling_of_a_tenants() -> None:
     assert str(admin_socket(f"{device}/tenants/acme", {})) == f"{device}/admin/grpc.sock"
     assert str(admin_socket(f"{device}/admin", {})) == f"{device}/admin/grpc.sock"
     assert str(admin_socket(None, {"MEMBROKER_ENDPOINT": f"{device}/tenants/acme"})) == f"{device}/admin/grpc.sock"
-    with pytest.raises(InvalidRequest, match="name that with --endpoint"):
+    with pytest.raises(InvalidRequest, match="--endpoint"):
         admin_socket("/membroker", {})

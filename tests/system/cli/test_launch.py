@@ -79,7 +79,7 @@ def test_the_limit_is_of_that_model_and_a_programs_own_goes_first(
         assert client.register_model("draft").limit is None
         assert client.register_model("chat", limit="4MiB").limit == 4 * MIB
         monkeypatch.setenv("MEMBROKER_LIMIT", "much")
-        with pytest.raises(InvalidRequest, match="MEMBROKER_LIMIT: cannot read 'much' as a size"):
+        with pytest.raises(InvalidRequest, match=r"MEMBROKER_LIMIT: .*'much'"):
             client.register_model()
         monkeypatch.delenv("MEMBROKER_MODEL")
         with pytest.raises(InvalidRequest, match="membroker run --model"):

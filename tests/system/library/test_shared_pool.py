@@ -337,7 +337,7 @@ class TestModels:
             partial(shared.unregister_model, "m"),
             partial(shared.pool, "m"),
         ):
-            with pytest.raises(ClosedError, match="this shared pool is closed"):
+            with pytest.raises(ClosedError):
                 call()
         assert where.lent == 2 * PAGE, "a view keeps its memory"
         del view
@@ -349,7 +349,7 @@ class TestModels:
     def test_names_that_are_none(self, where: Lending) -> None:
         names: list[Any] = [None, 7, b"m", ["m"]]
         for name in names:
-            with SharedMemoryPool(where.lender, page_size=PAGE) as shared, pytest.raises(InvalidRequest, match="text"):
+            with SharedMemoryPool(where.lender, page_size=PAGE) as shared, pytest.raises(InvalidRequest):
                 shared.register_model(name, PAGE)
 
     def test_a_forked_child_waits_for_nobody(self) -> None:

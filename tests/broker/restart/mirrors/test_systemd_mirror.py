@@ -191,9 +191,7 @@ def test_systemds_maximum_is_respected(directory: Path) -> None:
     async def story(systemd: Systemd, mirror: SystemdMirror, store: Store) -> None:
         await keeping(store, 1, dict.fromkeys(range(1, 5), b"kept"))
         said = list(systemd.said)
-        with pytest.raises(
-            OSError, match="has 4 descriptors of this service and keeps at most 5: raise FileDescriptorStoreMax="
-        ):
+        with pytest.raises(OSError, match=r"4 descriptors .* 5: .*FileDescriptorStoreMax="):
             await keeping(store, 2, {1: b"one", 2: b"more"})
         assert systemd.said == said
         await keeping(store, 3, {1: b"the fifth"})
@@ -209,7 +207,7 @@ def test_systemd_does_not_answer(directory: Path) -> None:
 
     async def story(systemd: Systemd, mirror: SystemdMirror, store: Store) -> None:
         systemd.rest()
-        with pytest.raises(TimeoutError, match="systemd does not answer"):
+        with pytest.raises(TimeoutError):
             await keeping_not_long(store, 1, dict.fromkeys(range(1, 1001), b"refused"))
         assert len(store) == 0
         systemd.work()

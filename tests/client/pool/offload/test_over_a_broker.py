@@ -43,7 +43,7 @@ class TestOverABroker:
                 assert model.stats().books["host"].declared_bytes == 40 * MIB
                 with pytest.raises(membroker.OutOfMemory):
                     model.declare("9MiB", "host")
-                with pytest.raises(InvalidRequest, match="33554432 that are declared already"):
+                with pytest.raises(InvalidRequest, match=" 33554432 "):
                     model.declare((1 << 63) - 1, "host")
                 assert pool.restore() == 16 * PAGE
                 assert self.books(daemon) == (32 * MIB, 8 * MIB)

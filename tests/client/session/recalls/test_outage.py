@@ -90,7 +90,7 @@ def test_it_is_said_again_what_it_answers(broker: PlayedBroker, client: Client, 
     drop_all(broker, client)
     assert not broker.resume().answering_models
     until(lambda: not is_away(client))
-    with pytest.raises(membroker.ModelNotFound, match="was left by this session"):
+    with pytest.raises(membroker.ModelNotFound):
         served.on_recall(lambda _: None)
 
 
@@ -133,5 +133,5 @@ def test_a_refused_registration_changes_nothing(broker: PlayedBroker, client: Cl
     assert isinstance(caller.end().error, membroker.TooMany)
     drop_all(broker, client)
     assert not broker.resume().answering_models
-    with pytest.raises(membroker.InvalidRequest, match="on_recall takes a function"):
+    with pytest.raises(membroker.InvalidRequest, match="on_recall"):
         served.on_recall(3)  # type: ignore[arg-type]

@@ -92,10 +92,10 @@ def test_a_memfd_that_could_shrink_is_refused(driver: HostDriver) -> None:
     descriptor = os.memfd_create("membroker-extent", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, GRANULARITY)
     before = descriptors()
-    with pytest.raises(DriverError, match="not sealed"):
+    with pytest.raises(DriverError, check=named("EINVAL")):
         driver.import_extent(descriptor, GRANULARITY)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    with pytest.raises(DriverError, match="not an extent of"):
+    with pytest.raises(DriverError, check=named("EINVAL")):
         driver.import_extent(descriptor, 2 * GRANULARITY)
     assert descriptors() == before
     driver.import_extent(descriptor, GRANULARITY)

@@ -83,7 +83,7 @@ def test_a_daemon_that_died_at_an_extents_birth_has_a_successor(monkeypatch: pyt
         assert used(second) == GRANULARITY
         second.close()
         os.truncate(first.survivors()["table"], 0)
-        with pytest.raises(DriverError, match="too short: it has 0 of 2"):
+        with pytest.raises(DriverError, match=" 0 of 2"):
             HostDriver(survivors=first.survivors())
     first.close()
 
@@ -132,13 +132,13 @@ def test_junk_is_no_survivor(driver: HostDriver) -> None:
         ({"watches": watches, "table": watches}, "`table` .* is anon_inode:inotify"),
         ({"watches": watches, "table": extents[0]}, "`table` .* is /memfd:membroker-extent"),
         ({"watches": watches, "table": 1 << 20}, "`table` .* is closed"),
-        ({"watches": watches, "table": junk}, "entry 2 of the table, 0x200002, is not a size and location"),
+        ({"watches": watches, "table": junk}, "entry 2 .* 0x200002, "),
     ):
         with pytest.raises(DriverError, match=message):
             HostDriver(survivors=wrong)
     for entry in (1, 1 << 63):
         os.pwrite(junk, entry.to_bytes(8, "little"), 16)
-        with pytest.raises(DriverError, match=f"entry 2 of the table, {entry:#x}, is not a size and location"):
+        with pytest.raises(DriverError, match=f"entry 2 .* {entry:#x}, "):
             HostDriver(survivors={"watches": watches, "table": junk})
     os.ftruncate(junk, 0)
     with pytest.raises(DriverError):

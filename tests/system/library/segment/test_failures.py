@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
+from tests.support.driver_errors import named
 from tests.support.processes import (
     ends,
     heard,
@@ -72,7 +73,7 @@ class TestFailures:
         with membroker.connect(daemon.endpoint(), transport=transport, driver=driver) as client:
             segment = client.register_model("m").create_segment("weights", 1)
             driver.lost = True
-            with pytest.raises(membroker.DeviceFailure, match="ILLEGAL_ADDRESS"):
+            with pytest.raises(membroker.DeviceFailure, check=named("CUDA_ERROR_ILLEGAL_ADDRESS")):
                 segment.seal()
             driver.lost = False
             assert segment.writable

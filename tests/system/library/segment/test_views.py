@@ -41,8 +41,9 @@ class TestArguments:
         with pytest.raises(membroker.MembrokerError, match="host_capacity"):
             model.create_segment("weights", 1, location="host")
         segment = model.create_segment("weights", 1)
-        with pytest.raises(membroker.SegmentExists, match="is being written"):
+        with pytest.raises(membroker.SegmentExists) as exists:
             model.create_segment("weights", 1)
+        assert exists.value.metadata["state"] == "writing"
         segment.close()
         until(lambda: is_settled(daemon))
         model.unregister()
@@ -53,10 +54,10 @@ class TestArguments:
         ranges = [(-1, 1), (0, -1), (0, PAGE + 1), (PAGE, 1), (PAGE + 1, 0), (1, PAGE), (2**64 - 1, 2)]
         segment = model.create_segment("weights", 1)
         for offset, size in [*ranges, (2**63 - 1, 2**63 - 1)]:
-            with pytest.raises(membroker.InvalidRequest, match="do not lie in a segment"):
+            with pytest.raises(membroker.InvalidRequest):
                 segment.read(offset, size)
             if 0 <= size <= 2 * PAGE:
-                with pytest.raises(membroker.InvalidRequest, match="do not lie in a segment"):
+                with pytest.raises(membroker.InvalidRequest):
                     segment.write(offset, bytes(size))
 
     def test_ranges_inside(self, client: membroker.Client, model: membroker.Model) -> None:
@@ -79,7 +80,7 @@ class TestArguments:
         segment.write(0, np.zeros((0, 3)))
         wrong: list[Any] = [None, "text", [1, 2], np.eye(4)[:, ::2], np.zeros(2, "datetime64[s]")]
         for data in wrong:
-            with pytest.raises(membroker.InvalidRequest, match="is contiguous bytes, not"):
+            with pytest.raises(membroker.InvalidRequest):
                 segment.write(0, data)
 
     def test_ranges_that_are_none(self, client: membroker.Client, model: membroker.Model) -> None:
@@ -87,7 +88,7 @@ class TestArguments:
         wrong: list[tuple[Any, Any]] = [(0.0, 1), (0, 1.0), ("0", 1), (0, "1KiB"), (None, 1), (True, 1)]
         for offset, size in wrong:
             for call in (segment.read, segment.span, buffer.span):
-                with pytest.raises(membroker.InvalidRequest, match="is a whole number"):
+                with pytest.raises(membroker.InvalidRequest):
                     call(offset, size)
 
     def test_progress(self, client: membroker.Client, model: membroker.Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +158,7 @@ class TestViews:
         """An array over the segment is still in somebody's hands: writing to it after the seal would kill them."""
         segment = model.create_segment("weights", 1)
         for view in (segment.view(), segment.view()[3:5], np.asarray(segment.view())):
-            with pytest.raises(BufferError, match="view"):
+            with pytest.raises(BufferError):
                 segment.seal()
             assert segment.writable
             view[0] = 7
@@ -176,7 +177,7 @@ class TestViews:
 
         def amid(done: int, total: int) -> None:
             if done < total:
-                with pytest.raises(BufferError, match="a call writes to it"):
+                with pytest.raises(BufferError):
                     segment.seal()  # in the main thread, another one does the work
 
         segment.write(0, bytes([7]) * PAGE, amid)
