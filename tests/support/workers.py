@@ -231,6 +231,11 @@ def descriptors_at_rest(daemon: Daemon) -> int:
     return min(seen)
 
 
+def device_used(daemon: Daemon) -> int:
+    """Return the bytes that the device shows in use beyond the anchor."""
+    return int(daemon.books().device_used_bytes) - ANCHOR_BYTES
+
+
 def is_clean(daemon: Daemon) -> bool:
     """Say whether nothing is lent, nobody is there, and the device shows the anchor and nothing else."""
     device = daemon.device()

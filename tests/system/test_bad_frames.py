@@ -119,6 +119,7 @@ VIOLATIONS: dict[str, Callable[[Session], None]] = {
     "an Ack of part 2^32-1": _acked_a_part_that_is_not,
     "descriptors": _sends(pb.Frame(request_id=1, allocate=raw.allocation(MINE, PAGE)), 0, 1, 2),
     "garbage": lambda session: session.send_bytes(b"\xff" * 9),
+    "65,537 bytes": _sends(pb.Frame(request_id=1, declare=bpb.DeclareMemoryRequest(model="x" * 65_527))),
     "200 kB": lambda session: session.send_bytes(bytes(200_000)),
     "an empty packet": lambda session: session.send_bytes(b""),
 }

@@ -16,10 +16,10 @@ import pytest
 from tests.support.daemons import Daemon, hold_still, running, until
 from tests.support.sizes import MIB
 from tests.support.workers import (
-    ANCHOR_BYTES,
     PAGE,
     Worker,
     descriptors_at_start,
+    device_used,
     is_gone,
     until_clean,
     worker,
@@ -69,11 +69,6 @@ def borrow(one: Worker, daemon: Daemon, size: int, tenant: str = "red", transpor
 
 def states(daemon: Daemon) -> list[str]:
     return [type(session).State.Name(session.state) for session in daemon.sessions()]
-
-
-def device_used(daemon: Daemon) -> int:
-    """What the device shows in use beyond the anchor."""
-    return int(daemon.books().device_used_bytes) - ANCHOR_BYTES
 
 
 # Killed

@@ -18,7 +18,16 @@ from tests.support.daemons import Daemon, running, until
 from tests.support.honest_worker import Honest, State, check_turns, honest, unprivileged
 from tests.support.raw import Connection, hello, reason
 from tests.support.sizes import MIB
-from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, descriptors_at_start, until_clean, worker, workers
+from tests.support.workers import (
+    ANCHOR_BYTES,
+    PAGE,
+    Worker,
+    descriptors_at_start,
+    device_used,
+    until_clean,
+    worker,
+    workers,
+)
 
 from membroker.wire.sessions import descriptors_for
 
@@ -50,10 +59,6 @@ class Scene(NamedTuple):
     honest: dict[str, Honest]
     descriptors: int
 
-    def device_used(self) -> int:
-        """Return the bytes that the device shows in use, without the anchor."""
-        return int(self.daemon.books().device_used_bytes) - ANCHOR_BYTES
-
 
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[Scene]:
@@ -73,7 +78,7 @@ def scene(lasting: Scene, state: State, request: pytest.FixtureRequest) -> Itera
     check_turns(daemon, state, f"up to {request.node.name}")
     until(lambda: len(daemon.sessions()) == len(lasting.honest))
     until(lambda: daemon.books().free_bytes == daemon.books().capacity_bytes)
-    until(lambda: lasting.device_used() == 0)
+    until(lambda: device_used(daemon) == 0)
     until(lambda: daemon.descriptors() == lasting.descriptors)
     for one in lasting.honest.values():
         one.turns(10)
@@ -222,7 +227,7 @@ def test_clients_that_never_acknowledge(scene: Scene, flood: Worker, transport: 
     assert refused == {"TOO_MANY_REQUESTS": SESSIONS * 100}
     # Two went out, sixteen wait for the window.
     assert scene.daemon.books().lent_bytes == SESSIONS * 18 * PAGE
-    until(lambda: scene.device_used() == SESSIONS * 2 * PAGE)
+    until(lambda: device_used(scene.daemon) == SESSIONS * 2 * PAGE)
 
 
 _COUNT_REFUSALS = """

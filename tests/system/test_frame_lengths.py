@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 from tests.support import raw
-from tests.support.daemons import Daemon, running, until
+from tests.support.daemons import Daemon, running
 from tests.support.raw import Connection, Session, reason
-from tests.support.workers import PAGE, descriptors_at_start, until_clean, worker
+from tests.support.workers import PAGE, descriptors_at_start, until_clean
 
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
@@ -98,32 +98,9 @@ def test_a_hello_of_each_length(daemon: Daemon) -> None:
     packets = {length: filled(greeting(version=9), length) for length in LENGTHS}
     whole = {length: packet for length, packet in packets.items() if packet}
     assert len(whole) > len(LENGTHS) - 20
+    assert LARGEST in whole
     for length, packet in whole.items():
         assert last_words(daemon, packet) == too_long_or("UNSUPPORTED_VERSION", length), length
-
-
-@pytest.mark.parametrize("what", ["unknown fields", "name"])
-def test_a_hello_of_each_power_of_two_is_welcome(daemon: Daemon, what: str) -> None:
-    """Up to the largest frame: with unknown fields, which are skipped, or with a name, of which the rest is cut off."""
-    for length in [length for length in POWERS if 64 <= length <= LARGEST]:
-        name = "long" if what == "unknown fields" else _name_for(length)
-        packet = filled(greeting(name), length)
-        assert packet
-        with Connection(daemon.endpoint()) as one:
-            one.send_bytes(packet)
-            session = one.receive().frame.welcome.session
-            shown = next(each.client for each in daemon.sessions() if each.name == session)
-            assert shown == name[:128], length
-            one.send(pb.Frame(goodbye=pb.Goodbye()))
-            assert one.receive().frame.reply.HasField("goodbye")
-    unharmed(daemon)
-
-
-def _name_for(length: int) -> str:
-    """Return a name that fills a Hello to `length` bytes, or to three less, which unknown fields can fill."""
-    sizes = range(length, 0, -1)
-    fits = (size for size in sizes if greeting("x" * size).ByteSize() in (length, length - 3))
-    return "x" * next(fits)
 
 
 def test_an_allocate_of_each_power_of_two_is_granted(daemon: Daemon) -> None:
@@ -140,22 +117,4 @@ def test_an_allocate_of_each_power_of_two_is_granted(daemon: Daemon) -> None:
             assert packet
             session.send_bytes(packet)
             assert session.answer(89)[0].released_bytes == PAGE, length
-    unharmed(daemon)
-
-
-def test_an_allocate_past_the_largest_ends_its_session(daemon: Daemon) -> None:
-    """However little it is too long, and though all that matters is at its beginning."""
-    lengths = [length for length in POWERS if length > LARGEST]
-    with worker() as stranger:
-        stranger.do("from pathlib import Path")
-        stranger.do("from tests.support.raw import *")
-        stranger.do("from tests.system.test_frame_lengths import filled")
-        answers = stranger.ask(
-            f"[[session.send_bytes(filled(pb.Frame(request_id=1, allocate=allocation('', 0, 0)), length)),"
-            f" reason(session.last_words())] for length in {lengths}"
-            f" for session in [Session(Path({str(daemon.endpoint())!r}))]]"
-        )
-        assert answers == [[None, "PROTOCOL_VIOLATION"]] * len(lengths)
-        assert len(daemon.sessions()) == len(lengths)
-    until(lambda: not daemon.sessions())
     unharmed(daemon)

@@ -68,28 +68,6 @@ def test_an_answer_to_a_recall_of_another_session_ends_nothing(stack: ExitStack)
         assert red.get() == 1
 
 
-HOLDS: dict[str, tuple[str, list[str]]] = {
-    "malformed": ("INVALID_NAME", ["chat"]),
-    "of another kind": ("INVALID_NAME", ["tenants/blue/models/m/segments/s"]),
-    "with a megabyte of nonsense": ("INVALID_NAME", ["\0" * 60_000]),
-    "twice": ("PROTOCOL_VIOLATION", ["tenants/blue/models/m"] * 2),
-    "too many": ("PROTOCOL_VIOLATION", [f"tenants/blue/models/m-{number}" for number in range(200)]),
-    "too many in a frame": ("INVALID_COUNT", ["a"] * 4_097),
-}
-
-
-def test_models_in_holds_are_checked(stack: ExitStack) -> None:
-    """A resume that states nonsense is refused, and the session can still resume, with what it has."""
-    with lending() as daemon, stack:
-        blue = Borrower(stack, daemon, "blue", 2)
-        for what, (expected, names) in HOLDS.items():
-            assert reason(blue.session.resume(blue.ids, names)) == expected, what
-            until(lambda: blue.books(daemon).recallable_bytes == 0)
-            assert blue.books(daemon).used_bytes == 32 * MIB
-            blue.session.resume(blue.ids, [blue.model])
-            until(lambda: blue.books(daemon).recallable_bytes == 32 * MIB)
-
-
 def test_a_foreign_model_in_holds_is_ignored(stack: ExitStack) -> None:
     """Nobody answers for the model of another tenant, nor for one of its own that it has not registered."""
     with lending() as daemon, stack:

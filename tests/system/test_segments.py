@@ -25,6 +25,7 @@ from tests.support.workers import (
     PAGE,
     Worker,
     descriptors_at_start,
+    device_used,
     is_gone,
     until_clean,
     worker,
@@ -64,11 +65,6 @@ def holders(daemon: Daemon) -> int:
     """How many sessions hold the only segment."""
     (one,) = segments(daemon)
     return int(one.sessions)
-
-
-def device_used(daemon: Daemon) -> int:
-    """What the device shows in use beyond the anchor."""
-    return int(daemon.books().device_used_bytes) - ANCHOR_BYTES
 
 
 def write(one: Worker, daemon: Daemon, transport: str, size: int = SIZE, location: str = "device") -> Worker:
@@ -281,26 +277,6 @@ def test_a_segment_of_host_memory(transport: str) -> None:
         assert refused.metadata["location"] == "host"
         reader.kill()
         writer.do("segment.delete(); segment.close()")
-
-
-@pytest.mark.deep
-def test_two_hundred_lives_leave_no_descriptor(daemon: Daemon, transport: str) -> None:
-    """A service that makes and drops segments all day: the daemon keeps nothing of those that are gone."""
-    lives = (
-        "for turn in range(200):\n"
-        "    segment = model.create_segment(f's{turn}', 1)\n"
-        "    segment.write(0, b'x'); segment.seal()\n"
-        "    attached = client.attach(f's{turn}')\n"
-        "    assert attached.read(0, 1) == b'x'\n"
-        "    segment.close(); attached.delete(); attached.close()\n"
-    )
-    with clean(daemon), worker() as one:
-        one.connect(daemon, transport=transport).do("model = client.register_model('m')")
-        one.do(lives)
-        until(lambda: not segments(daemon))
-        assert daemon.books().lent_bytes == 0
-        until(lambda: device_used(daemon) == 0)
-        one.do("client.close()")
 
 
 # Limits

@@ -20,7 +20,6 @@ from tests.support.workers import ANCHOR_BYTES, PAGE, state_of, worker, workers
 
 from membroker.v1 import admin_pb2, resources_pb2
 from membroker.v1 import broker_pb2 as bpb
-from membroker.v1 import handoff_pb2 as pb
 from membrokerd.core import facts as ft
 from membrokerd.core.names import ModelName
 from membrokerd.restart.journal import Binding, Journal
@@ -159,42 +158,6 @@ def test_a_stolen_token_takes_no_session_up(daemon: Daemon) -> None:
             == "TOKEN_REJECTED"
         )
         assert mine.call(release=bpb.ReleaseExtentsRequest(extent_ids=ids)).released_bytes == PAGE
-
-
-def test_holds_are_checked_before_they_are_used(daemon: Daemon) -> None:
-    """A client states nonsense when it resumes: it is refused, and the session is as it was."""
-    session = Session(daemon.endpoint())
-    name = session.register("m")
-    (extent,) = session.borrow(name, PAGE)
-
-    def resume(*frames: pb.Frame) -> raw.Connection:
-        line = raw.Connection(daemon.endpoint())
-        line.send(pb.Frame(request_id=1, hello=pb.Hello(protocol_version=1, resume_token=session.token)))
-        welcome = line.receive()
-        assert welcome.frame.welcome.resumed
-        for frame in frames:
-            line.send(frame)
-        return line
-
-    refused = {
-        "a goodbye": pb.Frame(request_id=2, goodbye=pb.Goodbye()),
-    }
-    for what, frame in refused.items():
-        with resume(frame) as line:
-            assert raw.reason(line.last_words()) in ("PROTOCOL_VIOLATION", "INVALID_COUNT", "INVALID_NAME"), what
-    assert daemon.books().lent_bytes == PAGE
-    with resume(pb.Frame(request_id=2, holds=pb.Holds(extent_ids=[extent, 99], last=True))) as line:
-        answer = line.receive().frame
-        assert (answer.request_id, list(answer.reply.resume.unknown_extent_ids)) == (2, [99])
-        assert list(answer.reply.resume.models) == [name]
-        assert daemon.books().lent_bytes == PAGE
-        again = pb.Frame(request_id=3, holds=pb.Holds(last=True))
-        line.send(again)
-        assert raw.reason(line.last_words()) == "PROTOCOL_VIOLATION"
-    with resume(pb.Frame(request_id=2, holds=pb.Holds(last=True))) as line:
-        assert line.receive().frame.reply.WhichOneof("result") == "resume"
-        assert daemon.books().lent_bytes == 0
-    session.close()
 
 
 def test_a_journal_of_another_boot_is_set_aside(daemon: Daemon) -> None:

@@ -198,10 +198,10 @@ def test_a_refusal_is_not_asked_again_at_once(lender: Recalled) -> None:
     engine = an_engine()
     with serving(lender, engine) as cache:
         engine.add(Request(BLOCKS - 2))
-        end = time.monotonic() + 0.5
-        while time.monotonic() < end:
+        began = time.monotonic()
+        while time.monotonic() < began + 0.5:
             step(cache, engine)
-        assert 1 <= cache.stats().refusals <= 10
+        assert 1 <= cache.stats().refusals <= 20 * (time.monotonic() - began)
         assert engine.finished == 0
         lender.capacity = 1 << 40
         steps(cache, engine, lambda: engine.finished)

@@ -26,7 +26,7 @@ def answering(broker: PlayedBroker, served: membroker.Model, callback: Callable[
 
 def recall(broker: PlayedBroker, recall_id: int, size: int = PAGE, **other: Any) -> None:
     """Ask for memory of the model."""
-    fields = {"model": MODEL, "location": DEVICE, "within": {"seconds": 1}} | other
+    fields = {"model": MODEL, "location": DEVICE, "within": {"seconds": 3600}} | other
     broker.notice(recall=pb.Recall(recall_id=recall_id, bytes=size, **fields))
 
 
