@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final
@@ -18,18 +17,11 @@ from ..ext import arguments, names
 from ..vmm.sizes import format_size
 from .cache import ElasticCache
 from .layout import Layout
+from .model_names import model_name
 from .ranks import Ranks
 
 START_SECONDS: Final = 300.0
 """How long the start of an engine waits for the memory that it needs."""
-
-
-def checkpoint_name(model: str) -> str:
-    """Return the broker's name for a checkpoint: its name on Hugging Face, or that of its directory."""
-    if names.valid_model(model) and not os.path.isdir(model):
-        return model
-    own = re.sub(r"[^A-Za-z0-9._-]", "-", os.path.basename(os.path.realpath(model)))[: names.MAX_NAME_CHARACTERS]
-    return own if names.valid_model(own) else "model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +29,9 @@ class Bounds:
     """What all engines can be told. Sizes are in bytes, or text such as "8GiB".
 
     `model` is the name under which the broker knows this engine; without it, that is MEMBROKER_MODEL, or else the name
-    under which the engine serves the model. If that is a path, it is the name of the directory. `limit` is the most
-    that it may borrow, as for `Client.register_model`. `floor`, `ahead`, `keep` and `ceiling` are as for
-    `membroker.kv.ElasticCache`; without `ahead` one group of pages is kept mapped ahead. `page_size` replaces the
-    layout's own.
+    under which the engine serves the model, as `model_name` says. `limit` is the most that it may borrow, as for
+    `Client.register_model`. `floor`, `ahead`, `keep` and `ceiling` are as for `membroker.kv.ElasticCache`; without
+    `ahead` one group of pages is kept mapped ahead. `page_size` replaces the layout's own.
     """
 
     model: str | None = None
@@ -59,9 +50,12 @@ class Bounds:
             if value is not None:
                 arguments.bytes_of(name, value)
 
-    def name(self, served: object) -> str:
-        """Return the broker's name for an engine that serves a model as `served`, which may be a path."""
-        return self.model or os.environ.get(names.MODEL_VARIABLE) or checkpoint_name(str(served))
+    def name(self, served: object, log: logging.Logger | None = None) -> str:
+        """Return the broker's name for an engine that serves `served`. The log tells it where the two differ."""
+        name = self.model or os.environ.get(names.MODEL_VARIABLE) or model_name(str(served))
+        if log is not None and name != served:
+            log.info("membroker: the broker knows what this engine serves as %r by the name %r", served, name)
+        return name
 
     def elastic(self, pool: VirtualMemoryPool | Ranks, layout: Layout) -> ElasticCache:
         """Return a cache within these bounds. Waits up to `START_SECONDS` for the blocks that always have memory."""

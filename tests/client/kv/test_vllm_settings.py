@@ -29,14 +29,11 @@ def test_settings_have_the_names_of_the_library() -> None:
     assert found == VllmSettings(model="chat", limit="8GiB", floor=1 << 30, ceiling="16GiB", keep=0)
 
 
-@pytest.mark.parametrize(
-    ("served", "name"),
-    [("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"), ("/models/my model", "my-model"), ("/", "model"), ("/a/.b", "model")],
-)
-def test_the_broker_knows_a_path_by_its_directory(served: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`vllm serve /models/llama` without a served name is known by the directory. What a user chooses comes first."""
+def test_the_name_that_a_user_chooses_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it is otherwise, tests/client/kv/test_model_names.py says."""
+    served = "Qwen/Qwen3-8B"
     monkeypatch.delenv("MEMBROKER_MODEL", raising=False)
-    assert VllmSettings().name(served) == name
+    assert VllmSettings().name(served) == served
     assert VllmSettings(model="chat").name(served) == "chat"
     monkeypatch.setenv("MEMBROKER_MODEL", "code")
     assert VllmSettings().name(served) == "code"

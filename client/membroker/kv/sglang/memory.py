@@ -39,7 +39,7 @@ class SglangMemory:
     def __init__(self, settings: SglangSettings, config: Any) -> None:
         self.settings = settings
         self._config = config
-        self._name = settings.name(config.server_args.served_model_name)
+        self._name = settings.name(config.server_args.served_model_name, logger)
         self._is_block_major = bool(config.server_args.enable_page_major_kv_layout)
         self._client: Client = connect()
         self._model: Model = self._client.register_model(self._name, limit=settings.limit)

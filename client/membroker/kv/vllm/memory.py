@@ -49,7 +49,7 @@ class VllmMemory:
     def __init__(self, settings: VllmSettings, config: Any, cache_config: Any) -> None:
         self.settings = settings
         self._config, self._cache_config = config, cache_config
-        self._name = settings.name(config.model_config.served_model_name)
+        self._name = settings.name(config.model_config.served_model_name, logger)
         self._tensors: list[Strided] = []
         self._is_uniform = False
         self._client: Client | None = None

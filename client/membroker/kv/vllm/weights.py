@@ -32,7 +32,8 @@ from ...errors import InvalidRequest, MembrokerError, SegmentExists, SegmentNotF
 from ...safetensors import TensorIndex
 from ...segment import Segment
 from ...vmm.sizes import format_size
-from ..bounds import checkpoint_name, say_wait
+from ..bounds import say_wait
+from ..model_names import model_name
 from . import seams
 from .identity import digest_of, pinned
 from .settings import check_shareable, endpoint_of, weight_settings_of
@@ -84,7 +85,7 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
         with ExitStack() as undo, ExitStack() as claim:
             client = undo.enter_context(connect(endpoint, outage=_OUTAGE_SECONDS))
             files = pinned(model_config)
-            book = settings.model or checkpoint_name(str(files.model))
+            book = settings.model or model_name(str(files.model))
             digest = digest_of(vllm_config, files, settings, prefix)
             shared = _Shared(client, book, digest, settings.wait)
             segment = shared.find(claim)

@@ -1,0 +1,65 @@
+"""The broker's name for what an engine serves, if nobody has given it one.
+
+Owns what becomes of a name that the broker's grammar does not allow. Two models must never get one name by it: they
+would have one limit and one guarantee. The same model must get the same name in each of an engine's processes and after
+each start, because the operator's configuration has it. It knows no engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from contextlib import suppress
+
+from ..ext import names
+
+_DIGITS = 8
+_IN_HUB = re.compile(r"models--([^/]+)/snapshots/[^/]+")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".npz", ".gguf", ".json")
+_SAMPLES = 64
+"""About how many pieces of a checkpoint are read. Each may be a request to a network's storage."""
+_PIECE_BYTES = 4096
+
+
+def model_name(served: str) -> str:
+    """Return the broker's name for a served name, which may be the path of a checkpoint.
+
+    A name that the broker allows stays as it is. A snapshot in the cache of Hugging Face has its name there. Anything
+    else is the last part of the path, with `-` for what is not allowed, and a digest of all of it, and of the
+    checkpoint if it is there: containers have theirs at the same path, such as /mnt/models.
+    """
+    if names.valid_model(served):
+        return served
+    path = os.path.realpath(served) if os.path.exists(served) else served
+    hub = _IN_HUB.fullmatch("/".join(path.split("/")[-3:]))
+    if hub and names.valid_model(known := hub[1].replace("--", "/", 1)):
+        return known
+    digest = hashlib.sha256(repr((path, _contents(path))).encode(errors="surrogateescape")).hexdigest()[:_DIGITS]
+    last = re.sub(r"[^A-Za-z0-9._-]+", "-", path.rstrip("/").rpartition("/")[2])[
+        : names.MAX_NAME_CHARACTERS - _DIGITS - 1
+    ]
+    return f"{last.strip('-.') or 'model'}-{digest}"
+
+
+def _contents(path: str) -> list[tuple[str, int, str]]:
+    """Return the name, the size and a sample of each file of a checkpoint; nothing if it is not on this machine."""
+    found: list[tuple[str, int, str]] = []
+    with suppress(OSError, ValueError):
+        is_one = os.path.isfile(path)
+        files = [path] if is_one else [os.path.join(path, name) for name in os.listdir(path) if name.endswith(_WEIGHTS)]
+        pieces = max(2, _SAMPLES // max(1, len(files)))
+        for file in sorted(files):
+            size = os.stat(file).st_size
+            found.append((os.path.basename(file), size, _sample(file, size, pieces)))
+    return found
+
+
+def _sample(path: str, size: int, pieces: int) -> str:
+    """Return a digest of so many pieces of a file, at equal distances: of one base, fine-tuned models differ there."""
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        for number in range(pieces):
+            file.seek((2 * number + 1) * max(0, size - _PIECE_BYTES) // (2 * pieces))
+            digest.update(file.read(_PIECE_BYTES))
+    return digest.hexdigest()
