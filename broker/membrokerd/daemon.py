@@ -65,6 +65,7 @@ from .runtime.decisions import Decisions
 from .runtime.drain import Drain
 from .runtime.eviction import Evictions
 from .runtime.file_watch import FileWatch
+from .runtime.idle_sleep import rules_of
 from .runtime.journal_writer import JournalWriter
 from .runtime.loop import Loop, clock, seen
 from .runtime.reload import Reloader, compare
@@ -152,6 +153,7 @@ class Daemon:
             on_wait=self._observe_wait,
             on_recall=self._observe_recall,
         )
+        self._loop.idle_sleep.rules = rules_of(config)
         self._dispatcher = Dispatcher(self._loop, functools.cache(self._request_noted), self._decisions)
         self._views = BookMessages(self._loop, plan, self._decisions)
         self._drain = Drain(lambda: not any(total.charged for total in broker.ledger.totals.values()), stop)
@@ -348,6 +350,7 @@ class Daemon:
         for name, tenant in tenants.items():
             self._endpoints.admit(name, tenant.uids)
         self._loop.broker.change_rules(changed_rules(self._loop.broker.books.rules, self._config))
+        self._loop.idle_sleep.rules = rules_of(self._config)
         if self._recorder is not None:
             self._recorder.begin("the rules have changed")
         warn_of_guarantees(self._loop.broker.ledger.quotas, self._loop.broker.books.rules, self._config)
@@ -409,6 +412,7 @@ class Daemon:
             unproven_releases=dict(broker.releasing.unproven),
             refused=dict(self._traffic.refused),
             stock_changes=dict(broker.stock.changes),
+            asleep={row.name: sleep.asleep for row in models if (sleep := loop.idle_sleep.of_model(row.name))},
             headroom=plan.headroom,
             gate_reserve=plan.gate_reserve,
             history=self._history.samples,

@@ -111,7 +111,8 @@ class DeviceStatus:
     `pid` and `start_time` are the daemon's. `metrics_url` is empty if metrics are off. While an operator drains the
     device (`draining`), the daemon's journal has no room on its disk (`journal_full`), or the device does not answer
     (`device_lost`, as a GPU that fell off the bus), it lends nothing more. `driver_fallback` says that no GPU was
-    usable, and the broker lends host memory instead.
+    usable, and the broker lends host memory instead. `asleep_sessions` counts the engines that sleep, of those models
+    whose engines sleep by themselves.
     """
 
     uuid: str
@@ -130,6 +131,7 @@ class DeviceStatus:
     journal_full: bool = False
     driver_fallback: bool = False
     device_lost: bool = False
+    asleep_sessions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,9 @@ class ModelBooks:
 class ModelStatus:
     """A model of this tenant, its books by location, and its counters since it began.
 
-    `denials_total` counts refusals by the broker's reason, such as `MODEL_LIMIT`.
+    `denials_total` counts refusals by the broker's reason, such as `MODEL_LIMIT`. Its engines sleep by themselves when
+    they had no request for `idle_sleep_ms`; None: they do not. Of these, `asleep_sessions` sleep, the first of them
+    since `asleep_since`; `asleep_by_itself` says that no operator asked that one to.
     """
 
     name: str
@@ -177,6 +181,10 @@ class ModelStatus:
     allocations_total: int
     releases_total: int
     denials_total: Mapping[str, int]
+    idle_sleep_ms: int | None = None
+    asleep_sessions: int = 0
+    asleep_since: datetime | None = None
+    asleep_by_itself: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,12 +296,14 @@ class SleepRequest:
     """An operator asks an engine to sleep, or to wake if `wake` is true. `keep_weights` releases only its cache.
 
     `deadline` is how long the operator waits, on the clock of `time.monotonic`. An engine that has requests for all of
-    that time does not begin to sleep.
+    that time does not begin to sleep. With `idle_seconds` the broker asks by itself: the engine sleeps only if it has
+    had no request for so long, and 0 asks how far it is.
     """
 
     wake: bool
     keep_weights: bool
     deadline: float
+    idle_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,13 +312,18 @@ class SleepStatus:
 
     `state` is `awake`, `busy` (it sleeps when its requests have ended), `falling_asleep`, `asleep`, `waking` or
     `unsupported`. `cache_bytes` of its KV cache are released for this sleep, and `weight_bytes` of its weights are on
-    the host. `detail` is a sentence for the operator, or empty.
+    the host. `detail` is a sentence for the operator, or empty. `idle_ms` is how long an engine has had no request;
+    None if it has one, or if sleep would not pay now. `asleep_ms` is how long it has slept, and `by_itself` that no
+    operator asked it to.
     """
 
     state: str
     cache_bytes: int = 0
     weight_bytes: int = 0
     detail: str = ""
+    idle_ms: int | None = None
+    asleep_ms: int | None = None
+    by_itself: bool = False
 
 
 @dataclass(frozen=True, slots=True)

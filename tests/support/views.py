@@ -53,6 +53,7 @@ def books(
         device=DeviceInfo(UUID, "a GPU", "cuda", 2 * MIB),
         version="0.1.0",
         figures=FIGURES | {catalog.OBSERVERS: 1, catalog.SESSIONS_LIMIT: 16, catalog.SCRAPE_TIME: 1.7e9},
+        asleep={each.name: 1 for each in models},
         headroom=2 << 30,
         gate_reserve=256 * MIB,
     )

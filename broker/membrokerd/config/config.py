@@ -60,7 +60,7 @@ class LogConfig(Table):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig(Table):
+class ModelQuota(Table):
     """The quota of a model or a tenant, in bytes. `guarantee` is kept for it.
 
     `limit` None leaves it to the level above, and `weight` None is 1.
@@ -75,16 +75,16 @@ class ModelConfig(Table):
 
 
 @dataclass(frozen=True, slots=True)
-class TenantQuotas(ModelConfig):
+class TenantQuotas(ModelQuota):
     """The quotas of a tenant and of each of its models; these keys are in the file of quotas too."""
 
-    models: Mapping[checks.ModelName, ModelConfig] = field(default_factory=dict)
+    models: Mapping[checks.ModelName, ModelQuota] = field(default_factory=dict)
 
 
 def quotas_of(tenants: Mapping[str, TenantQuotas]) -> Iterator[tuple[QuotaKey, Quota]]:
     """Yield what is set for each tenant and model at each location."""
     for tenant, own in tenants.items():
-        named: list[tuple[str | None, ModelConfig]] = [(None, own), *own.models.items()]
+        named: list[tuple[str | None, ModelQuota]] = [(None, own), *own.models.items()]
         for model, table in named:
             for location, keys in QUOTA_KEYS.items():
                 limit, guarantee, weight = (getattr(table, key) for key in keys)
@@ -94,13 +94,23 @@ def quotas_of(tenants: Mapping[str, TenantQuotas]) -> Iterator[tuple[QuotaKey, Q
 
 
 @dataclass(frozen=True, slots=True)
+class ModelConfig(ModelQuota):
+    """A model's quota, and when its engines sleep by themselves. None: as its tenant says; 0: never."""
+
+    idle_sleep_seconds: checks.Seconds | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TenantConfig(TenantQuotas):
     """A tenant and its endpoint. `owner`, `group` and `mode` are those of its sockets; None leaves the daemon's.
 
     Only users in `uids` may open sessions; where it is empty, the sockets' mode decides. `lend_unused`: what is
-    guaranteed to the tenant and its models and not used is lent to others that answer recalls.
+    guaranteed to the tenant and its models and not used is lent to others that answer recalls. `idle_sleep_seconds` is
+    that of its models; None: as the daemon's; 0: never.
     """
 
+    models: Mapping[checks.ModelName, ModelConfig] = field(default_factory=dict)
+    idle_sleep_seconds: checks.Seconds | None = None
     lend_unused: Annotated[bool, Strict()] = True
     uids: checks.Uids = frozenset()
     owner: checks.Owner | None = None
@@ -137,6 +147,8 @@ class Config(Table):
     guarantee_wait_seconds: checks.Seconds = 10.0
     recall_seconds: Annotated[checks.Seconds, Field(ge=0.01)] = 1.0
     slice_seconds: checks.Seconds = 60.0
+    idle_sleep_seconds: checks.Seconds = 0.0
+    idle_sleep: Literal["when-wanted", "always"] = "when-wanted"
     max_sessions: checks.Count | None = None
     max_models_per_tenant: checks.Count = 256
     stock: Size | None = None

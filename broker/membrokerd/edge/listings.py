@@ -78,6 +78,7 @@ class BookMessages:
             journal_full=bool(self.loop.broker.books.cannot_write),
             driver_fallback=plan.fell_back,
             device_lost=bool(self.loop.broker.books.device_lost),
+            asleep_sessions=self.loop.idle_sleep.asleep(),
         )
 
     def get_available(self, request: pb.GetAvailableRequest, tenant: str, session: int) -> pb.Available:
@@ -110,7 +111,9 @@ class BookMessages:
 
     def get_model(self, request: pb.GetModelRequest, tenant: str) -> rpb.Model:
         """Return one of a tenant's models."""
-        return messages.from_model(snapshot.take_model(self.loop.broker, self._find_model(request.name, tenant)))
+        name = self._find_model(request.name, tenant)
+        view = snapshot.take_model(self.loop.broker, name)
+        return messages.from_model(view, sleep=self.loop.idle_sleep.of_model(name), now_ns=clock())
 
     def _find_model(self, name: str, tenant: str) -> ModelName:
         """Return a model of the tenant. Raises `Refused`."""
@@ -126,7 +129,8 @@ class BookMessages:
         shares = {str(where): self._shares_at(where) for where in broker.ledger.totals}
 
         def show(name: ModelName) -> rpb.Model:
-            return messages.from_model(snapshot.take_model(broker, name), shares)
+            view = snapshot.take_model(broker, name)
+            return messages.from_model(view, shares, self.loop.idle_sleep.of_model(name), clock())
 
         models, token = _page(found, str, names.parse_model, request, show)
         return pb.ListModelsResponse(models=models, next_page_token=token)

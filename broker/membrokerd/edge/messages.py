@@ -16,6 +16,7 @@ from ..core import effects as fx
 from ..core.names import ModelName
 from ..core.snapshot import LocationView, ModelView, SessionView, TenantView
 from ..runtime.decisions import DecisionRecord
+from ..runtime.idle_sleep import SleepView
 from .errors import to_status
 
 LOCATION_NUMBERS: Mapping[str, rpb.Location.ValueType] = {"device": rpb.LOCATION_DEVICE, "host": rpb.LOCATION_HOST}
@@ -58,8 +59,14 @@ def from_location(row: LocationView, info: MemoryInfo | None, headroom: int, gat
     return books
 
 
-def from_model(row: ModelView, shares: Mapping[str, Mapping[ModelName, int]] = _NO_SHARES) -> rpb.Model:
-    """Return a model's row as a message, with its shares by location, if there are any."""
+def from_model(
+    row: ModelView,
+    shares: Mapping[str, Mapping[ModelName, int]] = _NO_SHARES,
+    sleep: SleepView | None = None,
+    now_ns: int = 0,
+) -> rpb.Model:
+    """Return a model's row as a message, with its shares by location and how its engines sleep, if that is known."""
+    since = None if sleep is None or sleep.since is None else _began(sleep.since, now_ns)
     return rpb.Model(
         name=str(row.name),
         virtual_capacity_bytes=row.virtual_capacity,
@@ -88,6 +95,10 @@ def from_model(row: ModelView, shares: Mapping[str, Mapping[ModelName, int]] = _
             )
             for books in row.locations
         ],
+        idle_sleep_ms=None if sleep is None else sleep.after_ms,
+        asleep_sessions=0 if sleep is None else sleep.asleep,
+        asleep_since=since,
+        asleep_by_itself=sleep is not None and sleep.by_itself,
     )
 
 

@@ -87,6 +87,12 @@ MODEL_SEGMENTS = Spec(
     _MODEL_AT,
 )
 MODEL_SESSIONS = Spec("membroker_model_sessions", "gauge", "Live sessions that registered the model.", _MODEL)
+MODEL_ASLEEP = Spec(
+    "membroker_model_asleep_sessions",
+    "gauge",
+    "Sessions of the model with an engine that sleeps; absent unless idle_sleep_seconds is set for it.",
+    _MODEL,
+)
 MODEL_ALLOCATIONS = Spec(
     "membroker_model_allocations_total", "counter", "Extents granted since the model began.", _MODEL
 )

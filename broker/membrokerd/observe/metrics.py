@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from membroker.vmm.driver import DeviceInfo, MemoryInfo
 
-from ..ext import Location, Reason, lifecycles, snapshot
+from ..ext import Location, ModelName, Reason, lifecycles, snapshot
 from ..ext import effects as fx
 from . import catalog
 from .cached_text import CachedText
@@ -29,8 +29,9 @@ class MetricsView:
     """All figures of a scrape, of one moment.
 
     `sessions` counts workers' sessions by state. `memory` is the device's figure by location, None if it cannot tell.
-    `figures` are those of the daemon as a whole. `refused` counts connections and calls by reason. `headroom` and
-    `gate_reserve` are bytes of the device.
+    `figures` are those of the daemon as a whole. `refused` counts connections and calls by reason. `asleep` is how
+    many engines sleep, of each model whose engines sleep by themselves. `headroom` and `gate_reserve` are bytes of the
+    device.
     """
 
     locations: tuple[snapshot.LocationView, ...]
@@ -45,6 +46,7 @@ class MetricsView:
     unproven_releases: Mapping[Location, int] = field(default_factory=Counter)
     refused: Mapping[str, int] = field(default_factory=Counter)
     stock_changes: Mapping[str, int] = field(default_factory=Counter)
+    asleep: Mapping[ModelName, int] = field(default_factory=dict)
     headroom: int = 0
     gate_reserve: int = 0
     history: tuple[Sample, ...] = ()
@@ -109,6 +111,7 @@ class Metrics:
                 families.add(catalog.TENANT_GUARANTEE, row.guarantee, tenant.tenant, row.location)
         for model in view.models:
             _add_model(families, model)
+            families.add(catalog.MODEL_ASLEEP, view.asleep.get(model.name), *model.name)
         _add_segments(families, view.segments)
         yield from families.all()
 

@@ -27,6 +27,7 @@ from ..system import logs
 from ..system.turns import Turns
 from .connections import SessionConnection
 from .deferrals import Deferrals
+from .idle_sleep import IdleSleep
 from .journal_writer import JournalWriter
 from .packets import Packets
 from .sleeping import Sleeping
@@ -75,6 +76,7 @@ class Loop:
         """Connections on which a session is being resumed: nothing is delivered on them before that is done."""
         self.on_forget: list[Callable[[int], None]] = []
         self.sleeping = Sleeping(self.connections)
+        self.idle_sleep = IdleSleep(broker, self.sleeping, self.connections)
         self.figures: Figures = figures or {}
         self.drain: Notice | None = None
         """The notice of the drain that is under way, for sessions that begin or resume during it."""
@@ -191,6 +193,7 @@ class Loop:
         self._take(figures)
         self.tell(ev.Audit(seen(figures)))
         self._on_audit()
+        self.idle_sleep.look(clock())
         waiting = self.broker.releasing.deaths
         self._schedule_audit(RELEASING_AUDIT_SECONDS if waiting else self._audit_seconds)
 

@@ -29,12 +29,16 @@ CHANGEABLE = frozenset(
         "guarantee_wait_seconds",
         "recall_seconds",
         "slice_seconds",
+        "idle_sleep_seconds",
+        "idle_sleep",
         "max_models_per_tenant",
         "tenants",
     )
 )
 """Keys that a reload changes, besides `log.level`. All others are fixed at the start."""
-_CHANGEABLE_OF_TENANT = frozenset(("uids", "models", "lend_unused", *chain.from_iterable(QUOTA_KEYS.values())))
+_CHANGEABLE_OF_TENANT = frozenset(
+    ("uids", "models", "lend_unused", "idle_sleep_seconds", *chain.from_iterable(QUOTA_KEYS.values()))
+)
 UNCHANGED = "the configuration was not reloaded and stays as it is"
 
 

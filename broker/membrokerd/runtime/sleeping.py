@@ -1,4 +1,4 @@
-"""Asks the sessions of a model to sleep or to wake on an operator's word, and hears how far they are.
+"""Asks the sessions of a model to sleep or to wake, and hears how far they are: for an operator, or for `idle_sleep`.
 
 Owns the questions that have no answer yet. It decides nothing and keeps nothing: each engine knows whether it sleeps,
 so a new daemon has nothing to learn.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from membroker.v1.handoff_pb2 import Frame, Notice, Sleep, SleepAnswer
 from membroker.v1.resources_pb2 import SleepStatus
@@ -27,31 +27,42 @@ class Sleeping:
     def __init__(self, connections: Mapping[int, SessionConnection]) -> None:
         self._connections = connections
         self._ids = itertools.count(1)
-        self._open: dict[int, tuple[int, asyncio.Future[SleepStatus]]] = {}
+        self._open: dict[int, tuple[int, Callable[[SleepStatus], None]]] = {}
+
+    def send(self, session: int, question: Sleep, heard: Callable[[SleepStatus], None]) -> int:
+        """Ask a session, which is connected, and return the question's number. `heard` gets its first answer."""
+        question.sleep_id = next(self._ids)
+        self._open[question.sleep_id] = session, heard
+        self._connections[session].notify(Frame(notice=Notice(sleep=question)))
+        return question.sleep_id
+
+    def forget(self, sleep_id: int) -> None:
+        """Wait for the answer to a question no longer."""
+        self._open.pop(sleep_id, None)
 
     async def ask(self, sessions: Iterable[int], question: Sleep) -> dict[int, SleepStatus]:
         """Ask those sessions that are connected. Return the answers that come within ANSWER_SECONDS, by session."""
-        asked: dict[int, tuple[int, asyncio.Future[SleepStatus]]] = {}
+        asked: dict[int, asyncio.Future[SleepStatus]] = {}
+        numbers = []
         for session in sessions:
-            if (connection := self._connections.get(session)) is not None:
-                question.sleep_id = next(self._ids)
-                asked[question.sleep_id] = session, asyncio.get_running_loop().create_future()
-                connection.notify(Frame(notice=Notice(sleep=question)))
-        self._open |= asked
+            if session in self._connections:
+                answer = asked[session] = asyncio.get_running_loop().create_future()
+                numbers.append(self.send(session, question, answer.set_result))
         try:
             if asked:
-                await asyncio.wait([answer for _, answer in asked.values()], timeout=ANSWER_SECONDS)
+                await asyncio.wait(asked.values(), timeout=ANSWER_SECONDS)
         finally:
-            for sleep_id in asked:
-                del self._open[sleep_id]
-        return {session: answer.result() for session, answer in asked.values() if answer.done()}
+            for number in numbers:
+                self.forget(number)
+        return {session: answer.result() for session, answer in asked.items() if answer.done()}
 
     def answered(self, session: int, answer: SleepAnswer) -> None:
         """Take an answer. One to no open question of this session is ignored."""
-        asked, future = self._open.get(answer.sleep_id, (None, None))
-        if future is None or asked != session or future.done():
+        asked, heard = self._open.get(answer.sleep_id, (None, None))
+        if heard is None or asked != session:
             return
+        self.forget(answer.sleep_id)
         status = answer.status
         status.cache_bytes, status.weight_bytes = max(0, status.cache_bytes), max(0, status.weight_bytes)
         status.detail = status.detail[:MAX_DETAIL]
-        future.set_result(status)
+        heard(status)

@@ -247,6 +247,8 @@ def _now(model: ModelStatus) -> Iterator[str]:
         if books.late_bytes:
             parts.append(f"is late with {format_size(books.late_bytes)}")
         yield f"now: {tables.short_name(model.name)} {', '.join(parts)}"
+    if model.idle_sleep_ms is not None:
+        yield f"now: {tables.short_name(model.name)} sleeps {tables.sleeps(model)}"
 
 
 def _sentence(text: str) -> str:

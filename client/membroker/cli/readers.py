@@ -42,6 +42,7 @@ class Row(NamedTuple):
     late: int
     rate: float
     refused: int
+    is_asleep: bool = False
 
 
 @dataclass(slots=True)
@@ -204,4 +205,5 @@ def _models_of(snapshot: Snapshot) -> Iterator[Row]:
                 late=books.late_bytes,
                 rate=snapshot.rates.get(model.name, 0.0) if books.location == "device" else 0.0,
                 refused=sum(model.denials_total.values()) if books.location == "device" else 0,
+                is_asleep=books.location == "device" and model.asleep_sessions > 0,
             )

@@ -178,6 +178,7 @@ class Screen:
         cells += [f"{row.rate:.0f}/s" if row.rate else "-", str(row.refused)]
         room = _name_width(width)
         name = row.name if row.location == "device" else f"{row.name} ({row.location})"
+        name += " (asleep)" * row.is_asleep
         name = name if len(name) < room else f"{name[: room - 2]}…"
         numbers = "".join(f"{cell:>{_WIDTH}}" for cell in _shown(cells, width, with_device))
         return f"{name:<{room}}{numbers}" + (f"  {row.device}" if with_device else "")

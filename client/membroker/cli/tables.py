@@ -52,7 +52,7 @@ def _table(rows: Iterable[tuple[Any, ...]], columns: Columns, empty: str = "") -
 def models_table(models: Iterable[ModelStatus]) -> TextTable:
     """Return a row for each model and location, except for locations that it never used and has no limit for."""
     columns: Columns = {
-        "model": lambda model, books: short_name(model.name) + _elsewhere(books.location),
+        "model": lambda model, books: short_name(model.name) + marks(model, books.location),
         ">used": lambda _, books: format_size(books.used_bytes),
         ">guarantee": lambda _, books: _nonzero(books.guarantee_bytes),
         ">limit": lambda _, books: _size(books.limit_bytes),
@@ -92,8 +92,19 @@ def model_table(model: ModelStatus) -> TextTable:
             ["virtual", format_size(model.virtual_capacity_bytes)],
             ["sessions", str(model.sessions)],
             ["refused", refused or NONE],
+            *([["sleeps", sleeps(model)]] if model.idle_sleep_ms is not None else []),
         ],
     )
+
+
+def sleeps(model: ModelStatus) -> str:
+    """Return when the engines of a model sleep by themselves, and since when some do."""
+    after = f"by itself, after {(model.idle_sleep_ms or 0) / 1000:g} s without a request"
+    if not model.asleep_sessions or model.asleep_since is None:
+        return f"{after}; awake now"
+    how = "by itself" if model.asleep_by_itself else "by command"
+    several = f", {model.asleep_sessions} engines" * (model.asleep_sessions > 1)
+    return f"{after}; asleep since {_time(model.asleep_since)}, {how}{several}"
 
 
 def _worth_showing(model: ModelStatus) -> list[ModelBooks]:
@@ -173,6 +184,7 @@ def device_table(device: DeviceStatus, endpoint: str) -> TextTable:
             ["endpoint", endpoint],
             ["metrics", device.metrics_url or "off"],
             ["sessions", sessions],
+            *([["asleep", f"{device.asleep_sessions} of its engines"]] if device.asleep_sessions else []),
             *([["lending", "no: it is drained, until `membroker undrain`"]] if device.draining else []),
             *([["lending", f"no: its journal cannot be written{_SEE}"]] if device.journal_full else []),
             *([["lending", f"no: the device does not answer{_SEE}"]] if device.device_lost else []),
@@ -265,6 +277,11 @@ def processes_table(processes: Iterable[ProcessStatus]) -> TextTable:
 def short_name(name: str) -> str:
     """Return `acme` for `tenants/acme`, `acme/llama` and `acme/llama/weights` for a model's and a segment's name."""
     return "/".join(arguments.parts_of(name))
+
+
+def marks(model: ModelStatus, location: str) -> str:
+    """Return what stands behind a model's name: a location that is not the device, or that its engine sleeps."""
+    return _elsewhere(location) or " (asleep)" * bool(model.asleep_sessions)
 
 
 def _elsewhere(location: str) -> str:

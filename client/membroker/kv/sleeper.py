@@ -1,8 +1,12 @@
-"""`Sleeper`: an idle engine releases its KV cache and its weights on an operator's word, and has them again on demand.
+"""`Sleeper`: an idle engine releases its KV cache and its weights when it is asked to, and has them again on demand.
 
 Owns the engine's state between awake and asleep, and one thread that does the work. The engine's scheduler thread calls
 `wake`, which never waits. Between the moment at which the cache is empty and the end of the wake, the engine has no
 free block, so it can schedule nothing: a request that comes meanwhile waits inside the engine.
+
+An operator asks by command. With `idle_sleep_seconds` in its configuration, the broker asks by itself, about once a
+second. It knows whether others want memory, and this knows when the last request came and what a sleep costs: see
+`WORTH`. Between two questions the engine does nothing for that.
 """
 
 from __future__ import annotations
@@ -36,12 +40,22 @@ GIVE_WAY_SECONDS: Final = 10.0
 
 Two engines that wake at the same time may wait for what the other one has got already. It is longer than most recalls.
 """
+WORTH: Final = 10.0
+"""An engine sleeps by itself only when it has been idle for this many times as long as its last wake took.
+
+So a lone request waits for at most a tenth of the time in which nobody used the engine. The wake is measured from the
+request to the last byte, the wait for memory that others had included. And it must have weights, or pages of its cache,
+to give.
+"""
+BEGIN_SECONDS: Final = 1.0
+"""An engine that could not begin to sleep for so long after the broker asked waits to be asked again."""
 AWAKE, BUSY, FALLING, ASLEEP, WAKING = "awake", "busy", "falling_asleep", "asleep", "waking"
 
 
 class Sleeper(Closing):
     """Lets an operator put the engine of `cache` to sleep and wake it (`membroker sleep`, `membroker wake`).
 
+    With `idle_sleep_seconds` in the broker's configuration it sleeps by itself.
     It is a context manager. `weights` is a pool with the engine's weights, or `Ranks.weights`. When the engine falls
     asleep, the weights are copied to pinned host memory and their device memory is released; their addresses do not
     change. Without `weights` they stay on the device, and `kept` is half a sentence that tells the operator why. With
@@ -80,6 +94,15 @@ class Sleeper(Closing):
         self._before = self._moved = 0
         """The bytes of the cache when the engine began to fall asleep, and of weights that are on the host."""
         self._detail = ""
+        self._by_itself = False
+        """Whether the broker asked for this sleep by itself."""
+        self._used_at = time.monotonic()
+        """When the engine was last seen with a request."""
+        self._asleep_since = self._wanted_since = 0.0
+        self._wake_seconds = 0.0
+        """How long its last wake took."""
+        self._left = 0
+        """The bytes of the cache that its last sleep could not release."""
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         model = cache.model
@@ -93,6 +116,7 @@ class Sleeper(Closing):
 
     def wake(self) -> None:
         """Begin to wake the engine if it sleeps. It returns at once, and any thread may call it."""
+        self._used_at = time.monotonic()
         if self._state == AWAKE:
             return
         with self._changed:
@@ -106,6 +130,7 @@ class Sleeper(Closing):
         if self._wake_wanted and self._state != AWAKE:
             return  # its thread has been told
         self._wake_wanted = self._state != AWAKE
+        self._wanted_since = time.monotonic()
         self._changed.notify_all()
 
     def awake(self) -> AbstractContextManager[None]:
@@ -122,6 +147,7 @@ class Sleeper(Closing):
         once. `awake` does the same for a user in this process, and waits. Raises `ClosedError`.
         """
         with self._changed:
+            self._used_at = time.monotonic()
             self._users += more
             if self._users and self._state != AWAKE:
                 if self._closed and more >= 0:
@@ -137,21 +163,51 @@ class Sleeper(Closing):
     # What the operator asks
 
     def answer(self, request: SleepRequest) -> SleepStatus:
-        """Take an operator's request, and return how far the engine is. It is the callback for `Model.on_sleep`."""
+        """Take a request, and return how far the engine is. It is the callback for `Model.on_sleep`."""
         with self._changed:
             if self._ended:
                 return SleepStatus("unsupported", detail=self._ended)
+            if request.idle_seconds is not None:
+                return self._answer_broker(request.idle_seconds)
             if request.wake:
                 self._request = None
                 self._want_wake()
             elif self._state in (AWAKE, ASLEEP):
                 self._request = request
-            if self._thread is None and not self._closed:
-                self._thread = start_thread(self._run, "membroker-sleep")
-            self._changed.notify_all()
+            self._start()
             if self._state == AWAKE and not request.wake:
                 return self._status(BUSY)
             return self._status(FALLING if self._goes_on() else self._state)
+
+    def _start(self) -> None:
+        """Let the thread look at what has changed. The caller holds the lock."""
+        if self._thread is None and not self._closed:
+            self._thread = start_thread(self._run, "membroker-sleep")
+        self._changed.notify_all()
+
+    def _answer_broker(self, idle_seconds: float) -> SleepStatus:
+        """Fall asleep if there was no request for so long, and it pays. The caller holds the lock."""
+        if self._state != AWAKE:
+            return self._status(self._state)
+        idle = self._idle()
+        pays = idle is not None and idle >= WORTH * self._wake_seconds and self._gives()
+        if idle is not None and pays and 0 < idle_seconds <= idle and self._request is None:
+            deadline = time.monotonic() + BEGIN_SECONDS
+            self._request = SleepRequest(wake=False, keep_weights=False, deadline=deadline, idle_seconds=idle_seconds)
+            self._start()
+        return SleepStatus(AWAKE, idle_ms=int(idle * 1000) if idle is not None and pays else None)
+
+    def _idle(self) -> float | None:
+        """Return how long the engine has had no request, or None if it has one now. The caller holds the lock."""
+        now = time.monotonic()
+        if self._users or not self._cache.is_resting:
+            self._used_at = now
+            return None
+        return now - self._used_at
+
+    def _gives(self) -> bool:
+        """Return whether a sleep would release more than the last one left. An awake engine has its weights."""
+        return self._weights is not None or self._cache.stats().charged_bytes > self._left
 
     def _goes_on(self) -> bool:
         """Return whether it sleeps with its weights, and is asked to release them, too. The caller holds the lock."""
@@ -162,7 +218,9 @@ class Sleeper(Closing):
         if state in (AWAKE, BUSY):
             return SleepStatus(state, detail="its engine has requests" if state == BUSY else "")
         released = max(0, self._before - self._cache.stats().charged_bytes)
-        return SleepStatus(state, released, self._moved, self._detail)
+        since = self._asleep_since
+        asleep = int((time.monotonic() - since) * 1000) if state == ASLEEP and since else None
+        return SleepStatus(state, released, self._moved, self._detail, asleep_ms=asleep, by_itself=self._by_itself)
 
     # The thread that does it
 
@@ -219,6 +277,7 @@ class Sleeper(Closing):
                 self._also()
             self._release_weights(request)
             with self._changed:
+                self._asleep_since = self._asleep_since or time.monotonic()
                 self._state = ASLEEP
 
     def _commit(self) -> bool:
@@ -243,6 +302,7 @@ class Sleeper(Closing):
             self._state, self._request = AWAKE, request
             return False
         self._detail = ""
+        self._by_itself = request.idle_seconds is not None
         self._before, self._moved = self._cache.stats().charged_bytes, 0
         self._cache.suspend()
         return True
@@ -261,7 +321,7 @@ class Sleeper(Closing):
                 except MembrokerError as error:
                     why = str(error)
                 self._moved = self._weights.stats().offloaded_bytes
-        left = self._cache.stats().charged_bytes
+        left = self._left = self._cache.stats().charged_bytes
         floor = [f"KV cache of {format_size(left)} kept: its floor"] if left else []
         self._detail = "; ".join([f"weights kept: {why}"] * bool(why) + floor)
 
@@ -296,7 +356,9 @@ class Sleeper(Closing):
                 came = self._give_way(came)
         with self._changed:
             self._state, self._detail, self._request = AWAKE, "", None
-            self._wake_wanted = self._is_committed = False
+            self._wake_wanted = self._is_committed = self._by_itself = False
+            self._used_at, self._asleep_since = time.monotonic(), 0.0
+            self._wake_seconds = self._used_at - self._wanted_since
             self._changed.notify_all()
         logger.info("%s woke in %.2f s", self._model.resource_name, time.monotonic() - begun)
 

@@ -98,9 +98,10 @@ def notice(message: handoff_pb2.Notice) -> Notice | None:
 
 
 def sleep_request(message: handoff_pb2.Sleep, now: float) -> SleepRequest:
-    """Return what an operator asks; `now` is the time of `time.monotonic`."""
+    """Return what an operator, or the broker by itself, asks; `now` is the time of `time.monotonic`."""
     within = message.within.seconds + message.within.nanos / 1e9
-    return SleepRequest(message.wake, message.keep_weights, now + max(0.0, within))
+    idle = message.idle.seconds + message.idle.nanos / 1e9 if message.HasField("idle") else None
+    return SleepRequest(message.wake, message.keep_weights, now + max(0.0, within), idle)
 
 
 def sleep_status_to_wire(status: SleepStatus) -> pb.SleepStatus:
@@ -110,4 +111,7 @@ def sleep_status_to_wire(status: SleepStatus) -> pb.SleepStatus:
         cache_bytes=status.cache_bytes,
         weight_bytes=status.weight_bytes,
         detail=status.detail[:MAX_DETAIL],
+        idle_ms=status.idle_ms,
+        asleep_ms=status.asleep_ms,
+        by_itself=status.by_itself,
     )

@@ -574,7 +574,7 @@ class Notice(google.protobuf.message.Message):
 
     @property
     def sleep(self) -> global___Sleep:
-        """An operator wants a model to sleep, or to wake."""
+        """An operator, or the broker by itself, wants a model to sleep, or to wake."""
 
     def __init__(
         self,
@@ -712,6 +712,7 @@ class Sleep(google.protobuf.message.Message):
     WAKE_FIELD_NUMBER: builtins.int
     KEEP_WEIGHTS_FIELD_NUMBER: builtins.int
     WITHIN_FIELD_NUMBER: builtins.int
+    IDLE_FIELD_NUMBER: builtins.int
     sleep_id: builtins.int
     model: builtins.str
     """tenants/{tenant}/models/{model}"""
@@ -723,6 +724,13 @@ class Sleep(google.protobuf.message.Message):
     def within(self) -> google.protobuf.duration_pb2.Duration:
         """How much longer the operator waits. An engine that still has work then does not begin to sleep."""
 
+    @property
+    def idle(self) -> google.protobuf.duration_pb2.Duration:
+        """The broker asks by itself, for a model with `idle_sleep_seconds`, and nobody waits: `within` is absent, so a client
+        that does not know this field does not begin to sleep. The engine sleeps if it has had no request for so long, and
+        if that pays. 0: it only says how far it is.
+        """
+
     def __init__(
         self,
         *,
@@ -731,9 +739,10 @@ class Sleep(google.protobuf.message.Message):
         wake: builtins.bool = ...,
         keep_weights: builtins.bool = ...,
         within: google.protobuf.duration_pb2.Duration | None = ...,
+        idle: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["within", b"within"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["keep_weights", b"keep_weights", "model", b"model", "sleep_id", b"sleep_id", "wake", b"wake", "within", b"within"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["idle", b"idle", "within", b"within"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["idle", b"idle", "keep_weights", b"keep_weights", "model", b"model", "sleep_id", b"sleep_id", "wake", b"wake", "within", b"within"]) -> None: ...
 
 global___Sleep = Sleep
 

@@ -66,6 +66,7 @@ class Device(google.protobuf.message.Message):
     JOURNAL_FULL_FIELD_NUMBER: builtins.int
     DRIVER_FALLBACK_FIELD_NUMBER: builtins.int
     DEVICE_LOST_FIELD_NUMBER: builtins.int
+    ASLEEP_SESSIONS_FIELD_NUMBER: builtins.int
     uuid: builtins.str
     """NVML's UUID ("GPU-…"), or "host"."""
     product: builtins.str
@@ -94,6 +95,8 @@ class Device(google.protobuf.message.Message):
     """The configuration says `driver = "auto"`, no GPU was usable, and the broker lends host memory instead."""
     device_lost: builtins.bool
     """The device does not answer, as a GPU that fell off the bus: the broker lends nothing more until it does."""
+    asleep_sessions: builtins.int
+    """Engines that sleep, of the models whose engines sleep by themselves (`idle_sleep_seconds`)."""
     @property
     def locations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LocationBooks]:
         """The books of each location at which this broker lends."""
@@ -119,9 +122,10 @@ class Device(google.protobuf.message.Message):
         journal_full: builtins.bool = ...,
         driver_fallback: builtins.bool = ...,
         device_lost: builtins.bool = ...,
+        asleep_sessions: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["start_time", b"start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["detached_sessions", b"detached_sessions", "device_lost", b"device_lost", "draining", b"draining", "driver", b"driver", "driver_fallback", b"driver_fallback", "granularity_bytes", b"granularity_bytes", "journal_full", b"journal_full", "locations", b"locations", "metrics_url", b"metrics_url", "pid", b"pid", "product", b"product", "revision", b"revision", "sessions", b"sessions", "start_time", b"start_time", "uuid", b"uuid", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["asleep_sessions", b"asleep_sessions", "detached_sessions", b"detached_sessions", "device_lost", b"device_lost", "draining", b"draining", "driver", b"driver", "driver_fallback", b"driver_fallback", "granularity_bytes", b"granularity_bytes", "journal_full", b"journal_full", "locations", b"locations", "metrics_url", b"metrics_url", "pid", b"pid", "product", b"product", "revision", b"revision", "sessions", b"sessions", "start_time", b"start_time", "uuid", b"uuid", "version", b"version"]) -> None: ...
 
 global___Device = Device
 
@@ -236,6 +240,10 @@ class Model(google.protobuf.message.Message):
     ALLOCATIONS_TOTAL_FIELD_NUMBER: builtins.int
     RELEASES_TOTAL_FIELD_NUMBER: builtins.int
     DENIALS_TOTAL_FIELD_NUMBER: builtins.int
+    IDLE_SLEEP_MS_FIELD_NUMBER: builtins.int
+    ASLEEP_SESSIONS_FIELD_NUMBER: builtins.int
+    ASLEEP_SINCE_FIELD_NUMBER: builtins.int
+    ASLEEP_BY_ITSELF_FIELD_NUMBER: builtins.int
     name: builtins.str
     """tenants/{tenant}/models/{model}"""
     virtual_capacity_bytes: builtins.int
@@ -245,12 +253,21 @@ class Model(google.protobuf.message.Message):
     allocations_total: builtins.int
     """Extents granted and released since the model began. A dead worker's count as released when they are credited."""
     releases_total: builtins.int
+    idle_sleep_ms: builtins.int
+    """In listings: its engines sleep by themselves after so long without a request. Absent: they do not."""
+    asleep_sessions: builtins.int
+    """In listings, of a model with `idle_sleep_ms`: how many of its sessions say that their engines sleep, since when the
+    first of them does, and whether that one fell asleep by itself.
+    """
+    asleep_by_itself: builtins.bool
     @property
     def books(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ModelBooks]: ...
     @property
     def denials_total(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """Refusals since the model began, by ErrorReason without its prefix."""
 
+    @property
+    def asleep_since(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
     def __init__(
         self,
         *,
@@ -261,8 +278,14 @@ class Model(google.protobuf.message.Message):
         allocations_total: builtins.int = ...,
         releases_total: builtins.int = ...,
         denials_total: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        idle_sleep_ms: builtins.int | None = ...,
+        asleep_sessions: builtins.int = ...,
+        asleep_since: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        asleep_by_itself: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["allocations_total", b"allocations_total", "books", b"books", "denials_total", b"denials_total", "name", b"name", "releases_total", b"releases_total", "sessions", b"sessions", "virtual_capacity_bytes", b"virtual_capacity_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_idle_sleep_ms", b"_idle_sleep_ms", "asleep_since", b"asleep_since", "idle_sleep_ms", b"idle_sleep_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_idle_sleep_ms", b"_idle_sleep_ms", "allocations_total", b"allocations_total", "asleep_by_itself", b"asleep_by_itself", "asleep_sessions", b"asleep_sessions", "asleep_since", b"asleep_since", "books", b"books", "denials_total", b"denials_total", "idle_sleep_ms", b"idle_sleep_ms", "name", b"name", "releases_total", b"releases_total", "sessions", b"sessions", "virtual_capacity_bytes", b"virtual_capacity_bytes"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_idle_sleep_ms", b"_idle_sleep_ms"]) -> typing.Literal["idle_sleep_ms"] | None: ...
 
 global___Model = Model
 
@@ -695,6 +718,9 @@ class SleepStatus(google.protobuf.message.Message):
     CACHE_BYTES_FIELD_NUMBER: builtins.int
     WEIGHT_BYTES_FIELD_NUMBER: builtins.int
     DETAIL_FIELD_NUMBER: builtins.int
+    IDLE_MS_FIELD_NUMBER: builtins.int
+    ASLEEP_MS_FIELD_NUMBER: builtins.int
+    BY_ITSELF_FIELD_NUMBER: builtins.int
     state: global___SleepStatus.State.ValueType
     cache_bytes: builtins.int
     """Bytes of its KV cache that it has released for this sleep."""
@@ -702,6 +728,12 @@ class SleepStatus(google.protobuf.message.Message):
     """Bytes of its weights that it has moved to the host for this sleep."""
     detail: builtins.str
     """A sentence for people, such as why something was kept; at most 400 characters. The broker does not trust it."""
+    idle_ms: builtins.int
+    """How long it has had no request. Absent: it has one, it does not say, or sleep would not pay now."""
+    asleep_ms: builtins.int
+    """How long it has slept. Absent: it is awake."""
+    by_itself: builtins.bool
+    """It fell asleep by itself (Sleep.idle), and no operator asked it to."""
     def __init__(
         self,
         *,
@@ -709,7 +741,15 @@ class SleepStatus(google.protobuf.message.Message):
         cache_bytes: builtins.int = ...,
         weight_bytes: builtins.int = ...,
         detail: builtins.str = ...,
+        idle_ms: builtins.int | None = ...,
+        asleep_ms: builtins.int | None = ...,
+        by_itself: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cache_bytes", b"cache_bytes", "detail", b"detail", "state", b"state", "weight_bytes", b"weight_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_asleep_ms", b"_asleep_ms", "_idle_ms", b"_idle_ms", "asleep_ms", b"asleep_ms", "idle_ms", b"idle_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_asleep_ms", b"_asleep_ms", "_idle_ms", b"_idle_ms", "asleep_ms", b"asleep_ms", "by_itself", b"by_itself", "cache_bytes", b"cache_bytes", "detail", b"detail", "idle_ms", b"idle_ms", "state", b"state", "weight_bytes", b"weight_bytes"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_asleep_ms", b"_asleep_ms"]) -> typing.Literal["asleep_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_idle_ms", b"_idle_ms"]) -> typing.Literal["idle_ms"] | None: ...
 
 global___SleepStatus = SleepStatus

@@ -32,6 +32,8 @@ OTHER: dict[str, Any] = {
     "guarantee_wait_seconds": 8.0,
     "recall_seconds": 8.0,
     "slice_seconds": 30.0,
+    "idle_sleep_seconds": 8.0,
+    "idle_sleep": "always",
     "max_sessions": 8,
     "max_models_per_tenant": 8,
     "stock": 8,
@@ -70,8 +72,10 @@ def test_the_level_of_the_log_changes() -> None:
 
 def test_tenants_come_go_and_change() -> None:
     numbers = {"limit": 5, "host_limit": 6, "guarantee": 1, "host_guarantee": 2, "weight": 3, "host_weight": 0}
-    models = {"m": ModelConfig(1, weight=2)}
-    red = TenantConfig(**numbers, lend_unused=False, uids=frozenset([2]), models=models, owner=7, mode=0o600)
+    models = {"m": ModelConfig(1, weight=2, idle_sleep_seconds=7.0)}
+    red = TenantConfig(
+        **numbers, lend_unused=False, idle_sleep_seconds=8.0, uids=frozenset([2]), models=models, owner=7, mode=0o600
+    )
     changes = compare(BEFORE, dataclasses.replace(BEFORE, tenants={"red": red, "green": TenantConfig(limit=1)}))
     assert (changes.added, changes.removed) == (("green",), ("blue",))
     assert changes.fixed == ("tenants.red.owner", "tenants.red.mode")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, until
@@ -62,7 +63,14 @@ class Scene:
 
     def until_asleep(self, *, keep: bool = False) -> SleepStatus:
         until(lambda: self.ask(keep=keep).state == "asleep")
-        return self.ask(keep=keep)
+        asleep = self.ask(keep=keep)
+        assert asleep.asleep_ms is not None
+        assert not asleep.by_itself
+        return replace(asleep, asleep_ms=None)
+
+    def broker_asks(self, idle: float = 0.0) -> SleepStatus:
+        """Ask as the broker does by itself: it may sleep if it had no request for so long; 0: it only says."""
+        return self.sleeper.answer(SleepRequest(False, False, time.monotonic(), idle))
 
     def serve(self, blocks: int = 10) -> None:
         """Serve one request, as an engine does: it wakes, and waits without a free block until it may compute."""
@@ -154,6 +162,85 @@ def test_a_busy_engine_does_not_sleep(lender: Slept) -> None:
         until(lambda: one.sleeper._request is None)
         assert one.sleeper.state == "awake"
         one.until_asleep()
+
+
+class Clock:
+    """The time of `Sleeper`, which a test moves on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.skipped = 0.0
+        monotonic = time.monotonic
+        monkeypatch.setattr(sleeper.time, "monotonic", lambda: monotonic() + self.skipped)
+
+
+def test_an_idle_engine_sleeps_by_itself_and_says_so(lender: Slept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not before its time, not when it is only asked how far it is, and not after a request has come meanwhile."""
+    clock = Clock(monkeypatch)
+    with scene(lender, caches=True) as one:
+        assert one.broker_asks(0.001) == SleepStatus("awake"), "it has not begun to rest: no idle time is told"
+        one.serve()
+        clock.skipped += 100
+        told = one.broker_asks(3_600.0)
+        assert told.state == "awake"
+        assert 100_000 <= (told.idle_ms or 0) < 160_000
+        assert one.broker_asks().idle_ms
+        one.serve()
+        assert (one.broker_asks(90.0).idle_ms or 0) < 90_000, "a request has come"
+        assert one.sleeper._request is None
+        assert one.sleeper.state == "awake"
+        clock.skipped += 100
+        one.broker_asks(90.0)
+        until(lambda: one.broker_asks().state == "asleep")
+        assert lender.lent_bytes == 0
+        clock.skipped += 50
+        told = one.broker_asks(90.0)
+        assert told.by_itself
+        assert 50_000 <= (told.asleep_ms or 0) < 110_000
+        assert one.ask().by_itself, "a later question of an operator hears so"
+        one.serve()
+        assert not one.broker_asks().by_itself
+        one.until_asleep()
+
+
+def test_no_sleep_where_a_lone_request_would_pay_more_than_it_brings(
+    lender: Slept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last wake took a minute: it is idle for ten before it sleeps again. An operator's word does not ask."""
+    clock = Clock(monkeypatch)
+    with scene(lender) as one:
+        one.cache.rest()
+        one.until_asleep()
+        lender.capacity = PAGE
+        one.ask(wake=True)
+        until(lambda: "waits for memory: " in one.ask(wake=True).detail)
+        clock.skipped += 60
+        lender.capacity = 1 << 40
+        one.serve()
+        clock.skipped += 300
+        assert one.broker_asks(1.0) == SleepStatus("awake"), "it is no one to be chosen"
+        assert one.sleeper._request is None
+        clock.skipped += 600
+        one.broker_asks(1.0)
+        until(lambda: one.broker_asks().state == "asleep")
+        one.serve()
+        one.until_asleep()
+
+
+def test_no_sleep_that_gives_nothing(lender: Slept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine without borrowed weights whose cache is at its floor: the first sleep has found that out."""
+    clock = Clock(monkeypatch)
+    engine = an_engine()
+    with serving(lender, engine, floor=3 * PAGE) as cache, Sleeper(cache) as only:
+        cache.rest()
+        until(lambda: cache.stats().charged_bytes == 3 * PAGE)
+        clock.skipped += 100
+        only.answer(SleepRequest(False, False, 0.0, 10.0))
+        until(lambda: only.state == "asleep")
+        only.wake()
+        until(lambda: only.state == "awake")
+        clock.skipped += 100
+        assert only.answer(SleepRequest(False, False, 0.0, 10.0)) == SleepStatus("awake")
+        assert only._request is None
 
 
 def test_a_request_that_comes_before_the_decision_is_seen(lender: Slept) -> None:

@@ -52,6 +52,9 @@ def test_it_asks_until_the_engine_sleeps(daemon: Daemon, engine: Worker) -> None
         "cache_bytes": 64 << 20,
         "weight_bytes": 32 << 20,
         "detail": "weights kept: as asked",
+        "idle_ms": None,
+        "asleep_ms": None,
+        "by_itself": False,
     }
     waking = command(daemon, "wake", "chat")
     until(lambda: engine.ask("told[-1]"))

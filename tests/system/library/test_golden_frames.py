@@ -28,6 +28,7 @@ from google.rpc.status_pb2 import Status
 from tests.support import daemons
 from tests.support.daemons import Daemon
 from tests.support.raw import Session, admin_call, grpc_call
+from tests.system.test_reload import reload
 
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
@@ -57,20 +58,27 @@ CREATE_SECONDS = 1_767_225_600
 """What stands for the moment of a segment's creation, which no two daemons share."""
 DEADLINE_SECONDS = 4_102_444_800
 """A drain's, in the year 2100."""
-LEFT_AT_ZERO = {
-    f"membroker.v1.{name}Request.request_id"
-    for name in (
-        *("AllocateExtents", "ReleaseExtents", "DeclareMemory"),
-        *("CreateSegment", "SealSegment", "AttachSegment", "DetachSegment", "DeleteSegment"),
-        *("RegisterModel", "UnregisterModel"),
-    )
-} | {
-    f"membroker.v1.ModelBooks.{name}"
-    for name in (
-        *("releasing_bytes", "guarantee_bytes", "waiting_bytes", "waiting_requests"),
-        *("share_bytes", "recallable_bytes", "recalled_bytes", "late_bytes"),
-    )
-}
+LEFT_AT_ZERO = (
+    {
+        f"membroker.v1.{name}Request.request_id"
+        for name in (
+            *("AllocateExtents", "ReleaseExtents", "DeclareMemory"),
+            *("CreateSegment", "SealSegment", "AttachSegment", "DetachSegment", "DeleteSegment"),
+            *("RegisterModel", "UnregisterModel"),
+        )
+    }
+    | {
+        f"membroker.v1.ModelBooks.{name}"
+        for name in (
+            *("releasing_bytes", "guarantee_bytes", "waiting_bytes", "waiting_requests"),
+            *("share_bytes", "recallable_bytes", "recalled_bytes", "late_bytes"),
+        )
+    }
+    | {  # only in listings
+        f"membroker.v1.Model.{name}"
+        for name in ("idle_sleep_ms", "asleep_sessions", "asleep_since", "asleep_by_itself")
+    }
+)
 
 
 def encode(frame: pb.Frame) -> bytes:
@@ -201,12 +209,18 @@ def _check_said(
     if "recall" in vector["frame"].get("notice", {}):
         request = apb.SetQuotaRequest(name="tenants/red/models/pages", location=LOCATION_DEVICE, limit_bytes=6 << 20)
         admin_call(daemon.admin, "SetQuota", request)
-    if "sleep" in vector["frame"].get("notice", {}):
+    question = vector["frame"].get("notice", {}).get("sleep", {})
+    if "idle" in question:
+        idle = {"models": {"pages": {"idle_sleep_seconds": 600.0}}}
+        reload(daemon, idle_sleep="always", tenants={**daemon.config["tenants"], "red": idle})
+    elif question:
         sleep = apb.SleepModelRequest(name="tenants/red/models/pages", wake=True, keep_weights=True)
         admin_call(daemon.admin, "SleepModel", sleep)
     packet = handoff.receive(channels[vector["connection"], vector["socket"]])
     assert len(packet.descriptors) == vector["descriptors"], vector["name"]
     frame = packet.frame
+    if "idle" in question:
+        reload(daemon)
     if frame.HasField("welcome"):
         channels[vector["connection"], "notices"] = socket.socket(fileno=packet.descriptors.pop())
         channels[vector["connection"], "notices"].settimeout(daemons.DEADLINE_SECONDS)
