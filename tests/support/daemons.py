@@ -154,7 +154,7 @@ class Daemon:
         began, url = time.time(), self.device().metrics_url
 
         def scrape() -> str:
-            with urllib.request.urlopen(url, timeout=10) as answer:
+            with urllib.request.urlopen(url, timeout=DEADLINE_SECONDS) as answer:
                 text = str(answer.read().decode())
             taken = re.search(r"^membroker_scrape_time_seconds\S* (\S+)$", text, re.MULTILINE)
             return text if taken is not None and float(taken[1]) >= began else ""

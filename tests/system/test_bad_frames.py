@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from google.rpc.status_pb2 import Status
 from tests.support import raw
-from tests.support.daemons import Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.raw import Connection, Session, reason
 from tests.support.scene import CONFIG, PAGE, Scene
 
@@ -207,7 +207,7 @@ def _mute_goodbye(daemon: Daemon, request: pb.Frame, count: int) -> bool:
         hung_up.register(mute.sock, select.POLLHUP)
         if hung_up.poll(0):
             return False
-        assert hung_up.poll(15_000), "the connection stays for as long as its peer likes"
+        assert hung_up.poll(int(DEADLINE_SECONDS * 1_000)), "the connection stays for as long as its peer likes"
         return True
 
 

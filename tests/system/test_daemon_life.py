@@ -86,7 +86,7 @@ def refuse_to_start(*arguments: str, user: int | None = None, warns: bool = Fals
     command = ["-m", "membrokerd.cli", "--driver", "host", *arguments]
     env = {**os.environ, **environment}
     if user is None:
-        ran = run_python(command, 30, env=env)
+        ran = run_python(command, DEADLINE_SECONDS, env=env)
     else:
         command = [*as_user(user), sys.executable, *command]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, env=env, check=False)

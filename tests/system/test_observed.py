@@ -66,7 +66,7 @@ def scrape():
     global count
     while not over:
         try:
-            with urllib.request.urlopen(url, timeout=60) as answer:
+            with urllib.request.urlopen(url, timeout=600) as answer:
                 size = len(answer.read())
         except urllib.error.HTTPError as error:
             with error:

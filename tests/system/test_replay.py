@@ -75,7 +75,7 @@ def _trade(daemon: Daemon) -> None:
         assert green.refused("model.allocate(8 * MIB, wait=0.2)").reason == "CAPACITY"
         red.do("held = model.allocate(96 * MIB)")
         assert red.refused("model.allocate(8 * MIB)").reason == "CAPACITY"
-        red.begin("more = model.allocate(8 * MIB, wait=60)")
+        red.begin("more = model.allocate(8 * MIB, wait=600)")
         until(lambda: waiting(daemon) == 1)
         green.do("pool.shrink(160 * MIB)")
         red.result()

@@ -88,7 +88,7 @@ def test_a_segment_is_written_on(daemon: Daemon, transport: str) -> None:
         writer.connect(daemon, transport=transport)
         writer.do("segment = client.register_model('m').create_segment('weights', 8 * MIB); segment.write(0, b'first')")
         reader.connect(daemon, transport=transport)
-        reader.begin("attached = client.attach('m/weights', timeout=60)")
+        reader.begin("attached = client.attach('m/weights', timeout=600)")
         restart(daemon)
         writer.do("segment.write(5, b'second'); segment.seal()")
         reader.result()
@@ -338,7 +338,7 @@ def test_a_worker_that_starts_first_waits_for_the_daemon(daemon: Daemon) -> None
     """After a reboot nobody orders who starts: the engine says what it waits for, and goes on when it is there."""
     assert daemon.stop() == 0
     with worker() as one:
-        one.begin(f"client = membroker.connect({str(daemon.endpoint())!r}, timeout=60)")
+        one.begin(f"client = membroker.connect({str(daemon.endpoint())!r}, timeout=600)")
         daemon.start_again()
         one.result()
         one.do("client.register_model('m').allocate(PAGE).close()")

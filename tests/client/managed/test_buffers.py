@@ -98,10 +98,10 @@ def test_a_call_under_way_holds_off_the_end(run: Run) -> None:
         def use():
             with buffer.in_use():
                 entered.set()
-                leave.wait(60)
+                leave.wait(120)
         thread = threading.Thread(target=use)
         thread.start()
-        assert entered.wait(60)
+        assert entered.wait(120)
         buffer.close()
         assert asked().count("cuMemFree") == 0
         with pytest.raises(ClosedError):

@@ -15,6 +15,7 @@ import pytest
 from google.protobuf.any_pb2 import Any
 from google.rpc.error_details_pb2 import ErrorInfo
 from google.rpc.status_pb2 import Status
+from tests.support.daemons import DEADLINE_SECONDS
 
 from membroker.errors import AccessDenied, BrokerUnavailable
 from membroker.session.handshake import open_session
@@ -60,7 +61,7 @@ def hang_up_at_once(connection: socket.socket) -> None:
 
 def hang_up_on_the_greeting(connection: socket.socket) -> None:
     connection.send(refusal())
-    assert select.select([connection], [], [], 30)[0]
+    assert select.select([connection], [], [], DEADLINE_SECONDS)[0]
 
 
 @pytest.mark.parametrize("answer", [hang_up_at_once, hang_up_on_the_greeting])
@@ -68,7 +69,7 @@ def test_a_refusal_before_the_greeting_is_heard(answer: Callable[[socket.socket]
     """The broker knows from the kernel that we may not enter, says so, and closes without reading our Hello."""
     for _ in range(50):
         with broker(answer) as path, pytest.raises(AccessDenied) as caught:
-            open_session(path, HELLO, 30.0)
+            open_session(path, HELLO, DEADLINE_SECONDS)
         assert caught.value.reason == "ENDPOINT_FORBIDDEN"
 
 
@@ -80,13 +81,14 @@ def test_a_timer_of_the_program_does_not_keep_a_silent_broker_waited_for() -> No
         over.wait()
 
     before = signal.signal(signal.SIGALRM, lambda *_: None)
-    late = threading.Timer(10, over.set)
+    late = threading.Timer(DEADLINE_SECONDS, over.set)
     try:
         with broker(answer_late) as path:
             late.start()
             signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
             with pytest.raises(BrokerUnavailable):
                 open_session(path, HELLO, 0.5)
+            assert not over.is_set(), "it waited until the broker had gone"
             over.set()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -183,7 +183,7 @@ wait()
 while not client._session.connection.lost or not client._session.reconnecting._trouble: pass
 child = os.fork()
 if not child:
-    signal.alarm(20)
+    signal.alarm(120)
     assert threading.active_count() == 1
     for call in (lambda: model.allocate(1), lambda: model.declare(1), buffer.view):
         try:

@@ -117,7 +117,7 @@ def test_a_wait_is_explained_while_it_lasts_and_after(
     """Blue waits for what red has. What the request would have been told without the wait is why it waited."""
     held = red.register_model("big").allocate("250MiB")
     model = blue.register_model("small")
-    waiter = threading.Thread(target=lambda: model.allocate("16MiB", wait=60).close())
+    waiter = threading.Thread(target=lambda: model.allocate("16MiB", wait=600).close())
     waiter.start()
     (now,) = until(lambda: blue.decisions("small") if waiter.is_alive() else [])
     assert (now.kind, now.size_bytes, now.guaranteed) == ("waiting", 16 * MIB, False)
@@ -143,7 +143,7 @@ def test_a_wait_for_a_program_that_is_late_names_it_to_the_operator() -> None:
     config = {**GUARANTEED, "recall_seconds": 0.3}
     with running(config) as daemon, membroker.connect(daemon.endpoint("red")) as red:
         chat = red.register_model("chat")
-        waiter = threading.Thread(target=lambda: chat.allocate("64MiB", wait=60).close())
+        waiter = threading.Thread(target=lambda: chat.allocate("64MiB", wait=600).close())
         with Session(daemon.endpoint("blue")) as blue:
             blue.borrow(blue.register("batch", answers_recalls=True), 64 * MIB, 4)
             waiter.start()

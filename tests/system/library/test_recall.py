@@ -102,7 +102,7 @@ def give_later(recall):
     return membroker.DEFERRED
 """)
     filled(blue, "give_later")
-    red.begin("held = model.allocate(64 * MIB, wait=60)")
+    red.begin("held = model.allocate(64 * MIB, wait=600)")
     blue.do("waited_for(lambda: wanted); recall = wanted[0]")
     assert blue.ask("model.pending_recall is recall")
     assert recalled(daemon)[0] >= 64 * MIB
@@ -126,9 +126,9 @@ def wake(recall):
     with worker() as other:
         other.connect(daemon, "red")
         other.do(PREPARE)
-        red.begin("held = model.allocate(32 * MIB, wait=60)")
+        red.begin("held = model.allocate(32 * MIB, wait=600)")
         blue.do("waited_for(lambda: len(asked) == 1)")
-        other.begin("held = model.allocate(64 * MIB, wait=60)")
+        other.begin("held = model.allocate(64 * MIB, wait=600)")
         blue.do("waited_for(lambda: len(asked) == 2)")
         assert blue.ask("asked[0][0] is asked[1][0] is model.pending_recall")
         assert blue.ask("[size for _, size in asked]") == [32 * MIB, 96 * MIB]
@@ -143,7 +143,7 @@ def test_a_forked_child_answers_nothing(daemon: Daemon, pair: tuple[Worker, Work
     """The child has the callback and the open recall of its parent, and neither does anything there."""
     red, blue = pair
     filled(blue, "lambda recall: membroker.DEFERRED")
-    red.begin("held = model.allocate(64 * MIB, wait=60)")
+    red.begin("held = model.allocate(64 * MIB, wait=600)")
     blue.do("waited_for(lambda: model.pending_recall); recall = model.pending_recall")
     blue.do("""
 pid = os.fork()
@@ -169,7 +169,7 @@ def test_a_recall_goes_on_after_the_daemons_death(daemon: Daemon, pair: tuple[Wo
     """The daemon dies amid a recall. Both sessions resume, red's request is made again, and blue is asked again."""
     red, blue = pair
     filled(blue, "lambda recall: membroker.DEFERRED")
-    red.begin("held = model.allocate(64 * MIB, wait=60)")
+    red.begin("held = model.allocate(64 * MIB, wait=600)")
     blue.do("waited_for(lambda: model.pending_recall); old = model.pending_recall")
     daemon.kill()
     blue.do("waited_for(lambda: model.pending_recall is None)")
@@ -187,7 +187,7 @@ def test_a_program_that_is_stopped_is_asked_when_it_goes_on(daemon: Daemon, pair
     red, blue = pair
     filled(blue)
     blue.send(signal.SIGSTOP)
-    red.begin("held = model.allocate(64 * MIB, wait=60)")
+    red.begin("held = model.allocate(64 * MIB, wait=600)")
     until(lambda: recalled(daemon)[1] >= 64 * MIB)
     blue.send(signal.SIGCONT)
     red.result()

@@ -362,7 +362,7 @@ shared.register_model("m", "4MiB")
 with shared._lock, source._lock:  # as another thread would
     child = os.fork()
     if not child:
-        signal.alarm(20)
+        signal.alarm(120)
         for call in (lambda: shared.allocate_for_model("m", 1), lambda: shared.register_model("n", "2MiB"),
                      lambda: shared.unregister_model("m"), lambda: shared.get_model_stats("m"),
                      lambda: membroker.VirtualMemoryPool(source, "2MiB", "2MiB")):

@@ -114,7 +114,7 @@ def test_a_release_grants_what_waits(daemon: Daemon, asker: Worker, transport: s
             assert waiting(daemon) == 0
             assert daemon.books().lent_bytes == CAPACITY
             asker.do("client.close()")
-            holder.do("buffers.append(other.allocate(64 * MIB, wait=60))")
+            holder.do("buffers.append(other.allocate(64 * MIB, wait=600))")
             asker.connect(daemon, "red", transport)
             asker.do(PREPARE)
 
@@ -186,7 +186,7 @@ def test_an_error_has_the_numbers_of_the_share(daemon: Daemon, asker: Worker) ->
         assert waited > 0
         asker.do("model.declare(0); limited = client.register_model('limited', limit='16MiB')")
         asker.begin(
-            "try:\n    limited.allocate('20MiB', wait=60)\n"
+            "try:\n    limited.allocate('20MiB', wait=600)\n"
             "except membroker.OutOfMemory as error:\n"
             "    answer = [error.reason, error.share_bytes, error.obtainable_bytes, error.waited_seconds]\n"
         )
