@@ -178,6 +178,7 @@ class _Task(Generic[_T]):
         self._started = True
         _here.task = self
         try:
+            let_through()  # on a busy machine a thread may start long after the interrupt
             self._result = self._work()
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             self._error = error

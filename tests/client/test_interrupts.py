@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, until
@@ -62,6 +64,23 @@ class TestUninterrupted:
         with pytest.raises(KeyboardInterrupt):
             uninterrupted(work, patience=0.0)
         go_on.set()
+
+    def test_work_whose_thread_starts_after_the_interrupt_is_not_begun(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """On a busy machine a thread may start late: nothing would end a wait that it begins then."""
+        late: list[Callable[[], None]] = []
+
+        def start_new_thread(run: Callable[[], None], _: tuple[()]) -> None:
+            late.append(run)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(interrupts, "_thread", SimpleNamespace(start_new_thread=start_new_thread))
+        steps: list[int] = []
+        with pytest.raises(KeyboardInterrupt):
+            uninterrupted(lambda: steps.append(1), patience=0.0)
+        thread = threading.Thread(target=late[0])
+        thread.start()
+        thread.join()
+        assert steps == []
 
 
 class Used:

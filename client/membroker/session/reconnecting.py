@@ -161,6 +161,7 @@ class ReconnectingConnection:
         while True:
             if until is not None:
                 _let_wait(frame, until)
+            let_through()  # an interrupt ends the present connection: one that came before cannot end this call
             try:
                 return connection.call(frame, placement, timeout=timeout, note=note)
             except (BrokerUnavailable, AccessDenied) as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from tests.support.fake_broker import (
 from tests.support.processes import ends, heard, is_waiting, mapped_extents, open_extents, worker
 
 import membroker
-from membroker import Client
+from membroker import Client, interrupts
 from membroker.session.inventory import HeldResources, Inventory
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.v1 import handoff_pb2 as pb
@@ -55,6 +56,17 @@ class TestCallsInFlight:
         broker.hang_up()
         assert list(broker.resume().extent_ids) == [extent_id]
         assert bytes(one.view()[:5]) == b"hello"
+        assert broker.hears_nothing()
+
+    def test_a_call_that_was_interrupted_before_it_is_sent(self, broker: PlayedBroker, client: Client) -> None:
+        """The interrupt has ended the connection before, and the session has resumed: this call nobody would end."""
+
+        def call() -> None:
+            interrupts._here.task = SimpleNamespace(interrupted=True)  # type: ignore[assignment]
+            line(client).call(pb.Frame(attach_segment=broker_pb2.AttachSegmentRequest(name=f"{MODEL}/segments/s")))
+
+        with pytest.raises(KeyboardInterrupt):
+            Caller(call).value()
         assert broker.hears_nothing()
 
     def test_what_half_arrived_is_dropped(self, broker: PlayedBroker, client: Client) -> None:
