@@ -75,8 +75,8 @@ class PressureRun:
         self.lent: list[float] = []
         self.used: list[tuple[float, dict[str, int]]] = []
         self._ended = threading.Event()
+        self._begin = 0.0
         self.daemon = self._start_daemon()
-        self._begin = time.monotonic() + 1.0
         self.engines = {tenant: self._start(tenant) for tenant in range(TENANTS)}
 
     def _start_daemon(self) -> Daemon:
@@ -89,12 +89,16 @@ class PressureRun:
     def _start(self, tenant: int) -> Child:
         numbers = self._numbers
         setup = numbers._asdict() | {"guarantee": numbers.guarantee, "share": numbers.share, "tenant": tenant}
-        setup |= {"begin": self._begin, "endpoint": str(self.daemon.endpoint(f"t{tenant}"))}
-        setup["recalls"] = self._variant.recalls
+        setup |= {"endpoint": str(self.daemon.endpoint(f"t{tenant}")), "recalls": self._variant.recalls}
         return Child("benchmarks.pressure.engine", setup, sources(self._variant.tree))
 
     def play(self, *, deaths: bool = True) -> list[dict[str, Any]]:
         """Run the trace to its end, with a death of an engine and of the daemon; return what each engine tells."""
+        for engine in self.engines.values():
+            engine.hear()  # it has connected: on a busy machine that takes longer than a short trace
+        self._begin = time.monotonic()
+        for engine in self.engines.values():
+            engine.tell({"begin": self._begin})
         watcher = threading.Thread(target=self._watch)
         watcher.start()
         try:
@@ -109,6 +113,8 @@ class PressureRun:
         self._sleep_until(self._numbers.seconds / 3)
         self.engines[1].close(0)
         self.engines[1] = self._start(1)
+        self.engines[1].hear()
+        self.engines[1].tell({"begin": self._begin})
         self._sleep_until(2 * self._numbers.seconds / 3)
         self.daemon.process.send_signal(signal.SIGKILL)
         self.daemon.process.wait()

@@ -61,13 +61,13 @@ class Engine:
         if self.answers:
             self.model.on_recall(lambda _: membroker.DEFERRED)
 
-    def run(self) -> dict[str, Any]:
-        """Serve until the end of the trace, and return what happened."""
+    def run(self, begin: float) -> dict[str, Any]:
+        """Serve from `begin`, on the monotonic clock, until the end of the trace, and return what happened."""
         trace = PhaseTrace(
             self.options.seed, self.options.tenant, self.options.seconds, self.options.capacity // self.page
         )
         step = time.monotonic()
-        while (elapsed := time.monotonic() - self.options.begin) < self.options.seconds:
+        while (elapsed := time.monotonic() - begin) < self.options.seconds:
             self.answer_recall()
             self.serve(trace, trace.wanted(elapsed))
             self.spare = max(self.spare, self.pool.physical_usage_bytes - self.used * self.page)
@@ -156,9 +156,12 @@ class Engine:
 
 
 def main() -> None:
-    """Run one engine as the first line says."""
+    """Connect as the first line says, and run as the second one does."""
     tell = answering()
-    tell(Engine(SimpleNamespace(**json.loads(sys.stdin.readline()))).run())
+    engine = Engine(SimpleNamespace(**json.loads(sys.stdin.readline())))
+    tell({"connected": True})
+    if line := sys.stdin.readline():
+        tell(engine.run(**json.loads(line)))
 
 
 if __name__ == "__main__":
