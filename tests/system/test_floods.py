@@ -36,6 +36,7 @@ pytestmark = pytest.mark.deep
 SESSIONS = 16
 """Of one process, and no more."""
 CONNECTIONS = 10_000
+ROUNDS = 3
 RSS_GROWTH_BYTES = 4 * MIB
 """What the daemon may grow by. Half a kilobyte kept of each of 10,000 connections would be 4.8 MiB."""
 
@@ -110,19 +111,27 @@ sock.close()
 
 @pytest.mark.parametrize("what", LOOPS)
 def test_10000_connections_in_a_loop(scene: Scene, flood: Worker, what: str, state: State) -> None:
-    """One after the other, as fast as it can. All that a connection took comes back, the daemon's own memory too."""
+    """One after the other, as fast as it can. All that a connection took comes back, the daemon's own memory too.
+
+    On a busy machine more of them are open at once in one round than in those before. That memory stays with the
+    daemon, and the next round uses it again; what is kept of each connection adds up in every round.
+    """
     transport, code = LOOPS[what]
     flood.do("greeting = hello().SerializeToString()")
     loop = f"for _ in range(COUNT):\n{_indented(code)}"
     flood.do(loop.replace("COUNT", str(CONNECTIONS // 10)))
-    until(lambda: scene.daemon.descriptors() <= scene.descriptors + 3 * SESSIONS)
-    warm = scene.daemon.resident_bytes()
-    scene.honest[transport].beside_flood(state, f"10,000 times: {what}", flood, loop.replace("COUNT", str(CONNECTIONS)))
-    until(lambda: scene.daemon.descriptors() <= scene.descriptors + 3 * SESSIONS)
-    assert len(scene.daemon.sessions()) <= SESSIONS + len(scene.honest)
-    grown = scene.daemon.resident_bytes() - warm
-    state(f"RssAnon after 10,000 times: {what}", f"{grown // 1024:+} KiB")
-    assert grown < RSS_GROWTH_BYTES
+    grown: list[int] = []
+    while len(grown) < ROUNDS and (not grown or grown[-1] >= RSS_GROWTH_BYTES):
+        until(lambda: scene.daemon.descriptors() <= scene.descriptors + 3 * SESSIONS)
+        warm = scene.daemon.resident_bytes()
+        scene.honest[transport].beside_flood(
+            state, f"10,000 times: {what}", flood, loop.replace("COUNT", str(CONNECTIONS))
+        )
+        until(lambda: scene.daemon.descriptors() <= scene.descriptors + 3 * SESSIONS)
+        assert len(scene.daemon.sessions()) <= SESSIONS + len(scene.honest)
+        grown.append(scene.daemon.resident_bytes() - warm)
+    state(f"RssAnon after 10,000 times: {what}", ", ".join(f"{size // 1024:+} KiB" for size in grown))
+    assert grown[-1] < RSS_GROWTH_BYTES, grown
 
 
 def _indented(code: str) -> str:
