@@ -16,6 +16,7 @@ import resource
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,7 +24,9 @@ from typing import Literal
 from ..errors import AccessDenied, BrokerAbsent, BrokerUnavailable, MembrokerError
 from ..ext import OPEN_PER_SESSION, names, ownership, paths, sessions_for, system_calls
 from ..ext import endpoint as endpoints
+from ..guest.cuda import why_not
 from ..vmm import open_driver
+from ..vmm.cuda.gpu import load_bindings
 from ..vmm.driver import DriverError, DriverUnavailable, Location
 from ..vmm.sizes import MIB, format_size
 from . import tables
@@ -105,6 +108,7 @@ def examine(endpoint: str | None, env: Mapping[str, str] = os.environ) -> list[C
         ("sealed memory", check_memfd),
         ("host driver", check_host_driver),
         ("gpu", check_gpu),
+        ("sleep of any program", check_guests),
         ("packages", lambda: _of_daemon(check_packages(), endpoint, env)),
         ("runtime directory", lambda: _of_daemon(check_runtime_directory(env, os.geteuid()), endpoint, env)),
         ("broker", lambda: check_broker(endpoint, env)),
@@ -295,6 +299,24 @@ def check_gpu() -> Check:
     return Check(
         "gpu", "ok", f"{device.name} {device.uuid}, {format_size(memory.free)} of {format_size(memory.total)} free"
     )
+
+
+def check_guests() -> Check:
+    """NVIDIA's driver can suspend processes here: `membroker run --guest`."""
+    name = "sleep of any program"
+    try:
+        with closing(open_driver("cuda")) as gpu:
+            version, uuid = gpu.device.driver_version, gpu.device.uuid
+    except DriverError:
+        return Check(name, "ok", "no usable GPU: `membroker run --guest` needs one")
+    found = f"driver {version} on {platform.machine()}"
+    if reason := why_not(load_bindings(), version, platform.machine()):
+        return Check(name, "warn", found, f"`membroker run --guest` needs --no-sleep here: {reason}")
+    untried = ["a MIG slice"] * uuid.startswith("MIG-") + ["MPS"] * ("CUDA_MPS_PIPE_DIRECTORY" in os.environ)
+    if untried:
+        advice = f"nobody has tried it with {' or '.join(untried)}: try it with a program that you can lose"
+        return Check(name, "warn", found, advice)
+    return Check(name, "ok", f"{found} can suspend processes of this user: `membroker run --guest`")
 
 
 def _unusable_gpu(error: DriverError) -> Check:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.support.daemons import Daemon, running, until
@@ -36,7 +37,7 @@ def test_this_machine_passes_and_nothing_is_left_behind() -> None:
         until(lambda: {*os.listdir("/proc/self/fd")} <= before)  # a channel of an earlier test may close its own
         assert os.listdir(directory) == []
     assert {name for name, check in checks.items() if check.status == "fail"} == set()
-    assert len(checks) == 16
+    assert len(checks) == 17
     assert all(check.found and (check.status == "ok") == (not check.advice) for check in checks.values())
 
 
@@ -153,6 +154,27 @@ def test_no_gpu_is_no_fault_and_an_unusable_one_is_a_warning(monkeypatch: pytest
     assert doctor.check_gpu().status == "warn", "a GPU is there, and cannot be used"
 
 
+@pytest.mark.parametrize(
+    ("version", "uuid", "status", "says"),
+    [
+        ("580.159.04", "GPU-1", "ok", "driver 580.159.04 on x86_64 can suspend processes"),
+        ("565.57.01", "GPU-1", "warn", "needs --no-sleep here: it needs NVIDIA's driver 570 or later"),
+        ("580.159.04", "MIG-1", "warn", "nobody has tried it with a MIG slice"),
+    ],
+)
+def test_whether_any_program_can_be_put_to_sleep(
+    version: str, uuid: str, status: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = SimpleNamespace(driver_version=version, uuid=uuid)
+    monkeypatch.setattr(doctor, "open_driver", lambda kind: SimpleNamespace(device=device, close=lambda: None))
+    monkeypatch.setattr(doctor, "load_bindings", lambda: SimpleNamespace(cuCheckpointProcessLock=None))
+    monkeypatch.setattr(doctor.platform, "machine", lambda: "x86_64")
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    check = doctor.check_guests()
+    assert check.status == status
+    assert says in f"{check.found} {check.advice}"
+
+
 def test_missing_packages_are_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "grpc_health" else object())
     check = doctor.check_packages()
@@ -170,7 +192,7 @@ def test_what_cannot_be_looked_at_is_a_failure_not_a_crash(monkeypatch: pytest.M
     checks = {check.name: check for check in doctor.examine("/nowhere", {})}
     assert checks["peers"].status == "fail"
     assert "Operation not permitted" in checks["peers"].found
-    assert len(checks) == 16
+    assert len(checks) == 17
 
 
 def test_an_answer_that_nobody_has_foreseen_is_one_checks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +205,7 @@ def test_an_answer_that_nobody_has_foreseen_is_one_checks_alone(monkeypatch: pyt
     checks = {check.name: check for check in doctor.examine("/nowhere", {})}
     for name in ("gpu", "host driver"):
         assert (checks[name].status, "OverflowError" in checks[name].found) == ("fail", True)
-    assert len(checks) == 16
+    assert len(checks) == 17
 
 
 def test_another_system_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +229,7 @@ def test_who_is_late_is_told_before_what_that_breaks() -> None:
     config = {"recall_seconds": 0.3, "tenants": {"red": {"guarantee": "128MiB"}, "blue": {}}}
     with running(config) as daemon, Session(daemon.endpoint("red")) as red, Session(daemon.endpoint("blue")) as blue:
         blue.borrow(blue.register("batch", answers_recalls=True), 64 * MIB, 4)
-        red.send(pb.Frame(request_id=7, allocate=allocation(red.register("chat"), 64 * MIB)))
+        red.send(pb.Frame(request_id=1_000, allocate=allocation(red.register("chat"), 64 * MIB)))
         until(lambda: any(model.books[0].late_bytes for model in daemon.models()))
         assert daemon.books().guarantee_shortfall_bytes
         check = doctor.check_guarantees(str(daemon.admin), {})

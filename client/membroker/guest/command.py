@@ -1,0 +1,206 @@
+"""`membroker run --guest`: stay the parent of a program, and hold its session.
+
+Owns the order of the start, the program's signals and its exit status. The program has the terminal, and all signals
+that this process gets. When it ends, this process ends in the same way, and the warden ends what it has left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from .. import Client, Model, connect
+from ..errors import MembrokerError, OutOfMemory
+from ..ext import names
+from ..vmm.driver import DriverUnavailable
+from ..vmm.sizes import format_size
+from .cuda import CudaSuspender
+from .door import Door, is_listening
+from .keeper import WAIT_SECONDS, Guest
+from .settings import Ports, Settings
+from .stand_in import StandInSuspender
+from .suspender import Suspender
+from .tree import ProcessTree, adopt_orphans
+from .warden import Warden
+
+FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_VARIABLES = (names.ENDPOINT_VARIABLE, names.MODEL_VARIABLE, names.LIMIT_VARIABLE)
+_KILL_SECONDS = 10.0
+
+
+def run(
+    found: str,
+    program: list[str],
+    endpoint: str | None,
+    model: str,
+    settings: Settings,
+    *,
+    is_auto: bool,
+    ports: Ports | None,
+    timeout: float | None,
+) -> int:
+    """Run a program as a guest, and return its exit status; one that a signal ended ends this process likewise.
+
+    `found` is the program's file. Raises a `MembrokerError` if it cannot be started as a guest.
+    """
+    with ExitStack() as stack:
+        door = None
+        if ports is not None:
+            try:
+                door = Door(ports)
+            except OSError as error:
+                raise MembrokerError(f"the door cannot listen at {ports.address}:{ports.port}: {error}") from error
+            stack.callback(door.close)
+        adopt_orphans()
+        warden = Warden()
+        stack.callback(warden.close)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGCHLD})  # and so in all threads from here on
+        client = stack.enter_context(connect(endpoint, client=f"membroker run --guest: {Path(found).name}"))
+        suspender = suspender_for(client, settings)
+        stack.callback(suspender.close)
+        seen = seen_file(client, model)
+        if is_auto:
+            settings = replace(settings, memory=_read(seen), shrinks=True)
+        tree = ProcessTree(lambda: [one.pid for one in client.sessions() if one.pid != os.getpid()], [warden.pid])
+        child = _Child()
+
+        def open_model() -> Model:
+            return client.register_model(model)
+
+        listens = partial(is_listening, ports.program) if ports is not None else lambda: True
+        guest = Guest(
+            open_model, suspender, tree, settings, say=say, end=child.end, watch=warden.watch, listens=listens
+        )
+        _borrow(guest, settings, timeout)
+        child.start(found, program)
+        warden.watch([child.pid])
+        guest.start()
+        if door is not None:
+            door.open(guest)
+        status = child.wait(guest)
+        guest.close()
+        _write(seen, guest.most_used)
+    if os.WIFSIGNALED(status):
+        _die_of(os.WTERMSIG(status))
+    return os.waitstatus_to_exitcode(status)
+
+
+def say(text: str) -> None:
+    """Tell the user of the terminal."""
+    print(f"membroker: {text}", file=sys.stderr, flush=True)
+
+
+def suspender_for(client: Client, settings: Settings) -> Suspender:
+    """Return what suspends programs on a broker's device. Raises `MembrokerError` with the reason if nothing does."""
+    if client.driver_kind != "cuda":
+        return StandInSuspender()
+    try:
+        return CudaSuspender(client.device_uuid, needs_suspend=settings.can_sleep)
+    except DriverUnavailable as error:
+        instead = ": --no-sleep runs the program all the same, charged for its memory until it ends"
+        raise MembrokerError(f"no program can be put to sleep here: {error.hint}{instead}") from error
+
+
+def _borrow(guest: Guest, settings: Settings, timeout: float | None) -> None:
+    """Wait until the broker lends what the program may use. Ctrl-C and SIGTERM end the wait."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    waiting = threading.Timer(1.0, say, [f"it waits until the broker lends {format_size(settings.memory)}"])
+    waiting.daemon = True
+    waiting.start()
+    try:
+        guest.borrow(WAIT_SECONDS if timeout is None else timeout)
+    except OutOfMemory as error:
+        raise MembrokerError(f"the program was not started: {error}") from error
+    finally:
+        waiting.cancel()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+
+
+class _Child:
+    """The program."""
+
+    def __init__(self) -> None:
+        self.pid = 0
+
+    def start(self, found: str, program: list[str]) -> None:
+        """Start it, with the signals as this process got them. Raises `OSError`."""
+        environment: Mapping[str, str] = {key: value for key, value in os.environ.items() if key not in _VARIABLES}
+        sys.stdout.flush()
+        defaults = (signal.SIGPIPE, signal.SIGXFSZ)  # Python ignores them, and the program would inherit that
+        self.pid = os.posix_spawn(found, program, environment, setsigmask=(), setsigdef=defaults)
+
+    def end(self, why: str) -> None:
+        """Kill it, because of this."""
+        say(f"the program is ended: {why}")
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
+        timer = threading.Timer(_KILL_SECONDS, self._kill)
+        timer.daemon = True
+        timer.start()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, guest: Guest) -> int:
+        """Hand signals on until it ends. Return its status as `waitpid` does."""
+        while True:
+            status = self._reap()
+            if status is not None:
+                return status
+            heard = signal.sigwaitinfo({*FORWARDED, signal.SIGCHLD})
+            is_of_terminal = heard.si_code > 0  # the kernel has sent it to all processes in front of the terminal
+            if heard.si_signo != signal.SIGCHLD and not is_of_terminal:
+                with suppress(ProcessLookupError):
+                    os.kill(self.pid, heard.si_signo)
+            if heard.si_signo in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                guest.wake()  # what it does at its end may need the device
+
+    def _reap(self) -> int | None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return 1 << 8
+            if not pid:
+                return None
+            if pid == self.pid:
+                return status
+
+
+def _die_of(number: int) -> None:
+    """End as the program has: by the same signal."""
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    os.kill(os.getpid(), number)
+
+
+# --- what a program used when it ran last ---
+
+
+def seen_file(client: Client, model: str) -> Path:
+    """Return the file that has the most that a guest of this model has used: for `--memory auto`."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "membroker" / "guests" / f"{client.device_uuid}-{client.tenant}-{model}".replace("/", "_")
+
+
+def _read(file: Path) -> int:
+    try:
+        return max(0, int(file.read_text()))
+    except (OSError, ValueError):
+        return 0
+
+
+def _write(file: Path, size: int) -> None:
+    if size:
+        with suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"{size}\n")

@@ -1,0 +1,38 @@
+"""What a user of `membroker run --guest` has asked for. Owns what is parsed; must never import what a start needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What was asked for. `memory` is what is declared at least while the program is awake.
+
+    `shrinks`: less is declared when it uses less. `sleep_after` is how many seconds without a connection let it sleep.
+    """
+
+    memory: int
+    shrinks: bool
+    on_excess: Literal["sleep", "kill"] = "sleep"
+    sleep_after: float | None = None
+    can_sleep: bool = True
+    has_door: bool = False
+
+
+class Ports(NamedTuple):
+    """Where the door listens, and the port of the program on this machine."""
+
+    address: str
+    port: int
+    program: int
+
+
+def parse_ports(text: str) -> Ports:
+    """Return the ports that [ADDRESS:]PORT:PORT says; raises `ValueError`."""
+    *address, port, program = text.rsplit(":", 2)
+    ports = Ports(address[0].strip("[]") if address else "127.0.0.1", int(port), int(program))
+    if not (0 < ports.port < 1 << 16 and 0 < ports.program < 1 << 16) or ports.port == ports.program:
+        raise ValueError
+    return ports

@@ -1,0 +1,63 @@
+"""CUDA's checkpoint calls by the real cuda-bindings over a fake driver: names, arguments, states and errors."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tests.support.fake_cuda import build_fake_cuda, run_beside_fake_cuda
+
+from membroker.guest.cuda import why_not
+
+if os.environ.get("MEMBROKER_REQUIRE_FAKE_CUDA") != "1":
+    pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+
+_STORY = """
+import pytest
+from membroker.guest.cuda import CudaSuspender
+from membroker.vmm import DriverError
+suspender = CudaSuspender("66616b65-2d63-7564-612d-636172642d30", needs_suspend=False)
+assert suspender.free_bytes() > 0
+assert suspender.usage([1]) == {}
+pid = 4711
+steps = [("lock", 1.5), ("suspend",), ("restore",), ("unlock",)]
+states = ["running"]
+for name, *more in steps:
+    getattr(suspender, name)(pid, *more)
+    states.append(suspender.state(pid))
+assert states == ["running", "locked", "suspended", "locked", "running"], states
+for name, *more in steps[1:]:
+    with pytest.raises(DriverError) as error:
+        getattr(suspender, name)(pid, *more)
+    assert error.value.code == 401
+with pytest.raises(DriverError) as error:
+    suspender.lock(-1, 1.5)
+assert error.value.code == 304
+suspender.close()
+print("done")
+"""
+
+
+def test_each_call_by_the_real_bindings(tmp_path: Path) -> None:
+    libraries = build_fake_cuda(tmp_path)
+    if libraries is None:
+        pytest.skip("no C compiler (gcc or cc) to build the fake libcuda with")
+    assert run_beside_fake_cuda(libraries, _STORY).strip().endswith("done")
+
+
+@pytest.mark.parametrize(
+    ("version", "machine", "bindings", "says"),
+    [
+        ("580.159.04", "x86_64", SimpleNamespace(cuCheckpointProcessLock=None), ""),
+        ("565.57.01", "x86_64", SimpleNamespace(cuCheckpointProcessLock=None), "driver 570 or later, and this is 565"),
+        ("580.159.04", "aarch64", SimpleNamespace(cuCheckpointProcessLock=None), "on x86-64 only"),
+        ("580.159.04", "x86_64", SimpleNamespace(), "cuda-bindings is too old"),
+    ],
+)
+def test_what_cannot_is_said(version: str, machine: str, bindings: SimpleNamespace, says: str) -> None:
+    reason = why_not(bindings, version, machine)
+    assert says in reason
+    assert bool(says) == bool(reason)

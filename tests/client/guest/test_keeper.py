@@ -1,0 +1,266 @@
+"""`Guest` over a device that obeys what was measured of CUDA's driver, and a broker that lends what it has free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+from tests.support.fake_suspender import FakeProcess, FakeSuspender
+from tests.support.sizes import MIB
+
+import membroker
+from membroker.errors import OutOfMemory
+from membroker.guest import keeper
+from membroker.guest.keeper import Guest
+from membroker.guest.settings import Settings
+from membroker.guest.tree import ProcessTree
+from membroker.types import SleepRequest
+
+NEVER = 1e18
+
+
+class FakeModel:
+    """Lends up to `free` bytes, and notes what is declared, and whether that can be recalled."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+        self.declared, self.recallable = 0, False
+        self.said: list[tuple[int, bool]] = []
+        self.ask: Callable[[Any], object] | None = None
+        self.answer: Callable[[SleepRequest], Any] | None = None
+
+    def on_recall(self, callback: Callable[[Any], object]) -> None:
+        self.ask = callback
+
+    def on_sleep(self, callback: Callable[[SleepRequest], Any]) -> None:
+        self.answer = callback
+
+    def declare(self, size: int, *, recallable: bool, wait: float | None = None) -> None:
+        if size - self.declared > self.free:
+            raise OutOfMemory("there is no room")
+        self.free -= size - self.declared
+        self.declared, self.recallable = size, recallable
+        self.said.append((size, recallable))
+
+
+class FakeTree:
+    def __init__(self, suspender: FakeSuspender) -> None:
+        self.suspender, self.reasons = suspender, dict[int, str]()
+
+    def pids(self) -> list[int]:
+        return sorted(self.suspender.processes)
+
+    def start_of(self, pid: int) -> str:
+        return f"start of {pid}" if pid in self.suspender.processes else ""
+
+    def look_at_sessions(self) -> None:
+        pass
+
+    def why_not(self, pid: int) -> str:
+        return self.reasons.get(pid, "")
+
+
+class Recall:
+    def __init__(self) -> None:
+        self.answers = 0
+
+    def done(self) -> None:
+        self.answers += 1
+
+
+class Bench:
+    def __init__(self, *sizes: int, free: int = 100 * MIB, **settings: Any) -> None:
+        self.suspender = FakeSuspender(100 * MIB)
+        for number, size in enumerate(sizes):
+            self.suspender.processes[number + 10] = FakeProcess(size * MIB)
+        self.model, self.tree = FakeModel(free), FakeTree(self.suspender)
+        self.said: list[str] = []
+        self.ended: list[str] = []
+        given = Settings(**{"memory": 40 * MIB, "shrinks": False, "has_door": True, **settings})
+        model, tree = cast("membroker.Model", self.model), cast("ProcessTree", self.tree)
+        self.guest = Guest(lambda: model, self.suspender, tree, given, say=self.said.append, end=self.ended.append)
+        self.guest.borrow(0)
+
+    def recall(self) -> Recall:
+        """The broker asks for everything, and the guest looks."""
+        recall = Recall()
+        assert self.model.ask is not None
+        assert self.model.ask(recall) is membroker.DEFERRED
+        self.guest.look()
+        return recall
+
+    def states(self) -> list[str]:
+        return [one.state for one in self.suspender.processes.values()]
+
+    def wakes(self) -> None:
+        self.guest.wake()
+        while not self.guest.is_awake and not self.ended:
+            self.guest.look()
+
+
+def test_a_recall_locks_all_processes_before_it_suspends_one_and_declares_nothing() -> None:
+    bench = Bench(10, 20)
+    recall = bench.recall()
+    assert bench.suspender.calls == [("lock", 10), ("lock", 11), ("suspend", 10), ("suspend", 11)]
+    assert (bench.model.declared, recall.answers) == (0, 1)
+    assert bench.guest.status().state == "asleep"
+    assert bench.guest.status().weight_bytes == 30 * MIB
+    bench.suspender.calls.clear()
+    bench.wakes()
+    assert bench.suspender.calls == [("restore", 10), ("restore", 11), ("unlock", 10), ("unlock", 11)]
+    assert bench.model.said[-1] == (40 * MIB, True)
+
+
+def test_nothing_is_restored_before_the_device_shows_the_room() -> None:
+    """Another process uses the memory that the broker has lent: a restore would make the program useless for ever."""
+    bench = Bench(30)
+    bench.recall()
+    bench.suspender.used = 80 * MIB
+    bench.guest.wake()
+    while bench.model.declared == 0:
+        bench.guest.look()
+    for _ in range(50):
+        bench.guest.look()
+    assert bench.states() == ["suspended"]
+    recall = bench.recall()
+    assert (bench.model.declared, recall.answers) == (0, 1)
+    bench.suspender.used = 0
+    bench.wakes()
+    assert bench.states() == ["running"]
+    assert not bench.ended
+
+
+def test_a_restore_that_fails_is_told_with_the_process_and_ends_the_program() -> None:
+    bench = Bench(30)
+    bench.recall()
+    bench.suspender.processes[10].fails = "restore"
+    bench.wakes()
+    (why,) = bench.ended
+    assert "process 10 cannot be put back on the device, and can only be killed" in why
+
+
+@pytest.mark.parametrize("call", ["lock", "suspend"])
+def test_one_that_cannot_be_suspended_runs_on_and_is_firm(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(10, 20)
+    bench.suspender.processes[11].fails = call
+    recall = bench.recall()
+    assert bench.states() == ["running", "running"]
+    assert bench.model.said[-1] == (40 * MIB, False)
+    assert recall.answers == 1, "it keeps everything"
+    assert any(text.startswith("it cannot sleep: process 11") for text in bench.said)
+    monkeypatch.setattr(keeper, "FIRM_SECONDS", 0.0)
+    bench.suspender.processes[11].fails = call
+    bench.recall()
+    bench.guest.look()
+    assert bench.model.said[-1] == (40 * MIB, True), "after a while it can be recalled again"
+
+
+@pytest.mark.parametrize("why", ["of another user", "has used a broker", "does not fit in the machine's memory"])
+def test_what_must_not_be_suspended_is_not_touched(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(10, 20)
+    if why.startswith("does"):
+        monkeypatch.setattr(keeper, "_host_bytes_free", lambda: 29 * MIB)
+    else:
+        bench.tree.reasons[11] = f"process 11 {why}"
+    recall = bench.recall()
+    assert bench.suspender.calls == []
+    assert (bench.model.recallable, recall.answers) == (False, 1)
+    assert bench.said
+
+
+def test_one_that_dies_of_its_checkpoint_takes_no_other_with_it() -> None:
+    """It had imported memory of a broker that nobody knew of."""
+    bench = Bench(10, 20)
+    bench.suspender.processes[10].has_imported = True
+    bench.recall()
+    assert bench.states() == ["suspended"]
+    bench.wakes()
+    assert bench.states() == ["running"]
+    assert not bench.ended
+
+
+def test_one_that_dies_asleep_is_not_restored() -> None:
+    bench = Bench(10, 20)
+    bench.recall()
+    del bench.suspender.processes[10]
+    bench.wakes()
+    assert bench.states() == ["running"]
+    assert not bench.ended
+
+
+def test_one_that_begins_to_compute_while_the_program_sleeps_is_suspended_too() -> None:
+    bench = Bench(10)
+    bench.recall()
+    bench.suspender.processes[12] = FakeProcess(5 * MIB)
+    bench.guest.look()
+    assert bench.states() == ["suspended", "suspended"]
+    assert bench.guest.status().weight_bytes == 15 * MIB
+    bench.wakes()
+    assert bench.states() == ["running", "running"]
+
+
+def test_the_declaration_follows_what_it_uses() -> None:
+    bench = Bench(10)
+    bench.suspender.processes[10].size = 60 * MIB
+    bench.guest.look()
+    assert bench.model.said[-1] == (60 * MIB, True)
+    bench.suspender.processes[10].size = 10 * MIB
+    bench.guest.look()
+    assert bench.model.declared == 60 * MIB, "less is declared only of a guest whose memory is auto"
+
+
+def test_less_is_declared_when_it_has_used_less_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(60, memory=0, shrinks=True)
+    bench.guest.look()
+    assert bench.model.declared == 60 * MIB
+    bench.suspender.processes[10].size = 10 * MIB
+    bench.guest.look()
+    assert bench.model.declared == 60 * MIB
+    monkeypatch.setattr(keeper, "LESS_SECONDS", 0.0)
+    bench.guest.look()
+    assert bench.model.declared == 10 * MIB
+
+
+def test_one_that_uses_more_than_there_is_sleeps_at_once() -> None:
+    bench = Bench(60, free=50 * MIB)
+    bench.guest.look()
+    assert (bench.states(), bench.model.declared) == (["suspended"], 0)
+
+
+def test_one_that_uses_more_than_there_is_can_be_ended_instead() -> None:
+    bench = Bench(60, free=50 * MIB, on_excess="kill")
+    bench.guest.look()
+    assert bench.states() == ["running"]
+    assert bench.ended[0].startswith("it uses 60.0 MiB, and the broker lends it 40.0 MiB")
+
+
+def test_an_operator_waits_until_its_connections_have_ended() -> None:
+    bench = Bench(10)
+    assert bench.model.answer is not None
+    bench.guest.connected(1)
+    request = SleepRequest(wake=False, keep_weights=False, deadline=NEVER)
+    assert bench.model.answer(request).state == "busy"
+    bench.guest.look()
+    assert bench.states() == ["running"]
+    bench.guest.connected(-1)
+    bench.guest.look()
+    assert bench.model.answer(request).state == "asleep"
+    bench.guest.connected(1)
+    while not bench.guest.is_awake:
+        bench.guest.look()
+
+
+def test_a_guest_without_a_door_runs_again_unless_an_operator_has_put_it_to_sleep() -> None:
+    bench = Bench(10, has_door=False)
+    bench.recall()
+    while not bench.guest.is_awake:
+        bench.guest.look()
+    assert bench.model.answer is not None
+    bench.model.answer(SleepRequest(wake=False, keep_weights=False, deadline=NEVER))
+    for _ in range(20):
+        bench.guest.look()
+    assert bench.states() == ["suspended"]
+    bench.model.answer(SleepRequest(wake=True, keep_weights=False, deadline=NEVER))
+    while not bench.guest.is_awake:
+        bench.guest.look()

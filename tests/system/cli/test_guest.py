@@ -1,0 +1,352 @@
+"""`membroker run --guest` with a real daemon of the host driver: programs whose memory is a stand-in fall asleep."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
+from tests.support.sizes import MIB
+
+from membroker.cli import main as cli
+from membroker.guest.stand_in import StandInSuspender
+
+CONFIG: dict[str, Any] = {"capacity": 64 * MIB, "tenants": {"red": {}}, "slice_seconds": 0.3, "recall_seconds": 600.0}
+PROGRAM = str(Path(__file__).parents[2] / "support" / "stand_in_guest.py")
+SIZE = 40
+"""MiB of a program: two do not fit."""
+
+
+class Guest:
+    """A `membroker run --guest` and its program."""
+
+    def __init__(
+        self, daemon: Daemon, model: str, *options: str, port: int = 0, program: list[str] | None = None
+    ) -> None:
+        given = program or [sys.executable, PROGRAM, str(SIZE), str(port)]
+        memory = [] if "--memory" in options else ["--memory", f"{SIZE}MiB"]
+        command = ["run", "--guest", "--endpoint", str(daemon.endpoint()), "--model", model, *memory, *options]
+        self.model, self.daemon = model, daemon
+        self.said = daemon.root / f"said-by-{model}"
+        with self.said.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "membroker.cli.main", *command, "--", *given],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**os.environ, "XDG_STATE_HOME": str(daemon.root / "state-of-user")},
+            )
+
+    def __enter__(self) -> Guest:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        with suppress(BrokenPipeError):
+            self.process.communicate(timeout=DEADLINE_SECONDS)
+
+    def hears(self) -> str:
+        """Return the next line of the program."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def ready(self) -> int:
+        """Wait until the program has its memory, and return its pid."""
+        line = self.hears()
+        assert line.startswith("ready"), (line, self.said.read_text())
+        return int(line.split()[1])
+
+    def ask(self, line: str = "") -> None:
+        """Send the program a line."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def is_right(self) -> None:
+        """Wait until the program has found its memory as it was, which it cannot while it sleeps."""
+        self.ask()
+        assert self.hears() == "alive\n", self.said.read_text()
+
+    def declared(self) -> int:
+        """Return what is declared for it, in MiB."""
+        models = [model for model in self.daemon.models() if model.name.endswith(f"/{self.model}")]
+        return sum(books.declared_bytes for model in models for books in model.books) // MIB
+
+    def sleeps(self) -> None:
+        """Have an operator put it to sleep."""
+        assert cli.main(["sleep", self.model, "--endpoint", str(self.daemon.admin)]) == 0
+        assert self.declared() == 0
+
+    def end(self) -> int:
+        """Let the program end, and return the command's exit status."""
+        self.ask("exit 7")
+        return self.process.wait(DEADLINE_SECONDS)
+
+
+@contextmanager
+def guests(**config: Any) -> Iterator[Daemon]:
+    with running({**CONFIG, **config}) as daemon:
+        yield daemon
+        if daemon.process.poll() is None:
+            until(lambda: daemon.books().lent_bytes == 0)
+
+
+def held(pid: int) -> int:
+    """Return what a program holds, in MiB."""
+    return StandInSuspender().usage([pid]).get(pid, 0) // MIB
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+# --- turns ---
+
+
+def test_two_programs_that_do_not_fit_take_turns() -> None:
+    with guests() as daemon, Guest(daemon, "one") as one:
+        first = one.ready()
+        with Guest(daemon, "two") as two:
+            second = two.ready()
+            for _ in range(2):
+                one.is_right()
+                two.is_right()
+            assert 0 in (held(first), held(second))
+            assert daemon.books().lent_bytes <= 64 * MIB
+            assert (one.end(), two.end()) == (7, 7)
+
+
+def test_a_killed_daemon_changes_nothing_for_them() -> None:
+    with guests() as daemon, Guest(daemon, "one") as one:
+        one.ready()
+        with Guest(daemon, "two") as two:
+            two.ready()
+            daemon.kill()
+            daemon.start_again()
+            for _ in range(2):
+                one.is_right()
+                two.is_right()
+            assert (one.end(), two.end()) == (7, 7)
+
+
+def test_all_processes_of_a_program_sleep_also_one_that_its_parent_has_left() -> None:
+    both = f"{sys.executable} {PROGRAM} 10 0 </dev/null & (sleep 1000 & exec {sys.executable} {PROGRAM} 10 0) & wait"
+    script = both.replace("</dev/null", "<&3").replace("10 0) &", "10 0 <&3) &")
+    with guests() as daemon, Guest(daemon, "one", program=["/bin/sh", "-c", f"exec 3<&0; {script}"]) as one:
+        pids = [one.ready(), one.ready()]
+        assert [held(pid) for pid in pids] == [10, 10]
+        one.sleeps()
+        assert [held(pid) for pid in pids] == [0, 0]
+        assert cli.main(["wake", "one", "--endpoint", str(daemon.admin)]) == 0
+        assert [held(pid) for pid in pids] == [10, 10]
+
+
+# --- the start and the end ---
+
+
+def test_a_program_that_finds_no_room_in_time_is_not_started() -> None:
+    with guests(slice_seconds=600.0) as daemon, Guest(daemon, "one") as one:
+        one.ready()
+        with Guest(daemon, "two", "--timeout", "0.2") as two:
+            assert two.process.wait(DEADLINE_SECONDS) == 1
+            assert two.hears() == ""
+            assert "the program was not started: the broker" in two.said.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_the_command_ends_as_its_program_ends(number: signal.Signals) -> None:
+    """A signal for the command is one for the program. Nobody can hand on SIGKILL: here the program gets it."""
+    with guests() as daemon, Guest(daemon, "one") as one:
+        pid = one.ready()
+        os.kill(pid if number == signal.SIGKILL else one.process.pid, number)
+        assert one.process.wait(DEADLINE_SECONDS) == -number
+
+
+def test_a_program_that_ignores_sigterm_runs_on() -> None:
+    ignoring = f"import signal, runpy, sys; signal.signal(15, signal.SIG_IGN); sys.argv[:] = [{PROGRAM!r}, '8', '0']"
+    program = [sys.executable, "-c", f"{ignoring}; runpy.run_path({PROGRAM!r})"]
+    with guests() as daemon, Guest(daemon, "one", program=program) as one:
+        one.ready()
+        one.process.send_signal(signal.SIGTERM)
+        one.is_right()
+        assert one.end() == 7
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_a_killed_command_leaves_no_program_behind(asleep: bool) -> None:
+    with guests() as daemon, Guest(daemon, "one") as one:
+        pid = one.ready()
+        if asleep:
+            one.sleeps()
+        one.process.kill()
+        until(lambda: is_gone(pid))
+
+
+def test_a_program_that_is_killed_asleep_ends_its_command() -> None:
+    with guests() as daemon, Guest(daemon, "one") as one:
+        pid = one.ready()
+        one.sleeps()
+        os.kill(pid, signal.SIGKILL)
+        assert one.process.wait(DEADLINE_SECONDS) == -signal.SIGKILL
+
+
+def test_a_program_that_does_not_exist_has_the_shells_status() -> None:
+    with guests() as daemon, Guest(daemon, "one", program=["/no/such/program"]) as one:
+        assert one.process.wait(DEADLINE_SECONDS) == 127
+        assert "cannot start '/no/such/program'" in one.said.read_text()
+
+
+# --- memory ---
+
+
+def test_one_that_uses_more_sleeps_until_the_broker_lends_it() -> None:
+    with guests(slice_seconds=600.0) as daemon, Guest(daemon, "one") as one:
+        one.ready()
+        with Guest(daemon, "two", "--memory", "8MiB") as two:  # it uses 40
+            until(lambda: "it sleeps, because it uses 40.0 MiB" in two.said.read_text())
+            assert two.declared() == 0
+            assert one.end() == 7
+            two.ready()
+            until(lambda: two.declared() == SIZE)
+            assert two.end() == 7
+
+
+def test_one_that_uses_more_is_killed_if_so_ordered() -> None:
+    with guests(slice_seconds=600.0) as daemon, Guest(daemon, "one") as one:
+        one.ready()
+        with Guest(daemon, "two", "--memory", "8MiB", "--on-excess", "kill") as two:
+            assert two.process.wait(DEADLINE_SECONDS) == -signal.SIGTERM
+            assert "the program is ended: it uses 40.0 MiB, and the broker lends it 8.0 MiB" in two.said.read_text()
+
+
+def test_auto_is_what_it_used_the_last_time() -> None:
+    with guests() as daemon:
+        for declared in (0, SIZE):
+            with Guest(daemon, "one", "--memory", "auto") as one:
+                one.ready()
+                until(lambda: one.declared() == SIZE)
+                assert one.end() == 7
+            (seen,) = (daemon.root / "state-of-user" / "membroker" / "guests").iterdir()
+            assert int(seen.read_text()) == SIZE * MIB, declared
+
+
+def test_one_that_must_not_sleep_is_charged_and_never_asked() -> None:
+    with guests() as daemon, Guest(daemon, "one", "--no-sleep") as one:
+        one.ready()
+        with Guest(daemon, "two", "--timeout", "1") as two:
+            assert two.process.wait(DEADLINE_SECONDS) == 1
+        assert cli.main(["sleep", "one", "--endpoint", str(daemon.admin)]) == 1
+        assert one.end() == 7
+
+
+def test_a_program_that_uses_membroker_itself_is_never_suspended(capfd: pytest.CaptureFixture[str]) -> None:
+    """CUDA's driver kills such a process."""
+    with guests() as daemon:
+        code = f"import membroker, runpy, sys; client = membroker.connect({str(daemon.endpoint())!r}); client.close()"
+        code = f"{code}; client = membroker.connect({str(daemon.endpoint())!r}); sys.argv[:] = [{PROGRAM!r}, '40', '0']"
+        program = [sys.executable, "-c", f"{code}; runpy.run_path({PROGRAM!r})"]
+        with Guest(daemon, "one", program=program) as one:
+            pid = one.ready()
+            assert cli.main(["sleep", "one", "--timeout", "2", "--endpoint", str(daemon.admin)]) == 1
+            assert f"process {pid} has used memory of a broker" in one.said.read_text()
+            assert held(pid) == SIZE
+            one.is_right()
+            assert one.end() == 7
+
+
+# --- the door ---
+
+
+def test_a_connection_wakes_it_and_waits() -> None:
+    door, port = free_port(), free_port()
+    with guests() as daemon, Guest(daemon, "one", "--door", f"{door}:{port}", port=port) as one:
+        pid = one.ready()
+        one.sleeps()
+        assert held(pid) == 0
+        with socket.create_connection(("127.0.0.1", door)) as connection, connection.makefile("rw") as lines:
+            answers = []
+            for _ in range(2):
+                lines.write("sum\n")
+                lines.flush()
+                answers.append(lines.readline())
+        assert len(set(answers)) == 1
+        assert len(answers[0]) == 65
+        assert held(pid) == SIZE
+        assert one.end() == 7
+
+
+def test_it_sleeps_when_nobody_has_come_for_a_while() -> None:
+    door, port = free_port(), free_port()
+    options = ("--door", f"{door}:{port}", "--sleep-after", "0.5")
+    with guests() as daemon, Guest(daemon, "one", *options, port=port) as one:
+        pid = one.ready()
+        until(lambda: held(pid) == 0)
+        with socket.create_connection(("127.0.0.1", door)) as connection, connection.makefile("rw") as lines:
+            lines.write("sum\n")
+            lines.flush()
+            assert len(lines.readline()) == 65
+        until(lambda: held(pid) == 0)
+        assert "because it had no connection for 0.5 s" in one.said.read_text()
+
+
+def test_a_door_that_is_taken_is_said_before_anything_starts() -> None:
+    with guests() as daemon, socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with Guest(daemon, "one", "--door", f"{port}:{free_port()}") as one:
+            assert one.process.wait(DEADLINE_SECONDS) == 1
+            assert f"the door cannot listen at 127.0.0.1:{port}" in one.said.read_text()
+
+
+# --- what operators see ---
+
+
+def test_an_operator_sees_why_it_sleeps_and_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    with guests() as daemon, Guest(daemon, "one") as one:
+        one.ready()
+        assert cli.main(["sleep", "one", "--json", "--endpoint", str(daemon.admin)]) == 0
+        (answer,) = json.loads(capsys.readouterr().out)
+        assert answer["status"]["state"] == "asleep"
+        assert answer["status"]["weight_bytes"] == SIZE * MIB
+        assert "because an operator has asked for it" in answer["status"]["detail"]
+        (session,) = [each for each in daemon.sessions() if "run --guest" in each.client]
+        assert session.client.startswith("membroker run --guest: python")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "--guest needs --model and --memory"),
+        (["--model", "m", "--memory", "1GiB", "--limit", "1GiB"], "--limit is for programs that use membroker"),
+        (["--model", "m", "--memory", "1GiB", "--sleep-after", "3"], "--sleep-after counts from the last connection"),
+        (["--model", "m", "--memory", "1GiB", "--door", "80"], "does not name two ports"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", "--guest", *options, "--", "true"])
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_an_option_of_a_guest_alone_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--door", "1:2", "--", "true"])
+    assert "--door is for a guest: give --guest, too" in capsys.readouterr().err
