@@ -6,22 +6,35 @@ nothing else. What is installed is linked from the environment that runs the tes
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable
+import zipfile
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from tests.support.daemons import DEADLINE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SHARED = {"google"}
 """Directories in which several packages have a part."""
+OF_VLLM = {
+    "cuda-bindings": "13.5.0",
+    "googleapis-common-protos": "1.76.0",
+    "grpcio": "1.85.3",
+    "nvidia-ml-py": "13.615.71",
+    "protobuf": "7.36.2",
+    "rich": "15.0.0",
+}
+"""What vLLM 0.33.0 brought on 28 November 2026 (`uv pip compile`, Python 3.12), of what the library can use."""
 
 
 def closure(requirements: Iterable[str]) -> set[str]:
@@ -42,12 +55,12 @@ def closure(requirements: Iterable[str]) -> set[str]:
     return found
 
 
-def environment(directory: Path, *extras: str) -> Path:
-    """Make a virtual environment with this project and these extras of it, and return its bin directory."""
+def environment(directory: Path, *extras: str, more: Iterable[str] = ()) -> Path:
+    """Make a virtual environment with this project, these extras of it and more, and return its bin directory."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True)
     site = next((directory / "lib").glob("python3*")) / "site-packages"
     wanted = [*PROJECT["dependencies"], *(one for extra in extras for one in PROJECT["optional-dependencies"][extra])]
-    for package in closure(wanted):
+    for package in closure([*wanted, *more]):
         for file in metadata.files(package) or []:
             depth = 2 if file.parts[0] in SHARED else 1
             link, there = site.joinpath(*file.parts[:depth]), Path(str(file.locate()))
@@ -128,3 +141,91 @@ def test_the_extras_are_complete() -> None:
     assert extras["all"] == ["membroker[broker,cuda]"]
     (bindings,) = (one for one in extras["cuda"] if one.startswith("cuda-python"))
     assert re.fullmatch(r"cuda-python>=12\.9,<14", bindings)
+
+
+# In an engine's environment
+
+
+def test_an_engines_environment_has_all_that_the_library_needs() -> None:
+    """So `pip install membroker` there adds one package, and changes none. The extra `cuda` would: nobody needs it."""
+    for text in PROJECT["dependencies"]:
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(OF_VLLM[requirement.name]), text
+
+
+def test_the_bindings_alone_are_enough_for_a_gpu(tmp_path: Path) -> None:
+    """PyTorch brings cuda-bindings without cuda-python. The driver is looked for when both packages are imported."""
+    binaries = environment(tmp_path / "venv", more=["cuda-bindings", "nvidia-ml-py"])
+    code = "import pynvml, membroker; membroker.LocalSource()"
+    hidden = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([binaries / "python", "-c", code], env=hidden, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "pip install" not in done.stderr
+    said = done.stderr.splitlines()[-1]
+    assert "no NVIDIA driver" in said or "CUDA does not start here" in said
+
+
+def imports(directory: str) -> Iterator[tuple[str, bool]]:
+    """Yield each imported module below a directory, and whether that happens as its file is imported."""
+    for path in (ROOT / directory).rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        first = set(tree.body)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                yield node.module, node in first
+            elif isinstance(node, ast.Import):
+                yield from ((alias.name, node in first) for alias in node.names)
+
+
+def test_no_import_needs_another_package() -> None:
+    """Of CUDA only cuda-bindings and nvidia-ml-py are imported, and these, like frameworks, when they are used."""
+    own = {"membroker", "membrokerd", "_typeshed", *sys.stdlib_module_names}  # _typeshed is for mypy alone
+    library = {"grpc", "google", "rich"}
+    broker = library | {"grpc_health", "grpc_reflection", "prometheus_client", "pydantic"}
+    for directory, needed in (("client/membroker", library), ("broker/membrokerd", broker)):
+        found = set(imports(directory))
+        late = {"cuda.bindings.driver", "pynvml", "numpy", "torch", "vllm", "sglang", "huggingface_hub"}
+        assert {name.partition(".")[0] for name, _ in found} - own <= needed | {name.partition(".")[0] for name in late}
+        assert {name for name, _ in found if name.startswith(("cuda", "pynvml"))} <= late
+        early = {name.partition(".")[0] for name, is_early in found if is_early}
+        assert not early & {"cuda", "pynvml"}
+
+
+def a_wheel(directory: Path) -> Path:
+    """Return a wheel of this project without its files: what pip resolves."""
+    lines = ["Metadata-Version: 2.1", "Name: membroker", "Version: 0.1.0"]
+    lines += [f"Requires-Dist: {one}" for one in PROJECT["dependencies"]]
+    wheel = directory / "membroker-0.1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        info = "membroker-0.1.0.dist-info"
+        archive.writestr(f"{info}/METADATA", "\n".join(lines) + "\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return wheel
+
+
+def resolved(*requirements: str) -> dict[str, str] | None:
+    """Return the versions that pip would install into an empty environment, None if it finds none."""
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
+    done = subprocess.run([*command, *requirements], capture_output=True, text=True, timeout=600, check=False)
+    if done.returncode:
+        return None
+    found = (one["metadata"] for one in json.loads(done.stdout)["install"])
+    return {one["name"].lower().replace("_", "-"): one["version"] for one in found}
+
+
+@pytest.mark.deep
+def test_the_registry_says_so_too(tmp_path: Path) -> None:
+    """What vLLM 0.33.0, torch 2.14.0, flashinfer and fastapi-cli ask for, of what the library shares with them."""
+    asked = (
+        "cuda-bindings<14,>=13.0.3",
+        "nvidia-ml-py",
+        "opentelemetry-exporter-otlp>=1.27.0",
+        "rich-toolkit",
+        "protobuf!=6.30.*,!=6.31.*,!=6.32.*,!=6.33.0.*,!=6.33.1.*,!=6.33.2.*,!=6.33.3.*,!=6.33.4.*,>=5.29.6",
+    )
+    before = resolved(*asked)
+    if before is None:
+        pytest.skip("no registry can be reached that has what vLLM asks for")
+    pins = [f"{name}=={version}" for name, version in before.items()]
+    assert resolved(*pins, str(a_wheel(tmp_path))) == {**before, "membroker": "0.1.0"}

@@ -90,5 +90,5 @@ def _device_pointer(address: int) -> Any:
     """Return an address in the form that this version of Numba takes: NVIDIA's bindings, or a ctypes integer."""
     driver = framework("numba.cuda.cudadrv.driver", "Numba with CUDA", "pip install 'numba-cuda[cu13]'")
     if getattr(driver, "USE_NV_BINDING", True):
-        return framework("cuda.bindings.driver", "cuda-python", "pip install cuda-python").CUdeviceptr(address)
+        return framework("cuda.bindings.driver", "cuda-bindings", "pip install cuda-bindings").CUdeviceptr(address)
     return ctypes.c_uint64(address)

@@ -10,7 +10,10 @@ from typing import Any
 
 from ..driver import DriverError, DriverUnavailable, MemoryInfo
 
-INSTALL_HINT = "the GPU's libraries for Python are missing: pip install 'membroker[cuda]'"
+INSTALL_HINT = (
+    "the GPU's libraries for Python are missing: pip install 'membroker[cuda]', or, where an engine pins its own, "
+    "cuda-bindings and nvidia-ml-py alone"
+)
 _NO_LIBRARY_HINT = (
     "libnvidia-ml.so.1 is missing: it belongs to the NVIDIA driver, and a container gets it if "
     "NVIDIA_DRIVER_CAPABILITIES has both: compute,utility"
