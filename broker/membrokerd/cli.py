@@ -46,7 +46,7 @@ examples:
   membrokerd --config /etc/membroker/membrokerd.toml
   membrokerd --config FILE --device 1          the second GPU's daemon, from the same file
   membrokerd --config FILE --all               a daemon for each GPU of the machine; one metrics port for all
-  membrokerd --config FILE --check-config      report what is wrong with FILE; start nothing
+  membrokerd --config FILE --check-config      what is wrong with FILE, and what a reload would do
   kill -HUP PID                                read FILE again; the log says what has changed and what needs a restart
 
 Workers find the endpoint through MEMBROKER_ENDPOINT, or at its default place. `membroker doctor` says whether this
@@ -188,6 +188,7 @@ def _troubles(config: Config, path: Path | None) -> Iterator[str]:
     from .config import quotas
     from .device.plan import CUDA_HEADROOM, look_at_device
     from .device.suspects import CONTEXT_BYTES
+    from .reload_check import reload_sentences
     from .restart.mirrors import check_keeper
     from .system.device_directory import try_runtime
 
@@ -205,6 +206,7 @@ def _troubles(config: Config, path: Path | None) -> Iterator[str]:
         yield namespace
     yield from _memory_troubles(config)
     yield from _guarantee_troubles(config, capacities, unasked)
+    yield from reload_sentences(config, device, capacities)
     rounds = RECALL_ROUNDS * config.recall_seconds
     if 0 < config.guarantee_wait_seconds < rounds:
         yield (

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.support.command import check_config
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, to_toml, until
 from tests.support.sizes import MIB
 from tests.support.workers import Refused, Worker, proc_of, worker
@@ -95,6 +96,44 @@ def test_limits_change_and_nothing_is_taken_away(daemon: Daemon, engine: Worker)
     engine.do("model.allocate('16MiB').close()")
     assert engine.refused("model.allocate('18MiB')").numbers == ("tenant", 18 * MIB, 16 * MIB, 48 * MIB)
     assert lent(daemon, "blue", "96MiB")
+
+
+def said_before(daemon: Daemon, **keys: Any) -> list[str]:
+    """Return what `--check-config` says of the daemon that runs, if these keys of its file were changed."""
+    known = ("capacity: the running", "tenants", "a reload of", "the daemon that runs")
+    status, said = check_config(daemon.directory / "new.toml", {**written(daemon), **keys})
+    assert status == 0
+    return [line for line in said if line.startswith(known)]
+
+
+def test_a_check_says_what_a_reload_would_do(daemon: Daemon, engine: Worker) -> None:
+    """It asks the daemon that runs, and a reload then does that. Without one there is nothing to say."""
+    assert said_before(daemon) == []
+    low = {"red": {"limit": "8MiB", "models": {"chat": {"limit": "4MiB"}}}, "blue": {}}
+    after = "that are used now: after a reload it borrows nothing more, and what is above is asked of the programs"
+    found = said_before(daemon, tenants=low)
+    assert [line.partition(" that answer")[0] for line in found] == [
+        f"tenants.red.limit: 8.0 MiB is less than the 32.0 MiB {after}",
+        f"tenants.red.models.chat.limit: 4.0 MiB is less than the 32.0 MiB {after}",
+    ]
+    (removed,) = said_before(daemon, tenants={"blue": {}})
+    assert removed.startswith("tenants: red is not in the file any more, and has 32.0 MiB, sessions: 1; a reload")
+    more = said_before(daemon, capacity="512MiB", tenants={"red": {"guarantee": "400MiB"}, "blue": {}})
+    assert more[0].startswith("capacity: the running daemon lends 256.0 MiB, and a reload does not change that")
+    assert more[1].startswith("a reload of the running daemon would change nothing, because it lends less: ")
+    assert len(more) == 2
+    (less,) = said_before(daemon, capacity="16MiB", tenants={"red": {}, "blue": {}})
+    assert less.endswith("restart it to lend 16.0 MiB; 32.0 MiB are lent now")
+    users = said_before(daemon, tenants=None)
+    assert users[-1].startswith("tenants: a reload adds no first tenant and removes no last one")
+    with daemon.admin_stub() as stub:
+        quota = admin_pb2.SetQuotaRequest(name="tenants/red", limit_bytes=64 * MIB)
+        stub.SetQuota(quota, timeout=DEADLINE_SECONDS)
+    assert [line.split(":")[0] for line in said_before(daemon, tenants=low)] == ["tenants.red.models.chat.limit"]
+    daemon.kill()
+    assert said_before(daemon, tenants={"blue": {}}) == [], "its socket is still there"
+    daemon.start_again()
+    engine.do("model.available()")
 
 
 def test_a_tenant_is_removed_once_it_holds_nothing(daemon: Daemon, engine: Worker) -> None:
