@@ -215,6 +215,7 @@ class DaemonDeaths:
             world.broker.books.change_rules(world.broker.books.rules)  # it decides over that ledger
         world.referee.inherit(dead, torn=bool(self.torn))
         world.resuming.inherit()
+        world.driver.lost_until = 0  # none begins on a device that does not answer
         self.take_stock_of_workers()
         self.dead, world.audited_at = False, world.now
         ledger, store = world.broker.ledger, world.sharing.store

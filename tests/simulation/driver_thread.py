@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 
 MILLISECOND = 1_000_000
 RESERVE = 60 * MIB
+LOST = "GPU_IS_LOST"
+"""What the driver says while the device does not answer."""
+
+
+def loses_device(seed: int) -> bool:
+    """Say whether the device falls off the bus now and then, in the world of this seed."""
+    return seed % 16 == 1
 
 
 class DriverThread:
@@ -25,6 +32,22 @@ class DriverThread:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.lost_until = 0
+        """Until when the device does not answer."""
+        self.losses = 0
+
+    def lose_device(self) -> None:
+        """The device falls off the bus, for as long as a reset takes, or an operator."""
+        if self.world.now >= self.lost_until:
+            self.lost_until = self.world.now + self.world.random.choice((20, 900, 6_000)) * MILLISECOND
+            self.losses += 1
+
+    def take_state(self, lost: bool) -> None:
+        """The loop tells the core whether the device answered, before what it showed."""
+        books, says = self.world.broker.books, LOST if lost else ""
+        if books.device_lost != says:
+            books.device_lost = says
+            self.world.events.append((self.world.now, f"device_lost {says}".rstrip()))
 
     def out_of_stock(self, where: Location, size: int, count: int) -> tuple[int, ...]:
         """Take blocks out of what is kept ready, the oldest first."""
@@ -76,7 +99,9 @@ class DriverThread:
                 failure = self.stock_up(job)
                 block = self.world.blocks
             case Look():
-                self.world.told.append(Found(job, self.world.now, seen=self.world.seen()))
+                lost = self.world.now < self.lost_until
+                seen: ev.Seen = {"device": None, "host": None} if lost else self.world.seen()
+                self.world.told.append(Found(job, self.world.now, seen=seen, lost=lost))
                 return
             case fx.Make():
                 failure = self.make(job)
@@ -103,6 +128,8 @@ class DriverThread:
 
     def refuse_to_make(self, where: Location, size: int) -> str | None:
         """Return why the driver does not make so much, or None: the gate, or now and then a failure."""
+        if self.world.now < self.lost_until:
+            return "DRIVER_FAILED"
         free = self.world.device_free() if where == "device" else None
         if not policy.gate(free, size, RESERVE):
             return "DEVICE_FULL"
@@ -142,6 +169,7 @@ class DriverThread:
                 self.world.send(ev.Dropped(segment))
             case Look(dead=worker) if worker is not None:
                 assert found.seen is not None
+                self.take_state(found.lost)
                 self.world.send(ev.ProcessDied(worker.session, found.seen))
                 self.world.resuming.say_last(worker)
                 self.world.endings.lose(worker)
@@ -149,6 +177,7 @@ class DriverThread:
                 assert found.seen is not None
                 self.world.auditing = False
                 self.world.audited_at = self.world.now
+                self.take_state(found.lost)
                 self.world.send(ev.Audit(found.seen))
                 if not self.world.daemons.dead:
                     self.world.referee.audited(found.at, found.seen)

@@ -120,3 +120,5 @@ class Found:
     failure: str | None = None
     block: int = 0
     """What was made for the stock."""
+    lost: bool = False
+    """Whether the device did not answer."""

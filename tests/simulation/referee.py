@@ -70,6 +70,8 @@ class Referee:
         self.stock = StockReferee(world)
         self.resuming = ResumingReferee(world)
         self.judged = 0
+        self.lost = False
+        """Whether the device did not answer when the core was asked."""
         self.last_id = 0
         self.quotas: dict[QuotaKey, Quota] = {}
         self.guarantees = GuaranteesReferee(self)
@@ -127,6 +129,7 @@ class Referee:
         row = self.world.broker.ledger.sessions.get(event.session) if isinstance(event, ev.ProcessDied) else None
         if row is not None and row.session not in self.deaths:
             self._died(row)
+        self.lost = bool(self.world.broker.books.device_lost)
         self.stock.before()
         self.waiting.take_down(event)
         self.recalls.before(event)
@@ -177,12 +180,24 @@ class Referee:
             assert looked or not proven, "a credit is proven, and the device was not asked"
             self._judge_fact(fact)
         self._judge_wants(event, step)
+        if self.lost:
+            self._judge_lost(event, step)
         self.sharing.judge(event, decided, step)
         self.stock.judge(event, decided, step)
         self.resuming.judge(event, step)
         self.recalls.judge(event, step)
         self.waiting.judge(event, step)
         self.known = None
+
+    def _judge_lost(self, event: ev.Event, step: Step) -> None:
+        """Nothing is lent of a device that does not answer, nobody waits for it, and no stock of it is kept."""
+        lent = [fact for fact in step.facts if isinstance(fact, ft.Debited | ft.SegmentBegan)]
+        assert not lent, f"lent of a device that does not answer: {lent}"
+        waiting = self.world.broker.waiting
+        assert waiting.left_over or not waiting.waiters(), "requests wait for a device that does not answer"
+        if isinstance(event, ev.Audit):
+            kept = [total.stock for total in self.world.broker.ledger.totals.values()]
+            assert not any(kept), "stock is kept of a device that does not answer"
 
     @staticmethod
     def _refused(event: ev.Event, step: Step) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.broker.core.test_transcripts import Script
+from tests.simulation.driver_thread import loses_device
 from tests.simulation.faults import Fault, around, find_out, instead_of, replacing
 from tests.simulation.referee import EARLY_AT_MOST
 from tests.simulation.shrink import commands, run
@@ -23,6 +24,7 @@ from membrokerd.core import effects as fx
 from membrokerd.core import facts as ft
 from membrokerd.core.admission import Admission
 from membrokerd.core.denied import Reason
+from membrokerd.core.machine import Broker
 from membrokerd.core.waiting import Waiting
 
 pytestmark = pytest.mark.deep
@@ -57,7 +59,7 @@ def test_turns_can_be_left_out(seed: int) -> None:
         World(seed).play([number for number in range(1_500) if chance.random() < 0.5])
 
 
-@pytest.mark.parametrize("seed", [SEED + 3, SEED + 4])
+@pytest.mark.parametrize("seed", [SEED + 3, SEED + 4, SEED + 13])
 def test_a_world_can_be_told_as_a_transcript(seed: int) -> None:
     """The commands of a transcript lead to the very facts that the world led to."""
     world = World(seed)
@@ -293,10 +295,30 @@ FAULTS_OF_STOCK = (
 )
 
 
+LOST = SEED + 13
+"""Of a world whose device falls off the bus."""
+FAULTS_OF_DEVICE = (
+    around(
+        "lent_all_the_same", books.Books, "refuse_debit", lambda was, self: was(self) if self.cannot_write else None
+    ),
+    replacing("stock_of_a_lost_device", Broker, "_drop_stock", lambda self: None),
+)
+
+
+def test_a_device_that_is_lost_and_comes_back() -> None:
+    """Dozens of times, under everything else that happens; told as a transcript, too."""
+    assert loses_device(LOST)
+    assert not any(loses_device(SEED + more) for more in range(11)), "the other stories stay as they were"
+    world = run(LOST, 8_000)
+    assert world.driver.losses > 10
+    assert sum(isinstance(event, str) and event.startswith("device_lost G") for _, event in world.events) > 5
+
+
 @pytest.mark.timeout(300)  # a story can take a while to be shortened
 @pytest.mark.parametrize(
     ("fault", "seeds"),
-    [(fault, [SEED + more for more in range(4)]) for fault in FAULTS]
+    [(fault, [LOST, LOST + 16]) for fault in FAULTS_OF_DEVICE]
+    + [(fault, [SEED + more for more in range(4)]) for fault in FAULTS]
     + [(fault, [SEED + more for more in (1, 6, 2, 3, 5, 7, 9, 10)]) for fault in FAULTS_OF_STOCK],
     ids=lambda one: "" if isinstance(one, list) else one.__name__.strip("_"),
 )

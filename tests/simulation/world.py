@@ -4,9 +4,10 @@ The device is dumb: it keeps each block that was made until its last holder drop
 processes that crash, fork children that keep a dead parent's memory, say that they released what they still map, or
 lose their connection with packets queued on it, that share segments (`sharing`), and that take their sessions up again
 (`resuming`); a driver that is slow and fails; strangers that take memory and give it back; an operator that moves
-quotas; and daemons that die (`daemon_deaths`). In three seeds of four the broker keeps a stock. As in the daemon, the
-driver works on one job at a time, and what it found is told later, in the order in which it was found, behind whatever
-else was queued by then: so figures are stale when the core hears them, and never ahead of an outcome.
+quotas; a device that falls off the bus, in one seed of 16; and daemons that die (`daemon_deaths`). In three seeds of
+four the broker keeps a stock. As in the daemon, the driver works on one job at a time, and what it found is told later,
+in the order in which it was found, behind whatever else was queued by then: so figures are stale when the core hears
+them, and never ahead of an outcome.
 
 Everything follows from a seed and the numbers of the turns. A turn has its own random numbers, and chooses among
 workers in a way that the absence of others does not change: so turns can be left out, and the rest is still a story
@@ -24,7 +25,7 @@ from typing import Any
 
 from tests.simulation.borrowing import Borrowing
 from tests.simulation.daemon_deaths import DaemonDeaths
-from tests.simulation.driver_thread import RESERVE, DriverThread
+from tests.simulation.driver_thread import RESERVE, DriverThread, loses_device
 from tests.simulation.endings import Endings
 from tests.simulation.operators import Operator
 from tests.simulation.processes import Closing, Found, Job, Look, Process, Worker
@@ -177,6 +178,8 @@ class World:
         }
         if self.stocks:
             self.deeds |= {self.borrowing.allocate_little: 20, self.rest: 0.2, self.squeeze: 0.2}
+        if loses_device(seed):
+            self.deeds |= {self.driver.lose_device: 1.5}
         self._choices = list(self.deeds)
         self._weights = list(itertools.accumulate(self.deeds.values()))
 
