@@ -47,7 +47,7 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
     },
     "client/membroker/interrupts.py": {"_is_owned": "threading.Condition asks a lock by it, and RLock has no other"},
     "client/membroker/kv/sglang/": dict.fromkeys(
-        ("_delete_leaf", "_get_decode_retraction_order", "_kv_buffer_shapes", "_patched", "_record_remove_event"),
+        ("_evict_device_leaf", "_patched"),
         _ENGINE,
     ),
     "client/membroker/kv/vllm/swap.py": {"_custom_ops": _ENGINE},

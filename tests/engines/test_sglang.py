@@ -71,9 +71,7 @@ class Story:
         return 16 * 548 * self.build.times * self.build.token_bytes
 
 
-@pytest.fixture(
-    scope="module", params=["cpu", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("gpu-layers", "gpu-pages"))]
-)
+@pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     build = BUILDS[request.param]
     if build.on_gpu != torch.cuda.is_available():
@@ -215,3 +213,4 @@ def test_an_engine_that_is_not_served_says_why(story: Story) -> None:
                 with pytest.raises(AssertionError, match="the engine ended"):
                     engine.ready()
                 assert f"InvalidRequest: {said}" in engine.log()
+                assert "Load weight begin" not in engine.log()

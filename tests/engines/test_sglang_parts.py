@@ -17,16 +17,24 @@ from tests.support.toy_serving import Recalled, an_engine, serving
 if find_spec("sglang") is None:
     pytest.skip("SGLang is not installed", allow_module_level=True)
 import torch
+from sglang.srt.managers import schedule_batch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from membroker import ClosedError, InvalidRequest, SessionLost
 from membroker.kv.sglang import hooks, seams
 from membroker.kv.sglang.allocator import Allocator
 from membroker.kv.sglang.blocks import SglangBlocks
 from membroker.kv.sglang.memory import SglangMemory
+from membroker.kv.sglang.settings import SglangSettings
 
 PAGE, PAGES = 4, 16
 
@@ -38,12 +46,21 @@ def allocator() -> Allocator:
 
 
 @pytest.fixture
-def tree(allocator: Allocator) -> RadixCache:
-    return RadixCache.create_simulated(mock_allocator=allocator, page_size=PAGE)
+def tree(allocator: Allocator) -> UnifiedRadixCache:
+    return UnifiedRadixCache(
+        CacheInitParams(
+            disable=False,
+            req_to_token_pool=None,
+            token_to_kv_pool_allocator=allocator,
+            page_size=PAGE,
+            tree_components=(ComponentType.FULL,),
+            tree_core_backend="python",
+        )
+    )
 
 
 @pytest.fixture
-def scheduler(tree: RadixCache) -> Any:
+def scheduler(tree: UnifiedRadixCache) -> Any:
     running = SimpleNamespace(reqs=[], is_empty=lambda: not running.reqs, batch_is_full=False)
     return SimpleNamespace(
         tree_cache=tree,
@@ -60,15 +77,16 @@ def blocks(scheduler: Any, allocator: Allocator) -> SglangBlocks:
     return SglangBlocks(scheduler, allocator, lambda: SimpleNamespace())  # type: ignore[arg-type, return-value]
 
 
-def a_request(
-    prompt: int, answer: int = 0, most: int = 8, allocated: int | None = None, ignore_eos: bool = False
-) -> Any:
+def a_request(prompt: int, answer: int = 0, most: int = 8, allocated: int = 0, ignore_eos: bool = False) -> Any:
     return SimpleNamespace(
         origin_input_ids=[1] * prompt,
         output_ids=[1] * answer,
         sampling_params=SimpleNamespace(max_new_tokens=most, ignore_eos=ignore_eos),
-        kv=None if allocated is None else SimpleNamespace(kv_allocated_len=allocated),
+        kv=SimpleNamespace(kv_allocated_len=allocated, kv_committed_len=allocated, req_pool_idx=None),
         finished=lambda: False,
+        to_finish=None,
+        beam_group=None,
+        rid="one",
     )
 
 
@@ -76,11 +94,18 @@ def key(*tokens: int) -> RadixKey:
     return RadixKey(array("q", tokens))
 
 
-def cache(tree: RadixCache, allocator: Allocator, *tokens: int) -> list[int]:
+def cache(tree: UnifiedRadixCache, allocator: Allocator, *tokens: int) -> list[int]:
     """Cache a prompt, and return its pages."""
     slots = allocator.alloc(len(tokens))
     tree.insert(InsertParams(key=key(*tokens), value=slots))
     return [int(slot) // PAGE for slot in slots[::PAGE]]
+
+
+def matched(tree: UnifiedRadixCache, *tokens: int) -> Any:
+    """Return where a cached prompt is in the KV cache."""
+    found = tree.match_prefix(MatchPrefixParams(key=key(*tokens)))
+    is_old = hasattr(found, "device_indices")  # 0.5.21
+    return found.device_indices if is_old else tree.path_device_indices(found.last_device_node)
 
 
 def pages_of(slots: Any) -> list[int]:
@@ -95,6 +120,7 @@ class TestAllocator:
         assert pages_of(allocator.alloc(2 * PAGE)) == [3, 4]
         assert allocator.alloc(2 * PAGE) is None
         assert allocator.available_size() == PAGE
+        assert allocator.get_all_free_pages().tolist() == [5]
 
     def test_the_lowest_pages_are_used_first(self, allocator: Allocator) -> None:
         """So that what is used is packed, and high pages become free together."""
@@ -109,7 +135,7 @@ class TestAllocator:
         slots = allocator.alloc(2 * PAGE)
         allocator.free_group_begin()
         allocator.free(slots[:PAGE])
-        allocator.free(slots[PAGE:])
+        allocator.free_segment(slots[PAGE:], start_pos=PAGE)
         assert allocator.available_size() == 0
         allocator.free_group_end()
         assert allocator.available_size() == 2 * PAGE
@@ -179,7 +205,7 @@ def test_an_engine_ends_that_can_borrow_no_more(blocks: SglangBlocks, scheduler:
 
 class TestPrefixes:
     def test_a_cached_page_is_unused_until_a_request_locks_it(
-        self, tree: RadixCache, allocator: Allocator, blocks: SglangBlocks
+        self, tree: UnifiedRadixCache, allocator: Allocator, blocks: SglangBlocks
     ) -> None:
         allocator.release(range(1, 9))
         pages = cache(tree, allocator, *range(2 * PAGE))
@@ -192,26 +218,28 @@ class TestPrefixes:
         assert blocks.warmth(pages) == 0
 
     def test_what_is_held_is_forgotten_with_what_continues_it(
-        self, tree: RadixCache, allocator: Allocator, blocks: SglangBlocks
+        self, tree: UnifiedRadixCache, allocator: Allocator, blocks: SglangBlocks
     ) -> None:
         """A request would read it without memory. Pages that were not asked for are free then."""
         allocator.release(range(1, 9))
         trunk = cache(tree, allocator, *range(2 * PAGE))
-        allocator.free_pages_of([])
-        value = tree.match_prefix(MatchPrefixParams(key=key(*range(2 * PAGE)))).device_indices
+        value = matched(tree, *range(2 * PAGE))
         for branch in (100, 200):
             more = allocator.alloc(PAGE)
-            tree.insert(InsertParams(key=key(*range(2 * PAGE), *[branch] * PAGE), value=torch.cat([value, more])))
+            longer = key(*range(2 * PAGE), *[branch] * PAGE)
+            tree.insert(InsertParams(key=longer, value=torch.cat([value, more]), prev_prefix_len=2 * PAGE))
         other = cache(tree, allocator, *[300] * PAGE)
         assert tree.evictable_size() == 5 * PAGE
         blocks.hold(trunk[:1])
         assert tree.evictable_size() == PAGE
-        assert len(tree.match_prefix(MatchPrefixParams(key=key(*range(2 * PAGE)))).device_indices) == 0
-        assert len(tree.match_prefix(MatchPrefixParams(key=key(*[300] * PAGE))).device_indices) == PAGE
+        assert len(matched(tree, *range(2 * PAGE))) == 0
+        assert len(matched(tree, *[300] * PAGE)) == PAGE
         assert allocator.available_size() == (8 - 1 - 1) * PAGE
         assert not allocator.is_free([trunk[0], other[0]]).any()
 
-    def test_a_part_that_was_split_is_known(self, tree: RadixCache, allocator: Allocator, blocks: SglangBlocks) -> None:
+    def test_a_part_that_was_split_is_known(
+        self, tree: UnifiedRadixCache, allocator: Allocator, blocks: SglangBlocks
+    ) -> None:
         allocator.release(range(1, 9))
         pages = cache(tree, allocator, *range(3 * PAGE))
         assert set(pages) <= set(blocks.unused(range(1, 9)))
@@ -223,7 +251,7 @@ class TestPrefixes:
         assert tree.evictable_size() == 0
 
     def test_what_sglang_evicts_is_forgotten(
-        self, tree: RadixCache, allocator: Allocator, blocks: SglangBlocks
+        self, tree: UnifiedRadixCache, allocator: Allocator, blocks: SglangBlocks
     ) -> None:
         allocator.release(range(1, 4))
         pages = cache(tree, allocator, *range(PAGE))
@@ -245,7 +273,7 @@ class TestNeed:
         assert blocks.need() == 1 + 3 + 2, "a token is left of the answer"
 
     def test_requests_that_wait_are_admitted_with_it(
-        self, scheduler: Any, tree: RadixCache, allocator: Allocator, blocks: SglangBlocks
+        self, scheduler: Any, tree: UnifiedRadixCache, allocator: Allocator, blocks: SglangBlocks
     ) -> None:
         """SGLang's own rule: prompt, answer and a page must fit beside what the running ones may generate."""
         from sglang.srt.managers.schedule_policy import PrefillAdder
@@ -273,7 +301,7 @@ class TestNeed:
         assert blocks.need() == four
 
     def test_the_rest_of_a_prompt_is_kept_from_a_recall(
-        self, scheduler: Any, tree: RadixCache, allocator: Allocator, blocks: SglangBlocks
+        self, scheduler: Any, tree: UnifiedRadixCache, allocator: Allocator, blocks: SglangBlocks
     ) -> None:
         """SGLang computes long prompts in parts, and ends with an error if the next part has no room."""
         allocator.release(range(1, 9))
@@ -287,71 +315,135 @@ class TestNeed:
 
 
 class TestRetraction:
+    """SGLang's own `retract_decode`, with membroker's hooks."""
+
     @pytest.fixture
-    def batch(self, scheduler: Any, allocator: Allocator) -> Any:
-        """Four requests with a page each: 1, 2, 3, 4."""
+    def batch(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        scheduler: Any,
+        tree: UnifiedRadixCache,
+        allocator: Allocator,
+        blocks: SglangBlocks,
+    ) -> Any:
+        """Four requests with a page each: 1, 2, 3, 4. The one with the longest answer is the last to be retracted."""
         allocator.release(range(1, 5))
         table = torch.zeros(6, 4 * PAGE, dtype=torch.int32)
         reqs = []
-        for number in range(4):
+        for number in range(1, 5):
             req = a_request(2, answer=number, allocated=PAGE)
-            req.req_pool_idx = number + 1
-            table[number + 1, :PAGE] = allocator.alloc(PAGE)
+            req.kv.req_pool_idx = number
+            table[number, :PAGE] = allocator.alloc(PAGE)
             reqs.append(req)
         scheduler.req_to_token_pool = SimpleNamespace(req_to_token=table)
-        batch = SimpleNamespace(reqs=reqs, lacks=0, kept=None)
+        batch = ScheduleBatch(reqs=reqs)
+        batch.token_to_kv_pool_allocator, batch.tree_cache = allocator, tree
+        batch.spec_algorithm = SpeculativeAlgorithm.NONE
+        batch.lacks = 0
 
-        def release_req(at: int, _left: int, _args: Any) -> None:
-            allocator.free(table[reqs[at].req_pool_idx, :PAGE])
+        def release_req(at: int, _left: int, offload_kv: bool = True) -> bool:
+            allocator.free(table[batch.reqs[at].kv.req_pool_idx, :PAGE])
+            return True
 
         def filter_batch(keep_indices: list[int]) -> None:
-            batch.kept, batch.reqs = keep_indices, [reqs[at] for at in keep_indices]
+            batch.reqs = [reqs[at] for at in keep_indices]
 
-        batch.release_req, batch.filter_batch = release_req, filter_batch
-        batch.check_decode_mem = lambda selected_indices: allocator.available_size() >= batch.lacks * PAGE
-        batch._get_decode_retraction_order = lambda reqs, args, allow_policy_sort: list(range(len(reqs)))
+        def check_decode_mem(selected_indices: list[int] | None = None) -> bool:
+            return hooks._has_memory(
+                lambda *_: allocator.available_size() >= batch.lacks * PAGE, batch, selected_indices
+            )
+
+        batch.release_req, batch.filter_batch, batch.check_decode_mem = release_req, filter_batch, check_decode_mem
+        batch._get_decode_retraction_order = lambda reqs: hooks._order(
+            ScheduleBatch._get_decode_retraction_order(reqs), reqs
+        )
+        monkeypatch.setattr(hooks, "_current", SimpleNamespace(blocks=blocks))
         scheduler.running_batch.reqs.extend(reqs)
+        monkeypatch.setattr(schedule_batch, "get_schedule", lambda: SimpleNamespace(retraction_policy="length"))
         return batch
 
-    def test_as_many_go_as_others_need(self, batch: Any, blocks: SglangBlocks) -> None:
-        batch.lacks = 2
-        retracted, ratio, aborted = blocks.retract(batch, None)
-        assert ([one.req_pool_idx for one in retracted], batch.kept, aborted) == ([4, 3], [0, 1], [])
-        assert 0 < ratio <= 1
+    def retract(self, batch: Any) -> tuple[list[int], list[int], list[Any]]:
+        """Retract, and return the rows of what was retracted, of what is left, and what is aborted."""
+        retracted, ratio, aborted = hooks._retracted(batch.retract_decode(), batch)
+        assert 0 <= ratio <= 1
+        assert all(req.to_finish is None for req in retracted)
+        return [req.kv.req_pool_idx for req in retracted], [req.kv.req_pool_idx for req in batch.reqs], aborted
 
-    def test_the_last_one_waits_and_is_not_aborted(self, batch: Any, blocks: SglangBlocks) -> None:
+    def test_as_many_go_as_others_need(self, batch: Any) -> None:
+        batch.lacks = 2
+        assert not batch.check_decode_mem()
+        assert self.retract(batch) == ([1, 2], [4, 3], [])
+
+    def test_the_last_one_waits_and_is_not_aborted(self, batch: Any) -> None:
         batch.lacks = 9
-        retracted, _, aborted = blocks.retract(batch, None)
-        assert (len(retracted), batch.reqs, aborted) == (4, [], [])
+        assert self.retract(batch) == ([1, 2, 3, 4], [], [])
+
+    def test_a_beam_search_is_aborted_because_sglang_cannot_retract_it(self, batch: Any) -> None:
+        req = batch.reqs[3]
+        req.beam_group, req.to_finish = object(), "aborted"
+        waits = batch.reqs[0]
+        waits.to_finish = "aborted"
+        retracted, _, aborted = hooks._retracted(([], 0.5, [req, waits]), batch)
+        assert (retracted, waits.to_finish, aborted, req.to_finish) == ([waits], None, [req], "aborted")
 
     def test_a_recall_takes_the_users_of_its_pages(self, batch: Any, scheduler: Any, blocks: SglangBlocks) -> None:
+        """SGLang retracts although it has memory: no others, and all of these."""
         assert not blocks.preempt([])
-        assert blocks.preempt([1, 3])
+        assert batch.check_decode_mem()
+        assert blocks.preempt([2, 4])
         assert (blocks.is_preempting, scheduler.running_batch.batch_is_full) == (True, True)
-        retracted, _, _ = blocks.retract(batch, None)
-        assert sorted(one.req_pool_idx for one in retracted) == [1, 3]
-        assert (batch.kept, blocks.is_preempting) == ([1, 3], False)
+        assert not batch.check_decode_mem()
+        assert self.retract(batch) == ([2, 4], [3, 1], [])
+        assert not blocks.is_preempting
+        assert batch.check_decode_mem()
+
+    def test_a_recall_takes_the_last_request(self, batch: Any, blocks: SglangBlocks) -> None:
+        blocks.preempt([1, 2, 3, 4])
+        assert not batch.check_decode_mem()
+        assert self.retract(batch) == ([1, 2, 3, 4], [], [])
+
+    def test_a_recall_of_what_no_running_request_uses_retracts_none(self, batch: Any, blocks: SglangBlocks) -> None:
+        blocks.preempt([7])
+        assert batch.check_decode_mem()
+
+    def test_a_recall_that_was_answered_otherwise_retracts_none(
+        self, batch: Any, scheduler: Any, blocks: SglangBlocks
+    ) -> None:
+        blocks.preempt([1])
+        assert not batch.check_decode_mem()
+        blocks.begin(scheduler.running_batch, None)
+        assert batch.check_decode_mem()
 
 
-def test_a_recall_makes_sglang_retract_although_it_has_memory(
-    monkeypatch: pytest.MonkeyPatch, scheduler: Any, blocks: SglangBlocks
-) -> None:
-    """Its own steps retract then, and at their place in its loop. What is left is asked for as ever."""
-    monkeypatch.setattr(hooks, "_current", SimpleNamespace(blocks=blocks))
-    scheduler.running_batch.reqs.append(a_request(8, allocated=8))
-    asked: list[Any] = []
+class TestPools:
+    """SGLang's own pools over addresses: each page of tokens is in as many pages of memory as a layout says."""
 
-    def has_memory(batch: Any, selected: Any) -> bool:
-        asked.append(selected)
-        return True
-
-    assert hooks._has_memory(has_memory, scheduler.running_batch)
-    blocks.preempt([1])
-    assert not hooks._has_memory(has_memory, scheduler.running_batch)
-    assert hooks._has_memory(has_memory, scheduler.running_batch, selected_indices=[0])
-    assert asked == [None, [0]]
-    blocks.begin(scheduler.running_batch, None)
-    assert hooks._has_memory(has_memory, scheduler.running_batch), "the recall was answered otherwise"
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2], ids=str)
+    @pytest.mark.parametrize(
+        ("kind", "shape", "row"),
+        [
+            (MHATokenToKVPool, {"head_num": 8, "head_dim": 64, "v_head_dim": 64}, 8 * 128),
+            (MHATokenToKVPool, {"head_num": 8, "head_dim": 64, "v_head_dim": 32}, 8 * 96),
+            (MLATokenToKVPool, {"kv_lora_rank": 512, "qk_rope_head_dim": 64}, 576),
+        ],
+        ids=["keys and values", "narrow values", "MLA"],
+    )
+    def test_a_block_has_the_bytes_of_its_tokens_in_all_layers(
+        self, kind: Any, shape: dict[str, int], row: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        memory: Any = SglangMemory.__new__(SglangMemory)
+        opened: list[Any] = []
+        memory.settings, memory._open = SglangSettings(), lambda *found: opened.extend(found)
+        create = kind._create_buffers
+        monkeypatch.setattr(kind, "_create_buffers", lambda kvcache: memory.create_buffers(kvcache, create))
+        lender = memory._model = Recalled()
+        with closing(lender.device), closing(lender.driver):
+            kind(16384, 32, dtype, layer_num=3, device="cpu", enable_memory_saver=False, **shape)
+            pool, layout = opened
+            with closing(pool):
+                assert (layout.blocks, layout.block_tokens) == (513, 32)
+                assert layout.block_bytes == 32 * row * dtype.itemsize * 3
+                assert sum(map(layout.bytes_of, range(layout.groups))) <= pool.capacity
 
 
 def test_the_installed_sglang_has_what_is_relied_on() -> None:
@@ -359,8 +451,8 @@ def test_the_installed_sglang_has_what_is_relied_on() -> None:
 
 
 def test_a_missing_method_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(RadixCache, "_delete_leaf")
-    with pytest.raises(InvalidRequest, match=r"written for SGLang 0\.5\.16, and SGLang .* has no _delete_leaf"):
+    monkeypatch.delattr(UnifiedRadixCache, "_evict_device_leaf")
+    with pytest.raises(InvalidRequest, match=r"written for SGLang 0\.5\.21 to 0\.5\.\d+, and .* has no _evict_device"):
         seams.check()
 
 
@@ -368,8 +460,8 @@ def test_an_engine_without_one_of_the_hooks_does_not_start(monkeypatch: pytest.M
     """SGLang logs a hook that it cannot apply, and goes on without it."""
     monkeypatch.setattr(hooks, "_text", "{}")
     monkeypatch.setattr(HookRegistry, "_patched", set(list(hooks.HOOKS)[1:]))
-    with pytest.raises(InvalidRequest, match=r"did not apply membroker's hook on .*configure"):
-        hooks._configure(lambda config: None, SimpleNamespace())
+    with pytest.raises(InvalidRequest, match=r"did not apply membroker's hook on .*load_model"):
+        hooks._load_model(SimpleNamespace())
 
 
 def test_all_hooks_find_their_targets() -> None:

@@ -16,6 +16,9 @@ from typing import Any
 from tests.support import vllm_engine
 from tests.support.engine_batches import ROUNDING
 from tests.support.sizes import MIB
+from tests.support.template import PythonProcess
+
+IMPORTS = ("sglang.srt.managers.scheduler", "sglang.srt.entrypoints.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +48,10 @@ _GPU: Mapping[str, Any] = {
         "attention_backend": "triton",
         "cuda_graph_max_bs_decode": 112,
         "cuda_graph_backend_prefill": "disabled",
-        "enable_page_major_kv_layout": False,
     },
     "environment": {},
     "settings": {"capacity": "8GiB"},
+    "layout": "layer-major",
     "plugins": {} if _has_compiler() else {"native": "tests.support.sglang_native:register"},
     "unit": 16 * MIB,
     "times": 7,
@@ -67,22 +70,17 @@ BUILDS: Mapping[str, Build] = {
             "max_total_tokens": 40_960,
             "attention_backend": "torch_native",
         },
-        environment={"OMP_NUM_THREADS": "1"},
+        environment={"OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": "1"},
         settings={"capacity": "512MiB"},
-        plugins={"cpu": "tests.support.sglang_cpu:register"},
-        layout="layer-major",
+        plugins={},
         unit=MIB,
         times=1,
         token_bytes=12 << 10,
+        layout="layer-major",
         group=8 * MIB,
         on_gpu=False,
     ),
-    "gpu-layers": Build(layout="layer-major", group=28 * MIB, **_GPU),
-    "gpu-pages": Build(
-        layout="block-major",
-        group=64 * MIB,
-        **{**_GPU, "options": {**_GPU["options"], "enable_page_major_kv_layout": True}},
-    ),
+    "gpu": Build(group=28 * MIB, **_GPU),
 }
 
 
@@ -110,18 +108,16 @@ class Engine(vllm_engine.Engine):
         if not plugins.exists():
             vllm_engine.write_plugins(plugins, "sglang.srt.plugins", **build.plugins)
         path = os.pathsep.join([str(plugins), os.environ.get("PYTHONPATH", "")])
-        variables = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path, **build.environment}
+        variables = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path, "TMPDIR": str(model), **build.environment}
         if endpoint is not None:
             variables["MEMBROKER_ENDPOINT"] = str(endpoint)
             variables["MEMBROKER_SGLANG"] = json.dumps({**build.settings, **(settings or {})})
         self.rounding = ROUNDING[build.options["dtype"]]
         self._log = (model / f"log-{time.monotonic_ns()}").open("w+")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.sglang_serve", json.dumps({**keywords, **options})],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=variables,
-            start_new_session=True,
-        )
+        arguments = ["-m", "tests.support.sglang_serve", json.dumps({**keywords, **options})]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
+        how: dict[str, Any] = {**pipes, "text": True, "env": variables, "process_group": 0}
+        if build.on_gpu:
+            self.process = subprocess.Popen([sys.executable, *arguments], **how)
+        else:
+            self.process = PythonProcess([*arguments, "fork"], imports=IMPORTS, **how)

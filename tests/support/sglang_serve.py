@@ -1,20 +1,27 @@
 """Serve a model with SGLang, for another process: a line of JSON in, a line of JSON out. Run with `-m`.
 
 The first argument is the keywords of `sglang.Engine` as JSON. The requests and the answers are those of
-`vllm_serve.py`. SGLang's scheduler runs in a process of its own, as under `python -m sglang.launch_server`.
+`vllm_serve.py`. SGLang's scheduler runs in a process of its own, as under `python -m sglang.launch_server`. It is a
+fork if the second argument is "fork": SGLang takes an interpreter 10 s to import, and has three.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
+import tempfile
 from typing import Any
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # answers go where nothing else is written
+    if sys.argv[2:] == ["fork"]:
+        multiprocessing.set_start_method("fork")
+        multiprocessing.set_start_method = lambda *_, **__: None  # type: ignore[assignment]
+    tempfile.tempdir = os.environ["TMPDIR"]  # a fork of the template has the template's
     from sglang.srt.entrypoints.engine import Engine
 
     with Engine(**json.loads(sys.argv[1])) as engine:

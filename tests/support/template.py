@@ -30,7 +30,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = {"stdin", "stdout", "stderr", "cwd", "env", "text", "process_group"}
-EARLY = ("LD_", "OMP_", "HF_", "TORCH_", "VLLM_")
+EARLY = ("LD_", "OMP_", "HF_", "TORCH_", "VLLM_", "SGLANG_")
 """How the names of variables begin that are read when something is linked or imported."""
 CLONE_PARENT = 0x8000
 CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine())

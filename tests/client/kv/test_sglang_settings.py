@@ -35,35 +35,29 @@ def test_wrong_settings_are_named(text: str, said: str) -> None:
         settings_of(text)
 
 
-def a_config(**other: Any) -> Any:
-    """A `KVCacheConfigurator` that is served, with some values replaced."""
-    config: dict[str, Any] = {
-        "use_mla_backend": False,
-        "is_hybrid_swa": False,
-        "mambaish_config": None,
-        "sliding_window_size": None,
-        "is_draft_worker": False,
-        "post_capture_kv_active": False,
-    }
+def check(**changed: Any) -> None:
+    """Check a model and a `ServerArgs` that are served, with some values replaced."""
+    kinds = {"is_recurrent": False, "is_window": False, "is_sparse": False, "sizes_late": False}
     args: dict[str, Any] = {
         **dict.fromkeys(("tp_size", "pp_size", "dp_size", "dcp_size", "attn_cp_size", "ep_size"), 1),
         **dict.fromkeys(("speculative_algorithm", "radix_cache_backend", "dllm_algorithm")),
         **dict.fromkeys(("enable_hierarchical_cache", "enable_hisparse", "enable_lmcache", "enable_flexkv"), False),
         **dict.fromkeys(("enable_streaming_session", "enable_session_radix_cache", "enable_memory_saver"), False),
-        **dict.fromkeys(("enable_pdmux", "enable_unified_memory"), False),
+        **dict.fromkeys(("enable_pdmux", "enable_unified_memory", "enable_unified_cache_external_linker"), False),
         "disaggregation_mode": "null",
         "kv_cache_dtype": "auto",
         "kv_canary": "none",
         "page_size": 64,
     }
-    for name, value in other.items():
-        (config if name in config else args)[name] = value
-    return SimpleNamespace(**config, server_args=SimpleNamespace(**args))
+    for name, value in changed.items():
+        assert name in kinds or name in args
+        (kinds if name in kinds else args)[name] = value
+    check_supported(SimpleNamespace(**args), **kinds)
 
 
-def test_a_dense_model_on_one_gpu_is_served() -> None:
-    check_supported(a_config())
-    check_supported(a_config(page_size=16))
+def test_a_model_with_one_pool_on_one_gpu_is_served() -> None:
+    check()
+    check(page_size=16, kv_cache_dtype="fp8_e4m3")
 
 
 @pytest.mark.parametrize(
@@ -71,24 +65,25 @@ def test_a_dense_model_on_one_gpu_is_served() -> None:
     [
         ({"tp_size": 2}, "runs one GPU per engine"),
         ({"dp_size": 2}, "runs one GPU per engine"),
-        ({"use_mla_backend": True}, "does not serve models with MLA"),
-        ({"is_hybrid_swa": True}, "hybrid and sliding-window models"),
-        ({"sliding_window_size": 4096}, "hybrid and sliding-window models"),
-        ({"mambaish_config": object()}, "hybrid and sliding-window models"),
+        ({"is_recurrent": True}, "Mamba or linear attention"),
+        ({"is_window": True}, "sliding windows apart: add --disable-hybrid-swa-memory"),
+        ({"is_sparse": True}, "sparse attention"),
+        ({"enable_unified_memory": True}, "leave --enable-unified-memory out"),
         ({"speculative_algorithm": "EAGLE"}, "leave --speculative-algorithm out"),
         ({"enable_hierarchical_cache": True}, "hierarchical cache"),
+        ({"enable_unified_cache_external_linker": True}, "hierarchical cache"),
         ({"disaggregation_mode": "prefill"}, "leave --disaggregation-mode out"),
         ({"radix_cache_backend": "mine"}, "another prefix cache"),
         ({"enable_memory_saver": True}, "leave --enable-memory-saver out"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "leave --kv-cache-dtype at auto"),
+        ({"kv_cache_dtype": "fp4_e2m1"}, "set --kv-cache-dtype to auto"),
         ({"kv_canary": "log"}, "KV canary"),
-        ({"post_capture_kv_active": True}, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"),
+        ({"sizes_late": True}, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"),
         ({"page_size": 1}, "needs --page-size of at least 16"),
     ],
 )
 def test_other_engines_are_refused_by_a_sentence(change: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^membroker.kv.sglang .*{said}"):
-        check_supported(a_config(**change))
+        check(**change)
 
 
 def test_the_plugin_does_nothing_without_its_variable(

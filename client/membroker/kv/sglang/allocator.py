@@ -2,7 +2,7 @@
 
 Owns which pages are free and which are held. SGLang's own allocator keeps its free list on the GPU; this one keeps it
 on the host, and hands the lowest free pages to SGLang's kernels. So it is packed, and others can ask what is free
-without waiting for the GPU. Only `free` waits for it, as SGLang's own does.
+without waiting for the GPU. Only a free waits for it.
 """
 
 from __future__ import annotations
@@ -54,12 +54,6 @@ class Allocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         self._free[asked], self._held[asked] = True, False
         self._count()
 
-    def free_pages_of(self, pages: Any) -> None:
-        """Put pages that were in use into the free list, given as an array of page numbers."""
-        assert not self._held[pages].any(), "a page without memory was in use"
-        self._free[pages] = True
-        self._count()
-
     # What SGLang calls
 
     def available_size(self) -> int:
@@ -102,21 +96,22 @@ class Allocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         count = get_num_new_pages(seq_lens=seq_lens_cpu, page_size=self.page_size, decode=True)
         return self._with_pages(count, super().alloc_decode, seq_lens, seq_lens_cpu, last_loc)
 
-    def free(self, free_index: Any) -> None:
-        """Free the pages of these tokens."""
-        if free_index.numel() == 0:
-            return
-        if self.is_not_in_free_group:
-            self.free_pages_of(numpy.unique(free_index.cpu().numpy() // self.page_size))
-        else:
-            self.free_group.append(free_index)
+    def get_all_free_pages(self) -> Any:
+        """Return the numbers of all free pages, for SGLang's own checks."""
+        return torch.from_numpy(self.lowest_free(self.pages)).to(self.device)
 
     def clear(self) -> None:
         """Free all pages that are not held."""
         super().clear()
-        self.free_pages = self.release_pages
         self._free = ~self._held
         self._free[0] = False
+        self._count()
+
+    def _release_page_ids(self, *page_ids: Any) -> None:
+        """Put pages that were in use into the free list: every way to free leads here."""
+        pages = torch.cat(page_ids).cpu().numpy()
+        assert not self._held[pages].any(), "a page without memory was in use"
+        self._free[pages] = True
         self._count()
 
     def _with_pages(self, count: int, method: Any, *args: Any) -> Any:

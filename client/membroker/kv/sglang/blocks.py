@@ -6,13 +6,14 @@ this runs in the scheduler's thread, and waits for the GPU only to learn which p
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy
 import torch
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
-from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from ..engine import Fence
 from .allocator import Allocator
@@ -37,6 +38,8 @@ class SglangBlocks:
         """For each node of the prefix cache its value, and the pages in it: a node that was split has another value."""
         self._unwanted: frozenset[int] = frozenset()
         """Pages whose users are to be retracted."""
+        self._users: frozenset[int] = frozenset()
+        """The places in the running batch of the requests that use them, once SGLang has asked."""
         self.has_grown = False
         """Whether pages were released since this was last set to False."""
 
@@ -44,7 +47,7 @@ class SglangBlocks:
         """Begin a turn of the scheduler, with its running batch and the batch that it launched last."""
         self._running, self._last = running, last
         self._owner_of = None
-        self._unwanted = frozenset()
+        self._unwanted = self._users = frozenset()
 
     @property
     def is_idle(self) -> bool:
@@ -136,39 +139,43 @@ class SglangBlocks:
         """Whether requests are to be retracted."""
         return bool(self._unwanted)
 
-    def retract(self, batch: Any, server_args: Any) -> tuple[list[Any], float, list[Any]]:
-        """Retract requests, as `ScheduleBatch.retract_decode`: return them, a ratio, and those that are aborted.
+    def must_retract(self, reqs: Sequence[Any], kept: Collection[int] | None) -> bool:
+        """Return whether a recall wants more of the running batch retracted than what is not among `kept`."""
+        if kept is None:
+            self._users = self._users_in(reqs)
+        return bool(self._users) if kept is None else not self._users.isdisjoint(kept)
 
-        Those that use unwanted pages go first. SGLang's own aborts the last request if it has no room. Here it is
-        retracted too: the memory will come.
+    def order(self, order: list[int]) -> list[int]:
+        """Return SGLang's order of that batch with the users of unwanted pages at its end, where it retracts first."""
+        return sorted(order, key=self._users.__contains__)
+
+    def retracted(self, retracted: list[Any], aborted: list[Any]) -> tuple[list[Any], list[Any]]:
+        """End a retraction: return what SGLang retracted and aborted, but that the last request waits, too.
+
+        SGLang aborts it if it has no room, and keeps it otherwise. Here the memory will come. It cannot retract a beam
+        search.
         """
-        order = batch._get_decode_retraction_order(batch.reqs, server_args, allow_policy_sort=True)
-        users = self._users(batch)
-        order = [at for at in order if at not in users] + [at for at in order if at in users]
-        retracted: list[Any] = []
-        while order and (len(retracted) < len(users) or not batch.check_decode_mem(selected_indices=order)):
-            at = order.pop()
-            retracted.append(batch.reqs[at])
-            batch.release_req(at, len(order), server_args)
-        self._unwanted = frozenset()
-        batch.filter_batch(keep_indices=order)
-        return retracted, NewTokenRatioTracker.estimate_new_token_ratio_after_retract(batch.reqs), []
+        self._unwanted = self._users = frozenset()
+        waits = [req for req in aborted if req.beam_group is None]
+        for req in waits:
+            req.to_finish = None
+        return retracted + waits, [req for req in aborted if req.beam_group is not None]
 
-    def _users(self, batch: Any) -> set[int]:
-        """Return the numbers of the requests in a batch that use unwanted pages."""
-        if not self._unwanted:
-            return set()
+    def _users_in(self, reqs: Sequence[Any]) -> frozenset[int]:
+        """Return the places of the requests that use unwanted pages."""
+        if not self._unwanted or not reqs:
+            return frozenset()
         table = self._scheduler.req_to_token_pool.req_to_token
-        rows = torch.tensor([req.req_pool_idx for req in batch.reqs], device=table.device)
-        longest = max(req.kv.kv_allocated_len for req in batch.reqs)
+        rows = torch.tensor([req.kv.req_pool_idx for req in reqs], device=table.device)
+        longest = max(req.kv.kv_allocated_len for req in reqs)
         pages = (table[rows, : longest : self._page] // self._page).cpu().numpy()
         is_unwanted = numpy.zeros(self._allocator.pages, bool)
         is_unwanted[list(self._unwanted)] = True
-        return {
+        return frozenset(
             at
-            for at, req in enumerate(batch.reqs)
+            for at, req in enumerate(reqs)
             if is_unwanted[pages[at, : -(-req.kv.kv_allocated_len // self._page)]].any()
-        }
+        )
 
     def _under_way(self) -> Iterator[Any]:
         """Yield the requests that generate."""
@@ -184,7 +191,7 @@ class SglangBlocks:
 
     def _rest_of(self, req: Any) -> int:
         """Return how many tokens of its prompt have no page yet."""
-        has = 0 if req.kv is None else req.kv.kv_allocated_len
+        has: int = req.kv.kv_allocated_len
         return max(0, len(req.origin_input_ids) + len(req.output_ids) - has)
 
     def _reserve(self) -> int:
@@ -202,22 +209,23 @@ class SglangBlocks:
 
     def _look(self) -> None:
         """Note which pages are cached and not in use."""
-        nodes = [] if self._tree.disable else list(_below(self._tree.root_node))
+        core = getattr(self._tree, "tree_core", None)  # 0.5.21 has none without a prefix cache
+        nodes = [] if core is None else list(_below(core.root_node))
         before, self._pages = self._pages, {}
         unknown = []
         for node in nodes:
             known = before.get(node)
-            if known is not None and known[0] is node.value:
+            if known is not None and known[0] is _value(node):
                 self._pages[node] = known
             else:
                 unknown.append(node)
         if unknown:
-            firsts = torch.cat([node.value[:: self._page] for node in unknown])
+            firsts = torch.cat([_value(node)[:: self._page] for node in unknown])
             numbers = (firsts // self._page).cpu().numpy()
-            ends = numpy.cumsum([-(-len(node.value) // self._page) for node in unknown])[:-1]
+            ends = numpy.cumsum([-(-len(_value(node)) // self._page) for node in unknown])[:-1]
             for node, pages in zip(unknown, numpy.split(numbers, ends), strict=True):
-                self._pages[node] = node.value, pages
-        self._owners = [node for node in nodes if not node.lock_ref]
+                self._pages[node] = _value(node), pages
+        self._owners = [node for node in nodes if not node.component(ComponentType.FULL).lock_ref]
         self._owner_of = numpy.full(self._allocator.pages, -1)
         for at, node in enumerate(self._owners):
             self._owner_of[self._pages[node][1]] = at
@@ -228,11 +236,13 @@ class SglangBlocks:
             return  # with a node above it
         gone = [node, *_below(node)]
         for node in reversed(gone):
-            pages = self._pages.pop(node)[1]
-            self._owner_of[pages] = -1
-            self._allocator.free_pages_of(pages)
-            self._tree._delete_leaf(node)
-            self._tree._record_remove_event(node)
+            self._owner_of[self._pages.pop(node)[1]] = -1
+            self._tree._evict_device_leaf(node.id, defaultdict(int))
+
+
+def _value(node: Any) -> Any:
+    """Return the tokens of a node of the prefix cache: where they are in the KV cache."""
+    return node.component(ComponentType.FULL).value
 
 
 def _below(root: Any) -> Iterator[Any]:

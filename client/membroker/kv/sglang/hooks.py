@@ -2,8 +2,8 @@
 
 A turn of the cache is before a batch is composed: all earlier ones are launched then, so events on the model's stream
 and on the scheduler's are the fence. For a recall, SGLang is made to believe once that it has no room for the next
-token, and its own steps retract the requests that use unwanted pages. At another point of its loop a retracted request
-could be admitted again before its last step's result has come, and would have that token twice.
+token, until its own steps have retracted the requests that use unwanted pages. At another point of its loop a retracted
+request could be admitted again before its last step's result has come, and would have that token twice.
 
 Owns the table of them. They are registered in each process of SGLang and used in its scheduler's, which has one engine.
 """
@@ -13,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.configs.model_config import is_deepseek_dsa
+from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from ...errors import InvalidRequest
@@ -34,6 +37,7 @@ def register(text: str) -> None:
     """Register the hooks. `text` is the settings; what is wrong in them is raised when an engine makes its cache."""
     global _text
     _text = text
+    envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.set("python")  # the other one does not say which pages are cached
     for target, (kind, hook) in HOOKS.items():
         HookRegistry.register(target, hook, kind)
 
@@ -48,16 +52,26 @@ def current() -> SglangMemory:
 # Where the cache is made
 
 
-def _configure(original: Callable[..., Any], config: Any, **options: Any) -> Any:
-    """Around `KVCacheConfigurator.configure`: the start, and the place of all refusals."""
-    global _current
-    settings = settings_of(_text)
+def _load_model(runner: Any) -> None:
+    """Before `ModelRunner.load_model`: the place of all refusals."""
+    settings_of(_text)
     seams.check()
     if missing := [target for target in HOOKS if target not in HookRegistry._patched]:
         raise InvalidRequest(f"SGLang did not apply membroker's hook on {missing[0]}: its log has the reason")
-    check_supported(config)
-    _current = SglangMemory(settings, config)
-    return original(config, **options)
+    model = runner.model_config
+    check_supported(
+        runner.server_args,
+        is_recurrent=mambaish_config(model) is not None,
+        is_window=bool(model.is_hybrid_swa),
+        is_sparse=is_deepseek_dsa(model.hf_config),
+        sizes_late=envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
+    )
+
+
+def _configure(config: Any, **options: Any) -> None:
+    """Before `KVCacheConfigurator.configure`: what makes the cache."""
+    global _current
+    _current = SglangMemory(settings_of(_text), config)
 
 
 def _available_bytes(original: Callable[..., int], config: Any, pre_model_load_memory: Any) -> int:
@@ -68,7 +82,7 @@ def _available_bytes(original: Callable[..., int], config: Any, pre_model_load_m
 
 def _create_buffers(original: Callable[[Any], None], kvcache: Any) -> None:
     """Around `_create_buffers` of the pools: the KV tensors are addresses."""
-    if type(kvcache).__name__ not in ("MHATokenToKVPool", "PageMajorMHATokenToKVPool"):
+    if type(kvcache).__name__ not in ("MHATokenToKVPool", "MLATokenToKVPool"):
         raise InvalidRequest(f"membroker.kv.sglang does not serve a KV cache of class {type(kvcache).__name__}")
     current().create_buffers(kvcache, original)
 
@@ -99,14 +113,19 @@ def _turn(scheduler: Any, running_batch: Any, last_batch: Any) -> None:
 
 def _has_memory(original: Callable[..., bool], batch: Any, selected_indices: Any = None) -> bool:
     """Around `ScheduleBatch.check_decode_mem`: without memory SGLang retracts, and so it does for a recall."""
-    if selected_indices is None and current().blocks.is_preempting:
-        return False
-    return original(batch, selected_indices)
+    return not current().blocks.must_retract(batch.reqs, selected_indices) and original(batch, selected_indices)
 
 
-def _retract(batch: Any, server_args: Any) -> Any:
-    """In place of `ScheduleBatch.retract_decode`."""
-    return current().blocks.retract(batch, server_args)
+def _order(order: list[int], reqs: Any) -> list[int]:
+    """After `ScheduleBatch._get_decode_retraction_order`: those that a recall wants retracted go first."""
+    return current().blocks.order(order)
+
+
+def _retracted(result: Any, batch: Any) -> Any:
+    """After `ScheduleBatch.retract_decode`: the last request waits for memory, and is not aborted."""
+    retracted, ratio, aborted = result
+    retracted, aborted = current().blocks.retracted(retracted, aborted)
+    return retracted, ratio, aborted
 
 
 # Where SGLang counts
@@ -125,17 +144,19 @@ def _token_info(stats: Any, observer: Any) -> None:
 
 
 HOOKS: Final = {
-    f"{_CONFIGURATOR}.configure": (HookType.AROUND, _configure),
+    "sglang.srt.model_executor.model_runner.ModelRunner.load_model": (HookType.BEFORE, _load_model),
+    f"{_CONFIGURATOR}.configure": (HookType.BEFORE, _configure),
     f"{_CONFIGURATOR}._profile_available_bytes": (HookType.AROUND, _available_bytes),
     f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator": (HookType.AFTER, _allocator),
     f"{_MEM_CACHE}.memory_pool.MHATokenToKVPool._create_buffers": (HookType.AROUND, _create_buffers),
-    f"{_MEM_CACHE}.memory_pool.PageMajorMHATokenToKVPool._create_buffers": (HookType.AROUND, _create_buffers),
+    f"{_MEM_CACHE}.memory_pool.MLATokenToKVPool._create_buffers": (HookType.AROUND, _create_buffers),
     f"{_SCHEDULER}.init_all_cuda_graphs": (HookType.AROUND, _capture_graphs),
     f"{_SCHEDULER}.run_event_loop": (HookType.BEFORE, _run),
     f"{_SCHEDULER}.get_next_batch_to_run": (HookType.BEFORE, _turn),
     f"{_BATCH}.check_decode_mem": (HookType.AROUND, _has_memory),
-    f"{_BATCH}.retract_decode": (HookType.REPLACE, _retract),
+    f"{_BATCH}._get_decode_retraction_order": (HookType.AFTER, _order),
+    f"{_BATCH}.retract_decode": (HookType.AFTER, _retracted),
     f"{_COMPONENTS}.invariant_checker.SchedulerInvariantChecker._check_full_pool": (HookType.BEFORE, _check_pool),
     f"{_COMPONENTS}.pool_stats_observer.SchedulerPoolStatsObserver._get_token_info": (HookType.AFTER, _token_info),
 }
-"""What each target is given: the registry's table, and the list that `_configure` looks through."""
+"""What each target is given: the registry's table, and the list that `_load_model` looks through."""

@@ -25,7 +25,7 @@ from ..engine import Over
 from ..layout import Layout, Strided
 from .allocator import Allocator
 from .blocks import SglangBlocks
-from .settings import PAGES, SglangSettings
+from .settings import PAGE, SglangSettings
 
 logger = logging.getLogger("membroker")
 
@@ -40,7 +40,6 @@ class SglangMemory:
         self.settings = settings
         self._config = config
         self._name = settings.name(config.server_args.served_model_name, logger)
-        self._is_block_major = bool(config.server_args.enable_page_major_kv_layout)
         self._client: Client = connect()
         self._model: Model = self._client.register_model(self._name, limit=settings.limit)
         lent, device = device_of(self._model.driver.device), torch.device(config.device)
@@ -62,16 +61,17 @@ class SglangMemory:
 
     def create_buffers(self, kvcache: Any, original: Callable[[Any], None]) -> None:
         """Let SGLang make the KV tensors of `kvcache` as addresses of a pool, and map its page 0."""
-        page = arguments.bytes_of("page_size", self.settings.page_size or PAGES[self._is_block_major])
-        shapes = kvcache._kv_buffer_shapes()
-        item = kvcache.store_dtype.itemsize
-        sizes = [torch.Size(shape).numel() * item for shape in shapes] * kvcache.layer_num
-        pool = VirtualMemoryPool(self._model, sum(round_up(size, page) for size in sizes), page)
-        wanted = {(sum(sizes),)} if self._is_block_major else {tuple(shape) for shape in shapes}
-        with Capture(pool, wanted=lambda shape, _: shape in wanted):
+        page = arguments.bytes_of("page_size", self.settings.page_size or PAGE)
+        rows = kvcache.size + kvcache.page_size
+        is_mla = hasattr(kvcache, "kv_cache_dim")
+        names = ["kv_buffer"] if is_mla else ["k_buffer", "v_buffer"]
+        row = kvcache.kv_cache_dim if is_mla else kvcache.head_num * (kvcache.head_dim + kvcache.v_head_dim)
+        layer = rows * row * kvcache.store_dtype.itemsize + len(names) * page  # each tensor begins with a page
+        pool = VirtualMemoryPool(self._model, round_up(kvcache.layer_num * layer, page), page)
+        with Capture(pool):
             original(kvcache)
         blocks = kvcache.size // kvcache.page_size + 1
-        parts = [part for buffer in (*kvcache.k_buffer, *kvcache.v_buffer) for part in _parts(buffer, blocks)]
+        parts = [part for name in names for buffer in getattr(kvcache, name) for part in _parts(buffer, blocks)]
         if not all(pool.base_address <= part.address < pool.base_address + pool.capacity for part in parts):
             raise InvalidRequest(
                 f"a KV tensor is smaller than a page of {page} bytes: give a larger capacity, or a smaller page_size"
@@ -86,10 +86,9 @@ class SglangMemory:
         say_wait(layout.bytes_of(0), self._model, logger)
         self._cache = self.settings.elastic(pool, layout)
         logger.info(
-            "membroker: the KV cache of model %r is %s, in %d groups of %d MiB: %d pages of %d tokens, %.1f GiB of "
-            "addresses",
+            "membroker: the KV cache of model %r is layer-major, in %d groups of %d MiB: %d pages of %d tokens, %.1f "
+            "GiB of addresses",
             self._name,
-            "block-major" if self._is_block_major else "layer-major",
             layout.groups,
             layout.bytes_of(0) >> 20,
             layout.blocks,
@@ -116,8 +115,9 @@ class SglangMemory:
         tree, allocator = scheduler.tree_cache, self._allocator
         if allocator is None or scheduler.token_to_kv_pool_allocator is not allocator:
             raise InvalidRequest("SGLang has an allocator that membroker.kv.sglang does not serve")
-        if type(tree).__name__ not in ("RadixCache", "ChunkCache"):
-            raise InvalidRequest(f"membroker.kv.sglang does not support the prefix cache {type(tree).__name__}")
+        kinds = type(tree).__name__, type(getattr(tree, "tree_core", None)).__name__
+        if kinds not in (("UnifiedRadixCache", "UnifiedTreeCore"), ("ChunkCache", "NoneType")):
+            raise InvalidRequest(f"membroker.kv.sglang does not support the prefix cache {kinds[0]} with {kinds[1]}")
         is_cuda = torch.device(scheduler.device).type == "cuda"
         self.blocks = SglangBlocks(
             scheduler, allocator, (lambda: _Fence(scheduler.forward_stream)) if is_cuda else Over

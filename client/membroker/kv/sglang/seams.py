@@ -1,7 +1,7 @@
 """The classes, methods and attributes of SGLang that this package relies on, with the parameters that it gives them.
 
 Owns the tables; `kv/seams.py` compares them with the SGLang that is installed. A version that has all of them may still
-behave otherwise: only `TESTED` was run.
+behave otherwise: only the last of `TESTED` was run whole.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from .. import seams
 
 logger = logging.getLogger("membroker")
 
-TESTED: Final = "0.5.16"
+TESTED: Final = ("0.5.21", "0.5.22", "0.5.23")
 _SRT: Final = "sglang.srt"
 _REGISTRY: Final = f"{_SRT}.plugins.hook_registry:HookRegistry"
 _CONFIGURATOR: Final = f"{_SRT}.mem_cache.kv_cache_configurator:KVCacheConfigurator"
 _POOL: Final = f"{_SRT}.mem_cache.memory_pool:MHATokenToKVPool"
+_MLA: Final = f"{_SRT}.mem_cache.memory_pool:MLATokenToKVPool"
 _ALLOCATOR: Final = f"{_SRT}.mem_cache.allocator.paged:PagedTokenToKVPoolAllocator"
-_TREE: Final = f"{_SRT}.mem_cache.radix_cache:RadixCache"
+_TREE: Final = f"{_SRT}.mem_cache.unified_radix_cache:UnifiedRadixCache"
+_CORE: Final = f"{_SRT}.mem_cache.unified_cache.unified_tree_core"
+_RUNNER: Final = f"{_SRT}.model_executor.model_runner:ModelRunner"
 _SCHEDULER: Final = f"{_SRT}.managers.scheduler:Scheduler"
 _BATCH: Final = f"{_SRT}.managers.schedule_batch:ScheduleBatch"
 _COMPONENTS: Final = f"{_SRT}.managers.scheduler_components"
@@ -37,9 +40,11 @@ METHODS: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
         "_build_token_to_kv_pool_allocator",
         ("sizes", "token_to_kv_pool", "is_dsv4_model", "req_to_token_pool", "token_to_kv_pool_allocator"),
     ),
+    (_RUNNER, "load_model", ()),
+    (f"{_SRT}.configs.hybrid_arch", "mambaish_config", ("model_config",)),
+    (f"{_SRT}.configs.model_config", "is_deepseek_dsa", ("config",)),
     (_POOL, "_create_buffers", ()),
-    (_POOL, "_kv_buffer_shapes", ()),
-    (f"{_SRT}.mem_cache.memory_pool:PageMajorMHATokenToKVPool", "_create_buffers", ()),
+    (_MLA, "_create_buffers", ()),
     (_ALLOCATOR, "__init__", ("size", "page_size", "dtype", "device", "kvcache", "need_sort")),
     (_ALLOCATOR, "available_size", ()),
     (_ALLOCATOR, "alloc", ("need_size",)),
@@ -57,27 +62,21 @@ METHODS: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
         ),
     ),
     (_ALLOCATOR, "alloc_decode", ("seq_lens", "seq_lens_cpu", "last_loc")),
-    (_ALLOCATOR, "free", ("free_index",)),
+    (_ALLOCATOR, "get_all_free_pages", ()),
+    (_ALLOCATOR, "_release_page_ids", ("page_ids",)),
     (_ALLOCATOR, "clear", ()),
     (f"{_SRT}.utils", "get_num_new_pages", ("seq_lens", "page_size", "prefix_lens", "decode")),
     (_TREE, "evictable_size", ()),
-    (_TREE, "_delete_leaf", ("node",)),
-    (_TREE, "_record_remove_event", ("node",)),
+    (_TREE, "_evict_device_leaf", ("node_id", "tracker")),
+    (f"{_CORE}:UnifiedTreeNode", "component", ("component_type",)),
     (_SCHEDULER, "init_all_cuda_graphs", ()),
     (_SCHEDULER, "run_event_loop", ()),
     (_SCHEDULER, "get_next_batch_to_run", ("running_batch", "last_batch")),
     (_BATCH, "check_decode_mem", ("selected_indices",)),
-    (_BATCH, "retract_decode", ("server_args",)),
-    (_BATCH, "_get_decode_retraction_order", ("reqs", "server_args", "allow_policy_sort")),
-    (_BATCH, "release_req", ("idx", "remaing_req_count", "server_args")),
-    (_BATCH, "filter_batch", ("chunked_req_to_exclude", "keep_indices")),
+    (_BATCH, "retract_decode", ()),
+    (_BATCH, "_get_decode_retraction_order", ("reqs",)),
     (_CHECKER, "_check_full_pool", ("ps", "uncached")),
     (_OBSERVER, "_get_token_info", ()),
-    (
-        f"{_COMPONENTS}.new_token_ratio_tracker:NewTokenRatioTracker",
-        "estimate_new_token_ratio_after_retract",
-        ("reqs",),
-    ),
 )
 ATTRIBUTES: Final = (
     (_REGISTRY, ("_patched",)),
@@ -88,20 +87,19 @@ ATTRIBUTES: Final = (
             "model_config",
             "device",
             "gpu_id",
-            "use_mla_backend",
-            "is_hybrid_swa",
-            "mambaish_config",
-            "sliding_window_size",
-            "is_draft_worker",
-            "post_capture_kv_active",
         ),
+    ),
+    (_RUNNER, ("server_args", "model_config")),
+    (f"{_SRT}.configs.model_config:ModelConfig", ("context_len", "hf_config", "is_hybrid_swa")),
+    (
+        f"{_SRT}.environ:Envs",
+        ("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"),
     ),
     (
         f"{_SRT}.server_args:ServerArgs",
         (
             "page_size",
             "served_model_name",
-            "enable_page_major_kv_layout",
             "tp_size",
             "pp_size",
             "dp_size",
@@ -113,6 +111,7 @@ ATTRIBUTES: Final = (
             "enable_hisparse",
             "enable_lmcache",
             "enable_flexkv",
+            "enable_unified_cache_external_linker",
             "disaggregation_mode",
             "radix_cache_backend",
             "enable_streaming_session",
@@ -125,10 +124,16 @@ ATTRIBUTES: Final = (
             "kv_canary",
         ),
     ),
-    (_POOL, ("size", "page_size", "layer_num", "store_dtype", "k_buffer", "v_buffer")),
-    (_ALLOCATOR, ("free_pages", "release_pages", "is_not_in_free_group", "free_group")),
-    (_TREE, ("root_node", "disable")),
-    (f"{_SRT}.mem_cache.radix_cache:TreeNode", ("children", "value", "lock_ref", "last_access_time")),
+    (
+        _POOL,
+        ("size", "page_size", "layer_num", "store_dtype", "head_num", "head_dim", "v_head_dim", "k_buffer", "v_buffer"),
+    ),
+    (_MLA, ("size", "page_size", "layer_num", "store_dtype", "kv_cache_dim", "kv_buffer")),
+    (_ALLOCATOR, ("free_pages",)),
+    (_TREE, ("tree_core",)),
+    (f"{_CORE}:UnifiedTreeCore", ("root_node",)),
+    (f"{_CORE}:UnifiedTreeNode", ("id", "children", "last_access_time")),
+    (f"{_SRT}.mem_cache.unified_cache.components:ComponentData", ("value", "lock_ref")),
     (
         _SCHEDULER,
         (
@@ -145,9 +150,9 @@ ATTRIBUTES: Final = (
     (_BATCH, ("reqs", "batch_is_full", "forward_mode")),
     (
         f"{_SRT}.managers.schedule_batch:Req",
-        ("origin_input_ids", "output_ids", "sampling_params", "req_pool_idx", "kv"),
+        ("origin_input_ids", "output_ids", "sampling_params", "kv", "to_finish", "beam_group"),
     ),
-    (f"{_SRT}.managers.schedule_batch:ReqKvInfo", ("kv_allocated_len",)),
+    (f"{_SRT}.managers.schedule_batch:ReqKvInfo", ("req_pool_idx", "kv_allocated_len")),
     (f"{_COMPONENTS}.pool_stats_observer:PoolStats", ("full_num_used", "full_token_usage")),
     (_OBSERVER, ("max_total_num_tokens",)),
 )
@@ -162,6 +167,7 @@ def check() -> None:
     """Raise `InvalidRequest` if the installed SGLang differs from the one that this package was written for."""
     import sglang
 
-    seams.check("membroker.kv.sglang", f"SGLang {TESTED}", f"SGLang {sglang.__version__}", differences())
-    if sglang.__version__ != TESTED:
-        logger.warning("membroker.kv.sglang was tested with SGLang %s, but not with %s", TESTED, sglang.__version__)
+    written_for = f"SGLang {TESTED[0]} to {TESTED[-1]}"
+    seams.check("membroker.kv.sglang", written_for, f"SGLang {sglang.__version__}", differences())
+    if sglang.__version__ not in TESTED:
+        logger.warning("membroker.kv.sglang was tested with %s, but not with %s", written_for, sglang.__version__)

@@ -6,7 +6,6 @@ Owns the names in the variable `MEMBROKER_SGLANG`, and the refusals at the start
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,8 +14,8 @@ from ...ext import arguments
 from ..bounds import Bounds, check_names, refuse
 
 VARIABLE: Final = "MEMBROKER_SGLANG"
-PAGES: Final[Mapping[bool, str]] = {True: "64MiB", False: "2MiB"}
-"""The page size of a cache that is block-major, and of one that is not."""
+PAGE: Final = "2MiB"
+"""The page size. A layer has tensors of its own, so that a page of each is mapped together."""
 MIN_PAGE_TOKENS: Final = 16
 """The least `--page-size`. With 1 each token would be a block, and a large cache has a million of them."""
 
@@ -48,24 +47,29 @@ def settings_of(text: str) -> SglangSettings:
     return SglangSettings(**found)
 
 
-def check_supported(config: Any) -> None:
-    """Raise `InvalidRequest` for a `KVCacheConfigurator` whose cache cannot be kept right, or was never tested."""
-    args = config.server_args
+def check_supported(args: Any, *, is_recurrent: bool, is_window: bool, is_sparse: bool, sizes_late: bool) -> None:
+    """Raise `InvalidRequest` for a `ServerArgs` or a kind of model that cannot be kept right, or was never tested."""
     refusals = {
         "runs one GPU per engine: set the sizes of tensor, pipeline, data and context parallelism to 1": any(
             getattr(args, name) != 1
             for name in ("tp_size", "pp_size", "dp_size", "dcp_size", "attn_cp_size", "ep_size")
         ),
-        "does not serve models with MLA yet": bool(config.use_mla_backend),
-        "does not serve hybrid and sliding-window models yet": (
-            bool(config.is_hybrid_swa) or config.mambaish_config is not None or config.sliding_window_size is not None
-        ),
-        "does not support speculative decoding yet: leave --speculative-algorithm out": (
-            args.speculative_algorithm is not None or bool(config.is_draft_worker)
+        "does not serve models with Mamba or linear attention": is_recurrent,
+        "does not serve a KV cache with sliding windows apart: add --disable-hybrid-swa-memory": is_window,
+        "does not serve models with sparse attention": is_sparse,
+        "does not support unified memory: leave --enable-unified-memory out": args.enable_unified_memory,
+        "does not support speculative decoding: leave --speculative-algorithm out": (
+            args.speculative_algorithm is not None
         ),
         "does not support a hierarchical cache: leave --enable-hierarchical-cache, --enable-hisparse, "
-        "--enable-lmcache and --enable-flexkv out": any(
-            (args.enable_hierarchical_cache, args.enable_hisparse, args.enable_lmcache, args.enable_flexkv)
+        "--enable-lmcache, --enable-flexkv and --enable-unified-cache-external-linker out": any(
+            (
+                args.enable_hierarchical_cache,
+                args.enable_hisparse,
+                args.enable_lmcache,
+                args.enable_flexkv,
+                args.enable_unified_cache_external_linker,
+            )
         ),
         "does not support disaggregation: leave --disaggregation-mode out": args.disaggregation_mode != "null",
         "does not support another prefix cache: leave --radix-cache-backend, --enable-streaming-session and "
@@ -73,16 +77,13 @@ def check_supported(config: Any) -> None:
             args.radix_cache_backend is not None or args.enable_streaming_session or args.enable_session_radix_cache
         ),
         "does not support the memory saver: leave --enable-memory-saver out": args.enable_memory_saver,
-        "was not tested with a quantized KV cache: leave --kv-cache-dtype at auto": args.kv_cache_dtype != "auto",
-        "was not tested with diffusion models, PD multiplexing, unified memory, or a KV canary": (
-            args.dllm_algorithm is not None
-            or args.enable_pdmux
-            or args.enable_unified_memory
-            or args.kv_canary != "none"
+        "does not support this KV cache: set --kv-cache-dtype to auto, bf16, fp8_e4m3 or fp8_e5m2": (
+            args.kv_cache_dtype not in ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
         ),
-        "replaces SGLang's own sizing after graph capture: leave SGLANG_ENABLE_POST_CAPTURE_KV_SIZING out": bool(
-            config.post_capture_kv_active
+        "was not tested with diffusion models, PD multiplexing, or a KV canary": (
+            args.dllm_algorithm is not None or args.enable_pdmux or args.kv_canary != "none"
         ),
+        "replaces SGLang's own sizing after graph capture: leave SGLANG_ENABLE_POST_CAPTURE_KV_SIZING out": sizes_late,
         f"needs --page-size of at least {MIN_PAGE_TOKENS} tokens: 64 is a good choice": (
             args.page_size < MIN_PAGE_TOKENS
         ),
