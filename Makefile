@@ -58,10 +58,11 @@ test-gpu:  ## the tests that need a real NVIDIA GPU, with this machine's own pyt
 
 # Real engines have an environment of their own: they pin hundreds of packages.
 ENGINES ?= .venv-engines
-$(ENGINES)/.installed: tests/engines/requirements.txt
+$(ENGINES)/.installed: tests/engines/requirements.txt tests/engines/requirements-sglang.txt
 	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
-	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement $<
+	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check --no-deps $(^:%=--requirement %)
 	$(MAKE) --no-print-directory $(ENGINES)/$(NEWEST_VLLM) || echo "left out: $(NEWEST_VLLM), whose signatures are compared"
+	$(MAKE) --no-print-directory $(SGLANG:%=$(ENGINES)/sglang-%) || echo "left out: SGLang"
 	@touch $@
 
 # The newest vLLM that imports beside the environment's torch: its signatures are compared, and nothing of it is run.
@@ -72,9 +73,24 @@ $(ENGINES)/vllm-%:
 	find $@.part -name '*.so' -delete
 	mv $@.part $@
 
-test-engines:  ## real vLLM (its CPU build, 6 GiB of packages) over the host driver; left out where it cannot be installed
+# The releases of SGLang that are served, in the same environment: the last one is run whole.
+SGLANG := 0.5.21 0.5.22 0.5.23
+$(ENGINES)/sglang-%:
+	rm -rf $@.part
+	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $@.part sglang==$*
+	mv $@.part $@
+
+# In this environment vLLM's tests, then those of each SGLang. All of an engine's tests skip where it is not installed.
+TEST_ENGINES = $(ENGINES)/bin/python -m pytest -o cache_dir=.pytest_cache/engines $(OPTIONS)
+test-sglang-%:
+	@test -d $(ENGINES)/sglang-$* || { echo "left out: SGLang $*"; exit 0; }; SGLANG_USE_CPU_ENGINE=1 \
+	  PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker:$(abspath $(ENGINES)/sglang-$*):$(CURDIR)/tests/support/sglang_stubs" \
+	  $(TEST_ENGINES) tests/engines/test_sglang_parts.py $(if $(filter $*,$(lastword $(SGLANG))),tests/engines/test_sglang.py)
+
+test-engines:  ## real vLLM and SGLang over the host driver (6 GiB of packages); left out where they cannot be installed
 	@if $(MAKE) --no-print-directory $(ENGINES)/.installed; then \
-	  PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker" $(ENGINES)/bin/python -m pytest -o cache_dir=.pytest_cache/engines tests/engines $(OPTIONS); \
+	  PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker" $(TEST_ENGINES) tests/engines && \
+	  $(MAKE) --no-print-directory $(SGLANG:%=test-sglang-%); \
 	else echo "left out: vLLM's CPU build cannot be installed here"; fi
 
 check-engines: $(STAMP)  ## which vLLM and SGLang of the last 60 days have what membroker uses, then test-engines: OPTIONS=--strict
