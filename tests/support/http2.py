@@ -36,9 +36,10 @@ class Peer:
         self._window = self._first = 65_535
         self._windows: defaultdict[int, int] = defaultdict(lambda: self._first)
 
-    def begin(self, path: str, metadata_bytes: int) -> int:
-        """Begin a call with so much metadata, and return its stream."""
+    def begin(self, path: str, metadata_bytes: int, token: str = "") -> int:
+        """Begin a call with so much metadata, and the token of a session, and return its stream."""
         stream, fields = self._fields(path, metadata_bytes)
+        fields += b"\x00" + _text("membroker-token") + _text(token) if token else b""
         self.sock.sendall(frame(HEADERS, 0x4, stream, fields))
         return stream
 

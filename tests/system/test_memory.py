@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, hold_still, running, until
 from tests.support.honest_worker import Honest, State, check_turns
 from tests.support.http2 import Peer
+from tests.support.raw import Session, grpc_call
 from tests.support.sizes import KIB, MIB
 from tests.support.workers import worker
 from tests.system.test_reload import reload
@@ -308,14 +309,41 @@ def test_tenants_that_a_reload_adds_share_one_bound_of_calls(state: State) -> No
         Honest(stack.enter_context(worker()), daemon, "grpc").turns(10)
 
 
-def _begin_calls(daemon: Daemon, stack: ExitStack, tenants: list[str], share: int) -> list[Peer]:
+def test_no_user_of_one_endpoint_takes_all_its_calls() -> None:
+    """Each user is a tenant there. A flood without a session gets half of the calls, and a worker is served beside.
+
+    A second flood, with the worker's own token, gets a quarter.
+    """
+    with running({"tenants": None, "max_sessions": MAX_SESSIONS}) as daemon, ExitStack() as stack:
+        share, endpoint = MAX_CALLS // 2, daemon.endpoint("default")
+        flood = _begin_calls(daemon, stack, ["default"], share)
+        until(lambda: _running(flood) == share // 2)
+        with Session(endpoint) as session:
+
+            def served() -> bool:
+                try:
+                    grpc_call(endpoint, session.token, "ListModels", bpb.ListModelsRequest())
+                except grpc.RpcError:
+                    return False
+                return True
+
+            assert served()
+            own = _begin_calls(daemon, stack, ["default"], share, session.token)
+            until(lambda: _running(own) == share // 4)
+            assert not served()
+            for peer in flood:
+                peer.close()
+            until(served)
+
+
+def _begin_calls(daemon: Daemon, stack: ExitStack, tenants: list[str], share: int, token: str = "") -> list[Peer]:
     """Begin more than `share` calls of each tenant, and send no request of them."""
     peers = [Peer(daemon.endpoint(tenant)) for tenant in tenants for _ in range(share // MAX_STREAMS + 2)]
     for peer in peers:
         stack.callback(peer.close)
         peer.hear(1)
         for _ in range(MAX_STREAMS):
-            peer.begin("/membroker.v1.BrokerService/RegisterModel", 100)
+            peer.begin("/membroker.v1.BrokerService/RegisterModel", 100, token)
     return peers
 
 

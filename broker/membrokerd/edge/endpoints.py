@@ -96,6 +96,7 @@ class Endpoints:
                 "membroker.v1.BrokerService",
                 lambda server: broker_pb2_grpc.add_BrokerServiceServicer_to_server(service, server),
                 stack,
+                has_users=tenant is None,
             )
             sock = self._directory.listen(directory / "handoff.sock", ownership)
             listener = Listener(sock, endpoint, config.uids)
@@ -126,12 +127,14 @@ class Endpoints:
         service: str,
         register: Callable[[grpc.aio.Server], None],
         stack: AsyncExitStack,
+        *,
+        has_users: bool = False,
     ) -> None:
         """Start a gRPC server with one of our services, and a proxy in front of it at `public`; `stack` ends both."""
         loop = self._dispatcher.loop
         private = self._directory.private("grpc")
         stack.callback(private.unlink, missing_ok=True)
-        guard = Guard(self._dispatcher, self._calls, refusals.endpoint)
+        guard = Guard(self._dispatcher, self._calls, refusals.endpoint, has_users=has_users)
         sock = self._directory.listen(public, ownership, socket.SOCK_STREAM)
         stack.callback(sock.close)
         server = await serve(private, service, register, guard)

@@ -47,27 +47,48 @@ class Calls:
     def __init__(self, endpoints: Callable[[], int]) -> None:
         self._endpoints = endpoints
         self._running: Counter[str] = Counter()
+        self._of_users: Counter[tuple[str, str]] = Counter()
+        """By endpoint and tenant, where users are tenants. No entry is zero."""
 
-    def begin(self, endpoint: str, count: int = 1) -> bool:
+    def begin(self, endpoint: str, count: int = 1, *, user: str = "") -> bool:
         """Count the call of the running task, or return False if the endpoint, or all of them, have too many.
 
-        Or count it as some more, for a long answer, which is kept until the peer takes it.
+        Or count it as some more, for a long answer, which is kept until the peer takes it. `user` is its tenant where
+        users are tenants: each may have as many calls as are left then, so the first half, the next a quarter, and
+        none keeps all others out.
         """
         share = max(MAX_STREAMS, MAX_CALLS // self._endpoints())
-        if self._running[endpoint] + count > share or self._running.total() + count > MAX_CALLS:
+        running, key = self._running[endpoint] + count, (endpoint, user)
+        if running > share or self._running.total() + count > MAX_CALLS:
+            return False
+        if user and self._of_users.get(key, 0) + running > share:
             return False
         task = asyncio.current_task()
         assert task is not None
         self._running[endpoint] += count
-        task.add_done_callback(lambda _: self._running.subtract({endpoint: count}))
+        if user:
+            self._of_users[key] += count
+
+        def end(_: object) -> None:
+            self._running[endpoint] -= count
+            if user:
+                self._of_users[key] -= count
+                if not self._of_users[key]:
+                    del self._of_users[key]
+
+        task.add_done_callback(end)
         return True
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Wraps one endpoint's calls. Those of health and reflection are not counted, but their streams are bounded."""
+    """Wraps one endpoint's calls. Those of health and reflection are not counted, but their streams are bounded.
 
-    def __init__(self, dispatcher: Dispatcher, calls: Calls, endpoint: str) -> None:
+    `has_users`: each user is a tenant there. Calls without a session's token count as those of one user more.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, calls: Calls, endpoint: str, *, has_users: bool = False) -> None:
         self._dispatcher = dispatcher
+        self._has_users = has_users
         self._turns = dispatcher.loop.turns
         self._calls = calls
         self._endpoint = endpoint
@@ -77,7 +98,8 @@ class Guard(grpc.aio.ServerInterceptor):
         self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
         """Return the method's handler, guarded."""
-        if not self._calls.begin(self._endpoint):
+        user = self._tenant_of(details) if self._has_users else ""
+        if not self._calls.begin(self._endpoint, user=user):
             return grpc.stream_stream_rpc_method_handler(_refuse)  # for any kind of call: it waits for no request
         handler = await continuation(details)
         method: str = details.method
@@ -95,7 +117,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 if inspect.isawaitable(answer):
                     answer = await answer
                 if not isinstance(answer, Denied):
-                    return self._bytes_of(answer, context)
+                    return self._bytes_of(answer, context, user)
                 _answer(context, to_status(answer))
             except Refused as refused:
                 _answer(context, to_status(refused.denied))
@@ -117,14 +139,14 @@ class Guard(grpc.aio.ServerInterceptor):
 
         return grpc.unary_unary_rpc_method_handler(guarded, deserialize)
 
-    def _bytes_of(self, answer: Message, context: Any) -> bytes:
+    def _bytes_of(self, answer: Message, context: Any, user: str) -> bytes:
         """Return an answer's bytes, or refuse the call for want of room for them.
 
         gRPC would keep the message beside its bytes, until the peer has taken them.
         """
         body = answer.SerializeToString()
         more = len(body) // ANSWER_BYTES
-        if more and not self._calls.begin(self._endpoint, more):
+        if more and not self._calls.begin(self._endpoint, more, user=user):
             refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, TOO_MANY)
         return body
 
