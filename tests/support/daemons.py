@@ -162,7 +162,7 @@ class Daemon:
         return until(scrape)
 
     def figure(self, name: str, **labels: str) -> float:
-        """Return the sum of a metric's series that have these labels, by a scrape; 0 if there is none."""
+        """Return the sum of a metric's series that have these labels, by a scrape: 0 without any."""
         return sum(
             sample.value
             for family in text_string_to_metric_families(self.metrics())

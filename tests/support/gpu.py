@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -149,5 +149,8 @@ def run(*command: str, status: int = 0, seconds: float = 60, **environment: str)
 
 def nvidia_descriptors(pid: int) -> list[str]:
     """What a process has open of the GPU."""
-    links = (os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink())
+    links = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            links.append(os.readlink(link))
     return [link for link in links if link.startswith("/dev/nvidia")]

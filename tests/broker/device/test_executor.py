@@ -104,7 +104,7 @@ def run(driver: HostDriver, *work: Callable[[Executor, Callable[[Any], None]], N
         try:
             for piece in work:
                 piece(executor, answers.put_nowait)
-            return [await asyncio.wait_for(answers.get(), 10) for _ in work]
+            return [await asyncio.wait_for(answers.get(), DEADLINE_SECONDS) for _ in work]
         finally:
             executor.stop()
 
@@ -400,7 +400,7 @@ def test_what_takes_long_is_made_on_the_thread(driver: Failing, by_the_clock: Ca
             by_the_clock(seconds)
             told = asyncio.get_running_loop().create_future()
             executor.make(packet(1), told.set_result)
-            close_all(await asyncio.wait_for(told, 10))
+            close_all(await asyncio.wait_for(told, DEADLINE_SECONDS))
         executor.stop()
 
     asyncio.run(main())
@@ -527,7 +527,7 @@ def test_a_turn_of_the_event_loop_hears_of_few_results(driver: Failing) -> None:
         while len(driver.lent) < 20 and executor._ahead.acquire(blocking=False):
             executor._ahead.release()  # the thread goes on
         next_turn()
-        await asyncio.wait_for(over.wait(), 10)
+        await asyncio.wait_for(over.wait(), DEADLINE_SECONDS)
         executor.stop()
         return heard
 
@@ -575,7 +575,7 @@ def test_a_result_that_nobody_has_heard_of_is_still_before(driver: Failing) -> N
         assert finished.wait(DEADLINE_SECONDS)
         executor.make(packet(1), tell("small"))
         assert done_first == []
-        assert [await asyncio.wait_for(told.get(), 10) for _ in range(2)] == ["large", "small"]
+        assert [await asyncio.wait_for(told.get(), DEADLINE_SECONDS) for _ in range(2)] == ["large", "small"]
         executor.make(packet(2), tell("idle"))
         assert done_first == ["large", "small", "idle"]
         executor.stop()

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -105,12 +106,13 @@ def test_a_number_that_stands_for_many_users_is_nobody(
 
 
 @pytest.mark.root
-def test_two_users_that_a_namespace_does_not_map_are_refused(tmp_path: Path) -> None:
+def test_two_users_that_a_namespace_does_not_map_are_refused() -> None:
     """A broker in `unshare -Ur`, and workers of two users outside of it."""
-    path = Path("/tmp") / f"mb-peer-{os.getpid()}"
-    try:
+    with tempfile.TemporaryDirectory(prefix="mb-", dir="/tmp") as directory:  # pytest's is closed to other users
+        Path(directory).chmod(0o755)
+        path = f"{directory}/s"
         with subprocess.Popen(
-            ["unshare", "-Ur", sys.executable, "-c", _ATTEST, str(path)], stdout=subprocess.PIPE, text=True
+            ["unshare", "-Ur", sys.executable, "-c", _ATTEST, path], stdout=subprocess.PIPE, text=True
         ) as broker:
             assert broker.stdout is not None
             assert broker.stdout.readline() == "listening\n"
@@ -119,14 +121,12 @@ def test_two_users_that_a_namespace_does_not_map_are_refused(tmp_path: Path) -> 
                     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:
                         os.seteuid(uid)
                         try:
-                            one.connect(str(path))
+                            one.connect(path)
                         finally:
                             os.seteuid(0)
                         assert broker.stdout.readline() == "PEER_UNKNOWN\n"
             finally:
                 broker.kill()
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def test_a_living_process_is_known_by_pid_uid_and_identity(listener: socket.socket, way: str) -> None:

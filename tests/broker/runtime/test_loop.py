@@ -151,7 +151,7 @@ def test_a_refusal_does_not_wait_for_ever_for_others() -> None:
     async def story(world: World) -> None:
         session, other = await world.open(), await world.open()
         world.queues[other].unread = 1
-        refused = await asyncio.wait_for(world.allocate(session, size=1 << 40), 10)
+        refused = await asyncio.wait_for(world.allocate(session, size=1 << 40), DEADLINE_SECONDS)
         assert isinstance(refused, Denied)
         assert refused.reason is Reason.CAPACITY
 
@@ -231,6 +231,8 @@ def test_a_seal_sends_to_those_who_wait_over_several_turns(monkeypatch: pytest.M
 def test_what_was_sent_before_a_deadline_is_heard_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The daemon was stopped while a wait ended, and the release that ends it well lies in a socket."""
     monkeypatch.setattr(deferrals, "HEARING_SECONDS", DEADLINE_SECONDS)
+    now = [loop_module.clock()]
+    monkeypatch.setattr(loop_module, "clock", lambda: now[0])
 
     async def story(world: World) -> None:
         holder, waiter = await world.open(), await world.open()
@@ -245,6 +247,7 @@ def test_what_was_sent_before_a_deadline_is_heard_before_it(monkeypatch: pytest.
 
         queue.unread = 1
         monkeypatch.setattr(queue, "queued", queued)
+        now[0] += 20_000_000
         await read.wait()
         assert not asked.done()
         await world.give_back(holder)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 
 import pytest
+from tests.support.daemons import DEADLINE_SECONDS
 
 from membrokerd.system.turns import PORTION_SECONDS, Turns, TurnSelector
 
@@ -105,7 +106,7 @@ def test_what_is_ready_is_served_in_the_same_turn() -> None:
 
         loop.add_reader(reader, readable)
         os.write(writer, b"x")
-        await asyncio.wait_for(over.wait(), 10)
+        await asyncio.wait_for(over.wait(), DEADLINE_SECONDS)
         os.close(reader)
         os.close(writer)
         return seen

@@ -43,6 +43,7 @@ class TestOutage:
         one, extent_id = buffer(broker, client)
         line(client)._outage = 0.5
         broker.die()
+        until(lambda: "nobody listens" in line(client)._trouble)
         calls: list[Callable[[], object]] = [lambda: model(client).allocate(PAGE), lambda: model(client).declare(1)]
         for call in calls:
             with pytest.raises(membroker.BrokerUnavailable, match=r"`membrokerd`.* 0\.5 s") as it:
@@ -51,7 +52,7 @@ class TestOutage:
         line(client)._outage = 0.0
         with pytest.raises(membroker.BrokerUnavailable):
             model(client).allocate(PAGE)
-        line(client)._outage = 30.0
+        line(client)._outage = DEADLINE_SECONDS
         broker.listen()
         assert list(broker.resume().extent_ids) == [extent_id]
         another, _ = buffer(broker, client)

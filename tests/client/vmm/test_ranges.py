@@ -358,16 +358,6 @@ def test_nothing_is_mapped_outside_of_the_range(
     assert not memory.mapped
 
 
-def test_memory_that_is_larger_than_the_rest_of_the_range_is_refused(
-    driver: HostDriver, addresses: AddressRange
-) -> None:
-    with PhysicalMemory.create(driver, 3 * GRANULARITY) as large:
-        for offset in (2 * GRANULARITY, 3 * GRANULARITY):
-            with pytest.raises(InvalidOffset):
-                MappedRange(addresses, large, offset)
-        MappedRange(addresses, large, GRANULARITY).close()
-
-
 def test_nothing_is_mapped_over_a_mapping(driver: HostDriver, addresses: AddressRange, memory: PhysicalMemory) -> None:
     with (
         PhysicalMemory.create(driver, 2 * GRANULARITY) as large,
