@@ -6,6 +6,7 @@ stay below it. Streams, calls and header blocks of gRPC are where it was once un
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -33,15 +34,21 @@ SERVED = "membroker.v1.BrokerService"
 MAX_SESSIONS, ENDPOINTS, EXTENTS, MODELS, SEGMENTS = 64, 3, 65_536, 240, 16
 CONNECTIONS = MAX_SESSIONS + CONNECTIONS_BESIDE
 
-BOUND = (
-    48 * MIB
-    + ENDPOINTS * (MIB + MAX_PENDING * 32 * KIB + CONNECTIONS * 96 * KIB)
-    + MAX_CALLS * 128 * KIB
-    + MAX_SESSIONS * (32 * KIB + MODELS * 160)
-    + MODELS * 4 * KIB
-    + SEGMENTS * 2 * KIB
-    + EXTENTS * KIB
-)
+
+def bound(*, sessions: int, models: int, segments: int, extents: int) -> int:
+    """Return the formula of docs/bounds.md for three endpoints, in bytes."""
+    return (
+        48 * MIB
+        + ENDPOINTS * (MIB + MAX_PENDING * 32 * KIB + (sessions + CONNECTIONS_BESIDE) * 96 * KIB)
+        + MAX_CALLS * 128 * KIB
+        + sessions * (32 * KIB + models * 160)
+        + models * 4 * KIB
+        + segments * 2 * KIB
+        + extents * KIB
+    )
+
+
+BOUND = bound(sessions=MAX_SESSIONS, models=MODELS, segments=SEGMENTS, extents=EXTENTS)
 
 
 @pytest.fixture
@@ -181,6 +188,77 @@ for peer in peers[16:]:
         )
         assert max(peak, calls) < BOUND
         check_turns(daemon, state, "the worst mix")
+
+
+_LENT = """
+for number in range({models}):
+    name = sessions[0].register(f'lent{{number}}', answers_recalls=True)
+    sessions[0].borrow(name, PAGE, {pages})
+"""
+_WAITS = """
+for session in sessions:
+    for number in range({waits}):
+        request = allocation(session.register(f'{{sessions.index(session)}}-{{number}}'), PAGE)
+        request.wait.FromSeconds(3_600)
+        session.send(pb.Frame(request_id=1_000 + number, allocate=request))
+"""
+_UNFINISHED = """
+from tests.support.http2 import Peer
+peers = [Peer(endpoint) for _ in range({connections})]
+for peer in peers:
+    peer.hear(1)
+for peer in peers:
+    for _ in range({streams}):
+        peer.fill(peer.begin('/membroker.v1.BrokerService/RegisterModel', 8_000), b'\\0' + bytes(60_000))
+    peer.begin_block('/membroker.v1.BrokerService/RegisterModel', 15_000)
+"""
+
+
+def test_the_worst_mix_of_a_small_daemon_stays_within_the_bound(state: State) -> None:
+    """All at once, with 1,024 descriptors: recalls that nobody answers, waits of many models, and unfinished frames.
+
+    Each session has a request of as many models as it may wait for, within a guarantee that another tenant has
+    borrowed model by model. At both endpoints each connection has calls without an end, and a header block without.
+    The daemon serves on, the books are right, and nothing is left when all have gone.
+    """
+    models, pages, waits = 60, 8, 16
+    config = {
+        "capacity": models * pages * 2 * MIB,
+        "tenants": {"red": {"guarantee": models * pages * MIB}, "blue": {}},
+        "recall_seconds": 3_600.0,
+        "log": {"level": "info"},
+    }
+    with running(config, descriptors=1_024) as daemon:
+        at_start, before = daemon.resident_bytes(), daemon.descriptors()
+        sessions = int(re.findall(r"max_sessions=(\d+)", daemon.log())[0])
+        most = bound(sessions=sessions, models=models + sessions * waits, segments=0, extents=models * pages)
+        with worker() as blue, worker() as red:
+            for each, tenant, count in ((blue, "blue", 1), (red, "red", sessions - 1)):
+                each.do(BEGIN.format(endpoint=str(daemon.endpoint(tenant))))
+                each.do(f"sessions = [Session(endpoint) for _ in range({count})]")
+            blue.do(_LENT.format(models=models, pages=pages))
+            red.do(_WAITS.format(waits=waits))
+            until(lambda: daemon.books().waiting_requests == (sessions - 1) * waits)
+            recalled = [row for row in daemon.models() if any(one.recalled_bytes for one in row.books)]
+            connections = sessions + CONNECTIONS_BESIDE - 2
+            for each in (blue, red):
+                each.do(_UNFINISHED.format(connections=connections, streams=MAX_STREAMS))
+            peak = max(_resident_while(daemon, 100))
+            state("models with requests that wait, and with open recalls", f"{(sessions - 1) * waits}, {len(recalled)}")
+            state("connections with unfinished frames, and descriptors", f"{2 * connections}, {daemon.descriptors()}")
+            state(
+                "RssAnon at the start, with the worst mix of 1,024 descriptors, and its bound",
+                f"{at_start // MIB}, {peak // MIB}, {most // MIB} MiB",
+            )
+            assert len(recalled) >= (sessions - 1) * waits // pages
+            assert peak < most
+            assert daemon.descriptors() < 1_024
+            assert daemon.books().waiting_requests == (sessions - 1) * waits
+            blue.do("sessions[0].close()")  # what it had borrowed is granted
+            until(lambda: not daemon.books().waiting_requests)
+            check_turns(daemon, state, "the worst mix of a small daemon")
+        until(lambda: daemon.books().lent_bytes == 0 and not daemon.sessions())
+        until(lambda: daemon.descriptors() <= before)
 
 
 _ENDLESS = {
