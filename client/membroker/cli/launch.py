@@ -14,16 +14,23 @@ import signal
 import sys
 from collections.abc import Callable
 
+from ..errors import InvalidRequest
 from ..ext import enter, names
 from ..guest.settings import Ports, Settings, parse_ports
-from . import commands
+from . import commands, engines
 from .commands import Commands
 
 _NOTES = """
 The program gets MEMBROKER_ENDPOINT, and with --model and --limit also MEMBROKER_MODEL and MEMBROKER_LIMIT. The model is
 the name for `Client.register_model()` without a name, and the limit applies to that model if the program sets none.
-vLLM and SGLang with membroker use both. A program that sets its own limit keeps it, and is refused (ModelConflict) if
-the model is registered with another limit. To enforce a limit on every program, use `membroker quota set`.
+A program that sets its own limit keeps it, and is refused (ModelConflict) if the model is registered with another
+limit. To enforce a limit on every program, use `membroker quota set`.
+
+vLLM (`vllm serve`) and SGLang (`sglang serve`, `python -m sglang.launch_server`) also get the options that make their
+KV cache elastic, with addresses for all that the broker lends, or for --limit. A line on standard error says which
+options. Those that you give yourself stay. For a command that is not recognized, name the engine: the options are added
+at the end. membroker must be installed in the engine's environment (`pip install membroker`, without an extra). An
+engine on several GPUs needs an endpoint for each: docs/vllm.md says how.
 
 The command becomes the program: the same process, terminal and exit status. If it cannot connect to a broker, it does
 not start the program, and its exit status is 1. The exit status is 127 if the program is not found, and 126 if it
@@ -46,14 +53,17 @@ def add_command(subparsers: Commands) -> None:
         "run",
         run,
         "start a program with its endpoint, its model and its limit",
-        "run -- python serve.py\n"
+        "run --model chat -- vllm serve Qwen/Qwen3-8B --port 8001\n"
         "run --model llama-7b --limit 8GiB -- python serve.py --port 8001\n"
-        "run --device 1 --model llama-7b -- python serve.py",
+        "run --device 1 -- python serve.py",
         _NOTES,
         lists=False,
     )
     parser.add_argument("--model", metavar="NAME", type=_model, help="the model for which the program borrows")
     parser.add_argument("--limit", metavar="SIZE", type=commands.size, help='the most that it borrows, as in "8GiB"')
+    parser.add_argument(
+        "--engine", choices=(*engines.ENGINES, "none"), help="what the command starts, if it does not say so"
+    )
     _add_guest(parser)
     parser.add_argument("program", metavar="COMMAND", nargs=argparse.REMAINDER, help="the program and its arguments")
 
@@ -116,12 +126,18 @@ def run(options: argparse.Namespace) -> int:
         options.parser.error(f"--{given[0].replace('_', '-')} is for a guest: give --guest, too")
     with enter(options.endpoint, observer=True, client="membroker run") as client:
         environment = {**os.environ, names.ENDPOINT_VARIABLE: str(client.endpoint)}
+        capacity = min(client.capacities["device"], options.limit or names.MAX_BYTES)
     for variable in (names.MODEL_VARIABLE, names.LIMIT_VARIABLE):  # those of a program around this one are not meant
         environment.pop(variable, None)
     if options.model is not None:
         environment[names.MODEL_VARIABLE] = options.model
     if options.limit is not None:
         environment[names.LIMIT_VARIABLE] = str(options.limit)
+    if (engine := options.engine or engines.engine_of(program)) in engines.ENGINES:
+        try:
+            program, environment = engines.add(engine, program, environment, capacity)
+        except InvalidRequest as error:
+            options.parser.error(str(error))
     return _execute(program, lambda found: _become(found, program, environment))
 
 
@@ -134,6 +150,8 @@ def _run_guest(options: argparse.Namespace, program: list[str]) -> int:
         error("--guest needs --model and --memory, as in `membroker run --guest --model comfy --memory 12GiB -- …`")
     if options.limit is not None:
         error("--limit is for programs that use membroker: a guest has --memory")
+    if options.engine in engines.ENGINES:
+        error("--engine is for programs that use membroker: leave --guest or --engine out")
     if options.sleep_after is not None and (options.door is None or options.no_sleep):
         error("--sleep-after counts from the last connection: give --door, and leave out --no-sleep")
     settings = Settings(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -86,6 +87,34 @@ def test_the_limit_is_of_that_model_and_a_programs_own_goes_first(
             client.register_model()
 
 
+def test_an_engine_gets_the_options_of_its_elastic_cache(daemon: Daemon, tmp_path: Path) -> None:
+    """Addresses for all that the broker lends, or for the limit. What is added is told, and the user's own stays."""
+    script = tmp_path / "vllm"
+    script.write_text(f"#!{sys.executable}\n{SHOW}\n")
+    script.chmod(0o755)
+    at = ("--endpoint", str(daemon.endpoint("red")), "--model", "chat")
+    with membroker.connect(daemon.endpoint("red")) as client:
+        capacity = client.capacities["device"]
+    for limit, size in (((), capacity), (("--limit", "8MiB"), 8 * MIB)):
+        done = run(*at, *limit, "--", str(script), "serve", "m", "--worker-cls", "mine.Worker")
+        arguments, environment = json.loads(done.stdout)
+        own, added = arguments[:4], dict(zip(arguments[4::2], arguments[5::2], strict=True))
+        assert own == ["serve", "m", "--worker-cls", "mine.Worker"]
+        assert added["--kv-cache-memory-bytes"] == str(size)
+        assert "--worker-cls" not in added
+        assert environment["MEMBROKER_MODEL"] == "chat"
+        assert done.stderr == f"membroker: vLLM also gets {shlex.join(arguments[4:])}\n"
+    done = run(*at, "--engine", "none", "--", str(script), "serve", "m")
+    assert (json.loads(done.stdout)[0], done.stderr) == (["serve", "m"], "")
+    done = run(*at, "--engine", "sglang", "--", sys.executable, "-c", SHOW, MEMBROKER_SGLANG="{}")
+    arguments, environment = json.loads(done.stdout)
+    assert (arguments, environment["MEMBROKER_SGLANG"]) == (["--page-size", "64"], "{}"), "the variable was given"
+    assert done.stderr == "membroker: SGLang also gets --page-size 64\n"
+    done = run(*at, "--", str(script), "serve", "m", "--kv-transfer-config", "{}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--kv-transfer-config names another connector" in done.stderr
+
+
 def test_without_a_broker_nothing_is_started(tmp_path: Path) -> None:
     """One sentence at once, with what to do: not an error of the program, minutes later."""
     done = run("--endpoint", str(tmp_path / "tenants/red"), "--", "touch", str(tmp_path / "started"))
@@ -141,6 +170,8 @@ def test_a_wrong_command_line_is_status_2(capsys: pytest.CaptureFixture[str]) ->
         (("run", "--"), "COMMAND"),
         (("run", "--limit", "8MiB", "--", "true"), "give --model, too"),
         (("run", "--model", "../x", "--", "true"), "is not the name of a model"),
+        (("run", "--guest", "--model", "m", "--memory", "1MiB", "--engine", "vllm", "--", "true"), "leave --guest or"),
+        (("run", "--engine", "other", "--", "true"), "invalid choice: 'other'"),
         (("run", "--model", "m", "--limit", "much", "--", "true"), "cannot read 'much' as a size"),
     ]:
         with pytest.raises(SystemExit) as caught:

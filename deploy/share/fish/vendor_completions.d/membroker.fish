@@ -51,7 +51,7 @@ function _shtab_membroker_using
 end
 
 set -g _shtab_membroker_commands demo doctor run status models sessions tenants processes segments 'segments load' 'segments show' 'segments delete' top explain quota 'quota list' 'quota set' sleep wake forget evict drain undrain replay
-set -g _shtab_membroker_opts_with_value --capacity --deadline --device --door --endpoint --guarantee --interval --limit --location --memory --model --on-excess --sleep-after --timeout --virtual-capacity --watch --weight
+set -g _shtab_membroker_opts_with_value --capacity --deadline --device --door --endpoint --engine --guarantee --interval --limit --location --memory --model --on-excess --sleep-after --timeout --virtual-capacity --watch --weight
 
 complete -c membroker -e
 complete -c membroker -f
@@ -71,6 +71,7 @@ complete -c membroker -n '_shtab_membroker_using run' -l endpoint -x -d 'the dir
 complete -c membroker -n '_shtab_membroker_using run' -l device -x -d 'this device'"'"'s broker; `nvidia-smi -L` lists devices'
 complete -c membroker -n '_shtab_membroker_using run' -l model -x -d 'the model for which the program borrows'
 complete -c membroker -n '_shtab_membroker_using run' -l limit -x -d 'the most that it borrows, as in "8GiB"'
+complete -c membroker -n '_shtab_membroker_using run' -l engine -xka "vllm sglang none" -d 'what the command starts, if it does not say so'
 complete -c membroker -n '_shtab_membroker_using run' -l guest -d 'borrow for all of the program, and put it to sleep'
 complete -c membroker -n '_shtab_membroker_using run' -l memory -x -d 'what it uses at most, with its CUDA context; auto: what it used the last time, and what it uses now'
 complete -c membroker -n '_shtab_membroker_using run' -l timeout -x -d 'how long it may wait to start'

@@ -1,0 +1,100 @@
+"""What `membroker run` adds to the command of an engine: what it lacks, and nothing that the user has given."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from membroker import InvalidRequest
+from membroker.cli.engines import engine_of
+from membroker.kv.sglang import arguments as sglang
+from membroker.kv.sglang.settings import VARIABLE, SglangSettings, settings_of
+from membroker.kv.vllm import arguments as vllm
+
+OURS = ("--kv-transfer-config", "--worker-cls", "--kv-cache-memory-bytes", "--gpu-memory-utilization")
+OTHER = '{"kv_connector":"LMCacheConnector","kv_role":"kv_both"}'
+
+
+@pytest.mark.parametrize(
+    ("command", "engine"),
+    [
+        ("vllm serve Qwen/Qwen3-8B --port 8001", "vllm"),
+        ("/opt/vllm/bin/vllm serve Qwen/Qwen3-8B", "vllm"),
+        ("numactl -N 0 vllm serve Qwen/Qwen3-8B", "vllm"),
+        ("python3 -m vllm.entrypoints.openai.api_server --model Qwen/Qwen3-8B", "vllm"),
+        ("python -m sglang.launch_server --model-path Qwen/Qwen3-8B", "sglang"),
+        ("sglang serve --model-path Qwen/Qwen3-8B", "sglang"),
+        ("vllm bench serve", None),
+        ("vllm", None),
+        ("python serve.py", None),
+        ("python -m vllm.other", None),
+        ("", None),
+    ],
+)
+def test_the_command_says_which_engine_it_starts(command: str, engine: str | None) -> None:
+    assert engine_of(command.split()) == engine
+
+
+def test_vllm_gets_what_it_lacks() -> None:
+    added = vllm.arguments(["vllm", "serve", "m"], 60 << 30)
+    assert added.words[::2] == OURS
+    values = dict(zip(added.words[::2], added.words[1::2], strict=True))
+    assert json.loads(values["--kv-transfer-config"])["kv_connector"] == "Membroker"
+    assert values["--kv-cache-memory-bytes"] == str(60 << 30)
+    assert not added.variables
+
+
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [
+        ("--kv-cache-memory-bytes 8G", "--kv-cache-memory-bytes"),
+        ("--kv_cache_memory_bytes=8G", "--kv-cache-memory-bytes"),
+        ("--kv-cache-mem 8G", "--kv-cache-memory-bytes"),
+        ("--gpu-memory-utilization 0.5", "--gpu-memory-utilization"),
+        ("--worker-cls mine.Worker", "--worker-cls"),
+        ("""--kv-transfer-config '{"kv_connector":"Membroker"}'""", "--kv-transfer-config"),
+        ("--kv-transfer-config.kv_connector Membroker --kv-transfer-config.kv_role=kv_both", "--kv-transfer-config"),
+        ("--kv-transfer-config.kv_role kv_both --kv-transfer-config.kv_connector=Membroker", "--kv-transfer-config"),
+    ],
+)
+def test_what_the_user_gives_stays(given: str, flag: str) -> None:
+    added = vllm.arguments(["vllm", "serve", "m", *shlex.split(given)], 1 << 30)
+    assert added.words[::2] == tuple(name for name in OURS if name != flag)
+
+
+@pytest.mark.parametrize("given", [["--kv-transfer-config", OTHER], [f"--kv-transfer-config={OTHER}"]])
+def test_another_connector_is_an_error(given: list[str]) -> None:
+    """With it the KV cache would be vLLM's own: no memory would be shared, and nothing would say so."""
+    with pytest.raises(InvalidRequest, match="names another connector"):
+        vllm.arguments(["vllm", "serve", "m", *given, "--port", "1"], 1 << 30)
+
+
+def test_what_is_in_the_file_of_config_is_given(tmp_path: Path) -> None:
+    """vLLM lets the command line win over the file, so what is in the file is not added again."""
+    file = tmp_path / "vllm.yaml"
+    command = ["vllm", "serve", "--config", str(file)]
+    assert vllm.arguments(command, 1).words[::2] == OURS, "vLLM says that there is no such file"
+    file.write_text(
+        "model: m  # kv-transfer-config: none\n"
+        "# worker-cls: mine.Worker\n"
+        "kv_cache_memory_bytes: 8G\n"
+        "kv-transfer-config:\n"
+        "  # nested\n"
+        "  kv_connector: Membroker\n"
+        "  worker-cls: 7\n"
+        "port: 8001\n"
+    )
+    assert vllm.arguments(command, 1).words[::2] == ("--worker-cls", "--gpu-memory-utilization")
+    file.write_text("kv-transfer-config:\n  kv_connector: Other\nserved-model-name: Membroker\n")
+    with pytest.raises(InvalidRequest, match="names another connector"):
+        vllm.arguments(command, 1)
+
+
+def test_sglang_gets_what_it_lacks() -> None:
+    added = sglang.arguments(["sglang", "serve"], 1 << 30)
+    assert added.words == ("--page-size", "64")
+    assert settings_of(added.variables[VARIABLE]) == SglangSettings(capacity=1 << 30)
+    assert sglang.arguments(["sglang", "serve", "--page-size=32"], 1).words == ()

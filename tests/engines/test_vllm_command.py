@@ -1,0 +1,33 @@
+"""vLLM's own parser takes what `membroker run` adds to its command, and finds the classes that it names."""
+
+from __future__ import annotations
+
+import pytest
+
+from membroker.kv.vllm.arguments import arguments
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it")
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+import membroker.kv.vllm
+
+
+def parsed(*words: str) -> object:
+    return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(
+        [*words, *arguments(words, 60 << 30).words]
+    )
+
+
+def test_the_options_are_vllms() -> None:
+    given = parsed("--served-model-name", "chat", "--gpu-memory-util", "0.5", "--kv_transfer_config.kv_role", "kv_both",
+                   "--kv-transfer-config.kv_connector=Membroker")  # fmt: skip
+    assert (given.kv_cache_memory_bytes, given.gpu_memory_utilization) == (60 << 30, 0.5)
+    assert given.kv_transfer_config.kv_role == "kv_both"
+    assert resolve_obj_by_qualname(given.worker_cls) is membroker.kv.vllm.Worker
+    given = parsed("--served-model-name", "chat")
+    assert given.gpu_memory_utilization == 0.05
+    assert KVConnectorFactory.get_connector_class(given.kv_transfer_config) is membroker.kv.vllm.Membroker
