@@ -41,10 +41,7 @@ def main() -> None:
             else:
                 line = sys.stdin.readline()
                 if not line or line.startswith("exit"):
-                    sys.stdout.flush()
-                    os._exit(
-                        int(line.split()[1]) if line.split()[1:] else 0
-                    )  # no end at which its signals have no handler
+                    sys.exit(int(line.split()[1]) if line.split()[1:] else 0)
                 assert hashlib.sha256(memory.read()).hexdigest() == wanted
                 print("alive", flush=True)
 

@@ -245,4 +245,5 @@ def _result(status: SleepStatus | None, took: str, *, wake: bool) -> str:
         return f"awake {took}{detail}"
     cache, weights = format_size(status.cache_bytes), format_size(status.weight_bytes)
     released = format_size(status.cache_bytes + status.weight_bytes)
-    return f"released {released} (KV cache {cache}, weights {weights}) {took}{detail}"
+    parts = f" (KV cache {cache}, weights {weights})" if status.cache_bytes else ""
+    return f"released {released}{parts} {took}{detail}"

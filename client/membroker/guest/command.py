@@ -68,6 +68,7 @@ def run(
         seen = seen_file(client, model)
         if is_auto:
             settings = replace(settings, memory=_read(seen), shrinks=True)
+        settings = replace(settings, charges_host=client.capacities.get("host", 0) > 0)
         tree = ProcessTree(lambda: [one.pid for one in client.sessions() if one.pid != os.getpid()], [warden.pid])
         child = _Child()
 

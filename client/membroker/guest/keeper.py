@@ -26,6 +26,7 @@ from .settings import Settings
 from .suspender import Suspender
 from .tree import ProcessTree
 
+_IDLE = "it had no connection"
 AWAKE, FALLING, ASLEEP, WAKING = "awake", "falling_asleep", "asleep", "waking"
 LOOK_SECONDS = 0.1
 """How often the processes are looked at."""
@@ -75,7 +76,7 @@ class Guest:
         self._closed = False
         self._recall: Recall | None = None
         self._asked_to_sleep_until = 0.0
-        self._stays_asleep = False
+        self._stays_asleep = self._may_rest = False
         self._wakes = False
         self._connections = 0
         self._idle_since = self._declared_at = self._less_since = time.monotonic()
@@ -149,6 +150,11 @@ class Guest:
     def _asked(self, request: SleepRequest) -> SleepStatus:
         if request.wake:
             self.wake()
+        elif request.idle_seconds is not None:  # the broker asks by itself
+            with self._changed:
+                idle = self._idle()
+                self._may_rest = bool(request.idle_seconds) and idle is not None and idle >= request.idle_seconds
+                self._changed.notify_all()
         else:
             with self._changed:
                 if self._state == AWAKE:
@@ -166,12 +172,25 @@ class Guest:
                 busy = self._connections and self._asked_to_sleep_until > time.monotonic()
                 plural = "s" if self._connections > 1 else ""
                 detail = f"it has {self._connections} connection{plural}" if busy else self._told
-                return SleepStatus("busy" if busy else AWAKE, detail=detail)
+                idle = self._idle()
+                idle_ms = None if idle is None else int(idle * 1000)
+                return SleepStatus("busy" if busy else AWAKE, detail=detail, idle_ms=idle_ms)
             since = time.strftime("%H:%M:%S", time.localtime(self._asleep_since))
             detail = f"asleep since {since}, because {self._why}; it took {self._took:.1f} s"
             if state == WAKING:
                 detail += f"; it waits for {format_size(self._need())}"
-            return SleepStatus(state, weight_bytes=image, detail=detail)
+            asleep_ms = max(0, int((time.time() - self._asleep_since) * 1000))
+            by_itself = self._why.startswith(_IDLE)
+            return SleepStatus(state, weight_bytes=image, detail=detail, asleep_ms=asleep_ms, by_itself=by_itself)
+
+    def _idle(self) -> float | None:
+        """Return how long nobody has come through the door; None if somebody is there, or it has none, or starts."""
+        if self._connections or not self._settings.has_door:
+            return None
+        now = time.monotonic()
+        if not self._has_listened and self._listens():
+            self._has_listened, self._idle_since = True, now
+        return now - self._idle_since if self._has_listened else None
 
     # --- the thread ---
 
@@ -232,11 +251,9 @@ class Guest:
             return "others need the memory"
         if not self._connections and now < self._asked_to_sleep_until:
             return "an operator has asked for it"
-        after = settings.sleep_after
-        if after is not None and not self._has_listened and self._listens():
-            self._has_listened, self._idle_since = True, now
-        if after is not None and self._has_listened and not self._connections and now - self._idle_since >= after:
-            return f"it had no connection for {after:g} s"
+        after, idle = settings.sleep_after, self._idle()
+        if idle is not None and (self._may_rest or (after is not None and idle >= after)):
+            return f"{_IDLE} for {idle:.1f} s"
         return ""
 
     def _wants_to_run(self) -> bool:
@@ -301,6 +318,8 @@ class Guest:
                 self._asked_to_sleep_until = 0.0
                 self._firm_until = time.monotonic() + FIRM_SECONDS
             self._tell(f"it cannot sleep: {failed}")
+            if self._settings.charges_host:
+                self._model.declare(0, "host")
             self._declare(max(self._declared, sum(usage.values())))
             if self._recall is not None:
                 recall, self._recall = self._recall, None
@@ -312,7 +331,7 @@ class Guest:
             self._asleep_since, self._why, self._took = time.time(), why, time.monotonic() - begun
             if time.monotonic() < self._asked_to_sleep_until:
                 self._stays_asleep = True
-            self._asked_to_sleep_until, self._wakes = 0.0, False
+            self._asked_to_sleep_until, self._wakes, self._may_rest = 0.0, False, False
             if self._granted is None:
                 self._state = ASLEEP
             else:
@@ -330,7 +349,14 @@ class Guest:
         free = _host_bytes_free()
         if free is not None and size > free:
             return f"the machine has {format_size(free)} of memory free, and its image needs {format_size(size)}"
-        return next(reasons, "")
+        if reason := next(reasons, ""):
+            return reason
+        if self._settings.charges_host:
+            try:
+                self._model.declare(size + self._image, "host")
+            except OutOfMemory as error:
+                return f"the broker does not lend host memory for its image: {error}"
+        return ""
 
     def _suspend(self, usage: Mapping[int, int]) -> str:
         """Lock all processes, then suspend each. Undo that if one fails, and return why, as half a sentence."""
@@ -424,6 +450,8 @@ class Guest:
             self._suspended, self._image, self._wakes = {}, 0, False
             self._idle_since = time.monotonic()
             self._told = ""
+        if self._settings.charges_host:
+            self._model.declare(0, "host")
         self._say(f"it is awake again after {time.monotonic() - begun:.1f} s")
 
 

@@ -19,6 +19,8 @@ class Settings:
     sleep_after: float | None = None
     can_sleep: bool = True
     has_door: bool = False
+    charges_host: bool = False
+    """Whether the image is charged to the model's host memory: the broker lends some."""
 
 
 class Ports(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import signal
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -25,15 +26,19 @@ LOOK_SECONDS = 0.002
 
 
 class StandInMemory:
-    """Memory that can be suspended. It must be made and used in the main thread, which gets the signals."""
+    """Memory that can be suspended. Any thread may use it.
+
+    It must be made before the first other thread, since a thread of its own gets the signals.
+    """
 
     def __init__(self, size: int) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {TAKE, GIVE})
         self._file = os.memfd_create(NAME, os.MFD_CLOEXEC)
-        self._image: bytes | None = bytes(size)
+        self._image = bytes(size)
         self._map: mmap.mmap | None = None
-        signal.signal(TAKE, self._take)
-        signal.signal(GIVE, self._give)
+        self._changed = threading.Condition()
         self._give()
+        threading.Thread(target=self._listen, name="stand-in", daemon=True).start()
 
     def read(self) -> bytes:
         """Return all of it; wait while it is suspended."""
@@ -47,29 +52,30 @@ class StandInMemory:
 
     @contextmanager
     def _awake(self) -> Iterator[mmap.mmap]:
+        with self._changed:
+            while self._map is None:
+                self._changed.wait()
+            yield self._map
+
+    def _listen(self) -> None:
         while True:
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {TAKE, GIVE})
-            try:
-                if self._map is not None:
-                    yield self._map
-                    return
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            time.sleep(LOOK_SECONDS)
+            (self._take if signal.sigwait({TAKE, GIVE}) == TAKE else self._give)()
 
-    def _take(self, *_: object) -> None:
-        if self._map is not None:
-            self._image = self._map[:]
-            self._map.close()
-            self._map = None
-            os.ftruncate(self._file, 0)
+    def _take(self) -> None:
+        with self._changed:
+            if self._map is not None:
+                self._image = self._map[:]
+                self._map.close()
+                self._map = None
+                os.ftruncate(self._file, 0)
 
-    def _give(self, *_: object) -> None:
-        if self._image is not None:
-            os.ftruncate(self._file, len(self._image))
-            self._map = mmap.mmap(self._file, len(self._image))
-            self._map[:] = self._image
-            self._image = None
+    def _give(self) -> None:
+        with self._changed:
+            if self._map is None:
+                os.ftruncate(self._file, len(self._image))
+                self._map = mmap.mmap(self._file, len(self._image))
+                self._map[:] = self._image
+                self._changed.notify_all()
 
 
 class StandInSuspender:

@@ -26,6 +26,7 @@ class FakeModel:
     def __init__(self, free: int) -> None:
         self.free = free
         self.declared, self.recallable = 0, False
+        self.host = self.image = 0
         self.said: list[tuple[int, bool]] = []
         self.ask: Callable[[Any], object] | None = None
         self.answer: Callable[[SleepRequest], Any] | None = None
@@ -36,7 +37,14 @@ class FakeModel:
     def on_sleep(self, callback: Callable[[SleepRequest], Any]) -> None:
         self.answer = callback
 
-    def declare(self, size: int, *, recallable: bool, wait: float | None = None) -> None:
+    def declare(
+        self, size: int, location: str = "device", *, recallable: bool = False, wait: float | None = None
+    ) -> None:
+        if location == "host":
+            if size > self.host:
+                raise OutOfMemory("there is no room")
+            self.image = size
+            return
         if size - self.declared > self.free:
             raise OutOfMemory("there is no room")
         self.free -= size - self.declared
@@ -262,5 +270,45 @@ def test_a_guest_without_a_door_runs_again_unless_an_operator_has_put_it_to_slee
         bench.guest.look()
     assert bench.states() == ["suspended"]
     bench.model.answer(SleepRequest(wake=True, keep_weights=False, deadline=NEVER))
+    while not bench.guest.is_awake:
+        bench.guest.look()
+
+
+def test_the_image_is_charged_as_host_memory_and_without_it_the_program_stays_awake() -> None:
+    bench = Bench(10, 20, charges_host=True)
+    bench.recall()
+    assert (bench.states(), bench.model.image) == (["running", "running"], 0)
+    assert any("does not lend host memory for its image" in text for text in bench.said)
+    bench = Bench(10, 20, charges_host=True)
+    bench.model.host = 30 * MIB
+    bench.recall()
+    assert (bench.states(), bench.model.image) == (["suspended", "suspended"], 30 * MIB)
+    bench.wakes()
+    assert bench.model.image == 0
+
+
+def test_the_broker_lets_an_idle_one_sleep_and_no_other() -> None:
+    """`idle_sleep_seconds`: 0 only asks how far it is."""
+    bench = Bench(10)
+    assert bench.model.answer is not None
+
+    def ask(idle: float) -> str:
+        assert bench.model.answer is not None
+        answer = bench.model.answer(SleepRequest(False, False, 0.0, idle))
+        bench.guest.look()
+        assert (answer.idle_ms is None) == (not is_idle)
+        return str(bench.guest.status().state)
+
+    bench.guest.connected(1)
+    is_idle = False
+    assert ask(1e-9) == "awake"
+    bench.guest.connected(-1)
+    is_idle = True
+    assert ask(0) == "awake"
+    assert ask(1e6) == "awake"
+    assert ask(1e-9) == "asleep"
+    assert bench.guest.status().by_itself
+    assert bench.guest.status().asleep_ms is not None
+    bench.guest.connected(1)
     while not bench.guest.is_awake:
         bench.guest.look()
