@@ -30,6 +30,8 @@ _IDLE = "it had no connection"
 AWAKE, FALLING, ASLEEP, WAKING = "awake", "falling_asleep", "asleep", "waking"
 LOOK_SECONDS = 0.1
 """How often the processes are looked at."""
+SESSIONS_SECONDS = 1.0
+"""How often the processes are looked for that have a session of a broker: they are never suspended any more."""
 LOCK_SECONDS = 10.0
 """How long a process may take until its calls wait."""
 TOUCH_SECONDS = 5.0
@@ -38,6 +40,8 @@ LESS_SECONDS = 10.0
 """How long a program must use less before less is declared."""
 FIRM_SECONDS = 60.0
 """How long a guest that could not be suspended is not recalled."""
+CLOSE_SECONDS = 1.0
+"""How long `close` waits for its thread, which may wait for a broker that is away."""
 DEVICE_SECONDS = 10.0
 """How long the device may take to show what the broker has lent before that is told."""
 ASK_AGAIN_SECONDS = 5.0
@@ -92,6 +96,7 @@ class Guest:
         self._granted_at = self._ask_again_at = 0.0
         self._asleep_since, self._why, self._took = 0.0, "", 0.0
         self._told = ""
+        self._sessions_at = 0.0
         self._thread: threading.Thread | None = None
 
     # --- what the command does ---
@@ -112,7 +117,7 @@ class Guest:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(CLOSE_SECONDS)
 
     def wake(self) -> None:
         """Wake the program, if it sleeps, as soon as the broker lends the memory."""
@@ -204,6 +209,8 @@ class Guest:
                 self._open_again()
             except (MembrokerError, DriverError) as error:
                 self._tell(str(error))
+            except Exception as error:  # noqa: BLE001 - a program that sleeps must not sleep on because of a fault here
+                self._tell(f"a fault of membroker: {error!r}")
             with self._changed:
                 if not self._closed and self._recall is None:
                     self._changed.wait(LOOK_SECONDS)
@@ -227,6 +234,9 @@ class Guest:
         """Look at the program, and do what is to be done next. The thread does this again and again."""
         pids = self._tree.pids()
         self._watch(pids)
+        if self._settings.can_sleep and time.monotonic() - self._sessions_at >= SESSIONS_SECONDS:
+            self._tree.look_at_sessions()
+            self._sessions_at = time.monotonic()
         usage = {pid: size for pid, size in self._suspender.usage(pids).items() if size}
         used = sum(usage.values())
         self.most_used = max(self.most_used, used)

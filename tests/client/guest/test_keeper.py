@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -54,7 +55,7 @@ class FakeModel:
 
 class FakeTree:
     def __init__(self, suspender: FakeSuspender) -> None:
-        self.suspender, self.reasons = suspender, dict[int, str]()
+        self.suspender, self.reasons, self.looks = suspender, dict[int, str](), 0
 
     def pids(self) -> list[int]:
         return sorted(self.suspender.processes)
@@ -63,7 +64,7 @@ class FakeTree:
         return f"start of {pid}" if pid in self.suspender.processes else ""
 
     def look_at_sessions(self) -> None:
-        pass
+        self.looks += 1
 
     def why_not(self, pid: int) -> str:
         return self.reasons.get(pid, "")
@@ -312,3 +313,27 @@ def test_the_broker_lets_an_idle_one_sleep_and_no_other() -> None:
     bench.guest.connected(1)
     while not bench.guest.is_awake:
         bench.guest.look()
+
+
+def test_a_fault_of_its_own_is_told_and_does_not_end_the_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(10)
+    looks = threading.Semaphore(0)
+
+    def usage(pids: object) -> dict[int, int]:
+        looks.release()
+        raise ZeroDivisionError("nobody has foreseen it")
+
+    monkeypatch.setattr(bench.suspender, "usage", usage)
+    monkeypatch.setattr(keeper, "LOOK_SECONDS", 0.001)
+    bench.guest.start()
+    for _ in range(3):
+        looks.acquire()
+    bench.guest.close()
+    assert bench.said == ["a fault of membroker: ZeroDivisionError('nobody has foreseen it')"]
+
+
+def test_who_has_a_session_of_a_broker_is_looked_at_while_it_runs() -> None:
+    """One that has ended its session when the program is to sleep would not be seen then."""
+    bench = Bench(10)
+    bench.guest.look()
+    assert bench.tree.looks == 1
