@@ -195,6 +195,32 @@ def test_weights_that_are_not_borrowed_stay(build: Build, tmp_path: Path) -> Non
         assert books(daemon, "chat").device > DECLARED
 
 
+def test_an_idle_engine_sleeps_by_itself_when_another_model_waits(
+    build: Build, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Nobody types a command. Its next request waits until the other one has gone, and has the same tokens."""
+    model = write_model(tmp_path / "model", build.config)
+    config = {
+        "capacity": 512 * build.unit,
+        "host_capacity": 64 * build.unit,
+        "tenants": {"red": {"idle_sleep_seconds": 1.0}, "blue": {}},
+    }
+    named = {"environment": {**environment, "MEMBROKER_MODEL": "chat"}, "enable_prefix_caching": False}
+    with (
+        build.running(config) as daemon,
+        Engine(build, model, daemon.endpoint(), {"weights": "borrowed"}, **named) as engine,
+        membroker.connect(daemon.endpoint("blue")) as other,
+    ):
+        before = engine.ready().generate(*PROMPTS)
+        with other.register_model("owner").allocate(config["capacity"], wait=600.0):
+            assert books(daemon, "chat").device == 0
+            until(lambda: daemon.device().asleep_sessions)
+            engine.ask(*PROMPTS)
+            until(lambda: not daemon.device().asleep_sessions)
+            assert engine.is_busy
+        assert engine.answer() == before
+
+
 def test_borrowed_weights_and_what_is_declared_leave_too_little_for_the_longest_request(
     build: Build, tmp_path: Path
 ) -> None:
