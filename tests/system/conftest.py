@@ -1,14 +1,26 @@
-"""A daemon that gets bad input, with an honest worker beside it."""
+"""Clients of two tenants; and a daemon that gets bad input, with an honest worker beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.support.daemons import running
+from tests.support.daemons import Daemon, running
 from tests.support.scene import CONFIG, Scene
 
 import membroker
+
+
+@pytest.fixture
+def red(daemon: Daemon) -> Iterator[membroker.Client]:
+    with membroker.connect(daemon.endpoint("red")) as client:
+        yield client
+
+
+@pytest.fixture
+def blue(daemon: Daemon) -> Iterator[membroker.Client]:
+    with membroker.connect(daemon.endpoint("blue")) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,18 +36,6 @@ TENANTS: dict[str, Any] = {
 def daemon() -> Iterator[Daemon]:
     with running({"tenants": TENANTS}) as one:  # of 256 MiB
         yield one
-
-
-@pytest.fixture
-def red(daemon: Daemon) -> Iterator[Client]:
-    with membroker.connect(daemon.endpoint("red")) as client:
-        yield client
-
-
-@pytest.fixture
-def blue(daemon: Daemon) -> Iterator[Client]:
-    with membroker.connect(daemon.endpoint("blue")) as client:
-        yield client
 
 
 @pytest.fixture
@@ -169,8 +158,10 @@ def test_a_check_asks_the_device_how_much_it_has(path: Path) -> None:
 
     The start and the check refuse the same file.
     """
-    status, checked = check_config(path, {"capacity": None, "tenants": {"red": {"guarantee": "900GiB"}}})
-    started = run_python(["-m", "membrokerd.cli", "--config", str(path)])
+    keys = {"capacity": None, "tenants": {"red": {"guarantee": "900GiB"}}}
+    with tempfile.TemporaryDirectory(prefix="mb-") as runtime:
+        status, checked = check_config(path, {"runtime_directory": f"{runtime}/run", **keys})
+        started = run_python(["-m", "membrokerd.cli", "--config", str(path)])
     for code, said in ((status, checked[-1]), (started.returncode, started.stderr.splitlines()[-1])):
         assert code == 1
         assert re.search(r"900\.0 GiB of device memory, more than the capacity, 1\.0", said)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -28,18 +27,6 @@ from membrokerd.runtime.decisions import KEPT_OF_A_MODEL, MODELS_OF_A_TENANT, TE
 
 def explain(endpoint: Path, *arguments: str) -> str:
     return good("explain", *arguments, at=endpoint)
-
-
-@pytest.fixture
-def red(daemon: Daemon) -> Iterator[membroker.Client]:
-    with membroker.connect(daemon.endpoint("red")) as client:
-        yield client
-
-
-@pytest.fixture
-def blue(daemon: Daemon) -> Iterator[membroker.Client]:
-    with membroker.connect(daemon.endpoint("blue")) as client:
-        yield client
 
 
 def test_a_refused_request_is_explained_by_its_name(daemon: Daemon, transport: str) -> None:

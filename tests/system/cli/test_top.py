@@ -61,18 +61,6 @@ def daemon() -> Iterator[Daemon]:
         yield one
 
 
-@pytest.fixture
-def red(daemon: Daemon) -> Iterator[membroker.Client]:
-    with membroker.connect(daemon.endpoint("red")) as client:
-        yield client
-
-
-@pytest.fixture
-def blue(daemon: Daemon) -> Iterator[membroker.Client]:
-    with membroker.connect(daemon.endpoint("blue")) as client:
-        yield client
-
-
 def test_an_operator_sees_all_tenants_live_and_sorts_and_filters(
     daemon: Daemon, red: membroker.Client, blue: membroker.Client
 ) -> None:
