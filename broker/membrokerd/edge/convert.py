@@ -135,8 +135,16 @@ def to_event(call: int, session: int, tenant: str, request_id: int, request: Mes
             return ev.Release(call, session, request_id, tuple(request.extent_ids))
         case bpb.DeclareMemoryRequest():
             name, location = parse_model(request.model), parse_location(request.location)
-            size, is_guest = request.declared_bytes, request.recallable
-            return ev.Declare(call, session, request_id, name, location, size, is_guest, _wait_ns(request))
+            return ev.Declare(
+                call=call,
+                session=session,
+                request_id=request_id,
+                name=name,
+                location=location,
+                declared_bytes=request.declared_bytes,
+                recallable=request.recallable,
+                wait_ns=_wait_ns(request),
+            )
         case bpb.CreateSegmentRequest():
             name, location, size = parse_model(request.model), parse_location(request.location), request.size_bytes
             segment = parse_segment(f"{name}/segments/{request.segment_id}")
