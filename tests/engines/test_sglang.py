@@ -207,7 +207,7 @@ def test_an_engine_that_is_not_served_says_why(story: Story) -> None:
     with story.build.running({"capacity": 64 * story.unit}) as daemon:
         for settings, options, said in (
             ({"limits": "1GiB"}, {}, "MEMBROKER_SGLANG has 'limits', and membroker knows: model, limit"),
-            ({}, {"page_size": 8}, "membroker.kv.sglang needs --page-size of at least 16 tokens"),
+            ({}, {"page_size": None}, "membroker.kv.sglang needs --page-size of at least 16 tokens"),
         ):
             with story.engine(daemon.endpoint(), settings, **options) as engine:
                 with pytest.raises(AssertionError, match="the engine ended"):

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import is_deepseek_dsa
 from sglang.srt.environ import envs
@@ -60,7 +61,7 @@ def _load_model(runner: Any) -> None:
         raise InvalidRequest(f"SGLang did not apply membroker's hook on {missing[0]}: its log has the reason")
     model = runner.model_config
     check_supported(
-        runner.server_args,
+        resolved_view(runner.server_args),
         is_recurrent=mambaish_config(model) is not None,
         is_window=bool(model.is_hybrid_swa),
         is_sparse=is_deepseek_dsa(model.hf_config),

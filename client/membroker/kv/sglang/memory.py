@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from sglang.srt.arg_groups.model_override_base import resolved_view
 
 from ... import Client, Model, VirtualMemoryPool, connect
 from ...adapters.torch import device_of
@@ -39,7 +40,7 @@ class SglangMemory:
     def __init__(self, settings: SglangSettings, config: Any) -> None:
         self.settings = settings
         self._config = config
-        self._name = settings.name(config.server_args.served_model_name, logger)
+        self._name = settings.name(resolved_view(config.server_args).served_model_name, logger)
         self._client: Client = connect()
         self._model: Model = self._client.register_model(self._name, limit=settings.limit)
         lent, device = device_of(self._model.driver.device), torch.device(config.device)

@@ -41,6 +41,7 @@ METHODS: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
         ("sizes", "token_to_kv_pool", "is_dsv4_model", "req_to_token_pool", "token_to_kv_pool_allocator"),
     ),
     (_RUNNER, "load_model", ()),
+    (f"{_SRT}.arg_groups.model_override_base", "resolved_view", ("server_args",)),
     (f"{_SRT}.configs.hybrid_arch", "mambaish_config", ("model_config",)),
     (f"{_SRT}.configs.model_config", "is_deepseek_dsa", ("config",)),
     (_POOL, "_create_buffers", ()),
