@@ -60,7 +60,7 @@ class Mark(NamedTuple):
 
 
 @dataclass(slots=True)
-class Guest:
+class GuestSlice:
     """A borrower that can be recalled as a whole only. It declared something last at `used`.
 
     From its first declaration until `slice_until` it is not recalled; None: that is over.
@@ -102,7 +102,7 @@ class Recallable:
         self.kept: dict[Borrower, tuple[int, int]] = {}
         """What a borrower did not release when it answered: bytes, and until when it is not asked for them."""
         self.marks: dict[tuple[ModelName, Location], Mark] = {}
-        self.guests: dict[Borrower, Guest] = {}
+        self.guests: dict[Borrower, GuestSlice] = {}
         """Those that are charged for anything."""
         self.hold_without: Callable[[ModelName, Location, int, int], bool] = lambda *_: True
         """Says whether the guarantees of a model and its tenant hold if these lose so many bytes: `Admission`'s."""

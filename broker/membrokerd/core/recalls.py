@@ -28,7 +28,7 @@ from . import effects as fx
 from . import events as ev
 from .books import Books
 from .names import Location, ModelName
-from .recallable import Borrower, Guest, Mark, PendingRecall
+from .recallable import Borrower, GuestSlice, Mark, PendingRecall
 from .rows import Loan
 
 KEPT_NS = 2_000_000_000
@@ -270,10 +270,10 @@ class Recalls:
             if before is not None:
                 before.used = now
             elif until > now:
-                state.guests[borrower] = Guest(now, until)
+                state.guests[borrower] = GuestSlice(now, until)
                 heapq.heappush(self._ends, (until, borrower))
             else:
-                state.guests[borrower] = Guest(now, None)
+                state.guests[borrower] = GuestSlice(now, None)
         else:
             state.guests.pop(borrower, None)
         state.bound_kept(borrower.session)
@@ -327,7 +327,7 @@ class Recalls:
             if (name, location) not in guests:
                 state.guests.pop(borrower, None)
             elif borrower not in state.guests:
-                state.guests[borrower] = Guest(now, None)
+                state.guests[borrower] = GuestSlice(now, None)
             state.count(borrower)
         state.count_guests()
         for name in self._books.ledger.sessions[session].models:

@@ -70,7 +70,7 @@ def run(
             settings = replace(settings, memory=_read(seen), shrinks=True)
         settings = replace(settings, charges_host=client.capacities.get("host", 0) > 0)
         tree = ProcessTree(lambda: [one.pid for one in client.sessions() if one.pid != os.getpid()], [warden.pid])
-        child = _Child()
+        child = _Program()
 
         def open_model() -> Model:
             return client.register_model(model)
@@ -124,7 +124,7 @@ def _borrow(guest: Guest, settings: Settings, timeout: float | None) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
 
 
-class _Child:
+class _Program:
     """The program."""
 
     def __init__(self) -> None:
