@@ -176,7 +176,7 @@ class _Task(Generic[_T]):
 
     def run(self) -> None:
         self._started = True
-        _here.task = self
+        here.task = self
         try:
             let_through()  # on a busy machine a thread may start long after the interrupt
             self._result = self._work()
@@ -226,7 +226,8 @@ class _Here(threading.local):
     task: _Task[Any] | None = None
 
 
-_here = _Here()
+here = _Here()
+"""`here.task` is the work of `uninterrupted` that this thread does."""
 
 
 def uninterrupted(work: Callable[[], _T], on_interrupt: Step = lambda: None, patience: float = STOPPING_SECONDS) -> _T:
@@ -242,7 +243,7 @@ def uninterrupted(work: Callable[[], _T], on_interrupt: Step = lambda: None, pat
 
 def let_through() -> None:
     """Raise KeyboardInterrupt in the work of `uninterrupted` if an interrupt is waiting. Call it between two steps."""
-    if _here.task is not None and _here.task.interrupted:
+    if here.task is not None and here.task.interrupted:
         raise KeyboardInterrupt
 
 

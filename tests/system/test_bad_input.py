@@ -14,7 +14,7 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from tests.support import raw
-from tests.support.daemons import DEADLINE_SECONDS
+from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.raw import Asker, Session, reason
 from tests.support.scene import PAGE, Scene
 from tests.support.sizes import MIB
@@ -142,7 +142,7 @@ def test_what_is_no_message_or_too_long(scene: Scene, unmoved: Callable[[], None
     with pytest.raises(grpc.RpcError) as caught:
         raw.grpc_call(scene.daemon.endpoint(), "x" * 100_000, "GetDevice", bpb.GetDeviceRequest())
     assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-    assert "a header block has more than 16384 bytes" in scene.daemon.log()
+    until(lambda: "a header block has more than 16384 bytes" in scene.daemon.log())
     method = "/membroker.v1.BrokerService/AllocateExtents"
     with grpc.insecure_channel(f"unix:{scene.daemon.endpoint()}/grpc.sock") as channel:
         call = channel.unary_unary(method, request_serializer=bytes, response_deserializer=bytes)

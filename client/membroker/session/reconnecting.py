@@ -21,7 +21,7 @@ from typing import Any, Final
 from google.protobuf.message import Message
 
 from ..errors import AccessDenied, BrokerUnavailable, ClosedError, MembrokerError, SessionLost, ThreadLimit
-from ..interrupts import Condition, let_through
+from ..interrupts import Condition, here, let_through
 from ..memory.lender import Placement
 from ..threads import start_thread
 from ..types import Disconnected, Forgotten, Resumed
@@ -161,7 +161,8 @@ class ReconnectingConnection:
         while True:
             if until is not None:
                 _let_wait(frame, until)
-            let_through()  # an interrupt ends the present connection: one that came before cannot end this call
+            if here.task is not None:
+                let_through()  # an interrupt ends the present connection: one that came before cannot end this call
             try:
                 return connection.call(frame, placement, timeout=timeout, note=note)
             except (BrokerUnavailable, AccessDenied) as error:

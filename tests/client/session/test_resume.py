@@ -62,7 +62,7 @@ class TestCallsInFlight:
         """The interrupt has ended the connection before, and the session has resumed: this call nobody would end."""
 
         def call() -> None:
-            interrupts._here.task = SimpleNamespace(interrupted=True)  # type: ignore[assignment]
+            interrupts.here.task = SimpleNamespace(interrupted=True)  # type: ignore[assignment]
             line(client).call(pb.Frame(attach_segment=broker_pb2.AttachSegmentRequest(name=f"{MODEL}/segments/s")))
 
         with pytest.raises(KeyboardInterrupt):

@@ -73,7 +73,7 @@ def enough(done: int, total: int) -> None:
 
 def interrupt(*_: int) -> None:
     signal.raise_signal(signal.SIGINT)
-    until(lambda: interrupts._here.task is not None and interrupts._here.task.interrupted)
+    until(lambda: interrupts.here.task is not None and interrupts.here.task.interrupted)
 
 
 @pytest.mark.parametrize("away", [True, False])
