@@ -61,17 +61,8 @@ ENGINES ?= .venv-engines
 $(ENGINES)/.installed: tests/engines/requirements.txt tests/engines/requirements-sglang.txt
 	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check --no-deps $(^:%=--requirement %)
-	$(MAKE) --no-print-directory $(ENGINES)/$(NEWEST_VLLM) || echo "left out: $(NEWEST_VLLM), whose signatures are compared"
 	$(MAKE) --no-print-directory $(SGLANG:%=$(ENGINES)/sglang-%) || echo "left out: SGLang"
 	@touch $@
-
-# The newest vLLM that imports beside the environment's torch: its signatures are compared, and nothing of it is run.
-NEWEST_VLLM := vllm-0.33.0
-$(ENGINES)/vllm-%:
-	rm -rf $(ENGINES)/vllm-*
-	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $@.part vllm==$*
-	find $@.part -name '*.so' -delete
-	mv $@.part $@
 
 # The releases of SGLang that are served, in the same environment: the last one is run whole.
 SGLANG := 0.5.21 0.5.22 0.5.23
@@ -87,7 +78,7 @@ test-sglang-%:
 	  PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker:$(abspath $(ENGINES)/sglang-$*):$(CURDIR)/tests/support/sglang_stubs" \
 	  $(TEST_ENGINES) tests/engines/test_sglang_parts.py $(if $(filter $*,$(lastword $(SGLANG))),tests/engines/test_sglang.py)
 
-test-engines:  ## real vLLM and SGLang over the host driver (6 GiB of packages); left out where they cannot be installed
+test-engines:  ## real vLLM and SGLang over the host driver (4 GiB of packages); left out where they cannot be installed
 	@if $(MAKE) --no-print-directory $(ENGINES)/.installed; then \
 	  PYTHONPATH="$(CURDIR)/client:$(CURDIR)/broker" $(TEST_ENGINES) tests/engines && \
 	  $(MAKE) --no-print-directory $(SGLANG:%=test-sglang-%); \

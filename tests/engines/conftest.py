@@ -9,7 +9,8 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def sockets_of_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """vLLM leaves the sockets of its processes in the directory for temporary files: give them one of their own."""
+    """vLLM leaves files and sockets in the directory for temporary files: give it one of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_RPC_BASE_PATH", str(tmp_path_factory.mktemp("vllm")))
+        for name in ("VLLM_RPC_BASE_PATH", "TMPDIR"):
+            patch.setenv(name, str(tmp_path_factory.mktemp("vllm")))
         yield

@@ -59,9 +59,7 @@ class Story:
         return 16 * 548 * self.build.times * self.build.token_bytes
 
 
-@pytest.fixture(
-    scope="module", params=["cpu", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("gpu-v1", "gpu-v2"))]
-)
+@pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     build = BUILDS[request.param]
     if build.on_gpu == current_platform.is_cpu():

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from tests.support.daemons import Daemon, running, until
 from tests.support.sizes import MIB
-from tests.support.vllm_engine import BUILDS, write_model
+from tests.support.vllm_engine import BUILDS, write_model, write_plugins
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it")
 from vllm.platforms import current_platform
@@ -67,6 +67,7 @@ class Server:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_HOST_IP": "127.0.0.1",
             "MEMBROKER_ENDPOINT": str(daemon.endpoint("serving")),
+            "PYTHONPATH": os.pathsep.join([str(write_plugins(model / f"plugins-{name}")), os.environ["PYTHONPATH"]]),
         }
         server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         mine = ["--model", str(model), "--served-model-name", name, "--host", "127.0.0.1", "--port", str(self._port)]

@@ -40,7 +40,7 @@ def _long(build: Build) -> Any:
     return [[_RNG.randrange(3, 512) for _ in range(200)] for _ in range(16)], 4800 if build.on_gpu else 800
 
 
-@pytest.fixture(params=["cpu", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("gpu-v1", "gpu-v2"))])
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def build(request: pytest.FixtureRequest) -> Build:
     build = BUILDS[request.param]
     if build.on_gpu == current_platform.is_cpu():

@@ -76,9 +76,7 @@ class Ranks:
         stack.enter_context(owner.allocate(48 * self.story.unit, wait=60.0))
 
 
-@pytest.fixture(
-    scope="module", params=["cpu", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("gpu-v1", "gpu-v2"))]
-)
+@pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     build = BUILDS[request.param]
     if build.on_gpu == current_platform.is_cpu():

@@ -115,6 +115,7 @@ def a_config(model: str = "org/small", **changes: Any) -> Any:
         "model": model,
         "revision": None,
         "hf_config": SimpleNamespace(to_dict=lambda: {"hidden_size": 256}),
+        "word_embeddings_untied_by_checkpoint": False,
         "dtype": torch.float32,
         "quantization": None,
         "quantization_config": None,

@@ -48,7 +48,7 @@ def seconds(engine: Engine, what: str) -> str:
     return found[1]
 
 
-@pytest.mark.parametrize("runner", ["gpu-v1", "gpu-v2"])
+@pytest.mark.parametrize("runner", ["gpu"])
 def test_engines_compute_with_one_copy_of_the_weights(
     runner: str, gpu: CudaDriver, tmp_path: Path, state: Callable[[str, str], None]
 ) -> None:

@@ -132,15 +132,14 @@ BUILDS: Mapping[str, Build] = {
             "OMP_NUM_THREADS": "1",
             "TORCH_COMPILE_DISABLE": "1",  # else each start runs g++ for 10 s, to sample at random
         },
-        layout="layer-major",
+        layout="is LBHNC",
         unit=MIB,
         times=1,
         token_bytes=12 << 10,
         group=4 * MIB,
         on_gpu=False,
     ),
-    "gpu-v1": Build(environment={"VLLM_USE_V2_MODEL_RUNNER": "0"}, layout="block-major", group=64 * MIB, **_GPU),
-    "gpu-v2": Build(environment={"VLLM_USE_V2_MODEL_RUNNER": "1"}, layout="layer-major", group=14 * MIB, **_GPU),
+    "gpu": Build(environment={}, layout="is BLNHC", group=64 * MIB, **_GPU),
 }
 
 
@@ -214,7 +213,8 @@ class Engine(Closing):
         }
         if endpoint is not None:
             variables["MEMBROKER_ENDPOINT"] = str(endpoint)
-            keywords["worker_cls"] = "membroker.kv.vllm.Worker"
+            if (settings or {}).get("weights") == "borrowed":
+                keywords["worker_cls"] = "membroker.kv.vllm.Worker"
             keywords["kv_transfer_config"] = {
                 "kv_connector": "Membroker",
                 "kv_connector_module_path": "membroker.kv.vllm",

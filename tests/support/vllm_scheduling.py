@@ -22,7 +22,13 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -45,6 +51,8 @@ IN_FLIGHT = 2
 class Scheduling:
     """A scheduler with `blocks` blocks; over a `model`, with an elastic cache in place of that.
 
+    With a `window` every other layer of its model needs only so many of a request's last tokens.
+
     `tokens` were scheduled, `preemptions` counts requests that lost their blocks, and `loaded` blocks that came back.
     """
 
@@ -59,6 +67,7 @@ class Scheduling:
         watermark: float = 0.0,
         swap_space: int | None = None,
         policy: Literal["fcfs", "priority"] = "fcfs",
+        window: int = 0,
     ):
         (directory / "config.json").write_text(json.dumps(CONFIG))
         over: dict[str, Any] = {}
@@ -72,9 +81,8 @@ class Scheduling:
             self._pool = pool = VirtualMemoryPool(model, PAGES * PAGE, PAGE)
             layout = Layout(pool.base_address, PAGE, blocks, [Strided(pool.base_address, BLOCK, BLOCK)], BLOCK_TOKENS)
             self.cache = ElasticCache(pool, layout)
-            kept = SimpleNamespace(pool=None)  # vLLM's own weights
-            started = SimpleNamespace(take_cache=lambda: self.cache, launched=self._launched, weights=kept)
-            started.empty_torch = lambda: None
+            started = SimpleNamespace(take_cache=lambda: self.cache, launched=self._launched)
+            started.weights_pool, started.empty_torch = None, lambda: None  # vLLM's own weights
             monkeypatch.setattr(memory, "_current", started)
             over["kv_transfer_config"] = {
                 "kv_connector": "Membroker",
@@ -99,8 +107,20 @@ class Scheduling:
         config.parallel_config.distributed_executor_backend = "uni"
         config.scheduler_config.async_scheduling = True  # the CPU build has turned it off
         config.cache_config.num_gpu_blocks = blocks
-        spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=8, head_size=128, dtype=torch.float32)
-        tensors, groups = [KVCacheTensor(size=BLOCK * blocks, shared_by=["layer"])], [KVCacheGroupSpec(["layer"], spec)]
+        shape: dict[str, Any] = {
+            "block_size": BLOCK_TOKENS,
+            "num_kv_heads": 4,
+            "head_size": 128,
+            "dtype": torch.float32,
+        }
+        specs: list[Any] = [FullAttentionSpec(**shape)]
+        self._windows: list[int | None] = [None]
+        """How many of its last tokens a group of layers needs, or None for all."""
+        if window:
+            specs.append(SlidingWindowSpec(**shape, sliding_window=window))
+            self._windows.append(window)
+        groups = [KVCacheGroupSpec([f"layer {number}"], spec) for number, spec in enumerate(specs)]
+        tensors = [KVCacheTensor(BLOCK * blocks, group.layer_names, BLOCK, BLOCK) for group in groups]
         cache_config = KVCacheConfig(blocks, tensors, groups)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256) if caches_prefixes else None
@@ -124,7 +144,8 @@ class Scheduling:
     def slots(self) -> list[int]:
         """Return all slots of host memory, those with something in them and those without."""
         swap = self.scheduler.connector._swap
-        return sorted([*swap._free, *(slot for slots in swap._kept.values() for slot in slots)])
+        kept = [slot for _, groups in swap._kept.values() for slots in groups for slot in slots.values()]
+        return sorted([*swap._free, *kept])
 
     def forget(self, name: str) -> None:
         """Compute a request whose tokens have changed from its beginning."""
@@ -177,7 +198,7 @@ class Scheduling:
         for name, tokens in names.items():
             self._compute(scheduler.requests[name], tokens)
         answers = [[] if scheduler.requests[name].is_prefill_chunk else [_answer(name)] for name in names]
-        steps.append((step, answers, {block for name in names for block in self._table(name)}))
+        steps.append((step, answers, {block for name in names for table in self._tables(name) for block in table}))
         while len(steps) >= IN_FLIGHT or (steps and not step.total_num_scheduled_tokens):
             self._end(*steps.popleft())
         return True
@@ -186,20 +207,22 @@ class Scheduling:
         """Write the next tokens of a request to its blocks. What it had before must be there."""
         name, known = request.request_id, request.all_token_ids
         numbers = self._numbers.setdefault(name, [self.weights])
-        table = self._table(name)
         begin, end = request.num_computed_tokens - tokens, request.num_computed_tokens
         for place in range(len(numbers) - 1, end):
             numbers.append(hash((numbers[-1], known[place] if place < len(known) else _answer(name))))
         resumed = self._seen.get(name) != begin
-        for place in range(0 if resumed else max(0, begin - BLOCK_TOKENS), end):
-            block, number = table[place // BLOCK_TOKENS], numbers[place + 1]
-            if place >= begin:
-                self._written.setdefault(block, {})[place % BLOCK_TOKENS] = number
-            assert self._written[block].get(place % BLOCK_TOKENS) == number, f"token {place} of request {name}"
+        for window, table in zip(self._windows, self._tables(name), strict=True):
+            first = 0 if resumed else max(0, begin - BLOCK_TOKENS)
+            for place in range(first if window is None else max(first, begin + 1 - window), end):
+                block, number = table[place // BLOCK_TOKENS], numbers[place + 1]
+                if place >= begin:
+                    self._written.setdefault(block, {})[place % BLOCK_TOKENS] = number
+                assert self._written[block].get(place % BLOCK_TOKENS) == number, f"token {place} of request {name}"
         self._seen[name] = end
 
-    def _table(self, name: str) -> list[int]:
-        return [block.block_id for block in self.scheduler.kv_cache_manager.get_blocks(name).blocks[0]]
+    def _tables(self, name: str) -> tuple[list[int], ...]:
+        found: tuple[list[int], ...] = self.scheduler.kv_cache_manager.get_block_ids(name)
+        return found
 
     def _end(self, step: Any, tokens: list[list[int]], used: set[int]) -> None:
         if self._pool is not None:

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 from typing import Any
 
 
@@ -24,6 +25,7 @@ def main() -> None:
     from vllm import LLM
 
     if sys.argv[2:] == ["fork"]:
+        tempfile.tempdir = None  # a fork of the template has another one
         _fork()
     llm = LLM(**json.loads(sys.argv[1]))
     print("null", file=answers, flush=True)

@@ -150,6 +150,9 @@ def package(name: str, table: object, leave_out: str = "") -> dict[str, str]:
     for place, names in attributes:
         module, _, kind = place.partition(":")
         modules.setdefault(module, {}).setdefault(kind, []).extend(f"{one} = 1" for one in names if one != leave_out)
+    for place, name in getattr(table, "PROPERTIES", ()):
+        module, _, kind = place.partition(":")
+        modules.setdefault(module, {}).setdefault(kind, []).extend(["@property", f"def {name}(self): ..."])
     files = {}
     for module, kinds in modules.items():
         lines = [*kinds.pop("", [])]
@@ -157,8 +160,7 @@ def package(name: str, table: object, leave_out: str = "") -> dict[str, str]:
             lines += [f"class {kind}:", *(f"    {one}" for one in members or ["..."])]
         is_package = any(other.startswith(f"{module}.") for other in modules)
         files[module.replace(".", "/") + ("/__init__.py" if is_package else ".py")] = "\n".join(lines)
-    # Releases of the window have a buffer for all layers.
-    return files | ({"vllm/v1/kv_cache_layout.py": ""} if name == "vllm" else {})
+    return files
 
 
 class Index:

@@ -58,11 +58,7 @@ def is_tested(seams: ModuleType, version: Version) -> bool:
 
 def compare(seams: ModuleType, sources: Sources) -> Iterator[str]:
     """Yield what a release lacks of what the tables of `seams` name."""
-    kind = "LAYOUT" if sources.module("vllm.v1.kv_cache_layout") else "TENSOR"
-    more = {name: getattr(seams, f"{kind}_{name}", ()) for name in ("METHODS", "ATTRIBUTES", "PROPERTIES")}
-    return sources.differences(
-        (*seams.METHODS, *more["METHODS"]), (*seams.ATTRIBUTES, *more["ATTRIBUTES"]), more["PROPERTIES"]
-    )
+    return sources.differences(seams.METHODS, seams.ATTRIBUTES, getattr(seams, "PROPERTIES", ()))
 
 
 def rows(name: str, seams: ModuleType, index: Callable[[], str], keep: Path, now: datetime) -> Iterator[Row]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import nullcontext
-from types import SimpleNamespace
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,7 +52,6 @@ def test_the_name_that_a_user_chooses_comes_first(monkeypatch: pytest.MonkeyPatc
         ({"declare": "much"}, "declare: "),
         ({"keep_pinned": 1}, "keep_pinned is true or false, not 1"),
         ({"keep_pinned": True}, "keep_pinned is for borrowed weights"),
-        ({"layout": "blocks"}, "layout is block-major or layer-major, not 'blocks'"),
         ({"endpoint": 7}, "endpoint is a directory, or a list with one for each rank, not 7"),
         ({"endpoint": ["/run/a", ""]}, "endpoint is a directory, or a list"),
     ],
@@ -123,6 +124,9 @@ SWAP_BESIDE_ANOTHER = {
 }
 
 
+SWAP = {"kv_transfer_config__kv_connector_extra_config": {"swap_space": "1GiB"}}
+
+
 def a_config(**other: Any) -> Any:
     """A `VllmConfig` that is served, with some values replaced: `parallel_config__world_size=2`."""
     config: Any = {
@@ -134,9 +138,15 @@ def a_config(**other: Any) -> Any:
             "nnodes": 1,
             "distributed_executor_backend": "uni",
         },
-        "kv_transfer_config": {"kv_connector": "Membroker", "is_kv_consumer": False, "is_kv_producer": True},
+        "kv_transfer_config": {
+            "kv_connector": "Membroker",
+            "is_kv_consumer": False,
+            "is_kv_producer": True,
+            "kv_connector_extra_config": {},
+        },
         "model_config": {
-            "use_mla": False,
+            "is_hybrid": False,
+            "is_attention_free": False,
             "is_encoder_decoder": False,
             "enable_sleep_mode": False,
             "enable_cumem_allocator": False,
@@ -144,7 +154,7 @@ def a_config(**other: Any) -> Any:
         },
         "speculative_config": None,
         "ec_transfer_config": None,
-        "cache_config": {"cache_dtype": "auto"},
+        "attention_config": {"hisparse_config": None},
     }
     for name, value in other.items():
         part, _, key = name.partition("__")
@@ -153,6 +163,48 @@ def a_config(**other: Any) -> Any:
         else:
             config[part] = value
     return SimpleNamespace(**{k: SimpleNamespace(**v) if isinstance(v, dict) else v for k, v in config.items()})
+
+
+REFUSED: Mapping[str, Any] = {
+    "pipeline, data or context parallelism": {"parallel_config__world_size": 2},
+    "several nodes": {"parallel_config__nnodes": 2},
+    "executors other than `uni` and `mp`": {"parallel_config__distributed_executor_backend": "ray"},
+    "cascade attention (`--no-disable-cascade-attn`)": {"model_config__disable_cascade_attn": False},
+    "encoder-decoder models": {"model_config__is_encoder_decoder": True},
+    "engines that only encode": {"ec_transfer_config": SimpleNamespace(is_ec_consumer=False)},
+    "a KV cache in host memory (HiSparse)": {"attention_config__hisparse_config": object()},
+    "vLLM's sleep mode": {"model_config__enable_sleep_mode": True},
+}
+SERVED: Mapping[str, Any] = {
+    "full attention": {},
+    "sliding window, beside full attention": {},
+    "MLA": {"model_config__use_mla": True},
+    "recurrent states (Mamba, GDN), beside attention": {"model_config__is_hybrid": True},
+    "FP8 KV cache": {"cache_config": {"cache_dtype": "fp8"}},
+    "speculative decoding, MTP": {"speculative_config": object()},
+    "LoRA": {"lora_config": object()},
+    "quantized weights": {"model_config__quantization": "fp8"},
+}
+
+
+def test_the_table_of_models_is_what_the_code_refuses() -> None:
+    """docs/vllm.md says of each kind of model and engine whether it is served, and whether with `swap_space`."""
+    page = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text()
+    table = page[page.index("| what | served | tested |") :].split("\n\n")[0].splitlines()[2:]
+    rows = {what.strip(): served.strip() for _, what, served, _, _ in (line.split("|") for line in table)}
+
+    def is_refused(other: Any, more: Any = MappingProxyType({})) -> bool:
+        try:
+            check_supported(a_config(**{**other, **more}))
+        except InvalidRequest:
+            return True
+        return False
+
+    assert rows == {
+        what: "no" if is_refused(other) else "without `swap_space`" if is_refused(other, SWAP) else "yes"
+        for what, other in {**SERVED, **REFUSED}.items()
+    }
+    assert {what for what, served in rows.items() if served == "no"} == set(REFUSED)
 
 
 @pytest.mark.parametrize(
@@ -167,13 +219,14 @@ def a_config(**other: Any) -> Any:
         ({"kv_transfer_config__is_kv_producer": False}, '"kv_role": "kv_producer"'),
         ({"kv_transfer_config__is_kv_consumer": True}, "preempts many requests at once"),
         ({"kv_transfer_config": SWAP_BESIDE_ANOTHER}, "swap_space beside another connector"),
-        ({"model_config__use_mla": True}, "MLA"),
         ({"model_config__is_encoder_decoder": True}, "encoder-decoder"),
-        ({"speculative_config": object()}, "speculative"),
+        ({**SWAP, "speculative_config": object()}, "swap_space with speculative decoding"),
+        ({**SWAP, "model_config__is_hybrid": True}, "swap_space for models with recurrent states"),
+        ({**SWAP, "model_config__is_attention_free": True}, "swap_space for models with recurrent states"),
+        ({"attention_config__hisparse_config": object()}, "HiSparse"),
         ({"ec_transfer_config": SimpleNamespace(is_ec_consumer=False)}, "encodes"),
         ({"model_config__enable_sleep_mode": True}, "sleep mode"),
         ({"model_config__enable_cumem_allocator": True}, "sleep mode"),
-        ({"cache_config__cache_dtype": "fp8"}, r"give the model's own type \(bfloat16"),
         ({"model_config__disable_cascade_attn": False}, "--no-disable-cascade-attn"),
     ],
 )
@@ -181,7 +234,8 @@ def test_an_engine_that_cannot_be_served_is_refused_in_a_sentence(other: dict[st
     check_supported(a_config())
     check_supported(a_config(parallel_config__distributed_executor_backend=UNI))
     check_supported(a_config(ec_transfer_config=SimpleNamespace(is_ec_consumer=True)))
-    check_supported(a_config(cache_config__cache_dtype="bfloat16"))
+    check_supported(a_config(**SWAP))
+    check_supported(a_config(speculative_config=object(), model_config__is_hybrid=True))
     check_supported(
         a_config(
             parallel_config__world_size=2,
@@ -193,34 +247,26 @@ def test_an_engine_that_cannot_be_served_is_refused_in_a_sentence(other: dict[st
         check_supported(a_config(**other))
 
 
-class FullAttentionSpec(SimpleNamespace):
-    pass
+@pytest.mark.parametrize(
+    ("spec", "group", "layout", "said"),
+    [
+        (None, {}, "BLNHC", "a model without a KV cache"),
+        ({}, {"host_resident": True}, "BLNHC", "host memory"),
+        ({"has_layer_views": False}, {}, "BLNHC", "its layers lay out by themselves"),
+        ({}, {}, "LHBNC", "the layout LHBNC: leave VLLM_KV_CACHE_LAYOUT out"),
+    ],
+)
+def test_a_cache_whose_blocks_are_elsewhere_is_refused(spec: Any, group: Any, layout: str, said: str) -> None:
+    def check(layout: str, group: Any, *specs: Any) -> None:
+        groups = [
+            SimpleNamespace(**{"host_resident": False, **group}, kv_cache_spec=SimpleNamespace(**one)) for one in specs
+        ]
+        check_cache(SimpleNamespace(kv_cache_groups=groups, kv_cache_layout=layout))
 
-
-class SlidingWindowSpec(SimpleNamespace):
-    pass
-
-
-def test_a_model_with_other_attention_is_refused() -> None:
-    """vLLM frees or shares blocks differently there, and that was not tested."""
-    full = FullAttentionSpec(sliding_window=None, attention_chunk_size=None)
-
-    def check(*specs: Any, stride: int = 0) -> None:
-        groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
-        check_cache(SimpleNamespace(kv_cache_groups=groups, kv_cache_tensors=[SimpleNamespace(block_stride=stride)]))
-
-    check(full)
-    for specs in (
-        [],
-        [full, full],
-        [SlidingWindowSpec(sliding_window=None, attention_chunk_size=None)],
-        [FullAttentionSpec(sliding_window=512, attention_chunk_size=None)],
-        [FullAttentionSpec(sliding_window=None, attention_chunk_size=512)],
-    ):
-        with pytest.raises(InvalidRequest, match="hybrid, sliding-window and MLA models are not supported yet"):
-            check(*specs)
-    with pytest.raises(InvalidRequest, match="not supported yet"):
-        check(full, stride=4096)
+    one = {"has_layer_views": True}
+    check("LBHNC", {}, one, one)
+    with pytest.raises(InvalidRequest, match=said):
+        check(layout, group, *([] if spec is None else [one, {**one, **spec}]))
 
 
 def test_the_package_is_imported_without_vllm() -> None:

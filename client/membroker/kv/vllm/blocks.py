@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.request import RequestStatus
 
@@ -25,45 +25,72 @@ _NEVER = 1e-9
 """The warmth of cached contents whose last use is not known: colder than all others, and not 0."""
 
 
+class GroupNeed(NamedTuple):
+    """What a request takes of a group of layers: a block for each `block_tokens`, and `besides`, but at most `most`."""
+
+    block_tokens: int
+    besides: int
+    most: int
+
+
+def needs_of(config: Any, groups: Iterable[Any]) -> list[GroupNeed]:
+    """Return what a request takes of each of a model's groups, by vLLM's own specs of their layers.
+
+    A sliding window or a recurrent state takes a bounded number of blocks, whatever the request's length.
+    """
+    specs = [group.kv_cache_spec for group in groups]
+    return [
+        GroupNeed(
+            spec.block_size,
+            getattr(spec, "num_speculative_blocks", 0),
+            -(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes),
+        )
+        for spec in specs
+    ]
+
+
 class VllmBlocks:
     """The free list, reference counts and requests of one vLLM engine.
 
-    `pool` is vLLM's `BlockPool`. A block has `block_tokens` tokens, and a request at most `most_tokens`; at most
-    `most_requests` run at a time. vLLM admits a request beside others only if `watermark` blocks stay free. It preempts
-    the youngest request first, or with `by_priority` the youngest of those that matter least. `new_fence` returns a
-    fence behind all steps before the one that is being scheduled: no block of this one is unused. `save` is told of a
-    request that was preempted, and of the blocks that it had.
+    `pool` is vLLM's `BlockPool`. Of each group of layers a request takes what `needs` say, `lookahead` tokens for
+    drafts included, and `tables` returns the numbers of its blocks in each group now: all groups have blocks of one
+    pool, and 0 stands where a request needs none any more. At most `most_requests` run at a time. vLLM admits a request
+    beside others only if `watermark` blocks stay free. It preempts the youngest request first, or with `by_priority`
+    the youngest of those that matter least. `new_fence` returns a fence behind all steps before the one that is being
+    scheduled: no block of this one is unused.
     """
 
     def __init__(
         self,
         pool: Any,
         *,
-        block_tokens: int,
-        most_tokens: int,
+        needs: Sequence[GroupNeed],
+        tables: Callable[[str], Iterable[Iterable[int]]],
         most_requests: int,
         watermark: int,
+        lookahead: int = 0,
         by_priority: bool = False,
         new_fence: Callable[[], Fence],
-        save: Callable[[Any, Sequence[int]], None],
     ) -> None:
         if pool.null_block.block_id != 0:
             raise InvalidRequest(f"vLLM's null block is number {pool.null_block.block_id}, and membroker expects 0")
         self._pool = pool
-        self._block_tokens, self._most_tokens, self._most_requests = block_tokens, most_tokens, most_requests
-        self._watermark, self._by_priority = watermark, by_priority
+        self._needs, self._tables, self._lookahead = needs, tables, lookahead
+        self._most_requests, self._watermark, self._by_priority = most_requests, watermark, by_priority
         self.fence = new_fence
-        self._save = save
-        self._requests: dict[str, Any] = {}
+        self.requests: dict[str, Any] = {}
+        """Those that have not ended."""
         self._squeezed: list[Any] = []
         """Blocks of which one more reference is held for one step, so that vLLM preempts."""
         self._squeezed_used = 0
         """How many of them requests had at that time."""
         self._more = 0
         """What requests need beyond the blocks that they have."""
+        self._short = 0
+        """How many blocks more than that vLLM seems to want before it admits a request."""
         self._last_used = [0.0] * pool.num_gpu_blocks
-        self._running: dict[str, list[int]] = {}
-        """The blocks of each request that has any, the oldest request first: in the order of their admission."""
+        self._running: dict[str, None] = {}
+        """The requests that have blocks, the oldest first: in the order of their admission."""
         self._users: dict[int, tuple[int, str]] | None = None
         """Of the requests that use a block the last to be preempted, and its place; None: to be found again."""
 
@@ -71,55 +98,53 @@ class VllmBlocks:
 
     def add(self, request: Any) -> None:
         """Note a new request."""
-        self._requests[request.request_id] = request
-        if len(self._requests) <= self._most_requests:
+        self.requests[request.request_id] = request
+        if len(self.requests) <= self._most_requests:
             self._more += self._blocks_of(request.num_tokens + 1)
 
-    def finish(self, request: Any, blocks: Sequence[int]) -> None:
+    def finish(self, request: Any, tables: Iterable[Iterable[int]]) -> None:
         """Note that a request has ended. Its blocks are still referenced."""
-        self._requests.pop(request.request_id, None)
+        self.requests.pop(request.request_id, None)
         self._running.pop(request.request_id, None)
         self._users = None
         now = time.monotonic()
-        for block in blocks:
+        for block in chain.from_iterable(tables):
             self._last_used[block] = now
 
     def note(self, step: Any) -> None:
-        """Note which requests a step has admitted, the blocks that it has given to them and to others, and the need."""
-        if step.preempted_req_ids:
-            for name in [
-                request for request, _ in self._in_order() if request in step.preempted_req_ids
-            ]:  # resumed so, too
-                self._save(self._requests[name], self._running.pop(name))
-        admitted = {new.req_id: new.block_ids[0] for new in step.scheduled_new_reqs}
+        """Note which requests a step has preempted and admitted, and the need."""
+        for name in step.preempted_req_ids or ():
+            self._running.pop(name, None)
         others = step.scheduled_cached_reqs
-        for name, blocks in zip(others.req_ids, others.new_block_ids, strict=True):
-            if name in others.resumed_req_ids:
-                admitted[name] = blocks[0]
-            elif blocks is not None and name in self._running:
-                self._running[name] += blocks[0]
-        order = {name: place for place, name in enumerate(step.num_scheduled_tokens)} if admitted else {}
-        for name in sorted(admitted, key=order.__getitem__):
-            self._running.pop(name, None)  # a session that goes on is now the youngest
-            self._running[name] = list(admitted[name])
+        admitted = {new.req_id for new in step.scheduled_new_reqs}.union(others.resumed_req_ids)
+        for name in step.num_scheduled_tokens if admitted else ():  # in vLLM's order
+            if name in admitted:
+                self._running.pop(name, None)  # a session that goes on is now the youngest
+                self._running[name] = None
         self._users = None
         self._count(step.num_scheduled_tokens)
 
     def _count(self, scheduled: Mapping[str, int]) -> None:
-        """Count what requests need beyond their blocks. Written for speed, as each step runs it: 128 take 30 us."""
-        more, size, most, left = 0, self._block_tokens, self._most_tokens, self._most_requests
-        for name, request in self._requests.items():
+        """Count what requests need beyond their blocks. Written for speed, as each step runs it: 128 take 40 us."""
+        more, left = 0, self._most_requests
+        for name, request in self.requests.items():
             if not left:
                 break  # the others cannot run yet
             left -= 1
-            tokens, done = request.num_tokens, 0
+            tokens, done, ahead = request.num_tokens, 0, 0
             if name in self._running:
                 done = request.num_computed_tokens + scheduled.get(name, 0)
-                tokens = max(tokens, done) + size
+                tokens, ahead = max(tokens, done) + self._lookahead, 1
             else:
                 tokens += 1
             # Rounded up to blocks, both, without a call for each request.
-            more += (min(tokens, most) + size - 1) // size - (min(done, most) + size - 1) // size
+            for size, besides, most in self._needs:
+                more += min((tokens + size - 1) // size + ahead + besides, most)
+                if ahead:
+                    more -= min((done + size - 1) // size + besides, most)
+        # By this estimate the first request has room. If vLLM wants more, it would wait forever.
+        is_short = self.is_starved and self._pool.get_num_free_blocks() >= more + self._watermark
+        self._short = min(self._short + 1, self._blocks_of(1 << 40)) if is_short else 0
         self._more = more
 
     def were_reset(self, request: Any) -> bool:
@@ -136,17 +161,17 @@ class VllmBlocks:
     @property
     def has_requests(self) -> bool:
         """Return whether there is a request, running or waiting."""
-        return bool(self._requests)
+        return bool(self.requests)
 
     @property
     def is_starved(self) -> bool:
         """Return whether requests wait, and none runs."""
-        return bool(self._requests) and not self._running
+        return bool(self.requests) and not self._running
 
     @property
     def is_empty(self) -> bool:
         """Return whether there is no request, and no step that may still give blocks back."""
-        return not self._requests and self._used() == 1
+        return not self.requests and self._used() == 1
 
     def relax(self) -> None:
         """End a squeeze: give vLLM back the blocks that were kept from it."""
@@ -160,8 +185,8 @@ class VllmBlocks:
 
     def need(self) -> int:
         """Return the blocks in use, those that requests need besides, and those that are to stay free."""
-        is_waiting = len(self._running) < len(self._requests)
-        return self._used() + self._more + self._watermark * is_waiting
+        is_waiting = len(self._running) < len(self.requests)
+        return self._used() + self._more + self._short + self._watermark * is_waiting
 
     def unused(self, blocks: Sequence[int]) -> Collection[int]:
         """Return the blocks without a reference. A step in flight may still use them: the fence is behind it."""
@@ -181,23 +206,27 @@ class VllmBlocks:
         """
         if self._users is None:
             self._users = {}
-            for place, (name, used) in reversed(list(enumerate(self._in_order()))):
-                self._users.update(dict.fromkeys(used, (place, name)))
+            for place, name in reversed(list(enumerate(self._in_order()))):
+                self._users.update(dict.fromkeys(self._table(name), (place, name)))
         users = {self._users[block] for block in blocks if block in self._users}
         if not all(self._can_preempt(name) for _, name in users):
             return math.inf
         return len(self._running) - min(users)[0] if users else 0
 
-    def _in_order(self) -> list[tuple[str, list[int]]]:
-        """Return the requests with blocks, and these. vLLM preempts the last one first."""
-        found, requests = list(self._running.items()), self._requests
+    def _in_order(self) -> list[str]:
+        """Return the requests with blocks. vLLM preempts the last one first."""
+        found, requests = list(self._running), self.requests
         if self._by_priority:
-            found.sort(key=lambda entry: (requests[entry[0]].priority, requests[entry[0]].arrival_time))
+            found.sort(key=lambda name: (requests[name].priority, requests[name].arrival_time))
         return found
+
+    def _table(self, name: str) -> list[int]:
+        """Return the blocks that a request uses."""
+        return [block for block in chain.from_iterable(self._tables(name)) if block]
 
     def _can_preempt(self, name: str) -> bool:
         """Return whether vLLM can preempt a request with blocks. A session keeps them between its parts, and waits."""
-        return bool(self._requests[name].status == RequestStatus.RUNNING)
+        return bool(self.requests[name].status == RequestStatus.RUNNING)
 
     def hold(self, blocks: Sequence[int]) -> None:
         """Forget what is cached there, and take a reference, which takes a block out of the free list."""
@@ -224,7 +253,7 @@ class VllmBlocks:
         Nothing is held if `blocks` have no user that vLLM can preempt: it would preempt others for nothing.
         """
         going, table = set(blocks), self._pool.blocks
-        lists = [used for name, used in self._in_order() if self._can_preempt(name)]
+        lists = [self._table(name) for name in self._in_order() if self._can_preempt(name)]
         while lists and going.isdisjoint(lists[0]):
             del lists[0]
         if not lists:
@@ -246,4 +275,4 @@ class VllmBlocks:
         return int(self._pool.num_gpu_blocks - self._pool.get_num_free_blocks() + self._squeezed_used)
 
     def _blocks_of(self, tokens: int) -> int:
-        return -(-min(tokens, self._most_tokens) // self._block_tokens)
+        return sum(min(-(-tokens // size) + besides, most) for size, besides, most in self._needs)

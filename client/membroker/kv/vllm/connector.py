@@ -15,19 +15,22 @@ asked for memory also takes a turn when a step has ended.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.config import get_layers_from_vllm_config
+import torch
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    SupportsHMA,
 )
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 from vllm.v1.request import RequestStatus
 
 from ... import VirtualMemoryPool
@@ -38,8 +41,8 @@ from ..layout import Layout
 from ..ranks import Ranks, RankWeights
 from ..sleeper import Sleeper
 from . import memory, seams
-from .blocks import VllmBlocks
-from .settings import BLOCK_MAJOR, check_cache, check_supported, has_ranks, is_block_major, settings_of
+from .blocks import VllmBlocks, needs_of
+from .settings import check_cache, check_supported, has_ranks, settings_of
 from .sleep import why_kept
 from .steps import Scheduled
 from .swap import Copies, Swap, slots_in
@@ -72,7 +75,7 @@ class RankMetadata(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     layout: tuple[Any, ...]
 
 
-class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
+class Membroker(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """One side of the connector: vLLM makes one for its worker first, and later one for its scheduler."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
@@ -82,13 +85,13 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
         check_cache(kv_cache_config)
         self._settings = settings_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._has_ranks = has_ranks(vllm_config)
-        self._memory: Any = None
-        """In the scheduler's process only if that has the worker too."""
+        self._memory: Any
+        """In the scheduler's process only if that has the worker too: else None."""
         if role is KVConnectorRole.WORKER:
             self._memory = memory.begin(self._settings, vllm_config, kv_cache_config)
-        elif not self._has_ranks:
-            self._memory = memory.current()
-        self._pool: Any
+        else:
+            seams.warn()
+            self._memory = None if self._has_ranks else memory.current()
         self._steps: Scheduled
         self._cache: ElasticCache
         self._blocks: VllmBlocks
@@ -100,33 +103,26 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
 
     # The worker's side
 
-    @property
-    def prefer_cross_layer_blocks(self) -> bool:
-        """Ask for block-major. The V1 runner listens where the attention backend allows it, and V2 does not."""
-        return self._settings.layout == BLOCK_MAJOR
-
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Ask a vLLM that has layouts for block-major. It takes another layout if the attention backend lacks it."""
-        if not seams.has_layouts():
-            return None
-        settings = settings_of(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        return "BLNHC" if settings.layout == BLOCK_MAJOR else "LBNHC"
+        """Ask for a layout with the bytes of all layers of a block side by side, if the attention backends take one."""
+        found = get_supported_kv_cache_layouts(get_current_attn_backends(vllm_config))
+        return next((layout.name for layout in found if layout.is_block_outermost), None)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Nothing is sent: vLLM need not drop what a preempted request was computing."""
+        return False
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any]:
+        """Let vLLM allocate its KV cache as addresses of a pool."""
+        index = torch.cuda.current_device() if current_platform.is_cuda() else None
+        found: AbstractContextManager[Any] = self._memory.capture(torch.device(current_platform.device_type, index))
+        return found
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Note the tensors of a cache that is layer-major, and the views of one with a layout."""
-        if seams.has_layouts():
-            for tensor in kv_caches.values():
-                self._memory.register(tensor, 0, uniform=is_block_major(self._kv_cache_config))
-            return
-        layers = get_layers_from_vllm_config(self._vllm_config, AttentionLayerBase, list(kv_caches))
-        for name, tensor in kv_caches.items():
-            self._memory.register(tensor, self._block_dimension(layers[name].get_attn_backend()), uniform=False)
-
-    def register_cross_layers_kv_cache(self, kv_cache: Any, attn_backend: Any) -> None:
-        """Note the tensor of a cache that is block-major."""
-        order = attn_backend.get_kv_cache_stride_order(include_num_layers_dimension=True)
-        self._memory.register(kv_cache, order.index(1 + self._block_dimension(attn_backend)), uniform=True)
+        """Map what vLLM's warm-up uses, which comes next. Waits for the broker."""
+        self._memory.open()
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         """Copies are in the order of the engine's own work: nothing is waited for."""
@@ -161,12 +157,12 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
 
     # The scheduler's side
 
-    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Take the blocks without memory out of the engine's free list, unless the ranks are to be heard before."""
-        self._pool = gpu_block_pool
+        super().bind_kv_cache_manager(kv_cache_manager)
         if not self._has_ranks:
             mine = self._memory
-            self._serve(mine.take_cache(), mine.launched.passed, mine.weights.pool, mine.empty_torch)
+            self._serve(mine.take_cache(), mine.launched.passed, mine.weights_pool, mine.empty_torch)
             mine.sleeper = self._sleeper
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
@@ -192,23 +188,28 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
         also: Callable[[], object],
     ) -> None:
         """Hold the blocks that have no memory, and answer an operator that wants this engine to sleep."""
-        config, pool = self._vllm_config, self._pool
+        config, manager = self._vllm_config, self._kv_cache_manager
+        pool, managers = manager.block_pool, manager.coordinator.single_type_managers
         if pool.num_gpu_blocks != cache.layout.blocks:
             raise InvalidRequest(
                 f"vLLM's scheduler has {pool.num_gpu_blocks} blocks, and its worker {cache.layout.blocks}"
             )
         self._steps, self._cache = Scheduled(passed), cache
-        size, tokens = self._settings.swap_space, config.cache_config.block_size
-        self._swap = Swap(0 if size is None else slots_in(arguments.bytes_of("swap_space", size), cache.layout), tokens)
+        size, needs = self._settings.swap_space, needs_of(config, self._kv_cache_config.kv_cache_groups)
+        self._swap = Swap(
+            0 if size is None else slots_in(arguments.bytes_of("swap_space", size), cache.layout),
+            [need.block_tokens for need in needs],
+            lambda group, tokens: managers[group].get_num_skipped_tokens(tokens),
+        )
         self._blocks = VllmBlocks(
             pool,
-            block_tokens=tokens,
-            most_tokens=config.model_config.max_model_len,
+            needs=needs,
+            tables=manager.get_block_ids,
             most_requests=config.scheduler_config.max_num_seqs,
             watermark=int(config.scheduler_config.watermark * pool.num_gpu_blocks),
+            lookahead=config.num_lookahead_tokens,
             by_priority=config.scheduler_config.policy == "priority",
             new_fence=self._steps.fence,
-            save=self._swap.save,
         )
         cache.attach(self._blocks)
         self._sleeper = Sleeper(
@@ -240,7 +241,7 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Load what host memory has of a request that is scheduled now, if vLLM takes it."""
         if num_external_tokens:
-            self._swap.load(request, blocks.get_block_ids()[0], num_external_tokens)
+            self._swap.load(request, blocks.get_block_ids(), num_external_tokens)
         else:
             self._swap.drop(request.request_id)
 
@@ -255,6 +256,7 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
         if self._rests:
             cache.wake()
         blocks.relax()
+        self._swap.note(scheduler_output, blocks.requests)
         blocks.note(scheduler_output)
         self._rests = blocks.is_empty
         if self._rests:
@@ -278,10 +280,12 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
         if self._cache.is_asked_back and not self._rests:
             self._cache.turn()
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request. vLLM frees its blocks."""
         self._blocks.finish(request, block_ids)
-        self._swap.drop(request.request_id)
+        self._swap.forget(request.request_id)
         return False, None
 
     def has_pending_push_work(self) -> bool:
@@ -297,14 +301,3 @@ class Membroker(KVConnectorBase_V1):  # type: ignore[misc]
             self._memory.close()
         with suppress(MembrokerError):  # vLLM ends the ranks first, and their memory goes with them
             self._ending.close()
-
-    def _block_dimension(self, backend: Any) -> int:
-        spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        return int(
-            backend.get_kv_cache_block_dim(
-                spec.block_size,
-                spec.num_kv_heads,
-                spec.head_size,
-                cache_dtype_str=self._vllm_config.cache_config.cache_dtype,
-            )
-        )

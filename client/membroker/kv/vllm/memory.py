@@ -1,16 +1,16 @@
 """The memory of one rank's KV cache: its pool, the events of its steps, and its `ElasticCache` for the start.
 
-Owns what vLLM's worker class and the worker's side of the connector share, by a variable of this module. With the
-executor "uni" the scheduler is in the same process and takes over the cache. Otherwise the scheduler has a cache over
-the pools of all ranks, and the one that was used for the start ends. All of this happens at the start of the engine,
-and may wait for the broker.
+Owns what vLLM's worker, the worker's side of the connector and the scheduler's share, by variables of this module. With
+the executor "uni" the scheduler is in the same process and takes over the cache. Otherwise the scheduler has a cache
+over the pools of all ranks, and the one that was used for the start ends. All of this happens at the start of the
+engine, and may wait for the broker.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +23,13 @@ from ...ext import arguments
 from ...vmm.sizes import format_size, round_up
 from ..bounds import START_SECONDS, bytes_of_first, say_wait
 from ..cache import ElasticCache
-from ..capture import Capture, strided
+from ..capture import Capture
 from ..engine import Over
 from ..layout import Layout, Strided
 from ..rank import Rank
 from ..sleeper import Sleeper
-from .seams import has_layouts
-from .settings import AUTO, BLOCK_MAJOR, LAYER_MAJOR, PAGES, VllmSettings, endpoint_of
+from .blocks import GroupNeed, needs_of
+from .settings import AUTO, BORROWED, VllmSettings, endpoint_of
 from .sleep import VllmWeights
 from .steps import Launched, recorded
 from .swap import SwapSpace
@@ -38,8 +38,12 @@ logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below it
 
 CONTEXT_BYTES = 600 << 20
 """What a CUDA context and the kernels take, which PyTorch does not count: 518 MiB on an H200."""
-_NO_WORKER = "the KV cache is vLLM's own: give vLLM --worker-cls membroker.kv.vllm.Worker"
+_BLOCKS_A_PAGE, _LEAST_PAGE, _MOST_PAGE = 256, 2 << 20, 64 << 20
+_WARM_UP_TOKENS = 8
+"""The warm-up of vLLM's kernels gives each request so many tokens, and so many for each token that it drafts."""
 
+loaded: VllmWeights | None = None
+"""The weights of this process's worker, if its class is membroker's."""
 _current: VllmMemory | None = None
 
 
@@ -50,8 +54,11 @@ class VllmMemory:
         self.settings = settings
         self._config, self._cache_config = config, cache_config
         self._name = settings.name(config.model_config.served_model_name, logger)
+        if settings.weights == BORROWED and loaded is None:
+            raise InvalidRequest('"weights": "borrowed" needs --worker-cls membroker.kv.vllm.Worker')
+        self.weights = loaded
+        self._capture: Capture | None = None
         self._tensors: list[Strided] = []
-        self._is_uniform = False
         self._client: Client | None = None
         self._model: Model | None = None
         self._pool: VirtualMemoryPool | None = None
@@ -60,65 +67,63 @@ class VllmMemory:
         """The engine's, if its scheduler is in this process."""
         self.rank: Rank | None = None
         """This one, if its scheduler is in another process."""
-        self.weights: VllmWeights | None = None
+        self._warm_up = ExitStack()
+        """Keeps the library's threads away from the device while vLLM warms up and captures its graphs."""
         self.launched = Launched()
         self.swap_space: SwapSpace | None = None
 
-    def capture(self, device: Any, *, block_major: bool) -> Capture:
-        """Connect to the broker, reserve addresses, and return the mode that makes the KV tensors of them.
-
-        `block_major` says which layout vLLM will choose, for the size of the pages. Any layout is served with any.
-        """
+    def capture(self, device: Any) -> Capture:
+        """Connect to the broker, reserve addresses, and return the mode that makes vLLM's one KV buffer of them."""
         self._client = connect(endpoint_of(self.settings.endpoint, self._config.parallel_config))
         self._model = self._client.register_model(self._name, limit=self.settings.limit)
         lent = self._tensor_device = device_of(self._model.driver.device)
         if lent.type != device.type or device.index not in (None, lent.index):
             raise InvalidRequest(f"this engine computes on {device}, and the broker lends memory of {lent}")
-        layout = BLOCK_MAJOR if block_major else LAYER_MAJOR
-        page = arguments.bytes_of("page_size", self.settings.page_size or PAGES[layout])
-        sizes = [tensor.size for tensor in self._cache_config.kv_cache_tensors]
-        if has_layouts():
-            sizes = sizes[:1]  # of the one buffer
-        wanted = {*sizes, sum(sizes)}
-        self._pool = VirtualMemoryPool(self._model, sum(round_up(size, page) for size in sizes), page)
+        size = self._cache_config.kv_cache_tensors[0].size
+        given, found = self.settings.page_size, self.parts(0)
+        page = page_size_of(found) if given is None else arguments.bytes_of("page_size", given)
+        self._pool = VirtualMemoryPool(self._model, round_up(size, page), page)
         self.launched.record = recorded if device.type == "cuda" else Over
-        return Capture(
-            self._pool, wanted=lambda shape, dtype: dtype is torch.int8 and len(shape) == 1 and shape[0] in wanted
-        )
+        self._capture = Capture(self._pool, wanted=lambda shape, dtype: dtype is torch.int8 and shape == (size,))
+        return self._capture
 
-    def register(self, tensor: Any, dimension: int, *, uniform: bool) -> None:
-        """Note a KV tensor, with its blocks along `dimension`. `uniform`: it has all layers."""
-        blocks, rows = self._cache_config.num_blocks, tensor.shape[dimension]
-        if rows % blocks:
-            raise InvalidRequest(f"{blocks} blocks cannot lie in {rows} rows of a tensor of {tuple(tensor.shape)}")
-        pieces = rows // blocks  # attention kernels with smaller blocks have several for one block of the scheduler
-        for part in strided(tensor, dimension):
-            self._tensors.append(Strided(part.address, part.stride * pieces, part.stride * (pieces - 1) + part.size))
-        self._is_uniform = uniform
+    def parts(self, base: int) -> list[Strided]:
+        """Return where the blocks are in a buffer at `base`.
 
-    def open(self, warm_up_blocks: int) -> None:
-        """Map the null block and the blocks that the warm-up writes. Waits for the broker."""
+        If a block has the bytes of all layers side by side, it is one range, whatever the kinds of layers are: the
+        layers of one group lie where those of another group do, and a block belongs to one group at a time. Otherwise
+        each layer has a region of its own.
+        """
+        tensors, blocks = self._cache_config.kv_cache_tensors, self._cache_config.num_blocks
+        if all(tensor.block_stride * blocks == tensor.size for tensor in tensors):
+            return [Strided(base, tensors[0].block_stride, tensors[0].block_stride)]
+        return [
+            Strided(base + tensor.offset + number * tensor.layer_stride, tensor.block_stride, tensor.block_stride)
+            for tensor in tensors
+            for number in range(len(tensor.layers))
+        ]
+
+    def open(self) -> None:
+        """Map the null block and the blocks that the warm-up writes. Waits for the broker.
+
+        The warm-up begins after that, and ends when the scheduler takes over.
+        """
         pool, model, settings = self._pool, self._model, self.settings
-        if pool is None or model is None or not self._tensors:
-            raise InvalidRequest("the connector was not told of any KV tensor: this runner of vLLM is not supported")
-        if not all(
-            pool.base_address <= part.address
-            and part.end(self._cache_config.num_blocks) <= pool.base_address + pool.capacity
-            for part in self._tensors
-        ):
+        if self._capture is None or pool is None or model is None or self._client is None or not self._capture.ranges:
             raise InvalidRequest(
-                f"a KV tensor is not in the pool: give --kv-cache-memory-bytes at least a page of {pool.page_size} "
-                "bytes for each tensor"
+                "vLLM has allocated its KV cache elsewhere: this worker of vLLM is not supported, or "
+                "--kv-cache-memory-bytes is less than a page"
             )
+        self._tensors = self.parts(pool.base_address)
         tokens = self._config.cache_config.block_size
         layout = Layout(pool.base_address, pool.page_size, self._cache_config.num_blocks, self._tensors, tokens)
-        assert self._client is not None
+        needs = needs_of(self._config, self._cache_config.kv_cache_groups)
         longest = self._config.model_config.max_model_len
-        size = bytes_of_first(layout, 1 + min(layout.blocks - 1, -(-longest // tokens)))
+        size = bytes_of_first(layout, 1 + min(layout.blocks - 1, sum(need.most for need in needs)))
         settings.check_fits(
             size, longest, self._client, model, "--max-model-len", logger, besides=self._charged_besides
         )
-        first = min(layout.blocks, 1 + warm_up_blocks)
+        first = min(layout.blocks, 1 + self._warm_up_blocks(needs))
         needed = bytes_of_first(layout, first)
         say_wait(needed, model, logger)
         self._cache = settings.elastic(pool, layout)
@@ -132,31 +137,40 @@ class VllmMemory:
             self.swap_space = SwapSpace(model.source, layout, size, on_gpu=self._tensor_device.type == "cuda")
             logger.info("membroker: pinned %s of host memory for the KV cache of preempted requests", format_size(size))
         logger.info(
-            "membroker: the KV cache of model %r is %s, in %d groups of %d MiB: %d blocks of %d tokens, %.1f GiB of "
-            "addresses (vLLM's %s runner)",
+            "membroker: the KV cache of model %r is %s, in %d groups of %d MiB: %d blocks for %d groups of layers, "
+            "%.1f GiB of addresses",
             self._name,
-            BLOCK_MAJOR if self._is_uniform else LAYER_MAJOR,
+            self._cache_config.kv_cache_layout,
             layout.groups,
             layout.bytes_of(0) >> 20,
             layout.blocks,
-            tokens,
+            len(needs),
             pool.capacity / (1 << 30),
-            "V2" if self._config.use_v2_model_runner else "V1",
         )
+        self._warm_up.enter_context(self._cache.capturing())
+        self._warm_up.enter_context(self._client.defer_recalls())
 
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Keep the library's threads away from the device while vLLM warms up and captures its graphs."""
-        assert self._client is not None
-        assert self._cache is not None
-        with self._cache.capturing(), self._client.defer_recalls():
-            yield
+    def _warm_up_blocks(self, needs: Sequence[GroupNeed]) -> int:
+        """Return how many blocks behind the null block the warm-up may write: of one long step, or of many requests."""
+        if self._tensor_device.type == "cpu":
+            return 0  # it warms up before it has a cache
+        scheduler, ahead = self._config.scheduler_config, self._config.num_lookahead_tokens
+        each = _WARM_UP_TOKENS * (1 + self._config.num_speculative_tokens) + ahead
 
-    def declare(self) -> None:
-        """Let the broker charge the model for what vLLM has allocated without it, if the user asked for that.
+        def blocks(tokens: int) -> int:
+            return sum(-(-tokens // need.block_tokens) + need.besides for need in needs)
 
-        Raises `OutOfMemory` if the books have no room for it.
-        """
+        one_step = blocks(scheduler.max_num_batched_tokens + ahead) + blocks(each)
+        requests: int = scheduler.max_num_seqs
+        return max(one_step, requests * blocks(each))
+
+    def warmed_up(self) -> None:
+        """End the warm-up, and charge the model for what vLLM has allocated by itself, if the user asked for that."""
+        self._warm_up.close()
+        self._declare()
+
+    def _declare(self) -> None:
+        """Let the broker charge the model. Raises `OutOfMemory` if the books have no room for it."""
         size = self.settings.declare
         if size is None:
             return
@@ -174,8 +188,8 @@ class VllmMemory:
 
     def take_cache(self) -> ElasticCache:
         """Return the cache, for the scheduler in this process."""
-        if self._cache is None:
-            raise InvalidRequest(_NO_WORKER)
+        assert self._cache is not None
+        self.warmed_up()
         self.launched.begin(0, 0)
         return self._cache
 
@@ -184,15 +198,15 @@ class VllmMemory:
 
         Returns the address for its `Ranks`, and the arguments of its `Layout`, in which the pool begins at 0.
         """
-        if self._cache is None or self._pool is None:
-            raise InvalidRequest(_NO_WORKER)
+        assert self._cache is not None
+        assert self._pool is not None
+        self.warmed_up()
         self._cache.close()
         self.launched.begin(0, 0)
         pool, tokens = self._pool, self._config.cache_config.block_size
         tensors = tuple(replace(tensor, address=tensor.address - pool.base_address) for tensor in self._tensors)
         arguments = (0, pool.page_size, self._cache_config.num_blocks, tensors, tokens)
-        assert self.weights is not None
-        self.rank = Rank(pool, self.launched.passed, weights=self.weights.pool, also=self.empty_torch)
+        self.rank = Rank(pool, self.launched.passed, weights=self.weights_pool, also=self.empty_torch)
         return self.rank.address, arguments
 
     def empty_torch(self) -> None:
@@ -216,9 +230,24 @@ class VllmMemory:
     @property
     def _charged_besides(self) -> int:
         """The bytes of borrowed weights and of what is declared. What is declared as "auto" is not known yet."""
-        size, weights = self.settings.declare, self.weights
+        size, pool = self.settings.declare, self.weights_pool
         declared = 0 if size is None or size == AUTO else arguments.bytes_of("declare", size)
-        return declared + (0 if weights is None or weights.pool is None else weights.pool.physical_usage_bytes)
+        return declared + (0 if pool is None else pool.physical_usage_bytes)
+
+    @property
+    def weights_pool(self) -> VirtualMemoryPool | None:
+        """The pool of borrowed weights, or None for weights that are vLLM's own."""
+        return None if self.weights is None else self.weights.pool
+
+
+def page_size_of(parts: Sequence[Strided]) -> int:
+    """Return the size of a page: large where one has all layers, so that growth needs few of them.
+
+    A page stays as long as any block in it is used, so it has no more blocks than a few requests take.
+    """
+    if len(parts) > 1:
+        return _LEAST_PAGE
+    return min(_MOST_PAGE, max(_LEAST_PAGE, 1 << (_BLOCKS_A_PAGE * parts[0].stride - 1).bit_length()))
 
 
 def begin(settings: VllmSettings, config: Any, cache_config: Any) -> VllmMemory:
@@ -237,8 +266,5 @@ def awake() -> AbstractContextManager[None]:
 def current() -> VllmMemory:
     """Return the memory of the engine that starts in this process, for another part of it."""
     if _current is None:
-        raise InvalidRequest(
-            "vLLM's worker and its connector do not meet in this process: give both --worker-cls "
-            'membroker.kv.vllm.Worker and --kv-transfer-config with "kv_connector": "Membroker"'
-        )
+        raise InvalidRequest("vLLM's worker is not in its scheduler's process: give --distributed-executor-backend mp")
     return _current

@@ -1,7 +1,7 @@
-"""The entry point `vllm.general_plugins`: makes `--load-format membroker` known in every process of vLLM.
+"""The entry point `vllm.general_plugins`: makes names known that flags of vLLM take, in every process of vLLM.
 
-vLLM calls it in each of its processes, whether that load format is used or not. So it must never raise, because vLLM
-would not start then.
+vLLM calls it in each of its processes, whether these names are used or not. So it must never raise, because vLLM would
+not start then.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below it
 
 
 def register() -> None:
-    """Register the loader, unless this vLLM lacks what it is made of."""
+    """Register the connector, and the loader unless this vLLM lacks what it is made of."""
+    _register_connector()
     try:
         from vllm.model_executor.model_loader import register_model_loader
 
@@ -21,3 +22,13 @@ def register() -> None:
         logger.warning("--load-format membroker is not available with this vLLM: %s", error)
         return
     register_model_loader("membroker")(Loader)
+
+
+def _register_connector() -> None:
+    """Let `--kv-transfer-config` find the connector by its name alone."""
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        KVConnectorFactory.register_connector("Membroker", "membroker.kv.vllm", "Membroker")
+    except (ImportError, ValueError) as error:  # a name may be registered once
+        logger.warning('"kv_connector": "Membroker" is not available with this vLLM: %s', error)

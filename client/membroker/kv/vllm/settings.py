@@ -14,9 +14,6 @@ from ...errors import InvalidRequest
 from ...ext import arguments, names
 from ..bounds import Bounds, check_names, refuse
 
-BLOCK_MAJOR, LAYER_MAJOR = "block-major", "layer-major"
-PAGES: Final[Mapping[str, str]] = {BLOCK_MAJOR: "64MiB", LAYER_MAJOR: "2MiB"}
-"""The page size of each layout."""
 AUTO: Final = "auto"
 OWN, BORROWED = "own", "borrowed"
 """Whose memory the weights are in: vLLM's own, or the broker's."""
@@ -28,8 +25,8 @@ UNI: Final = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 class VllmSettings(Bounds):
     """The values of `kv_connector_extra_config`: those of `Bounds`, and more.
 
-    `layout` is what the engine is asked for. `endpoint` is the directory of the broker's endpoint, or a list with one
-    for each rank; without it MEMBROKER_ENDPOINT is.
+    `endpoint` is the directory of the broker's endpoint, or a list with one for each rank; without it
+    MEMBROKER_ENDPOINT is.
 
     With `weights` "borrowed" these are in a pool of the broker's memory: in the books, and released while the engine
     sleeps. `keep_pinned` is that of `membroker.kv.Sleeper`. `declare` is what the engine uses besides, and is charged
@@ -39,7 +36,6 @@ class VllmSettings(Bounds):
     that again.
     """
 
-    layout: str = BLOCK_MAJOR
     endpoint: str | Sequence[str] | None = None
     weights: str = OWN
     keep_pinned: bool = False
@@ -53,8 +49,6 @@ class VllmSettings(Bounds):
             arguments.bytes_of("declare", self.declare)
         if self.swap_space is not None:
             arguments.bytes_of("swap_space", self.swap_space)
-        if self.layout not in PAGES:
-            raise InvalidRequest(f"layout is {' or '.join(PAGES)}, not {self.layout!r}")
         if self.weights not in (OWN, BORROWED):
             raise InvalidRequest(f"weights is {OWN} or {BORROWED}, not {self.weights!r}")
         if not isinstance(self.keep_pinned, bool):
@@ -149,6 +143,7 @@ def check_supported(config: Any) -> None:
     """Raise `InvalidRequest` for a `VllmConfig` whose cache membroker cannot keep right, or was never tested with."""
     parallel = config.parallel_config
     transfer = config.kv_transfer_config
+    swaps = settings_in(transfer).swap_space is not None
     refusals = {
         "supports tensor parallelism only: set the sizes of pipeline, data and context parallelism to 1": (
             parallel.world_size != parallel.tensor_parallel_size
@@ -166,24 +161,23 @@ def check_supported(config: Any) -> None:
             or (transfer.is_kv_consumer and transfer.kv_connector != "MultiConnector")
         ),
         "has no swap_space beside another connector, whose loads can fail: leave one of the two out": (
-            transfer is not None
-            and transfer.kv_connector == "MultiConnector"
-            and settings_in(transfer).swap_space is not None
+            swaps and transfer.kv_connector == "MultiConnector"
         ),
-        "does not serve models with MLA yet": config.model_config.use_mla,
+        "has no swap_space for models with recurrent states (Mamba, GDN): leave swap_space out": (
+            swaps and (config.model_config.is_hybrid or config.model_config.is_attention_free)
+        ),
+        "has no swap_space with speculative decoding: leave swap_space or --speculative-config out": (
+            swaps and config.speculative_config is not None
+        ),
         "does not serve an engine that only encodes: it has no KV cache to share": (
             config.ec_transfer_config is not None and not config.ec_transfer_config.is_ec_consumer
         ),
         "does not serve encoder-decoder models": config.model_config.is_encoder_decoder,
-        "does not support speculative decoding yet: leave --speculative-config out": (
-            config.speculative_config is not None
+        "does not serve a KV cache in host memory (HiSparse): leave hisparse_config out": (
+            config.attention_config.hisparse_config is not None
         ),
         "does not support vLLM's sleep mode: leave --enable-sleep-mode out": (
             config.model_config.enable_sleep_mode or config.model_config.enable_cumem_allocator
-        ),
-        "was not tested with a quantized KV cache: leave --kv-cache-dtype out, or give the model's own type (bfloat16 "
-        "or float16) if its checkpoint quantizes the cache": (
-            config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16")
         ),
         "does not support cascade attention: leave --no-disable-cascade-attn out": (
             not config.model_config.disable_cascade_attn  # it takes each reference to a block for a request's
@@ -211,27 +205,15 @@ def check_shareable(config: Any) -> None:
     refuse("--load-format membroker shares weights read-only, and this engine", refusals)
 
 
-def is_block_major(config: Any) -> bool:
-    """Return whether a config of vLLM with a layout has the bytes of all layers of a block side by side."""
-    return str(config.kv_cache_layout).startswith("B")
-
-
 def check_cache(config: Any) -> None:
-    """Raise `InvalidRequest` for a `KVCacheConfig` that is not one group of layers with plain full attention."""
-    groups = config.kv_cache_groups
-    specs = [group.kv_cache_spec for group in groups]
-    if (
-        len(specs) != 1
-        or type(specs[0]).__name__ != "FullAttentionSpec"
-        or specs[0].sliding_window is not None
-        or specs[0].attention_chunk_size is not None
-        or any(
-            tensor.host_resident if hasattr(config, "kv_cache_layout") else tensor.block_stride
-            for tensor in config.kv_cache_tensors
-        )
-    ):
-        names = sorted({type(spec).__name__ for spec in specs})
-        raise InvalidRequest(
-            "membroker.kv.vllm serves models whose layers all have full attention; hybrid, sliding-window and MLA "
-            f"models are not supported yet (this cache has {len(specs)} groups of {', '.join(names)})"
-        )
+    """Raise `InvalidRequest` for a `KVCacheConfig` whose blocks do not all lie in one buffer."""
+    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+    refusals = {
+        "does not serve a model without a KV cache": not specs,
+        "does not serve a KV cache in host memory": any(group.host_resident for group in config.kv_cache_groups),
+        "does not serve a cache that its layers lay out by themselves": not all(spec.has_layer_views for spec in specs),
+        f"does not serve the layout {config.kv_cache_layout}: leave VLLM_KV_CACHE_LAYOUT out": (
+            config.kv_cache_layout == "LHBNC"  # the heads of a block are apart
+        ),
+    }
+    refuse("membroker.kv.vllm", refusals)
