@@ -35,8 +35,8 @@ Three vLLM engines on one GPU, each with its own load, and one amount of memory 
 arms differ in how it is divided: a fixed third for each model, or by a broker that lends what each needs.
 
 Each engine runs in a process of its own, and so does each client. Weights are random and prompts are token ids, so that
-nothing is downloaded; answers have the length that a trace says. vLLM 0.24 must be importable (with --device host, its
-CPU build)."""
+nothing is downloaded; answers have the length that a trace says. A vLLM that docs/vllm.md names must be importable
+(with --device host, its CPU build)."""
 
 _EPILOG = """\
 arms:
@@ -254,7 +254,7 @@ def _setup(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Setu
         if arm not in ARMS or not place or not os.access(place, os.X_OK):
             parser.error(f"--site takes ARM=PLACE, a directory or an interpreter, and not {one}")
     if not sites.keys() >= set(options.arms) and importlib.util.find_spec("vllm") is None:
-        parser.error("vllm cannot be imported: this benchmark needs vLLM 0.24 (for --device host its CPU build)")
+        parser.error("vllm cannot be imported: this benchmark needs vLLM (for --device host its CPU build)")
     try:
         budget = bytes_of("--budget", options.budget)
         settings = dict(one.split("=", 1) for one in options.setting)

@@ -166,7 +166,8 @@ def keywords(arm: Arm, setup: Setup, model: int, directory: Path) -> dict[str, A
     if setup.device == "host":
         found |= {"enforce_eager": True, "distributed_executor_backend": UNIPROC}
     if arm.has_broker:
-        found["worker_cls"] = "membroker.kv.vllm.Worker"
+        if "weights" in setup.settings:  # the cache alone needs no worker class
+            found["worker_cls"] = "membroker.kv.vllm.Worker"
         found["kv_transfer_config"] = {
             "kv_connector": "Membroker",
             "kv_connector_module_path": "membroker.kv.vllm",
@@ -189,7 +190,6 @@ def environment(arm: Arm, setup: Setup, model: int, endpoint: Path | None, direc
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # as `vllm serve`
         **arm.environment,
     }

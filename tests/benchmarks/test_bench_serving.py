@@ -255,7 +255,9 @@ def test_a_third_is_whole_pages_and_static_has_no_more() -> None:
     assert ours["served_model_name"] == "m2"
     assert "num_gpu_blocks_override" not in ours
     differ = {key for key in {*static, *ours} if static.get(key) != ours.get(key)}
-    assert differ == {"served_model_name", "num_gpu_blocks_override", "worker_cls", "kv_transfer_config"}
+    assert differ == {"served_model_name", "num_gpu_blocks_override", "kv_transfer_config"}
+    borrowed = dataclasses.replace(SETUP, settings={"weights": "borrowed"})
+    assert "worker_cls" in arms.keywords(arms.ARMS["membroker"], borrowed, 0, Path("shape"))
 
 
 def test_one_copy_of_the_weights_leaves_more_for_the_caches() -> None:
@@ -429,7 +431,7 @@ def test_a_site_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -
 def test_without_vllm_one_sentence_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         serving.main(["--device", "host"])
-    assert "needs vLLM 0.24" in capsys.readouterr().err
+    assert "needs vLLM (for --device host its CPU build)" in capsys.readouterr().err
 
 
 def test_the_help_names_every_arm_and_trace(capsys: pytest.CaptureFixture[str]) -> None:
