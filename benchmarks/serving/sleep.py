@@ -121,6 +121,7 @@ def _engine(way: SleepWay, setup: Setup, driver: Driver, log: Path) -> Iterator[
         if way.arm.has_broker:
             settings = {"keep": setup.budget, **way.settings}
             keywords["kv_transfer_config"]["kv_connector_extra_config"] = settings
+            keywords["worker_cls"] = "membroker.kv.vllm.Worker"  # it borrows the weights
         environment = arms.environment(way.arm, setup, 0, endpoint, log.parent)
         engine = ending.enter_context(closing(Child(CHILD, keywords, environment, log)))
         engine.hear(START_SECONDS)  # it has started
