@@ -96,7 +96,8 @@ def test_engines_that_start_at_once_have_one_copy_and_outlive_its_writer(
             assert sorted(how(one) + how(two)) == ["attached", "published"]
             assert segments(daemon) == [("sealed", 2)]
             with membroker.connect(daemon.endpoint(), observer=True) as client:
-                books = client.model("qwen").books["device"]
+                (segment,) = client.segments()
+                books = client.model(segment.name.split("/")[3]).books["device"]
                 assert books.used_bytes == books.segment_bytes == client.segments()[0].size_bytes
             writer, other = (one, two) if how(one) == ["published"] else (two, one)
             writer.kill()
@@ -180,7 +181,9 @@ def test_a_segment_with_other_contents_is_refused(qwen: Path, plugins: dict[str,
             until(lambda: client.segments() == [])
             own = there.name.rpartition("/")[2]
             publish = membroker.segment.publish_arrays
-            publish(client.register_model("qwen"), own, {"lm_head.weight": numpy.ones(3, "float32")}).close()
+            publish(
+                client.register_model(there.name.split("/")[3]), own, {"lm_head.weight": numpy.ones(3, "float32")}
+            ).close()
             says = r"does not fit this model: .*membroker segments delete"
             with sharing(qwen, daemon, plugins, "two") as two, pytest.raises(AssertionError, match=says):
                 two.ready()
