@@ -82,13 +82,17 @@ def test_others_are_asked_at_once_for_all_that_is_wanted(pair: tuple[Worker, Wor
 
 @pytest.mark.parametrize("callback", ["fail", "keep"])
 def test_what_a_callback_does_not_release_is_kept(daemon: Daemon, pair: tuple[Worker, Worker], callback: str) -> None:
-    """It raises, or does nothing: red is refused, what is kept counts as late, and blue is asked only a few times."""
+    """It raises, or does nothing: red is refused, the recall ends as kept, and blue is asked only a few times.
+
+    What is kept shows as late for two seconds only, which on a busy machine may be over before a test looks.
+    """
     red, blue = pair
     blue.do("def keep(recall):\n    told.append(recall.size)")
     blue.do("def fail(recall):\n    keep(recall)\n    raise ValueError('a mistake in the callback')")
     filled(blue, callback)
     assert red.refused("model.allocate(64 * MIB, wait=0.5)").reason == "CAPACITY"
-    until(lambda: recalled(daemon) == (0, 64 * MIB))  # the answer may come after the refusal
+    # The answer may come after the refusal.
+    until(lambda: daemon.figure("membroker_recall_seconds_count", result="kept") >= 1)
     assert 1 <= blue.ask("len(told)") <= 4
 
 
