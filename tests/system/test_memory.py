@@ -6,7 +6,6 @@ stay below it. Streams, calls and header blocks of gRPC are where it was once un
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -19,11 +18,12 @@ from tests.support.honest_worker import Honest, State, check_turns
 from tests.support.http2 import Peer
 from tests.support.raw import Session, grpc_call
 from tests.support.sizes import KIB, MIB
-from tests.support.workers import worker
+from tests.support.workers import worker, workers
 from tests.system.test_reload import reload
 from tests.system.test_turns import BEGIN
 
 from membroker.v1 import broker_pb2 as bpb
+from membroker.wire.sessions import sessions_for
 from membrokerd.edge.rpc.interceptor import MAX_CALLS, MAX_STREAMS, MAX_WATCHES
 from membrokerd.edge.rpc.proxy import CONNECTIONS_BESIDE
 from membrokerd.edge.rpc.server import MAX_PENDING
@@ -35,11 +35,11 @@ MAX_SESSIONS, ENDPOINTS, EXTENTS, MODELS, SEGMENTS = 64, 3, 65_536, 240, 16
 CONNECTIONS = MAX_SESSIONS + CONNECTIONS_BESIDE
 
 
-def bound(*, sessions: int, models: int, segments: int, extents: int) -> int:
-    """Return the formula of docs/bounds.md for three endpoints, in bytes."""
+def bound(*, sessions: int, models: int, segments: int, extents: int, endpoints: int = ENDPOINTS) -> int:
+    """Return the formula of docs/bounds.md, in bytes."""
     return (
         48 * MIB
-        + ENDPOINTS * (MIB + MAX_PENDING * 32 * KIB + (sessions + CONNECTIONS_BESIDE) * 96 * KIB)
+        + endpoints * (MIB + MAX_PENDING * 32 * KIB + (sessions + CONNECTIONS_BESIDE) * 96 * KIB)
         + MAX_CALLS * 128 * KIB
         + sessions * (32 * KIB + models * 160)
         + models * 4 * KIB
@@ -198,7 +198,7 @@ for number in range({models}):
 _WAITS = """
 for session in sessions:
     for number in range({waits}):
-        request = allocation(session.register(f'{{sessions.index(session)}}-{{number}}'), PAGE)
+        request = allocation(session.register(f'{{place + sessions.index(session)}}-{{number}}'), PAGE)
         request.wait.FromSeconds(3_600)
         session.send(pb.Frame(request_id=1_000 + number, allocate=request))
 """
@@ -214,49 +214,64 @@ for peer in peers:
 """
 
 
-def test_the_worst_mix_of_a_small_daemon_stays_within_the_bound(state: State) -> None:
-    """All at once, with 1,024 descriptors: recalls that nobody answers, waits of many models, and unfinished frames.
+@pytest.mark.parametrize("descriptors", [1_024, 6_000])
+def test_the_worst_mix_of_so_many_descriptors_stays_within_the_bound(state: State, descriptors: int) -> None:
+    """All at once: recalls that nobody answers, waits of many models of five tenants, and unfinished frames.
 
     Each session has a request of as many models as it may wait for, within a guarantee that another tenant has
-    borrowed model by model. At both endpoints each connection has calls without an end, and a header block without.
-    The daemon serves on, the books are right, and nothing is left when all have gone.
+    borrowed model by model. At each endpoint up to 32 connections have calls without an end, and a header block
+    without. The daemon serves on, the books are right, and nothing is left when all have gone. Descriptors bound the
+    sessions: 1,024 are what distributions give a process.
     """
-    models, pages, waits = 60, 8, 16
+    sessions, reds, lent = sessions_for(descriptors), [f"red{number}" for number in range(5)], 60
+    waits = (sessions - 1) * 16
+    pages = max(8, -(-2 * waits // lent))
     config = {
-        "capacity": models * pages * 2 * MIB,
-        "tenants": {"red": {"guarantee": models * pages * MIB}, "blue": {}},
+        "capacity": lent * pages * 2 * MIB,
+        "tenants": {"blue": {}, **{red: {"guarantee": lent * pages * MIB // len(reds)} for red in reds}},
+        "max_models_per_tenant": 65_536,
         "recall_seconds": 3_600.0,
         "log": {"level": "info"},
     }
-    with running(config, descriptors=1_024) as daemon:
+    with running(config, descriptors=descriptors) as daemon, ExitStack() as stack:
         at_start, before = daemon.resident_bytes(), daemon.descriptors()
-        sessions = int(re.findall(r"max_sessions=(\d+)", daemon.log())[0])
-        most = bound(sessions=sessions, models=models + sessions * waits, segments=0, extents=models * pages)
-        with worker() as blue, worker() as red:
-            for each, tenant, count in ((blue, "blue", 1), (red, "red", sessions - 1)):
-                each.do(BEGIN.format(endpoint=str(daemon.endpoint(tenant))))
-                each.do(f"sessions = [Session(endpoint) for _ in range({count})]")
-            blue.do(_LENT.format(models=models, pages=pages))
-            red.do(_WAITS.format(waits=waits))
-            until(lambda: daemon.books().waiting_requests == (sessions - 1) * waits)
-            recalled = [row for row in daemon.models() if any(one.recalled_bytes for one in row.books)]
-            connections = sessions + CONNECTIONS_BESIDE - 2
-            for each in (blue, red):
-                each.do(_UNFINISHED.format(connections=connections, streams=MAX_STREAMS))
-            peak = max(_resident_while(daemon, 100))
-            state("models with requests that wait, and with open recalls", f"{(sessions - 1) * waits}, {len(recalled)}")
-            state("connections with unfinished frames, and descriptors", f"{2 * connections}, {daemon.descriptors()}")
-            state(
-                "RssAnon at the start, with the worst mix of 1,024 descriptors, and its bound",
-                f"{at_start // MIB}, {peak // MIB}, {most // MIB} MiB",
-            )
-            assert len(recalled) >= (sessions - 1) * waits // pages
-            assert peak < most
-            assert daemon.descriptors() < 1_024
-            assert daemon.books().waiting_requests == (sessions - 1) * waits
-            blue.do("sessions[0].close()")  # what it had borrowed is granted
-            until(lambda: not daemon.books().waiting_requests)
-            check_turns(daemon, state, "the worst mix of a small daemon")
+        assert f"max_sessions={sessions}" in daemon.log()
+        size = {"models": lent + waits, "segments": 0, "extents": lent * pages}
+        most = bound(sessions=sessions, endpoints=2 + len(reds), **size)
+        blue, *others = stack.enter_context(workers(1 + -(-(sessions - 1) // 16)))
+        blue.do(BEGIN.format(endpoint=str(daemon.endpoint("blue"))))
+        blue.do("sessions = [Session(endpoint)]")
+        blue.do(_LENT.format(models=lent, pages=pages))
+        left = sessions - 1
+        for number, each in enumerate(others):
+            each.do(BEGIN.format(endpoint=str(daemon.endpoint(reds[number % len(reds)]))))
+            each.do(f"sessions = [Session(endpoint) for _ in range({min(16, left)})]\nplace = {16 * number}")
+            each.do(_WAITS.format(waits=16))
+            left -= 16
+        until(lambda: daemon.books().waiting_requests == waits)
+        recalled = [row for row in daemon.models() if any(one.recalled_bytes for one in row.books)]
+        connections = min(32, sessions + CONNECTIONS_BESIDE - 16)
+        flooding = [blue, *others[: len(reds)]]
+        for each in flooding:
+            each.do(_UNFINISHED.format(connections=connections, streams=MAX_STREAMS))
+        peak = max(_resident_while(daemon, 100))
+        state("requests that wait, and models with open recalls", f"{waits}, {len(recalled)}")
+        state(
+            "connections with unfinished frames, and descriptors",
+            f"{len(flooding) * connections}, {daemon.descriptors()}",
+        )
+        state(
+            f"RssAnon at the start, with the worst mix of {descriptors:,} descriptors, and its bound",
+            f"{at_start // MIB}, {peak // MIB}, {most // MIB} MiB",
+        )
+        assert recalled
+        assert peak < most
+        assert daemon.descriptors() < descriptors
+        assert daemon.books().waiting_requests == waits
+        blue.do("sessions[0].close()")  # what it had borrowed is granted
+        until(lambda: daemon.books().waiting_requests < waits)
+        check_turns(daemon, state, f"the worst mix of {descriptors:,} descriptors")
+        stack.close()
         until(lambda: daemon.books().lent_bytes == 0 and not daemon.sessions())
         until(lambda: daemon.descriptors() <= before)
 
