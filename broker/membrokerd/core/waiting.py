@@ -40,7 +40,7 @@ MOST_AT_ONCE = 16
 MOST_LOOKS = 1_000
 """How many lines of requests one step may look at to decide those: each decision looks at all. One is always made.
 
-A look takes 8 us of CPU, and 20 beside open recalls, so a step stays below 50 ms with up to 2,500 lines: the rest of a turn takes some ms, too.
+A look takes 8 us of CPU, and 20 beside open recalls. The rest of a turn takes some milliseconds, too.
 """
 
 
