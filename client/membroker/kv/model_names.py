@@ -48,16 +48,18 @@ def _contents(path: str) -> list[tuple[str, int, str]]:
     with suppress(OSError, ValueError):
         is_one = os.path.isfile(path)
         files = [path] if is_one else [os.path.join(path, name) for name in os.listdir(path) if name.endswith(_WEIGHTS)]
-        pieces = max(2, _SAMPLES // max(1, len(files)))
         for file in sorted(files):
             size = os.stat(file).st_size
-            found.append((os.path.basename(file), size, _sample(file, size, pieces)))
+            found.append((os.path.basename(file), size, sample(file, size, len(files))))
     return found
 
 
-def _sample(path: str, size: int, pieces: int) -> str:
-    """Return a digest of so many pieces of a file, at equal distances: of one base, fine-tuned models differ there."""
-    digest = hashlib.sha256()
+def sample(path: str, size: int, files: int) -> str:
+    """Return a digest of pieces of a file of `size` bytes, at equal distances, for a checkpoint of so many files.
+
+    Fine-tuned models of one base have the same sizes, and differ in these pieces.
+    """
+    digest, pieces = hashlib.sha256(), max(2, _SAMPLES // files)
     with open(path, "rb", buffering=0) as file:
         for number in range(pieces):
             file.seek((2 * number + 1) * max(0, size - _PIECE_BYTES) // (2 * pieces))

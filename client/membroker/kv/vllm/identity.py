@@ -13,6 +13,7 @@ import os
 from contextlib import suppress
 from typing import Any
 
+from ..model_names import sample
 from .settings import WeightSettings
 
 
@@ -89,28 +90,14 @@ def _files(model: str) -> Any:
     else:
         return model
     stats = [os.stat(path) for path in found]
-    pieces = max(2, _SAMPLES // max(1, len(found)))
     return [
         root,
         [
-            (path, stat.st_size, stat.st_mtime_ns, _sample(path, stat.st_size, pieces))
+            (path, stat.st_size, stat.st_mtime_ns, sample(path, stat.st_size, len(found)))
             for path, stat in zip(found, stats, strict=True)
         ],
     ]
 
 
-def _sample(path: str, size: int, pieces: int) -> str:
-    """Return a digest of so many pieces of a file, at equal distances."""
-    digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
-        for number in range(pieces):
-            file.seek((2 * number + 1) * max(0, size - _PIECE_BYTES) // (2 * pieces))
-            digest.update(file.read(_PIECE_BYTES))
-    return digest.hexdigest()
-
-
 _HUBS = ("HF_ENDPOINT", "VLLM_USE_MODELSCOPE")
-_SAMPLES = 64
-"""About how many pieces of a model are read. Each may be a request to a network's storage."""
-_PIECE_BYTES = 4096
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".npz", ".gguf", ".index.json", "config.json")
