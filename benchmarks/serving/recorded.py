@@ -36,7 +36,7 @@ Row = tuple[float, int, int]
 
 
 class Unreadable(ValueError):
-    """A file is none of these traces, or has nothing in the window. The message names it."""
+    """The file is in none of these formats, or no request of it is in the window. The message names the file."""
 
 
 @dataclass(frozen=True, slots=True)

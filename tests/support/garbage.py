@@ -12,7 +12,7 @@ def collect() -> None:
     gc.disable()  # from here on no thread begins a collection by itself
     try:
         while not _collected():
-            time.sleep(0.001)
+            time.sleep(0.001)  # nothing announces that another thread's collection has ended
     finally:
         if enabled:
             gc.enable()
