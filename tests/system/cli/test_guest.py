@@ -17,6 +17,7 @@ import pytest
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.sizes import MIB
 from tests.support.template import PythonProcess
+from tests.support.workers import is_gone
 
 from membroker.cli import main as cli
 from membroker.guest.stand_in import StandInSuspender
@@ -111,13 +112,6 @@ def held(pid: int) -> int:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 # --- turns ---
