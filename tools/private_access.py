@@ -51,9 +51,8 @@ ALLOWED: Mapping[str, Mapping[str, str]] = {
         _ENGINE,
     ),
     "client/membroker/kv/vllm/swap.py": {"_custom_ops": _ENGINE},
-    "client/membroker/kv/vllm/weights.py": dict.fromkeys(
-        ("_buffers", "_non_persistent_buffers_set", "_schema", "_version"), _TORCH
-    ),
+    "client/membroker/kv/vllm/processed.py": dict.fromkeys(("_buffers", "_parameters"), _TORCH),
+    "client/membroker/kv/vllm/weights.py": {"_schema": _TORCH},
 }
 """By the beginning of the file's path: the names that may be used there, and why."""
 

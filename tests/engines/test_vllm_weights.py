@@ -6,6 +6,7 @@ to one would die with SIGSEGV.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import Daemon, running, until
-from tests.support.vllm_engine import BUILDS, Engine, write_model, write_plugins
+from tests.support.vllm_engine import BUILDS, CONFIG, Engine, write_model, write_plugins
 from tests.support.vllm_held import GATE
 
 import membroker
@@ -66,14 +67,23 @@ def tokens(plugins: dict[str, str]) -> Callable[..., Any]:
 
 
 def sharing(model: Path, daemon: Daemon, environment: dict[str, str], name: str, **options: Any) -> Engine:
+    """An engine with shared weights. Without a `name` its cache is vLLM's own."""
     extra = options.pop("weights", {})
     options = {"load_format": "membroker", "model_loader_extra_config": extra, **options}
+    if not name:
+        environment = {**environment, "MEMBROKER_ENDPOINT": str(daemon.endpoint())}
+        return Engine(BUILDS["cpu"], model, environment=environment, **options)
     return Engine(BUILDS["cpu"], model, daemon.endpoint(), {"model": name}, environment=environment, **options)
 
 
 def segments(daemon: Daemon) -> list[tuple[str, int]]:
     with membroker.connect(daemon.endpoint(), observer=True) as client:
         return [(one.state, one.sessions) for one in client.segments() if "/segments/weights-" in one.name]
+
+
+def model_of(segment: str) -> str:
+    """Return the name that the checkpoint of a segment has in the books."""
+    return segment.removeprefix("tenants/red/models/").partition("/segments/")[0]
 
 
 def how(engine: Engine) -> list[str]:
@@ -96,9 +106,9 @@ def test_engines_that_start_at_once_have_one_copy_and_outlive_its_writer(
             assert sorted(how(one) + how(two)) == ["attached", "published"]
             assert segments(daemon) == [("sealed", 2)]
             with membroker.connect(daemon.endpoint(), observer=True) as client:
-                (segment,) = client.segments()
-                books = client.model(segment.name.split("/")[3]).books["device"]
-                assert books.used_bytes == books.segment_bytes == client.segments()[0].size_bytes
+                (there,) = client.segments()
+                books = client.model(model_of(there.name)).books["device"]
+                assert books.used_bytes == books.segment_bytes == there.size_bytes
             writer, other = (one, two) if how(one) == ["published"] else (two, one)
             writer.kill()
             until(lambda: segments(daemon) == [("sealed", 1)])
@@ -121,11 +131,11 @@ def test_a_publisher_that_is_killed_halfway_is_replaced_by_an_engine_that_waits(
             sharing(qwen, daemon, environment, "one", **held) as one,
             sharing(qwen, daemon, environment, "two", **held) as two,
         ):
-            until(lambda: segments(daemon) == [("writing", 1)], 120.0)
-            writer, other = (one, two) if _is_writer(daemon, one) else (two, one)
+            until(lambda: _loads(daemon, one) or _loads(daemon, two), 120.0)
+            writer, other = (one, two) if _loads(daemon, one) else (two, one)
             until(lambda: "for the engine that loads weights-of-qwen/weights-" in other.log(), 120.0)
             writer.kill()
-            until(lambda: segments(daemon) == [("writing", 1)] and _is_writer(daemon, other), 120.0)
+            until(lambda: _loads(daemon, other), 120.0)
             gate.touch()
             assert other.ready().generate(*PROMPTS) == expected
             assert how(other) == ["published"]
@@ -134,10 +144,10 @@ def test_a_publisher_that_is_killed_halfway_is_replaced_by_an_engine_that_waits(
             assert client.segments()[0].name.startswith("tenants/red/models/weights-of-qwen/segments/weights-")
 
 
-def _is_writer(daemon: Daemon, engine: Engine) -> bool:
-    """Return whether a segment is written by a process of the engine's group."""
+def _loads(daemon: Daemon, engine: Engine) -> bool:
+    """Return whether a process of the engine's group has the claim on the weights."""
     with membroker.connect(daemon.endpoint(), observer=True) as client:
-        writers = {one.writer for one in client.segments() if "/segments/weights-" in one.name}
+        writers = {one.writer for one in client.segments() if "/segments/loading-" in one.name}
     pids = [one.pid for one in daemon.sessions() if one.name in writers]
     return bool(pids) and os.getpgid(pids[0]) == engine.process.pid
 
@@ -165,7 +175,7 @@ def test_another_model_class_and_dtype_has_a_copy_of_its_own(
             assert three.ready().generate(*PROMPTS) == tokens(qwen)
             four.ready()
             assert how(three) == how(four) == ["published"]
-            assert sorted(segments(daemon)) == [("sealed", 0), ("sealed", 1), ("sealed", 1)]
+            assert segments(daemon) == [("sealed", 1), ("sealed", 1)], "Llama's ended with its engines"
 
 
 def test_a_segment_with_other_contents_is_refused(qwen: Path, plugins: dict[str, str]) -> None:
@@ -182,9 +192,118 @@ def test_a_segment_with_other_contents_is_refused(qwen: Path, plugins: dict[str,
             own = there.name.rpartition("/")[2]
             publish = membroker.segment.publish_arrays
             publish(
-                client.register_model(there.name.split("/")[3]), own, {"lm_head.weight": numpy.ones(3, "float32")}
+                client.register_model(model_of(there.name)), own, {"lm_head.weight": numpy.ones(3, "float32")}
             ).close()
             says = r"does not fit this model: .*membroker segments delete"
             with sharing(qwen, daemon, plugins, "two") as two, pytest.raises(AssertionError, match=says):
                 two.ready()
             assert [one.state for one in client.segments()] == ["sealed"]
+
+
+def test_two_engines_that_end_together_leave_nothing(qwen: Path, plugins: dict[str, str]) -> None:
+    """Both are killed in one moment, so neither can know that it is the last."""
+    with running({"capacity": "512MiB"}) as daemon:
+        with sharing(qwen, daemon, plugins, "") as one, sharing(qwen, daemon, plugins, "") as two:
+            one.ready()
+            two.ready()
+            assert segments(daemon) == [("sealed", 2)]
+            one.kill()
+            two.kill()
+        until(lambda: segments(daemon) == [])
+        until(lambda: sum(one.books[0].used_bytes for one in daemon.models()) == 0)
+
+
+def write_awq(directory: Path) -> Path:
+    """Write a Llama whose linear layers have four bits a weight, in groups of 32, as AutoAWQ stores them."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    write_model(directory, **LLAMA)
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        rows, columns = tensors.pop(name).shape
+        for kind, shape in {"qweight": (columns, rows // 8), "qzeros": (columns // 32, rows // 8)}.items():
+            packed = torch.randint(-(1 << 31), (1 << 31) - 1, shape, dtype=torch.int32)
+            tensors[name.replace("weight", kind)] = packed
+        tensors[name.replace("weight", "scales")] = torch.rand(columns // 32, rows).to(torch.bfloat16) / 40
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    about = json.loads((directory / "config.json").read_text())
+    about["quantization_config"] = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 32,
+        "zero_point": True,
+        "version": "gemm",
+    }
+    (directory / "config.json").write_text(json.dumps(about))
+    return directory
+
+
+def test_quantized_weights_are_shared_as_vllm_has_packed_them(
+    plugins: dict[str, str], tokens: Callable[..., Any], tmp_path: Path
+) -> None:
+    """AWQ, which no layer of vLLM declares ready for processed weights. Only the first engine packs them."""
+    model, half = write_awq(tmp_path / "awq"), {"dtype": "bfloat16"}
+    expected = tokens(model, **half)
+    with (
+        running({"capacity": "512MiB"}) as daemon,
+        sharing(model, daemon, plugins, "", **half) as one,
+        sharing(model, daemon, plugins, "", **half) as two,
+    ):
+        assert one.ready().generate(*PROMPTS) == two.ready().generate(*PROMPTS) == expected
+        assert sorted(how(one) + how(two)) == ["attached", "published"]
+
+
+def write_adapter(directory: Path) -> Path:
+    """Write a LoRA of rank 8 for the attention of the tests' Qwen, large enough to change its answers."""
+    import torch
+    from safetensors.torch import save_file
+
+    directory.mkdir()
+    torch.manual_seed(5)
+    heads = CONFIG["num_attention_heads"] * CONFIG["head_dim"]
+    tensors = {}
+    for layer in range(CONFIG["num_hidden_layers"]):
+        for name in ("q_proj", "v_proj"):
+            before = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{before}.lora_A.weight"] = torch.randn(8, CONFIG["hidden_size"])
+            tensors[f"{before}.lora_B.weight"] = torch.randn(heads, 8)
+    save_file(tensors, directory / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps({**about, "base_model_name_or_path": ""}))
+    return directory
+
+
+def test_adapters_lie_beside_shared_weights(
+    qwen: Path, plugins: dict[str, str], tokens: Callable[..., Any], tmp_path: Path
+) -> None:
+    """An engine with LoRA shares with one that has none, and its adapter changes nobody's base model."""
+    adapter, lora = str(write_adapter(tmp_path / "adapter")), {"enable_lora": True, "max_lora_rank": 8}
+    with Engine(BUILDS["cpu"], qwen, environment=plugins, load_format="auto", **lora) as plain:
+        adapted = plain.ready().generate(*PROMPTS, lora=adapter)
+    assert adapted != tokens(qwen)
+    with (
+        running({"capacity": "512MiB"}) as daemon,
+        sharing(qwen, daemon, plugins, "") as one,
+        sharing(qwen, daemon, plugins, "", **lora) as two,
+    ):
+        one.ready()
+        assert two.ready().generate(*PROMPTS, lora=adapter) == adapted
+        assert two.generate(*PROMPTS) == one.generate(*PROMPTS) == tokens(qwen)
+        assert sorted(how(one) + how(two)) == ["attached", "published"]
+
+
+def test_a_draft_is_shared_beside_its_target(
+    qwen: Path, plugins: dict[str, str], tokens: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Each engine has two segments: its model's, and that of the smaller one that drafts for it."""
+    draft = write_model(tmp_path / "small", num_hidden_layers=1)
+    speculative = {"speculative_config": {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}}
+    with (
+        running({"capacity": "512MiB"}) as daemon,
+        sharing(qwen, daemon, plugins, "", **speculative) as one,
+        sharing(qwen, daemon, plugins, "", **speculative) as two,
+    ):
+        assert one.ready().generate(*PROMPTS) == two.ready().generate(*PROMPTS) == tokens(qwen)
+        assert sorted(how(one) + how(two)) == ["attached", "attached", "published", "published"]
+        assert segments(daemon) == [("sealed", 2), ("sealed", 2)]

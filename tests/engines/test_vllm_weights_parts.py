@@ -27,19 +27,22 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines ins
 import torch
 from vllm.config.load import LoadConfig
 from vllm.config.multimodal import MultiModalConfig
+from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.model_loader import BaseModelLoader
+from vllm.model_executor.model_loader import BaseModelLoader, base_loader
+from vllm.model_executor.utils import is_weights_pre_processed
 
 from membroker.kv.vllm import identity, plugin, weights
 from membroker.kv.vllm.settings import WeightSettings, check_shareable, weight_settings_of
 
 pytestmark = pytest.mark.shared_daemon
 ROWS = 256
-"""Rows of 256 float32 are 256 KiB: a parameter that takes no memory until it is attached."""
 
 
 class Method(QuantizeMethodBase):  # type: ignore[misc]
-    """Post-processing of a layer, as vLLM's methods have it."""
+    """Processing of a layer that knows whether its weights are processed already, as some of vLLM's methods do."""
+
+    supports_pre_processed_weights = True
 
     def __init__(self, process: Callable[[Any], None]) -> None:
         self._process = process
@@ -49,6 +52,31 @@ class Method(QuantizeMethodBase):  # type: ignore[misc]
     def apply(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def process_weights_after_loading(self, layer: Any) -> None:
+        self._process(layer)
+
+
+class Kernel:
+    """What computes with the weights of a layer, and keeps values of its own."""
+
+    __module__ = "vllm.model_executor.kernels.linear"
+    zeros = "none"
+
+
+class AutoGPTQLinearMethod(LinearMethodBase):  # type: ignore[misc]
+    """Processing of a layer that knows nothing of processed weights, under the name of one of vLLM's."""
+
+    __module__ = "vllm.model_executor.layers.quantization.auto_gptq"
+
+    def __init__(self, process: Callable[[Any], None]) -> None:
+        self._process = process
+        self.kernel = Kernel()
+
+    def create_weights(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def apply(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        assert not is_weights_pre_processed()
         self._process(layer)
 
 
@@ -62,7 +90,6 @@ class Small(torch.nn.Module):  # type: ignore[misc]
         self.head.weight = self.embed.weight
         for name, dtype in {"eight": torch.float8_e4m3fn, "packed": torch.int32, "wide": torch.bfloat16}.items():
             value = torch.nn.Parameter(torch.zeros(ROWS, 512, dtype=dtype), requires_grad=False)
-            value.weight_loader = name  # type: ignore[attr-defined]
             self.register_parameter(name, value)
         self.turned = torch.nn.Parameter(torch.empty(300, ROWS).t(), requires_grad=False)
         self.small = torch.nn.Parameter(torch.ones(3), requires_grad=False)
@@ -84,6 +111,7 @@ class Files(BaseModelLoader):  # type: ignore[misc]
     """Stands for one of vLLM's loaders, and notes what it was asked for."""
 
     def __init__(self, load: Callable[[Any], None] = fill) -> None:
+        super().__init__(LoadConfig())
         self.revisions: list[str | None] = []
         self._load = load
 
@@ -125,6 +153,7 @@ def a_config(model: str = "org/small", **changes: Any) -> Any:
         "enable_sleep_mode": False,
         "enable_cumem_allocator": False,
         "multimodal_config": None,
+        "is_moe": False,
     }
     about.update({name: value for name, value in changes.items() if name in about})
     parallel.update({name: value for name, value in changes.items() if name in parallel})
@@ -137,6 +166,13 @@ def a_config(model: str = "org/small", **changes: Any) -> Any:
         parallel_config=SimpleNamespace(**parallel),
         device_config=SimpleNamespace(device=torch.device("cpu"), device_type="cpu"),
         offload_config=offload,
+        load_config=LoadConfig(),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        cache_config=SimpleNamespace(
+            cache_dtype=changes.get("cache_dtype", "auto"), kv_cache_dtype_skip_layers=changes.get("skip_layers", [])
+        ),
+        kernel_config=SimpleNamespace(moe_backend=changes.get("moe_backend", "auto"), enable_flashinfer_autotune=False),
+        quant_config=None,
         lora_config=changes.get("lora_config"),
         weight_transfer_config=changes.get("weight_transfer_config"),
     )
@@ -150,7 +186,9 @@ def start(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     def load(build: Callable[[], Any] = Small, files: Files | None = None, **extra: Any) -> Any:
         inner = files or Files()
         monkeypatch.setattr(weights, "get_model_loader", lambda _config: inner)
-        monkeypatch.setattr(weights, "initialize_model", lambda **_keywords: build())
+        for module in (weights, base_loader):
+            monkeypatch.setattr(module, "initialize_model", lambda **_keywords: build())
+        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # as vLLM's workers do it on a CPU
         config = a_config()
         loader = weights.Loader(LoadConfig(load_format="membroker", model_loader_extra_config=extra))
         return loader.load_model(config, config.model_config)
@@ -179,7 +217,6 @@ def test_the_second_engine_maps_what_the_first_has_loaded(daemon: Daemon, start:
             assert (value.dtype, value.stride()) == (wanted.dtype, wanted.stride()), name
             assert torch.equal(value.float(), wanted.float()), name
         assert model.head.weight is model.embed.weight
-        assert model.wide.weight_loader == "wide"
         assert model.scale == expected.scale
         assert torch.equal(model.angles, expected.angles)
         model.scale.fill_(5.0)
@@ -259,12 +296,12 @@ def test_an_engine_takes_no_memory_for_weights_while_another_one_loads(
     threads = [threading.Thread(target=lambda: models.append(start(build, files))) for _ in range(3)]
     for one in threads:
         one.start()
-    until(lambda: len(daemon.sessions()) == 3 and len(segments(daemon)) == 2)
+    until(lambda: len(daemon.sessions()) == 3 and segments(daemon) == [("writing", 1)])
     assert len(built) == 1
     may_load.set()
     for one in threads:
         one.join(60)
-    assert (files.loads, len(built), len(models)) == (1, 3, 3)
+    assert (files.loads, len(built), len(models)) == (1, 4, 3), "the first builds one to load into, and one to keep"
     assert segments(daemon) == [("sealed", 3)]
     assert all(torch.equal(models[0].wide, one.wide) for one in models)
 
@@ -306,8 +343,8 @@ def without_one() -> Any:
 @pytest.mark.parametrize(
     ("build", "says"),
     [
-        (wider, r"wide is BF16 \[256, 1024\] here and BF16 \[256, 512\] there"),
-        (other_dtype, "wide is F16 .* here and BF16 .* there"),
+        (wider, r"wide is bfloat16 \[256, 1024\] here and bfloat16 \[256, 512\] there"),
+        (other_dtype, "wide is float16 .* here and bfloat16 .* there"),
         (without_one, "packed is on one side only"),
     ],
 )
@@ -319,13 +356,6 @@ def test_a_segment_of_another_model_is_refused(
         start(build)
     until(lambda: segments(daemon) == [("sealed", 1)])
     assert first.wide[0, 0] > 0
-
-
-def aliased() -> Any:
-    """As layers with a convolution do it: a buffer that is a view of a weight."""
-    model = Small()
-    model.register_buffer("alias", model.wide.view(-1), persistent=False)
-    return model
 
 
 def captured() -> Any:
@@ -359,19 +389,14 @@ def repack(layer: Any) -> None:
     layer.embed.weight = layer.head.weight = torch.nn.Parameter(torch.zeros(1))
 
 
-def replace(model: Any) -> None:
-    fill(model)
-    model.wide = torch.nn.Parameter(model.wide.data.clone(), requires_grad=False)
+def take_away(layer: Any) -> None:
+    """As kernels do it that have a copy in a layout of their own."""
+    for name in ("eight", "packed", "wide"):
+        setattr(layer, name, torch.nn.Parameter(torch.empty(0), requires_grad=False))
 
 
-def count(model: Any) -> None:
-    fill(model)
-    model.loads = 1
-
-
-def rotate(model: Any) -> None:
-    fill(model)
-    model.angles.mul_(2)
+def renew(layer: Any) -> None:
+    layer.embed = torch.nn.Embedding(ROWS, 256)
 
 
 def lazily() -> Any:
@@ -380,49 +405,148 @@ def lazily() -> Any:
     return model
 
 
+def quantized(process: Callable[[Any], None], method: type[Any] = AutoGPTQLinearMethod) -> Callable[[], Any]:
+    def build() -> Any:
+        model = Small()
+        model.quant_method = method(process)
+        return model
+
+    return build
+
+
+def compile_kernel(layer: Any) -> None:
+    layer.quant_method.kernel.run = lambda: None
+
+
+class Unknown(AutoGPTQLinearMethod):
+    """A method of which nobody knows what it changes."""
+
+
 @pytest.mark.parametrize(
-    ("build", "load", "says"),
+    ("build", "says"),
     [
-        pytest.param(processed(write), fill, r"writes to a weight of \[2, 512\]", id="written in place"),
-        pytest.param(processed(write_out), fill, r"writes to a weight of \[256, 512\]", id="an output"),
-        pytest.param(processed(repack), fill, "repacks the weights .* a copy of each engine's own", id="repacked"),
-        pytest.param(aliased, fill, r"loading changes \.alias of this model", id="a view of a weight"),
-        pytest.param(captured, fill, "keeps a second reference to wide", id="a hidden view of a weight"),
-        pytest.param(Small, replace, "loading changes wide of this model", id="another parameter"),
-        pytest.param(Small, count, r"loading changes \.loads of this model", id="an attribute"),
-        pytest.param(Small, rotate, r"loading changes \.angles of this model", id="a buffer that is not stored"),
-        pytest.param(lazily, fill, "wide is a UninitializedParameter that is quantized", id="without memory"),
+        pytest.param(processed(write), r"writes to a weight of \[2, 512\]", id="written in place"),
+        pytest.param(processed(write_out), r"writes to a weight of \[256, 512\]", id="an output"),
+        pytest.param(processed(repack), "repacks the weights .* a copy of each engine's own", id="repacked"),
+        pytest.param(processed(take_away), "repacks the weights .* a copy of each engine's own", id="taken away"),
+        pytest.param(captured, r"keeps weights in views .*, which cannot be shared", id="a hidden view of a weight"),
+        pytest.param(processed(renew), "makes another layer of embed while it loads", id="another layer"),
+        pytest.param(lazily, "wide is a UninitializedParameter that is quantized", id="without memory"),
+        pytest.param(quantized(lambda _: None, Unknown), "layer <root>: Unknown does not support", id="unknown"),
+        pytest.param(quantized(compile_kernel), "makes a function of the weights of .*kernel.run", id="a function"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_by_the_first_engine(
-    build: Callable[[], Any], load: Callable[[Any], None], says: str, daemon: Daemon, start: Callable[..., Any]
+    build: Callable[[], Any], says: str, daemon: Daemon, start: Callable[..., Any]
 ) -> None:
     """One sentence at the start, and no segment is left: never a wrong token, and no crash."""
+    files = Files()
     with pytest.raises(InvalidRequest, match=says):
-        start(build, Files(load))
+        start(build, files)
+    assert files.loads == (0 if "Unin" in says or "Unknown" in says else 1), "what is known before is said before"
     gc.collect()
     until(lambda: segments(daemon) == [])
 
 
-@pytest.mark.parametrize("build", [aliased, captured])
-def test_an_alias_is_refused_by_the_second_engine_too(build: Callable[[], Any], start: Callable[..., Any]) -> None:
-    """There the view would be of memory without contents."""
-    first = start()
-    with pytest.raises(InvalidRequest, match="keeps a second reference to wide"):
+def aliased() -> Any:
+    """As layers with a convolution do it: a buffer that is a view of a weight."""
+    model = Small()
+    model.register_buffer("alias", model.wide.view(-1), persistent=False)
+    return model
+
+
+def change_all(model: Any) -> None:
+    """What loaders do besides: another parameter object, a flag, and a constant."""
+    fill(model)
+    model.wide = torch.nn.Parameter(model.wide.data.clone(), requires_grad=False)
+    model.register_buffer("alias", model.wide.view(-1), persistent=False)
+    model.has_own_head = True
+    model.table.mul_(2)
+
+
+def test_what_loading_leaves_is_in_every_engine(daemon: Daemon, start: Callable[..., Any]) -> None:
+    """Tensors that share memory still do, also with a weight, and a tensor that is no buffer has its contents."""
+
+    def build() -> Any:
+        model = aliased()
+        model.table = torch.arange(4.0)
+        model.fixed = torch.zeros(3, device="cpu")
+        return model
+
+    for model in (start(build, Files(change_all)), start(build, Files(change_all))):
+        assert model.alias.data_ptr() == model.wide.data_ptr()
+        assert model.has_own_head is True
+        assert model.table.tolist() == [0.0, 2.0, 4.0, 6.0]
+        model.table.add_(1)
+
+
+def quantize(layer: Any) -> None:
+    """What kernels do with weights: turn, pad, take away, keep a workspace, and note what they did."""
+    layer.wide = torch.nn.Parameter(layer.wide.data.t(), requires_grad=False)
+    del layer.packed
+    layer.small = None
+    layer.workspace = torch.zeros(8, dtype=torch.int32)
+    layer.bias_of_inputs = None
+    layer.quant_method.kernel.zeros = "w_zp"
+    layer.quant_method.kernel.scales = layer.wide[:2].float()
+    layer.computes = layer.quant_method.kernel
+
+
+def test_layers_that_know_nothing_of_processed_weights_are_followed(daemon: Daemon, start: Callable[..., Any]) -> None:
+    """All that processing has changed is taken over, and it does not run again. A workspace is each engine's own."""
+    models = [start(quantized(quantize)) for _ in range(3)]
+    for model in models:
+        assert (model.wide.shape, model.wide.stride()) == ((512, ROWS), (1, 512))
+        assert not hasattr(model, "packed")
+        assert model.small is None
+        assert model.bias_of_inputs is None
+        assert model.computes is model.quant_method.kernel
+        assert model.computes.zeros == "w_zp"
+        assert torch.equal(model.quant_method.kernel.scales, models[0].wide[:2].float())
+        assert not model.workspace.any(), "another engine's"
+        model.workspace.fill_(7)
+    assert segments(daemon) == [("sealed", 3)]
+
+
+def test_weights_are_not_taken_over_for_another_kernel(start: Callable[..., Any]) -> None:
+    """Its layout is another one. vLLM chooses kernels by more than what is in the segment's name."""
+
+    class Other(Kernel):
+        __module__ = Kernel.__module__
+
+    def build() -> Any:
+        model = quantized(quantize)()
+        model.quant_method.kernel = Other()
+        return model
+
+    first = start(quantized(quantize))
+    with pytest.raises(InvalidRequest, match="GPTQLinearMethod Other here and AutoGPTQLinearMethod Kernel there"):
         start(build)
     assert first.wide[0, 0] > 0
 
 
-def transpose(layer: Any) -> None:
-    layer.wide = torch.nn.Parameter(layer.wide.t(), requires_grad=False)
-    layer.largest = layer.wide.max().item()
+def test_layers_that_know_of_processed_weights_restore_what_they_have_besides(start: Callable[..., Any]) -> None:
+    """They see the values, know that these are processed, and have what the first engine has noted on its kernel."""
 
+    def process(layer: Any) -> None:
+        if not is_weights_pre_processed():
+            layer.wide = torch.nn.Parameter(layer.wide.t(), requires_grad=False)
+            layer.quant_method.kernel.width = layer.wide.shape[0]
+        layer.largest = layer.wide.max().item()
 
-def test_post_processing_sees_the_values_in_every_engine(daemon: Daemon, start: Callable[..., Any]) -> None:
-    """What it derives as Python numbers is right in each, and what it turns around without a copy stays shared."""
-    models = [start(processed(transpose)), start(processed(transpose))]
-    assert models[0].largest == models[1].largest == models[0].wide.max()
-    assert [one.wide.shape for one in models] == [(512, ROWS), (512, ROWS)]
+    def build() -> Any:
+        model = processed(process)()
+        model.quant_method.kernel = Kernel()
+        return model
+
+    Method.__module__, before = "vllm.model_executor.layers.quantization.fp8", Method.__module__
+    try:
+        models = [start(build), start(build)]
+    finally:
+        Method.__module__ = before
+    for model in models:
+        assert (model.wide.shape, model.quant_method.kernel.width) == ((512, ROWS), 512)
+        assert model.largest == models[0].wide.max()
 
 
 def test_a_loader_that_does_more_is_refused(start: Callable[..., Any]) -> None:
@@ -460,7 +584,6 @@ def test_settings_are_checked(extra: Any, says: str) -> None:
         ({"weight_transfer_config": object()}, "leave --weight-transfer-config out"),
         ({"enable_sleep_mode": True}, "leave --enable-sleep-mode out"),
         ({"cpu_offload_gb": 4}, "leave --cpu-offload-gb"),
-        ({"lora_config": object()}, "leave --enable-lora out"),
     ],
 )
 def test_engines_that_write_to_their_weights_are_refused(changes: dict[str, Any], says: str) -> None:
@@ -491,6 +614,10 @@ class TestNames:
             self.name(tensor_parallel_size=2),
             self.name(runner_type="pooling"),
             self.name(enable_expert_parallel=True),
+            self.name(moe_backend="marlin"),
+            self.name(cache_dtype="fp8"),
+            self.name(skip_layers=["3"]),
+            self.name(is_moe=True, lora_config=object()),
             self.name(enable_expert_parallel=True, expert_placement_strategy="round_robin"),
             self.name(enable_expert_parallel=True, expert_placement_strategy="round_robin", all2all_backend="nixl_ep"),
             self.name(multimodal_config=MultiModalConfig()),
@@ -500,7 +627,10 @@ class TestNames:
         ]
         few, more = (MultiModalConfig(limit_per_prompt={"image": number}) for number in (1, 2))
         assert self.name(multimodal_config=few) == self.name(multimodal_config=more)
-        monkeypatch.setattr("vllm.__version__", "0.24.1")
+        assert self.name(lora_config=object()) == names[0], "adapters lie beside the weights"
+        monkeypatch.setattr("vllm.__version__", "0.32.1")
+        names.append(self.name())
+        monkeypatch.setenv("VLLM_CPU_INT4_W4A8", "0")
         names.append(self.name())
         monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
         names.append(self.name())

@@ -186,7 +186,11 @@ class Daemon:
         with self.admin_stub() as stub:
             for one in stub.ListSegments(broker_pb2.ListSegmentsRequest(page_size=1000)).segments:
                 if one.state == resources_pb2.Segment.SEALED:
-                    stub.DeleteSegment(broker_pb2.DeleteSegmentRequest(name=one.name))
+                    try:
+                        stub.DeleteSegment(broker_pb2.DeleteSegmentRequest(name=one.name))
+                    except grpc.RpcError as error:
+                        if error.code() is not grpc.StatusCode.NOT_FOUND:  # its last session came first
+                            raise
 
     def descriptors(self) -> int:
         """Return how many descriptors the daemon has open."""

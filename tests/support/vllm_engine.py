@@ -248,10 +248,10 @@ class Engine(Closing):
         self.answer(START_SECONDS)
         return self
 
-    def ask(self, prompts: Sequence[Sequence[int]], tokens: int) -> None:
-        """Send prompts."""
+    def ask(self, prompts: Sequence[Sequence[int]], tokens: int, lora: str | None = None) -> None:
+        """Send prompts, to be answered by the adapter in a directory."""
         assert self.process.stdin is not None
-        print(json.dumps({"prompts": prompts, "tokens": tokens}), file=self.process.stdin, flush=True)
+        print(json.dumps({"prompts": prompts, "tokens": tokens, "lora": lora}), file=self.process.stdin, flush=True)
 
     def answer(self, seconds: float = ANSWER_SECONDS) -> Any:
         """Return the answer to what was asked."""
@@ -269,9 +269,9 @@ class Engine(Closing):
         """Return whether the answer to what was asked is still to come."""
         return not select.select([self.process.stdout], [], [], 0)[0]
 
-    def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> Any:
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int, lora: str | None = None) -> Any:
         """Return the tokens that follow each prompt."""
-        self.ask(prompts, tokens)
+        self.ask(prompts, tokens, lora)
         return self.answer()
 
     def gaps(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Any:

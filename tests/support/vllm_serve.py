@@ -1,11 +1,11 @@
 """Serve a model with vLLM, for another process: a line of JSON in, a line of JSON out. Run with `-m`.
 
 The first argument is the keywords of `vllm.LLM` as JSON. A request is `{"prompts": [[token, ...], ...], "tokens": n}`,
-and its answer the generated tokens, greedily and always n of each. With `"answers"` instead of `"tokens"` it is, for
-each prompt and the answer that is given, by how much some token of the answer was less likely than the likeliest one
-at its place, as the largest difference of logarithms. `{"call": name, "keywords": {...}}` calls a method of each
-worker, and its answer is null. The engine itself runs in a process of its own, as under `vllm serve`. It is a fork if
-the second argument is "fork".
+and its answer the generated tokens, greedily and always n of each; with `"lora"`, by the adapter in that directory.
+With `"answers"` instead of `"tokens"` it is, for each prompt and the answer that is given, by how much some token of
+the answer was less likely than the likeliest one at its place, as the largest difference of logarithms. `{"call":
+name, "keywords": {...}}` calls a method of each worker, and its answer is null. The engine itself runs in a process of
+its own, as under `vllm serve`. It is a fork if the second argument is "fork".
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def _answer(llm: Any, asked: dict[str, Any]) -> Any:
 
 
 def _tokens(llm: Any, asked: dict[str, Any]) -> list[list[int]]:
-    done = _generate(llm, asked["prompts"], max_tokens=asked["tokens"], ignore_eos=True)
+    done = _generate(llm, asked["prompts"], asked.get("lora"), max_tokens=asked["tokens"], ignore_eos=True)
     return [list(one.outputs[0].token_ids) for one in done]
 
 
 def _gaps(llm: Any, asked: dict[str, Any]) -> list[float]:
     whole = [prompt + answer for prompt, answer in zip(asked["prompts"], asked["answers"], strict=True)]
-    done = _generate(llm, whole, max_tokens=1, prompt_logprobs=1)
+    done = _generate(llm, whole, None, max_tokens=1, prompt_logprobs=1)
     gaps = []
     for prompt, tokens, one in zip(asked["prompts"], whole, done, strict=True):
         places = [
@@ -75,11 +75,14 @@ def _gaps(llm: Any, asked: dict[str, Any]) -> list[float]:
     return gaps
 
 
-def _generate(llm: Any, prompts: list[list[int]], **options: Any) -> Any:
+def _generate(llm: Any, prompts: list[list[int]], lora: str | None, **options: Any) -> Any:
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     parameters = SamplingParams(detokenize=False, temperature=0, **options)
-    return llm.generate([{"prompt_token_ids": one} for one in prompts], parameters, use_tqdm=False)
+    adapter = LoRARequest("adapter", 1, lora) if lora else None
+    tokens = [{"prompt_token_ids": one} for one in prompts]
+    return llm.generate(tokens, parameters, use_tqdm=False, lora_request=adapter)
 
 
 if __name__ == "__main__":  # the engine's process imports this file

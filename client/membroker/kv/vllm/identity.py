@@ -40,7 +40,7 @@ def digest_of(vllm_config: Any, model_config: Any, settings: WeightSettings, pre
     """
     import vllm
 
-    parallel = vllm_config.parallel_config
+    parallel, cache, kernel = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.kernel_config
     facts = {
         "vllm": vllm.__version__,
         "device": str(vllm_config.device_config.device_type),
@@ -63,6 +63,11 @@ def digest_of(vllm_config: Any, model_config: Any, settings: WeightSettings, pre
             parallel.all2all_backend,  # with some, vLLM ignores the strategy
         ],
         "modalities": _modalities(model_config.multimodal_config),
+        # What decides how vLLM lays processed weights out, and which scales the cache has.
+        "kernels": {name: str(value) for name, value in vars(kernel).items() if "backend" in name},
+        "environment": [vllm.envs.compile_factors(), *map(os.environ.get, _PREPACKING)],
+        "lora": vllm_config.lora_config is not None and model_config.is_moe,
+        "cache": [cache.cache_dtype, sorted(cache.kv_cache_dtype_skip_layers)],
     }
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -100,4 +105,6 @@ def _files(model: str) -> Any:
 
 
 _HUBS = ("HF_ENDPOINT", "VLLM_USE_MODELSCOPE")
+_PREPACKING = ("VLLM_CPU_MOE_PREPACK", "VLLM_ZENTORCH_WEIGHT_PREPACK")
+"""What vLLM leaves out of its own factors, because compiled code does not depend on it."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".npz", ".gguf", ".index.json", "config.json")

@@ -25,6 +25,7 @@ _WORKER: Final = "vllm.v1.worker.gpu_worker:Worker"
 _OUTPUT: Final = "vllm.v1.core.sched.output"
 _LOADING: Final = "vllm.model_executor.model_loader"
 _LOADER: Final = f"{_LOADING}:BaseModelLoader"
+_METHOD: Final = "vllm.model_executor.layers.quantization.base_config:QuantizeMethodBase"
 METHODS: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     (_CONNECTOR, "__init__", ("vllm_config", "role", "kv_cache_config")),
     (_CONNECTOR, "get_mem_pool_context", ()),
@@ -75,6 +76,9 @@ METHODS: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
     (_LOADING, "get_model_loader", ("load_config",)),
     (f"{_LOADING}.utils", "initialize_model", ("vllm_config", "prefix", "model_class", "model_config")),
     (f"{_LOADING}.utils", "process_weights_after_loading", ("model", "model_config", "target_device")),
+    (f"{_LOADING}.weight_cache.protocol", "check_ipc_quant_support", ("model",)),
+    ("vllm.model_executor.utils", "weights_already_processed", ()),
+    ("vllm.envs", "compile_factors", ()),
 )
 PROPERTIES: Final[tuple[tuple[str, str], ...]] = (
     (_CONNECTOR, "requires_kv_delivery"),
@@ -100,6 +104,9 @@ ATTRIBUTES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("vllm.v1.kv_cache_interface:KVCacheSpec", ("block_size",)),
     ("vllm.v1.kv_cache_interface:MambaSpec", ("num_speculative_blocks",)),
     ("vllm.config:VllmConfig", ("offload_config", "lora_config", "weight_transfer_config")),
+    ("vllm.config:VllmConfig", ("compilation_config", "kernel_config")),
+    ("vllm.config:CacheConfig", ("cache_dtype", "kv_cache_dtype_skip_layers")),
+    (_METHOD, ("supports_pre_processed_weights", "uses_meta_device", "process_weights_after_loading")),
     ("vllm.config:VllmConfig", ("ec_transfer_config",)),
     ("vllm.config.load:LoadConfig", ("load_format", "model_loader_extra_config", "device")),
 )

@@ -200,7 +200,6 @@ def check_shareable(config: Any) -> None:
         "moves weights to host memory: leave --cpu-offload-gb and the other offloading out": (
             offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0
         ),
-        "was not tested with LoRA: leave --enable-lora out": config.lora_config is not None,
     }
     refuse("--load-format membroker shares weights read-only, and this engine", refusals)
 
