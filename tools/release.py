@@ -31,6 +31,7 @@ VERSIONED = {
     "deploy/helm/membroker/Chart.yaml": rf"^(?:v|appV)ersion: {NUMBER}$",
     "deploy/kubernetes/membroker.yaml": rf'image: "membroker:{NUMBER}"',
     "deploy/Dockerfile": rf"membroker:{NUMBER}",
+    "deploy/compose.yaml": rf"image: membroker(?:-vllm)?:{NUMBER}",
     "docs/kubernetes.md": rf"membroker:{NUMBER}",
     "examples/kubernetes/tenant.yaml": rf"membroker:{NUMBER}",
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from membroker.kv.vllm.arguments import arguments
@@ -31,3 +33,12 @@ def test_the_options_are_vllms() -> None:
     given = parsed("--served-model-name", "chat")
     assert given.gpu_memory_utilization == 0.05
     assert KVConnectorFactory.get_connector_class(given.kv_transfer_config) is membroker.kv.vllm.Membroker
+
+
+def test_the_compose_file_has_options_of_vllms() -> None:
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed (pip install pyyaml)")
+    compose = yaml.safe_load((Path(__file__).parents[2] / "deploy" / "compose.yaml").read_text())
+    for name in ("chat", "code"):
+        _, *options = compose["services"][name]["command"]
+        given = parsed(*options)
+        assert (given.served_model_name, given.max_model_len) == ([name], 32768)
