@@ -46,7 +46,7 @@ def _lines() -> Iterator[str]:
             meaning = spec.help.replace("|", "\\|")
             yield f"| `{spec.name}` | {spec.kind} | {labels} | {meaning} |"
     yield from ("", "## Label values that always have a series", "")
-    yield f"`reason` of refusals: {_values(catalog.MODEL_DENIAL_REASONS)}, and others with the first one."
+    yield f"`reason` of refusals: {_values(catalog.DENIAL_REASONS)}, and others with the first one."
     yield f"`change` of the stock: {_values(catalog.STOCK_CHANGES)}."
 
 

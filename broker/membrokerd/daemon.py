@@ -411,6 +411,7 @@ class Daemon:
             },
             unproven_releases=dict(broker.releasing.unproven),
             refused=dict(self._traffic.refused),
+            denials=dict(broker.books.device_denials),
             stock_changes=dict(broker.stock.changes),
             asleep={row.name: sleep.asleep for row in models if (sleep := loop.idle_sleep.of_model(row.name))},
             headroom=plan.headroom,

@@ -7,6 +7,7 @@ import re
 import shutil
 import threading
 import time
+import tomllib
 import urllib.parse
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -55,9 +56,10 @@ def test_the_dashboard_has_the_eight_panels_and_refers_to_what_exists() -> None:
 
 def test_each_alert_has_a_runbook() -> None:
     """A person who is paged finds a section for the alert, and every section is about an alert that exists."""
-    alerts = dict(re.findall(r"- alert: (\w+)\n(?:(?!- alert:).*\n)*? +runbook: (\S+)", RULES.read_text()))
+    base = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]["urls"]["Documentation"]
+    alerts = dict(re.findall(r"- alert: (\w+)\n(?:(?!- alert:).*\n)*? +runbook_url: (\S+)", RULES.read_text()))
     assert set(alerts) == set(re.findall(r"- alert: (\w+)", RULES.read_text()))
-    assert all(runbook == f"docs/alerts.md#{name.lower()}" for name, runbook in alerts.items())
+    assert all(runbook == f"{base}/alerts.html#{name.lower()}" for name, runbook in alerts.items())
     assert set(re.findall(r"^## (Membroker\w+)$", RUNBOOKS, re.MULTILINE)) == set(alerts)
 
 
@@ -174,15 +176,47 @@ tests:
       - {series: 'membroker_model_used_bytes{gpu_uuid="GPU-1",tenant="a",model="m",location="device"}', values: '7x10'}
       - {series: 'membroker_tenant_used_bytes{gpu_uuid="GPU-1",tenant="a",location="device"}', values: '7x10'}
       - {series: 'membroker_tenant_limit_bytes{gpu_uuid="GPU-1",tenant="a",location="device"}', values: '14x10'}
+      - {series: 'membroker_tenant_denials_total{gpu_uuid="GPU-1",tenant="a",reason="CAPACITY"}', values: '0+60x10'}
+      - {series: 'membroker_model_denials_total{gpu_uuid="GPU-1",tenant="a",model="m",reason="CAPACITY"}',
+         values: '0+60x10'}
+      - {series: 'membroker_request_seconds_bucket{gpu_uuid="GPU-1",method="A",le="1"}', values: '0+60x10'}
+      - {series: 'membroker_request_seconds_bucket{gpu_uuid="GPU-1",method="A",le="+Inf"}', values: '0+60x10'}
+      # Its exporter was replaced: the old pod's series are there for five minutes more.
+      - {series: 'DCGM_FI_DEV_FB_USED{UUID="GPU-2",gpu="0",modelName="H200",Hostname="old"}', values: '1024x4'}
+      - {series: 'DCGM_FI_DEV_FB_USED{UUID="GPU-2",gpu="0",modelName="H200",Hostname="new"}', values: '_x4 1024x10'}
+      - {series: 'membroker_model_used_bytes{gpu_uuid="GPU-2",tenant="a",model="m",location="device"}', values: '7x10'}
+      # Two MIG instances, one of which two containers have.
+      - {series: 'DCGM_FI_DEV_FB_USED{UUID="GPU-3",GPU_I_ID="1",gpu="1",modelName="H200",Hostname="n1",pod="a"}',
+         values: '512x10'}
+      - {series: 'DCGM_FI_DEV_FB_USED{UUID="GPU-3",GPU_I_ID="1",gpu="1",modelName="H200",Hostname="n1",pod="b"}',
+         values: '512x10'}
+      - {series: 'DCGM_FI_DEV_FB_USED{UUID="GPU-3",GPU_I_ID="2",gpu="1",modelName="H200",Hostname="n1"}',
+         values: '256x10'}
     promql_expr_test:
-      - expr: membroker:model_used_bytes:by_gpu
+      - expr: membroker:model_used_bytes:by_gpu{gpu_uuid="GPU-1"}
         eval_time: 5m
         exp_samples:
           - {labels: 'membroker:model_used_bytes:by_gpu{gpu_uuid="GPU-1",gpu="0",modelName="H200",Hostname="n1",
               tenant="a",model="m",location="device"}', value: 7}
       - expr: gpu_uuid:dcgm_memory_used_bytes
         eval_time: 5m
-        exp_samples: [{labels: 'gpu_uuid:dcgm_memory_used_bytes{gpu_uuid="GPU-1"}', value: 1073741824}]
+        exp_samples:
+          - {labels: 'gpu_uuid:dcgm_memory_used_bytes{gpu_uuid="GPU-1"}', value: 1073741824}
+          - {labels: 'gpu_uuid:dcgm_memory_used_bytes{gpu_uuid="GPU-2"}', value: 1073741824}
+          - {labels: 'gpu_uuid:dcgm_memory_used_bytes{gpu_uuid="GPU-3"}', value: 805306368}
+      - {expr: 'count by (gpu_uuid) (membroker:model_used_bytes:by_gpu)', eval_time: 6m,
+         exp_samples: [{labels: '{gpu_uuid="GPU-1"}', value: 1}, {labels: '{gpu_uuid="GPU-2"}', value: 1}]}
+      - {expr: 'sum by (gpu_uuid) (gpu_uuid:dcgm_info)', eval_time: 6m,
+         exp_samples: [{labels: '{gpu_uuid="GPU-1"}', value: 1}, {labels: '{gpu_uuid="GPU-2"}', value: 1},
+           {labels: '{gpu_uuid="GPU-3"}', value: 1}]}
+      - {expr: 'membroker:tenant_denials:rate5m', eval_time: 6m,
+         exp_samples: [{labels: 'membroker:tenant_denials:rate5m{gpu_uuid="GPU-1",tenant="a",reason="CAPACITY"}',
+           value: 1}]}
+      - {expr: 'membroker:denials:rate5m', eval_time: 6m,
+         exp_samples: [{labels: 'membroker:denials:rate5m{gpu_uuid="GPU-1",tenant="a",model="m",reason="CAPACITY"}',
+           value: 1}]}
+      - {expr: 'membroker:request_seconds:p99', eval_time: 6m,
+         exp_samples: [{labels: 'membroker:request_seconds:p99{gpu_uuid="GPU-1",method="A"}', value: 0.99}]}
       - expr: gpu_uuid:dcgm_utilization:ratio
         eval_time: 5m
         exp_samples: [{labels: 'gpu_uuid:dcgm_utilization:ratio{gpu_uuid="GPU-1"}', value: 0.5}]

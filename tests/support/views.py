@@ -62,7 +62,7 @@ def books(
 FULL = books(
     model("acme", "a", 4 * MIB, limit=8 * MIB, segments=2 * MIB, CAPACITY=1),
     segments=(segment(1, "acme", "a", "sealed"),),
-    tenants=(TenantView("acme", (TenantLocationView("device", 4 * MIB, 16 * MIB, 2 * MIB, 1, 6 * MIB),), 1, 1),),
+    tenants=(TenantView("acme", (TenantLocationView("device", 4 * MIB, 16 * MIB, 2 * MIB, 1, 6 * MIB),), 1, 1, {}),),
 )
 """Books in which every metric of the books has a series."""
 

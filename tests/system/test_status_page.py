@@ -165,7 +165,7 @@ HOSTILE = '"><script>alert(1)</script>&lt;'
 
 def test_every_name_is_escaped() -> None:
     """The grammar of names allows none of this. The page does not rely on it."""
-    tenant = TenantView(HOSTILE, (TenantLocationView("device", MIB, 2 * MIB, MIB, 1, MIB),), 1, 1)
+    tenant = TenantView(HOSTILE, (TenantLocationView("device", MIB, 2 * MIB, MIB, 1, MIB),), 1, 1, {})
     view = books(model(HOSTILE, HOSTILE, MIB, limit=2 * MIB, **{HOSTILE: 1}), tenants=(tenant,), unaccounted=5)
     device = DeviceInfo(HOSTILE, HOSTILE, "cuda", 2 * MIB)
     history = tuple(Sample(float(at), {HOSTILE: MIB}, MIB, 4 * MIB, MIB, 7, MIB, at) for at in range(3))
@@ -195,7 +195,8 @@ def test_what_is_wrong_stands_at_the_top() -> None:
 def test_a_thousand_tenants_make_no_endless_page() -> None:
     """4,096 models of 1,024 tenants, and the longest history: the page is bounded, and made in a moment."""
     tenants = tuple(
-        TenantView(f"uid-{number}", (TenantLocationView("device", MIB, None, 0, 1, 0),), 4, 1) for number in range(1024)
+        TenantView(f"uid-{number}", (TenantLocationView("device", MIB, None, 0, 1, 0),), 4, 1, {})
+        for number in range(1024)
     )
     models = [model(f"uid-{number % 1024}", f"m{number}", MIB) for number in range(4096)]
     history = tuple(

@@ -21,6 +21,8 @@ from .recallable import Borrower, Recallable
 
 COUNTER_BITS = 40
 """The low bits of an id are a counter; those above it are the epoch."""
+MOST_TENANTS = 4096
+"""Where each user is a tenant, users come and go: this bounds what is kept about those that are gone."""
 _COUNTER_MAX = (1 << COUNTER_BITS) - 1
 
 
@@ -48,6 +50,11 @@ class Books:
         self.limits_changed = False
         """Whether a model or a tenant may have more than its limit, and the excess has not been recalled yet."""
         self.denials: dict[ModelName, Counter[str]] = {}
+        """How many calls about each model were refused, by reason: only of the models that there are."""
+        self.tenant_denials: dict[str, Counter[str]] = {}
+        """The same of each tenant since the start; of the last MOST_TENANTS that were refused for the first time."""
+        self.device_denials: Counter[str] = Counter()
+        """The same of all tenants since the start."""
         self.change_rules(rules)
         self.stopping = False
         self.draining = False
@@ -108,8 +115,15 @@ class Books:
         row = self.ledger.sessions.get(session)
         own = row is not None and row.tenant == name.tenant and denied.reason is not Reason.MODEL_NOT_FOUND
         if own and name in self.ledger.models:
-            self.denials.setdefault(name, Counter())[denied.reason] += 1
+            self._count_refusal(name, denied.reason)
         self.answer(call, denied)
+
+    def _count_refusal(self, name: ModelName, reason: Reason) -> None:
+        self.denials.setdefault(name, Counter())[reason] += 1
+        if name.tenant not in self.tenant_denials and len(self.tenant_denials) >= MOST_TENANTS:
+            del self.tenant_denials[next(iter(self.tenant_denials))]
+        self.tenant_denials.setdefault(name.tenant, Counter())[reason] += 1
+        self.device_denials[reason] += 1
 
     def refuse_debit(self) -> Denied | None:
         """Return why nothing at all is lent now, or None."""

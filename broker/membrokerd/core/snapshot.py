@@ -92,12 +92,13 @@ class TenantLocationView:
 
 @value
 class TenantView:
-    """One tenant; `sessions` are without observers."""
+    """One tenant; `sessions` are without observers, `denials` its refusals by reason since the daemon's start."""
 
     tenant: str
     locations: tuple[TenantLocationView, ...]
     models: int
     sessions: int
+    denials: Mapping[str, int]
 
 
 @value
@@ -263,6 +264,7 @@ def take_tenants(broker: Broker, configured: Iterable[str]) -> tuple[TenantView,
             ),
             models[tenant],
             sessions[tenant],
+            dict(broker.books.tenant_denials.get(tenant, {})),
         )
         for tenant in sorted({*configured, *models, *others})
     )

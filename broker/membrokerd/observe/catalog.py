@@ -38,6 +38,12 @@ TENANT_GUARANTEE = Spec(
     "Guarantee of the tenant; by default the sum of its models'.",
     _TENANT_AT,
 )
+TENANT_DENIALS = Spec(
+    "membroker_tenant_denials_total",
+    "counter",
+    "Requests of the tenant's models refused since this daemon started.",
+    ("tenant", "reason"),
+)
 MODEL_VIRTUAL = Spec(
     "membroker_model_virtual_bytes", "gauge", "Bytes of addresses that a pool of the model reserves.", _MODEL
 )
@@ -119,6 +125,9 @@ DEVICE_UNPROVEN = Spec(
     "Dead processes and segments that were credited after settle_seconds although the device did not show their "
     "bytes free.",
     _AT,
+)
+DEVICE_DENIALS = Spec(
+    "membroker_device_denials_total", "counter", "Requests refused since this daemon started.", ("reason",)
 )
 DEVICE_STOCK = Spec(
     "membroker_device_stock_bytes",
@@ -253,7 +262,7 @@ ALL: Mapping[str, Spec] = {spec.name: spec for spec in globals().values() if isi
 PARENT = (DAEMON_UP, DAEMON_RESTARTS)
 """Served by `membrokerd --all` itself; a daemon serves all others."""
 
-MODEL_DENIAL_REASONS = (
+DENIAL_REASONS = (
     Reason.MODEL_LIMIT,
     Reason.TENANT_LIMIT,
     Reason.CAPACITY,
@@ -262,6 +271,7 @@ MODEL_DENIAL_REASONS = (
     Reason.DESCRIPTORS_EXHAUSTED,
     Reason.JOURNAL_FULL,
 )
-"""Refusals that an operator watches: each model has a series of each from its start, because `increase()` does not
-see a counter's step from absent to 1. A worker's own mistakes appear with the first one."""
+"""Refusals that an operator watches: the device, each tenant and each model have a series of each from their start,
+because `increase()` does not see a counter's step from absent to 1. A worker's own mistakes appear with the first one.
+Alerts are about the device's and the tenants': a model can be refused before its first scrape."""
 STOCK_CHANGES = ("made", "used", "dropped")

@@ -71,5 +71,5 @@ def _take(broker: Broker, now: float) -> Sample:
         free=total.free,
         unaccounted=max(0, broker.releasing.shown("device") or 0),
         waiting=broker.waiting.of_location("device")[0],
-        refusals=sum(sum(counts.values()) for counts in broker.denials.values()),
+        refusals=broker.books.device_denials.total(),
     )

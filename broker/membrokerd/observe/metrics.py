@@ -29,9 +29,9 @@ class MetricsView:
     """All figures of a scrape, of one moment.
 
     `sessions` counts workers' sessions by state. `memory` is the device's figure by location, None if it cannot tell.
-    `figures` are those of the daemon as a whole. `refused` counts connections and calls by reason. `asleep` is how
-    many engines sleep, of each model whose engines sleep by themselves. `headroom` and `gate_reserve` are bytes of the
-    device.
+    `figures` are those of the daemon as a whole. `refused` counts connections and calls by reason, `denials` requests
+    about models. `asleep` is how many engines sleep, of each model whose engines sleep by themselves. `headroom` and
+    `gate_reserve` are bytes of the device.
     """
 
     locations: tuple[snapshot.LocationView, ...]
@@ -45,6 +45,7 @@ class MetricsView:
     figures: Mapping[catalog.Spec, float]
     unproven_releases: Mapping[Location, int] = field(default_factory=Counter)
     refused: Mapping[str, int] = field(default_factory=Counter)
+    denials: Mapping[str, int] = field(default_factory=Counter)
     stock_changes: Mapping[str, int] = field(default_factory=Counter)
     asleep: Mapping[ModelName, int] = field(default_factory=dict)
     headroom: int = 0
@@ -105,6 +106,8 @@ class Metrics:
         for books in view.locations:
             _add_location(families, view, books)
         for tenant in view.tenants:
+            for reason, count in _from_the_start(catalog.DENIAL_REASONS, tenant.denials):
+                families.add(catalog.TENANT_DENIALS, count, tenant.tenant, reason)
             for row in tenant.locations:
                 families.add(catalog.TENANT_USED, row.used, tenant.tenant, row.location)
                 families.add(catalog.TENANT_LIMIT, row.limit, tenant.tenant, row.location)
@@ -149,6 +152,7 @@ def _add_daemon(families: _Families, view: MetricsView) -> None:
     for spec, known, counts in (
         (catalog.STOCK_EXTENTS, catalog.STOCK_CHANGES, view.stock_changes),
         (catalog.REFUSED, Reason, view.refused),
+        (catalog.DEVICE_DENIALS, catalog.DENIAL_REASONS, view.denials),
     ):
         for label, count in _from_the_start(known, counts):
             families.add(spec, count, label)
@@ -186,7 +190,7 @@ def _add_model(families: _Families, model: snapshot.ModelView) -> None:
     families.add(catalog.MODEL_SESSIONS, model.sessions, *name)
     families.add(catalog.MODEL_ALLOCATIONS, model.allocations, *name)
     families.add(catalog.MODEL_RELEASES, model.releases, *name)
-    for reason, count in _from_the_start(catalog.MODEL_DENIAL_REASONS, model.denials):
+    for reason, count in _from_the_start(catalog.DENIAL_REASONS, model.denials):
         families.add(catalog.MODEL_DENIALS, count, *name, reason)
     for books in model.locations:
         families.add(catalog.MODEL_USED, books.used, *name, books.location)

@@ -182,11 +182,8 @@ def _waits_and_refusals(view: MetricsView, ended: Mapping[str, int]) -> Iterator
     yield f"<p>Requests that wait now: {', '.join(now) or 'none'}.</p>"
     results = ", ".join(f"{count} {result}" for result, count in ended.items())
     yield f"<p>Waits that have ended since this daemon started: {results}.</p>"
-    reasons: Counter[str] = Counter()
-    for model in view.models:
-        reasons.update(model.denials)
-    counted = ", ".join(f"{escape(reason)} {count}" for reason, count in reasons.most_common())
-    yield f"<p>Requests refused, of the models that there are: {counted or 'none'}.</p>"
+    counted = ", ".join(f"{escape(reason)} {count}" for reason, count in Counter(view.denials).most_common())
+    yield f"<p>Requests refused since this daemon started: {counted or 'none'}.</p>"
 
 
 def _models(view: MetricsView) -> str:

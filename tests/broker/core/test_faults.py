@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from membrokerd.core import books, policy, waiting
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import facts as ft
-from membrokerd.core import policy, waiting
 from membrokerd.core.denied import Denied, Reason, deny
 from membrokerd.core.machine import Broker
 from membrokerd.core.names import ModelName, SegmentName
@@ -117,6 +117,20 @@ def test_refusals_are_counted_at_a_model_that_is_there_and_end_with_it(story: St
     assert story.broker.denials == {MODEL: {Reason.CAPACITY: 1}}
     story.tell(ev.UnregisterModel(story.call(), session, 3, MODEL))
     assert not story.broker.denials
+    assert story.broker.books.tenant_denials == {"t": {Reason.CAPACITY: 1}}, "its tenant's and the device's stay"
+    assert story.broker.books.device_denials == {Reason.CAPACITY: 1}
+
+
+def test_what_is_kept_about_refused_tenants_is_bounded(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each user is a tenant: those that were refused long ago are forgotten, and the device's sum has them still."""
+    monkeypatch.setattr(books, "MOST_TENANTS", 2)
+    for tenant in ("t", "u", "v"):
+        session, name = story.open(tenant=tenant), ModelName(tenant, "m")
+        story.tell(ev.RegisterModel(story.call(), session, 2, name, None, {}, False))
+        story.tell(ev.Allocate(story.call(), session, 3, name, "device", 2, 4096))
+        story.tell(ev.InputsDrained(story.asked))
+    assert list(story.broker.books.tenant_denials) == ["u", "v"]
+    assert story.broker.books.device_denials == {Reason.CAPACITY: 3}
 
 
 def test_extents_are_counted_of_segments_as_of_any_others(story: Story) -> None:

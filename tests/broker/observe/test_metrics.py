@@ -140,18 +140,29 @@ def test_segments_are_counted_by_model_and_state() -> None:
 def test_counters_have_their_reasons() -> None:
     source = Source(books(model("acme", "a", 0, MODEL_LIMIT=4)))
     figures = {**source.now.figures, catalog.NOTICES_DROPPED: 5}
-    source.now = replace(source.now, refused={"TOO_MANY_SESSIONS": 2}, figures=figures)
+    tenants = (TenantView("acme", (), 1, 1, {"MODEL_LIMIT": 5}),)
+    source.now = replace(
+        source.now, refused={"TOO_MANY_SESSIONS": 2}, figures=figures, tenants=tenants, denials={"MODEL_LIMIT": 6}
+    )
     series = scrape(Metrics(source.view, UUID))
     assert values(series, "membroker_model_denials_total", reason="MODEL_LIMIT", tenant="acme", model="a") == [4]
+    assert values(series, "membroker_tenant_denials_total", reason="MODEL_LIMIT", tenant="acme") == [5]
+    assert values(series, "membroker_device_denials_total", reason="MODEL_LIMIT") == [6]
     assert values(series, "membroker_model_allocations_total", model="a") == [7]
     assert values(series, "membroker_connections_refused_total", reason="TOO_MANY_SESSIONS") == [2]
     assert values(series, "membroker_notices_dropped_total") == [5]
 
 
 def test_refusals_exist_before_the_first_one() -> None:
-    """`increase()` sees no step from nothing to 1: a model's first refusal for want of room would be invisible."""
-    series = scrape(Metrics(Source(books(model("acme", "a", 0, INVALID_SIZE=2))).view, UUID))
-    for why in catalog.MODEL_DENIAL_REASONS:
+    """`increase()` sees no step from nothing to 1: a first refusal for want of room would be invisible.
+
+    A model can be refused before its first scrape: the tenant's and the device's figures begin before it.
+    """
+    tenants = (TenantView("quiet", (), 0, 0, {}),)
+    series = scrape(Metrics(Source(books(model("acme", "a", 0, INVALID_SIZE=2), tenants=tenants)).view, UUID))
+    for why in catalog.DENIAL_REASONS:
+        assert values(series, "membroker_tenant_denials_total", tenant="quiet", reason=why) == [0]
+        assert values(series, "membroker_device_denials_total", reason=why) == [0]
         assert values(series, "membroker_model_denials_total", model="a", reason=why) == [0]
     assert values(series, "membroker_model_denials_total", model="a", reason="INVALID_SIZE") == [2]
     assert values(series, "membroker_model_denials_total", model="a", reason="INVALID_COUNT") == []
@@ -165,8 +176,8 @@ def test_refusals_exist_before_the_first_one() -> None:
 
 def test_a_tenants_use_and_limit() -> None:
     rows = (
-        TenantView("acme", (TenantLocationView("device", 4 * MIB, 16 * MIB, 2 * MIB, 1, 0),), 1, 1),
-        TenantView("umbra", (TenantLocationView("device", 0, None, 0, 1, 0),), 0, 0),
+        TenantView("acme", (TenantLocationView("device", 4 * MIB, 16 * MIB, 2 * MIB, 1, 0),), 1, 1, {}),
+        TenantView("umbra", (TenantLocationView("device", 0, None, 0, 1, 0),), 0, 0, {}),
     )
     series = scrape(Metrics(Source(books(tenants=rows)).view, UUID))
     assert values(series, "membroker_tenant_used_bytes", tenant="acme", location="device") == [4 * MIB]

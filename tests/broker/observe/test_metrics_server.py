@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import socket
 import struct
 import threading
@@ -10,6 +11,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
+from email import message_from_bytes
+from email.message import Message
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, until
@@ -69,6 +72,42 @@ def test_metrics_are_served_as_text(server: MetricsServer) -> None:
         status, kind, body = get(server, "/metrics?name[]=x", accept)
         assert (status, kind) == (200, "text/plain; version=0.0.4; charset=utf-8")
         assert f'membroker_model_virtual_bytes{{gpu_uuid="{UUID}",model="a",tenant="acme"}}' in body
+
+
+@pytest.mark.parametrize("accept", ["gzip", "deflate, gzip;q=1.0", "br;q=0,gzip"])
+def test_a_scrape_is_packed_for_a_client_that_takes_it(server: MetricsServer, accept: str) -> None:
+    """Prometheus asks for gzip: 1,000 models are 2.5 MB of text, most of it the same labels again and again."""
+    status, headers, body = raw_answer(server, "GET", "/metrics", f"Accept-Encoding: {accept}")
+    assert (status, headers["Content-Encoding"], headers["Vary"]) == (200, "gzip", "Accept-Encoding")
+    assert gzip.decompress(body).startswith(b"# HELP ")
+    assert int(headers["Content-Length"]) == len(body) < len(gzip.decompress(body)) / 4
+
+
+@pytest.mark.parametrize("accept", ["", "identity", "gzip;q=0", "gzip; q=0.0, deflate"])
+def test_a_scrape_is_plain_for_a_client_that_does_not(server: MetricsServer, accept: str) -> None:
+    status, headers, body = raw_answer(server, "GET", "/metrics", f"Accept-Encoding: {accept}")
+    assert (status, headers["Content-Encoding"]) == (200, None)
+    assert body.startswith(b"# HELP ")
+
+
+def test_head_is_get_without_the_body(server: MetricsServer, trouble: Trouble) -> None:
+    """Load balancers and uptime checks ask so; they were told 501, as if the broker were not well."""
+    status, headers, body = raw_answer(server, "HEAD", "/metrics")
+    assert (status, body) == (200, b"")
+    assert int(headers["Content-Length"]) > 1000
+    assert raw_answer(server, "HEAD", "/healthz")[::2] == (200, b"")
+    trouble.healthy = (False, "it hangs")
+    assert raw_answer(server, "HEAD", "/healthz")[::2] == (503, b"")
+    assert raw_answer(server, "HEAD", "/none")[::2] == (404, b"")
+
+
+def raw_answer(server: MetricsServer, method: str, path: str, *headers: str) -> tuple[int, Message, bytes]:
+    """Return status, headers and the body as it was sent, which a library would unpack."""
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=DEADLINE_SECONDS) as client:
+        client.sendall("\r\n".join((f"{method} {path} HTTP/1.1", *headers, "", "")).encode())
+        head, _, body = client.makefile("rb").read().partition(b"\r\n\r\n")
+    status, _, rest = head.partition(b"\r\n")
+    return int(status.split()[1]), message_from_bytes(rest), body
 
 
 def raw_get(server: MetricsServer, path: str, *headers: str) -> bytes:
