@@ -212,7 +212,7 @@ class Client(Closing):
 
     def segments(self) -> list[SegmentStatus]:
         """Return this tenant's segments, in the order in which they were created."""
-        found = rows_of(self._session.ask, "ListSegments", pb.ListSegmentsRequest(), "segments")
+        found = rows_of(self._session.ask, "list_segments", pb.ListSegmentsRequest(), "segments")
         return [messages.value(SegmentStatus, segment) for segment in found]
 
     def _segment_name(self, name: str) -> str:
@@ -224,7 +224,7 @@ class Client(Closing):
 
     def device(self) -> DeviceStatus:
         """Return the device and its books, as they are now."""
-        return messages.value(DeviceStatus, self._session.ask("GetDevice", pb.GetDeviceRequest()))
+        return messages.value(DeviceStatus, self._session.ask("get_device", pb.GetDeviceRequest()))
 
     def model(self, name: str) -> ModelStatus:
         """Return one model of this tenant, by its own name or its resource name, as it is now.
@@ -234,16 +234,16 @@ class Client(Closing):
         """
         if not arguments.name_of("model", name).startswith("tenants/"):
             name = f"{self.tenant}/models/{name}"
-        return messages.value(ModelStatus, self._session.ask("GetModel", pb.GetModelRequest(name=name)))
+        return messages.value(ModelStatus, self._session.ask("get_model", pb.GetModelRequest(name=name)))
 
     def models(self) -> list[ModelStatus]:
         """Return this tenant's models, by name."""
-        found = rows_of(self._session.ask, "ListModels", pb.ListModelsRequest(), "models")
+        found = rows_of(self._session.ask, "list_models", pb.ListModelsRequest(), "models")
         return [messages.value(ModelStatus, model) for model in found]
 
     def sessions(self) -> list[SessionStatus]:
         """Return this tenant's sessions, in the order in which they were opened."""
-        found = rows_of(self._session.ask, "ListSessions", pb.ListSessionsRequest(), "sessions")
+        found = rows_of(self._session.ask, "list_sessions", pb.ListSessionsRequest(), "sessions")
         return [messages.value(SessionStatus, session) for session in found]
 
     def decisions(self, name: str) -> list[Decision]:
@@ -254,7 +254,7 @@ class Client(Closing):
         """
         if not arguments.name_of("model", name).startswith(("tenants/", "sessions/")):
             name = f"{self.tenant}/models/{name}"
-        found = self._session.ask("ListDecisions", pb.ListDecisionsRequest(name=name)).decisions
+        found = self._session.ask("list_decisions", pb.ListDecisionsRequest(name=name)).decisions
         return [messages.value(Decision, decision) for decision in found]
 
     def on_notice(self, callback: Callable[[Notice], object]) -> None:

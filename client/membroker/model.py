@@ -226,7 +226,7 @@ class Model:
 
         Raises `ModelNotFound` once the model has ended, `BrokerUnavailable` and `ClosedError`.
         """
-        return messages.value(ModelStatus, self._session.ask("GetModel", pb.GetModelRequest(name=self.resource_name)))
+        return messages.value(ModelStatus, self._session.ask("get_model", pb.GetModelRequest(name=self.resource_name)))
 
     def available(self, location: Location | str = Location.DEVICE) -> Available:
         """Return how many bytes one request could borrow at a location, now and by waiting.
@@ -237,7 +237,7 @@ class Model:
         """
         place = messages.location_to_wire(arguments.location_of(location))
         request = pb.GetAvailableRequest(model=self.resource_name, location=place)
-        return messages.value(Available, self._session.ask("GetAvailable", request))
+        return messages.value(Available, self._session.ask("get_available", request))
 
     def on_recall(self, callback: Callable[[Recall], object] | None) -> None:
         """Call `callback` with each `Recall`: the broker asks this session to release memory of the model.

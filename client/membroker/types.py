@@ -255,7 +255,8 @@ class SessionStatus:
     """One `connect()` of one process. `state` is `open`, `detached` or `releasing`.
 
     `pid` is the process as the broker sees it, or 0 if the broker cannot see it. `client` is the name that the process
-    gave itself; the broker does not trust it. `models` and `segments` are resource names.
+    gave itself; the broker does not trust it. `models` and `segments` are resource names, of each at most 160;
+    `more_models` and `more_segments` count the others.
     """
 
     name: str
@@ -269,6 +270,8 @@ class SessionStatus:
     books: Mapping[str, SessionBooks]
     create_time: datetime
     segments: tuple[str, ...]
+    more_models: int = 0
+    more_segments: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS, until
+from tests.support.daemons import DEADLINE_SECONDS, running, until
 from tests.support.fake_broker import Caller, PlayedBroker, buffer, drop_all, is_away, line, model, playing
 from tests.support.processes import descriptors
 
@@ -167,6 +167,42 @@ except ThreadLimit as error:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "`ulimit -u`" in done.stdout, (done.returncode, done.stderr[-2000:])
     assert done.returncode == 0, done.stderr
+
+
+def test_a_worker_reads_without_threads_of_grpc() -> None:
+    """It borrows under a limit, and so it asks first how much there is. It never imports gRPC, which would end it.
+
+    The limit is real where this is root: the process becomes a user who has no other. It works once before that,
+    because the new user may not read the library.
+    """
+    code = """
+import os, resource, sys
+import membroker
+def work():
+    with membroker.connect(sys.argv[1]) as client:
+        model = client.register_model("small")
+        with model.allocate("2MiB"):
+            used = model.stats().books["device"].used_bytes
+            print(model.available().now_bytes, used, client.device().uuid, client.model("small").sessions)
+            print(len(client.models()), len(client.sessions()), len(client.segments()), len(client.decisions("small")))
+work()
+if not os.getuid():
+    os.setgid(61235)
+    os.setuid(61235)
+    resource.setrlimit(resource.RLIMIT_NPROC, (3, 3))
+work()
+assert "grpc" not in sys.modules
+"""
+    with running() as daemon:
+        endpoint = daemon.endpoint()
+        for path in (endpoint, *endpoint.parents):
+            if daemon.directory in (path, *path.parents):
+                path.chmod(0o755)
+        (endpoint / "handoff.sock").chmod(0o666)
+        command = [sys.executable, "-c", code, str(endpoint)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
+    assert done.stdout.split() == [str(254 * MIB), str(PAGE), "host", "1", "1", "1", "0", "0"] * 2
 
 
 def test_a_daemon_says_so_at_its_start(tmp_path: Path) -> None:

@@ -104,6 +104,16 @@ DELETE = st.builds(
 )
 OF_SEGMENTS = st.one_of(CREATE, SEAL, ATTACH, DETACH, DELETE)
 REQUESTS = st.one_of(ALLOCATE, RELEASE, DECLARE, REGISTER, UNREGISTER, OF_SEGMENTS)
+PAGES = {"page_size": st.integers(-(1 << 31), (1 << 31) - 1), "page_token": NAMES}
+READS = st.one_of(
+    st.builds(bpb.GetDeviceRequest),
+    st.builds(bpb.GetAvailableRequest, model=mostly(st.just(MODEL), NAMES), location=LOCATIONS),
+    st.builds(bpb.GetModelRequest, name=mostly(st.just(MODEL), NAMES)),
+    st.builds(bpb.ListModelsRequest, **PAGES),
+    st.builds(bpb.ListSessionsRequest, **PAGES),
+    st.builds(bpb.ListSegmentsRequest, **PAGES),
+    st.builds(bpb.ListDecisionsRequest, name=mostly(st.sampled_from([MODEL, "sessions/1/requests/2"]), NAMES)),
+)
 
 SEGMENT = f"{MODEL}/segments/sealed"
 FROM_CLIENT = [
@@ -129,6 +139,13 @@ FROM_CLIENT = [
         pb.Frame(request_id=11, detach_segment=bpb.DetachSegmentRequest(generation=SEALED)),
         pb.Frame(request_id=12, detach_segment=bpb.DetachSegmentRequest(generation=SEALED, no_reply=True)),
         pb.Frame(request_id=13, delete_segment=bpb.DeleteSegmentRequest(name=SEGMENT, generation=SEALED)),
+        pb.Frame(request_id=14, get_device=bpb.GetDeviceRequest()),
+        pb.Frame(request_id=15, get_available=bpb.GetAvailableRequest(model=MODEL)),
+        pb.Frame(request_id=16, get_model=bpb.GetModelRequest(name=MODEL)),
+        pb.Frame(request_id=17, list_models=bpb.ListModelsRequest(page_size=3)),
+        pb.Frame(request_id=18, list_sessions=bpb.ListSessionsRequest(page_token="0" * 16)),
+        pb.Frame(request_id=19, list_segments=bpb.ListSegmentsRequest()),
+        pb.Frame(request_id=20, list_decisions=bpb.ListDecisionsRequest(name=MODEL)),
         pb.Frame(request_id=6, goodbye=pb.Goodbye()),
     )
 ]
@@ -141,6 +158,8 @@ FRAMES = FROM_CLIENT + [
         pb.Frame(request_id=9, delivery=pb.Delivery(parts=1, extent_bytes=PAGE, extent_ids=[3], segment=1 << 40)),
         pb.Frame(request_id=9, reply=pb.Reply(segment=rpb.Segment(name=SEGMENT, generation=1 << 40, sessions=2))),
         pb.Frame(request_id=11, reply=pb.Reply(detach_segment=bpb.DetachSegmentResponse())),
+        pb.Frame(request_id=15, reply=pb.Reply(available=bpb.Available(now_bytes=PAGE, limit_bytes=0))),
+        pb.Frame(request_id=17, reply=pb.Reply(models=bpb.ListModelsResponse(next_page_token=MODEL))),
         pb.Frame(notice=pb.Notice(stopping=pb.Stopping())),
     )
 ]

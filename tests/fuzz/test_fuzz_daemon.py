@@ -18,7 +18,19 @@ import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.fuzz.corpus import FROM_CLIENT, MODEL, PAGE, REQUESTS, SEALED, UNSIGNED, WRITTEN, bent, budget, lasting
+from tests.fuzz.corpus import (
+    FROM_CLIENT,
+    MODEL,
+    PAGE,
+    READS,
+    REQUESTS,
+    SEALED,
+    UNSIGNED,
+    WRITTEN,
+    bent,
+    budget,
+    lasting,
+)
 from tests.support import raw
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 
@@ -128,6 +140,13 @@ KINDS = {
     "AttachSegment": "attach_segment",
     "DetachSegment": "detach_segment",
     "DeleteSegment": "delete_segment",
+    "GetDevice": "get_device",
+    "GetAvailable": "get_available",
+    "GetModel": "get_model",
+    "ListModels": "list_models",
+    "ListSessions": "list_sessions",
+    "ListSegments": "list_segments",
+    "ListDecisions": "list_decisions",
 }
 """By gRPC method: the field of a frame, where the handoff takes the request too."""
 
@@ -236,7 +255,7 @@ def test_any_request_by_either_transport() -> None:
         before, used = daemon.descriptors(), daemon.books().lent_bytes
 
         @budget(150)
-        @given(st.lists(st.tuples(st.booleans(), UNSIGNED, REQUESTS), min_size=1, max_size=8))
+        @given(st.lists(st.tuples(st.booleans(), UNSIGNED, REQUESTS | READS), min_size=1, max_size=8))
         def fuzz(asked: list[tuple[bool, int, Any]]) -> None:
             asker = Asker(daemon)
             try:

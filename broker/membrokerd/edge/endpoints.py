@@ -81,6 +81,7 @@ class Endpoints:
             name=name,
             tenant=tenant,
             dispatcher=self._dispatcher,
+            views=self._views,
             device=device,
             traffic=self._traffic,
             watch=self._watch,

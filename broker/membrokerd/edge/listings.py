@@ -1,4 +1,7 @@
-"""What both services show: the device, models and sessions, in pages, of one tenant or of all."""
+"""What can be read of the books: the device, models, sessions and segments, in pages, of one tenant or of all.
+
+`BookMessages.read` answers a tenant, by gRPC and on the handoff alike. So every answer of it fits into a frame.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,24 @@ from ..runtime.decisions import Decisions, waiting
 from ..runtime.loop import Loop, clock
 from . import convert, messages
 
+READS: Mapping[str, str] = {
+    "get_device": "device",
+    "get_available": "available",
+    "get_model": "model",
+    "list_models": "models",
+    "list_sessions": "sessions",
+    "list_segments": "segments",
+    "list_decisions": "decisions",
+}
+"""The frames that read the books, and the field of a Reply that each one's answer is in."""
 DEFAULT_PAGE = 100
-MAX_PAGE_BYTES = 1 << 18
-"""The size of one page: a session may have 256 models with long names, and a page of 1 MiB took a turn of 100 ms."""
+MAX_PAGE_BYTES = names.MAX_FRAME_BYTES - 1_024
+"""The size of one page, so that it fits into a frame with room for its head. One row alone is smaller, too."""
 SHARES_NS = 1_000_000_000
 """How long shares are shown before they are computed again: to divide memory among 16,384 models takes 70 ms of a
 turn, and a list has 60 pages."""
+_ROW_HEAD_BYTES = 4
+"""What a row takes in its page besides: the number of its field, and its length."""
 MOST_WAITING = 16
 """How many of the requests that wait for one model are shown: the oldest."""
 _REQUEST = re.compile(r"sessions/([0-9a-f]{1,16})/requests/([0-9]{1,20})")
@@ -52,6 +67,26 @@ class BookMessages:
     start_time: float = field(default_factory=time.time)
     _shares: dict[Location, tuple[int, Mapping[ModelName, int]]] = field(default_factory=dict)
     """What is shown of each location, and until when."""
+
+    def read(self, request: Message, tenant: str, session: int) -> Message:
+        """Return the answer to a session of a tenant. Raises `Refused`."""
+        match request:
+            case pb.GetDeviceRequest():
+                return self.get_device()
+            case pb.GetAvailableRequest():
+                return self.get_available(request, tenant, session)
+            case pb.GetModelRequest():
+                return self.get_model(request, tenant)
+            case pb.ListModelsRequest():
+                return self.list_models(request, tenant)
+            case pb.ListSessionsRequest():
+                return self.list_sessions(request, tenant)
+            case pb.ListSegmentsRequest():
+                return self.list_segments(request, tenant)
+            case pb.ListDecisionsRequest():
+                return self.list_decisions(request, tenant)
+            case _:
+                raise AssertionError(f"{type(request).__name__} reads nothing")
 
     def get_device(self) -> rpb.Device:
         """Return the device and its books."""
@@ -189,7 +224,8 @@ class BookMessages:
             if not known or tenant not in (None, name.tenant):
                 raise convert.Refused(deny(Reason.MODEL_NOT_FOUND, model=str(name)))
         found = [*(waiting(waiter, now_ns) for waiter in reversed(now[:MOST_WAITING])), *found]
-        return pb.ListDecisionsResponse(decisions=[messages.from_decision(decision, tenant) for decision in found])
+        shown = (messages.from_decision(decision, tenant) for decision in found)
+        return pb.ListDecisionsResponse(decisions=_fitting(shown))
 
 
 def _page(
@@ -211,12 +247,17 @@ def _page(
         raise convert.Refused(deny(Reason.INVALID_PAGE_TOKEN))
     wanted = min(size or DEFAULT_PAGE, names.MAX_PAGE_ROWS)
     behind = sorted((row for row in rows if key(row) > token), key=key)
+    page = _fitting(map(show, behind[:wanted]))
+    return page, key(behind[len(page) - 1]) if len(behind) > len(page) else ""
+
+
+def _fitting(rows: Iterable[_Shown]) -> list[_Shown]:
+    """Return the first rows, as many as MAX_PAGE_BYTES have room for, and at least one."""
     page: list[_Shown] = []
     long = 0
-    for row in behind[:wanted]:
-        shown = show(row)
-        long += shown.ByteSize()
+    for shown in rows:
+        long += shown.ByteSize() + _ROW_HEAD_BYTES
         if page and long > MAX_PAGE_BYTES:
             break
         page.append(shown)
-    return page, key(behind[len(page) - 1]) if len(behind) > len(page) else ""
+    return page

@@ -20,6 +20,8 @@ from ..runtime.idle_sleep import SleepView
 from .errors import to_status
 
 LOCATION_NUMBERS: Mapping[str, rpb.Location.ValueType] = {"device": rpb.LOCATION_DEVICE, "host": rpb.LOCATION_HOST}
+MAX_NAMES_SHOWN = 160
+"""Of a session's models, and of its segments: a session that has more of both still fits into a frame."""
 _NO_SHARES: Mapping[str, Mapping[ModelName, int]] = {}
 _STATES: Mapping[str, rpb.Session.State.ValueType] = {
     "open": rpb.Session.OPEN,
@@ -104,6 +106,7 @@ def from_model(
 
 def from_session(row: SessionView, now_ns: int) -> rpb.Session:
     """Return a session's row as a message; `now_ns` is CLOCK_MONOTONIC."""
+    models, segments = sorted(map(str, row.models)), list(map(str, row.segments))
     return rpb.Session(
         name=session_name(row.session),
         tenant=f"tenants/{row.tenant}",
@@ -112,13 +115,15 @@ def from_session(row: SessionView, now_ns: int) -> rpb.Session:
         uid=row.uid,
         observer=row.observer,
         client=row.client,
-        models=sorted(map(str, row.models)),
+        models=models[:MAX_NAMES_SHOWN],
+        more_models=max(0, len(models) - MAX_NAMES_SHOWN),
         books=[
             rpb.SessionBooks(location=LOCATION_NUMBERS[where], used_bytes=size, extents=extents)
             for where, size, extents in row.locations
         ],
         create_time=_began(row.began_at, now_ns),
-        segments=[str(name) for name in row.segments],
+        segments=segments[:MAX_NAMES_SHOWN],
+        more_segments=max(0, len(segments) - MAX_NAMES_SHOWN),
     )
 
 

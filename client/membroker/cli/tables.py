@@ -133,8 +133,10 @@ def sessions_table(sessions: Iterable[SessionStatus]) -> TextTable:
         ">pid": lambda session: str(session.pid or NONE),
         ">age": lambda session: _age(session.create_time, now),
         ">used": lambda session: format_size(sum(books.used_bytes for books in session.books.values())),
-        "models": lambda session: _first_of([arguments.parts_of(name)[1] for name in session.models]),
-        ">segments": lambda session: str(len(session.segments) or NONE),
+        "models": lambda session: _first_of(
+            [arguments.parts_of(name)[1] for name in session.models], session.more_models
+        ),
+        ">segments": lambda session: str(len(session.segments) + session.more_segments or NONE),
         "client": lambda session: session.client,
     }
     return _table(zip(sessions, strict=True), columns, "no sessions are open")
@@ -288,9 +290,13 @@ def _elsewhere(location: str) -> str:
     return "" if location == "device" else f" ({location})"
 
 
-def _first_of(names: Sequence[str]) -> str:
-    """Return the first name, and how many others there are: a row must not become as long as it likes."""
-    return names[0] + f" +{len(names) - 1}" * (len(names) > 1) if names else NONE
+def _first_of(names: Sequence[str], more: int = 0) -> str:
+    """Return the first name, and how many others there are, `more` of which are not in the list.
+
+    A row must not become as long as it likes.
+    """
+    others = len(names) - 1 + more
+    return names[0] + f" +{others}" * (others > 0) if names else NONE
 
 
 def _nonzero(size: int) -> str:

@@ -38,7 +38,7 @@ from ..wire.descriptors import close_each
 from ..wire.names import MAX_IDS_PER_FRAME
 from .endpoint import DESCRIPTORS_CUT
 from .inventory import HeldResources, Inventory
-from .rpc import GrpcCalls, Outcome
+from .rpc import READS, GrpcCalls, Outcome
 
 logger = logging.getLogger("membroker")
 
@@ -48,9 +48,10 @@ _PATIENCE = struct.pack("@ll", int(STOPPING_SECONDS), 0)
 _ANSWERS = {
     **dict.fromkeys(("create_segment", "attach_segment", "seal_segment", "delete_segment"), "segment"),
     "register_model": "model",
+    **{kind: kind.partition("_")[2] for kind in READS},
 }
 """The kind of a call's answer, where it is not that of the call."""
-_LATE = ("goodbye", "declare", "detach_segment", "release")
+_LATE = ("goodbye", "declare", "detach_segment", "release", *(_ANSWERS[kind] for kind in READS))
 """Answers that come late when their caller ran out of time: not worth a warning."""
 
 

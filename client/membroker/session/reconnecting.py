@@ -18,8 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from google.protobuf.message import Message
-
 from ..errors import AccessDenied, BrokerUnavailable, ClosedError, MembrokerError, SessionLost, ThreadLimit
 from ..interrupts import Condition, here, let_through
 from ..memory.lender import Placement
@@ -32,7 +30,7 @@ from .connection import Connection
 from .handshake import REJECTED, open_session, pauses, reconcile
 from .inventory import HeldResources, Inventory
 from .notices import Notices
-from .rpc import CONTROL_SECONDS, METHODS, GrpcCalls
+from .rpc import CONTROL_SECONDS, METHODS, READS, GrpcCalls
 
 logger = logging.getLogger("membroker")
 
@@ -66,6 +64,8 @@ NOTICING_SECONDS = 1.0
 REMINDER_SECONDS = 60.0
 AGAIN_SECONDS = 0.1
 """How often a call tries to start the thread that reconnects, where none could start."""
+_SINCE = {"register_model": 1, "unregister_model": 1, **dict.fromkeys(READS, 3)}
+"""Frames that not every broker knows, and the first revision that does. They are sent by gRPC to an older one."""
 _UNANSWERED = ("", "STOPPING", "DELIVERY_FAILED", REJECTED)
 """Reasons of errors after which a call is repeated on the next connection, if there is one."""
 
@@ -111,8 +111,7 @@ class ReconnectingConnection:
 
     def _open(self, handoff: socket.socket, revision: int, models: Sequence[str] = ()) -> Connection:
         """Return a connection over a socket on which the broker has greeted."""
-        # A broker of revision 0 knows no frames of models.
-        old = ("register_model", "unregister_model") if not revision else ()
+        unknown = tuple(kind for kind, since in _SINCE.items() if revision < since)
         connection = Connection(
             handoff,
             str(self._path),
@@ -122,7 +121,7 @@ class ReconnectingConnection:
             request_ids=self._request_ids,
             models=models,
             grpc=self._grpc,
-            by_grpc=METHODS if self._by_grpc else old,
+            by_grpc=METHODS if self._by_grpc else unknown,
             on_lost=self._lose,
         )
         if self._by_grpc:
@@ -169,15 +168,6 @@ class ReconnectingConnection:
                 connection = self._next(connection, error)
             if before_repeat is not None:
                 before_repeat(connection)
-
-    def ask(self, method: str, request: Message) -> Any:
-        """Make a call by gRPC that changes nothing, and repeat it as `call` does."""
-        connection = self.connection
-        while True:
-            try:
-                return self._grpc.call(method, request, CONTROL_SECONDS)
-            except (BrokerUnavailable, AccessDenied) as error:
-                connection = self._next(connection, error)
 
     def release(self, extent_ids: Sequence[int]) -> None:
         """Release extents that are unmapped; those that are released already are skipped.

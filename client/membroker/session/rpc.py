@@ -47,12 +47,22 @@ METHODS = {
     "delete_segment": ("DeleteSegment", ""),
     "register_model": ("RegisterModel", ""),
     "unregister_model": ("UnregisterModel", ""),
+    "get_device": ("GetDevice", ""),
+    "get_available": ("GetAvailable", ""),
+    "get_model": ("GetModel", ""),
+    "list_models": ("ListModels", ""),
+    "list_sessions": ("ListSessions", ""),
+    "list_segments": ("ListSegments", ""),
+    "list_decisions": ("ListDecisions", ""),
 }
 """The frames that can be sent by gRPC instead: the method, and the field of its answer that counts the extents.
 
 Releases, detaches and declarations have no place here. They are frames on the handoff socket in any session: a broker
 that does not answer in time still reads them later, once.
 """
+
+READS = ("get_device", "get_available", "get_model", "list_models", "list_sessions", "list_segments", "list_decisions")
+"""Those of them that only read the books: their requests have no ids."""
 
 _OPTIONS = (
     ("grpc.enable_retries", 0),
@@ -116,7 +126,8 @@ class GrpcCalls:
         kind = str(frame.WhichOneof("kind"))
         method, count = METHODS[kind]
         request = getattr(frame, kind)
-        request.request_id = frame.request_id
+        if kind not in READS:
+            request.request_id = frame.request_id
 
         def answered(future: Any) -> None:
             self._frames.discard(future)

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from google.protobuf.message import Message
+
 from ..arguments import name_of
 from ..errors import InvalidRequest, ModelNotFound, SegmentNotFound
 from ..interrupts import device_failures
@@ -138,12 +140,14 @@ class Session(MemoryOwner[_SessionLink]):
         if not self._forked:
             self.reconnecting.interrupted()
 
-    # Models, segments, and what is read by gRPC
+    # Models, segments, and what is read
 
-    def ask(self, method: str, request: Any) -> Any:
-        """Make a call that changes nothing. Raises `ClosedError`."""
+    def ask(self, kind: str, request: Message) -> Any:
+        """Read the books, by a frame of this kind. Raises `ClosedError`."""
         self.check_open()
-        return self.reconnecting.ask(method, request)
+        frame = Frame()
+        getattr(frame, kind).CopyFrom(request)
+        return self.reconnecting.call(frame, timeout=CONTROL_SECONDS)
 
     def register_model(self, request: broker_pb2.RegisterModelRequest) -> resources_pb2.Model:
         """Register a model or join it."""

@@ -29,7 +29,7 @@ from membroker.v1 import broker_pb2 as membroker_dot_v1_dot_broker__pb2
 from membroker.v1 import resources_pb2 as membroker_dot_v1_dot_resources__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1amembroker/v1/handoff.proto\x12\x0cmembroker.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a\x19membroker/v1/broker.proto\x1a\x1cmembroker/v1/resources.proto\"\xb8\x08\n\x05\x46rame\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x14\n\x0c\x61\x63knowledged\x18\x0e \x01(\x04\x12$\n\x05hello\x18\x02 \x01(\x0b\x32\x13.membroker.v1.HelloH\x00\x12\x38\n\x08\x61llocate\x18\x03 \x01(\x0b\x32$.membroker.v1.AllocateExtentsRequestH\x00\x12\x36\n\x07release\x18\x04 \x01(\x0b\x32#.membroker.v1.ReleaseExtentsRequestH\x00\x12\x35\n\x07\x64\x65\x63lare\x18\x05 \x01(\x0b\x32\".membroker.v1.DeclareMemoryRequestH\x00\x12 \n\x03\x61\x63k\x18\x06 \x01(\x0b\x32\x11.membroker.v1.AckH\x00\x12(\n\x07goodbye\x18\x07 \x01(\x0b\x32\x15.membroker.v1.GoodbyeH\x00\x12<\n\x0e\x63reate_segment\x18\x08 \x01(\x0b\x32\".membroker.v1.CreateSegmentRequestH\x00\x12\x38\n\x0cseal_segment\x18\t \x01(\x0b\x32 .membroker.v1.SealSegmentRequestH\x00\x12<\n\x0e\x61ttach_segment\x18\n \x01(\x0b\x32\".membroker.v1.AttachSegmentRequestH\x00\x12<\n\x0e\x64\x65tach_segment\x18\x0b \x01(\x0b\x32\".membroker.v1.DetachSegmentRequestH\x00\x12<\n\x0e\x64\x65lete_segment\x18\x0c \x01(\x0b\x32\".membroker.v1.DeleteSegmentRequestH\x00\x12$\n\x05holds\x18\r \x01(\x0b\x32\x13.membroker.v1.HoldsH\x00\x12<\n\x0eregister_model\x18\x10 \x01(\x0b\x32\".membroker.v1.RegisterModelRequestH\x00\x12@\n\x10unregister_model\x18\x11 \x01(\x0b\x32$.membroker.v1.UnregisterModelRequestH\x00\x12\x33\n\rrecall_answer\x18\x0f \x01(\x0b\x32\x1a.membroker.v1.RecallAnswerH\x00\x12\x31\n\x0csleep_answer\x18\x12 \x01(\x0b\x32\x19.membroker.v1.SleepAnswerH\x00\x12(\n\x07welcome\x18\x14 \x01(\x0b\x32\x15.membroker.v1.WelcomeH\x00\x12*\n\x08\x64\x65livery\x18\x15 \x01(\x0b\x32\x16.membroker.v1.DeliveryH\x00\x12$\n\x05reply\x18\x16 \x01(\x0b\x32\x13.membroker.v1.ReplyH\x00\x12&\n\x06notice\x18\x17 \x01(\x0b\x32\x14.membroker.v1.NoticeH\x00\x42\x06\n\x04kind\"Y\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x10\n\x08observer\x18\x02 \x01(\x08\x12\x0e\n\x06\x63lient\x18\x03 \x01(\t\x12\x14\n\x0cresume_token\x18\x04 \x01(\t\"\xf9\x01\n\x07Welcome\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65vice_uuid\x18\x04 \x01(\t\x12\x0e\n\x06\x64river\x18\x05 \x01(\t\x12\x19\n\x11granularity_bytes\x18\x06 \x01(\x03\x12\'\n\ncapacities\x18\x07 \x03(\x0b\x32\x13.membroker.v1.Limit\x12\x18\n\x10protocol_version\x18\x08 \x01(\r\x12\x0f\n\x07resumed\x18\t \x01(\x08\x12\x19\n\x11protocol_revision\x18\n \x01(\r\x12\x0f\n\x07version\x18\x0b \x01(\t\"\xa5\x01\n\x05Holds\x12\x12\n\nextent_ids\x18\x01 \x03(\x04\x12+\n\x08segments\x18\x02 \x03(\x0b\x32\x19.membroker.v1.HeldSegment\x12\x33\n\x0c\x64\x65\x63larations\x18\x03 \x03(\x0b\x32\x1d.membroker.v1.HeldDeclaration\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\x18\n\x10\x61nswering_models\x18\x05 \x03(\t\"0\n\x0bHeldSegment\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\r\n\x05times\x18\x02 \x01(\r\"v\n\x0fHeldDeclaration\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\x08location\x18\x02 \x01(\x0e\x32\x16.membroker.v1.Location\x12\x16\n\x0e\x64\x65\x63lared_bytes\x18\x03 \x01(\x03\x12\x12\n\nrecallable\x18\x04 \x01(\x08\"Y\n\x0eResumeResponse\x12\x1a\n\x12unknown_extent_ids\x18\x01 \x03(\x04\x12\x1b\n\x13unknown_generations\x18\x02 \x03(\x04\x12\x0e\n\x06models\x18\x03 \x03(\t\"\xb6\x01\n\x08\x44\x65livery\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\r\n\x05parts\x18\x02 \x01(\r\x12\x14\n\x0c\x65xtent_bytes\x18\x03 \x01(\x03\x12\x12\n\nextent_ids\x18\x04 \x03(\x04\x12\x0f\n\x07segment\x18\x05 \x01(\x04\x12\"\n\x05reply\x18\x06 \x01(\x0b\x32\x13.membroker.v1.Reply\x12\x15\n\rsegment_bytes\x18\x07 \x01(\x03\x12\x17\n\x0fsegment_extents\x18\x08 \x01(\x03\"\x13\n\x03\x41\x63k\x12\x0c\n\x04part\x18\x01 \x01(\r\"\x96\x04\n\x05Reply\x12#\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x12\x39\n\x08\x61llocate\x18\x02 \x01(\x0b\x32%.membroker.v1.AllocateExtentsResponseH\x00\x12\x37\n\x07release\x18\x03 \x01(\x0b\x32$.membroker.v1.ReleaseExtentsResponseH\x00\x12\x36\n\x07\x64\x65\x63lare\x18\x04 \x01(\x0b\x32#.membroker.v1.DeclareMemoryResponseH\x00\x12\x30\n\x07goodbye\x18\x05 \x01(\x0b\x32\x1d.membroker.v1.GoodbyeResponseH\x00\x12(\n\x07segment\x18\x06 \x01(\x0b\x32\x15.membroker.v1.SegmentH\x00\x12=\n\x0e\x64\x65tach_segment\x18\x07 \x01(\x0b\x32#.membroker.v1.DetachSegmentResponseH\x00\x12.\n\x06resume\x18\x08 \x01(\x0b\x32\x1c.membroker.v1.ResumeResponseH\x00\x12$\n\x05model\x18\t \x01(\x0b\x32\x13.membroker.v1.ModelH\x00\x12\x41\n\x10unregister_model\x18\n \x01(\x0b\x32%.membroker.v1.UnregisterModelResponseH\x00\x42\x08\n\x06result\"\t\n\x07Goodbye\"\x11\n\x0fGoodbyeResponse\"\x93\x02\n\x06Notice\x12-\n\x0frelease_refused\x18\x01 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x12*\n\x08stopping\x18\x02 \x01(\x0b\x32\x16.membroker.v1.StoppingH\x00\x12*\n\x08\x64raining\x18\x03 \x01(\x0b\x32\x16.membroker.v1.DrainingH\x00\x12,\n\tundrained\x18\x04 \x01(\x0b\x32\x17.membroker.v1.UndrainedH\x00\x12&\n\x06recall\x18\x05 \x01(\x0b\x32\x14.membroker.v1.RecallH\x00\x12$\n\x05sleep\x18\x06 \x01(\x0b\x32\x13.membroker.v1.SleepH\x00\x42\x06\n\x04kind\"\n\n\x08Stopping\"J\n\x08\x44raining\x12\x31\n\x08\x64\x65\x61\x64line\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.TimestampH\x00\x88\x01\x01\x42\x0b\n\t_deadline\"\x0b\n\tUndrained\"\x8e\x01\n\x06Recall\x12\x11\n\trecall_id\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12(\n\x08location\x18\x03 \x01(\x0e\x32\x16.membroker.v1.Location\x12\r\n\x05\x62ytes\x18\x04 \x01(\x03\x12)\n\x06within\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"0\n\x0cRecallAnswer\x12\x11\n\trecall_id\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x03\"\xa0\x01\n\x05Sleep\x12\x10\n\x08sleep_id\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04wake\x18\x03 \x01(\x08\x12\x14\n\x0ckeep_weights\x18\x04 \x01(\x08\x12)\n\x06within\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04idle\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"J\n\x0bSleepAnswer\x12\x10\n\x08sleep_id\x18\x01 \x01(\x04\x12)\n\x06status\x18\x02 \x01(\x0b\x32\x19.membroker.v1.SleepStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1amembroker/v1/handoff.proto\x12\x0cmembroker.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17google/rpc/status.proto\x1a\x19membroker/v1/broker.proto\x1a\x1cmembroker/v1/resources.proto\"\xcc\x0b\n\x05\x46rame\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x14\n\x0c\x61\x63knowledged\x18\x0e \x01(\x04\x12$\n\x05hello\x18\x02 \x01(\x0b\x32\x13.membroker.v1.HelloH\x00\x12\x38\n\x08\x61llocate\x18\x03 \x01(\x0b\x32$.membroker.v1.AllocateExtentsRequestH\x00\x12\x36\n\x07release\x18\x04 \x01(\x0b\x32#.membroker.v1.ReleaseExtentsRequestH\x00\x12\x35\n\x07\x64\x65\x63lare\x18\x05 \x01(\x0b\x32\".membroker.v1.DeclareMemoryRequestH\x00\x12 \n\x03\x61\x63k\x18\x06 \x01(\x0b\x32\x11.membroker.v1.AckH\x00\x12(\n\x07goodbye\x18\x07 \x01(\x0b\x32\x15.membroker.v1.GoodbyeH\x00\x12<\n\x0e\x63reate_segment\x18\x08 \x01(\x0b\x32\".membroker.v1.CreateSegmentRequestH\x00\x12\x38\n\x0cseal_segment\x18\t \x01(\x0b\x32 .membroker.v1.SealSegmentRequestH\x00\x12<\n\x0e\x61ttach_segment\x18\n \x01(\x0b\x32\".membroker.v1.AttachSegmentRequestH\x00\x12<\n\x0e\x64\x65tach_segment\x18\x0b \x01(\x0b\x32\".membroker.v1.DetachSegmentRequestH\x00\x12<\n\x0e\x64\x65lete_segment\x18\x0c \x01(\x0b\x32\".membroker.v1.DeleteSegmentRequestH\x00\x12$\n\x05holds\x18\r \x01(\x0b\x32\x13.membroker.v1.HoldsH\x00\x12<\n\x0eregister_model\x18\x10 \x01(\x0b\x32\".membroker.v1.RegisterModelRequestH\x00\x12@\n\x10unregister_model\x18\x11 \x01(\x0b\x32$.membroker.v1.UnregisterModelRequestH\x00\x12\x33\n\rrecall_answer\x18\x0f \x01(\x0b\x32\x1a.membroker.v1.RecallAnswerH\x00\x12\x31\n\x0csleep_answer\x18\x12 \x01(\x0b\x32\x19.membroker.v1.SleepAnswerH\x00\x12\x34\n\nget_device\x18\x18 \x01(\x0b\x32\x1e.membroker.v1.GetDeviceRequestH\x00\x12:\n\rget_available\x18\x19 \x01(\x0b\x32!.membroker.v1.GetAvailableRequestH\x00\x12\x32\n\tget_model\x18\x1a \x01(\x0b\x32\x1d.membroker.v1.GetModelRequestH\x00\x12\x36\n\x0blist_models\x18\x1b \x01(\x0b\x32\x1f.membroker.v1.ListModelsRequestH\x00\x12:\n\rlist_sessions\x18\x1c \x01(\x0b\x32!.membroker.v1.ListSessionsRequestH\x00\x12:\n\rlist_segments\x18\x1d \x01(\x0b\x32!.membroker.v1.ListSegmentsRequestH\x00\x12<\n\x0elist_decisions\x18\x1e \x01(\x0b\x32\".membroker.v1.ListDecisionsRequestH\x00\x12(\n\x07welcome\x18\x14 \x01(\x0b\x32\x15.membroker.v1.WelcomeH\x00\x12*\n\x08\x64\x65livery\x18\x15 \x01(\x0b\x32\x16.membroker.v1.DeliveryH\x00\x12$\n\x05reply\x18\x16 \x01(\x0b\x32\x13.membroker.v1.ReplyH\x00\x12&\n\x06notice\x18\x17 \x01(\x0b\x32\x14.membroker.v1.NoticeH\x00\x42\x06\n\x04kind\"Y\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x10\n\x08observer\x18\x02 \x01(\x08\x12\x0e\n\x06\x63lient\x18\x03 \x01(\t\x12\x14\n\x0cresume_token\x18\x04 \x01(\t\"\xf9\x01\n\x07Welcome\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65vice_uuid\x18\x04 \x01(\t\x12\x0e\n\x06\x64river\x18\x05 \x01(\t\x12\x19\n\x11granularity_bytes\x18\x06 \x01(\x03\x12\'\n\ncapacities\x18\x07 \x03(\x0b\x32\x13.membroker.v1.Limit\x12\x18\n\x10protocol_version\x18\x08 \x01(\r\x12\x0f\n\x07resumed\x18\t \x01(\x08\x12\x19\n\x11protocol_revision\x18\n \x01(\r\x12\x0f\n\x07version\x18\x0b \x01(\t\"\xa5\x01\n\x05Holds\x12\x12\n\nextent_ids\x18\x01 \x03(\x04\x12+\n\x08segments\x18\x02 \x03(\x0b\x32\x19.membroker.v1.HeldSegment\x12\x33\n\x0c\x64\x65\x63larations\x18\x03 \x03(\x0b\x32\x1d.membroker.v1.HeldDeclaration\x12\x0c\n\x04last\x18\x04 \x01(\x08\x12\x18\n\x10\x61nswering_models\x18\x05 \x03(\t\"0\n\x0bHeldSegment\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\r\n\x05times\x18\x02 \x01(\r\"v\n\x0fHeldDeclaration\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\x08location\x18\x02 \x01(\x0e\x32\x16.membroker.v1.Location\x12\x16\n\x0e\x64\x65\x63lared_bytes\x18\x03 \x01(\x03\x12\x12\n\nrecallable\x18\x04 \x01(\x08\"Y\n\x0eResumeResponse\x12\x1a\n\x12unknown_extent_ids\x18\x01 \x03(\x04\x12\x1b\n\x13unknown_generations\x18\x02 \x03(\x04\x12\x0e\n\x06models\x18\x03 \x03(\t\"\xb6\x01\n\x08\x44\x65livery\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\r\n\x05parts\x18\x02 \x01(\r\x12\x14\n\x0c\x65xtent_bytes\x18\x03 \x01(\x03\x12\x12\n\nextent_ids\x18\x04 \x03(\x04\x12\x0f\n\x07segment\x18\x05 \x01(\x04\x12\"\n\x05reply\x18\x06 \x01(\x0b\x32\x13.membroker.v1.Reply\x12\x15\n\rsegment_bytes\x18\x07 \x01(\x03\x12\x17\n\x0fsegment_extents\x18\x08 \x01(\x03\"\x13\n\x03\x41\x63k\x12\x0c\n\x04part\x18\x01 \x01(\r\"\xca\x06\n\x05Reply\x12#\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x12\x39\n\x08\x61llocate\x18\x02 \x01(\x0b\x32%.membroker.v1.AllocateExtentsResponseH\x00\x12\x37\n\x07release\x18\x03 \x01(\x0b\x32$.membroker.v1.ReleaseExtentsResponseH\x00\x12\x36\n\x07\x64\x65\x63lare\x18\x04 \x01(\x0b\x32#.membroker.v1.DeclareMemoryResponseH\x00\x12\x30\n\x07goodbye\x18\x05 \x01(\x0b\x32\x1d.membroker.v1.GoodbyeResponseH\x00\x12(\n\x07segment\x18\x06 \x01(\x0b\x32\x15.membroker.v1.SegmentH\x00\x12=\n\x0e\x64\x65tach_segment\x18\x07 \x01(\x0b\x32#.membroker.v1.DetachSegmentResponseH\x00\x12.\n\x06resume\x18\x08 \x01(\x0b\x32\x1c.membroker.v1.ResumeResponseH\x00\x12$\n\x05model\x18\t \x01(\x0b\x32\x13.membroker.v1.ModelH\x00\x12\x41\n\x10unregister_model\x18\n \x01(\x0b\x32%.membroker.v1.UnregisterModelResponseH\x00\x12&\n\x06\x64\x65vice\x18\x0b \x01(\x0b\x32\x14.membroker.v1.DeviceH\x00\x12,\n\tavailable\x18\x0c \x01(\x0b\x32\x17.membroker.v1.AvailableH\x00\x12\x32\n\x06models\x18\r \x01(\x0b\x32 .membroker.v1.ListModelsResponseH\x00\x12\x36\n\x08sessions\x18\x0e \x01(\x0b\x32\".membroker.v1.ListSessionsResponseH\x00\x12\x36\n\x08segments\x18\x0f \x01(\x0b\x32\".membroker.v1.ListSegmentsResponseH\x00\x12\x38\n\tdecisions\x18\x10 \x01(\x0b\x32#.membroker.v1.ListDecisionsResponseH\x00\x42\x08\n\x06result\"\t\n\x07Goodbye\"\x11\n\x0fGoodbyeResponse\"\x93\x02\n\x06Notice\x12-\n\x0frelease_refused\x18\x01 \x01(\x0b\x32\x12.google.rpc.StatusH\x00\x12*\n\x08stopping\x18\x02 \x01(\x0b\x32\x16.membroker.v1.StoppingH\x00\x12*\n\x08\x64raining\x18\x03 \x01(\x0b\x32\x16.membroker.v1.DrainingH\x00\x12,\n\tundrained\x18\x04 \x01(\x0b\x32\x17.membroker.v1.UndrainedH\x00\x12&\n\x06recall\x18\x05 \x01(\x0b\x32\x14.membroker.v1.RecallH\x00\x12$\n\x05sleep\x18\x06 \x01(\x0b\x32\x13.membroker.v1.SleepH\x00\x42\x06\n\x04kind\"\n\n\x08Stopping\"J\n\x08\x44raining\x12\x31\n\x08\x64\x65\x61\x64line\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.TimestampH\x00\x88\x01\x01\x42\x0b\n\t_deadline\"\x0b\n\tUndrained\"\x8e\x01\n\x06Recall\x12\x11\n\trecall_id\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12(\n\x08location\x18\x03 \x01(\x0e\x32\x16.membroker.v1.Location\x12\r\n\x05\x62ytes\x18\x04 \x01(\x03\x12)\n\x06within\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"0\n\x0cRecallAnswer\x12\x11\n\trecall_id\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x03\"\xa0\x01\n\x05Sleep\x12\x10\n\x08sleep_id\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04wake\x18\x03 \x01(\x08\x12\x14\n\x0ckeep_weights\x18\x04 \x01(\x08\x12)\n\x06within\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04idle\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"J\n\x0bSleepAnswer\x12\x10\n\x08sleep_id\x18\x01 \x01(\x04\x12)\n\x06status\x18\x02 \x01(\x0b\x32\x19.membroker.v1.SleepStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,43 +37,43 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'membroker.v1.handoff_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_FRAME']._serialized_start=192
-  _globals['_FRAME']._serialized_end=1272
-  _globals['_HELLO']._serialized_start=1274
-  _globals['_HELLO']._serialized_end=1363
-  _globals['_WELCOME']._serialized_start=1366
-  _globals['_WELCOME']._serialized_end=1615
-  _globals['_HOLDS']._serialized_start=1618
-  _globals['_HOLDS']._serialized_end=1783
-  _globals['_HELDSEGMENT']._serialized_start=1785
-  _globals['_HELDSEGMENT']._serialized_end=1833
-  _globals['_HELDDECLARATION']._serialized_start=1835
-  _globals['_HELDDECLARATION']._serialized_end=1953
-  _globals['_RESUMERESPONSE']._serialized_start=1955
-  _globals['_RESUMERESPONSE']._serialized_end=2044
-  _globals['_DELIVERY']._serialized_start=2047
-  _globals['_DELIVERY']._serialized_end=2229
-  _globals['_ACK']._serialized_start=2231
-  _globals['_ACK']._serialized_end=2250
-  _globals['_REPLY']._serialized_start=2253
-  _globals['_REPLY']._serialized_end=2787
-  _globals['_GOODBYE']._serialized_start=2789
-  _globals['_GOODBYE']._serialized_end=2798
-  _globals['_GOODBYERESPONSE']._serialized_start=2800
-  _globals['_GOODBYERESPONSE']._serialized_end=2817
-  _globals['_NOTICE']._serialized_start=2820
-  _globals['_NOTICE']._serialized_end=3095
-  _globals['_STOPPING']._serialized_start=3097
-  _globals['_STOPPING']._serialized_end=3107
-  _globals['_DRAINING']._serialized_start=3109
-  _globals['_DRAINING']._serialized_end=3183
-  _globals['_UNDRAINED']._serialized_start=3185
-  _globals['_UNDRAINED']._serialized_end=3196
-  _globals['_RECALL']._serialized_start=3199
-  _globals['_RECALL']._serialized_end=3341
-  _globals['_RECALLANSWER']._serialized_start=3343
-  _globals['_RECALLANSWER']._serialized_end=3391
-  _globals['_SLEEP']._serialized_start=3394
-  _globals['_SLEEP']._serialized_end=3554
-  _globals['_SLEEPANSWER']._serialized_start=3556
-  _globals['_SLEEPANSWER']._serialized_end=3630
+  _globals['_FRAME']._serialized_end=1676
+  _globals['_HELLO']._serialized_start=1678
+  _globals['_HELLO']._serialized_end=1767
+  _globals['_WELCOME']._serialized_start=1770
+  _globals['_WELCOME']._serialized_end=2019
+  _globals['_HOLDS']._serialized_start=2022
+  _globals['_HOLDS']._serialized_end=2187
+  _globals['_HELDSEGMENT']._serialized_start=2189
+  _globals['_HELDSEGMENT']._serialized_end=2237
+  _globals['_HELDDECLARATION']._serialized_start=2239
+  _globals['_HELDDECLARATION']._serialized_end=2357
+  _globals['_RESUMERESPONSE']._serialized_start=2359
+  _globals['_RESUMERESPONSE']._serialized_end=2448
+  _globals['_DELIVERY']._serialized_start=2451
+  _globals['_DELIVERY']._serialized_end=2633
+  _globals['_ACK']._serialized_start=2635
+  _globals['_ACK']._serialized_end=2654
+  _globals['_REPLY']._serialized_start=2657
+  _globals['_REPLY']._serialized_end=3499
+  _globals['_GOODBYE']._serialized_start=3501
+  _globals['_GOODBYE']._serialized_end=3510
+  _globals['_GOODBYERESPONSE']._serialized_start=3512
+  _globals['_GOODBYERESPONSE']._serialized_end=3529
+  _globals['_NOTICE']._serialized_start=3532
+  _globals['_NOTICE']._serialized_end=3807
+  _globals['_STOPPING']._serialized_start=3809
+  _globals['_STOPPING']._serialized_end=3819
+  _globals['_DRAINING']._serialized_start=3821
+  _globals['_DRAINING']._serialized_end=3895
+  _globals['_UNDRAINED']._serialized_start=3897
+  _globals['_UNDRAINED']._serialized_end=3908
+  _globals['_RECALL']._serialized_start=3911
+  _globals['_RECALL']._serialized_end=4053
+  _globals['_RECALLANSWER']._serialized_start=4055
+  _globals['_RECALLANSWER']._serialized_end=4103
+  _globals['_SLEEP']._serialized_start=4106
+  _globals['_SLEEP']._serialized_end=4266
+  _globals['_SLEEPANSWER']._serialized_start=4268
+  _globals['_SLEEPANSWER']._serialized_end=4342
 # @@protoc_insertion_point(module_scope)

@@ -68,6 +68,13 @@ class Frame(google.protobuf.message.Message):
     UNREGISTER_MODEL_FIELD_NUMBER: builtins.int
     RECALL_ANSWER_FIELD_NUMBER: builtins.int
     SLEEP_ANSWER_FIELD_NUMBER: builtins.int
+    GET_DEVICE_FIELD_NUMBER: builtins.int
+    GET_AVAILABLE_FIELD_NUMBER: builtins.int
+    GET_MODEL_FIELD_NUMBER: builtins.int
+    LIST_MODELS_FIELD_NUMBER: builtins.int
+    LIST_SESSIONS_FIELD_NUMBER: builtins.int
+    LIST_SEGMENTS_FIELD_NUMBER: builtins.int
+    LIST_DECISIONS_FIELD_NUMBER: builtins.int
     WELCOME_FIELD_NUMBER: builtins.int
     DELIVERY_FIELD_NUMBER: builtins.int
     REPLY_FIELD_NUMBER: builtins.int
@@ -126,6 +133,24 @@ class Frame(google.protobuf.message.Message):
         """Only in answer to a Sleep, which an older broker never sends. It has no Reply."""
 
     @property
+    def get_device(self) -> membroker.v1.broker_pb2.GetDeviceRequest:
+        """To read the books: from revision 3 on; an older broker ends the connection. Each is a call of BrokerService, and
+        its Reply has the answer of that call.
+        """
+
+    @property
+    def get_available(self) -> membroker.v1.broker_pb2.GetAvailableRequest: ...
+    @property
+    def get_model(self) -> membroker.v1.broker_pb2.GetModelRequest: ...
+    @property
+    def list_models(self) -> membroker.v1.broker_pb2.ListModelsRequest: ...
+    @property
+    def list_sessions(self) -> membroker.v1.broker_pb2.ListSessionsRequest: ...
+    @property
+    def list_segments(self) -> membroker.v1.broker_pb2.ListSegmentsRequest: ...
+    @property
+    def list_decisions(self) -> membroker.v1.broker_pb2.ListDecisionsRequest: ...
+    @property
     def welcome(self) -> global___Welcome:
         """From the broker."""
 
@@ -156,14 +181,21 @@ class Frame(google.protobuf.message.Message):
         unregister_model: membroker.v1.broker_pb2.UnregisterModelRequest | None = ...,
         recall_answer: global___RecallAnswer | None = ...,
         sleep_answer: global___SleepAnswer | None = ...,
+        get_device: membroker.v1.broker_pb2.GetDeviceRequest | None = ...,
+        get_available: membroker.v1.broker_pb2.GetAvailableRequest | None = ...,
+        get_model: membroker.v1.broker_pb2.GetModelRequest | None = ...,
+        list_models: membroker.v1.broker_pb2.ListModelsRequest | None = ...,
+        list_sessions: membroker.v1.broker_pb2.ListSessionsRequest | None = ...,
+        list_segments: membroker.v1.broker_pb2.ListSegmentsRequest | None = ...,
+        list_decisions: membroker.v1.broker_pb2.ListDecisionsRequest | None = ...,
         welcome: global___Welcome | None = ...,
         delivery: global___Delivery | None = ...,
         reply: global___Reply | None = ...,
         notice: global___Notice | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["ack", b"ack", "allocate", b"allocate", "attach_segment", b"attach_segment", "create_segment", b"create_segment", "declare", b"declare", "delete_segment", b"delete_segment", "delivery", b"delivery", "detach_segment", b"detach_segment", "goodbye", b"goodbye", "hello", b"hello", "holds", b"holds", "kind", b"kind", "notice", b"notice", "recall_answer", b"recall_answer", "register_model", b"register_model", "release", b"release", "reply", b"reply", "seal_segment", b"seal_segment", "sleep_answer", b"sleep_answer", "unregister_model", b"unregister_model", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ack", b"ack", "acknowledged", b"acknowledged", "allocate", b"allocate", "attach_segment", b"attach_segment", "create_segment", b"create_segment", "declare", b"declare", "delete_segment", b"delete_segment", "delivery", b"delivery", "detach_segment", b"detach_segment", "goodbye", b"goodbye", "hello", b"hello", "holds", b"holds", "kind", b"kind", "notice", b"notice", "recall_answer", b"recall_answer", "register_model", b"register_model", "release", b"release", "reply", b"reply", "request_id", b"request_id", "seal_segment", b"seal_segment", "sleep_answer", b"sleep_answer", "unregister_model", b"unregister_model", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "allocate", "release", "declare", "ack", "goodbye", "create_segment", "seal_segment", "attach_segment", "detach_segment", "delete_segment", "holds", "register_model", "unregister_model", "recall_answer", "sleep_answer", "welcome", "delivery", "reply", "notice"] | None: ...
+    def HasField(self, field_name: typing.Literal["ack", b"ack", "allocate", b"allocate", "attach_segment", b"attach_segment", "create_segment", b"create_segment", "declare", b"declare", "delete_segment", b"delete_segment", "delivery", b"delivery", "detach_segment", b"detach_segment", "get_available", b"get_available", "get_device", b"get_device", "get_model", b"get_model", "goodbye", b"goodbye", "hello", b"hello", "holds", b"holds", "kind", b"kind", "list_decisions", b"list_decisions", "list_models", b"list_models", "list_segments", b"list_segments", "list_sessions", b"list_sessions", "notice", b"notice", "recall_answer", b"recall_answer", "register_model", b"register_model", "release", b"release", "reply", b"reply", "seal_segment", b"seal_segment", "sleep_answer", b"sleep_answer", "unregister_model", b"unregister_model", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ack", b"ack", "acknowledged", b"acknowledged", "allocate", b"allocate", "attach_segment", b"attach_segment", "create_segment", b"create_segment", "declare", b"declare", "delete_segment", b"delete_segment", "delivery", b"delivery", "detach_segment", b"detach_segment", "get_available", b"get_available", "get_device", b"get_device", "get_model", b"get_model", "goodbye", b"goodbye", "hello", b"hello", "holds", b"holds", "kind", b"kind", "list_decisions", b"list_decisions", "list_models", b"list_models", "list_segments", b"list_segments", "list_sessions", b"list_sessions", "notice", b"notice", "recall_answer", b"recall_answer", "register_model", b"register_model", "release", b"release", "reply", b"reply", "request_id", b"request_id", "seal_segment", b"seal_segment", "sleep_answer", b"sleep_answer", "unregister_model", b"unregister_model", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "allocate", "release", "declare", "ack", "goodbye", "create_segment", "seal_segment", "attach_segment", "detach_segment", "delete_segment", "holds", "register_model", "unregister_model", "recall_answer", "sleep_answer", "get_device", "get_available", "get_model", "list_models", "list_sessions", "list_segments", "list_decisions", "welcome", "delivery", "reply", "notice"] | None: ...
 
 global___Frame = Frame
 
@@ -234,6 +266,7 @@ class Welcome(google.protobuf.message.Message):
       1: Frame.acknowledged, register_model, unregister_model; and the first Delivery of a segment has its size.
       2: recalls: RegisterModelRequest.answers_recalls, Holds.answering_models, RecallAnswer; and
          AllocateExtentsRequest.ahead.
+      3: the frames that read the books, get_device to list_decisions.
 
     A client must not use a later revision than this one. An older broker leaves it at 0. Old clients work with a newer
     broker: it still accepts all that it accepted before, and clients skip fields that they do not know.
@@ -470,6 +503,12 @@ class Reply(google.protobuf.message.Message):
     RESUME_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
     UNREGISTER_MODEL_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
+    AVAILABLE_FIELD_NUMBER: builtins.int
+    MODELS_FIELD_NUMBER: builtins.int
+    SESSIONS_FIELD_NUMBER: builtins.int
+    SEGMENTS_FIELD_NUMBER: builtins.int
+    DECISIONS_FIELD_NUMBER: builtins.int
     @property
     def error(self) -> google.rpc.status_pb2.Status:
         """Refused or failed. The session keeps extents that were delivered before the failure until it releases them or
@@ -494,10 +533,22 @@ class Reply(google.protobuf.message.Message):
     def resume(self) -> global___ResumeResponse: ...
     @property
     def model(self) -> membroker.v1.resources_pb2.Model:
-        """Of a register_model: the model as it stands."""
+        """Of a register_model or a get_model: the model as it stands."""
 
     @property
     def unregister_model(self) -> membroker.v1.broker_pb2.UnregisterModelResponse: ...
+    @property
+    def device(self) -> membroker.v1.resources_pb2.Device: ...
+    @property
+    def available(self) -> membroker.v1.broker_pb2.Available: ...
+    @property
+    def models(self) -> membroker.v1.broker_pb2.ListModelsResponse: ...
+    @property
+    def sessions(self) -> membroker.v1.broker_pb2.ListSessionsResponse: ...
+    @property
+    def segments(self) -> membroker.v1.broker_pb2.ListSegmentsResponse: ...
+    @property
+    def decisions(self) -> membroker.v1.broker_pb2.ListDecisionsResponse: ...
     def __init__(
         self,
         *,
@@ -511,10 +562,16 @@ class Reply(google.protobuf.message.Message):
         resume: global___ResumeResponse | None = ...,
         model: membroker.v1.resources_pb2.Model | None = ...,
         unregister_model: membroker.v1.broker_pb2.UnregisterModelResponse | None = ...,
+        device: membroker.v1.resources_pb2.Device | None = ...,
+        available: membroker.v1.broker_pb2.Available | None = ...,
+        models: membroker.v1.broker_pb2.ListModelsResponse | None = ...,
+        sessions: membroker.v1.broker_pb2.ListSessionsResponse | None = ...,
+        segments: membroker.v1.broker_pb2.ListSegmentsResponse | None = ...,
+        decisions: membroker.v1.broker_pb2.ListDecisionsResponse | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["allocate", b"allocate", "declare", b"declare", "detach_segment", b"detach_segment", "error", b"error", "goodbye", b"goodbye", "model", b"model", "release", b"release", "result", b"result", "resume", b"resume", "segment", b"segment", "unregister_model", b"unregister_model"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["allocate", b"allocate", "declare", b"declare", "detach_segment", b"detach_segment", "error", b"error", "goodbye", b"goodbye", "model", b"model", "release", b"release", "result", b"result", "resume", b"resume", "segment", b"segment", "unregister_model", b"unregister_model"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "allocate", "release", "declare", "goodbye", "segment", "detach_segment", "resume", "model", "unregister_model"] | None: ...
+    def HasField(self, field_name: typing.Literal["allocate", b"allocate", "available", b"available", "decisions", b"decisions", "declare", b"declare", "detach_segment", b"detach_segment", "device", b"device", "error", b"error", "goodbye", b"goodbye", "model", b"model", "models", b"models", "release", b"release", "result", b"result", "resume", b"resume", "segment", b"segment", "segments", b"segments", "sessions", b"sessions", "unregister_model", b"unregister_model"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["allocate", b"allocate", "available", b"available", "decisions", b"decisions", "declare", b"declare", "detach_segment", b"detach_segment", "device", b"device", "error", b"error", "goodbye", b"goodbye", "model", b"model", "models", b"models", "release", b"release", "result", b"result", "resume", b"resume", "segment", b"segment", "segments", b"segments", "sessions", b"sessions", "unregister_model", b"unregister_model"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "allocate", "release", "declare", "goodbye", "segment", "detach_segment", "resume", "model", "unregister_model", "device", "available", "models", "sessions", "segments", "decisions"] | None: ...
 
 global___Reply = Reply
 

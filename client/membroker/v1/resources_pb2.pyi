@@ -410,6 +410,8 @@ class Session(google.protobuf.message.Message):
     BOOKS_FIELD_NUMBER: builtins.int
     CREATE_TIME_FIELD_NUMBER: builtins.int
     SEGMENTS_FIELD_NUMBER: builtins.int
+    MORE_MODELS_FIELD_NUMBER: builtins.int
+    MORE_SEGMENTS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """sessions/{session}"""
     tenant: builtins.str
@@ -422,9 +424,12 @@ class Session(google.protobuf.message.Message):
     """An observer reads the books and borrows nothing."""
     client: builtins.str
     """The name that the client gave itself, for people. The broker does not trust it."""
+    more_models: builtins.int
+    """How many more models and segments than are listed."""
+    more_segments: builtins.int
     @property
     def models(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """tenants/{tenant}/models/{model} of each that it registered."""
+        """tenants/{tenant}/models/{model} of each that it registered, at most 160."""
 
     @property
     def books(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SessionBooks]:
@@ -434,7 +439,7 @@ class Session(google.protobuf.message.Message):
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
     @property
     def segments(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """tenants/{tenant}/models/{model}/segments/{segment} of each that it holds."""
+        """tenants/{tenant}/models/{model}/segments/{segment} of each that it holds, at most 160."""
 
     def __init__(
         self,
@@ -450,9 +455,11 @@ class Session(google.protobuf.message.Message):
         books: collections.abc.Iterable[global___SessionBooks] | None = ...,
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         segments: collections.abc.Iterable[builtins.str] | None = ...,
+        more_models: builtins.int = ...,
+        more_segments: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["books", b"books", "client", b"client", "create_time", b"create_time", "models", b"models", "name", b"name", "observer", b"observer", "pid", b"pid", "segments", b"segments", "state", b"state", "tenant", b"tenant", "uid", b"uid"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["books", b"books", "client", b"client", "create_time", b"create_time", "models", b"models", "more_models", b"more_models", "more_segments", b"more_segments", "name", b"name", "observer", b"observer", "pid", b"pid", "segments", b"segments", "state", b"state", "tenant", b"tenant", "uid", b"uid"]) -> None: ...
 
 global___Session = Session
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 PROTOCOL_VERSION = 1
-PROTOCOL_REVISION = 2
+PROTOCOL_REVISION = 3
 """What is understood beyond the first edition of the version; `Welcome.protocol_revision` has the list."""
 
 # Limits

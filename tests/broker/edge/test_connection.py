@@ -25,6 +25,7 @@ from tests.support.sizes import MIB
 
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
+from membroker.v1 import resources_pb2 as rpb
 from membroker.vmm.driver import DeviceInfo
 from membroker.wire import frames as handoff
 from membroker.wire import names
@@ -66,6 +67,7 @@ class Lender:
         self.traffic = OutboxCounters()
         self.watched = -1
         self.ids = itertools.count(100)
+        self.reads: list[Message] = []
         capacities = {"device": 64 * MIB}
         self.connections: dict[int, HandoffConnection] = {}
         self.resuming: dict[int, HandoffConnection] = {}
@@ -93,6 +95,7 @@ class Lender:
             tenant_of=lambda peer: "red",
             refusals=SimpleNamespace(note=lambda reason, **fields: None),
             traffic=self.traffic,
+            views=SimpleNamespace(read=self._read),
         )
         pidfd, self._alive = os.pipe()
         peer = Peer(1, 0, pidfd, "pid:1")
@@ -105,6 +108,12 @@ class Lender:
 
     def _request(self, session: int, tenant: str, number: int, message: Message, respond: Reply) -> None:
         self.asked[number] = respond
+
+    def _read(self, message: Message, tenant: str, session: int) -> Message:
+        """Answer a read at length: with the name that it has, 60,000 times, or shortly where it has none."""
+        self.reads.append(message)
+        name = getattr(message, "name", "")
+        return rpb.Model(name=name * (60_000 // len(name))) if name else rpb.Device(uuid="host")
 
     def ask(self, make_event: Callable[[int], ev.Event], reply: Callable[[Any], None]) -> None:
         reply(fx.SessionOpened(SESSION))
@@ -455,3 +464,36 @@ def test_a_real_daemon_answers_in_one_packet(daemon: Daemon) -> None:
         assert talk(2, allocate=allocation(model, PAGE, 65)) == ["2: delivery 0", "2: delivery 1 + allocate"]
         assert talk(3, allocate=allocation(model, 4096 * MIB)) == ["3: error"]
         assert daemon.books().lent_bytes == 66 * PAGE
+
+
+def test_a_long_answer_is_not_kept_for_a_peer_that_does_not_read() -> None:
+    """A thousand sessions that list and never read would cost 64 KiB each. The read is kept, and is done again.
+
+    Each is answered once, in the order in which they came, and a short answer waits as it is.
+    """
+
+    async def story(lender: Lender) -> None:
+        await lender.begin()
+        lender.ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 150_000)
+        for number in range(2, 12):
+            handoff.send(
+                lender.theirs, handoff.encode(pb.Frame(request_id=number, get_model={"name": chr(95 + number)}))
+            )
+        handoff.send(lender.theirs, handoff.encode(pb.Frame(request_id=12, get_device={})))
+        await lender.until(lambda: lender.connection._aside)
+        assert not lender.connection._outgoing
+        assert not lender.connection.queued()
+        assert len(lender.reads) < 10
+        aside = lender.connection._aside
+        assert aside is not None
+        assert aside.ByteSize() < 20
+        found: list[handoff.Packet] = []
+        while len(found) < 11:
+            with suppress(BlockingIOError):
+                found.append(handoff.receive(lender.theirs))
+            await asyncio.sleep(0)
+        assert [packet.frame.request_id for packet in found] == list(range(2, 13))
+        assert [packet.frame.reply.model.name[:1] for packet in found] == [*"abcdefghij", ""]
+        assert not lender.connection._aside
+
+    play(story)

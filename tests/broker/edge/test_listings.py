@@ -11,13 +11,18 @@ import pytest
 from tests.support.sizes import GIB, MIB
 
 from membroker.v1 import broker_pb2 as pb
+from membroker.v1 import handoff_pb2 as hpb
 from membroker.v1 import resources_pb2 as rpb
+from membroker.wire import frames as handoff
+from membroker.wire import names
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
+from membrokerd.core import snapshot
 from membrokerd.core.machine import Broker
-from membrokerd.core.names import Location, ModelName
+from membrokerd.core.names import Location, ModelName, SegmentName
 from membrokerd.core.policy import Rules
 from membrokerd.edge import listings as views
+from membrokerd.edge import messages
 from membrokerd.runtime.decisions import Decisions
 
 
@@ -39,6 +44,33 @@ def test_every_row_is_on_one_page(long: int, size: int) -> None:
         assert len(page) == 1 or sum(row.ByteSize() for row in page) <= views.MAX_PAGE_BYTES
         found += [int(row.name) for row in page]
     assert found == rows
+
+
+def test_the_longest_row_fits_into_a_frame() -> None:
+    """A session with more models and segments than a frame has room for is shown, and how many are left out."""
+    tenant, long = "t" * names.MAX_TENANT_CHARACTERS, "m" * (names.MAX_NAME_CHARACTERS - 4)
+    models = [ModelName(tenant, f"{long}{number:04}") for number in range(1_000)]
+    segments = [
+        SegmentName(*name, f"{'s' * (names.MAX_NAME_CHARACTERS - 4)}{number:04}") for number, name in enumerate(models)
+    ]
+    view = snapshot.SessionView(
+        session=(1 << 60) - 1,
+        tenant=tenant,
+        state="detached",
+        pid=(1 << 31) - 1,
+        uid=(1 << 32) - 1,
+        observer=True,
+        client="\U0001f600" * names.MAX_CLIENT_CHARACTERS,
+        models=tuple(models),
+        locations=(("device", names.MAX_BYTES, names.MAX_BYTES), ("host", names.MAX_BYTES, names.MAX_BYTES)),
+        began_at=0,
+        segments=tuple(segments),
+    )
+    shown = messages.from_session(view, 0)
+    assert (len(shown.models) + shown.more_models, len(shown.segments) + shown.more_segments) == (1_000, 1_000)
+    assert shown.ByteSize() < views.MAX_PAGE_BYTES
+    page = pb.ListSessionsResponse(sessions=[shown], next_page_token="f" * 16)
+    handoff.encode(hpb.Frame(request_id=(1 << 64) - 1, reply=hpb.Reply(sessions=page)))
 
 
 def test_the_memory_is_divided_once_for_all_pages(monkeypatch: pytest.MonkeyPatch) -> None:

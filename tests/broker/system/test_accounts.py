@@ -60,11 +60,15 @@ def test_files_that_are_wrong_or_missing_change_nothing(tmp_path: Path) -> None:
 def test_an_account_is_one_tenant(tmp_path: Path) -> None:
     """The tenant that is charged: the account where each user is one, and the endpoint's own where it has one."""
     nothing: Any = None
-    default = HandoffEndpoint("default", None, nothing, nothing, nothing, nothing, nothing, accounts=accounts(tmp_path))
+    default = HandoffEndpoint(
+        "default", None, nothing, nothing, nothing, nothing, nothing, nothing, accounts=accounts(tmp_path)
+    )
     assert [default.tenant_of(uid) for uid in (1000, 100_500, 1001)] == [
         "uid-1000",
         "uid-1000",
         "uid-1001",
     ]
-    red = HandoffEndpoint("red", "red", nothing, nothing, nothing, nothing, nothing, accounts=accounts(tmp_path))
+    red = HandoffEndpoint(
+        "red", "red", nothing, nothing, nothing, nothing, nothing, nothing, accounts=accounts(tmp_path)
+    )
     assert red.tenant_of(100_500) == "red"

@@ -142,10 +142,14 @@ class TestControlCalls:
 
     def test_a_stranger_answers_first(self, broker: PlayedBroker, client: Client, service: PlayedService) -> None:
         """A daemon without the old one's state is up: by gRPC too the session is lost, and not the access denied."""
-        service.answers["GetDevice"] = lambda _, context: abort(context, "TOKEN_REJECTED")
-        broker.die()
+
+        def reject(_: object, context: object) -> None:
+            broker.die()
+            abort(context, "TOKEN_REJECTED")
+
+        service.answers["GetDevice"] = reject
         caller = Caller(client.device)
-        until(lambda: service.asked)
+        until(lambda: is_away(client))
         broker.listen()
         broker.accept()
         broker.refuse(1, "TOKEN_REJECTED")

@@ -179,7 +179,7 @@ def _list(number: str, what: str, method: str, name: Callable[[Any], str]) -> No
         rows = getattr(answer, method.removeprefix("List").lower())
         return "yes" if any(row.name == name(target) for row in rows) else "not-shown"
 
-    row(number, f"see {what} in {method}", _tenants("not-shown"), _TENANT, calls=(method,))(deed)
+    row(number, f"see {what} in {method}", _tenants("not-shown"), _TENANT, calls=(method,), transports=BOTH)(deed)
 
 
 _list("L2", "S's model", "ListModels", lambda s: s.model)

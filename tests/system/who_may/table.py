@@ -45,6 +45,13 @@ KINDS: Mapping[str, str] = {
     "AttachSegment": "attach_segment",
     "DetachSegment": "detach_segment",
     "DeleteSegment": "delete_segment",
+    "GetDevice": "get_device",
+    "GetAvailable": "get_available",
+    "GetModel": "get_model",
+    "ListModels": "list_models",
+    "ListSessions": "list_sessions",
+    "ListSegments": "list_segments",
+    "ListDecisions": "list_decisions",
 }
 """The frame of each call that both transports have."""
 BOTH, GRPC, HANDOFF = ("grpc", "handoff"), ("grpc",), ("handoff",)

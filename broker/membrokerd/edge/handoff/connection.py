@@ -33,6 +33,7 @@ from ...system.process import call_failed
 from ..convert import LONG_BYTES, Refused, from_recall, known_of
 from ..dispatch import new_token
 from ..errors import to_status
+from ..listings import READS
 from ..messages import LOCATION_NUMBERS
 from .endpoint import HandoffEndpoint
 from .holds import Holds
@@ -94,6 +95,8 @@ class HandoffConnection:
         self._acknowledged = 0
         """How many deliveries the client has acknowledged by their count."""
         self._waiting = False
+        self._aside: pb.Frame | None = None
+        """A read whose answer was too long to be kept while the socket has no room. It is done again."""
         self._turns = self._loop.turns
         self._peers_tenant = endpoint.tenant_of(peer.uid)
         self._io.add_reader(sock, self._readable)
@@ -106,10 +109,13 @@ class HandoffConnection:
 
     def read(self) -> bool:
         """Read and handle the next frame. Return False when no other can be read now."""
-        if self._closed or self._outgoing or self._waiting:
+        if self._is_held_up:
             return False
         try:
-            frame, size = handoff.receive_without_descriptors(self._sock, self._endpoint.buffer)
+            if (aside := self._aside) is not None:
+                frame, size, self._aside = aside, 0, None
+            else:
+                frame, size = handoff.receive_without_descriptors(self._sock, self._endpoint.buffer)
             self.heard += size
         except BlockingIOError:
             return False
@@ -127,11 +133,16 @@ class HandoffConnection:
         except Exception as error:  # noqa: BLE001 - the edge of the daemon: no frame may end it, or hang its sender
             logs.fault(error, endpoint=self._endpoint.name, pid=self._peer.pid)
             self.refuse(frame.request_id, deny(Reason.INTERNAL))
-        return not (self._closed or self._outgoing or self._waiting)
+        return not self._is_held_up
+
+    @property
+    def _is_held_up(self) -> bool:
+        """Whether nothing is read for now."""
+        return self._closed or self._outbox.is_full or self._waiting
 
     def queued(self) -> int:
         """Return the bytes that have arrived and are not read yet; 0 while this connection reads nothing."""
-        if self._closed or self._outgoing or self._waiting:
+        if self._is_held_up:
             return 0
         return int.from_bytes(fcntl.ioctl(self._sock, termios.FIONREAD, bytes(4)), sys.byteorder)
 
@@ -159,7 +170,10 @@ class HandoffConnection:
                 message = getattr(frame, kind)
                 if size > LONG_BYTES and kind != "release":
                     message = known_of(message)
-                self._request(frame.request_id, kind, message, session)
+                if kind in READS:
+                    self._read_books(frame.request_id, kind, message, session)
+                else:
+                    self._request(frame.request_id, kind, message, session)
             else:
                 self._say(frame, kind, session)
 
@@ -196,6 +210,22 @@ class HandoffConnection:
                 self.notify(pb.Frame(request_id=request_id, notice=pb.Notice(release_refused=to_status(denied))))
 
         self._dispatcher.request(session, self._tenant, request_id, message, respond)
+
+    def _read_books(self, request_id: int, kind: str, message: Any, session: int) -> None:
+        """Answer a read. A long answer that the socket does not take is not kept: the read is, and is done again."""
+        began = time.perf_counter()
+        frame = pb.Frame(request_id=request_id)
+        try:
+            answer = self._endpoint.views.read(message, self._tenant, session)
+            getattr(frame.reply, READS[kind]).CopyFrom(answer)
+        except Refused as refused:
+            frame = _refusal(request_id, refused.denied)
+        self._dispatcher.times_of(_METHODS[kind], "handoff")(time.perf_counter() - began)
+        self._send(frame)
+        if self._outgoing and frame.ByteSize() > LONG_BYTES:
+            self._outbox.take_back()
+            self._aside = pb.Frame(request_id=request_id)
+            getattr(self._aside, kind).CopyFrom(message)
 
     # --- the handshake ---
 

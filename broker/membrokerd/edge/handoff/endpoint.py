@@ -11,6 +11,7 @@ from ...restart.process_watch import Watch
 from ...system.accounts import Accounts
 from ..acceptor import Refusals
 from ..dispatch import Dispatcher
+from ..listings import BookMessages
 from .outbox import OutboxCounters
 
 
@@ -21,6 +22,7 @@ class HandoffEndpoint:
     name: str
     tenant: str | None
     dispatcher: Dispatcher
+    views: BookMessages
     device: DeviceInfo
     traffic: OutboxCounters
     watch: Watch

@@ -49,6 +49,11 @@ class Outbox:
         self._io = asyncio.get_running_loop()
         self._retry = Retry(sock, self._send_all)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the socket has no room, or is not asked before the packets that wait."""
+        return bool(self.packets) or self._retry.is_pending
+
     def put(self, frame: pb.Frame, descriptors: list[int]) -> None:
         """Queue a packet. It is sent with the next flush."""
         if frame.HasField("delivery"):
@@ -87,11 +92,16 @@ class Outbox:
         elif self._retry.is_pending:
             self._retry.stop()
             self._io.add_reader(self._sock, self._read)
+            self._read()  # a read may have been put aside
 
     def _close(self, frame: pb.Frame, descriptors: list[int]) -> None:
         handoff.close_all(descriptors)
         if frame.HasField("delivery"):
             self._traffic.descriptors -= len(descriptors)
+
+    def take_back(self) -> pb.Frame | None:
+        """Return the only packet, without descriptors, if the socket has not taken it, and do not send it."""
+        return self.packets.popleft()[0] if self.packets else None
 
     def stop(self) -> None:
         """Send nothing more: the socket is about to be closed."""

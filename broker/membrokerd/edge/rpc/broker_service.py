@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from membroker.v1 import broker_pb2 as pb
-from membroker.v1 import broker_pb2_grpc, resources_pb2
+from membroker.v1 import broker_pb2_grpc
 from membroker.wire.names import TOKEN_METADATA
 
 from ...core import effects as fx
@@ -64,35 +63,12 @@ class BrokerService(broker_pb2_grpc.BrokerServiceServicer):
     RegisterModel = UnregisterModel = DeclareMemory = AllocateExtents = ReleaseExtents = _move
     CreateSegment = SealSegment = AttachSegment = DetachSegment = DeleteSegment = _move
 
-    def GetDevice(self, request: pb.GetDeviceRequest, context: Any) -> resources_pb2.Device:
-        """Return the device and its books."""
-        self._session(context)
-        return self._views.get_device()
-
-    def GetAvailable(self, request: pb.GetAvailableRequest, context: Any) -> pb.Available:
-        """Return how much could be borrowed now for a model of the tenant."""
+    def _read(self, request: Any, context: Any) -> Any:
+        """Return what a request reads of the books."""
         row = self._session(context)
-        return self._views.get_available(request, row.tenant, row.session)
+        return self._views.read(request, row.tenant, row.session)
 
-    def GetModel(self, request: pb.GetModelRequest, context: Any) -> resources_pb2.Model:
-        """Return one of the tenant's own models."""
-        return self._views.get_model(request, self._session(context).tenant)
-
-    def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
-        """Return a page of the tenant's own models."""
-        return self._views.list_models(request, self._session(context).tenant)
-
-    def ListSessions(self, request: pb.ListSessionsRequest, context: Any) -> pb.ListSessionsResponse:
-        """Return a page of the tenant's own sessions."""
-        return self._views.list_sessions(request, self._session(context).tenant)
-
-    def ListSegments(self, request: pb.ListSegmentsRequest, context: Any) -> pb.ListSegmentsResponse:
-        """Return a page of the tenant's own segments."""
-        return self._views.list_segments(request, self._session(context).tenant)
-
-    def ListDecisions(self, request: pb.ListDecisionsRequest, context: Any) -> pb.ListDecisionsResponse:
-        """Return why requests of one of the tenant's own models were refused or waited, and why it was recalled."""
-        return self._views.list_decisions(request, self._session(context).tenant)
+    GetDevice = GetAvailable = GetModel = ListModels = ListSessions = ListSegments = ListDecisions = _read
 
     def _session(self, context: Any) -> SessionRow:
         metadata = dict(context.invocation_metadata())
