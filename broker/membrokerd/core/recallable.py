@@ -324,6 +324,11 @@ class Recallable:
         is_early = now - recall.since <= recall.deadline - now
         return max(0, self.bytes_of(borrower) - recall.left) if is_early else 0
 
+    def in_pieces(self, name: ModelName, location: Location, now: int) -> int:
+        """Return the bytes that the sessions of a model can be asked for now in pieces: without its guests."""
+        found = [self.more_of(one, now) for one in self.borrowers(name, location) if one not in self.guests]
+        return sum(found)
+
     def is_able(self, name: ModelName, location: Location, now: int) -> bool:
         """Say whether a session of a model can be asked for something now."""
         return any(self.more_of(borrower, now) for borrower in self.borrowers(name, location))

@@ -9,11 +9,12 @@ waited longer than two rounds of recalls, only guaranteed ones overtake it, as l
 request that does not wait has memory recalled too, at most once in `recall_seconds` for each model, so that its next
 try finds it.
 
-Guests are recalled last, and as a whole: when all pieces that models have beyond their shares are asked for and do not
-suffice, the guest that has declared nothing for the longest time. A guest that waits beyond its share has its turn
-after all requests within theirs: other guests whose slices are over are recalled for it, if it can run then. So guests
-that do not fit together divide the time. A guest is lent nothing that is guaranteed to others: while its slice lasts,
-it is firm.
+Guests are recalled as a whole, and only when all pieces that models have beyond their shares do not suffice: those that
+have declared nothing for the longest time, as many as suffice. Of these, a guest is left alone if the later ones
+suffice without it. Then only those pieces are recalled that are lacking besides. A guest that waits beyond its share
+has its turn after all requests within theirs: other guests whose slices are over are recalled for it, if it can run
+then. So guests that do not fit together divide the time. A guest is lent nothing that is guaranteed to others: while
+its slice lasts, it is firm.
 
 A model that grows page by page would recall page by page. So others are asked for more than it wants now: for 1/64 of
 the capacity, doubled with each further recall, up to 1/8; or for what the session says that it will want, within the
@@ -34,6 +35,7 @@ from . import policy
 from .books import Books
 from .denied import Reason
 from .names import Location, ModelName
+from .recallable import Borrower
 from .recalls import Recalls, doubled
 from .request_lines import RequestLine, RequestLines, call_of
 from .requests import DebitRequest
@@ -88,6 +90,14 @@ class Demand(NamedTuple):
 
     first: ModelName
     models: dict[ModelName, tuple[int, int]]
+
+
+class GuestToAsk(NamedTuple):
+    """A guest that could be asked for all that it has. `firm` of that cannot be recalled for other tenants."""
+
+    borrower: Borrower
+    size: int
+    firm: int = 0
 
 
 class Schedule:
@@ -242,20 +252,19 @@ class Schedule:
         short -= state.coming(location)
         if short <= 0:  # what was asked for its turn is not all there yet, or is held for others
             return self._is_on_its_way(location)
-        asked, bound = [], look.bound + state.coming(location)
+        beyond = one.size - look.bound - state.coming(location)
+        found = []
         for borrower in state.idlest(location):
-            if short <= 0:
-                break
-            size = state.extents_of(borrower)
             is_able = state.answers(borrower.session, borrower.name) and borrower not in state.recalls
             if is_able and borrower.session != one.event.session and state.can_go(borrower, tenant):
-                bound += 0 if state.bytes_of(borrower) else size  # it is firm, but not for its own tenant
-                short -= size
-                asked.append(borrower)
-        if short > 0 or one.size > bound:
+                size = state.extents_of(borrower)
+                firm = 0 if state.bytes_of(borrower) else size  # but not for its own tenant
+                found.append(GuestToAsk(borrower, size, firm))
+        asked = _fewest(found, short, beyond)
+        if not asked:
             return False
-        for borrower in asked:
-            self._recalls.ask_guest(borrower, now, one.name)
+        for guest in asked:
+            self._recalls.ask_guest(guest.borrower, now, one.name)
         return self._is_on_its_way(location)
 
     def _without_keepers(self, location: Location, looks: Sequence[Look]) -> list[Look]:
@@ -409,23 +418,46 @@ class Schedule:
         self, location: Location, short: int, now: int, wanted_by: ModelName, shares: Mapping[ModelName, int]
     ) -> int:
         """Ask for what models have above these shares. Return how many bytes are still lacking."""
-        for more, name in self._excess(location, shares, now):
-            if short > 0:
-                short -= self._recalls.ask(name, location, min(more, short), now, wanted_by)
-        for borrower in self._books.recallable.idlest(location):
-            name = borrower.name
-            has_more = self._not_asked(name, location) > shares.get(name, 0)
-            if short > 0 and has_more and self._books.recallable.more_of(borrower, now):
-                short -= self._recalls.ask_guest(borrower, now, wanted_by)
-        return short
+        excess = self._excess(location, shares, now)
+        guests = self._guests(location, short, now, {name: more for more, name in excess}, shares)
+        left = short - sum([guest.size for guest in guests])
+        for more, name in excess:
+            if left > 0:
+                left -= self._recalls.ask(name, location, min(more, left), now, wanted_by)
+        for guest in guests:
+            left += guest.size - self._recalls.ask_guest(guest.borrower, now, wanted_by)
+        return left
+
+    def _guests(
+        self,
+        location: Location,
+        short: int,
+        now: int,
+        excess: Mapping[ModelName, int],
+        shares: Mapping[ModelName, int],
+    ) -> Sequence[GuestToAsk]:
+        """Return the guests to ask, because what these models can release in pieces of their excess is not enough."""
+        state = self._books.recallable
+        if not state.guests:
+            return []
+        taken = Counter({name: min(more, state.in_pieces(name, location, now)) for name, more in excess.items()})
+        short -= taken.total()
+        found, left = list[GuestToAsk](), short
+        for borrower in state.idlest(location) if short > 0 else ():
+            name, size = borrower.name, state.more_of(borrower, now)
+            above = self._not_asked(name, location) - taken[name] - shares.get(name, 0)
+            if name in excess and above > 0 and left > 0 and size:
+                found.append(GuestToAsk(borrower, size))
+                taken[name] += size
+                left -= size
+        return _fewest(found, short) or found
 
     def _ask_above(self, name: ModelName, location: Location, size: int, now: int) -> int:
-        """Ask a model for what it has above a limit: pieces first, then guests. Return how much is asked for."""
-        asked = self._recalls.ask(name, location, size, now)
-        for borrower in self._books.recallable.idlest(location):
-            if asked < size and borrower.name == name and self._books.recallable.more_of(borrower, now):
-                asked += self._recalls.ask_guest(borrower, now)
-        return asked
+        """Ask a model for what it has above a limit: guests if pieces do not suffice. Return how much is asked for."""
+        limit = self._not_asked(name, location) - size
+        guests = self._guests(location, size, now, {name: size}, {name: limit}) if size > 0 else []
+        asked = self._recalls.ask(name, location, size - sum([guest.size for guest in guests]), now)
+        return asked + sum([self._recalls.ask_guest(guest.borrower, now) for guest in guests])
 
     def _excess(self, location: Location, shares: Mapping[ModelName, int], now: int) -> list[tuple[int, ModelName]]:
         """Return how much models have above their shares, the most first; only models that can be asked for it now."""
@@ -518,6 +550,28 @@ def _oldest(looks: Sequence[Look], most: Sequence[int]) -> DebitRequest | None:
     """Return the oldest request of the lines that has at most as many bytes as stand in `most` for its line."""
     found = [look.line.fitting(size).oldest for look, size in zip(looks, most, strict=True)]
     return min([one for one in found if one is not None], key=call_of, default=None)
+
+
+def _fewest(found: Sequence[GuestToAsk], short: int, firm: int = 0) -> Sequence[GuestToAsk]:
+    """Return the first of these guests that have `short` bytes and `firm` firm ones, or none if all do not.
+
+    Those are left out that are not needed beside the later ones, such as a small one before a large one.
+    """
+    chosen = list[GuestToAsk]()
+    for guest in found:
+        if short <= 0 and firm <= 0:
+            break
+        chosen.append(guest)
+        short, firm = short - guest.size, firm - guest.firm
+    if short > 0 or firm > 0:
+        return []
+    needed = list[GuestToAsk]()
+    for guest in reversed(chosen):
+        if short + guest.size <= 0 and firm + guest.firm <= 0:
+            short, firm = short + guest.size, firm + guest.firm
+        else:
+            needed.append(guest)
+    return needed[::-1]
 
 
 def _demand(looks: Sequence[Look], most: Sequence[int]) -> Demand | None:
