@@ -248,23 +248,27 @@ def let_through() -> None:
 
 
 class Condition:
-    """A `lock`, held in a `with` block of the caller: in the block, `wait` releases it until `tell_all`."""
+    """A `lock`, held in a `with` block of the caller: in the block, `wait` releases it until it is told of a change.
 
-    __slots__ = ("_waiting", "lock")
+    `waiting` has the locks on which threads wait. A thread may wait with a key, and is then told alone.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("lock", "waiting")
+
+    def __init__(self, lock: threading.RLock | None = None) -> None:
         # An RLock has an owner, so a `with` block that an interrupt ended never releases another thread's lock.
-        self.lock = threading.RLock()
-        self._waiting: list[threading.Lock] = []
+        self.lock = lock or threading.RLock()
+        self.waiting: dict[object, threading.Lock] = {}
 
-    def wait(self, seconds: float | None = None) -> None:
+    def wait(self, seconds: float | None = None, key: object = None) -> None:
         """Wait for a change, at most `seconds` and `LOOK_SECONDS`, so call it in a loop. The caller holds the lock.
 
         Ctrl-C ends the wait. One that comes while the thread falls asleep does not wake it, and ends the wait later.
         """
         waiter = threading.Lock()
         waiter.acquire()
-        self._waiting.append(waiter)
+        key = waiter if key is None else key
+        self.waiting[key] = waiter
         try:
             self.lock.release()
             waiter.acquire(timeout=LOOK_SECONDS if seconds is None else min(seconds, LOOK_SECONDS))
@@ -274,8 +278,7 @@ class Condition:
                 try:
                     if not self.lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
                         self.lock.acquire()
-                    if waiter in self._waiting:
-                        self._waiting.remove(waiter)
+                    self.waiting.pop(key, None)
                     break
                 except BaseException as error:  # noqa: BLE001 - an interrupt: raised below, with the lock held
                     interrupt = error
@@ -284,8 +287,19 @@ class Condition:
 
     def tell_all(self) -> None:
         """Wake every waiting thread. The caller holds the lock."""
-        while self._waiting:
-            self._waiting.pop().release()
+        while self.waiting:
+            self.waiting.popitem()[1].release()
+
+    def tell(self, key: object) -> None:
+        """Wake the thread that waits with this key, if there is one. The caller holds the lock."""
+        if (waiter := self.waiting.pop(key, None)) is not None:
+            waiter.release()
+
+    def tell_next(self) -> None:
+        """Wake the thread that has waited longest with a key, and all that wait without. The caller holds the lock."""
+        keys = [key for key, waiter in self.waiting.items() if key is not waiter]
+        for key in [key for key, waiter in self.waiting.items() if key is waiter] + keys[:1]:
+            self.tell(key)
 
 
 class KeyedLocks:

@@ -182,7 +182,7 @@ class TestTurns:
             with Operation(Used()) as operation:
                 turns.take({1}, operation)
                 taken.set()
-                until(lambda: bool(turns._changed._waiting))
+                until(lambda: bool(turns._changed.waiting))
                 if to == "the process":
                     os.kill(os.getpid(), signal.SIGINT)
                 else:

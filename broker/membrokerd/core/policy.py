@@ -57,7 +57,7 @@ class Rules:
     max_sessions_per_tenant: int | None = None
     max_models_per_tenant: int = 256
     max_models: int | None = None
-    max_calls_per_session: int = 16
+    max_calls_per_session: int = names.MAX_CALLS_PER_SESSION
     segment_extent_bytes: int = 1 << 30
     max_segments_per_tenant: int = 256
     max_segment_extents: int = 4_096

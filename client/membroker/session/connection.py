@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from google.protobuf.message import Message
 
@@ -35,9 +36,10 @@ from ..v1 import handoff_pb2 as pb
 from ..v1.resources_pb2 import Segment, SleepStatus
 from ..wire import frames as handoff
 from ..wire.descriptors import close_each
-from ..wire.names import MAX_IDS_PER_FRAME
+from ..wire.names import MAX_IDS_PER_FRAME, MAX_WAIT_SECONDS
 from .endpoint import DESCRIPTORS_CUT
 from .inventory import HeldResources, Inventory
+from .places import Places
 from .rpc import READS, GrpcCalls, Outcome
 
 logger = logging.getLogger("membroker")
@@ -51,6 +53,8 @@ _ANSWERS = {
     **{kind: kind.partition("_")[2] for kind in READS},
 }
 """The kind of a call's answer, where it is not that of the call."""
+_BRINGING = frozenset(("allocate", "create_segment", "attach_segment"))
+"""The kinds of calls that bring descriptors. The broker bounds these, and all that wait for memory."""
 _LATE = ("goodbye", "declare", "detach_segment", "release", *(_ANSWERS[kind] for kind in READS))
 """Answers that come late when their caller ran out of time: not worth a warning."""
 
@@ -152,6 +156,9 @@ class Connection:
         self._calls: dict[int, PendingCall] = {}
         self._on_lost = on_lost
         self._changed = Condition()
+        self._places = Places()
+        self._admitted = Condition(self._changed.lock)
+        """Tells a call in front of the places that it has one."""
         self._taken = Taken()
         self._counts = revision > 0
         """Whether each frame carries the number of deliveries that were taken."""
@@ -171,8 +178,12 @@ class Connection:
         *,
         timeout: float | None = None,
         note: Callable[[], None] | None = None,
+        until: float | None = None,
     ) -> Message:
         """Send `frame`, let `placement` take every delivery, call `note`, and return the response.
+
+        The broker lets the request wait for memory `until` that time on the monotonic clock; None: as its rules say. If
+        the session has as many such calls at the broker as it may have, the call waits here first, and the time runs.
 
         When this raises, `placement` has undone all it took, and all extents of the call are released, at the latest
         when the broker answers. An interrupt ends the connection instead, and the resume settles what became of the
@@ -183,12 +194,22 @@ class Connection:
         answer = _ANSWERS.get(kind, kind)
         call = PendingCall(next(self._request_ids), frame.allocate, answer, placement, deadline, note)
         frame.request_id = call.request_id
+        needs_place = kind in _BRINGING or until is not None
         try:
             try:
+                if needs_place:
+                    # What is borrowed ahead of need never waits.
+                    may_wait = not call.request.ahead if until is None else time.monotonic() < until
+                    with self._changed.lock:
+                        has_place = self._places.enter(call.request_id, may_wait=may_wait)
+                    if not has_place:
+                        self._wait_for_place(call, until)
                 # In the table first: when the connection is lost, the resume waits for every call in the table.
                 self._calls[call.request_id] = call
                 if self._end is not None:
                     self._check_open()
+                if until is not None:
+                    _let_wait(getattr(frame, kind), until)
                 if self._by_grpc and kind in self._by_grpc:
                     self._start_by_grpc(call, frame)
                 else:
@@ -196,6 +217,8 @@ class Connection:
                 call.sent = True
                 while self._wait(call):
                     self._take(call)
+                    if call.outcome is not None and not call.by_grpc and not call.inbox:
+                        break
                 if isinstance(call.outcome, MembrokerError):
                     if call.outcome.reason and self._session:
                         call.outcome.request = f"{self._session}/requests/{call.request_id}"
@@ -210,6 +233,10 @@ class Connection:
             raise
         finally:
             self._calls.pop(call.request_id, None)
+            if needs_place:
+                with self._changed.lock:
+                    if admitted := self._places.leave(call.request_id):
+                        self._admit(admitted)
             if self._end is not None:
                 with self._changed.lock:
                     self._changed.tell_all()
@@ -283,6 +310,27 @@ class Connection:
             self._send(frame)
 
     # One call, from its start to its end
+
+    def _wait_for_place(self, call: PendingCall, until: float | None) -> None:
+        """Wait until a call has a place at the broker. Raises what ended the connection, and at the call's deadline."""
+        with self._changed.lock:
+            while not self._places.has(call.request_id):
+                self._check_open()
+                now = time.monotonic()
+                if call.deadline is not None and call.deadline <= now:
+                    raise BrokerUnavailable(f"the broker at {self._name} did not answer the calls before this in time")
+                if until is not None and until <= now:
+                    # The broker says with its numbers why there was no memory.
+                    self._admit(self._places.hurry(call.request_id))
+                    until = None
+                    continue
+                ends = [end - now for end in (call.deadline, until) if end is not None]
+                self._admitted.wait(min(ends, default=None), call.request_id)
+
+    def _admit(self, admitted: Iterable[int]) -> None:
+        """Wake the calls that have got a place. The lock is held."""
+        for request_id in admitted:
+            self._admitted.tell(request_id)
 
     def _send(self, frame: pb.Frame) -> None:
         """Send a frame. Raises what ended the connection, after 5 seconds in which the broker makes no room."""
@@ -419,24 +467,29 @@ class Connection:
 
     def _wait(self, call: PendingCall) -> bool:
         """Return True when `call` has a delivery to take, False when it is over."""
+        me = threading.get_ident()
         while True:
             with self._changed.lock:
-                if call.inbox:
-                    return True
-                if call.outcome is not None and len(call.extent_ids) >= call.expected:
-                    return False
-                if self._end is not None:
+                is_over = call.outcome is not None and len(call.extent_ids) >= call.expected
+                is_late = call.deadline is not None and time.monotonic() >= call.deadline
+                if call.inbox or is_over or is_late or self._end is not None:
+                    if self._reader == me:
+                        self._reader = None
+                    if self._reader is None and self._changed.waiting:
+                        self._changed.tell_next()  # it reads now
+                    if call.inbox or is_over:
+                        return bool(call.inbox)
                     self._check_open()
-                if call.deadline is not None and time.monotonic() >= call.deadline:
                     raise BrokerUnavailable(f"the broker at {self._name} did not answer in time")
-                if self._reader is not None or call.by_grpc:
+                if call.by_grpc:
                     self._changed.wait(call.seconds_left())
                     continue
-                self._reader = threading.get_ident()
+                if self._reader not in (None, me):
+                    self._changed.wait(call.seconds_left(), call)
+                    continue
+                self._reader = me
             if call.deadline is None or self._readable(call.deadline - time.monotonic()):
-                self._read()
-            else:
-                self._stop_reading()
+                self._read(call)
 
     def _read_for_all(self) -> None:
         """Read until the connection ends. No other thread reads."""
@@ -456,7 +509,7 @@ class Connection:
                 while self._end is None and self._readable(0):
                     packet = handoff.receive(self._socket)
                     self._unclosed.append(packet)
-                    if not self._route(packet):
+                    if self._route(packet) is None:
                         strays.append(packet)
                 self._changed.tell_all()
         except (handoff.EndOfConnection, handoff.BrokenPacket, OSError) as error:
@@ -477,7 +530,7 @@ class Connection:
                 self._lose(handoff.EndOfConnection())
                 self._stop_reading()
                 return
-            self._read()
+            self._read(None)
 
     def _readable(self, seconds: float | None) -> bool:
         """Say whether a packet, or the end, arrives within `seconds`; None for any time."""
@@ -485,9 +538,12 @@ class Connection:
         poller.register(self._socket, select.POLLIN)
         return bool(poller.poll(None if seconds is None else max(0.0, seconds * 1000)))
 
-    def _read(self) -> None:
-        """As the reader, read one packet and route it; then another thread may read."""
-        packet = None
+    def _read(self, mine: PendingCall | None) -> None:
+        """As the reader, read one packet and route it, and wake the thread of its call.
+
+        A packet for `mine`, the call of this thread, ends its reading; see `_wait`.
+        """
+        packet = call = None
         try:
             packet = handoff.receive(self._socket)
             self._unclosed.append(packet)
@@ -495,10 +551,13 @@ class Connection:
             self._lose(error)
         finally:
             with self._changed.lock:
-                routed = packet is None or self._route(packet)
-                self._reader = None
-                self._changed.tell_all()
-            if packet is not None and not routed:
+                call = None if packet is None else self._route(packet)
+                if call is None or mine is None:
+                    self._reader = None
+                    self._changed.tell_all()
+                elif call is not mine and self._changed.waiting:
+                    self._changed.tell(call)
+            if packet is not None and call is None:
                 self._refuse(packet)
 
     def _stop_reading(self) -> None:
@@ -512,8 +571,8 @@ class Connection:
         close_each(packet.descriptors)
         self._unclosed.remove(packet)
 
-    def _route(self, packet: handoff.Packet) -> bool:
-        """Give a packet to its call; False when no call waits for it. The lock is held."""
+    def _route(self, packet: handoff.Packet) -> PendingCall | None:
+        """Give a packet to its call, and return that; None when no call waits for it. The lock is held."""
         frame = packet.frame
         kind = frame.WhichOneof("kind")
         if kind == "delivery":
@@ -523,14 +582,14 @@ class Connection:
             reply = frame.reply
         call = self._calls.get(frame.request_id)
         if call is None or kind not in ("delivery", "reply"):
-            return False
+            return None
         if kind == "delivery":
             call.inbox.append(packet)
         else:
             self._close_packet(packet)
         if reply is not None:
             call.outcome = _outcome_of(reply, call.answer)
-        return True
+        return call
 
     def _refuse(self, packet: handoff.Packet) -> None:
         """Drop a packet that no call waits for; its extents are released."""
@@ -616,6 +675,7 @@ class Connection:
                 with suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
             self._changed.tell_all()
+            self._admitted.tell_all()
 
     def _lose(self, error: Exception) -> None:
         """Note that the connection is lost, and why."""
@@ -649,6 +709,7 @@ class Connection:
         """In a forked child: close what was inherited. Takes no lock; never a shutdown, which the parent would feel."""
         self._end = (ClosedError, "this client belongs to the process that this one was forked from")
         self._changed = Condition()
+        self._admitted = Condition()
         self._reader = None
         self._close_all()
 
@@ -669,6 +730,12 @@ def _outcome_of(reply: pb.Reply, kind: str) -> Outcome:
         return ProtocolError(f"the broker's answer is of the kind {result}, and not {kind}")
     response: Message = getattr(reply, result)
     return response
+
+
+def _let_wait(request: Any, until: float) -> None:
+    """Set the wait of a request so that it ends at `until`, on the monotonic clock."""
+    left = max(0.0, until - time.monotonic())
+    request.wait.FromNanoseconds(min(int(left * 1e9), MAX_WAIT_SECONDS * 10**9))
 
 
 def _incomplete(packet: handoff.Packet) -> MembrokerError:

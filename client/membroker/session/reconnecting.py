@@ -25,7 +25,6 @@ from ..threads import start_thread
 from ..types import Disconnected, Forgotten, Resumed
 from ..v1 import broker_pb2
 from ..v1 import handoff_pb2 as pb
-from ..wire.names import MAX_WAIT_SECONDS
 from .connection import Connection
 from .handshake import REJECTED, open_session, pauses, reconcile
 from .inventory import HeldResources, Inventory
@@ -158,12 +157,10 @@ class ReconnectingConnection:
         """
         connection = self.connection
         while True:
-            if until is not None:
-                _let_wait(frame, until)
             if here.task is not None:
                 let_through()  # an interrupt ends the present connection: one that came before cannot end this call
             try:
-                return connection.call(frame, placement, timeout=timeout, note=note)
+                return connection.call(frame, placement, timeout=timeout, note=note, until=until)
             except (BrokerUnavailable, AccessDenied) as error:
                 connection = self._next(connection, error)
             if before_repeat is not None:
@@ -408,10 +405,3 @@ class ReconnectingConnection:
         self.connection.abandon()
         self.notices.abandon()
         self._grpc.abandon()
-
-
-def _let_wait(frame: pb.Frame, until: float) -> None:
-    """Set the wait of a request so that it ends at `until`, on the monotonic clock."""
-    left = max(0.0, until - time.monotonic())
-    request = getattr(frame, str(frame.WhichOneof("kind")))
-    request.wait.FromNanoseconds(min(int(left * 1e9), MAX_WAIT_SECONDS * 10**9))

@@ -28,6 +28,8 @@ DESCRIPTORS_IN_FLIGHT = WINDOW * MAX_DESCRIPTORS
 MAX_IDS_PER_FRAME = 4_096
 """Ids in one Release, and entries in one Holds."""
 MAX_EXTENTS_PER_CALL = 65_536
+MAX_CALLS_PER_SESSION = 16
+"""Calls of a session that bring descriptors, or wait for memory, and have no answer yet."""
 MAX_WAIT_SECONDS = 24 * 3600
 """How long a call may wait for memory, or an attach for a seal."""
 MAX_PAGE_ROWS = 1_000

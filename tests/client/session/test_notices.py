@@ -185,7 +185,7 @@ def test_the_end_is_noticed_behind_a_last_answer() -> None:
     caller = Caller(lambda: connection.call(pb.Frame(declare=request)))
     until(lambda: connection._reader is not None)
     end = Caller(connection.read_to_the_end)
-    until(lambda: connection._changed._waiting)
+    until(lambda: connection._changed.waiting)
     request_id = handoff.decode(yours.recv(4096)).request_id
     yours.send(handoff.encode(pb.Frame(request_id=request_id, reply=pb.Reply(declare={}))))
     caller.value()
@@ -213,7 +213,7 @@ def test_a_connection_waits_for_its_calls() -> None:
     assert undoing.wait(DEADLINE_SECONDS)
     assert connection.lost
     waiting = Caller(connection.wait_until_idle)
-    until(lambda: connection._changed._waiting)
+    until(lambda: connection._changed.waiting)
     assert waiting.is_alive()
     go_on.set()
     waiting.value()

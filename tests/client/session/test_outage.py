@@ -32,7 +32,7 @@ class TestOutage:
         broker.die()
         until(lambda: is_away(client))
         callers = [Caller(lambda: model(client).allocate(PAGE)) for _ in range(3)]
-        until(lambda: len(line(client)._changed._waiting) >= 3)
+        until(lambda: len(line(client)._changed.waiting) >= 3)
         broker.listen()
         broker.resume()
         broker.lend(calls=3)
@@ -240,7 +240,7 @@ class TestClose:
         one, _ = buffer(broker, client)
         broker.die()
         waiting = Caller(lambda: model(client).allocate(PAGE))
-        until(lambda: is_away(client) and line(client)._changed._waiting)
+        until(lambda: is_away(client) and line(client)._changed.waiting)
         line(client)._timeout = 0.01
         client.close()
         assert isinstance(waiting.end().error, membroker.ClosedError)

@@ -108,7 +108,7 @@ class TestCallsInFlight:
             broker.deliver_pages(broker.hear("allocate").request_id, 1, parts=2)
             assert began.wait(DEADLINE_SECONDS)
             drop_all(broker, client)
-            until(lambda: lost._changed._waiting)
+            until(lambda: lost._changed.waiting)
             assert not broker.is_knocked_at()
         go_on.set()
         broker.greet_again()

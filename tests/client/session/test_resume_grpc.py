@@ -73,7 +73,7 @@ class TestControlCalls:
         service.stop()
         broker.die()
         caller = Caller(client.device)
-        until(lambda: line(client)._changed._waiting)
+        until(lambda: line(client)._changed.waiting)
         broker.listen()
         broker.resume()
         service.start()

@@ -128,7 +128,7 @@ class TestHeldUp:
         caller = Caller(capture)
         recalling = line(client).notices._recalling
         assert recalling is not None
-        until(lambda: recalling._changed._waiting)
+        until(lambda: recalling._changed.waiting)
         assert not inside.is_set()
         go_on.set()
         caller.value()
