@@ -18,6 +18,7 @@ import pytest
 from tests.support.daemons import Daemon, hold_still, until
 from tests.support.engine_batches import Batch, batch_of, batches_of, compare
 from tests.support.sglang_engine import BUILDS, Build, Engine
+from tests.support.sleeping import books, command, done, refused_at_once
 from tests.support.vllm_engine import START_SECONDS, write_model
 
 import membroker
@@ -199,6 +200,42 @@ def test_a_recall_takes_memory_from_an_idle_engine_and_from_a_busy_one(story: St
             assert engine.is_busy, "the memory came when the requests had ended"
             assert "Retract requests" in engine.log()[before:]
             story.compare(engine.answer(), "long")
+        story.check(engine, "burst")
+
+
+def test_an_engine_sleeps_by_command_and_by_itself_and_wakes_with_the_same_tokens(story: Story) -> None:
+    """Its KV cache goes, with the first page and all prefixes. A request that comes while it sleeps, or while another
+    tenant has the memory, waits inside SGLang, whose scheduler goes on and counts its pages all the time.
+    """
+    unit, long = story.unit, story.batches["long"]
+    tenants = {"red": {}, "blue": {"guarantee": 0}}
+    config = {"capacity": 144 * unit, "tenants": tenants, "idle_sleep_seconds": 1.0}
+    with (
+        story.build.running(config) as daemon,
+        story.engine(daemon.endpoint("red"), {"model": "chat", "keep": 16 * unit}) as engine,
+        membroker.connect(daemon.endpoint("blue")) as blue,
+    ):
+        engine.ready()
+        story.check(engine, "shared")
+        assert used(daemon, "chat") > story.group, "it has cached prefixes"
+        for _ in range(2):
+            said = done(command(daemon, "sleep", "chat"))
+            assert "weights kept: they are SGLang's own memory" in said
+            assert books(daemon, "chat") == (0, 0)
+            story.check(engine, "shared")
+        done(command(daemon, "sleep", "chat"))
+        assert "awake" in done(command(daemon, "wake", "chat"))
+        assert used(daemon, "chat") > 0
+        engine.ask(*long)
+        until(lambda: used(daemon, "chat") > 32 * unit)
+        assert "chat is busy" in refused_at_once(daemon, "sleep", "chat", "--timeout", "0.2")
+        story.compare(engine.answer(), "long")
+        with blue.register_model("owner").allocate(144 * unit, wait=600.0):
+            assert books(daemon, "chat") == (0, 0), "nobody typed a command"
+            engine.ask(*story.batches["one"])
+            until(lambda: not daemon.device().asleep_sessions)
+            assert engine.is_busy
+        story.compare(engine.answer(), "one")
         story.check(engine, "burst")
 
 

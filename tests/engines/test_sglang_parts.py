@@ -166,7 +166,7 @@ def test_an_idle_scheduler_lets_the_thread_that_unmaps_have_the_interpreter(
     going = [200]
     memory: Any = SglangMemory.__new__(SglangMemory)
     memory.blocks = blocks
-    memory._cache = SimpleNamespace(turn=lambda: None, stats=lambda: SimpleNamespace(going_bytes=going[0]))
+    memory._cache = SimpleNamespace(turn=lambda is_idle: None, stats=lambda: SimpleNamespace(going_bytes=going[0]))
 
     def unmap() -> None:
         while going[0]:
@@ -193,7 +193,7 @@ def test_an_engine_ends_that_can_borrow_no_more(blocks: SglangBlocks, scheduler:
     lender = Recalled()
     with closing(lender.device), closing(lender.driver), serving(lender, an_engine()) as cache:
         memory: Any = SglangMemory.__new__(SglangMemory)
-        memory.blocks, memory._cache = blocks, cache
+        memory.blocks, memory._cache, memory._sleeper = blocks, cache, SimpleNamespace(wake=lambda: None)
         lender.before_borrow = unknown
         cache.want(20)
         until(lambda: not cache._threads[0].is_alive())

@@ -135,7 +135,9 @@ class ElasticCache(Closing):
 
         It may be called at any point where the engine can take blocks, such as before it admits a request.
         """
-        engine = self._serving()
+        return self._grow(self._serving())
+
+    def _grow(self, engine: Engine) -> int:
         self.want(engine.need())
         blocks = self.take()
         if blocks:
@@ -146,17 +148,22 @@ class ElasticCache(Closing):
                 raise
         return len(blocks)
 
-    def turn(self) -> None:
+    def turn(self, *, is_idle: bool = False) -> None:
         """Do what `grow` does, then hold blocks to release and record a fence. Call it at the end of each step.
 
         Do not call it while the engine is about to use a block that `Engine.unused` still returns, such as a block of a
         prefix that was found and is not referenced yet.
+
+        With `is_idle` the engine rests, and may sleep: it has no request, and computes nothing before a turn without
+        it. It is for an engine whose loop goes on without requests, so that no other thread may make its turns.
         """
-        self.grow()
-        engine = self._serving()
+        engine = self._check_attached() if is_idle else self._serving()
+        self._grow(engine)
         if self._state.hold(engine):
             self._state.retire(engine.fence())
             self._releaser.look()
+        if is_idle and not self.is_resting:
+            self._releaser.rest(engine.fence(), makes_turns=False)
 
     @property
     def is_asked_back(self) -> bool:
@@ -167,11 +174,11 @@ class ElasticCache(Closing):
         """Tell the cache that the engine is idle and calls nothing before `wake`. The cache then shrinks by itself."""
         engine = self._serving()
         self.turn()
-        self._releaser.rest(engine.fence())
+        self._releaser.rest(engine.fence(), makes_turns=True)
 
     @property
     def is_resting(self) -> bool:
-        """Whether the cache makes the engine's turns by itself: from `rest` to `wake`, `grow` or `turn`."""
+        """Whether the engine is idle: from `rest`, or a `turn` that says so, to `wake`, `grow` or another `turn`."""
         return self._releaser.is_resting
 
     def wake(self) -> None:

@@ -34,7 +34,9 @@ class Releaser:
         self._rested: Fence | None = None
         """The fence of the last rest."""
         self.is_resting = False
-        """Whether this thread makes the engine's turns."""
+        """Whether the engine is idle."""
+        self._makes_turns = False
+        """Whether this thread makes its turns then."""
         self._turns = threading.Lock()
         """Held while this thread calls the engine for one that rests: `wake` waits for it."""
         self.driver = threading.Lock()
@@ -45,10 +47,10 @@ class Releaser:
         """Look at what is to go."""
         self._wanted.set()
 
-    def rest(self, fence: Fence) -> None:
-        """Make the engine's turns from now on. Its steps are over when `fence` has passed."""
+    def rest(self, fence: Fence, *, makes_turns: bool) -> None:
+        """Make the turns of an idle engine from now on, or let it make them. Its steps end with `fence`."""
         with self._turns:
-            self._rested, self.is_resting = fence, True
+            self._rested, self.is_resting, self._makes_turns = fence, True, makes_turns
         self._state.rest()
         self._wanted.set()
 
@@ -56,7 +58,7 @@ class Releaser:
         """Make no turn any more."""
         if self.is_resting:
             with self._turns:
-                self.is_resting = False
+                self.is_resting = self._makes_turns = False
 
     def wait_for_rest(self) -> None:
         """Wait until the steps before the last rest are over. Raises `ClosedError` if the cache ends before."""
@@ -84,7 +86,7 @@ class Releaser:
     def _release(self) -> None:
         again = 0.0
         while not (self._closed or self._pages.closed):
-            self._wanted.wait(self._state.patience(again, at_rest=self.is_resting))
+            self._wanted.wait(self._state.patience(again, at_rest=self._makes_turns))
             self._wanted.clear()
             try:
                 if time.monotonic() >= again:
@@ -103,7 +105,7 @@ class Releaser:
         """Do what `ElasticCache.turn` does, for an engine that rests."""
         with self._turns:
             engine, fence = self.engine, self._rested
-            if engine is None or fence is None or not self.is_resting:
+            if engine is None or fence is None or not self._makes_turns:
                 return
             self._borrower.want(min(engine.need(), self._layout.blocks))
             if self._state.hold(engine):

@@ -115,6 +115,33 @@ def test_all_memory_goes_and_comes_with_the_next_request(lender: Slept) -> None:
         one.serve()
 
 
+def test_an_engine_whose_loop_goes_on_makes_its_own_turns(lender: Slept) -> None:
+    """SGLang's scheduler counts its pages while it is idle: no other thread may take any then, nor for a sleep."""
+    with scene(lender) as one:
+        callers, hold = set[int](), one.engine.hold
+
+        def noted(blocks: list[int]) -> None:
+            callers.add(threading.get_ident())
+            hold(blocks)
+
+        one.engine.hold = noted  # type: ignore[assignment, method-assign]
+        for _ in range(2):
+            one.serve()
+            one.cache.wake()
+            callers.clear()
+            assert one.ask().state == "busy"
+
+            def fell_asleep() -> bool:
+                one.cache.turn(is_idle=True)
+                return one.sleeper.state == "asleep"
+
+            until(fell_asleep)
+            assert (lender.lent_bytes, callers) == (0, {threading.get_ident()})
+        one.cache.turn()
+        assert not one.cache.is_resting
+        one.serve()
+
+
 def test_weights_can_be_kept(lender: Slept) -> None:
     """As asked, until another word releases them as well."""
     with scene(lender) as one:

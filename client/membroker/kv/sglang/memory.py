@@ -24,6 +24,7 @@ from ..cache import ElasticCache
 from ..capture import Capture, strided
 from ..engine import Over
 from ..layout import Layout, Strided
+from ..sleeper import Sleeper
 from .allocator import Allocator
 from .blocks import SglangBlocks
 from .settings import PAGE, SglangSettings
@@ -51,6 +52,7 @@ class SglangMemory:
         self._allocator: Allocator | None = None
         self.blocks: SglangBlocks
         """The scheduler's pages and requests, once it is attached."""
+        self._sleeper: Sleeper
 
     # At the start
 
@@ -124,6 +126,8 @@ class SglangMemory:
             scheduler, allocator, (lambda: _Fence(scheduler.forward_stream)) if is_cuda else Over
         )
         self._opened.attach(self.blocks)
+        also = torch.cuda.empty_cache if is_cuda else None
+        self._sleeper = Sleeper(self._opened, kept="they are SGLang's own memory", also=also)
 
     # In the scheduler's loop
 
@@ -132,13 +136,16 @@ class SglangMemory:
         blocks = self.blocks
         was_preempting = blocks.is_preempting
         blocks.begin(running, last)
-        self._opened.turn()
+        is_idle = blocks.is_idle
+        self._opened.turn(is_idle=is_idle)
+        if not is_idle:
+            self._sleeper.wake()
         if blocks.has_grown or was_preempting:
             blocks.has_grown = False
             running.batch_is_full = blocks.is_preempting  # if not, SGLang looks at waiting requests again
         if blocks.is_starved:
             self._opened.wait(0.0)  # raises if no memory can come any more: else the scheduler would spin forever
-        if blocks.is_idle and self._opened.stats().going_bytes:
+        if is_idle and self._opened.stats().going_bytes:
             # An idle scheduler spins. Each page that the other thread unmaps would then wait 5 ms for the interpreter.
             time.sleep(IDLE_SECONDS)
 
