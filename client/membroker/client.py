@@ -22,6 +22,7 @@ from .session import messages
 from .session.handshake import pauses
 from .session.rpc import rows_of
 from .session.session import Session
+from .threads import check_patches
 from .types import Decision, DeviceStatus, ModelStatus, Notice, SegmentStatus, SessionStatus
 from .v1 import broker_pb2 as pb
 from .v1.resources_pb2 import Limit
@@ -57,6 +58,7 @@ def connect(
     Raises `BrokerUnavailable` and `AccessDenied`, whose messages name the command that solves the problem,
     `InvalidRequest`, `ProtocolError`, `TooMany`, `DescriptorLimit` and `membroker.errors.ThreadLimit`.
     """
+    check_patches()
     timeout = arguments.seconds_of("timeout", timeout, positive=True)
     outage = arguments.seconds_of("outage", outage)
     deadline, has_logged = time.monotonic() + timeout, False

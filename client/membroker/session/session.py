@@ -219,8 +219,11 @@ class Session(MemoryOwner[_SessionLink]):
 
 
 def _program() -> str:
-    name = os.path.basename(sys.argv[0] if sys.argv else "") or os.path.basename(sys.executable) or "python"
-    return name.encode(errors="replace").decode()  # a file's name may have any bytes
+    """Return the program's name. An interpreter that another program embeds may have no arguments, and no path."""
+    for path in (*getattr(sys, "argv", ())[:1], sys.executable):
+        if isinstance(path, str) and (name := os.path.basename(path)):
+            return name.encode(errors="replace").decode()  # a file's name may have any bytes
+    return "python"
 
 
 class SessionOwner:
