@@ -77,29 +77,27 @@ def numpy_dtype(word: str, raw: bool) -> Any:
 
 
 def word_of(dtype: Any) -> str:
-    """Return safetensors' word for a dtype of NumPy, ml_dtypes or torch, for its name, or for the word itself.
+    """Return safetensors' word for a dtype of NumPy, ml_dtypes, torch or JAX, for its name, or for the word itself.
 
-    So `"BF16"`, `"bfloat16"`, `"torch.bfloat16"`, `torch.bfloat16` and `ml_dtypes.bfloat16` are the same. Raises
-    `InvalidRequest` for anything else, including NumPy's codes such as `"f4"`, and as `dtype_of`.
+    So `"BF16"`, `"bfloat16"`, `"torch.bfloat16"`, `torch.bfloat16`, `ml_dtypes.bfloat16` and `jnp.bfloat16` are the
+    same. Raises `InvalidRequest` for anything else, including NumPy's codes such as `"f4"`, and as `dtype_of`.
     """
     if isinstance(dtype, str) or (type(dtype).__module__, type(dtype).__name__) == ("torch", "dtype"):
         name = str(dtype).removeprefix("torch.")
         if name in DTYPES or name in _TEXTS:
             return _TEXTS.get(name, name)
-    elif (numpy := sys.modules.get("numpy")) and (isinstance(dtype, numpy.dtype) or _is_scalar_type(dtype, numpy)):
-        with suppress(TypeError):  # an abstract class of NumPy is not a dtype
-            return dtype_of(numpy.dtype(dtype))
+    elif numpy := sys.modules.get("numpy"):
+        if isinstance(dtype, numpy.dtype):
+            return dtype_of(dtype)
+        if isinstance(dtype, type) and issubclass(dtype, numpy.generic):  # np.float16, ml_dtypes.bfloat16
+            with suppress(TypeError):  # an abstract class of NumPy is not a dtype
+                return dtype_of(numpy.dtype(dtype))
+        elif callable(dtype) and isinstance(of_jax := getattr(dtype, "dtype", None), numpy.dtype):  # jnp.float32
+            return dtype_of(of_jax)
     raise InvalidRequest(
-        f"{quoted(dtype)} is not a dtype that safetensors has: take NumPy's, ml_dtypes' or torch's, its name, or "
+        f"{quoted(dtype)} is not a dtype that safetensors has: take NumPy's, ml_dtypes', torch's, JAX's, its name, or "
         + ", ".join(DTYPES)
     )
-
-
-def _is_scalar_type(dtype: Any, numpy: Any) -> bool:
-    """Say whether it is a scalar type (np.float16, ml_dtypes.bfloat16), or JAX's equivalent."""
-    if isinstance(dtype, type):
-        return issubclass(dtype, numpy.generic)
-    return callable(dtype) and isinstance(getattr(dtype, "dtype", None), numpy.dtype)
 
 
 def dtype_of(array: Any) -> str:

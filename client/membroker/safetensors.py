@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -31,7 +31,9 @@ MAX_HEADER_BYTES = 100_000_000
 
 _LENGTH_BYTES = 8
 ALIGNMENT = 256
-"""A segment's first tensor begins at a multiple of this, for kernels and JAX. The format allows no later gap."""
+"""Each tensor of a segment begins at a multiple of this: kernels for fp8 and bf16 require 16 to 128, and JAX 64."""
+_PADDING = re.compile("![0-9]+")
+"""The names of the tensors that fill the gaps before aligned ones, because the format allows no gap."""
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _LONGEST_NUMBER = len(str(MAX_BYTES)) + 1
@@ -62,7 +64,8 @@ class TensorIndex(Mapping[str, TensorInfo]):
     """A header: the tensors by name, in the order of their bytes.
 
     `metadata` is the file's own text. `header_size` counts the bytes before the first tensor, including the 8 of the
-    length; `size` counts the bytes of the whole image.
+    length; `size` counts the bytes of the whole image. What `write_index` has put between tensors to align them is not
+    among these.
     """
 
     _tensors: dict[str, TensorInfo]
@@ -219,29 +222,31 @@ def _check_places(tensors: list[TensorInfo], header_size: int, available: int) -
 
 
 def write_index(
-    tensors: Mapping[str, tuple[Any, Sequence[int]]], metadata: Mapping[str, str] | None = None, *, alignment: int = 8
+    tensors: Mapping[str, tuple[Any, Sequence[int]]],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    alignment: int | None = None,
 ) -> tuple[bytes, TensorIndex]:
     """Return the header's bytes, including its length, and the index that says where each tensor's bytes belong.
 
     `tensors` gives each name its dtype (as `word_of` takes it) and its shape. The order is the reference's: larger
-    elements first, then by name. The format has no padding between tensors, and in this order each tensor still begins
-    at a multiple of its element's size.
+    elements first, then by name. So each tensor begins at a multiple of its element's size.
 
-    The header is padded with spaces, so that the first tensor begins at a multiple of `alignment` bytes, a power of two
-    of at least 8.
+    `alignment` makes each tensor begin at a multiple of so many bytes, a power of two of at least 8. The format has no
+    gaps, so tensors of bytes with names such as `!1` fill them. `read_index` leaves these out; other readers show them.
 
     Raises `InvalidRequest` for an unknown dtype, for a shape, name or metadata that the format cannot hold, for a
     header of more than 100 MB, and for an image of more than 2^63-1 bytes.
     """
-    if not (is_power_of_two(alignment) and alignment >= _LENGTH_BYTES):
+    if alignment is not None and not (is_power_of_two(alignment) and alignment >= _LENGTH_BYTES):
         raise InvalidRequest(f"an alignment is a power of two of at least {_LENGTH_BYTES} bytes, not {alignment!r}")
-    placed = _placed(tensors)
+    placed = _placed(tensors, alignment or 1)
     document: dict[str, Any] = {} if metadata is None else {_METADATA: _checked_metadata(metadata)}
     for info in placed:
         offsets = [info.offset, info.offset + info.size]
         document[info.name] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": offsets}
     text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
-    header_size = round_up(_LENGTH_BYTES + len(text), alignment)
+    header_size = round_up(_LENGTH_BYTES + len(text), alignment or _LENGTH_BYTES)
     length = header_size - _LENGTH_BYTES
     if length > MAX_HEADER_BYTES:
         raise InvalidRequest(f"the header would have {length} bytes; the format allows {MAX_HEADER_BYTES}")
@@ -252,11 +257,11 @@ def write_index(
     return length.to_bytes(_LENGTH_BYTES, "little") + text.ljust(length), index
 
 
-def _placed(tensors: Mapping[str, tuple[Any, Sequence[int]]]) -> list[TensorInfo]:
-    """Return the tensors in their order, with offsets from the first of them."""
+def _placed(tensors: Mapping[str, tuple[Any, Sequence[int]]], alignment: int) -> list[TensorInfo]:
+    """Return the tensors in their order, and what fills the gaps, with offsets from the first of them."""
     found = []
     for name, entry in tensors.items():
-        if not _is_text(name) or name == _METADATA:
+        if not _is_text(name) or name == _METADATA or _PADDING.fullmatch(name):
             raise InvalidRequest(f"a tensor cannot have the name {quoted(name)}")
         if not isinstance(entry, list | tuple) or len(entry) != 2:
             raise InvalidRequest(f"tensor {quoted(name)} is a dtype and a shape, not {quoted(entry)}")
@@ -267,8 +272,12 @@ def _placed(tensors: Mapping[str, tuple[Any, Sequence[int]]]) -> list[TensorInfo
             raise InvalidRequest(f"tensor {quoted(name)}: {error}") from None
         found.append((name, dtype, shape, _size_of(name, dtype, shape, InvalidRequest)))
     found.sort(key=lambda each: (-RANKS[each[1]], each[0]))
-    placed, offset = [], 0
+    placed: list[TensorInfo] = []
+    offset = 0
     for name, dtype, shape, size in found:
+        if gap := -offset % alignment:
+            placed.append(TensorInfo(f"!{len(placed)}", "U8", (gap,), offset, gap))
+            offset += gap
         placed.append(TensorInfo(name, dtype, shape, offset, size))
         offset += size
     return placed
@@ -284,9 +293,11 @@ def _checked_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
 # --- both ---
 
 
-def _index(tensors: Iterable[TensorInfo], metadata: dict[str, str], header_size: int) -> TensorIndex:
-    by_name = {info.name: info for info in tensors}
-    return TensorIndex(by_name, metadata, header_size, header_size + sum(info.size for info in by_name.values()))
+def _index(tensors: Sequence[TensorInfo], metadata: dict[str, str], header_size: int) -> TensorIndex:
+    """Return the index of sorted tensors without those that fill a gap."""
+    size = tensors[-1].offset + tensors[-1].size if tensors else header_size
+    by_name = {info.name: info for info in tensors if not (info.dtype == "U8" and _PADDING.fullmatch(info.name))}
+    return TensorIndex(by_name, metadata, header_size, size)
 
 
 def _size_of(name: str, dtype: object, shape: object, wrong: type[MembrokerError]) -> int:
@@ -323,8 +334,8 @@ def _is_text(value: object) -> bool:
 def numpy_array(view: memoryview, info: TensorInfo, *, raw: bool = False) -> npt.NDArray[Any]:
     """Return the tensor in `view`, the image's bytes, as a NumPy array: no copy, writable exactly when `view` is.
 
-    The array keeps `view`'s memory alive. Its shape is `info.shape`. If the image has the tensor at an unaligned place,
-    the array is unaligned, too (`flags.aligned` is False); NumPy handles that.
+    The array keeps `view`'s memory alive. Its shape is `info.shape`. If the image, such as a file of another program,
+    has the tensor at an unaligned place, the array is unaligned, too (`flags.aligned` is False); NumPy handles that.
 
     BF16 and F8 are dtypes of the package `ml_dtypes`; with `raw` they are uint16 and uint8, without that package. F4
     and F6 are packed, which NumPy does not support: with `raw` the array is `info.size` elements of uint8, and without

@@ -7,16 +7,20 @@ knows a name, a size and a generation, but not the contents.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from importlib import import_module
+from typing import Any, Protocol
 
 from google.protobuf.duration_pb2 import Duration
 
 from . import arguments
 from .arguments import check_range, contiguous_bytes, location_of, rounded_up
-from .dtypes import dtype_of
+from .dlpack import export
+from .dtypes import word_of
 from .errors import BrokerUnavailable, InvalidRequest, SegmentNotWritable
 from .interrupts import Operation, device_failures, uninterrupted
 from .memory.lifetime import AtAddress, MappedMemory
@@ -33,11 +37,11 @@ from .vmm.driver import AccessFlags, Driver, Handle, Location
 from .vmm.sizes import MIB, format_size
 from .wire.names import MAX_WAIT_SECONDS
 
-if TYPE_CHECKING:
-    import numpy
-
 MAX_HEADER_BYTES = 16 * MIB
-"""The longest header that is read: some 160,000 tensors. Another process wrote it, so its length is bounded."""
+"""The longest header that is read: 80,000 to 160,000 tensors. Another process wrote it, so its length is bounded."""
+WRITTEN = "what is written to a segment"
+FRAMEWORKS = ("numpy", "torch", "jax")
+"""Whose tensors `Segment.tensors` returns."""
 CHUNK_BYTES = 64 * MIB
 """The most bytes that `write` copies at once: large enough for a bus's full speed, small enough for `progress`."""
 
@@ -200,27 +204,38 @@ class Segment(AtAddress):
             return self._session.driver.read(self._holding.region.address + offset, size) if size else b""
 
     def write(self, offset: int, data: Any, progress: arguments.Progress | None = None) -> None:
-        """Copy `data`, any object with contiguous bytes, to `offset`, in bytes from the segment's start.
+        """Copy `data` to `offset`, in bytes from the segment's start.
 
+        `data` is any object with contiguous bytes, or a tensor of torch, on any device and with any strides.
         `progress(done, total)` is called with bytes after each step of at most 64 MiB.
 
         Raises `SegmentNotWritable`, `InvalidRequest`, `ClosedError`, `DeviceFailure`.
         """
-        source = contiguous_bytes("what is written to a segment", data)
         arguments.check_progress(progress)
-        offset, _ = self._check_range(offset, len(source))
+        torch: Any = sys.modules.get("torch")
+        is_tensor = torch is not None and isinstance(data, torch.Tensor)
+        source = _bytes_of_tensor(torch, data) if is_tensor else contiguous_bytes(WRITTEN, data)
+        copy: Any = None
+        offset, size = self._check_range(offset, len(source))
         with Operation(self._holding):
             # Before the check: a seal either finds this span and refuses, or has begun and is found here.
-            written = self._holding.span(self, offset, len(source))
+            written = self._holding.span(self, offset, size)
             try:
                 self._check_writable()
-                for first in range(0, len(source), CHUNK_BYTES):
+                if is_tensor:
+                    copy = partial(_copy_tensor, torch.from_dlpack(export(self, "U8", (size,), offset)))
+                else:
+                    copy = partial(self._copy_bytes, written.address)
+                for first in range(0, size, CHUNK_BYTES):
                     some = source[first : first + CHUNK_BYTES]
-                    self._session.driver.write(written.address + first, some)
+                    copy(first, some)
                     if progress is not None:
-                        progress(first + len(some), len(source))
+                        progress(first + len(some), size)
             finally:
-                del written  # an error keeps its frames, and would keep the span
+                del written, copy  # an error keeps its frames, and would keep the span
+
+    def _copy_bytes(self, address: int, first: int, some: memoryview) -> None:
+        self._session.driver.write(address + first, some)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -270,14 +285,29 @@ class Segment(AtAddress):
         self.write(0, header)
         return index
 
-    def arrays(self, *, raw: bool = False) -> dict[str, numpy.ndarray[Any, Any]]:
-        """Return the tensors as NumPy arrays over the segment's own bytes, on the host driver; nothing is copied.
+    def tensors(self, framework: str = "numpy", *, raw: bool = False) -> dict[str, Any]:
+        """Return all tensors by name, over the segment's own bytes, for `"numpy"`, `"torch"` or `"jax"`.
 
-        They are writable if the segment is `writable`, and keep it mapped. `raw` returns dtypes that NumPy does not
-        have as unsigned integers. Raises `InvalidTensorIndex`, and what `view` raises.
+        Nothing is copied, and each keeps the segment mapped. NumPy's are writable if the segment is `writable`. torch
+        has no read-only tensors, and JAX treats its arrays as constant: `adapters.torch.tensor` and
+        `adapters.jax.array` say what follows.
+
+        With NumPy, which reads only the host driver's memory, `raw` returns dtypes that it does not have as unsigned
+        integers.
+
+        Raises `InvalidTensorIndex`; `InvalidRequest` for another framework, for a dtype that the framework does not
+        have, or for NumPy on a GPU; `ClosedError`; and `ImportError` without the framework.
         """
-        index, view = self.index(), self.view()
-        return {name: numpy_array(view, info, raw=raw) for name, info in index.items()}
+        if framework not in FRAMEWORKS:
+            raise InvalidRequest(f"a framework is {', '.join(map(repr, FRAMEWORKS))}, not {framework!r}")
+        if raw and framework != "numpy":
+            raise InvalidRequest(f"raw is for NumPy, and {framework} has its own dtypes")
+        if framework == "numpy":
+            view = self.view()
+            return {name: numpy_array(view, info, raw=raw) for name, info in self.index().items()}
+        # The adapters are extensions, which know this module: so they are imported by name.
+        stored_tensor = import_module(f"{__package__}.adapters.{framework}").stored_tensor
+        return {name: stored_tensor(self, info) for name, info in self.index().items()}
 
     # Its ends
 
@@ -339,6 +369,18 @@ def check_header(header: bytes) -> None:
         raise InvalidRequest(f"{most}, and this one has {len(header)} bytes: no process could read it")
 
 
+def _bytes_of_tensor(torch: Any, tensor: Any) -> Any:
+    """Return a tensor's elements as a tensor of bytes, in C order. Raises `InvalidRequest` if it has no plain bytes."""
+    if tensor.is_meta or tensor.layout != torch.strided:
+        where = "the meta device" if tensor.is_meta else tensor.layout
+        raise InvalidRequest(f"{WRITTEN} has plain bytes, and this tensor has none: it is of {where}")
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _copy_tensor(target: Any, first: int, some: Any) -> None:
+    target[first : first + len(some)].copy_(some)
+
+
 class SegmentMaker(Protocol):
     """The part of a `Model` that publishing uses."""
 
@@ -350,25 +392,44 @@ class SegmentMaker(Protocol):
 def publish_arrays(
     model: SegmentMaker,
     name: str,
-    arrays: Mapping[str, numpy.ndarray[Any, Any]],
+    arrays: Mapping[str, Any],
     *,
     metadata: Mapping[str, str] | None = None,
     location: Location | str = Location.DEVICE,
+    progress: arguments.Progress | None = None,
 ) -> Segment:
-    """Create a segment for NumPy arrays, write them into it, and seal it. After a failure the segment is dropped.
+    """Create a segment for arrays, write them into it, and seal it. After a failure the segment is dropped.
 
-    Raises what `Model.create_segment` raises, and `InvalidRequest` for a dtype that safetensors does not have.
+    They are arrays of NumPy or JAX, or tensors of torch. Each begins at a multiple of 256 bytes. `progress(done,
+    total)` is called with bytes. Raises what `Model.create_segment` raises, and `InvalidRequest` for a dtype that
+    safetensors does not have.
     """
-    shapes = {key: (dtype_of(array), array.shape) for key, array in arrays.items()}
+    arguments.check_progress(progress)
+    shapes = {key: (word_of(array.dtype), tuple(array.shape)) for key, array in arrays.items()}
     segment = model.create_segment(name, segment_size(shapes, metadata), location)
     with ExitStack() as undo:
         undo.callback(segment.close)
         index = segment.lay_out(shapes, metadata)
-        for key, array in arrays.items():
-            segment.write(index[key].offset, array.tobytes())
+        write_tensors(segment, index, arrays, progress)
         segment.seal()
         undo.pop_all()
     return segment
+
+
+def write_tensors(
+    segment: Segment, index: TensorIndex, tensors: Mapping[str, Any], progress: arguments.Progress | None
+) -> None:
+    """Copy arrays, or tensors of torch, to their places in the index. `progress` is told of all of them together."""
+    before, total = 0, sum(index[key].size for key in tensors)
+    for key, tensor in tensors.items():
+        data = tensor.tobytes() if hasattr(tensor, "tobytes") else tensor
+        step = None if progress is None else partial(_add_progress, progress, before, total)
+        segment.write(index[key].offset, data, step)
+        before += index[key].size
+
+
+def _add_progress(progress: arguments.Progress, before: int, total: int, done: int, _size: int) -> None:
+    progress(before + done, total)
 
 
 class _Hold(SessionOwner):

@@ -92,7 +92,7 @@ class TestBytes:
 
     @pytest.mark.parametrize("dtype", ["BF16", *FLOAT8])
     def test_numpy_refuses_what_it_has_not_and_keeps_nothing(self, model: Model, dtype: str) -> None:
-        """Which is NumPy's own sentence; `Segment.arrays` is the way to those with ml_dtypes."""
+        """Which is NumPy's own sentence; `Segment.tensors` is the way to those with ml_dtypes."""
         with model.allocate("1MiB") as buffer, pytest.raises((RuntimeError, BufferError), match="nsupported dtype"):
             np.from_dlpack(export(buffer, dtype, (4,)))
 

@@ -11,13 +11,15 @@ from typing import Any
 from ..dlpack import Exportable, export
 from ..errors import InvalidRequest
 from ..ext import word_of
+from ..safetensors import TensorInfo
+from ..segment import Segment
 from ._packages import framework
 
 _WIDE = {"I64", "U64", "F64"}
 
 
-CARD_ALIGNMENT = 16
-"""XLA requires this alignment, and reports an error only when it computes (observed with jax 0.11 on an H200)."""
+CARD_ALIGNMENT, HOST_ALIGNMENT = 16, 64
+"""What XLA requires. On a GPU it reports an error only when it computes (observed with jax 0.11 on an H200)."""
 
 
 def array(source: Exportable, dtype: Any, shape: Sequence[int], offset: int = 0) -> Any:
@@ -36,12 +38,22 @@ def array(source: Exportable, dtype: Any, shape: Sequence[int], offset: int = 0)
     if dtype in _WIDE and not jax.config.jax_enable_x64:
         raise InvalidRequest(f"JAX would copy {dtype} to 32 bits: set jax_enable_x64")
     tensor = export(source, dtype, shape, offset, ignore_read_only=True)
-    if tensor.on_card and tensor.address % CARD_ALIGNMENT:
+    alignment = CARD_ALIGNMENT if tensor.on_card else HOST_ALIGNMENT
+    if tensor.address % alignment:
         raise InvalidRequest(
-            f"JAX requires addresses at a multiple of {CARD_ALIGNMENT} bytes, and this one is {tensor.address:#x}"
+            f"JAX would have to copy what is not aligned to {alignment} bytes, and offset {offset} is not: begin the "
+            f"array at a multiple of {alignment}, as every tensor of a segment does"
         )
     dlpack = framework("jax.dlpack", "JAX", "pip install jax")
     try:
         return dlpack.from_dlpack(tensor, copy=False)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidRequest(f"JAX does not accept {dtype} at {tensor.address:#x} without a copy: {error}") from error
+        raise InvalidRequest(f"JAX does not accept {dtype} of shape {tensor.shape} without a copy: {error}") from error
+
+
+def stored_tensor(segment: Segment, info: TensorInfo) -> Any:
+    """Return an array of a segment's index; nothing is copied. Raises what `array` raises, with the tensor's name."""
+    try:
+        return array(segment, info.dtype, info.shape, info.offset)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{info.name}: {error}") from error

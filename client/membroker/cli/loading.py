@@ -1,14 +1,10 @@
-"""`membroker segments load`: copy a safetensors file into a new segment.
+"""`membroker segments load`: copy a checkpoint into a new segment.
 
-Owns the copying and the progress that it shows. It must never leave half a segment: one that was not sealed is deleted,
-whatever ended the copy.
+Owns the progress that it shows, and the model that is registered for it. It must leave no new model after a failure.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
-import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,10 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from .. import Client, Model
+from ..checkpoint import open_checkpoint, publish_checkpoint
 from ..errors import InvalidRequest, MembrokerError, ModelAlreadyExists
 from ..ext import enter
-from ..safetensors import InvalidTensorIndex, TensorIndex, read_index
-from ..segment import MAX_HEADER_BYTES, Segment
 from ..vmm.sizes import format_size
 from .segment_name import SegmentPath
 
@@ -35,7 +30,7 @@ GIVING_UP_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A segment that a file was copied into; `rate` in bytes a second."""
+    """A segment that a checkpoint was copied into; `rate` in bytes a second."""
 
     name: str
     generation: int
@@ -59,14 +54,13 @@ def load(
     sizes: Mapping[str, int | None],
     stream: TextIO,
 ) -> Loaded:
-    """Copy a safetensors file into a new segment and seal it; on any failure no segment and no new model is left.
+    """Copy a checkpoint into a new segment and seal it; on any failure no segment and no new model is left.
 
     `name` has a model, and `sizes` are those of `Client.register_model`. Shows its progress on `stream`. Raises the
-    library's errors, `InvalidTensorIndex` among them.
+    library's errors, `InvalidCheckpoint` among them.
     """
-    content = _mapped(path)
-    index = _index_of(content, path)
     with ExitStack() as ends:
+        checkpoint = ends.enter_context(open_checkpoint(path))
         client = ends.enter_context(open_worker(endpoint))
         name = name.within(client.tenant)
         if name.tenant and f"tenants/{name.tenant}" != client.tenant:
@@ -74,23 +68,19 @@ def load(
                 f"{name}: a segment is loaded at its own tenant's endpoint, and this is that of {client.tenant}"
             )
         model = ends.enter_context(_registered(client, name.model, sizes))
-        segment = ends.enter_context(model.create_segment(name.segment, len(content), location))
         begun = time.monotonic()
-        with ExitStack() as undo:
-            undo.callback(_give_up, segment)
-            with _progress(f"{name.model}/{name.segment}", len(content), stream) as progress:
-                segment.write(0, content, progress)
-            segment.seal()
-            undo.pop_all()
+        with _progress(f"{name.model}/{name.segment}", checkpoint.size, stream) as progress:
+            segment = publish_checkpoint(model, name.segment, checkpoint, location=location, progress=progress)
+        ends.enter_context(segment)
         seconds = time.monotonic() - begun
         return Loaded(
             name=segment.resource_name,
             generation=segment.generation,
             location=segment.location,
             size=segment.size,
-            tensors=len(index),
+            tensors=len(checkpoint.tensors),
             seconds=seconds,
-            rate=len(content) / max(seconds, 1e-9),
+            rate=checkpoint.size / max(seconds, 1e-9),
         )
 
 
@@ -119,42 +109,6 @@ def _end_model(client: Client, model: Model) -> None:
     ):
         time.sleep(0.01)
     model.unregister()
-
-
-def _give_up(segment: Segment) -> None:
-    """Delete the segment, sealed or not: a seal may have succeeded although its answer was lost."""
-    with suppress(MembrokerError):
-        segment.delete()
-
-
-def _mapped(path: str) -> mmap.mmap:
-    """Map a regular file for reading. It is unmapped with the last reference, which may be a traceback's."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise InvalidRequest(f"{path} cannot be read: {error.strerror}: name a safetensors file") from error
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise InvalidRequest(f"{path} is not a regular file: name a safetensors file")
-        if not found.st_size:
-            raise InvalidTensorIndex(f"{path} is not a safetensors file: it is empty")
-        # No MADV_SEQUENTIAL: with it a file that is not cached came at 30 MiB/s instead of 800 (ext4, Linux 6.18).
-        return mmap.mmap(descriptor, found.st_size, access=mmap.ACCESS_READ)
-    finally:
-        os.close(descriptor)
-
-
-def _index_of(content: mmap.mmap, path: str) -> TensorIndex:
-    """Read a file's header, within the bound that applies to readers of the segment too."""
-    try:
-        index = read_index(memoryview(content), max_header_bytes=MAX_HEADER_BYTES)
-    except InvalidTensorIndex as error:
-        raise InvalidTensorIndex(f"{path} is not a safetensors file: {error}") from error
-    if index.size != len(content):
-        more = len(content) - index.size
-        raise InvalidTensorIndex(f"{path} is not a safetensors file: {more} bytes follow its last tensor")
-    return index
 
 
 # --- Progress ---

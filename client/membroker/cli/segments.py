@@ -1,6 +1,6 @@
-"""`membroker segments`: list segments, load a file into one, show its tensors, delete it.
+"""`membroker segments`: list segments, load a checkpoint into one, show its tensors, delete it.
 
-Owns these commands and what they print. The copying of a file is in `loading`.
+Owns these commands and what they print. The loading is in `loading`.
 """
 
 from __future__ import annotations
@@ -150,12 +150,14 @@ def add_commands(subparsers: Commands) -> None:
         actions,
         "load",
         _load,
-        "make a segment from a safetensors file",
+        "make a segment from a checkpoint",
         "segments load model.safetensors llama-7b/weights\n"
+        "segments load ~/.cache/huggingface/hub/models--Qwen--Qwen3-8B Qwen/Qwen3-8B/weights\n"
         "segments load model.safetensors weights --model llama-7b --limit 8GiB",
         inherits=True,
     )
-    load.add_argument("file", metavar="FILE", help="a safetensors file")
+    files = "a safetensors file, an index of shards (.json), or a directory with either"
+    load.add_argument("file", metavar="PATH", help=files)
     show = add(
         actions,
         "show",

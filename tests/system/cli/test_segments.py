@@ -26,7 +26,7 @@ from tests.support.workers import state_of
 import membroker
 from membroker.cli import main as cli
 from membroker.cli.segment_name import SegmentPath
-from membroker.safetensors import write_index
+from membroker.safetensors import read_index, write_index
 from membroker.v1 import broker_pb2, resources_pb2
 
 pytestmark = pytest.mark.shared_daemon
@@ -95,7 +95,7 @@ def is_clean(daemon: Daemon) -> bool:
 
 
 def test_a_file_is_loaded_listed_shown_attached_and_deleted(daemon: Daemon, model: Path) -> None:
-    """The whole way. What a worker attaches is the file, byte for byte, and the loader need not be there any more."""
+    """The whole way. A worker attaches the file's tensors, byte for byte, and the loader need not be there any more."""
     assert good(*at(daemon)) == "there are no segments\n"
     out = good("load", str(model), "llama-7b/weights", *at(daemon))
     assert out.splitlines()[0].startswith("red/llama-7b/weights: 4.0 MiB at the device, 2 tensors, in ")
@@ -110,19 +110,35 @@ def test_a_file_is_loaded_listed_shown_attached_and_deleted(daemon: Daemon, mode
     assert re.search(r"^format +pt$\n^made_by +a test$", shown, re.MULTILINE)
     assert re.search(r"^embed +F32 +\[512, 1024\] +2.0 MiB +\d+$\n^norm +BF16 +\[512, 1024\]", shown, re.MULTILINE)
     with membroker.connect(daemon.endpoint()) as client, client.attach("weights") as segment:
-        content = model.read_bytes()
-        assert segment.read(0, len(content)) == content
+        content, index = model.read_bytes(), segment.index()
+        for name, info in read_index(content).items():
+            assert segment.read(index[name].offset, info.size) == content[info.offset : info.offset + info.size]
         told = good("delete", "weights", *at(daemon))
         assert told.splitlines() == [
             "red/llama-7b/weights is deleted: it can no longer be attached",
             "its 4.0 MiB become free when the last session closes it: 1 session now",
         ]
         assert rows(good(*at(daemon)))[1][1] == "ending"
-        assert segment.read(0, len(content)) == content, "it stays mapped where it is"
+        assert segment.read(index["embed"].offset, 2) == b"\1\1", "it stays mapped where it is"
     until(lambda: is_clean(daemon))
     good("load", str(model), "llama-7b/weights", *at(daemon))
     assert len(good("delete", "red/llama-7b/weights", *at(daemon)).splitlines()) == 1, "nobody holds it"
     until(lambda: is_clean(daemon))
+
+
+def test_the_shards_of_a_model_are_one_segment(daemon: Daemon, tmp_path: Path) -> None:
+    """The directory that a download left, with its index: every tensor of every shard, in one segment."""
+    for number, name in enumerate(("embed", "norm"), 1):
+        write_file(tmp_path / f"model-0000{number}-of-00002.safetensors", {name: ("F32", (512, 1024))}, format="pt")
+    out = good("load", str(tmp_path), "llama-7b/weights", *at(daemon))
+    assert out.splitlines()[0].startswith("red/llama-7b/weights: 6.0 MiB at the device, 2 tensors, in ")
+    shown = good("show", "llama-7b/weights", *at(daemon))
+    assert re.search(r"^format +pt$", shown, re.MULTILINE)
+    assert re.search(r"^embed +F32 .*\n^norm +F32 ", shown, re.MULTILINE)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    err = refused("load", str(tmp_path), "llama-7b/again", *at(daemon))
+    assert "shard 2, model-00002-of-00002.safetensors, is missing: download it" in err
+    good("delete", "llama-7b/weights", *at(daemon))
 
 
 def test_what_python_is_told_to_type_works(daemon: Daemon, model: Path) -> None:
@@ -227,14 +243,14 @@ def test_a_file_that_is_no_safetensors_file_is_refused_before_the_broker_is_aske
     assert "No such file or directory: name a safetensors file" in complaint(None, "missing")
     assert "it is empty" in complaint(b"")
     assert "too short" in complaint(b"hello")
-    assert "header's length is" in complaint(b"PK\3\4" + bytes(range(200)))
+    assert "it is a zip archive" in complaint(b"PK\3\4" + bytes(range(200)))
     header, index = write_index({"x": ("F32", (1000,))})
-    assert "ends at byte" in complaint(header + bytes(3999)), "a download that broke off"
+    assert "is cut off" in complaint(header + bytes(3999)), "a download that broke off"
     assert "4 bytes follow its last tensor" in complaint(header + bytes(4004))
     os.mkfifo(tmp_path / "pipe")
     assert "not a regular file" in complaint(None, "pipe"), "it does not wait for a writer"
     (tmp_path / "directory").mkdir()
-    assert "not a regular file" in complaint(None, "directory")
+    assert "has no file that ends with .safetensors" in complaint(None, "directory")
     (tmp_path / "private").write_bytes(header)
     (tmp_path / "private").chmod(0)
     if os.geteuid():
@@ -360,8 +376,8 @@ def test_lines_tell_how_far_it_is_where_no_bar_can(daemon: Daemon, tmp_path: Pat
     assert status == 0
     assert len(out.splitlines()) == 4
     *begun, last = err.splitlines()
-    assert len(begun) == 3, "one for each 64 MiB here, and never more than ten"
-    assert re.fullmatch(r"m/w: +31%, 64\.0 MiB of 200\.0 MiB, [\d.]+ .iB/s", begun[0])
+    assert len(begun) == 9, "never more than ten"
+    assert re.fullmatch(r"m/w: +10%, 20\.0 MiB of 200\.0 MiB, [\d.]+ .iB/s", begun[0])
     assert re.fullmatch(r"m/w: 100%, 200\.0 MiB of 200\.0 MiB, [\d.]+ .iB/s", last)
 
 

@@ -3,7 +3,7 @@
 This module only lists the public names. Without PyTorch, the import raises `ImportError` and says what to install.
 """
 
-from .image import TensorImage, stored_tensor, tensor_names
+from .image import TensorImage, stored_tensor
 from .memory import TorchMemory
 from .modules import attach_module, publish_module, without_weights
 from .tensors import address_tensor, device_of, tensor
@@ -17,6 +17,5 @@ __all__ = [
     "publish_module",
     "stored_tensor",
     "tensor",
-    "tensor_names",
     "without_weights",
 ]

@@ -6,7 +6,7 @@ Owns which tensors of a module are stored, by which names, and how they are put 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from ...errors import InvalidRequest
 from ...safetensors import TensorIndex
 from ...segment import Segment
 from ...vmm.driver import Location
-from .image import PADDING, TensorImage, shape_in_torch, stored_tensor, tensor_names
+from .image import TensorImage, shape_in_torch, stored_tensor
 from .package import torch
 from .tensors import DTYPES, device_of
 
@@ -40,25 +40,25 @@ def publish_module(
     *,
     metadata: Mapping[str, str] | None = None,
     location: Location | str = Location.DEVICE,
+    progress: Callable[[int, int], object] | None = None,
 ) -> Segment:
     """Make a segment from a module's parameters and buffers, and seal it. After a failure there is no segment.
 
     The segment is the image of a safetensors file, as `safetensors.torch.save_model` writes it: a parameter with
     several names, or that shares its memory exactly, is stored once, and `metadata` lists its other names.
-    Non-persistent buffers and gradients are not stored. Everything is stored in C order. Tensors of 4 KiB and more
-    begin at a multiple of 256 bytes, which kernels for fp8 and bf16 require; the gaps are filled by tensors whose names
-    end with "!".
+    Non-persistent buffers and gradients are not stored. Everything is stored in C order, and each tensor begins at a
+    multiple of 256 bytes, which kernels for fp8 and bf16 require. `progress(done, total)` is called with bytes.
 
     The module may be on the GPU or on the host. It keeps its own memory, so during this call both copies exist. Raises
     what `Model.create_segment` raises, and `InvalidRequest` for a parameter on the meta device, of a kind without plain
-    bytes, or with a name that ends with "!" or contains a space or a control character.
+    bytes, or with a name such as `!1`, which a segment's header has for gaps.
     """
     stored, ties = _contents(module)
     image = TensorImage(stored, {**(metadata or {}), **ties, "format": "pt"})
     segment = model.create_segment(name, image.size, location)
     with ExitStack() as undo:
         undo.callback(segment.close)
-        image.write(segment, stored)
+        image.write(segment, stored, progress)
         segment.seal()
         undo.pop_all()
     return segment
@@ -84,7 +84,7 @@ def attach_module(segment: Segment, module: torch.nn.Module, strict: bool = True
     found = _matched(slots, index)
     problems = [problem for slot in slots for problem in _differences(slot, index, found, strict)]
     if strict:
-        extra = tensor_names(index) - set(found.values())
+        extra = set(index) - set(found.values())
         problems += [f"{key} is not in the module" for key in index if key in extra]
     if problems:
         more = f", and {len(problems) - _MOST_NAMES} more" if len(problems) > _MOST_NAMES else ""
@@ -138,7 +138,6 @@ def _contents(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[st
     for slot in sorted(_slots(module), key=lambda slot: slot.name != "format"):
         if not slot.persistent:
             continue
-        _check_name(slot.name)
         _check_plain(slot.name, slot.value)
         first = names.setdefault(_identity(slot.value), slot.name)
         if first == slot.name:
@@ -155,15 +154,6 @@ def _identity(value: torch.Tensor) -> Any:
     # A conjugated or negated view changes the elements on reading: the same bytes, but other numbers.
     seen = value.is_conj(), value.is_neg()
     return value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), seen
-
-
-def _check_name(name: str) -> None:
-    """Raise for a name that a gap may have, or that would be sorted between a gap and the tensor before it."""
-    if name.endswith(PADDING) or min(name, default=PADDING) < PADDING:
-        raise InvalidRequest(
-            f'{name!r} ends with "{PADDING}", or has a space or a control character: rename it. Names with '
-            f'"{PADDING}" are reserved for alignment, and other names must not be sorted before them'
-        )
 
 
 def _check_plain(name: str, value: torch.Tensor) -> None:

@@ -119,7 +119,7 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
         loader = _Files(self._inner, files)
         model = loader.load_model(_apart(vllm_config), model_config, prefix)
         storages, about = processed.describe(model, loader.created)
-        image = TensorImage(storages, {processed.METADATA: about}, align_from=1)
+        image = TensorImage(storages, {processed.METADATA: about})
         segment = shared.publish(image, storages)
         try:
             before = {name: StorageWeakRef(value.untyped_storage()) for name, value in model.named_parameters()}

@@ -114,7 +114,7 @@ complete -c membroker -n '_shtab_membroker_using segments' -l endpoint -x -d 'th
 complete -c membroker -n '_shtab_membroker_using segments' -l device -x -d 'this device'"'"'s broker; `nvidia-smi -L` lists devices'
 complete -c membroker -n '_shtab_membroker_using segments' -l json -d 'JSON, sizes in bytes'
 complete -c membroker -n '_shtab_membroker_using segments' -l admin -d 'the books of all tenants, at the admin endpoint'
-complete -c membroker -n '_shtab_membroker_using segments; and test $_shtab_membroker_npos -eq 0' -a load -d 'Make a segment from a safetensors file.'
+complete -c membroker -n '_shtab_membroker_using segments; and test $_shtab_membroker_npos -eq 0' -a load -d 'Make a segment from a checkpoint.'
 complete -c membroker -n '_shtab_membroker_using segments load' -s h -l help -d 'show this help message and exit'
 complete -c membroker -n '_shtab_membroker_using segments load' -l endpoint -x -d 'the directory of an endpoint or a device'
 complete -c membroker -n '_shtab_membroker_using segments load' -l device -x -d 'this device'"'"'s broker; `nvidia-smi -L` lists devices'

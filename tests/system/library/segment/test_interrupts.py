@@ -242,7 +242,7 @@ child = os.fork()
 if not child:
     try:
         for one in (made, attached, half):
-            calls = [one.view, one.seal, one.delete, one.index, one.arrays, lambda: one.read(0, 1),
+            calls = [one.view, one.seal, one.delete, one.index, one.tensors, lambda: one.read(0, 1),
                      lambda: one.write(0, b"x"), lambda: one.address]
             assert all(refuses(call) for call in calls)
             assert one.closed and one.size == PAGE

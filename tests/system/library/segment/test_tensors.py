@@ -39,7 +39,7 @@ class TestTensors:
         assert set(index) == set(WEIGHTS)
         assert index.metadata == {"step": "7"}
         assert index.size <= attached.size
-        arrays = attached.arrays()
+        arrays = attached.tensors()
         for name, array in WEIGHTS.items():
             assert (arrays[name].dtype, arrays[name].shape) == (array.dtype, array.shape)
             assert np.array_equal(arrays[name], array)
@@ -58,7 +58,7 @@ class TestTensors:
         tensors = {"a": ("F32", [2, 3]), "b": ("BF16", (4,))}
         segment = model.create_segment("weights", segment_size(tensors))
         index = segment.lay_out(tensors)
-        arrays = segment.arrays(raw=True)
+        arrays = segment.tensors(raw=True)
         arrays["a"][:] = 2.5
         segment.write(index["b"].offset, b"\x80\x3f" * 4)
         with pytest.raises(BufferError):
@@ -66,7 +66,7 @@ class TestTensors:
         del arrays
         segment.seal()
         with client.attach("weights") as attached:
-            read = attached.arrays(raw=True)
+            read = attached.tensors(raw=True)
             assert (read["a"].tolist(), read["b"].tolist()) == ([[2.5] * 3] * 2, [0x3F80] * 4)
             with pytest.raises(ValueError, match="read-only"):
                 read["a"][0, 0] = 1
@@ -140,7 +140,7 @@ class TestTensors:
         with client.attach("weights") as segment:
             read, sizes = segment.read, [0]
             monkeypatch.setattr(segment, "read", lambda offset, size: sizes.append(size) or read(offset, size))
-            for call in (segment.index, segment.arrays):
+            for call in (segment.index, segment.tensors):
                 with pytest.raises(InvalidTensorIndex, match=says):
                     call()
             assert max(sizes) <= 8 + 16 * MIB
@@ -155,7 +155,7 @@ class TestTensors:
         header = b'{"a":{"dtype":"U8","shape":[2097152],"data_offsets":[0,2097152]}}'
         sealed(model, data=len(header).to_bytes(8, "little") + header)
         with client.attach("weights") as segment:
-            for call in (segment.index, segment.arrays):
+            for call in (segment.index, segment.tensors):
                 with pytest.raises(InvalidTensorIndex, match=" 2097152"):
                     call()
 
@@ -164,4 +164,4 @@ class TestTensors:
         header = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'.ljust(16 * MIB)
         sealed(model, size=18 * MIB, data=len(header).to_bytes(8, "little") + header + b"\7")
         with client.attach("weights") as segment:
-            assert segment.arrays()["a"].tolist() == [7]
+            assert segment.tensors()["a"].tolist() == [7]

@@ -1,0 +1,173 @@
+"""Checkpoints and the frameworks that read them: torch's tensors and JAX's arrays over a segment, and into one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.garbage import collect
+from tests.support.tensors import bytes_of
+
+import membroker
+from membroker.checkpoint import publish_checkpoint
+from membroker.segment import publish_arrays, segment_size
+
+pytestmark = pytest.mark.shared_daemon
+
+
+class TestTorch:
+    @pytest.fixture(autouse=True)
+    def torch(self) -> Any:
+        return pytest.importorskip("torch", reason="PyTorch is not installed here: pip install torch")
+
+    def test_a_checkpoint_of_another_program(
+        self, client: membroker.Client, model: membroker.Model, tmp_path: Path, torch: Any
+    ) -> None:
+        """BOOL before BF16 at an odd offset: such a file was loaded, and its tensors were refused then."""
+        from membroker.adapters.torch import attach_module, without_weights
+
+        module = torch.nn.Linear(5, 3, dtype=torch.bfloat16)
+        module.register_buffer("mask", torch.tensor([True, False, True]))
+        state, entries, content = module.state_dict(), [], b""
+        for name, dtype in (("mask", "BOOL"), ("weight", "BF16"), ("bias", "BF16")):
+            data, shape = bytes_of(state[name]), list(state[name].shape)
+            offsets = [len(content), len(content) + len(data)]
+            entries.append(f'"{name}":{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}}}')
+            content += data
+        header = ("{" + ",".join(entries) + "}").encode()
+        header += b" " * (1 - len(header) % 2)
+        (tmp_path / "odd.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + content)
+        publish_checkpoint(model, "weights", tmp_path).close()
+        with client.attach("weights") as segment:
+            tensors = segment.tensors("torch")
+            assert {name: bytes_of(value) for name, value in tensors.items()} == {
+                name: bytes_of(value) for name, value in state.items()
+            }
+            assert {value.data_ptr() % 256 for value in tensors.values()} == {0}
+            with without_weights():
+                empty = torch.nn.Linear(5, 3, dtype=torch.bfloat16)
+            empty.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
+            attach_module(segment, empty)
+        sample = torch.randn(2, 5, dtype=torch.bfloat16)
+        assert torch.equal(empty(sample), module(sample))
+
+    def test_what_torch_does_not_have_is_named(self, client: membroker.Client, model: membroker.Model) -> None:
+        tensors = {"packed": ("F6_E2M3", (4,))}
+        with model.create_segment("weights", segment_size(tensors)) as segment:
+            segment.lay_out(tensors)
+            segment.seal()
+            with pytest.raises(membroker.InvalidRequest, match="packed is of F6_E2M3"):
+                segment.tensors("torch")
+            with pytest.raises(membroker.InvalidRequest, match="raw is for NumPy"):
+                segment.tensors("torch", raw=True)
+
+    def test_tensors_are_written(self, client: membroker.Client, model: membroker.Model, torch: Any) -> None:
+        """Of any dtype and any strides, also those that have no buffer in Python."""
+        values = [
+            torch.arange(6.0).view(2, 3).t(),
+            torch.randn(5, dtype=torch.bfloat16, requires_grad=True),
+            torch.tensor([1 + 2j, 3 - 4j]).conj(),
+            torch.tensor(True),
+            torch.zeros(0, 3),
+            torch.randn(3, 4).to(torch.float8_e4m3fn)[:, ::2],
+        ]
+        told: list[tuple[int, int]] = []
+        with model.create_segment("weights", "2MiB") as segment:
+            for number, value in enumerate(values):
+                segment.write(number * 256, value, lambda done, total: told.append((done, total)))
+                size = value.numel() * value.itemsize
+                assert segment.read(number * 256, size) == bytes_of(value.resolve_conj())
+            assert told == [(24, 24), (10, 10), (16, 16), (1, 1), (6, 6)]
+            for odd in (torch.zeros(4, 4).to_sparse(), torch.zeros(4, device="meta")):
+                with pytest.raises(membroker.InvalidRequest):
+                    segment.write(0, odd)
+            with pytest.raises(membroker.InvalidRequest, match="do not lie in a segment"):
+                segment.write((2 << 20) - 3, torch.zeros(1))
+            segment.seal()
+            with pytest.raises(membroker.SegmentNotWritable):
+                segment.write(0, torch.ones(1))
+
+    def test_one_call_publishes_arrays_and_tensors(self, client: membroker.Client, model: membroker.Model) -> None:
+        import torch
+
+        told: list[tuple[int, int]] = []
+        mixed = {"n": np.arange(3, dtype="i2"), "t": torch.arange(4, dtype=torch.bfloat16)}
+        with publish_arrays(model, "weights", mixed, progress=lambda *two: told.append(two)) as segment:
+            assert told[-1] == (14, 14)
+            found = segment.tensors("torch")
+        assert (found["n"].tolist(), found["t"].tolist()) == ([0, 1, 2], [0, 1, 2, 3])
+        assert found["t"].dtype == torch.bfloat16
+
+
+class TestJax:
+    @pytest.fixture(autouse=True)
+    def jax(self) -> Any:
+        return pytest.importorskip("jax", reason="JAX is not installed: pip install jax")
+
+    def test_every_array_of_a_segment(self, client: membroker.Client, model: membroker.Model, jax: Any) -> None:
+        """Three of four of these were refused, because only the first of them was aligned."""
+        arrays = {
+            "a": np.arange(30, dtype="f4").reshape(10, 3),
+            "b": np.ones(5, "f2"),
+            "c": np.zeros((3, 3), "f4"),
+            "d": np.arange(7, dtype="i4"),
+            "e": jax.numpy.arange(3, dtype=jax.numpy.bfloat16),
+        }
+        publish_arrays(model, "weights", arrays).close()
+        with client.attach("weights") as segment:
+            found = segment.tensors("jax")
+            assert found.keys() == arrays.keys()
+            assert all(np.array_equal(np.asarray(found[name]), np.asarray(arrays[name])) for name in arrays)
+            index = segment.index()
+            places = {name: segment.address + index[name].offset for name in arrays}
+            assert {name: array.unsafe_buffer_pointer() for name, array in found.items()} == places, "nothing is copied"
+        del found
+        collect()
+
+    def test_every_array_of_a_file(
+        self, client: membroker.Client, model: membroker.Model, tmp_path: Path, jax: Any
+    ) -> None:
+        """Four of four were refused: a file aligns to 8 bytes."""
+        safetensors = pytest.importorskip("safetensors.numpy")
+        arrays = {name: np.full(size, size, "f4") for name, size in (("a", 3), ("b", 5), ("c", 1), ("d", 1000))}
+        safetensors.save_file(arrays, tmp_path / "model.safetensors")
+        publish_checkpoint(model, "weights", tmp_path).close()
+        with client.attach("weights") as segment:
+            found = segment.tensors("jax")
+            assert {name: float(array.sum()) for name, array in found.items()} == {
+                name: float(array.sum()) for name, array in arrays.items()
+            }
+        del found
+        collect()
+
+    def test_dtypes_of_jax(self, model: membroker.Model, jax: Any) -> None:
+        """`jnp.float32` is neither a dtype nor a class of NumPy's: it was "not a dtype"."""
+        from membroker.adapters.jax import array
+
+        jnp = jax.numpy
+        with model.allocate("2MiB") as buffer:
+            for dtype in (jnp.float32, jnp.bfloat16, jnp.int8, jnp.bool_, jnp.float8_e4m3fn, jnp.zeros(1).dtype):
+                made = array(buffer, dtype, (4,))
+                assert made.dtype == dtype
+                del made
+            collect()
+
+    def test_a_refusal_says_what_this_adapter_can_do(self, model: membroker.Model) -> None:
+        """It once passed on JAX's advice to set `copy`, which the adapter does not have."""
+        from membroker.adapters.jax import array
+
+        with model.allocate("2MiB") as buffer:
+            with pytest.raises(
+                membroker.InvalidRequest, match="offset 4 is not: begin the array at a multiple of 64"
+            ) as at:
+                array(buffer, "F32", (4,), offset=4)
+            assert "copy=" not in str(at.value)
+
+    def test_a_tensor_that_jax_refuses_is_named(self, client: membroker.Client, model: membroker.Model) -> None:
+        with (
+            publish_arrays(model, "weights", {"position": np.arange(3)}) as segment,
+            pytest.raises(membroker.InvalidRequest, match="position: JAX would copy I64 to 32 bits"),
+        ):
+            segment.tensors("jax")

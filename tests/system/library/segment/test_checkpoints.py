@@ -1,0 +1,256 @@
+"""Checkpoints published by a program: where their tensors lie, several readers, and what a failure leaves."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
+from tests.support.processes import is_settled, mapped_extents
+from tests.support.segments import SickDriver, one_transport
+from tests.support.sizes import MIB
+
+import membroker
+from membroker.checkpoint import InvalidCheckpoint, open_checkpoint, publish_checkpoint
+from membroker.dlpack import export
+
+pytestmark = one_transport
+
+ODD = {
+    "flag": np.array([True, False, True]),
+    "half": np.arange(5, dtype=ml_dtypes.bfloat16),
+    "weight": np.arange(15, dtype="f4").reshape(3, 5),
+    "scalar": np.array(2.5, "f4"),
+    "nothing": np.zeros((0, 7), "i8"),
+}
+
+
+def unaligned(path: Path) -> None:
+    """Write a file as other writers do: a header of an odd length, and BOOL before BF16 before F32."""
+    entries, content, at = [], b"", 0
+    for name, dtype in (("flag", "BOOL"), ("half", "BF16"), ("weight", "F32"), ("scalar", "F32"), ("nothing", "I64")):
+        data = ODD[name].tobytes()
+        shape = list(ODD[name].shape)
+        entries.append(f'"{name}":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{at},{at + len(data)}]}}')
+        content, at = content + data, at + len(data)
+    header = ("{" + ",".join(entries) + "}").encode()
+    header += b" " * (1 - len(header) % 2)
+    assert len(header) % 2 == 1
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content)
+
+
+def large(path: Path, size: int = 80 * MIB) -> dict[str, Any]:
+    """Write shards of several pieces each, so that several readers share them."""
+    random, found = np.random.default_rng(11), {}
+    for number in (1, 2):
+        arrays = {f"w{number}.{part}": random.integers(0, 255, size // 4 + part, "u1") for part in (1, 2)}
+        safetensors.numpy.save_file(arrays, path / f"model-0000{number}-of-00002.safetensors")
+        found |= arrays
+    return found
+
+
+def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
+
+
+def test_each_tensor_lies_at_256_bytes(client: membroker.Client, model: membroker.Model, tmp_path: Path) -> None:
+    """Such a file was loaded, and then `tensor`, `attach_module` and `export` refused what was in it."""
+    unaligned(tmp_path / "odd.safetensors")
+    publish_checkpoint(model, "weights", tmp_path / "odd.safetensors", metadata={"step": "7"}).close()
+    with client.attach("weights") as segment:
+        index = segment.index()
+        assert index.keys() == ODD.keys()
+        assert index.metadata == {"step": "7"}
+        assert {(segment.address + info.offset) % 256 for info in index.values()} == {0}
+        for name, info in index.items():
+            assert export(segment, info.dtype, info.shape, info.offset).shape == ODD[name].shape
+        tensors = segment.tensors()
+        assert same(tensors, ODD)
+        assert all(array.flags.aligned for array in tensors.values())
+        del tensors, name, info
+
+
+def test_shards_and_several_readers(
+    client: membroker.Client, model: membroker.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads copy at the same time; the progress comes in this thread, rises, and ends with the whole."""
+    arrays, told, threads, met = large(tmp_path), [], set(), threading.Barrier(4)
+    write, waited = membroker.Segment.write, set()
+
+    def meet(segment: membroker.Segment, offset: int, data: Any, progress: Any = None) -> None:
+        if threading.current_thread() is not threading.main_thread() and threading.get_ident() not in waited:
+            waited.add(threading.get_ident())
+            met.wait(DEADLINE_SECONDS)
+        write(segment, offset, data, progress)
+
+    def progress(done: int, total: int) -> None:
+        told.append((done, total))
+        threads.add(threading.current_thread())
+
+    monkeypatch.setattr(membroker.Segment, "write", meet)
+
+    with publish_checkpoint(model, "weights", tmp_path, progress=progress) as segment:
+        assert not segment.writable
+        assert same(segment.tensors(), arrays)
+    total = sum(array.nbytes for array in arrays.values())
+    assert told == sorted(told)
+    assert told[-1] == (total, total)
+    assert threads == {threading.current_thread()}
+    assert len(waited) == 4
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("membroker-reader")]
+
+
+def test_an_open_checkpoint_is_left_open(client: membroker.Client, model: membroker.Model, tmp_path: Path) -> None:
+    """A program looks into it first, such as for its size, and publishes it then."""
+    unaligned(tmp_path / "odd.safetensors")
+    with open_checkpoint(tmp_path) as checkpoint:
+        for name in ("one", "two"):
+            publish_checkpoint(model, name, checkpoint).close()
+    with client.attach("two") as segment:
+        assert segment.index().keys() == ODD.keys()
+
+
+class _StopError(Exception):
+    pass
+
+
+def _stop(_done: int, _total: int) -> None:
+    raise _StopError
+
+
+def _interrupt(_done: int, _total: int) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("size", [MIB, 80 * MIB], ids=["one reader", "several"])
+@pytest.mark.parametrize(("progress", "error"), [(_stop, _StopError), (_interrupt, KeyboardInterrupt)])
+def test_what_ends_it_half_way_leaves_nothing(
+    daemon: Daemon,
+    client: membroker.Client,
+    model: membroker.Model,
+    tmp_path: Path,
+    size: int,
+    progress: Callable[[int, int], object],
+    error: type[BaseException],
+) -> None:
+    large(tmp_path, size)
+    with pytest.raises(error):
+        publish_checkpoint(model, "weights", tmp_path, progress=progress)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("membroker-reader")]
+    until(lambda: not client.segments() and is_settled(daemon))
+    assert mapped_extents() == 0
+    publish_checkpoint(model, "weights", tmp_path).close()
+
+
+def test_it_waits_for_its_readers(
+    client: membroker.Client, model: membroker.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is in the middle of a copy as the progress raises: the segment must not be closed under it."""
+    large(tmp_path)
+    released, write, join = threading.Event(), membroker.Segment.write, threading.Thread.join
+
+    def stay(segment: membroker.Segment, offset: int, data: Any, progress: Any = None) -> None:
+        if threading.current_thread().name == "membroker-reader-1":
+            assert released.wait(DEADLINE_SECONDS)
+        write(segment, offset, data, progress)
+
+    def release(thread: threading.Thread, timeout: float | None = None) -> None:
+        released.set()
+        join(thread, timeout)
+
+    monkeypatch.setattr(membroker.Segment, "write", stay)
+    monkeypatch.setattr(threading.Thread, "join", release)
+    try:
+        with pytest.raises(_StopError):
+            publish_checkpoint(model, "weights", tmp_path, progress=_stop)
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("membroker-reader")]
+    finally:
+        released.set()
+
+
+@pytest.mark.parametrize("size", [MIB, 80 * MIB], ids=["one reader", "several"])
+def test_a_file_that_becomes_shorter(
+    daemon: Daemon, client: membroker.Client, model: membroker.Model, tmp_path: Path, size: int
+) -> None:
+    """Somebody downloads it again meanwhile. A mapped file would end the process here, by SIGBUS."""
+    large(tmp_path, size)
+
+    def cut(_done: int, _total: int) -> None:
+        for file in tmp_path.iterdir():
+            os.truncate(file, 600)
+
+    with open_checkpoint(tmp_path) as checkpoint:
+        cut(0, 0)
+        with pytest.raises(InvalidCheckpoint, match="has become shorter while it was read: byte "):
+            publish_checkpoint(model, "weights", checkpoint)
+    until(lambda: not client.segments() and is_settled(daemon))
+
+
+def test_a_disk_that_fails(
+    client: membroker.Client, model: membroker.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large(tmp_path)
+    with open_checkpoint(tmp_path) as checkpoint:
+
+        def fail(*_: object) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(os, "preadv", fail)
+        with pytest.raises(membroker.InvalidRequest, match="cannot be read: Input/output error"):
+            publish_checkpoint(model, "weights", checkpoint)
+    until(lambda: not client.segments())
+
+
+def test_a_device_that_fails(daemon: Daemon, transport: str, tmp_path: Path) -> None:
+    large(tmp_path)
+    driver = SickDriver()
+    with membroker.connect(daemon.endpoint(), transport=transport, driver=driver) as client:
+        model = client.register_model("m")
+        driver.writes = False
+        with pytest.raises(membroker.DeviceFailure) as failure:
+            publish_checkpoint(model, "weights", tmp_path)
+        until(lambda: not client.segments() and is_settled(daemon))
+        assert mapped_extents() == 0
+        assert failure.value.__traceback__ is not None, "it keeps frames, and no segment"
+
+
+def test_without_threads_this_one_reads(
+    client: membroker.Client, model: membroker.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container's limit of processes is reached: it is slower, and it works."""
+    arrays = large(tmp_path)
+
+    def start(_self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        segment = publish_checkpoint(model, "weights", tmp_path)
+    assert same(segment.tensors(), arrays)
+    segment.close()
+
+
+def test_what_a_file_must_not_have(client: membroker.Client, model: membroker.Model, tmp_path: Path) -> None:
+    safetensors.numpy.save_file({"!1": np.ones(3, "f4")}, tmp_path / "model.safetensors")
+    with pytest.raises(membroker.InvalidRequest, match="cannot have the name '!1'"):
+        publish_checkpoint(model, "weights", tmp_path)
+    assert not client.segments()
+
+
+def test_a_published_segment_is_a_file_again(client: membroker.Client, model: membroker.Model, tmp_path: Path) -> None:
+    """Its bytes on a disk are a safetensors file, and what filled the gaps does not come along."""
+    unaligned(tmp_path / "odd.safetensors")
+    with publish_checkpoint(model, "one", tmp_path) as segment:
+        (tmp_path / "odd.safetensors").write_bytes(segment.read(0, segment.index().size))
+    with publish_checkpoint(model, "two", tmp_path) as segment:
+        assert same(segment.tensors(), ODD)
+        with pytest.raises(membroker.InvalidRequest, match="'numpy', 'torch', 'jax', not 'tensorflow'"):
+            segment.tensors("tensorflow")
