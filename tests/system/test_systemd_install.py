@@ -82,7 +82,7 @@ def test_a_target_starts_a_daemon_for_each_gpu_and_all_of_it_goes_again(machine:
     copied, _, _, checked = blocks(QUICK_START, "Install")
     shell(machine, copied)  # the configuration; then the tenants are named in it
     configure(machine)
-    shell(machine, checked.splitlines()[0])
+    shell(machine, checked.splitlines()[0].removesuffix(" &&"))
     shell(machine, block(SYSTEMD, "Several GPUs"))
     until(lambda: active(machine) == BOTH)
     until(lambda: len(devices(machine)) == 2)
@@ -147,6 +147,30 @@ def test_a_driver_that_comes_after_the_boot_is_waited_for(machine: Machine) -> N
     shell(machine, block(SYSTEMD, "Several GPUs", 1))
     until(lambda: active(machine) == [*BOTH, "membrokerd@2.service"])
     assert machine.run("systemctl", "show", "--property=MainPID", *BOTH) == before, "those that run go on"
+
+
+BROKEN = """#!/bin/sh
+echo 0
+echo "Unable to determine the device handle for GPU0000:41:00.0: GPU is lost.  Reboot the system to recover this GPU"
+echo 2
+echo "WARNING: infoROM is corrupted at gpu 0000:C1:00.0"
+exit 14
+"""
+
+
+def test_a_broken_gpu_does_not_keep_the_others_from_their_daemons(machine: Machine) -> None:
+    """nvidia-smi has a status for it, and a sentence among its numbers: the log has both, and no unit is named so."""
+    shell(machine, "install -D -m 0644 deploy/membrokerd.toml /etc/membroker/membrokerd.toml")
+    configure(machine)
+    machine.path("/usr/bin/nvidia-smi").write_text(BROKEN)
+    shell(machine, block(SYSTEMD, "Several GPUs"))
+    until(lambda: active(machine) == ["membrokerd@0.service", "membrokerd@2.service"])
+    said = machine.run("journalctl", "--unit=membrokerd-gpus", "--output=cat")
+    assert "nvidia-smi ends with status 14, and lists 0 2" in said
+    assert "GPU is lost" in said
+    assert "infoROM is corrupted" in said
+    units = machine.run("systemctl", "list-units", "--all", "--plain", "--no-legend", "membrokerd@*")
+    assert len(units.splitlines()) == 2
 
 
 @contextmanager
