@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ examples:
   membrokerd --config FILE --device 1          the second GPU's daemon, from the same file
   membrokerd --config FILE --all               a daemon for each GPU of the machine; one metrics port for all
   membrokerd --config FILE --check-config      what is wrong with FILE, and what a reload would do
-  kill -HUP PID                                read FILE again; the log says what has changed and what needs a restart
+  membrokerd --config FILE --reload            have the daemon read FILE again, as SIGHUP does; fails if it refuses
 
 Workers find the endpoint through MEMBROKER_ENDPOINT, or at its default place. `membroker doctor` says whether this
 machine can run a broker. `membroker status` shows what a running broker lends. deploy/membrokerd.toml explains every
@@ -84,12 +85,13 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(options: dict[str, Any]) -> int:
     # A wrong configuration is reported before gRPC and a driver are imported.
     import_quietly("membrokerd.runtime.reload")
-    from .config.config import ConfigError, load
+    from .config.config import ConfigError, load, load_place
     from .runtime.reload import Reloader
     from .system import logs
 
     path: Path | None = options.pop("config")
     only_check: bool = options.pop("check_config")
+    only_reload: bool = options.pop("reload")
     count: int | None = options.pop("all")
     parent: int | None = options.pop("of_all")
     if parent is not None:  # the parent serves the metrics of all, and systemd keeps descriptors only for the parent
@@ -99,7 +101,12 @@ def _run(options: dict[str, Any]) -> int:
         config = load(path, options)
     except ConfigError as error:
         print(error, file=sys.stderr)
+        if only_reload:  # the daemon is to know, so that its metrics and `membroker status` say so
+            with suppress(ConfigError):
+                _ask_to_reload(load_place(path, options), count)
         return 1
+    if only_reload:
+        return _ask_to_reload(config, count)
     wrong = "" if count is None else _wrong_for_all(config, count)
     if wrong:
         print(f"membrokerd: {wrong}", file=sys.stderr)
@@ -133,6 +140,20 @@ def _check(config: Config, path: Path | None) -> int:
         return 1
     print(f"{where}: good")
     return 0
+
+
+def _ask_to_reload(config: Config, count: int | None) -> int:
+    """Have the running daemon of this configuration, or with `--all` each, reload; return 1 if one refuses."""
+    from .reload_check import ReloadFailed, admin_sockets, reload_now
+
+    failed = False
+    for endpoint in admin_sockets(config, of_all=count is not None):
+        try:
+            print(reload_now(endpoint))
+        except ReloadFailed as error:
+            print(f"membrokerd: {paths.printable(endpoint.parent)}: {error}", file=sys.stderr)
+            failed = True
+    return int(failed)
 
 
 def _end_with(parent: int) -> None:
@@ -318,6 +339,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file; options given here override it")
     parser.add_argument(
         "--check-config", action="store_true", help="read the configuration, report what is wrong, exit"
+    )
+    parser.add_argument(
+        "--reload", action="store_true", help="have the running daemon read its configuration again, and exit"
     )
     parser.add_argument("--driver", choices=("auto", "host", "cuda"), help="auto: a usable GPU, else the host driver")
     parser.add_argument("--device", type=_device, metavar="N|UUID", help="which GPU: its number or its UUID")

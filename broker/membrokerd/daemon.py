@@ -318,23 +318,25 @@ class Daemon:
             self._kept.write,
             self._drain,
             self._evictions,
+            self._reloader,
         )
         await self._endpoints.open_admin(service, stack)
 
     # --- reload ---
 
-    async def _reload(self, config: Config) -> None:
-        """Apply the changes that need no restart, and log those that do."""
+    async def _reload(self, config: Config) -> list[str]:
+        """Apply the changes that need no restart; log and return the keys that are not in force."""
         changes = compare(self._config, config)
         try:
             check_guarantees(changed_rules(self._loop.broker.books.rules, changes.config))
         except DeviceError as error:
             raise ConfigError([str(error)]) from error
-        tenants = dict(changes.config.tenants)
+        tenants, pending = dict(changes.config.tenants), list(changes.fixed)
         for name in changes.removed:
             holds = self._holdings(name)
             if holds:
                 tenants[name] = without_guarantees(self._config.tenants[name])
+                pending.append(f"tenants.{name}")
                 logs.warn(
                     "a removed tenant stays while it has sessions or memory: end them, then reload again", **holds
                 )
@@ -345,6 +347,7 @@ class Daemon:
                 await self._endpoints.open(name, name, tenants[name])
             except (DirectoryError, OSError, RuntimeError) as error:  # gRPC raises RuntimeError
                 del tenants[name]
+                pending.append(f"tenants.{name}")
                 logs.warn("a tenant is not added: its endpoint cannot be opened", tenant=name, error=str(error))
         self._config = replace(changes.config, tenants=tenants)
         for name, tenant in tenants.items():
@@ -358,6 +361,7 @@ class Daemon:
         if changes.fixed:
             logs.warn("these keys have changed and need a restart of the daemon", keys=list(changes.fixed))
         logs.log("configuration reloaded", tenants=list(tenants))
+        return pending
 
     def _holdings(self, tenant: str) -> dict[str, str | int]:
         """Return the sessions and memory that keep a tenant from being removed, or {}."""
@@ -398,6 +402,8 @@ class Daemon:
                 catalog.JOURNAL_FULL: bool(broker.books.cannot_write),
                 catalog.DEVICE_LOST: bool(broker.books.device_lost),
                 catalog.DRIVER_FALLBACK: plan.fell_back,
+                catalog.RELOADED: not self._reloader.state.problems,
+                catalog.RELOADED_AT: self._reloader.state.at,
                 catalog.DESCRIPTORS: self._traffic.descriptors + len(loop.store) + loop.packets.stocked + 1,
                 catalog.NOTICES_DROPPED: self._traffic.notices_dropped,
                 catalog.EVICTIONS: self._evictions.count,

@@ -1,6 +1,7 @@
-"""What a reload would do: a new configuration beside the daemon that runs, and what it has lent.
+"""What a reload would do, and the reload itself: a new configuration beside the daemon that runs, and what it has lent.
 
-`membrokerd --check-config` says it. It asks the daemon's admin endpoint, if this user may, and changes nothing.
+`membrokerd --check-config` says the first, by asking the daemon's admin endpoint, if this user may; it changes nothing.
+`membrokerd --reload` orders the second.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from .config.checks import joined
 from .config.config import QUOTA_KEYS, Config
 from .core import policy
 from .core.names import Location
-from .device.plan import DeviceError, changed_rules, check_guarantees
+from .device.plan import DeviceError, changed_rules, check_guarantees, directory_of
 
 ANSWER_SECONDS = 5.0
+RELOAD_SECONDS = 60.0
+"""How long a reload may take: names of users may be looked up over a network."""
 _LOCATIONS: dict[int, Location] = {rpb.LOCATION_DEVICE: "device", rpb.LOCATION_HOST: "host"}
 _CAPACITY_KEYS: dict[Location, str] = {"device": "capacity", "host": "host_capacity"}
 
@@ -65,6 +68,41 @@ def reload_sentences(config: Config, device: str, capacities: dict[Location, int
         yield from _removed(config, tenant)
     for row in (*tenants, *models):
         yield from _above(row, kept, rules)
+
+
+class ReloadFailed(Exception):
+    """The daemon has refused the configuration, or could not be asked. The message says why."""
+
+
+def admin_sockets(config: Config, *, of_all: bool) -> list[Path]:
+    """Return the admin socket of the configured device, or of each device that has a daemon. No device is asked."""
+    runtime, device = config.runtime_directory, config.device
+    if of_all:
+        found = sorted(runtime.glob("*/admin/grpc.sock"))
+        return [path for path in found if not path.parents[1].is_symlink() and _is_served(path)]
+    name = directory_of(device) if isinstance(device, str) else str(device)
+    if config.driver == "host":
+        name = f"host-{device}" if device else "host"
+    return [runtime / name / "admin" / "grpc.sock"]
+
+
+def reload_now(path: Path) -> str:
+    """Have the daemon with this admin socket reload, and return a sentence; raises `ReloadFailed`."""
+    if not _is_served(path):
+        raise ReloadFailed("no daemon answers here")
+    import grpc
+
+    from membroker.v1 import admin_pb2_grpc
+
+    try:
+        with grpc.insecure_channel(grpc_target(path), options=[("grpc.enable_http_proxy", 0)]) as channel:
+            done = admin_pb2_grpc.AdminServiceStub(channel).Reload(apb.ReloadRequest(), timeout=RELOAD_SECONDS)
+    except grpc.RpcError as error:
+        raise ReloadFailed(f"it could not be asked to reload: {error.code().name}: {error.details()}") from error
+    if done.problems:
+        raise ReloadFailed("; ".join(["the configuration stays as it is", *done.problems]))
+    keys = ", ".join(done.pending_keys)
+    return f"reloaded; not in force before a restart: {keys}" if keys else "reloaded"
 
 
 def _is_served(path: Path) -> bool:

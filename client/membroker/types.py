@@ -112,7 +112,8 @@ class DeviceStatus:
     device (`draining`), the daemon's journal has no room on its disk (`journal_full`), or the device does not answer
     (`device_lost`, as a GPU that fell off the bus), it lends nothing more. `driver_fallback` says that no GPU was
     usable, and the broker lends host memory instead. `asleep_sessions` counts the engines that sleep, of those models
-    whose engines sleep by themselves.
+    whose engines sleep by themselves. Only an operator sees `reload_problems`, why the last reload of the configuration
+    was refused, and `pending_keys`, which keys of the file are not in force as of the last reload.
     """
 
     uuid: str
@@ -132,6 +133,8 @@ class DeviceStatus:
     driver_fallback: bool = False
     device_lost: bool = False
     asleep_sessions: int = 0
+    reload_problems: tuple[str, ...] = ()
+    pending_keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

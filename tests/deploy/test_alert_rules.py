@@ -275,6 +275,13 @@ CASES = [
     Case("MembrokerDriverFallback", "", {"membroker_driver_fallback": "1x20 0x5"}, {"5m": [{}]}, ("4m", "22m")),
     Case("MembrokerDrained", "", {"membroker_device_draining": "1x20 0x5"}, {"10m": [{}]}, ("9m", "22m")),
     Case(
+        "MembrokerReloadRefused",
+        "",
+        {"membroker_config_last_reload_successful": "1x5 0x20 1x5"},
+        {"11m": [{}]},
+        ("5m", "9m", "27m"),
+    ),
+    Case(
         "MembrokerRestarts",
         "",
         {"process_start_time_seconds": "1x5 2 3 4 4x30", 'membroker_build_info{version="1"}': "1x40"},

@@ -192,6 +192,7 @@ def test_every_alert_fires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stde
         watch.until_fired("MembrokerDriverFallback")
         assert watch.firing() == {"MembrokerDriverFallback"}, "nothing else is wrong"
 
+        _break_the_configuration(daemon, watch)
         _stand_near_a_limit_while_drained(daemon, watch)
         _guarantee_what_is_lent(daemon, watch)
         _recall_from_one_that_is_stopped(daemon, watch)
@@ -262,6 +263,16 @@ def test_a_gpu_without_its_daemon_among_others(tmp_path: Path) -> None:
                 until(lambda: any(one.endswith(" for host-1.") for one in watch.summaries()), DEADLINE_SECONDS)
                 assert watch.firing() >= {"MembrokerDown"}
                 assert not any(one.endswith(" for host.") for one in watch.summaries())
+
+
+def _break_the_configuration(daemon: Daemon, watch: Prometheus) -> None:
+    path = daemon.directory / "membrokerd.toml"
+    good = path.read_text()
+    path.write_text("tenants = [")
+    daemon.process.send_signal(signal.SIGHUP)
+    watch.until_fired("MembrokerReloadRefused")
+    path.write_text(good)
+    daemon.process.send_signal(signal.SIGHUP)
 
 
 def _stand_near_a_limit_while_drained(daemon: Daemon, watch: Prometheus) -> None:

@@ -78,6 +78,11 @@ def test_the_annotated_configuration_loads_as_it_is_and_with_every_key_set(tmp_p
     assert set(found.tenants["acme"].models) == {"llama-7b"}
 
 
+def test_only_what_differs_from_the_default_is_set() -> None:
+    """A key that this version has and an older daemon does not would keep that one from starting after a rollback."""
+    assert tomllib.loads(TOML.read_text()) == {"driver": "cuda", "metrics": {}, "log": {}}
+
+
 def test_the_annotated_configuration_names_every_key() -> None:
     tables: dict[str, tuple[type, set[str]]] = {
         "": (Config, {"metrics", "log", "tenants"}),
@@ -127,10 +132,11 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     units = sorted(tmp_path.iterdir())
     names = {"membrokerd.service", "membrokerd@0.service", "membrokerd-gpus.service", "membrokerd.target"}
     assert {unit.name for unit in units} == names
-    # It has words about other units of this machine too; a mistake in ours has our path before it. One key is of
-    # systemd 254, and an older one says that it leaves it out.
+    # It has words about other units of this machine too; a mistake in ours has our path before it. Three keys are of
+    # systemd 254, and an older one says that it leaves them out.
     said = [line for line in check(analyze, "verify", "--man=no", *units).splitlines() if str(tmp_path) in line]
-    assert [line for line in said if "'FileDescriptorStorePreserve'" not in line] == []
+    newer = re.compile("'(FileDescriptorStorePreserve|RestartSteps|RestartMaxDelaySec)'")
+    assert [line for line in said if not newer.search(line)] == []
 
 
 def test_the_unit_of_one_gpu_of_several_is_the_other_one_with_its_number() -> None:
@@ -140,9 +146,11 @@ def test_the_unit_of_one_gpu_of_several_is_the_other_one_with_its_number() -> No
         for name in ("membrokerd.service", "membrokerd@.service")
     )
     exec_start = "ExecStart=/opt/membroker/bin/membrokerd --config /etc/membroker/membrokerd.toml"
+    exec_reload = exec_start.replace("ExecStart", "ExecReload") + " --reload"
     assert [line for line in one if line not in each] == [
         "Description=membroker, lends the memory of a GPU",
         exec_start,
+        exec_reload,
         "WantedBy=multi-user.target",
     ]
     assert [line for line in each if line not in one] == [
@@ -151,6 +159,7 @@ def test_the_unit_of_one_gpu_of_several_is_the_other_one_with_its_number() -> No
         "# Only one daemon may run on a GPU.",
         "Conflicts=membrokerd.service",
         exec_start.replace("membrokerd --config", "membrokerd --device %i --config"),
+        exec_reload.replace("membrokerd --config", "membrokerd --device %i --config"),
         "WantedBy=membrokerd.target",
     ]
 
@@ -159,7 +168,8 @@ def test_the_unit_has_what_a_broker_needs_and_not_what_breaks_one() -> None:
     text = (DEPLOY / "systemd" / "membrokerd.service").read_text()
     settings = dict(re.findall(r"^([A-Za-z]+)=(.*)$", text, re.MULTILINE))
     assert settings["Type"] == "notify"
-    assert settings["ExecReload"] == "/bin/sh -c 'kill -HUP $MAINPID'"
+    assert settings["ExecReload"] == f"{settings['ExecStart']} --reload", "which fails if the file is refused"
+    assert int(settings["RestartSteps"]) > 0
     assert settings["Restart"] == "on-failure", "a drained daemon that exits is to stay away"
     assert settings["StartLimitIntervalSec"] == "0"
     assert int(settings["LimitNOFILE"]) >= descriptors_for(DEFAULT_MAX_SESSIONS)

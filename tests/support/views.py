@@ -52,7 +52,8 @@ def books(
         memory={"device": MemoryInfo(1 << 30, 1 << 29), "host": None},
         device=DeviceInfo(UUID, "a GPU", "cuda", 2 * MIB),
         version="0.1.0",
-        figures=FIGURES | {catalog.OBSERVERS: 1, catalog.SESSIONS_LIMIT: 16, catalog.SCRAPE_TIME: 1.7e9},
+        figures=FIGURES
+        | {catalog.RELOADED: 1, catalog.OBSERVERS: 1, catalog.SESSIONS_LIMIT: 16, catalog.SCRAPE_TIME: 1.7e9},
         asleep={each.name: 1 for each in models},
         headroom=2 << 30,
         gate_reserve=256 * MIB,

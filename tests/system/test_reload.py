@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.support.command import check_config
+from tests.support.command import check_config, good
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, to_toml, until
 from tests.support.sizes import MIB
 from tests.support.workers import Refused, Worker, proc_of, worker
@@ -231,6 +231,64 @@ def test_a_tenant_whose_endpoint_cannot_be_opened_is_not_added(daemon: Daemon, e
     wrong.unlink()
     reload(daemon, tenants=tenants)
     assert lent(daemon, "green", "2MiB")
+
+
+def ask(daemon: Daemon, *options: str) -> tuple[int, str]:
+    """Run `membrokerd --reload`, as the unit does; return its status and what it says."""
+    command = [sys.executable, "-m", "membrokerd.cli", *(options or ("--driver", "host"))]
+    command += ["--config", str(daemon.directory / "membrokerd.toml"), "--reload"]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=DEADLINE_SECONDS
+    )
+    return done.returncode, done.stdout
+
+
+def test_a_reload_that_is_asked_for_fails_if_it_is_refused(daemon: Daemon, engine: Worker) -> None:
+    """`systemctl reload` returned 0 for a guarantee of 900 GiB, and weeks later the daemon could not start again.
+
+    Until the file is put right, metrics and status say so; a key that needs a restart is named, too.
+    """
+    begun = daemon.figure("membroker_config_last_reload_success_timestamp_seconds")
+    assert daemon.figure("membroker_config_last_reload_successful") == 1
+    write(daemon, to_toml({**written(daemon), "tenants": {"red": {"guarantee": "900GiB"}, "blue": {}}}))
+    status, said = ask(daemon)
+    assert status == 1
+    assert "900" in said
+    assert "Traceback" not in said
+    assert "900" in " ".join(daemon.device().reload_problems)
+    with membroker.connect(daemon.endpoint("blue")) as client:
+        assert not client.device().reload_problems, "a tenant sees no other tenant's name"
+    until(lambda: daemon.figure("membroker_config_last_reload_successful") == 0)
+    assert daemon.figure("membroker_config_last_reload_success_timestamp_seconds") == begun
+    assert "reload" in good("status", "--admin", at=daemon.endpoint())
+    write(daemon, to_toml({**written(daemon), "capacity": "128MiB"}))
+    assert ask(daemon) == (0, "reloaded; not in force before a restart: capacity\n")
+    assert "not in force  capacity" in good("status", "--admin", at=daemon.endpoint())
+    until(lambda: daemon.figure("membroker_config_last_reload_successful") == 1)
+    assert daemon.figure("membroker_config_last_reload_success_timestamp_seconds") > begun
+    write(daemon, to_toml(written(daemon)))
+    assert ask(daemon) == (0, "reloaded\n")
+    assert "not in force" not in good("status", "--admin", at=daemon.endpoint())
+
+
+@pytest.mark.parametrize("text", ["tenants = [", '[tenants.red]\nlimitt = "1GiB"'])
+def test_a_file_that_is_wrong_fails_the_reload_and_the_daemon_knows(daemon: Daemon, text: str) -> None:
+    """Its runtime directory cannot be read from it: the command looks where the options and the environment say."""
+    write(daemon, text)
+    status, said = ask(daemon, "--driver", "host", "--runtime-directory", str(daemon.directory / "run"))
+    assert status == 1
+    assert "is not TOML" in said or "limitt" in said
+    until(lambda: daemon.figure("membroker_config_last_reload_successful") == 0)
+    write(daemon, to_toml(written(daemon)))
+    assert ask(daemon)[0] == 0
+
+
+def test_a_reload_without_a_daemon_fails(daemon: Daemon) -> None:
+    daemon.kill()
+    status, said = ask(daemon)
+    assert status == 1
+    assert "no daemon answers here" in said
+    daemon.start_again()
 
 
 def test_many_at_once_and_during_the_start(daemon: Daemon, engine: Worker) -> None:

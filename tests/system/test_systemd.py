@@ -329,11 +329,42 @@ def test_systemctl_reload_changes_limits_of_the_running_daemon(machine: Machine)
         machine.run("systemctl", "reload", UNIT)
         until(lambda: limits() == {"tenants/red": 64 * MIB, "tenants/blue": None, "tenants/new": None})
         machine.configure({**CONFIGURED, "tenants": {**TENANTS, "red": {"limt": "32MiB"}}})
-        machine.run("systemctl", "reload", UNIT)
+        refused(machine, "systemctl", "reload", UNIT)
         until(lambda: "tenants.red.limt: is not a known key; did you mean 'limit'?" in machine.log())
         assert limits()["tenants/red"] == 64 * MIB
         assert machine.daemon() == daemon
         worker.do("model.allocate(PAGE).close(); kept.close()")
+        machine.configure({**CONFIGURED, "tenants": {**TENANTS, "red": {"guarantee": "900GiB"}}})
+        refused(machine, "systemctl", "reload", UNIT)
+        assert "900" in " ".join(operator.tell("status", "--admin")["reload_problems"])
+        machine.configure({**CONFIGURED, "tenants": TENANTS})
+        machine.run("systemctl", "reload", UNIT)
+        assert operator.tell("status", "--admin")["reload_problems"] == []
+
+
+def refused(machine: Machine, *command: str) -> None:
+    """Run a command there that must fail."""
+    machine.run("sh", "-c", f"! {' '.join(command)}")
+
+
+@pytest.mark.parametrize("kind", ["User=alice", "DynamicUser=yes\nRuntimeDirectoryPreserve=no"])
+def test_the_unit_of_another_user(machine: Machine, kind: str) -> None:
+    """Its directories are those that systemd has made for it; a limit by command is kept, and a reload answers."""
+    machine.run("systemctl", "stop", UNIT)
+    machine.run("sh", "-c", f"id alice || useradd --uid {ALICE} alice; rm -rf /run/membroker /var/lib/membroker")
+    open_to_all = {"red": {"mode": "0666"}, "blue": {"mode": "0666"}}
+    machine.configure({**CONFIGURED, "tenants": open_to_all})
+    machine.override(f"{kind}\nAmbientCapabilities=CAP_CHOWN CAP_FOWNER CAP_SYS_RESOURCE")
+    machine.run("systemctl", "start", UNIT)
+    with closing(Operator(machine)) as operator, closing(Inside(machine, BOB)) as worker:
+        worker.borrow("red").do("model.allocate(PAGE).close()")
+        operator.tell("quota", "set", "red/m", "--limit", "64MiB")
+        assert "[tenants.red.models.m]" in machine.run("cat", "/var/lib/membroker/host/quotas.toml")
+        machine.configure({**CONFIGURED, "tenants": {**open_to_all, "new": {}}})
+        machine.run("systemctl", "reload", UNIT)
+        assert "tenants/new" in [row["name"] for row in operator.tell("tenants")]
+        worker.do("client.close()")
+    assert machine.run("stat", "-c", "%U", f"/proc/{machine.daemon()}").strip() != "root"
 
 
 def test_a_segment_for_which_systemd_has_no_room_is_refused(machine: Machine) -> None:

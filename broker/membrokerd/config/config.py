@@ -195,6 +195,23 @@ def load(
     return config
 
 
+def load_place(path: Path | None, overrides: Mapping[str, Any]) -> Config:
+    """Return a configuration of which nothing is right but where its daemon is, as far as a file says that.
+
+    The file may be wrong. Raises `ConfigError` if this user has no runtime directory.
+    """
+    try:
+        document = _read(path) if path else {}
+    except ConfigError:
+        document = {}
+    place = {key: document[key] for key in ("runtime_directory", "driver", "device") if key in document}
+    given = {key: value for key, value in overrides.items() if value is not None}
+    try:
+        return load(None, place | given)
+    except ConfigError:
+        return load(None, given)
+
+
 # --- Reading ---
 
 
@@ -250,8 +267,16 @@ def _merge(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[st
 def _default_runtime_directory(env: Mapping[str, str], uid: int) -> Path | None:
     if uid == 0:
         return Path(env.get(SYSTEM_VARIABLE) or SYSTEM_DIRECTORY)
+    if (given := systemd_directory(env, "RUNTIME")) is not None:
+        return given
     own = env.get("XDG_RUNTIME_DIR", "")
     return Path(own, "membroker") if own else None
+
+
+def systemd_directory(env: Mapping[str, str], kind: Literal["RUNTIME", "STATE"]) -> Path | None:
+    """Return the first directory of that kind of a unit, which systemd has made for `User=` or `DynamicUser=`."""
+    first = env.get(f"{kind}_DIRECTORY", "").partition(":")[0]
+    return Path(first) if first.startswith("/") else None
 
 
 # --- What must fit together ---

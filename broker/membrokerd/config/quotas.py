@@ -22,7 +22,7 @@ from ..core.rows import Quota
 from ..system import files
 from ..system.device_directory import DirectoryError
 from .checks import Table, TenantName, check, exact_size, joined
-from .config import QUOTA_KEYS, Config, TenantQuotas, quotas_of
+from .config import QUOTA_KEYS, Config, TenantQuotas, quotas_of, systemd_directory
 
 Quotas = Mapping[QuotaKey, Quota]
 """What was set, as in the ledger."""
@@ -69,6 +69,9 @@ def _layout(config: Config, env: Mapping[str, str]) -> tuple[Path, str]:
     if config.state_directory is not None:
         return config.state_directory, ""
     runtime, own = os.path.realpath(config.runtime_directory), env.get("XDG_RUNTIME_DIR", "")
+    of_unit, kept = systemd_directory(env, "RUNTIME"), systemd_directory(env, "STATE")
+    if kept is not None and of_unit is not None and runtime == os.path.realpath(of_unit):
+        return kept, ""
     if runtime == os.path.realpath(SYSTEM_DIRECTORY):
         return SYSTEM, ""
     if not own or runtime != os.path.realpath(Path(own, "membroker")):

@@ -229,7 +229,7 @@ def _plan_cuda(config: Config) -> Plan:
     reserve = CUDA_GATE_RESERVE if config.gate_reserve is None else config.gate_reserve
     stock = CUDA_STOCK if config.stock is None else config.stock
     extents = config.stock_extents if stock else 0
-    directory, capacities = _directory(driver.device.uuid), _capacities(capacity, config)
+    directory, capacities = directory_of(driver.device.uuid), _capacities(capacity, config)
     return Plan(
         driver=driver,
         reopen=lambda *_: driver,
@@ -270,6 +270,6 @@ def _check_capacity(capacity: int, total: int, reserved: int) -> None:
         )
 
 
-def _directory(uuid: str) -> str:
-    """Return the device's directory: `gpu-` and the first 8 hex digits of its UUID."""
-    return "gpu-" + uuid.partition("-")[2].replace("-", "")[:8].lower()
+def directory_of(uuid: str) -> str:
+    """Return a GPU's directory: `gpu-` and the first 8 hex digits of its UUID, which may be written without `GPU-`."""
+    return "gpu-" + uuid.removeprefix("GPU-").removeprefix("MIG-").replace("-", "")[:8].lower()

@@ -240,6 +240,16 @@ DRIVER_FALLBACK = Spec(
     "gauge",
     '1 if driver = "auto" found no usable GPU and the broker lends host memory instead.',
 )
+RELOADED = Spec(
+    "membroker_config_last_reload_successful",
+    "gauge",
+    "0 if the last reload of the configuration was refused; the next start would fail with that file.",
+)
+RELOADED_AT = Spec(
+    "membroker_config_last_reload_success_timestamp_seconds",
+    "gauge",
+    "Unix time of the last reload that was put in force, or of the start.",
+)
 BUILD_INFO = Spec(
     "membroker_build_info",
     "gauge",

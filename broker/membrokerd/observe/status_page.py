@@ -68,6 +68,7 @@ def _troubles(view: MetricsView) -> Iterator[str]:
         (view.figures[catalog.JOURNAL_FULL], "The journal cannot be written: nothing more is lent."),
         (view.figures[catalog.DEVICE_LOST], "The device does not answer: nothing more is lent."),
         (view.figures[catalog.DRIVER_FALLBACK], "No usable GPU was found: this broker lends host memory instead."),
+        (not view.figures[catalog.RELOADED], "The last reload of the configuration was refused: see the log."),
         (shortfall, f"{format_size(shortfall)} of the guarantees cannot be kept now."),
         (late, f"{format_size(late)} were recalled from workers that do not answer, or keep it all."),
         (detached, lost),

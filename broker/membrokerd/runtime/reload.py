@@ -10,9 +10,10 @@ import asyncio
 import os
 import stat
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -82,13 +83,29 @@ def _merged(before: TenantConfig | None, after: TenantConfig, name: str, fixed: 
     return replace(before, **{key: getattr(after, key) for key in _CHANGEABLE_OF_TENANT})
 
 
+@dataclass(frozen=True, slots=True)
+class ReloadState:
+    """What is in force: all of the file as it was at the Unix time `at`, but for the keys in `pending`.
+
+    `problems` say why a later reload was refused.
+    """
+
+    problems: tuple[str, ...] = ()
+    pending: tuple[str, ...] = ()
+    at: float = field(default_factory=time.time)
+
+
 class Reloader:
-    """Reads the configuration again when asked, one reload at a time; `read` may block."""
+    """Reads the configuration again when asked, one reload at a time; `read` may block.
+
+    `state` is that of the last reload, or of the start.
+    """
 
     def __init__(self, path: Path | None, read: Callable[[], Config]) -> None:
         self._path = path
         self._read = read
-        self._apply: Callable[[Config], Awaitable[None]] | None = None
+        self._apply: Callable[[Config], Awaitable[Iterable[str]]] | None = None
+        self.state = ReloadState()
         self._asked = False
         self._task: asyncio.Task[None] | None = None
 
@@ -98,8 +115,16 @@ class Reloader:
         if self._apply is not None and self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(self._apply))
 
-    def begin(self, apply: Callable[[Config], Awaitable[None]]) -> None:
-        """Start to obey: the daemon runs, and `apply` puts a configuration into force."""
+    async def reload(self) -> ReloadState:
+        """Reload, and return what has become of it."""
+        self.ask()
+        if self._task is None:
+            return replace(self.state, problems=("the daemon starts or stops: try again",))
+        await asyncio.shield(self._task)
+        return self.state
+
+    def begin(self, apply: Callable[[Config], Awaitable[Iterable[str]]]) -> None:
+        """Start to obey: the daemon runs, and `apply` puts a configuration into force and returns what it left out."""
         self._apply = apply
         if self._asked:
             self.ask()
@@ -110,16 +135,19 @@ class Reloader:
         if self._task is not None:
             self._task.cancel()
 
-    async def _run(self, apply: Callable[[Config], Awaitable[None]]) -> None:
+    async def _run(self, apply: Callable[[Config], Awaitable[Iterable[str]]]) -> None:
         try:
             while self._asked:
                 self._asked = False
                 try:
-                    await apply(await asyncio.wrap_future(self._begin_to_read()))
+                    pending = await apply(await asyncio.wrap_future(self._begin_to_read()))
+                    self.state = ReloadState(pending=tuple(pending))
                 except ConfigError as error:
+                    self.state = replace(self.state, problems=error.problems)
                     for problem in error.problems:
                         logs.warn(UNCHANGED, problem=problem)
                 except Exception as error:  # noqa: BLE001 - the daemon must go on
+                    self.state = replace(self.state, problems=("the daemon failed: see its log",))
                     logs.fault(error, doing="reload")
         finally:
             self._task = None

@@ -190,6 +190,8 @@ def device_table(device: DeviceStatus, endpoint: str) -> TextTable:
             *([["lending", "no: it is drained, until `membroker undrain`"]] if device.draining else []),
             *([["lending", f"no: its journal cannot be written{_SEE}"]] if device.journal_full else []),
             *([["lending", f"no: the device does not answer{_SEE}"]] if device.device_lost else []),
+            *([["reload", f"refused: {problem}"] for problem in device.reload_problems]),
+            *([["not in force", ", ".join(device.pending_keys)]] if device.pending_keys else []),
         ],
     )
 

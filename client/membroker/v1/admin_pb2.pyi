@@ -278,6 +278,40 @@ class UndrainRequest(google.protobuf.message.Message):
 global___UndrainRequest = UndrainRequest
 
 @typing.final
+class ReloadRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ReloadRequest = ReloadRequest
+
+@typing.final
+class ReloadResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROBLEMS_FIELD_NUMBER: builtins.int
+    PENDING_KEYS_FIELD_NUMBER: builtins.int
+    @property
+    def problems(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Why the file was refused; empty: it is in force."""
+
+    @property
+    def pending_keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Keys of the file that are not in force. A change of most of them needs a restart."""
+
+    def __init__(
+        self,
+        *,
+        problems: collections.abc.Iterable[builtins.str] | None = ...,
+        pending_keys: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["pending_keys", b"pending_keys", "problems", b"problems"]) -> None: ...
+
+global___ReloadResponse = ReloadResponse
+
+@typing.final
 class SetQuotaRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

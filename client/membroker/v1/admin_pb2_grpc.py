@@ -103,6 +103,11 @@ class AdminServiceStub(object):
                 request_serializer=membroker_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=membroker_dot_v1_dot_resources__pb2.Device.FromString,
                 _registered_method=True)
+        self.Reload = channel.unary_unary(
+                '/membroker.v1.AdminService/Reload',
+                request_serializer=membroker_dot_v1_dot_admin__pb2.ReloadRequest.SerializeToString,
+                response_deserializer=membroker_dot_v1_dot_admin__pb2.ReloadResponse.FromString,
+                _registered_method=True)
         self.Undrain = channel.unary_unary(
                 '/membroker.v1.AdminService/Undrain',
                 request_serializer=membroker_dot_v1_dot_admin__pb2.UndrainRequest.SerializeToString,
@@ -218,6 +223,14 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Reload(self, request, context):
+        """Reads the configuration file again, as SIGHUP does, and returns when it is in force or refused. A refused one changes
+        nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Undrain(self, request, context):
         """Lends again.
         """
@@ -302,6 +315,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=membroker_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=membroker_dot_v1_dot_resources__pb2.Device.SerializeToString,
+            ),
+            'Reload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reload,
+                    request_deserializer=membroker_dot_v1_dot_admin__pb2.ReloadRequest.FromString,
+                    response_serializer=membroker_dot_v1_dot_admin__pb2.ReloadResponse.SerializeToString,
             ),
             'Undrain': grpc.unary_unary_rpc_method_handler(
                     servicer.Undrain,
@@ -667,6 +685,33 @@ class AdminService(object):
             '/membroker.v1.AdminService/Drain',
             membroker_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             membroker_dot_v1_dot_resources__pb2.Device.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/membroker.v1.AdminService/Reload',
+            membroker_dot_v1_dot_admin__pb2.ReloadRequest.SerializeToString,
+            membroker_dot_v1_dot_admin__pb2.ReloadResponse.FromString,
             options,
             channel_credentials,
             insecure,

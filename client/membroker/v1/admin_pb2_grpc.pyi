@@ -114,6 +114,14 @@ class AdminServiceStub:
     ]
     """Stops lending and tells the workers. If asked, the daemon exits once nothing is charged, or at the deadline."""
 
+    Reload: grpc.UnaryUnaryMultiCallable[
+        membroker.v1.admin_pb2.ReloadRequest,
+        membroker.v1.admin_pb2.ReloadResponse,
+    ]
+    """Reads the configuration file again, as SIGHUP does, and returns when it is in force or refused. A refused one changes
+    nothing.
+    """
+
     Undrain: grpc.UnaryUnaryMultiCallable[
         membroker.v1.admin_pb2.UndrainRequest,
         membroker.v1.resources_pb2.Device,
@@ -223,6 +231,14 @@ class AdminServiceAsyncStub:
         membroker.v1.resources_pb2.Device,
     ]
     """Stops lending and tells the workers. If asked, the daemon exits once nothing is charged, or at the deadline."""
+
+    Reload: grpc.aio.UnaryUnaryMultiCallable[
+        membroker.v1.admin_pb2.ReloadRequest,
+        membroker.v1.admin_pb2.ReloadResponse,
+    ]
+    """Reads the configuration file again, as SIGHUP does, and returns when it is in force or refused. A refused one changes
+    nothing.
+    """
 
     Undrain: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.admin_pb2.UndrainRequest,
@@ -359,6 +375,16 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.resources_pb2.Device, collections.abc.Awaitable[membroker.v1.resources_pb2.Device]]:
         """Stops lending and tells the workers. If asked, the daemon exits once nothing is charged, or at the deadline."""
+
+    @abc.abstractmethod
+    def Reload(
+        self,
+        request: membroker.v1.admin_pb2.ReloadRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[membroker.v1.admin_pb2.ReloadResponse, collections.abc.Awaitable[membroker.v1.admin_pb2.ReloadResponse]]:
+        """Reads the configuration file again, as SIGHUP does, and returns when it is in force or refused. A refused one changes
+        nothing.
+        """
 
     @abc.abstractmethod
     def Undrain(

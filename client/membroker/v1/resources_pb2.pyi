@@ -67,6 +67,8 @@ class Device(google.protobuf.message.Message):
     DRIVER_FALLBACK_FIELD_NUMBER: builtins.int
     DEVICE_LOST_FIELD_NUMBER: builtins.int
     ASLEEP_SESSIONS_FIELD_NUMBER: builtins.int
+    RELOAD_PROBLEMS_FIELD_NUMBER: builtins.int
+    PENDING_KEYS_FIELD_NUMBER: builtins.int
     uuid: builtins.str
     """NVML's UUID ("GPU-…"), or "host"."""
     product: builtins.str
@@ -103,6 +105,14 @@ class Device(google.protobuf.message.Message):
 
     @property
     def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    @property
+    def reload_problems(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Only at the admin endpoint: why the last reload of the configuration was refused. Empty: it was not."""
+
+    @property
+    def pending_keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Only at the admin endpoint: keys of the file that are not in force, as of the last reload."""
+
     def __init__(
         self,
         *,
@@ -123,9 +133,11 @@ class Device(google.protobuf.message.Message):
         driver_fallback: builtins.bool = ...,
         device_lost: builtins.bool = ...,
         asleep_sessions: builtins.int = ...,
+        reload_problems: collections.abc.Iterable[builtins.str] | None = ...,
+        pending_keys: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["start_time", b"start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["asleep_sessions", b"asleep_sessions", "detached_sessions", b"detached_sessions", "device_lost", b"device_lost", "draining", b"draining", "driver", b"driver", "driver_fallback", b"driver_fallback", "granularity_bytes", b"granularity_bytes", "journal_full", b"journal_full", "locations", b"locations", "metrics_url", b"metrics_url", "pid", b"pid", "product", b"product", "revision", b"revision", "sessions", b"sessions", "start_time", b"start_time", "uuid", b"uuid", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["asleep_sessions", b"asleep_sessions", "detached_sessions", b"detached_sessions", "device_lost", b"device_lost", "draining", b"draining", "driver", b"driver", "driver_fallback", b"driver_fallback", "granularity_bytes", b"granularity_bytes", "journal_full", b"journal_full", "locations", b"locations", "metrics_url", b"metrics_url", "pending_keys", b"pending_keys", "pid", b"pid", "product", b"product", "reload_problems", b"reload_problems", "revision", b"revision", "sessions", b"sessions", "start_time", b"start_time", "uuid", b"uuid", "version", b"version"]) -> None: ...
 
 global___Device = Device
 

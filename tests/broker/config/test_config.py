@@ -49,6 +49,15 @@ def test_the_runtime_directory_of_root_is_where_everybody_looks() -> None:
     assert found.runtime_directory == Path("/run/user/1/membroker"), "a user's own stays"
 
 
+def test_a_unit_of_a_user_has_the_directory_that_systemd_made() -> None:
+    env = {"RUNTIME_DIRECTORY": "/run/membroker:/run/more", "XDG_RUNTIME_DIR": "/run/user/7"}
+    assert load(None, {}, env=env, uid=7).runtime_directory == Path("/run/membroker")
+    assert load(None, {}, env=env, uid=0).runtime_directory == Path("/run/membroker"), "where everybody looks"
+    assert load(None, {}, env={**env, "RUNTIME_DIRECTORY": "no path"}, uid=7).runtime_directory == Path(
+        "/run/user/7/membroker"
+    )
+
+
 def test_a_user_without_a_runtime_directory_is_told_what_to_set() -> None:
     with pytest.raises(ConfigError, match="runtime_directory: XDG_RUNTIME_DIR"):
         load(None, {}, env={}, uid=1000)

@@ -249,6 +249,9 @@ def test_where_it_is_kept(tmp_path: Path) -> None:
     assert place("/run/user/7/membroker", env) == Path("/home/me/state/membroker/gpu-1")
     at_home = Path("/home/me/.local/state/membroker/gpu-1")
     assert place("/run/user/7/membroker", {**env, "XDG_STATE_HOME": ""}) == at_home
+    unit = {"RUNTIME_DIRECTORY": "/run/mine", "STATE_DIRECTORY": "/var/lib/mine:/var/lib/more"}
+    assert place("/run/mine", unit) == Path("/var/lib/mine/gpu-1")
+    assert place("/run/other", unit) == Path("/run/other/gpu-1/state/kept"), "it was told another place"
     assert place("/run/user/7/membroker", {**env, "XDG_STATE_HOME": "state"}) == at_home
     with pytest.raises(DirectoryError, match="XDG_STATE_HOME"):
         place("/run/user/7/membroker", {"XDG_RUNTIME_DIR": "/run/user/7"})

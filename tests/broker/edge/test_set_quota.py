@@ -30,7 +30,7 @@ class Disk:
         self.kept: list[dict[QuotaKey, Quota]] = []
         self.go_on = threading.Event()
         self.service = AdminService(
-            world.loop, cast(Any, None), lambda: {"t"}, self.keep, cast(Any, None), cast(Any, None)
+            world.loop, cast(Any, None), lambda: {"t"}, self.keep, cast(Any, None), cast(Any, None), cast(Any, None)
         )
 
     def keep(self, quotas: Mapping[QuotaKey, Quota]) -> None:

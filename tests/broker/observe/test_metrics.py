@@ -198,7 +198,7 @@ def test_segments_of_one_name_are_one_series() -> None:
 
 
 UNITS = re.compile(
-    r"_(bytes|seconds|total|info|sessions|segments|extents|requests|observers|limit|open|draining|full|lost|fallback|attachments|up)$"
+    r"_(bytes|seconds|total|info|sessions|segments|extents|requests|observers|limit|open|draining|full|lost|fallback|attachments|up|successful)$"
 )
 RIDDLES = re.compile(r"\b(who|whose|nobody|somebody|anybody|beside|is no)\b", re.IGNORECASE)  # besides tools/prose.py
 

@@ -107,7 +107,8 @@ def test_a_driver_that_cannot_list_processes_is_told_and_serves_on(
 
 def ask_who(world: World) -> asyncio.Task[Any]:
     """Ask as an operator does."""
-    service = AdminService(world.loop, cast(Any, None), frozenset, lambda: None, cast(Any, None), cast(Any, None))
+    unused = cast(Any, None)
+    service = AdminService(world.loop, unused, frozenset, lambda: None, unused, unused, unused)
     return asyncio.create_task(service.ListProcesses(admin_pb2.ListProcessesRequest(), None))
 
 

@@ -241,6 +241,7 @@ _READS: Mapping[str, Callable[[Any], Any]] = {
     "ListTenants": lambda s: apb.ListTenantsRequest(),
     "ListQuotas": lambda s: apb.ListQuotasRequest(),
     "ListProcesses": lambda s: apb.ListProcessesRequest(),
+    "Reload": lambda s: apb.ReloadRequest(),
 }
 
 

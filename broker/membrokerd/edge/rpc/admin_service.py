@@ -25,6 +25,7 @@ from ...device.suspects import SeenProcess, command_of
 from ...runtime.drain import Drain
 from ...runtime.eviction import Evictions
 from ...runtime.loop import Loop, MakeEvent, clock
+from ...runtime.reload import Reloader
 from ...system import logs
 from .. import convert, messages
 from ..convert import Refused
@@ -48,6 +49,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         keep_quotas: Callable[[Mapping[QuotaKey, Quota]], None],
         drain: Drain,
         evictions: Evictions,
+        reloader: Reloader,
     ) -> None:
         self._loop = loop
         self._views = views
@@ -57,10 +59,18 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         """One command at a time: each writes all quotas."""
         self._drain = drain
         self._evictions = evictions
+        self._reloader = reloader
 
     async def GetDevice(self, request: broker_pb2.GetDeviceRequest, context: Any) -> resources_pb2.Device:
         """Return the device and its books."""
-        return self._views.get_device()
+        return self._get_device()
+
+    def _get_device(self) -> resources_pb2.Device:
+        """Return what a tenant sees, and what is wrong with the configuration, which names other tenants."""
+        device, state = self._views.get_device(), self._reloader.state
+        device.reload_problems.extend(state.problems)
+        device.pending_keys.extend(state.pending)
+        return device
 
     async def ListModels(self, request: broker_pb2.ListModelsRequest, context: Any) -> broker_pb2.ListModelsResponse:
         """Return a page of the models of all tenants."""
@@ -202,7 +212,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._loop.drain = Notice(draining=Draining(deadline=deadline))
         self._loop.say(self._loop.drain)
         self._drain.begin(by, exits=request.exit)
-        return self._views.get_device()
+        return self._get_device()
+
+    async def Reload(self, request: pb.ReloadRequest, context: Any) -> pb.ReloadResponse:
+        """Read the configuration again, and return what has become of it."""
+        state = await self._reloader.reload()
+        return pb.ReloadResponse(problems=state.problems, pending_keys=state.pending)
 
     async def Undrain(self, request: pb.UndrainRequest, context: Any) -> resources_pb2.Device:
         """Lend again."""
@@ -211,7 +226,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._loop.say(Notice(undrained=Undrained()))
         self._drain.end()
         logs.log("undrained")
-        return self._views.get_device()
+        return self._get_device()
 
     async def ListProcesses(self, request: pb.ListProcessesRequest, context: Any) -> pb.ListProcessesResponse:
         """Return the processes that use the device, as the driver sees them."""

@@ -60,6 +60,7 @@ complete -c membrokerd -n _shtab_membrokerd_using -s h -l help -d 'show this hel
 complete -c membrokerd -n _shtab_membrokerd_using -l version -d 'show program'"'"'s version number and exit'
 complete -c membrokerd -n _shtab_membrokerd_using -l config -x -d 'a TOML file; options given here override it'
 complete -c membrokerd -n _shtab_membrokerd_using -l check-config -d 'read the configuration, report what is wrong, exit'
+complete -c membrokerd -n _shtab_membrokerd_using -l reload -d 'have the running daemon read its configuration again, and exit'
 complete -c membrokerd -n _shtab_membrokerd_using -l driver -xka "auto host cuda" -d 'auto: a usable GPU, else the host driver'
 complete -c membrokerd -n _shtab_membrokerd_using -l device -x -d 'which GPU: its number or its UUID'
 complete -c membrokerd -n _shtab_membrokerd_using -l all -x -d 'run one daemon per GPU and restart any that die; with the host driver: N daemons (default 1)'
