@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .cancellation import CancelScope
     from .client import Client, connect
     from .errors import *
     from .memory.buffer import Buffer
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from .segment import Segment
     from .session.recalls import DEFERRED
     from .shared_pool import SharedMemoryPool
-    from .types import Disconnected, Draining, Forgotten, Notice, Resumed, Stopping, Undrained
+    from .types import Disconnected, Draining, Forgotten, Resumed, Stopping, Undrained
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ __all__ = [
     "AlreadyMapped",
     "BrokerUnavailable",
     "Buffer",
+    "CancelScope",
     "Client",
     "ClosedError",
     "CompactionFailed",
@@ -59,7 +61,6 @@ __all__ = [
     "ModelNotFound",
     "NotFound",
     "NotMapped",
-    "Notice",
     "Offloaded",
     "OutOfMemory",
     "OutOfPhysicalMemory",
@@ -88,6 +89,7 @@ __all__ = [
 _ELSEWHERE = {
     "DEFERRED": "session.recalls",
     "Buffer": "memory.buffer",
+    "CancelScope": "cancellation",
     "Client": "client",
     "Disconnected": "types",
     "Draining": "types",
@@ -95,7 +97,6 @@ _ELSEWHERE = {
     "GrowableBuffer": "memory.growable",
     "LocalSource": "memory.local_source",
     "Model": "model",
-    "Notice": "types",
     "Recall": "model",
     "Resumed": "types",
     "Segment": "segment",

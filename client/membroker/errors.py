@@ -240,6 +240,10 @@ class CompactionFailed(DeviceFailure):
         self.moves = tuple(moves)
 
 
+class Cancelled(MembrokerError):
+    """The call was given up: another thread has cancelled its `CancelScope`. Nothing of the call is left."""
+
+
 class ClosedError(MembrokerError):
     """The object is closed, or belongs to the parent of this forked process."""
 

@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
+from contextvars import copy_context
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from .errors import DescriptorLimit, DeviceFailure
@@ -167,6 +168,7 @@ class _Task(Generic[_T]):
 
     def __init__(self, work: Callable[[], _T]) -> None:
         self._work = work
+        self._context = copy_context()  # with the caller's cancel scope
         self._started = self._done = False
         self._result: _T | None = None
         self._error: BaseException | None = None
@@ -179,7 +181,7 @@ class _Task(Generic[_T]):
         here.task = self
         try:
             let_through()  # on a busy machine a thread may start long after the interrupt
-            self._result = self._work()
+            self._result = self._context.run(self._work)
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             self._error = error
         self._done = True

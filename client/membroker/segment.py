@@ -21,7 +21,7 @@ from . import arguments
 from .arguments import check_range, contiguous_bytes, location_of, rounded_up
 from .dlpack import export
 from .dtypes import word_of
-from .errors import BrokerUnavailable, InvalidRequest, SegmentNotWritable
+from .errors import BrokerUnavailable, Cancelled, InvalidRequest, SegmentNotWritable
 from .interrupts import Operation, device_failures, uninterrupted
 from .memory.lifetime import AtAddress, MappedMemory
 from .safetensors import ALIGNMENT, TensorIndex, numpy_array, read_index, segment_size, write_index
@@ -329,7 +329,7 @@ class Segment(AtAddress):
             try:
                 request = pb.SealSegmentRequest(generation=self.generation)
                 self._answer = self._session.reconnecting.call(Frame(seal_segment=request))
-            except (KeyboardInterrupt, BrokerUnavailable):
+            except (KeyboardInterrupt, BrokerUnavailable, Cancelled):
                 if there:  # the broker may have sealed it
                     self._unanswered = True
                     undo.pop_all()

@@ -146,6 +146,7 @@ FROM_CLIENT = [
         pb.Frame(request_id=18, list_sessions=bpb.ListSessionsRequest(page_token="0" * 16)),
         pb.Frame(request_id=19, list_segments=bpb.ListSegmentsRequest()),
         pb.Frame(request_id=20, list_decisions=bpb.ListDecisionsRequest(name=MODEL)),
+        pb.Frame(request_id=10, cancel=pb.Cancel()),
         pb.Frame(request_id=6, goodbye=pb.Goodbye()),
     )
 ]

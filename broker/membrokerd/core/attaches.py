@@ -72,6 +72,12 @@ class Attaches:
         """Refuse those whose wait has timed out, and those that were left over as their segment ended."""
         self._refuse([attach for attach in self._waiting.values() if attach.deadline <= now])
 
+    def cancel(self, call: int) -> None:
+        """End the wait of an attach that its caller no longer wants; any other call is left alone."""
+        if call in self._waiting:
+            self._take([self._waiting[call]])
+            self._books.answer(call, deny(Reason.DELIVERY_FAILED))
+
     def give_up(self, session: int) -> None:
         """Fail those of a session that is disconnected, leaving or dead."""
         for attach in self._take([attach for attach in self._waiting.values() if attach.event.session == session]):

@@ -347,7 +347,7 @@ class SetQuota(Event):
 
 @value
 class CancelWait(Event):
-    """The caller of `call` no longer wants an answer: if the call waits for room, its wait ends.
+    """The caller of `call` no longer wants an answer: if the call waits, for room or for a seal, its wait ends.
 
     A call that does not wait, or is not known, is left alone.
     """

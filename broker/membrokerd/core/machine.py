@@ -90,7 +90,7 @@ class Broker:
             ev.NotDelivered: self._not_delivered,
             ev.Audit: self._audit,
             ev.SetQuota: lambda event, _: models.set_quota(event),
-            ev.CancelWait: waiting.cancel,
+            ev.CancelWait: self._cancel_wait,
         }
 
     def step(self, event: ev.Event, now: int) -> Step:
@@ -122,6 +122,10 @@ class Broker:
             self.lines.follow()
         is_quiet = not waiting.busy and self.recalls.deadline is None and self.segments.attaches.deadline is None
         return Step(effects, facts, None if is_quiet and self.recalls.room else self.deadline)
+
+    def _cancel_wait(self, event: ev.CancelWait, now: int) -> None:
+        self.waiting.cancel(event, now)
+        self.segments.attaches.cancel(event.call)
 
     @property
     def deadline(self) -> int | None:

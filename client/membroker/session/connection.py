@@ -27,6 +27,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from ..arguments import parts_of
+from ..cancellation import innermost
 from ..errors import BrokerUnavailable, ClosedError, DescriptorLimit, MembrokerError, ProtocolError, from_status
 from ..interrupts import STOPPING_SECONDS, Condition, uninterrupted
 from ..memory.lender import Placement
@@ -55,6 +56,8 @@ _ANSWERS = {
 """The kind of a call's answer, where it is not that of the call."""
 _BRINGING = frozenset(("allocate", "create_segment", "attach_segment"))
 """The kinds of calls that bring descriptors. The broker bounds these, and all that wait for memory."""
+_CANCEL_REVISION = 3
+"""The first revision of a broker that knows Cancel."""
 _LATE = ("goodbye", "declare", "detach_segment", "release", *(_ANSWERS[kind] for kind in READS))
 """Answers that come late when their caller ran out of time: not worth a warning."""
 
@@ -81,6 +84,9 @@ class PendingCall:
     """Of all extents together."""
     segment: int = 0
     outcome: Outcome | None = None
+    cancelled: bool = False
+    """The caller has given it up."""
+    cancel_by_grpc: Callable[[], object] | None = None
     expected: int = 0
     by_grpc: bool = False
     sent: bool = False
@@ -195,8 +201,12 @@ class Connection:
         call = PendingCall(next(self._request_ids), frame.allocate, answer, placement, deadline, note)
         frame.request_id = call.request_id
         needs_place = kind in _BRINGING or until is not None
+        scope = innermost.get() if needs_place else None
         try:
             try:
+                if scope is not None:
+                    scope.watch(call, partial(self._cancel, call))
+                    scope.check()
                 if needs_place:
                     # What is borrowed ahead of need never waits.
                     may_wait = not call.request.ahead if until is None else time.monotonic() < until
@@ -204,6 +214,8 @@ class Connection:
                         has_place = self._places.enter(call.request_id, may_wait=may_wait)
                     if not has_place:
                         self._wait_for_place(call, until)
+                        if scope is not None:
+                            scope.check()
                 # In the table first: when the connection is lost, the resume waits for every call in the table.
                 self._calls[call.request_id] = call
                 if self._end is not None:
@@ -215,10 +227,14 @@ class Connection:
                 else:
                     self._send(frame)
                 call.sent = True
+                if call.cancelled:
+                    self._give_up_at_the_broker(call)
                 while self._wait(call):
-                    self._take(call)
+                    self._take(call, use=not call.cancelled)
                     if call.outcome is not None and not call.by_grpc and not call.inbox:
                         break
+                if scope is not None:
+                    scope.check()
                 if isinstance(call.outcome, MembrokerError):
                     if call.outcome.reason and self._session:
                         call.outcome.request = f"{self._session}/requests/{call.request_id}"
@@ -233,6 +249,8 @@ class Connection:
             raise
         finally:
             self._calls.pop(call.request_id, None)
+            if scope is not None:
+                scope.unwatch(call)
             if needs_place:
                 with self._changed.lock:
                     if admitted := self._places.leave(call.request_id):
@@ -316,6 +334,8 @@ class Connection:
         with self._changed.lock:
             while not self._places.has(call.request_id):
                 self._check_open()
+                if call.cancelled:
+                    return  # the broker does not hear of it
                 now = time.monotonic()
                 if call.deadline is not None and call.deadline <= now:
                     raise BrokerUnavailable(f"the broker at {self._name} did not answer the calls before this in time")
@@ -326,6 +346,31 @@ class Connection:
                     continue
                 ends = [end - now for end in (call.deadline, until) if end is not None]
                 self._admitted.wait(min(ends, default=None), call.request_id)
+
+    def _cancel(self, call: PendingCall) -> None:
+        """End the wait of a call that its caller has given up, here or at the broker. Any thread; waits for nothing."""
+        call.cancelled = True
+        with self._changed.lock:
+            self._admitted.tell(call.request_id)
+        if call.sent:
+            self._give_up_at_the_broker(call)
+
+    def _give_up_at_the_broker(self, call: PendingCall) -> None:
+        """Let the broker answer a call that waits there. To an older broker, end the connection instead."""
+        if call.outcome is not None or self._end is not None:
+            return
+        if call.cancel_by_grpc is not None:
+            call.cancel_by_grpc()
+        elif self.revision < _CANCEL_REVISION:
+            self.interrupt()
+        else:
+            frame = pb.Frame(request_id=call.request_id, cancel=pb.Cancel(), acknowledged=self._taken.count)
+            try:
+                self._socket.send(handoff.encode(frame), _NOSIGNAL | socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                start_thread(self._send, "membroker-cancel", frame)
+            except OSError:
+                return  # the thread that reads finds the end
 
     def _admit(self, admitted: Iterable[int]) -> None:
         """Wake the calls that have got a place. The lock is held."""
@@ -344,7 +389,7 @@ class Connection:
     def _start_by_grpc(self, call: PendingCall, frame: pb.Frame) -> None:
         assert self._grpc is not None
         call.by_grpc = True
-        self._grpc.start(frame, partial(self._finish, call), call.seconds_left())
+        call.cancel_by_grpc = self._grpc.start(frame, partial(self._finish, call), call.seconds_left())
 
     def _finish(self, call: PendingCall, outcome: Outcome, extents: int) -> None:
         """Take the answer of a call by gRPC, with its number of extents; any thread.

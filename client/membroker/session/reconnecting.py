@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from ..cancellation import CancelScope, innermost
 from ..errors import AccessDenied, BrokerUnavailable, ClosedError, MembrokerError, SessionLost, ThreadLimit
 from ..interrupts import Condition, here, let_through
 from ..memory.lender import Placement
@@ -223,9 +224,11 @@ class ReconnectingConnection:
             raise error
         let_through()  # an interrupt may have ended the connection, and there may be another one already
         begun = time.monotonic()
-        with self._changed.lock:
+        scope = innermost.get() or CancelScope()
+        with self._changed.lock, scope.waking(self._wake):
             while self.connection is connection:
                 let_through()
+                scope.check()
                 if self._closing or self._state in ("leaving", "closed"):
                     raise ClosedError("this client is closed")
                 if self._state == "unknown":
@@ -238,6 +241,11 @@ class ReconnectingConnection:
                     self._begin_to_reconnect()
                 self._changed.wait(left if self._has_thread else min(left, AGAIN_SECONDS))
             return self.connection
+
+    def _wake(self) -> None:
+        """Wake all that wait, because one of them has been cancelled. Any thread."""
+        with self._changed.lock:
+            self._changed.tell_all()
 
     def _patience(self) -> float:
         """Return how many seconds to wait for the next connection. After an interrupt, the broker is still there."""

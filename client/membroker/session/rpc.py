@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from google.protobuf.message import DecodeError, Message
 from google.rpc.status_pb2 import Status
@@ -118,8 +118,10 @@ class GrpcCalls:
             raise outcome
         return outcome
 
-    def start(self, frame: Frame, finish: Callable[[Outcome, int], None], timeout: float | None) -> None:
-        """Send the request of a frame as a call.
+    def start(
+        self, frame: Frame, finish: Callable[[Outcome, int], None], timeout: float | None
+    ) -> Callable[[], object]:
+        """Send the request of a frame as a call, and return what cancels it.
 
         `finish` gets the response or the error, and how many extents come with it on the handoff socket, in any thread.
         """
@@ -134,12 +136,13 @@ class GrpcCalls:
             outcome = self._outcome(future)
             finish(outcome, 0 if isinstance(outcome, MembrokerError) or not count else getattr(outcome, count))
 
-        def begin() -> None:
+        def begin() -> Callable[[], object]:
             future = self._begin(method, request, timeout)
             self._frames.add(future)
             future.add_done_callback(answered)
+            return cast("Callable[[], object]", future.cancel)
 
-        uninterrupted(begin)
+        return uninterrupted(begin)
 
     def cancel_frames(self) -> None:
         """Cancel the calls of frames: a broker that reads them later would deliver to the session's next connection."""

@@ -75,6 +75,7 @@ class Frame(google.protobuf.message.Message):
     LIST_SESSIONS_FIELD_NUMBER: builtins.int
     LIST_SEGMENTS_FIELD_NUMBER: builtins.int
     LIST_DECISIONS_FIELD_NUMBER: builtins.int
+    CANCEL_FIELD_NUMBER: builtins.int
     WELCOME_FIELD_NUMBER: builtins.int
     DELIVERY_FIELD_NUMBER: builtins.int
     REPLY_FIELD_NUMBER: builtins.int
@@ -151,6 +152,10 @@ class Frame(google.protobuf.message.Message):
     @property
     def list_decisions(self) -> membroker.v1.broker_pb2.ListDecisionsRequest: ...
     @property
+    def cancel(self) -> global___Cancel:
+        """From revision 3 on; an older broker ends the connection. It has no Reply of its own."""
+
+    @property
     def welcome(self) -> global___Welcome:
         """From the broker."""
 
@@ -188,14 +193,15 @@ class Frame(google.protobuf.message.Message):
         list_sessions: membroker.v1.broker_pb2.ListSessionsRequest | None = ...,
         list_segments: membroker.v1.broker_pb2.ListSegmentsRequest | None = ...,
         list_decisions: membroker.v1.broker_pb2.ListDecisionsRequest | None = ...,
+        cancel: global___Cancel | None = ...,
         welcome: global___Welcome | None = ...,
         delivery: global___Delivery | None = ...,
         reply: global___Reply | None = ...,
         notice: global___Notice | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["ack", b"ack", "allocate", b"allocate", "attach_segment", b"attach_segment", "create_segment", b"create_segment", "declare", b"declare", "delete_segment", b"delete_segment", "delivery", b"delivery", "detach_segment", b"detach_segment", "get_available", b"get_available", "get_device", b"get_device", "get_model", b"get_model", "goodbye", b"goodbye", "hello", b"hello", "holds", b"holds", "kind", b"kind", "list_decisions", b"list_decisions", "list_models", b"list_models", "list_segments", b"list_segments", "list_sessions", b"list_sessions", "notice", b"notice", "recall_answer", b"recall_answer", "register_model", b"register_model", "release", b"release", "reply", b"reply", "seal_segment", b"seal_segment", "sleep_answer", b"sleep_answer", "unregister_model", b"unregister_model", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ack", b"ack", "acknowledged", b"acknowledged", "allocate", b"allocate", "attach_segment", b"attach_segment", "create_segment", b"create_segment", "declare", b"declare", "delete_segment", b"delete_segment", "delivery", b"delivery", "detach_segment", b"detach_segment", "get_available", b"get_available", "get_device", b"get_device", "get_model", b"get_model", "goodbye", b"goodbye", "hello", b"hello", "holds", b"holds", "kind", b"kind", "list_decisions", b"list_decisions", "list_models", b"list_models", "list_segments", b"list_segments", "list_sessions", b"list_sessions", "notice", b"notice", "recall_answer", b"recall_answer", "register_model", b"register_model", "release", b"release", "reply", b"reply", "request_id", b"request_id", "seal_segment", b"seal_segment", "sleep_answer", b"sleep_answer", "unregister_model", b"unregister_model", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "allocate", "release", "declare", "ack", "goodbye", "create_segment", "seal_segment", "attach_segment", "detach_segment", "delete_segment", "holds", "register_model", "unregister_model", "recall_answer", "sleep_answer", "get_device", "get_available", "get_model", "list_models", "list_sessions", "list_segments", "list_decisions", "welcome", "delivery", "reply", "notice"] | None: ...
+    def HasField(self, field_name: typing.Literal["ack", b"ack", "allocate", b"allocate", "attach_segment", b"attach_segment", "cancel", b"cancel", "create_segment", b"create_segment", "declare", b"declare", "delete_segment", b"delete_segment", "delivery", b"delivery", "detach_segment", b"detach_segment", "get_available", b"get_available", "get_device", b"get_device", "get_model", b"get_model", "goodbye", b"goodbye", "hello", b"hello", "holds", b"holds", "kind", b"kind", "list_decisions", b"list_decisions", "list_models", b"list_models", "list_segments", b"list_segments", "list_sessions", b"list_sessions", "notice", b"notice", "recall_answer", b"recall_answer", "register_model", b"register_model", "release", b"release", "reply", b"reply", "seal_segment", b"seal_segment", "sleep_answer", b"sleep_answer", "unregister_model", b"unregister_model", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["ack", b"ack", "acknowledged", b"acknowledged", "allocate", b"allocate", "attach_segment", b"attach_segment", "cancel", b"cancel", "create_segment", b"create_segment", "declare", b"declare", "delete_segment", b"delete_segment", "delivery", b"delivery", "detach_segment", b"detach_segment", "get_available", b"get_available", "get_device", b"get_device", "get_model", b"get_model", "goodbye", b"goodbye", "hello", b"hello", "holds", b"holds", "kind", b"kind", "list_decisions", b"list_decisions", "list_models", b"list_models", "list_segments", b"list_segments", "list_sessions", b"list_sessions", "notice", b"notice", "recall_answer", b"recall_answer", "register_model", b"register_model", "release", b"release", "reply", b"reply", "request_id", b"request_id", "seal_segment", b"seal_segment", "sleep_answer", b"sleep_answer", "unregister_model", b"unregister_model", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "allocate", "release", "declare", "ack", "goodbye", "create_segment", "seal_segment", "attach_segment", "detach_segment", "delete_segment", "holds", "register_model", "unregister_model", "recall_answer", "sleep_answer", "get_device", "get_available", "get_model", "list_models", "list_sessions", "list_segments", "list_decisions", "cancel", "welcome", "delivery", "reply", "notice"] | None: ...
 
 global___Frame = Frame
 
@@ -266,7 +272,7 @@ class Welcome(google.protobuf.message.Message):
       1: Frame.acknowledged, register_model, unregister_model; and the first Delivery of a segment has its size.
       2: recalls: RegisterModelRequest.answers_recalls, Holds.answering_models, RecallAnswer; and
          AllocateExtentsRequest.ahead.
-      3: the frames that read the books, get_device to list_decisions.
+      3: the frames that read the books, get_device to list_decisions; and Cancel.
 
     A client must not use a later revision than this one. An older broker leaves it at 0. Old clients work with a newer
     broker: it still accepts all that it accepted before, and clients skip fields that they do not know.
@@ -486,6 +492,21 @@ class Ack(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["part", b"part"]) -> None: ...
 
 global___Ack = Ack
+
+@typing.final
+class Cancel(google.protobuf.message.Message):
+    """The caller of a request no longer wants it. The frame carries the id of that request, which was sent on the same
+    connection. If it waits, for memory or for a seal, its wait ends, and it is answered with DELIVERY_FAILED. If it does
+    not wait, or has its answer, nothing changes: what was granted is delivered, and must be released.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___Cancel = Cancel
 
 @typing.final
 class Reply(google.protobuf.message.Message):

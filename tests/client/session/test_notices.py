@@ -40,11 +40,11 @@ class TestNotices:
 
     def test_a_life(self, broker: PlayedBroker, client: Client, caplog: pytest.LogCaptureFixture) -> None:
         """An operator drains the device, thinks better of it, and restarts the daemon: each is told, in order."""
-        told: list[membroker.Notice] = []
+        told: list[membroker.types.Notice] = []
         deadline = Timestamp()
         deadline.FromDatetime(datetime(2030, 1, 2, 3, 4, tzinfo=UTC))
 
-        def fail(notice: membroker.Notice) -> None:
+        def fail(notice: membroker.types.Notice) -> None:
             raise ValueError("a user's mistake")
 
         client.on_notice(fail)
@@ -75,7 +75,7 @@ class TestNotices:
         line(client).notices.on_notice(lambda _: None)
         broker.notice(draining=pb.Draining())
         until(lambda: line(client).notices.draining)
-        told: list[membroker.Notice] = []
+        told: list[membroker.types.Notice] = []
         client.on_notice(told.append)
         until(lambda: told == [membroker.Draining(None)])
         broker.notice(undrained=pb.Undrained())
@@ -85,7 +85,7 @@ class TestNotices:
         broker.hang_up()
         broker.resume()
         until(lambda: not is_away(client))
-        late: list[membroker.Notice] = []
+        late: list[membroker.types.Notice] = []
         client.on_notice(late.append)
         broker.notice(undrained=pb.Undrained())
         until(lambda: membroker.Undrained() in late)
@@ -98,7 +98,7 @@ class TestNotices:
 
         Else nothing that is garbage would ever be given back, and no other callback hear anything.
         """
-        told: list[membroker.Notice] = []
+        told: list[membroker.types.Notice] = []
         client.on_notice(lambda _: sys.exit("the user's own end"))
         client.on_notice(told.append)
         broker.notice(stopping=pb.Stopping())
@@ -114,7 +114,7 @@ class TestNotices:
         one, extent_id = buffer(broker, client)
         bought: list[Buffer] = []
 
-        def react(notice: membroker.Notice) -> None:
+        def react(notice: membroker.types.Notice) -> None:
             if isinstance(notice, membroker.Draining):
                 one.close()
             if isinstance(notice, membroker.Disconnected):

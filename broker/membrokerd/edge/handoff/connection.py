@@ -48,6 +48,8 @@ _METHODS: Mapping[str, str] = {
     if field.message_type is not None and field.message_type.name.endswith("Request")
 }
 """By field of a frame: the method of BrokerService that the request in it belongs to."""
+_MAY_WAIT = frozenset(("allocate", "create_segment", "attach_segment", "declare"))
+"""Requests that may wait, for memory or for a seal."""
 _QUIET = frozenset(("release", "detach_segment"))
 """Requests that may be sent without asking for an answer (`no_reply`)."""
 HOLDS_SECONDS = 10.0
@@ -83,8 +85,8 @@ class HandoffConnection:
         self._outgoing = self._outbox.packets
         self.flush = self._outbox.flush
         """Send what is queued, unless the socket is full."""
-        self._asked: set[int] = set()
-        """Unanswered allocations that were requested on this connection. The others are answered by gRPC."""
+        self._asked: dict[int, int | None] = {}
+        """The calls of unanswered requests on this connection that may wait. Other requests are answered by gRPC."""
         self._sent_answer: int | None = None
         """An allocation whose answer was sent with its delivery, before the core has answered."""
         self._closed = False
@@ -184,6 +186,9 @@ class HandoffConnection:
         elif kind == "recall_answer":
             answer = frame.recall_answer
             self._loop.tell(ev.AnswerRecall(session, answer.recall_id, max(0, answer.bytes)))
+        elif kind == "cancel":
+            if (call := self._asked.get(frame.request_id)) is not None:
+                self._loop.tell(ev.CancelWait(call))
         elif kind == "sleep_answer":
             self._loop.sleeping.answered(session, frame.sleep_answer)
         else:
@@ -193,12 +198,12 @@ class HandoffConnection:
         began = time.perf_counter()
         method = _METHODS[kind]
         quiet = kind in _QUIET and message.no_reply
-        if kind == "allocate":
-            self._asked.add(request_id)
+        if kind in _MAY_WAIT:
+            self._asked[request_id] = None
 
         def respond(result: fx.Result | Denied) -> None:
             self._dispatcher.times_of(method, "handoff")(time.perf_counter() - began)
-            self._asked.discard(request_id)
+            self._asked.pop(request_id, None)
             denied = result if isinstance(result, Denied) else None
             if denied is not None:
                 self._dispatcher.refused(session, request_id, method, message, denied)
@@ -209,7 +214,9 @@ class HandoffConnection:
             elif denied is not None:
                 self.notify(pb.Frame(request_id=request_id, notice=pb.Notice(release_refused=to_status(denied))))
 
-        self._dispatcher.request(session, self._tenant, request_id, message, respond)
+        call = self._dispatcher.request(session, self._tenant, request_id, message, respond)
+        if request_id in self._asked:  # it has no answer yet
+            self._asked[request_id] = call
 
     def _read_books(self, request_id: int, kind: str, message: Any, session: int) -> None:
         """Answer a read. A long answer that the socket does not take is not kept: the read is, and is done again."""

@@ -160,7 +160,7 @@ class TestHeldUp:
     def test_a_client_is_closed_in_the_block(self, broker: PlayedBroker, client: Client, served: Model) -> None:
         """What was held up is done in the end."""
         answering(broker, served, lambda _: None)
-        told: list[membroker.Notice] = []
+        told: list[membroker.types.Notice] = []
         client.on_notice(told.append)
 
         def end() -> None:

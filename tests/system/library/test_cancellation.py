@@ -1,0 +1,157 @@
+"""Threads that give up: their waits end in the broker, and nothing that was granted meanwhile is left."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.support.daemons import Daemon, running, until
+from tests.support.fake_broker import Caller
+from tests.support.sizes import MIB
+from tests.system.library.test_many_threads import waiting
+
+import membroker
+from membroker.errors import Cancelled, OutOfMemory
+from membroker.session.places import MOST_PATIENT
+
+PAGE = 2 * MIB
+CAPACITY = 64 * MIB
+LONG = 600
+WAITS: dict[str, Callable[[membroker.Model], Any]] = {
+    "a buffer": lambda model: model.allocate(PAGE, wait=LONG),
+    "a segment": lambda model: model.create_segment("s", PAGE, wait=LONG),
+    "a growable buffer": lambda model: model.growable_buffer(PAGE, CAPACITY, PAGE, wait=LONG),
+    "pages": lambda model: model.pool(page_size=PAGE, virtual_capacity=CAPACITY).allocate(0, PAGE, wait=LONG),
+    "a declaration": lambda model: model.declare(PAGE, wait=LONG),
+}
+
+
+def in_scope(scope: membroker.CancelScope, work: Callable[[], Any]) -> Caller:
+    """Do `work` in a scope, in a thread of its own."""
+
+    def call() -> Any:
+        with scope:
+            return work()
+
+    return Caller(call)
+
+
+@pytest.mark.parametrize("transport", ["handoff", "grpc"])
+@pytest.mark.parametrize("what", WAITS)
+def test_a_wait_ends(what: str, transport: str) -> None:
+    """Memory is full, a thread waits for it and gives up: the broker forgets the request, and the session works."""
+    with (
+        running({"capacity": CAPACITY}) as daemon,
+        membroker.connect(daemon.endpoint(), transport=transport) as client,
+    ):
+        model = client.register_model("m", virtual_capacity=CAPACITY)
+        held = model.allocate(CAPACITY)
+        scope = membroker.CancelScope()
+        caller = in_scope(scope, lambda: WAITS[what](model))
+        until(lambda: waiting(daemon) == 1)
+        scope.cancel()
+        assert isinstance(caller.end().error, Cancelled)
+        assert waiting(daemon) == 0
+        held.close()
+        assert daemon.books().lent_bytes == 0
+        model.allocate(CAPACITY).close()
+
+
+def test_an_attach_ends() -> None:
+    """It waits for a seal that does not come."""
+    with running({"capacity": CAPACITY}) as daemon, membroker.connect(daemon.endpoint()) as client:
+        model = client.register_model("m")
+        segment = model.create_segment("weights", PAGE)
+        scope = membroker.CancelScope()
+        with membroker.connect(daemon.endpoint()) as reader:
+            caller = in_scope(scope, lambda: reader.attach("weights", timeout=LONG))
+            until(lambda: len(reader._session.connection._calls) == 1)
+            scope.cancel()
+            assert isinstance(caller.end().error, Cancelled)
+            segment.seal()
+            assert client.segments()[0].sessions == 1
+
+
+def test_forty_handlers_give_up() -> None:
+    """Those at the broker and those in front of it: all are gone, without an effect on those who stay."""
+    with running({"capacity": CAPACITY}) as daemon, membroker.connect(daemon.endpoint()) as client:
+        model = client.register_model("m")
+        held = model.allocate(CAPACITY)
+        scopes = [membroker.CancelScope() for _ in range(40)]
+        callers = [in_scope(scope, lambda: model.allocate(PAGE, wait=LONG)) for scope in scopes]
+        stays = Caller(lambda: model.allocate(PAGE, wait=LONG))
+        until(lambda: waiting(daemon) == MOST_PATIENT)
+        for scope in scopes:
+            scope.cancel()
+        for caller in callers:
+            assert isinstance(caller.end().error, Cancelled)
+        until(lambda: waiting(daemon) == 1)
+        held.close()
+        stays.value().close()
+        assert daemon.books().lent_bytes == 0
+
+
+def test_while_the_broker_is_away() -> None:
+    """A call that waits for the next daemon ends too."""
+    with running({"capacity": CAPACITY}) as daemon:
+        client = membroker.connect(daemon.endpoint(), outage=LONG)
+        model = client.register_model("m")
+        daemon.kill()
+        scope = membroker.CancelScope()
+        caller = in_scope(scope, lambda: model.allocate(PAGE, wait=LONG))
+        until(lambda: bool(client._session.reconnecting._changed.waiting))
+        scope.cancel()
+        assert isinstance(caller.end().error, Cancelled)
+        daemon.start_again()
+        with client:
+            model.allocate(PAGE).close()
+
+
+@pytest.mark.parametrize("transport", ["handoff", "grpc"])
+def test_grants_and_cancellations_cross(transport: str) -> None:
+    """Threads give up at any moment while memory comes and goes: in the end all of it is there."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    with (
+        running({"capacity": CAPACITY}) as daemon,
+        membroker.connect(daemon.endpoint(), transport=transport) as client,
+    ):
+        model = client.register_model("m")
+        outcomes = set()
+        for _ in range(40):
+            held = [model.allocate(PAGE) for _ in range(CAPACITY // PAGE)]
+            scopes = [membroker.CancelScope() for _ in range(8)]
+            callers = [in_scope(scope, lambda: model.allocate(PAGE, wait=LONG)) for scope in scopes]
+            deeds: list[Callable[[], Any]] = [buffer.close for buffer in held] + [scope.cancel for scope in scopes]
+            chance.shuffle(deeds)
+            for deed in deeds:
+                deed()
+            for caller in callers:
+                caller.end()
+                outcomes.add(type(caller.error))
+                if caller.error is None:
+                    caller.result.close()
+            assert daemon.books().lent_bytes == 0
+            assert waiting(daemon) == 0
+        assert outcomes <= {type(None), Cancelled}
+        with pytest.raises(OutOfMemory):
+            model.allocate(2 * CAPACITY)
+
+
+def test_all_of_a_daemon(daemon: Daemon) -> None:
+    """One scope ends the calls of many threads, and of the blocks within it."""
+    with membroker.connect(daemon.endpoint()) as client:
+        model = client.register_model("m")
+        capacity = client.capacities["device"]
+        held = model.allocate(capacity)
+        with membroker.CancelScope() as outer:
+            inner = membroker.CancelScope()
+            until_cancelled = Caller(outer.cancel)
+            with inner, pytest.raises(Cancelled):
+                model.allocate(capacity, wait=LONG)
+            until_cancelled.end()
+            assert inner.cancelled
+        held.close()
