@@ -80,6 +80,7 @@ LEFT_AT_ZERO = (
         f"membroker.v1.Device.{name}"
         for name in (
             *("detached_sessions", "draining", "journal_full", "driver_fallback", "device_lost", "asleep_sessions"),
+            *("reload_problems", "pending_keys"),
         )
     }
     | {
