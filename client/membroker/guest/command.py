@@ -1,7 +1,8 @@
 """`membroker run --guest`: stay the parent of a program, and hold its session.
 
 Owns the order of the start, the program's signals and its exit status. The program has the terminal, and all signals
-that this process gets. When it ends, this process ends in the same way, and the warden ends what it has left behind.
+that this process gets. When it stops for the terminal, so does this process, as a shell expects of a job. When it ends,
+all that it has left behind is ended, and this process ends in the same way.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -30,7 +31,12 @@ from .suspender import Suspender
 from .tree import ProcessTree, adopt_orphans
 from .warden import Warden
 
-FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+FORWARDED = (
+    *(signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT),
+)
+_FOR_TERMINAL = (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
+"""What stops a job of a shell."""
 _VARIABLES = (names.ENDPOINT_VARIABLE, names.MODEL_VARIABLE, names.LIMIT_VARIABLE)
 _KILL_SECONDS = 10.0
 
@@ -61,31 +67,31 @@ def run(
         adopt_orphans()
         warden = Warden()
         stack.callback(warden.close)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGCHLD})  # and so in all threads from here on
-        client = stack.enter_context(connect(endpoint, client=f"membroker run --guest: {Path(found).name}"))
+        # And so in all threads from here on. A word on a terminal of others must not stop this process (SIGTTOU).
+        signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGCHLD, signal.SIGTTOU})
+        line = _Line(lambda: connect(endpoint, client=f"membroker run --guest: {Path(found).name}"), model)
+        stack.callback(line.close)
+        client = line.client
         suspender = suspender_for(client, settings)
         stack.callback(suspender.close)
         seen = seen_file(client, model)
         if is_auto:
             settings = replace(settings, memory=_read(seen), shrinks=True)
         settings = replace(settings, charges_host=client.capacities.get("host", 0) > 0)
-        tree = ProcessTree(lambda: [one.pid for one in client.sessions() if one.pid != os.getpid()], [warden.pid])
+        tree = ProcessTree(line.pids, [warden.pid])
         child = _Program()
-
-        def open_model() -> Model:
-            return client.register_model(model)
-
         listens = partial(is_listening, ports.program) if ports is not None else lambda: True
         guest = Guest(
-            open_model, suspender, tree, settings, say=say, end=child.end, watch=warden.watch, listens=listens
+            line.open_model, suspender, tree, settings, say=say, end=child.end, watch=warden.watch, listens=listens
         )
         _borrow(guest, settings, timeout)
         child.start(found, program)
+        stack.callback(tree.end)
         warden.watch([child.pid])
         guest.start()
         if door is not None:
             door.open(guest)
-        status = child.wait(guest)
+        status = child.wait(guest, warden)
         guest.close()
         _write(seen, guest.most_used)
     if os.WIFSIGNALED(status):
@@ -94,8 +100,10 @@ def run(
 
 
 def say(text: str) -> None:
-    """Tell the user of the terminal."""
-    print(f"membroker: {text}", file=sys.stderr, flush=True)
+    """Tell the user of the terminal, if anybody reads it: a program must not sleep on because nobody does."""
+    if sys.stderr is not None:  # else another file can have its descriptor
+        with suppress(OSError, ValueError):  # no buffer: what is left in it would change the exit status
+            os.write(sys.stderr.fileno(), f"membroker: {text}\n".encode(errors="replace"))
 
 
 def suspender_for(client: Client, settings: Settings) -> Suspender:
@@ -124,11 +132,38 @@ def _borrow(guest: Guest, settings: Settings, timeout: float | None) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
 
 
+class _Line:
+    """The session of a guest: it begins a new one when the broker does not know the old one any more."""
+
+    def __init__(self, connects: Callable[[], Client], model: str) -> None:
+        self._connects, self._model = connects, model
+        self.client = connects()
+        self._is_used = False
+
+    def open_model(self) -> Model:
+        """Register the model: the first time by the session that there is, then by a new one."""
+        if self._is_used:
+            client = self._connects()
+            self.client.close()
+            self.client = client
+        self._is_used = True
+        return self.client.register_model(self._model)
+
+    def pids(self) -> list[int]:
+        """Return the processes that have a session of this tenant, but this one."""
+        return [one.pid for one in self.client.sessions() if one.pid != os.getpid()]
+
+    def close(self) -> None:
+        self.client.close()
+
+
 class _Program:
     """The program."""
 
     def __init__(self) -> None:
         self.pid = 0
+        self._file = -1
+        """A pidfd: a signal never goes to another process that got the pid."""
 
     def start(self, found: str, program: list[str]) -> None:
         """Start it, with the signals as this process got them. Raises `OSError`."""
@@ -136,44 +171,48 @@ class _Program:
         sys.stdout.flush()
         defaults = (signal.SIGPIPE, signal.SIGXFSZ)  # Python ignores them, and the program would inherit that
         self.pid = os.posix_spawn(found, program, environment, setsigmask=(), setsigdef=defaults)
+        self._file = os.pidfd_open(self.pid)
 
     def end(self, why: str) -> None:
         """Kill it, because of this."""
         say(f"the program is ended: {why}")
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGTERM)
-        timer = threading.Timer(_KILL_SECONDS, self._kill)
+        self._send(signal.SIGTERM)
+        timer = threading.Timer(_KILL_SECONDS, self._send, [signal.SIGKILL])
         timer.daemon = True
         timer.start()
 
-    def _kill(self) -> None:
+    def _send(self, number: int) -> None:
         with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+            signal.pidfd_send_signal(self._file, number)
 
-    def wait(self, guest: Guest) -> int:
+    def wait(self, guest: Guest, warden: Warden) -> int:
         """Hand signals on until it ends. Return its status as `waitpid` does."""
         while True:
-            status = self._reap()
+            status = self._reap(guest, warden)
             if status is not None:
                 return status
             heard = signal.sigwaitinfo({*FORWARDED, signal.SIGCHLD})
             is_of_terminal = heard.si_code > 0  # the kernel has sent it to all processes in front of the terminal
             if heard.si_signo != signal.SIGCHLD and not is_of_terminal:
-                with suppress(ProcessLookupError):
-                    os.kill(self.pid, heard.si_signo)
+                self._send(heard.si_signo)
             if heard.si_signo in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 guest.wake()  # what it does at its end may need the device
 
-    def _reap(self) -> int | None:
+    def _reap(self, guest: Guest, warden: Warden) -> int | None:
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
             except ChildProcessError:
                 return 1 << 8
             if not pid:
                 return None
-            if pid == self.pid:
+            if pid == warden.pid:
+                guest.keep_awake("the process was killed that would end the program if this command were killed")
+            elif pid == self.pid and not os.WIFSTOPPED(status):
                 return status
+            elif pid == self.pid and os.WSTOPSIG(status) in _FOR_TERMINAL:
+                os.kill(os.getpid(), signal.SIGSTOP)
+                self._send(signal.SIGCONT)  # a shell that goes on with this job may have told this process alone
 
 
 def _die_of(number: int) -> None:

@@ -1,12 +1,17 @@
 """The door of a guest: a port that forwards bytes to the program's own port, and wakes the program for a connection.
 
 A connection to a sleeping program waits until it is awake, and one to a program that still starts until it listens.
-Bytes are forwarded untouched, so HTTP, streaming and WebSocket pass. Owns the connections; must never look into them.
+Bytes are forwarded untouched, so HTTP, streaming and WebSocket pass. One that ends without a byte, as a probe does,
+wakes nobody; one that ends while it waits is forgotten. No more are open than this process has descriptors for: others
+wait in the kernel's queue until some have ended, and one whose client is silent after the program has closed is ended.
+
+Owns the connections; must never look into them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import threading
 from contextlib import suppress
@@ -16,9 +21,26 @@ from .keeper import Guest
 from .settings import Ports
 
 LOOK_SECONDS = 0.02
+"""How often it is looked whether the program is awake."""
 CONNECT_SECONDS = 0.1
 """How long to wait until a program that does not listen yet is tried again."""
+FIRST_SECONDS = 1.0
+"""How long a connection may be silent before it wakes a program: in some protocols the server speaks first."""
+SILENT_SECONDS = 60.0
+"""How long a client may be silent when the program has closed its side."""
+MOST_CONNECTIONS = 512
+KEPT_DESCRIPTORS = 128
+"""Descriptors that the connections leave to the rest of this process."""
 _CHUNK = 1 << 16
+_ADDRESSES = ("127.0.0.1", "::1")
+
+
+def most_connections() -> int:
+    """Return how many connections may be open: each has two descriptors."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return MOST_CONNECTIONS
+    return max(1, min(MOST_CONNECTIONS, (limit - KEPT_DESCRIPTORS) // 2))
 
 
 def is_listening(port: int) -> bool:
@@ -39,10 +61,12 @@ class Door:
         self._ports = ports
         family = socket.AF_INET6 if ":" in ports.address else socket.AF_INET
         self._listener = socket.create_server((ports.address, ports.port), family=family, backlog=1024)
+        self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._loop = asyncio.new_event_loop()
         self._thread: threading.Thread | None = None
         self._closing = asyncio.Event()
+        self._awake = asyncio.Event()
 
     def open(self, guest: Guest) -> None:
         """Let connections in."""
@@ -58,43 +82,131 @@ class Door:
 
     async def _serve(self, guest: Guest) -> None:
         connections: set[asyncio.Task[None]] = set()
-
-        async def enter(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.current_task()
-            assert task is not None
-            connections.add(task)
-            guest.connected(1)
-            try:
-                await self._forward(guest, reader, writer)
-            finally:
-                guest.connected(-1)
-                connections.discard(task)
-                writer.close()
-
-        async with await asyncio.start_server(enter, sock=self._listener):
-            await self._closing.wait()
-        for task in connections:
+        tasks = [self._loop.create_task(self._watch(guest)), self._loop.create_task(self._accept(guest, connections))]
+        await self._closing.wait()
+        for task in (*tasks, *connections):
             task.cancel()
-        await asyncio.gather(*connections, return_exceptions=True)
+        await asyncio.gather(*tasks, *connections, return_exceptions=True)
 
-    async def _forward(self, guest: Guest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while not guest.is_awake:
-            await asyncio.sleep(LOOK_SECONDS)
+    async def _watch(self, guest: Guest) -> None:
+        """Know whether the program is awake: one look for all connections."""
         while True:
+            (self._awake.set if guest.is_awake else self._awake.clear)()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _accept(self, guest: Guest, connections: set[asyncio.Task[None]]) -> None:
+        places = asyncio.Semaphore(most_connections())
+
+        def ended(task: asyncio.Task[None]) -> None:
+            connections.discard(task)
+            places.release()
+
+        while True:
+            await places.acquire()
             try:
-                back, forth = await asyncio.open_connection("127.0.0.1", self._ports.program)
-                break
-            except OSError:
+                client, _ = await self._loop.sock_accept(self._listener)
+            except OSError:  # it has gone already, or there is no descriptor left
+                places.release()
                 await asyncio.sleep(CONNECT_SECONDS)
+                continue
+            task = self._loop.create_task(self._enter(guest, client))
+            connections.add(task)
+            task.add_done_callback(ended)
+
+    async def _enter(self, guest: Guest, client: socket.socket) -> None:
+        """Serve one connection until it ends."""
         try:
-            await asyncio.gather(_copy(reader, forth), _copy(back, writer))
+            reader, writer = await asyncio.open_connection(sock=client)
+        except OSError:
+            client.close()
+            return
+        try:
+            with suppress(OSError):
+                early = bytearray()
+                if self._awake.is_set() or await self._has_come(reader, early):
+                    guest.connected(1)
+                    try:
+                        await self._forward(reader, writer, early)
+                    finally:
+                        guest.connected(-1)
+            writer.close()
+            with suppress(OSError, TimeoutError):  # a client may not read what it was sent
+                await asyncio.wait_for(writer.wait_closed(), SILENT_SECONDS)
+        finally:
+            writer.transport.abort()
+
+    async def _has_come(self, reader: asyncio.StreamReader, early: bytearray) -> bool:
+        """Wait for the first bytes, or for long enough. Say whether somebody is there: it may end first."""
+        try:
+            early += await asyncio.wait_for(reader.read(_CHUNK), FIRST_SECONDS)
+        except TimeoutError:
+            return True
+        return bool(early)
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, early: bytearray) -> None:
+        program = self._loop.create_task(self._connect())
+        try:
+            while not program.done():  # so much is read, to see whether the client goes away
+                if len(early) >= _CHUNK:
+                    await asyncio.wait([program])
+                    break
+                read = self._loop.create_task(reader.read(_CHUNK - len(early)))
+                await asyncio.wait([program, read], return_when=asyncio.FIRST_COMPLETED)
+                if not read.done():
+                    read.cancel()
+                    await asyncio.wait([read])
+                if not read.cancelled():
+                    early += read.result()
+                    if not read.result() and not program.done():
+                        return
+            back, forth = await program
+        finally:
+            program.cancel()
+        try:
+            forth.write(early)
+            await _exchange((reader, writer), (back, forth))
         finally:
             forth.close()
 
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Wait until the program is awake and listens."""
+        while True:
+            await self._awake.wait()
+            for address in _ADDRESSES:
+                with suppress(OSError):
+                    return await asyncio.open_connection(address, self._ports.program)
+            await asyncio.sleep(CONNECT_SECONDS)
 
-async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-    with suppress(OSError, RuntimeError):
-        while data := await source.read(_CHUNK):
+
+_Side = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def _exchange(client: _Side, program: _Side) -> None:
+    """Copy in both directions. An error of one side ends both; the end of one direction lets the other one go on."""
+    there = asyncio.ensure_future(_copy(client[0], program[1]))
+    back = asyncio.ensure_future(_copy(program[0], client[1]))
+    try:
+        await asyncio.wait([there, back], return_when=asyncio.FIRST_COMPLETED)
+        for one in (there, back):
+            if one.done():
+                one.result()
+        if back.done() and not there.done():
+            there.cancel()
+            await asyncio.wait([there])
+            await _copy(client[0], program[1], SILENT_SECONDS)
+        else:
+            await back
+    finally:
+        there.cancel()
+        back.cancel()
+        await asyncio.gather(there, back, return_exceptions=True)
+
+
+async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter, silent: float | None = None) -> None:
+    """Copy until the end; with `silent`, until nothing has come for so many seconds."""
+    with suppress(TimeoutError):
+        while data := await asyncio.wait_for(source.read(_CHUNK), silent):
             target.write(data)
             await target.drain()
+    with suppress(OSError, RuntimeError):
         target.write_eof()

@@ -8,13 +8,17 @@ only then each process is restored: a restore that meets a full device makes the
 A guest without a door always wants to run: it asks to wake as soon as it sleeps, and takes turns with others. One with
 a door wakes for a connection. A guest that an operator has put to sleep stays asleep until a connection or an operator
 wakes it.
+
+A process is a pid and its start: before each call it is made sure that the pid still means the same process.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 from .. import DEFERRED, Model, Recall
 from ..errors import ClosedError, MembrokerError, OutOfMemory, SessionLost
@@ -22,12 +26,12 @@ from ..ext import start_thread
 from ..types import SleepRequest, SleepStatus
 from ..vmm.driver import DriverError
 from ..vmm.sizes import format_size
+from .host_memory import free_bytes
 from .settings import Settings
 from .suspender import Suspender
 from .tree import ProcessTree
 
-_IDLE = "it had no connection"
-AWAKE, FALLING, ASLEEP, WAKING = "awake", "falling_asleep", "asleep", "waking"
+SleepCause = Literal["", "recall", "idle", "operator", "excess"]
 LOOK_SECONDS = 0.1
 """How often the processes are looked at."""
 SESSIONS_SECONDS = 1.0
@@ -48,6 +52,16 @@ ASK_AGAIN_SECONDS = 5.0
 """How long a guest waits until it asks again after a refusal."""
 WAIT_SECONDS = 86_400.0
 """How long one request waits in the broker's queue when the guest wakes."""
+MOST_ROUNDS = 10
+"""How often processes are looked for that have begun to use the device while the others were suspended."""
+
+
+class UsingProcess(NamedTuple):
+    """A process that uses the device. One that got its pid later has another `start`."""
+
+    pid: int
+    start: str
+    size: int
 
 
 class Guest:
@@ -75,8 +89,11 @@ class Guest:
         self._say, self._end, self._watch, self._listens = say, end, watch, listens
         self._has_listened = False
         self._changed = threading.Condition()
-        self._state = AWAKE
+        self._is_due = False
+        """Whether something has happened that is not to wait for the next look."""
         self._model = open_model()
+        self._is_lost = False
+        """Whether the broker does not know the session any more."""
         self._closed = False
         self._recall: Recall | None = None
         self._asked_to_sleep_until = 0.0
@@ -84,17 +101,21 @@ class Guest:
         self._wakes = False
         self._connections = 0
         self._idle_since = self._declared_at = self._less_since = time.monotonic()
-        self._declared = 0
+        self._declared, self._is_firm = 0, False
         self.most_used = 0
         """The most that was seen, in bytes."""
-        self._firm_until = 0.0
-        self._suspended: dict[int, str] = {}
-        """The suspended processes, and when they started."""
-        self._image = 0
+        self._firm_until, self._must_run = 0.0, ""
+        """Until when it is not put to sleep, and why it never is again."""
+        self._is_awake, self._is_falling = True, False
+        self._suspended: dict[int, UsingProcess] = {}
+        self._beside = 0
+        """What processes use that could not be suspended beside the others."""
         self._granted: bool | None = None
         """Whether the broker has lent what the guest needs to wake; None: it has not been asked."""
         self._granted_at = self._ask_again_at = 0.0
-        self._asleep_since, self._why, self._took = 0.0, "", 0.0
+        self._asleep_since = self._sleep_took = self._wake_took = 0.0
+        self._cause: SleepCause = ""
+        self._why = ""
         self._told = ""
         self._sessions_at = 0.0
         self._thread: threading.Thread | None = None
@@ -104,8 +125,7 @@ class Guest:
     def borrow(self, wait: float) -> None:
         """Declare what the program may use, before it starts. Raises `OutOfMemory`."""
         self._answer_for()
-        self._model.declare(self._settings.memory, recallable=self._settings.can_sleep, wait=wait)
-        self._declared, self._declared_at = self._settings.memory, time.monotonic()
+        self._declare(self._settings.memory, wait)
 
     def start(self) -> None:
         """Begin to look at the program."""
@@ -120,10 +140,17 @@ class Guest:
             self._thread.join(CLOSE_SECONDS)
 
     def wake(self) -> None:
-        """Wake the program, if it sleeps, as soon as the broker lends the memory."""
+        """Wake the program, if it sleeps, as soon as the broker lends the memory, and let no operator's wish stand."""
         with self._changed:
-            self._wakes, self._stays_asleep = True, False
-            self._changed.notify_all()
+            self._wakes, self._stays_asleep, self._asked_to_sleep_until = True, False, 0.0
+            self._happened()
+
+    def keep_awake(self, why: str) -> None:
+        """Never let it sleep from now on, because of this, and wake it."""
+        with self._changed:
+            self._must_run, self._firm_until = why, math.inf
+        self.wake()
+        self._tell(f"it does not sleep any more: {why}")
 
     def connected(self, change: int) -> None:
         """Count connections through the door: each keeps the program from sleeping for want of use, and wakes it."""
@@ -132,12 +159,16 @@ class Guest:
             self._idle_since = time.monotonic()
             if change > 0:
                 self._stays_asleep = False
-            self._changed.notify_all()
+            self._happened()
 
     @property
     def is_awake(self) -> bool:
         """Whether the program can use its memory now."""
-        return self._state == AWAKE
+        return self._is_awake and not self._is_falling
+
+    def _happened(self) -> None:
+        self._is_due = True
+        self._changed.notify_all()
 
     # --- what the broker and operators ask ---
 
@@ -149,7 +180,7 @@ class Guest:
     def _recalled(self, recall: Recall) -> object:
         with self._changed:
             self._recall = recall
-            self._changed.notify_all()
+            self._happened()
         return DEFERRED
 
     def _asked(self, request: SleepRequest) -> SleepStatus:
@@ -159,33 +190,42 @@ class Guest:
             with self._changed:
                 idle = self._idle()
                 self._may_rest = bool(request.idle_seconds) and idle is not None and idle >= request.idle_seconds
-                self._changed.notify_all()
+                self._happened()
         else:
             with self._changed:
-                if self._state == AWAKE:
+                self._wakes = False
+                if self._is_awake and not self._is_falling:
                     self._asked_to_sleep_until = request.deadline
                 else:
-                    self._stays_asleep, self._wakes = True, False
-                self._changed.notify_all()
+                    self._stays_asleep = True
+                self._happened()
         return self.status()
+
+    @property
+    def _state(self) -> str:
+        if self._is_falling:
+            return "falling_asleep"
+        if self._is_awake:
+            return "awake"
+        return "asleep" if self._granted is None else "waking"
 
     def status(self) -> SleepStatus:
         """Return what an operator sees."""
         with self._changed:
-            state, image = self._state, self._image
-            if state == AWAKE:
+            state = self._state
+            if state == "awake":
                 busy = self._connections and self._asked_to_sleep_until > time.monotonic()
                 plural = "s" if self._connections > 1 else ""
                 detail = f"it has {self._connections} connection{plural}" if busy else self._told
                 idle = self._idle()
                 idle_ms = None if idle is None else int(idle * 1000)
-                return SleepStatus("busy" if busy else AWAKE, detail=detail, idle_ms=idle_ms)
+                return SleepStatus("busy" if busy else "awake", detail=detail, idle_ms=idle_ms)
             since = time.strftime("%H:%M:%S", time.localtime(self._asleep_since))
-            detail = f"asleep since {since}, because {self._why}; it took {self._took:.1f} s"
-            if state == WAKING:
+            detail = f"asleep since {since}, because {self._why}; it took {self._sleep_took:.1f} s"
+            if state == "waking":
                 detail += f"; it waits for {format_size(self._need())}"
             asleep_ms = max(0, int((time.time() - self._asleep_since) * 1000))
-            by_itself = self._why.startswith(_IDLE)
+            by_itself, image = self._cause == "idle", self._image()
             return SleepStatus(state, weight_bytes=image, detail=detail, asleep_ms=asleep_ms, by_itself=by_itself)
 
     def _idle(self) -> float | None:
@@ -201,28 +241,31 @@ class Guest:
 
     def _run(self) -> None:
         while not self._closed:
+            with self._changed:
+                self._is_due = False
             try:
+                if self._is_lost:
+                    self._open_again()
                 self.look()
             except ClosedError:
                 return
             except SessionLost:
-                self._open_again()
+                self._is_lost = True
             except (MembrokerError, DriverError) as error:
                 self._tell(str(error))
             except Exception as error:  # noqa: BLE001 - a program that sleeps must not sleep on because of a fault here
                 self._tell(f"a fault of membroker: {error!r}")
             with self._changed:
-                if not self._closed and self._recall is None:
+                if not self._closed and not self._is_due:
                     self._changed.wait(LOOK_SECONDS)
 
     def _open_again(self) -> None:
         """Begin a new session: an operator has ended the old one, and what is declared with it."""
-        try:
-            self._model = self._open_model()
-            self._declared, self._granted, self._recall = 0, None, None
-            self._answer_for()
-        except MembrokerError as error:
-            self._tell(str(error))
+        self._model = self._open_model()
+        self._declared, self._granted, self._recall, self._is_lost = 0, None, None, False
+        self._answer_for()
+        if self._settings.charges_host and self._suspended:
+            self._model.declare(self._image(), "host")
 
     def _tell(self, text: str) -> None:
         """Tell the user, once."""
@@ -232,57 +275,79 @@ class Guest:
 
     def look(self) -> None:
         """Look at the program, and do what is to be done next. The thread does this again and again."""
+        if self._settings.can_sleep and time.monotonic() - self._sessions_at >= SESSIONS_SECONDS:
+            self._sessions_at = time.monotonic()
+            self._tree.look_at_sessions()
+        using = self._using()
+        used = sum(one.size for one in using)
+        self.most_used = max(self.most_used, used)
+        if self._is_awake:
+            cause, why = self._why_sleep()
+            if cause:
+                self._sleep(using, cause, why)
+            else:
+                self._follow(using, used)
+        elif using and time.monotonic() >= self._firm_until:  # it has begun a process that computes
+            self._sleep(using, self._cause, self._why)
+        else:
+            self._beside = sum(one.size for one in using)
+        if not self._is_awake:
+            if self._granted is None and self._declared != self._beside:
+                try:
+                    self._declare(self._beside)
+                except OutOfMemory as error:
+                    self._tell(f"it uses {format_size(self._beside)} while it sleeps: {error}")
+            self._answer_recall()
+            if self._granted is not None or (self._wants_to_run() and time.monotonic() >= self._ask_again_at):
+                self._go_on_waking()
+
+    def _using(self) -> list[UsingProcess]:
+        """Return the processes that use the device now. Forget suspended ones that have ended."""
         pids = self._tree.pids()
         self._watch(pids)
-        if self._settings.can_sleep and time.monotonic() - self._sessions_at >= SESSIONS_SECONDS:
-            self._tree.look_at_sessions()
-            self._sessions_at = time.monotonic()
-        usage = {pid: size for pid, size in self._suspender.usage(pids).items() if size}
-        used = sum(usage.values())
-        self.most_used = max(self.most_used, used)
-        if self._state == AWAKE:
-            why = self._why_sleep()
-            if why:
-                self._sleep(usage, why)
-            else:
-                self._follow(usage, used)
-        elif usage and self._state in (ASLEEP, WAKING):  # it has begun a process that computes
-            self._sleep(usage, self._why)
-        elif self._state == WAKING or (self._wants_to_run() and time.monotonic() >= self._ask_again_at):
-            self._go_on_waking()
-        self._answer_recall()
+        starts = {pid: self._tree.start_of(pid) for pid in pids}  # before the usage: so it is never another one's
+        self._suspended = {pid: one for pid, one in self._suspended.items() if self._is_there(one)}
+        usage = self._suspender.usage(pids)
+        return [UsingProcess(pid, start, usage[pid]) for pid, start in starts.items() if start and usage.get(pid)]
 
-    def _why_sleep(self) -> str:
-        """Return why the program must sleep now, as half a sentence, or ""."""
+    def _is_there(self, one: UsingProcess) -> bool:
+        return self._tree.start_of(one.pid) == one.start
+
+    def _image(self) -> int:
+        return sum(one.size for one in self._suspended.values())
+
+    def _why_sleep(self) -> tuple[SleepCause, str]:
+        """Return why the program must sleep now, in a word and as half a sentence, or ""."""
         settings, now = self._settings, time.monotonic()
         if not settings.can_sleep:
-            return ""
+            return "", ""
         if self._recall is not None:
-            return "others need the memory"
+            return "recall", "others need the memory"
         if not self._connections and now < self._asked_to_sleep_until:
-            return "an operator has asked for it"
+            return "operator", "an operator has asked for it"
         after, idle = settings.sleep_after, self._idle()
-        if idle is not None and (self._may_rest or (after is not None and idle >= after)):
-            return f"{_IDLE} for {idle:.1f} s"
-        return ""
+        is_long = idle is not None and (self._may_rest or (after is not None and idle >= after))
+        if is_long and now >= self._firm_until:
+            return "idle", f"it had no connection for {idle:.1f} s"
+        return "", ""
 
     def _wants_to_run(self) -> bool:
-        if self._wakes or self._connections:
+        if self._wakes or self._connections or self._beside:
             return True
         return not self._stays_asleep and not self._settings.has_door
 
     def _answer_recall(self) -> None:
         """Answer a recall for which there is nothing to do any more."""
-        if self._recall is not None and self._state == ASLEEP:
+        if self._recall is not None and self._state == "asleep":
             recall, self._recall = self._recall, None
             recall.done()
 
     def _declare(self, size: int, wait: float = 0.0) -> None:
-        is_firm = time.monotonic() < self._firm_until
-        self._model.declare(size, recallable=self._settings.can_sleep and not is_firm, wait=wait)
-        self._declared, self._declared_at = size, time.monotonic()
+        is_firm = not self._settings.can_sleep or time.monotonic() < self._firm_until
+        self._model.declare(size, recallable=not is_firm, wait=wait)
+        self._declared, self._is_firm, self._declared_at = size, is_firm, time.monotonic()
 
-    def _follow(self, usage: Mapping[int, int], used: int) -> None:
+    def _follow(self, using: list[UsingProcess], used: int) -> None:
         """Declare what the program uses."""
         now, target = time.monotonic(), max(self._settings.memory, used)
         if target < self._declared and not self._settings.shrinks:
@@ -293,130 +358,157 @@ class Guest:
             try:
                 self._declare(target)
             except OutOfMemory as error:
-                self._exceed(usage, used, error)
+                self._exceed(using, used, error)
         elif target < self._declared and now - self._less_since >= LESS_SECONDS:
             self._declare(target)
         elif self._declared and self._is_touched(now):
             self._declare(self._declared)
 
     def _is_touched(self, now: float) -> bool:
-        """Say whether the declaration is to be made again: the guest is in use, or can be recalled again."""
-        is_over = self._declared_at <= self._firm_until <= now
-        return is_over or (self._connections > 0 and now - self._declared_at >= TOUCH_SECONDS)
+        """Say whether the declaration is to be made again: the guest is in use, or can be recalled again, or not."""
+        is_changed = self._settings.can_sleep and self._is_firm != (now < self._firm_until)
+        return is_changed or (self._connections > 0 and now - self._declared_at >= TOUCH_SECONDS)
 
-    def _exceed(self, usage: Mapping[int, int], used: int, error: OutOfMemory) -> None:
+    def _exceed(self, using: list[UsingProcess], used: int, error: OutOfMemory) -> None:
         """Let a program sleep, or end it, that uses more than the broker lends."""
         why = f"it uses {format_size(used)}, and the broker lends it {format_size(self._declared)}"
         if self._settings.on_excess == "kill":
             self._end(f"{why}: {error}")
         elif self._settings.can_sleep and time.monotonic() >= self._firm_until:
-            self._sleep(usage, why)
+            self._sleep(using, "excess", why)
         else:
             self._tell(f"{why}: {error}")
 
     # --- asleep ---
 
-    def _sleep(self, usage: Mapping[int, int], why: str) -> None:
+    def _sleep(self, using: list[UsingProcess], cause: SleepCause, why: str) -> None:
         """Suspend the processes that use the device, and declare nothing. If that fails, be firm for a while."""
-        was_asleep, begun = self._state != AWAKE, time.monotonic()
+        begun = time.monotonic()
         with self._changed:
-            self._state = FALLING
-        failed = self._why_not(usage) or self._suspend(usage)
+            self._is_falling = True
+            if self._is_awake:
+                self._wakes = False
+        before = self._suspended
+        try:
+            failed = self._suspend_all(using)
+        except BaseException as error:
+            self._is_falling = False
+            if self._suspended != before:
+                self._fail(using, f"{error!r}")
+            raise
         if failed:
-            with self._changed:
-                self._state = AWAKE
-                self._asked_to_sleep_until = 0.0
-                self._firm_until = time.monotonic() + FIRM_SECONDS
-            self._tell(f"it cannot sleep: {failed}")
-            if self._settings.charges_host:
-                self._model.declare(0, "host")
-            self._declare(max(self._declared, sum(usage.values())))
-            if self._recall is not None:
-                recall, self._recall = self._recall, None
-                recall.done()
+            self._fail(using, failed)
             return
         with self._changed:
-            self._suspended |= {pid: start for pid in usage if (start := self._tree.start_of(pid))}
-            self._image = sum(usage.values()) + (self._image if was_asleep else 0)
-            self._asleep_since, self._why, self._took = time.time(), why, time.monotonic() - begun
+            self._asleep_since, self._cause, self._why = time.time(), cause, why
+            self._sleep_took = time.monotonic() - begun
             if time.monotonic() < self._asked_to_sleep_until:
-                self._stays_asleep = True
-            self._asked_to_sleep_until, self._wakes, self._may_rest = 0.0, False, False
-            if self._granted is None:
-                self._state = ASLEEP
-            else:
-                self._state = WAKING
-        if self._granted is None:
-            self._declare(0)
+                self._stays_asleep = not self._connections
+            self._asked_to_sleep_until, self._may_rest, self._beside = 0.0, False, 0
+            self._is_awake = self._is_falling = False
         self._told = ""
-        self._say(f"it sleeps, because {why}: {format_size(self._image)} after {self._took:.1f} s")
+        self._say(f"it sleeps, because {why}: {format_size(self._image())} after {self._sleep_took:.1f} s")
 
-    def _why_not(self, usage: Mapping[int, int]) -> str:
+    def _suspend_all(self, using: list[UsingProcess]) -> str:
+        """Suspend these, and what begins to use the device meanwhile. Return why that fails, as half a sentence."""
+        for _ in range(MOST_ROUNDS):
+            failed = self._why_not(using) or self._suspend(using)
+            if failed:
+                return failed
+            using = self._using()
+            if not using:
+                return ""
+        return "it begins more and more processes that use the device"
+
+    def _fail(self, using: list[UsingProcess], failed: str) -> None:
+        """Let what runs run on, and be firm. What is suspended already is put back when the device shows the room."""
+        was_awake = self._is_awake
+        with self._changed:
+            self._is_falling = False
+            self._asked_to_sleep_until = 0.0
+            if not self._must_run:
+                self._firm_until = time.monotonic() + FIRM_SECONDS
+            if was_awake and self._suspended:  # their memory is still declared
+                self._is_awake, self._granted, self._granted_at = False, True, time.monotonic()
+                self._asleep_since, self._cause, self._why = time.time(), "", f"it could not sleep: {failed}"
+            recall, self._recall = self._recall, None
+        self._tell(f"it cannot sleep: {failed}")
+        try:
+            if self._settings.charges_host and not self._suspended:
+                self._model.declare(0, "host")
+            if was_awake:
+                self._declare(max(self._declared, sum(one.size for one in using)))
+        finally:
+            if recall is not None:
+                recall.done()
+
+    def _why_not(self, using: list[UsingProcess]) -> str:
         """Return why the processes must not be suspended, as half a sentence, or ""."""
+        if self._must_run:
+            return self._must_run
         self._tree.look_at_sessions()
-        reasons = filter(None, map(self._tree.why_not, usage))
-        size = sum(usage.values())
-        free = _host_bytes_free()
+        reasons = filter(None, [self._tree.why_not(one.pid) for one in using])
+        size = sum(one.size for one in using)
+        free = free_bytes()
         if free is not None and size > free:
             return f"the machine has {format_size(free)} of memory free, and its image needs {format_size(size)}"
         if reason := next(reasons, ""):
             return reason
         if self._settings.charges_host:
             try:
-                self._model.declare(size + self._image, "host")
+                self._model.declare(size + self._image(), "host")
             except OutOfMemory as error:
                 return f"the broker does not lend host memory for its image: {error}"
         return ""
 
-    def _suspend(self, usage: Mapping[int, int]) -> str:
-        """Lock all processes, then suspend each. Undo that if one fails, and return why, as half a sentence."""
-        locked: list[int] = []
-        suspended: list[int] = []
-        for steps, call in ((locked, self._lock), (suspended, self._suspender.suspend)):
-            for pid in usage:
-                try:
-                    call(pid)
-                    steps.append(pid)
-                except DriverError as error:
-                    if not self._tree.start_of(pid):
-                        continue  # it has ended
-                    self._undo(locked, suspended)
-                    return f"process {pid}: {error}"
-        return ""
+    def _suspend(self, using: list[UsingProcess]) -> str:
+        """Lock all processes, then suspend each. If one fails, unlock those that run; return why."""
+        locked: list[UsingProcess] = []
+        failed = ""
+        for one in using:
+            if not failed:
+                error = self._failure(one, lambda pid: self._suspender.lock(pid, LOCK_SECONDS))
+                failed = f"process {one.pid}: {error}" if error else ""
+                locked += [] if error else [one]
+        for one in locked:
+            if not failed:
+                error = self._failure(one, self._suspender.suspend)
+                failed = f"process {one.pid}: {error}" if error else ""
+                if not error and self._is_there(one):
+                    self._suspended = {**self._suspended, one.pid: one}
+        for one in locked if failed else ():
+            if one.pid not in self._suspended and (error := self._failure(one, self._suspender.unlock)):
+                self._end(f"process {one.pid} cannot go on, and can only be killed: {error}")
+        return failed
 
-    def _lock(self, pid: int) -> None:
-        self._suspender.lock(pid, LOCK_SECONDS)
-
-    def _undo(self, locked: list[int], suspended: list[int]) -> None:
-        """Let the processes run on: their memory is still declared."""
-        for pid in locked:
+    def _failure(self, one: UsingProcess, call: Callable[[int], object]) -> DriverError | None:
+        """Make a call for a process that is still there. Return why it has failed, unless the process has ended."""
+        if self._is_there(one):
             try:
-                if pid in suspended:
-                    self._suspender.restore(pid)
-                self._suspender.unlock(pid)
+                call(one.pid)
             except DriverError as error:
-                if self._tree.start_of(pid):
-                    self._end(f"process {pid} cannot be put back on the device, and can only be killed: {error}")
+                if self._is_there(one):
+                    return error
+        return None
 
     # --- and awake again ---
 
     def _need(self) -> int:
-        return max(self._image, self._settings.memory)
+        return max(self._image() + self._beside, self._settings.memory)
 
     def _go_on_waking(self) -> None:
         """Ask the broker; when it has lent the memory and the device shows it, restore."""
-        if self._state == ASLEEP:
-            with self._changed:
-                self._state, self._granted = WAKING, False
-            start_thread(self._ask, "membroker-guest-wake")
+        if self._granted is None:
+            self._granted = False
+            start_thread(self._ask, "membroker-guest-wake", self._model)
         elif self._granted and self._recall is not None:  # the device did not show it in time
-            self._declare(0)
-            with self._changed:
-                self._state, self._granted = ASLEEP, None
+            self._declare(self._beside)
+            self._granted = None
+            self._answer_recall()
         elif self._granted and self._is_on_device():
             self._restore()
 
-    def _ask(self) -> None:
+    def _ask(self, model: Model) -> None:
         """Wait in the broker's queue, in a thread of its own."""
         granted: bool | None = None
         try:
@@ -425,52 +517,44 @@ class Guest:
         except ClosedError:
             return
         except MembrokerError as error:
+            self._is_lost = self._is_lost or (isinstance(error, SessionLost) and model is self._model)
             self._tell(f"it cannot wake yet: {error}")
         with self._changed:
-            self._granted, self._granted_at = granted, time.monotonic()
-            if not granted:
-                self._state, self._ask_again_at = ASLEEP, time.monotonic() + ASK_AGAIN_SECONDS
-            self._changed.notify_all()
+            if model is self._model:  # else it is asked for again
+                self._granted, self._granted_at = granted, time.monotonic()
+                if not granted:
+                    self._ask_again_at = time.monotonic() + ASK_AGAIN_SECONDS
+            self._happened()
 
     def _is_on_device(self) -> bool:
-        free = self._suspender.free_bytes()
-        if free is None or free >= self._image:
+        free, image = self._suspender.free_bytes(), self._image()
+        if free is None or free >= image:
             return True
         if time.monotonic() - self._granted_at >= DEVICE_SECONDS:
             self._tell(
-                f"the broker has lent {format_size(self._image)}, but the device has {format_size(free)} free: a "
-                "process uses memory that is not in the books (`membroker processes`). It stays asleep until then"
+                f"the broker has lent {format_size(image)}, but the device has {format_size(free)} free: a process "
+                "uses memory that is not in the books (`membroker processes`). It stays asleep until then"
             )
         return False
 
     def _restore(self) -> None:
         begun = time.monotonic()
-        alive = [pid for pid, start in self._suspended.items() if self._tree.start_of(pid) == start]
-        for call in (self._suspender.restore, self._suspender.unlock):
-            for pid in alive:
-                try:
-                    call(pid)
-                except DriverError as error:
-                    if self._tree.start_of(pid) == self._suspended[pid]:
-                        self._end(f"process {pid} cannot be put back on the device, and can only be killed: {error}")
-                        self._closed = True
-                        return
+        for call in (self._put_back, self._suspender.unlock):
+            for one in self._suspended.values():
+                if error := self._failure(one, call):
+                    self._end(f"process {one.pid} cannot be put back on the device, and can only be killed: {error}")
+                    self._closed = True
+                    return
         with self._changed:
-            self._state, self._granted = AWAKE, None
-            self._suspended, self._image, self._wakes = {}, 0, False
+            self._is_awake, self._granted = True, None
+            self._suspended, self._beside, self._wakes = {}, 0, False
+            self._wake_took = time.monotonic() - begun
             self._idle_since = time.monotonic()
             self._told = ""
         if self._settings.charges_host:
             self._model.declare(0, "host")
-        self._say(f"it is awake again after {time.monotonic() - begun:.1f} s")
+        self._say(f"it is awake again after {self._wake_took:.1f} s")
 
-
-def _host_bytes_free() -> int | None:
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
+    def _put_back(self, pid: int) -> None:
+        if self._suspender.state(pid) != "locked":  # else it was put back before, and something else failed then
+            self._suspender.restore(pid)

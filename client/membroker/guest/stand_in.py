@@ -99,8 +99,9 @@ class StandInSuspender:
         return "locked" if pid in self._locked else "running"
 
     def lock(self, pid: int, seconds: float) -> None:
-        """Check that the process is one of this user and runs."""
+        """Check that the process is one of this user and runs. One that is stopped would hear the rest too late."""
         del seconds
+        _check("lock", " (stopped)" not in _status(pid))
         _check("lock", self.state(pid) == "running" and _held(pid) is not None)
         _signal("lock", pid, 0)
         self._locked.add(pid)
@@ -141,6 +142,12 @@ def _held(pid: int) -> int | None:
                 status = entry.stat()  # a mapping has a descriptor of its own
                 sizes[status.st_ino] = status.st_size
     return sum(sizes.values()) if sizes else None
+
+
+def _status(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/status").read_text()
+    return ""
 
 
 def _check(call: str, is_allowed: bool) -> None:

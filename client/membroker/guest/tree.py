@@ -3,16 +3,23 @@
 This process adopts what its children leave behind (PR_SET_CHILD_SUBREAPER), so a program that forks and lets the parent
 end does not escape. Owns which of them may be suspended: those of this user that have no session of a broker, and never
 had one, as far as the broker has shown.
+
+A process that cannot be looked at, for want of descriptors or memory, is not one that is gone: that raises `OSError`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import signal
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 _SET_CHILD_SUBREAPER = 36
+_MOST_WALKS = 10
+END_SECONDS = 10.0
+"""How long killed processes are waited for: a driver can hold one back."""
 
 
 def adopt_orphans() -> None:
@@ -20,6 +27,8 @@ def adopt_orphans() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    if not Path("/proc/thread-self/children").exists():
+        raise OSError("this kernel does not tell a process's children (CONFIG_PROC_CHILDREN)")
 
 
 class ProcessTree:
@@ -32,51 +41,100 @@ class ProcessTree:
         """Processes that have or had a session: pid and start time."""
 
     def pids(self) -> list[int]:
-        """Return the pids of all that live."""
-        found, left = [], [os.getpid()]
+        """Return the pids of all that live. One whose parent ends meanwhile is found in another place."""
+        before: set[int] | None = None
+        for _ in range(_MOST_WALKS):
+            found = self._walk()
+            if found == before:
+                break
+            before = found
+        return sorted(found)
+
+    def _walk(self) -> set[int]:
+        found, left = set[int](), [os.getpid()]
         while left:
-            for pid in _children(left.pop()):
+            for pid in children(left.pop()):
                 if pid not in self._besides:
                     left.append(pid)
-                    if _stat(pid)[:1] not in (["Z"], ["X"], []):
-                        found.append(pid)
-        return sorted(found)
+                    if start_of(pid):
+                        found.add(pid)
+        return found
 
     def start_of(self, pid: int) -> str:
         """Return when a process started, in the kernel's own unit; "" if it is gone or a zombie."""
-        fields = _stat(pid)
-        return fields[19] if fields and fields[0] not in ("Z", "X") else ""
+        return start_of(pid)
 
     def look_at_sessions(self) -> None:
         """Note which processes of the tree have a session now."""
         with_sessions = set(self._sessions())
-        self._with_sessions |= {(pid, self.start_of(pid)) for pid in self.pids() if pid in with_sessions}
+        self._with_sessions |= {(pid, start_of(pid)) for pid in self.pids() if pid in with_sessions}
 
     def why_not(self, pid: int) -> str:
         """Return why a process of the tree must not be suspended, as half a sentence, or ""."""
-        if (pid, self.start_of(pid)) in self._with_sessions:
+        if (pid, start_of(pid)) in self._with_sessions:
             return f"process {pid} has used memory of a broker, and would die of it"
         try:
             uid = os.stat(f"/proc/{pid}").st_uid
-        except OSError:
+        except FileNotFoundError:
             return ""  # it is gone
         return "" if uid == os.geteuid() else f"process {pid} belongs to another user"
 
+    def end(self) -> None:
+        """Kill all, and what they begin meanwhile. The caller has blocked SIGCHLD."""
+        looks = int(END_SECONDS / 0.05)
+        while looks and (pids := self.pids()):
+            for pid in pids:
+                kill(pid, start_of(pid))
+            with suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            signal.sigtimedwait({signal.SIGCHLD}, 0.05)
+            looks -= 1
 
-def _children(pid: int) -> list[int]:
+
+def children(pid: int) -> list[int]:
     """Return the children of all threads of a process: nothing if it is gone."""
     found: list[int] = []
     try:
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            found += map(int, (task / "children").read_text().split())
-    except OSError:
-        pass
+        tasks = os.listdir(f"/proc/{pid}/task")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    for task in tasks:
+        with suppress(FileNotFoundError, ProcessLookupError):  # this thread has ended
+            found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
     return found
 
 
-def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat behind the name, or nothing if it is gone."""
+def start_of(pid: int) -> str:
+    """Return when a process started, in the kernel's own unit; "" if it is gone or a zombie."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return fields[19] if fields[0] not in ("Z", "X") else ""
+
+
+def open_process(pid: int, start: str) -> int | None:
+    """Return a pidfd of the process that started then, or None if it is gone. Another one can have its pid."""
+    try:
+        file = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    try:
+        is_it = start_of(pid) == start != ""
+    except BaseException:
+        os.close(file)
+        raise
+    if not is_it:
+        os.close(file)
+        return None
+    return file
+
+
+def kill(pid: int, start: str) -> None:
+    """Kill the process that started then, and no other one that has its pid."""
+    file = open_process(pid, start)
+    if file is not None:
+        with suppress(ProcessLookupError, PermissionError):
+            signal.pidfd_send_signal(file, signal.SIGKILL)
+        os.close(file)

@@ -11,7 +11,7 @@ from tests.support.fake_suspender import FakeProcess, FakeSuspender
 from tests.support.sizes import MIB
 
 import membroker
-from membroker.errors import OutOfMemory
+from membroker.errors import BrokerUnavailable, MembrokerError, OutOfMemory, SessionLost
 from membroker.guest import keeper
 from membroker.guest.keeper import Guest
 from membroker.guest.settings import Settings
@@ -29,6 +29,10 @@ class FakeModel:
         self.declared, self.recallable = 0, False
         self.host = self.image = 0
         self.said: list[tuple[int, bool]] = []
+        self.fails: MembrokerError | None = None
+        """What the next declaration raises."""
+        self.watch: Callable[[int], object] = lambda size: None
+        """Is told what is declared on the device."""
         self.ask: Callable[[Any], object] | None = None
         self.answer: Callable[[SleepRequest], Any] | None = None
 
@@ -46,6 +50,10 @@ class FakeModel:
                 raise OutOfMemory("there is no room")
             self.image = size
             return
+        if self.fails is not None:
+            fails, self.fails = self.fails, None
+            raise fails
+        self.watch(size)
         if size - self.declared > self.free:
             raise OutOfMemory("there is no room")
         self.free -= size - self.declared
@@ -56,12 +64,19 @@ class FakeModel:
 class FakeTree:
     def __init__(self, suspender: FakeSuspender) -> None:
         self.suspender, self.reasons, self.looks = suspender, dict[int, str](), 0
+        self.starts: dict[int, str] = {}
+        """Of pids that are not those of the processes that had them first."""
 
     def pids(self) -> list[int]:
         return sorted(self.suspender.processes)
 
     def start_of(self, pid: int) -> str:
-        return f"start of {pid}" if pid in self.suspender.processes else ""
+        return self.starts.get(pid, f"start of {pid}") if pid in self.suspender.processes else ""
+
+    def reuse(self, pid: int, size: int) -> None:
+        """A process ends, and another one gets its pid."""
+        self.suspender.processes[pid] = FakeProcess(size)
+        self.starts[pid] = "later"
 
     def look_at_sessions(self) -> None:
         self.looks += 1
@@ -93,10 +108,15 @@ class Bench:
 
     def recall(self) -> Recall:
         """The broker asks for everything, and the guest looks."""
+        recall = self.ask()
+        self.guest.look()
+        return recall
+
+    def ask(self) -> Recall:
+        """The broker asks for everything."""
         recall = Recall()
         assert self.model.ask is not None
         assert self.model.ask(recall) is membroker.DEFERRED
-        self.guest.look()
         return recall
 
     def states(self) -> list[str]:
@@ -154,6 +174,9 @@ def test_one_that_cannot_be_suspended_runs_on_and_is_firm(call: str, monkeypatch
     bench = Bench(10, 20)
     bench.suspender.processes[11].fails = call
     recall = bench.recall()
+    assert recall.answers == 1
+    while not bench.guest.is_awake:
+        bench.guest.look()
     assert bench.states() == ["running", "running"]
     assert bench.model.said[-1] == (40 * MIB, False)
     assert recall.answers == 1, "it keeps everything"
@@ -161,7 +184,8 @@ def test_one_that_cannot_be_suspended_runs_on_and_is_firm(call: str, monkeypatch
     monkeypatch.setattr(keeper, "FIRM_SECONDS", 0.0)
     bench.suspender.processes[11].fails = call
     bench.recall()
-    bench.guest.look()
+    for _ in range(3):
+        bench.guest.look()
     assert bench.model.said[-1] == (40 * MIB, True), "after a while it can be recalled again"
 
 
@@ -169,7 +193,7 @@ def test_one_that_cannot_be_suspended_runs_on_and_is_firm(call: str, monkeypatch
 def test_what_must_not_be_suspended_is_not_touched(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(10, 20)
     if why.startswith("does"):
-        monkeypatch.setattr(keeper, "_host_bytes_free", lambda: 29 * MIB)
+        monkeypatch.setattr(keeper, "free_bytes", lambda: 29 * MIB)
     else:
         bench.tree.reasons[11] = f"process 11 {why}"
     recall = bench.recall()
@@ -337,3 +361,217 @@ def test_who_has_a_session_of_a_broker_is_looked_at_while_it_runs() -> None:
     bench = Bench(10)
     bench.guest.look()
     assert bench.tree.looks == 1
+
+
+# --- what a stranger would try ---
+
+
+class Between:
+    """Does something once, before a call of the device for a process."""
+
+    def __init__(self, bench: Bench, monkeypatch: pytest.MonkeyPatch, call: str, pid: int, do: Callable[[], object]):
+        self.was, self.pid, self.do = getattr(bench.suspender, call), pid, do
+        monkeypatch.setattr(bench.suspender, call, self)
+
+    def __call__(self, pid: int, *arguments: Any) -> None:
+        if pid == self.pid:
+            do, self.do = self.do, lambda: None
+            do()
+        self.was(pid, *arguments)
+
+
+@pytest.mark.parametrize("call", ["lock", "suspend"])
+def test_one_that_cannot_be_suspended_beside_a_sleeping_program_leaves_nothing_asleep(call: str) -> None:
+    """The program is not taken for awake, which would leave those that sleep for ever."""
+    bench = Bench(10)
+    bench.recall()
+    bench.suspender.processes[12] = FakeProcess(50 * MIB, fails=call)
+    bench.guest.look()
+    while not bench.guest.is_awake:
+        bench.guest.look()
+    assert bench.states() == ["running", "running"]
+    assert bench.model.declared == 60 * MIB
+    assert not bench.ended
+
+
+def test_what_is_half_suspended_is_put_back_only_when_the_device_shows_the_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another process has taken the room meanwhile."""
+    bench = Bench(30, 20)
+    bench.suspender.processes[11].fails = "suspend"
+    Between(bench, monkeypatch, "suspend", 11, lambda: setattr(bench.suspender, "used", 80 * MIB))
+    recall = bench.recall()
+    for _ in range(20):
+        bench.guest.look()
+    assert (bench.states(), bench.ended) == (["suspended", "running"], [])
+    assert recall.answers == 1
+    assert bench.model.said[-1] == (50 * MIB, False)
+    bench.suspender.used = 0
+    while not bench.guest.is_awake:
+        bench.guest.look()
+    assert bench.states() == ["running", "running"]
+
+
+def test_a_wish_to_wake_while_it_falls_asleep_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(10)
+    Between(bench, monkeypatch, "suspend", 10, bench.guest.wake)
+    bench.recall()
+    assert bench.states() == ["suspended"]
+    while not bench.guest.is_awake:
+        bench.guest.look()
+
+
+def test_a_connection_while_it_falls_asleep_wakes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(10)
+    Between(bench, monkeypatch, "suspend", 10, lambda: bench.guest.connected(1))
+    assert bench.model.answer is not None
+    bench.model.answer(SleepRequest(wake=False, keep_weights=False, deadline=NEVER))
+    bench.guest.look()
+    while not bench.guest.is_awake:
+        bench.guest.look()
+
+
+def test_a_wish_to_wake_ends_an_older_wish_to_sleep() -> None:
+    bench = Bench(10)
+    bench.guest.connected(1)
+    assert bench.model.answer is not None
+    bench.model.answer(SleepRequest(wake=False, keep_weights=False, deadline=NEVER))
+    bench.model.answer(SleepRequest(wake=True, keep_weights=False, deadline=NEVER))
+    bench.guest.connected(-1)
+    bench.guest.look()
+    assert bench.states() == ["running"]
+
+
+@pytest.mark.parametrize("call", ["lock", "suspend"])
+def test_a_process_that_got_the_pid_of_an_ended_one_is_not_suspended(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(10, 20)
+    Between(bench, monkeypatch, call, 10, lambda: bench.tree.reuse(11, 0))
+    bench.recall()
+    assert bench.states() == ["suspended", "running"]
+    assert (call, 11) not in bench.suspender.calls
+    bench.wakes()
+    assert bench.states() == ["running", "running"]
+    assert not bench.ended
+
+
+def test_a_process_that_got_the_pid_of_a_suspended_one_is_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(10, 20)
+    bench.recall()
+    Between(bench, monkeypatch, "restore", 10, lambda: bench.tree.reuse(11, 0))
+    bench.wakes()
+    assert ("restore", 11) not in bench.suspender.calls
+    assert (bench.states(), bench.ended) == (["running", "running"], [])
+
+
+def test_what_ended_asleep_is_not_asked_for() -> None:
+    bench = Bench(10, 70)
+    bench.guest.look()
+    bench.recall()
+    assert bench.guest.status().weight_bytes == 80 * MIB
+    del bench.suspender.processes[11]
+    bench.wakes()
+    assert bench.model.said[-1] == (40 * MIB, True)
+
+
+def test_one_that_begins_to_compute_while_the_others_are_suspended_sleeps_before_the_memory_is_lent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(10)
+    Between(bench, monkeypatch, "suspend", 10, lambda: bench.suspender.processes.update({11: FakeProcess(20 * MIB)}))
+    seen: list[list[str]] = []
+    bench.model.watch = lambda size: seen.append(bench.states())
+    bench.recall()
+    assert seen == [["suspended", "suspended"]]
+
+
+def test_one_that_begins_ever_more_processes_is_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(10)
+
+    def begin(pid: int, seconds: float) -> None:
+        was(pid, seconds)
+        bench.suspender.processes[pid + 1] = FakeProcess(1 * MIB)
+
+    was = bench.suspender.lock
+    monkeypatch.setattr(bench.suspender, "lock", begin)
+    assert bench.recall().answers == 1
+    assert any("more and more processes" in text for text in bench.said)
+    while not bench.guest.is_awake:
+        bench.guest.look()
+    assert set(bench.states()) == {"running"}
+
+
+def test_a_broker_that_is_away_as_it_falls_asleep_hears_later_that_the_memory_is_free() -> None:
+    bench = Bench(10)
+    recall = bench.ask()
+    bench.model.fails = BrokerUnavailable("the broker is away")
+    with pytest.raises(BrokerUnavailable):
+        bench.guest.look()
+    assert (bench.states(), recall.answers) == (["suspended"], 0)
+    bench.guest.look()
+    assert (bench.model.declared, recall.answers) == (0, 1)
+
+
+def test_a_recall_is_answered_also_when_the_broker_lends_not_all_that_is_used() -> None:
+    bench = Bench(60, free=50 * MIB)
+    bench.suspender.processes[10].fails = "lock"
+    recall = bench.ask()
+    with pytest.raises(OutOfMemory):
+        bench.guest.look()
+    assert recall.answers == 1
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_a_session_that_the_broker_does_not_know_any_more_is_begun_anew(
+    asleep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(keeper, "SESSIONS_SECONDS", 0.0)
+    bench = Bench(10)
+    if asleep:
+        bench.recall()
+    lost, looked = bench.model, threading.Event()
+    bench.model = FakeModel(100 * MIB)
+    bench.model.watch = lambda size: looked.set()
+    monkeypatch.setattr(bench.guest, "_open_model", lambda: bench.model)
+
+    def look() -> None:
+        if not looked.is_set() and bench.model.ask is None:
+            raise SessionLost("the broker does not know this session")
+
+    monkeypatch.setattr(bench.tree, "look_at_sessions", look)
+    lost.fails = SessionLost("the broker does not know this session")
+    bench.guest.start()
+    bench.guest.wake()
+    assert looked.wait(60)
+    bench.guest.close()
+    assert bench.model.declared == 40 * MIB
+    assert bench.model.ask is not None
+
+
+def test_one_that_must_not_sleep_any_more_wakes_and_stays_awake() -> None:
+    bench = Bench(10)
+    bench.recall()
+    bench.guest.keep_awake("its warden was killed")
+    while not bench.guest.is_awake:
+        bench.guest.look()
+    bench.guest.look()
+    assert bench.model.said[-1] == (40 * MIB, False)
+    assert bench.recall().answers == 1
+    assert bench.states() == ["running"]
+
+
+def test_what_was_put_back_before_a_fault_is_not_put_back_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(10, 20)
+    bench.recall()
+
+    def fail() -> None:
+        raise OSError("too many open files")
+
+    Between(bench, monkeypatch, "restore", 11, fail)
+    with pytest.raises(OSError, match="too many"):
+        bench.wakes()
+    bench.wakes()
+    assert (bench.states(), bench.ended) == (["running", "running"], [])

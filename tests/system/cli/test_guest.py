@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.support.workers import is_gone
 
 from membroker.cli import main as cli
 from membroker.guest.stand_in import StandInSuspender
+from membroker.guest.tree import children
 from membroker.v1 import resources_pb2
 
 CONFIG: dict[str, Any] = {"capacity": 64 * MIB, "tenants": {"red": {}}, "slice_seconds": 1.0, "recall_seconds": 600.0}
@@ -33,7 +35,13 @@ class Guest:
     """A `membroker run --guest` and its program."""
 
     def __init__(
-        self, daemon: Daemon, model: str, *options: str, port: int = 0, program: list[str] | None = None
+        self,
+        daemon: Daemon,
+        model: str,
+        *options: str,
+        port: int = 0,
+        program: list[str] | None = None,
+        hears_errors: bool = True,
     ) -> None:
         given = program or [sys.executable, PROGRAM, str(SIZE), str(port)]
         memory = [] if "--memory" in options else ["--memory", f"{SIZE}MiB"]
@@ -45,10 +53,13 @@ class Guest:
                 ["-m", "membroker.cli.main", *command, "--", *given],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=errors,
+                stderr=errors if hears_errors else subprocess.PIPE,
                 text=True,
                 env={**os.environ, "XDG_STATE_HOME": str(daemon.root / "state-of-user")},
             )
+        if self.process.stderr is not None:
+            self.process.stderr.close()
+            self.process.stderr = None
 
     def __enter__(self) -> Guest:
         return self
@@ -374,3 +385,135 @@ def test_an_option_of_a_guest_alone_is_refused(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         cli.main(["run", "--door", "1:2", "--", "true"])
     assert "--door is for a guest: give --guest, too" in capsys.readouterr().err
+
+
+# --- what a stranger would try ---
+
+
+def waits(daemon: Daemon) -> bool:
+    return any(books.waiting_bytes for model in daemon.models() for books in model.books)
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_process_that_a_program_leaves_behind_at_its_very_end_is_ended() -> None:
+    """It has a session of its own, and was begun since the last look."""
+    with guests() as daemon:
+        script = "read line; setsid sleep 1000 & echo ready $!; exit 3"
+        with Guest(daemon, "one", program=["/bin/sh", "-c", script]) as one:
+            one.ask()
+            assert one.process.wait(DEADLINE_SECONDS) == 3
+            assert is_gone(one.ready())
+
+
+def test_one_whose_warden_is_killed_wakes_and_stays_awake() -> None:
+    with guests() as daemon, Guest(daemon, "one") as one:
+        pid = one.ready()
+        one.sleeps()
+        wardens = [each for each in children(one.process.pid) if each != pid]
+        os.kill(wardens[0], signal.SIGKILL)
+        until(lambda: held(pid) == SIZE)
+        assert "it does not sleep any more: the process was killed that would end the program" in one.said.read_text()
+        assert cli.main(["sleep", "one", "--timeout", "1", "--endpoint", str(daemon.admin)]) == 1
+        assert one.end() == 7
+
+
+def test_a_job_that_a_shell_stops_is_stopped_as_a_whole_and_goes_on() -> None:
+    with guests() as daemon, Guest(daemon, "one") as one:
+        pid = one.ready()
+        one.process.send_signal(signal.SIGTSTP)
+        until(lambda: state_of(pid) == "T" == state_of(one.process.pid))
+        one.process.send_signal(signal.SIGCONT)
+        one.is_right()
+        one.sleeps()
+        assert held(pid) == 0
+        assert cli.main(["wake", "one", "--endpoint", str(daemon.admin)]) == 0
+        assert one.end() == 7
+
+
+def test_a_stopped_program_is_not_suspended_and_goes_on() -> None:
+    with guests() as daemon, Guest(daemon, "one") as one:
+        pid = one.ready()
+        os.kill(pid, signal.SIGSTOP)
+        assert cli.main(["sleep", "one", "--timeout", "2", "--endpoint", str(daemon.admin)]) == 1
+        os.kill(pid, signal.SIGCONT)
+        one.is_right()
+        assert held(pid) == SIZE
+        assert one.end() == 7
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_one_whose_session_an_operator_has_forgotten_begins_a_new_one(asleep: bool) -> None:
+    door, port = free_port(), free_port()
+    with guests() as daemon, Guest(daemon, "one", "--door", f"{door}:{port}", port=port) as one:
+        pid = one.ready()
+        if asleep:
+            one.sleeps()
+        (session,) = daemon.sessions()
+        one.process.send_signal(signal.SIGSTOP)
+        daemon.kill()
+        daemon.start_again()
+        assert cli.main(["forget", session.name, "--endpoint", str(daemon.admin)]) == 0
+        one.process.send_signal(signal.SIGCONT)
+        until(lambda: [each.name for each in daemon.sessions() if each.name != session.name] != [])
+        with socket.create_connection(("127.0.0.1", door)) as connection, connection.makefile("rw") as lines:
+            lines.write("sum\n")
+            lines.flush()
+            assert len(lines.readline()) == 65
+        until(lambda: (held(pid), one.declared()) == (SIZE, SIZE))
+        one.sleeps()
+        assert held(pid) == 0
+        assert one.end() == 7
+
+
+def test_one_whose_words_nobody_reads_falls_asleep_and_wakes() -> None:
+    with guests() as daemon, Guest(daemon, "one", hears_errors=False) as one:
+        pid = one.ready()
+        for _ in range(2):
+            one.sleeps()
+            assert held(pid) == 0
+            assert cli.main(["wake", "one", "--endpoint", str(daemon.admin)]) == 0
+            assert held(pid) == SIZE
+        assert one.end() == 7
+
+
+def test_a_flood_at_the_door_takes_no_descriptor_that_the_guest_needs() -> None:
+    door, port = free_port(), free_port()
+    with guests() as daemon, Guest(daemon, "one", "--door", f"{door}:{port}", port=port) as one:
+        resource.prlimit(one.process.pid, resource.RLIMIT_NOFILE, (160, 160))  # long before it opens its door
+        pid = one.ready()
+        with ExitStack() as clients:
+            for _ in range(200):
+                clients.enter_context(socket.create_connection(("127.0.0.1", door)))
+            with Guest(daemon, "two") as two:  # the first one falls asleep amid the flood
+                two.ready()
+                assert held(pid) == 0
+                assert two.end() == 7
+        one.sleeps()
+        assert held(pid) == 0
+        with socket.create_connection(("127.0.0.1", door)) as connection, connection.makefile("rw") as lines:
+            lines.write("sum\n")
+            lines.flush()
+            assert len(lines.readline()) == 65
+        assert one.end() == 7
+
+
+def test_one_that_waits_to_wake_asks_the_next_daemon() -> None:
+    door, port = free_port(), free_port()
+    with guests(slice_seconds=600.0) as daemon, Guest(daemon, "one", "--door", f"{door}:{port}", port=port) as one:
+        pid = one.ready()
+        one.sleeps()
+        with Guest(daemon, "two") as two, socket.create_connection(("127.0.0.1", door)) as connection:
+            two.ready()
+            connection.sendall(b"sum\n")
+            until(lambda: waits(daemon))
+            daemon.kill()
+            daemon.start_again()
+            until(lambda: waits(daemon))
+            assert held(pid) == 0
+            assert two.end() == 7
+            with connection.makefile("r") as lines:
+                assert len(lines.readline()) == 65
+        assert one.end() == 7
