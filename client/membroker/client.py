@@ -23,6 +23,7 @@ from .session.handshake import pauses
 from .session.rpc import rows_of
 from .session.session import Session
 from .threads import check_patches
+from .tracebacks import ends_at_the_caller, shortened
 from .types import Decision, DeviceStatus, ModelStatus, Notice, SegmentStatus, SessionStatus
 from .v1 import broker_pb2 as pb
 from .v1.resources_pb2 import Limit
@@ -32,6 +33,7 @@ from .wire.names import LIMIT_VARIABLE, MODEL_VARIABLE
 logger = logging.getLogger("membroker")
 
 
+@shortened
 def connect(
     endpoint: str | os.PathLike[str] | None = None,
     *,
@@ -92,6 +94,7 @@ def enter(
     return Client(Session(endpoint, observer=observer, client=client))
 
 
+@ends_at_the_caller()
 class Client(Closing):
     """One session of this process with one broker. Thread-safe, and a context manager. `connect()` makes it."""
 

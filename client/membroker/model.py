@@ -25,6 +25,7 @@ from .segment import Segment
 from .session import messages
 from .session.recalls import OpenRecall, borrows_in_a_callback
 from .session.session import Session, SessionOwner
+from .tracebacks import ends_at_the_caller
 from .types import Available, ModelStatus, SleepRequest, SleepStatus
 from .v1 import broker_pb2 as pb
 from .v1 import resources_pb2
@@ -34,6 +35,7 @@ from .vmm.sizes import format_size
 from .wire.names import MAX_EXTENTS_PER_CALL
 
 
+@ends_at_the_caller()
 class Model:
     """A model of this tenant, as this session registered it. Thread-safe. `Client.register_model` makes it."""
 

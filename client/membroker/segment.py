@@ -28,6 +28,7 @@ from .safetensors import ALIGNMENT, TensorIndex, numpy_array, read_index, segmen
 from .session import messages
 from .session.messages import location_name, location_to_wire
 from .session.session import Session, SessionOwner
+from .tracebacks import ends_at_the_caller
 from .types import SegmentStatus
 from .v1 import broker_pb2 as pb
 from .v1 import resources_pb2
@@ -46,6 +47,7 @@ CHUNK_BYTES = 64 * MIB
 """The most bytes that `write` copies at once: large enough for a bus's full speed, small enough for `progress`."""
 
 
+@ends_at_the_caller()
 class Segment(AtAddress):
     """`size` contiguous bytes at `address`. A context manager. `Model.create_segment` and `Client.attach` make it.
 

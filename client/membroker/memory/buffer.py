@@ -11,6 +11,7 @@ from typing import Any
 from ..arguments import bytes_of, check_range, deadline_of, location_of, rounded_up
 from ..errors import InvalidRequest, OutOfMemory
 from ..interrupts import Operation, device_failures
+from ..tracebacks import ends_at_the_caller
 from ..views import Span
 from ..vmm.driver import Location
 from .lender import Lender, Source, source_of
@@ -18,6 +19,7 @@ from .lifetime import AtAddress, MappedMemory, Placing
 from .local_source import add_asked
 
 
+@ends_at_the_caller()
 class Buffer(AtAddress):
     """`size` bytes at `address`, borrowed from a source. A context manager. `Model.allocate` makes it.
 

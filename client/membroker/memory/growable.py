@@ -14,6 +14,7 @@ from functools import partial
 from ..arguments import bytes_of, check_page_size, check_range, deadline_of, location_of, rounded_up
 from ..errors import InvalidRequest, OutOfMemory, OutOfVirtualMemory
 from ..interrupts import KeyedLocks, Operation, device_failures
+from ..tracebacks import ends_at_the_caller
 from ..views import Span
 from ..vmm.driver import Location
 from ..vmm.sizes import MIB, format_size, round_up
@@ -29,6 +30,7 @@ A buffer wastes up to one page, and a worker has more buffers than pools. That i
 """
 
 
+@ends_at_the_caller()
 class GrowableBuffer(AtAddress):
     """`size` bytes at `address`, and addresses for `capacity` bytes. Thread-safe, and a context manager.
 

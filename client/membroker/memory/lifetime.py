@@ -17,6 +17,7 @@ from ..closing import Closing
 from ..errors import ClosedError, ProtocolError
 from ..interrupts import Operation, Step, completed, device_failures, settle, uninterrupted
 from ..reentry import in_a_finalizer
+from ..tracebacks import ends_at_the_caller
 from ..views import Span, Views
 from .lender import Owner
 from .region import Region
@@ -303,6 +304,7 @@ class Placing:
         self._memory.source.give_back(self._ids)
 
 
+@ends_at_the_caller()
 class Resource(Closing):
     """An object with memory that is mapped in this process until it is closed. A context manager."""
 
@@ -326,6 +328,7 @@ class Resource(Closing):
             self._holding.end()
 
 
+@ends_at_the_caller()
 class AtAddress(Resource):
     """A resource whose bytes begin at `address`."""
 

@@ -27,6 +27,7 @@ from ..dtypes import word_of
 from ..errors import InvalidOffset, InvalidPageSize, InvalidRequest, NotMapped
 from ..interrupts import KeyedLocks, Operation, device_failures
 from ..safetensors import TensorInfo, numpy_array
+from ..tracebacks import ends_at_the_caller
 from ..views import Span
 from ..vmm.driver import Location
 from ..vmm.sizes import MAX_BYTES, format_size
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
+@ends_at_the_caller()
 class SparseArray(AtAddress):
     """`shape` elements of `dtype`, of which only tiles that were written have memory. Thread-safe, a context manager.
 

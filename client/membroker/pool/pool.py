@@ -28,6 +28,7 @@ from ..interrupts import device_failures, uninterrupted
 from ..memory.lender import Lender, Source, lender_of, source_of
 from ..memory.lifetime import Resource
 from ..safetensors import segment_size
+from ..tracebacks import SHORTENED, ends_at_the_caller, shorten
 from ..types import MemoryStats, Move, PoolMapping
 from ..views import Span
 from ..vmm.driver import AccessFlags, Location
@@ -41,6 +42,7 @@ from .page_table import Search
 DEFAULT_PAGE_SIZE = 64 * MIB
 
 
+@ends_at_the_caller(but=("allocate", "allocate_anywhere", "deallocate", "grow"))
 class VirtualMemoryPool(Resource):
     """Addresses for `virtual_capacity` bytes, backed page by page on demand. Thread-safe, and a context manager.
 
@@ -175,10 +177,14 @@ class VirtualMemoryPool(Resource):
         another thread is changing it, `Offloaded`, `OutOfMemory` with the level that refused, `TooMany` when too many
         requests wait already, `DeviceFailure`, `DescriptorLimit`, `BrokerUnavailable`, `ClosedError`.
         """
-        until = None if wait is None else deadline_of(wait)
-        self._holding.check_open()
-        pages, offset = self._touched(offset, size), index(offset)
-        self._backing.back([pages], size, until, within=(offset % self._page_size,))
+        try:
+            until = None if wait is None else deadline_of(wait)
+            self._holding.check_open()
+            pages, offset = self._touched(offset, size), index(offset)
+            self._backing.back([pages], size, until, within=(offset % self._page_size,))
+        except SHORTENED as error:
+            shorten(error)
+            raise
         return self._holding.region.address + offset
 
     def allocate_ranges(
@@ -213,15 +219,19 @@ class VirtualMemoryPool(Resource):
         `allocate`. Raises `OutOfVirtualMemory` if no free run of addresses is that long, and otherwise what `allocate`
         raises.
         """
-        until = deadline_of(wait)
-        self._holding.check_open()
-        length = bytes_of("a size", size, at_least=1)
-        align = bytes_of("an alignment", alignment) if alignment != 0 else 0
-        if align and not is_power_of_two(align):
-            raise InvalidRequest(f"an alignment is a power of two, not {alignment!r}")
-        base, step = self._holding.region.address, max(align, self._page_size) // self._page_size
-        first = -(base // self._page_size) % step
-        pages = self._backing.back_found(Search(length, step, first), until)
+        try:
+            until = deadline_of(wait)
+            self._holding.check_open()
+            length = bytes_of("a size", size, at_least=1)
+            align = bytes_of("an alignment", alignment) if alignment != 0 else 0
+            if align and not is_power_of_two(align):
+                raise InvalidRequest(f"an alignment is a power of two, not {alignment!r}")
+            base, step = self._holding.region.address, max(align, self._page_size) // self._page_size
+            first = -(base // self._page_size) % step
+            pages = self._backing.back_found(Search(length, step, first), until)
+        except SHORTENED as error:
+            shorten(error)
+            raise
         return base + pages.start * self._page_size
 
     def grow(self, size: int | str, *, wait: float | None = None) -> int:
@@ -231,10 +241,14 @@ class VirtualMemoryPool(Resource):
         get neighbouring ranges. `wait` is that of `allocate`. Raises `OutOfVirtualMemory` beyond the capacity, and
         otherwise what `allocate` raises.
         """
-        until = deadline_of(wait)
-        self._holding.check_open()
-        length = bytes_of("a size", size, at_least=1)
-        pages = self._backing.back_found(Search(length, above=True), until)
+        try:
+            until = deadline_of(wait)
+            self._holding.check_open()
+            length = bytes_of("a size", size, at_least=1)
+            pages = self._backing.back_found(Search(length, above=True), until)
+        except SHORTENED as error:
+            shorten(error)
+            raise
         return self._holding.region.address + pages.start * self._page_size
 
     def shrink(self, size: int | str) -> None:
@@ -282,11 +296,15 @@ class VirtualMemoryPool(Resource):
         the range is alive, `InvalidOffset`, `InvalidRequest`, `ClosedError`, and what `after.synchronize` raises;
         nothing has changed then. Raises `DeviceFailure`. The memory is also released while the broker is unreachable.
         """
-        self._holding.check_open()
-        if after is not None:
-            _check_fence(after)
-        pages = self._touched(offset, size)
-        self._backing.drop([pages], after)
+        try:
+            self._holding.check_open()
+            if after is not None:
+                _check_fence(after)
+            pages = self._touched(offset, size)
+            self._backing.drop([pages], after)
+        except SHORTENED as error:
+            shorten(error)
+            raise
 
     def deallocate_ranges(self, ranges: Iterable[tuple[int, int | str]], *, after: Waitable | None = None) -> None:
         """Release every page that any of the ranges touches, after a single wait for the device.
