@@ -38,7 +38,9 @@ class Processes:
                 if isinstance(found, Denied):
                     done(found)
                 else:
-                    self._take_holders(lambda after: done(suspects.compare(found, before, after)))
+                    self._take_holders(
+                        lambda after: done(suspects.compare(found, before, after, suspects.ancestors_of))
+                    )
 
             self._executor.list_processes(listed)
 

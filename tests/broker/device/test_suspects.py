@@ -14,7 +14,7 @@ from membrokerd.core import facts as ft
 from membrokerd.core.ledger import Ledger
 from membrokerd.core.names import Location, ModelName
 from membrokerd.core.snapshot import MOST_MODELS, HolderView, each_holder
-from membrokerd.device.suspects import SeenProcess, command_of, compare
+from membrokerd.device.suspects import SeenProcess, ancestors_of, command_of, compare
 
 MODEL = ModelName("t", "m")
 
@@ -107,3 +107,31 @@ def test_a_command_is_the_kernels_word_and_nothing_where_nobody_is() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait()
     assert command_of(ended.pid) == ""
+
+
+# --- guests ---
+
+
+def test_what_an_ancestor_has_declared_counts_for_processes_without_a_session() -> None:
+    """Two processes of a guest use 12 of 16 MiB; those of another guest use 4 MiB more than was declared."""
+    now = Books(*session(1, 10, device=16), *session(2, 20, device=16)).holders()
+    parents = {11: [10], 12: [11, 10], 21: [20], 22: [20], 30: [1]}
+    found = compare(
+        [(11, 8 * MIB), (12, 4 * MIB), (21, 12 * MIB), (22, 8 * MIB), (30, MIB)], now, now, lambda pid: parents[pid]
+    )
+    assert excesses(found) == [(22, 4), (30, 1), (11, 0), (12, 0), (21, 0)]
+    assert [process.models for process in found] == [(MODEL,), (), (MODEL,), (MODEL,), (MODEL,)]
+
+
+def test_what_a_worker_uses_itself_counts_for_no_child() -> None:
+    now = Books(*session(1, 10, device=16)).holders()
+    assert excesses(compare([(10, 14 * MIB), (11, 8 * MIB)], now, now, lambda pid: [10])) == [(11, 6), (10, 0)]
+
+
+def test_the_ancestors_of_a_process_are_found_in_proc() -> None:
+    with subprocess.Popen(["/bin/sh", "-c", "cat & wait"], stdin=subprocess.PIPE) as shell:
+        assert next(ancestors_of(shell.pid)) == os.getpid()
+        assert shell.stdin is not None
+        shell.stdin.close()
+        pid = shell.pid
+    assert list(ancestors_of(pid)) == []
