@@ -136,11 +136,12 @@ class StandInSuspender:
 def _held(pid: int) -> int | None:
     """Return the bytes of a process's stand-ins, or None if it has none, or is gone."""
     sizes: dict[int, int] = {}
-    with suppress(OSError):  # it is gone, or another user's, or has just closed something
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            if os.readlink(entry).startswith(f"/memfd:{NAME}"):
-                status = entry.stat()  # a mapping has a descriptor of its own
-                sizes[status.st_ino] = status.st_size
+    with suppress(OSError):  # it is gone, or another user's
+        for entry in list(Path(f"/proc/{pid}/fd").iterdir()):
+            with suppress(FileNotFoundError):  # it has just been closed, as that of a mapping when its memory is taken
+                if os.readlink(entry).startswith(f"/memfd:{NAME}"):
+                    status = entry.stat()  # a mapping has a descriptor of its own
+                    sizes[status.st_ino] = status.st_size
     return sum(sizes.values()) if sizes else None
 
 
