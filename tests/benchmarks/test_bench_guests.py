@@ -1,0 +1,36 @@
+"""`python -m benchmarks.guests` in small: stand-ins that share too little memory answer as they do alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.benchmarks.commands import bench
+
+pytestmark = pytest.mark.deep
+
+
+def played(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    """Run the benchmark, and return what it wrote."""
+    file = tmp_path / "figures.json"
+    done = bench("guests", *arguments, "--device", "host", "--json", str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(file.read_text())
+    assert found["faults"] == []
+    return found
+
+
+def test_the_story_compares_each_answer_and_line(tmp_path: Path) -> None:
+    found = played(tmp_path, "story", "--slice-seconds", "0.5", "--seconds", "8")
+    programs = found["programs"]
+    assert sum(found["held"].values()) > found["total"]
+    assert programs["images"]["wrong"] == 0
+    assert programs["images"]["seconds"]
+    assert all(programs[name]["wakes"] and programs[name]["sleeps"] for name in ("images", "training"))
+    assert all(sleep["bytes"] == found["held"]["images"] for sleep in programs["images"]["sleeps"])
+
+
+def test_small_guests_switch_as_often_as_asked(tmp_path: Path) -> None:
+    assert len(played(tmp_path, "switches", "--slice-seconds", "0.3", "--switches", "20")["wakes"]) >= 20
