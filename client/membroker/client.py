@@ -19,6 +19,7 @@ from .errors import BrokerAbsent, BrokerUnavailable, InvalidRequest
 from .model import Model
 from .segment import Segment
 from .session import messages
+from .session.endpoint import endpoint_of_device
 from .session.handshake import pauses
 from .session.rpc import rows_of
 from .session.session import Session
@@ -37,6 +38,7 @@ logger = logging.getLogger("membroker")
 def connect(
     endpoint: str | os.PathLike[str] | None = None,
     *,
+    device: object = None,
     transport: str = "handoff",
     observer: bool = False,
     client: str | None = None,
@@ -47,7 +49,9 @@ def connect(
     """Open a session with the broker at `endpoint`, and return its client. `Client.close` ends the session.
 
     `endpoint` is a directory. Without it, the environment variable MEMBROKER_ENDPOINT gives the directory; if that is
-    not set, the client connects to the only broker of this machine. `transport="grpc"` borrows by gRPC calls, which are
+    not set, the client connects to the only broker of this machine, or of the device that CUDA_VISIBLE_DEVICES and
+    torchrun's LOCAL_RANK leave. `device` names one instead: its number as in `cuda:1`, which counts in
+    CUDA_VISIBLE_DEVICES, its UUID, or a `torch.device`. `transport="grpc"` borrows by gRPC calls, which are
     slower; descriptors still come on the handoff socket. An `observer` reads the books and borrows nothing. `client` is
     the name that `membroker sessions` shows for this process; the default is the program's name. `driver` replaces the
     driver of the broker's device; the caller must close it.
@@ -61,13 +65,15 @@ def connect(
     `InvalidRequest`, `ProtocolError`, `TooMany`, `DescriptorLimit` and `membroker.errors.ThreadLimit`.
     """
     check_patches()
+    if endpoint is not None and device is not None:
+        raise InvalidRequest("connect takes an endpoint or a device: an endpoint is of one device")
     timeout = arguments.seconds_of("timeout", timeout, positive=True)
     outage = arguments.seconds_of("outage", outage)
     deadline, has_logged = time.monotonic() + timeout, False
     for pause in pauses():
         try:
             session = Session(
-                endpoint,
+                endpoint if device is None else endpoint_of_device(device),
                 transport=transport,
                 observer=observer,
                 client=client,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import grp
+import itertools
 import math
 import os
 import pwd
@@ -25,6 +26,7 @@ from ..wire.ownership import group_text, stranger_in, user_text
 from ..wire.paths import socket_fault
 from ..wire.system_calls import SHORT, describe
 
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 SHOWN = 8
 """How many tenants or devices a message lists."""
 
@@ -57,7 +59,7 @@ def is_device(directory: Path) -> bool:
 
 
 def default_device(env: Mapping[str, str] = os.environ) -> Path:
-    """Return the directory of the only device, if there is only one.
+    """Return the directory of the only device, or of the one that CUDA_VISIBLE_DEVICES and LOCAL_RANK leave.
 
     Directories that dead brokers left count only if no broker is alive: then the error is about that broker.
     """
@@ -65,11 +67,13 @@ def default_device(env: Mapping[str, str] = os.environ) -> Path:
     if not devices:
         found = (_devices_in(runtime) for runtime, passed_over in _looked_at(env) if not passed_over)
         devices, why = next(filter(None, found), []), f"no broker is alive: {_START}. "
+    if len(devices) > 1 and not why and (mine := _device_of_process(env)):
+        return find_device(mine, env)
     if len(devices) > 1:
         listed = _some([str(tenant) for device in devices for tenant in _endpoints_of(device / "tenants")])
         raise InvalidRequest(
-            f"{why}{devices[0].parent} has {len(devices)} devices: name one with connect(endpoint=…), "
-            f"{ENDPOINT_VARIABLE}=… or a command's --device N, of {listed}"
+            f"{why}{devices[0].parent} has {len(devices)} devices: name one with connect(device=…), "
+            f"connect(endpoint=…), {ENDPOINT_VARIABLE}=… or a command's --device N, of {listed}"
         )
     if devices:
         return devices[0]
@@ -114,6 +118,44 @@ def find_device(name: str, env: Mapping[str, str] = os.environ) -> Path:
         f"start one with `membrokerd --device {name}`. {_IF_IT_RUNS.format(' of this device')}",
         f", only of {there}" if there else "",
     )
+
+
+def endpoint_of_device(device: object, env: Mapping[str, str] = os.environ) -> Path:
+    """Return the endpoint of a device as this process names it, in the tenant of MEMBROKER_ENDPOINT or `default`.
+
+    A number counts in CUDA_VISIBLE_DEVICES, as in `cuda:1`, which also names it, as does a `torch.device`. Anything
+    else is as for `find_device`, which says what it raises.
+    """
+    name = str(device)
+    number = name.removeprefix("cuda:") if name != "cuda" else env.get("LOCAL_RANK") or "0"
+    if isinstance(device, bool) or not name:
+        raise InvalidRequest(f"a device is a number, a UUID or a torch.device, not {device!r}")
+    visible = _visible_devices(env)
+    if number.isdecimal() and visible is not None:
+        if int(number) >= len(visible):
+            shown = f"CUDA_VISIBLE_DEVICES={env[_VISIBLE]} shows this process {len(visible)}"
+            raise InvalidRequest(f"there is no device {number}: {shown}")
+        number = visible[int(number)]
+    tenant = Path(env[ENDPOINT_VARIABLE]).name if env.get(ENDPOINT_VARIABLE) else "default"
+    return find_device(number, env) / "tenants" / tenant
+
+
+def _visible_devices(env: Mapping[str, str]) -> list[str] | None:
+    """Return the devices in CUDA_VISIBLE_DEVICES, as CUDA reads it: none after an invalid one. None: all are."""
+    if (text := env.get(_VISIBLE)) is None:
+        return None
+    names = [name.strip() for name in text.split(",")]
+    return list(itertools.takewhile(_DEVICE.fullmatch, names))
+
+
+def _device_of_process(env: Mapping[str, str]) -> str | None:
+    """Return the device that torchrun, or CUDA_VISIBLE_DEVICES alone, gives this process; None if neither says so."""
+    rank, visible = env.get("LOCAL_RANK", ""), _visible_devices(env)
+    if rank.isdecimal():
+        if visible is None:
+            return rank
+        return visible[int(rank)] if int(rank) < len(visible) else None
+    return visible[0] if visible is not None and len(visible) == 1 else None
 
 
 def _is_called(device: Path, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The conformance suite: what every `Driver` must do, on a GPU and on the host.
+"""For tests: a broker with faults (`broker`), and the conformance suite of what every `Driver` must do.
 
 `check_driver(make_driver)` runs all checks. `CHECKS` has them one by one, for `pytest.mark.parametrize`.
 `check_two_devices(make_first, make_second)` and `TWO_DEVICE_CHECKS` are for drivers of two devices that reach each
@@ -8,7 +8,7 @@ other. Bytes are moved by `write` and `read`.
 `functools.partial(open_driver, "host")`. It takes `survivors=` if its drivers have any. Nothing else may use the
 device's memory while a check runs.
 
-The suite knows the driver contract alone, and must never import the rest of the library.
+The suite (`checks` and `harness`) knows the driver contract alone, and must never import the rest of the library.
 """
 
 from __future__ import annotations
@@ -18,8 +18,18 @@ from types import ModuleType
 
 from .checks import batches, descriptors, device, mappings, two_devices
 from .harness import MakeDriver, wait_until
+from .local_broker import LocalBroker, broker
 
-__all__ = ["CHECKS", "TWO_DEVICE_CHECKS", "MakeDriver", "check_driver", "check_two_devices", "wait_until"]
+__all__ = [
+    "CHECKS",
+    "TWO_DEVICE_CHECKS",
+    "LocalBroker",
+    "MakeDriver",
+    "broker",
+    "check_driver",
+    "check_two_devices",
+    "wait_until",
+]
 
 
 def _checks_of(*modules: ModuleType) -> tuple[Callable[..., None], ...]:
