@@ -15,7 +15,7 @@ from typing import Any
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import resources_pb2 as rpb
-from membroker.vmm import format_size
+from membroker.vmm import format_exact
 from membroker.wire.names import MAX_PAGE_ROWS, parse_model, parse_tenant
 from membroker.wire.paths import grpc_target
 
@@ -133,10 +133,10 @@ def _fixed(
     for where, books in running.items():
         if where in capacities and capacities[where] != books.capacity_bytes:
             lent = books.lent_bytes + books.releasing_bytes
-            beyond = f"; {format_size(lent)} are lent now" if lent > capacities[where] else ""
+            beyond = f"; {format_exact(lent)} are lent now" if lent > capacities[where] else ""
             yield (
-                f"{_CAPACITY_KEYS[where]}: the running daemon lends {format_size(books.capacity_bytes)}, and a reload "
-                f"does not change that; restart it to lend {format_size(capacities[where])}{beyond}"
+                f"{_CAPACITY_KEYS[where]}: the running daemon lends {format_exact(books.capacity_bytes)}, and a reload "
+                f"does not change that; restart it to lend {format_exact(capacities[where])}{beyond}"
             )
     by_user = os.listdir(endpoints) == ["default"] and "default" not in config.tenants
     if by_user != config.uid_tenants:
@@ -149,7 +149,7 @@ def _removed(config: Config, tenant: apb.Tenant) -> Iterator[str]:
     used = sum(books.used_bytes for books in tenant.books)
     if not config.uid_tenants and name not in config.tenants and (tenant.sessions or used):
         yield (
-            f"tenants: {name} is not in the file any more, and has {format_size(used)}, sessions: {tenant.sessions}; "
+            f"tenants: {name} is not in the file any more, and has {format_exact(used)}, sessions: {tenant.sessions}; "
             "a reload keeps it without its guarantees; end them, and reload again"
         )
 
@@ -164,7 +164,7 @@ def _above(row: apb.Tenant | rpb.Model, kept: quotas.Quotas, rules: policy.Rules
         if limit is not None and books.used_bytes > limit:
             of_model = ("models", names[1]) if names[1] is not None else ()
             yield (
-                f"{joined(('tenants', names[0], *of_model, QUOTA_KEYS[where][0]))}: {format_size(limit)} is less than "
-                f"the {format_size(books.used_bytes)} that are used now: after a reload it borrows nothing more, and "
+                f"{joined(('tenants', names[0], *of_model, QUOTA_KEYS[where][0]))}: {format_exact(limit)} is less than "
+                f"the {format_exact(books.used_bytes)} that are used now: after a reload it borrows nothing more, and "
                 "what is above is asked of the programs that answer recalls"
             )

@@ -31,7 +31,7 @@ from .v1 import broker_pb2 as pb
 from .v1 import resources_pb2
 from .v1.handoff_pb2 import Frame
 from .vmm.driver import Driver, Location
-from .vmm.sizes import format_size
+from .vmm.sizes import format_exact
 from .wire.names import MAX_EXTENTS_PER_CALL
 
 
@@ -376,7 +376,7 @@ class _ModelSource(SessionOwner):
         """Borrow extents from the broker and place them in packets, as they arrive. All or nothing."""
         if count > MAX_EXTENTS_PER_CALL:
             raise InvalidRequest(
-                f"{count} extents of {format_size(extent_bytes)} are more than one request may have "
+                f"{count} extents of {format_exact(extent_bytes)} are more than one request may have "
                 f"({MAX_EXTENTS_PER_CALL}): take larger pages, or fewer at a time"
             )
         self._session.check_open()

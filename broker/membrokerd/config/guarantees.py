@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from membroker.vmm import format_size
+from membroker.vmm import format_exact
 
 from ..core.admission import Misfit, misfits
 from ..core.names import Location, QuotaKey
@@ -21,5 +21,5 @@ def misfit_sentences(quotas: Mapping[QuotaKey, Quota], rules: Rules) -> list[str
 
 
 def _sentence(misfit: Misfit, where: Location) -> str:
-    size, most = format_size(misfit.size), format_size(misfit.most)
+    size, most = format_exact(misfit.size), format_exact(misfit.most)
     return f"{misfit.what} would be {size} of {where} memory, more than {misfit.bound}, {most}"

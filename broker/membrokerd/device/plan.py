@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from membroker.vmm import Driver, DriverError, DriverUnavailable, Location, format_size, open_driver
+from membroker.vmm import Driver, DriverError, DriverUnavailable, Location, format_exact, open_driver
 from membroker.vmm.sizes import GIB, MIB
 
 from ..config.config import Config, quotas_of
@@ -252,7 +252,7 @@ def _capacities(capacity: int, config: Config) -> dict[CoreLocation, int]:
 def _check_reserve(reserve: int, headroom: int) -> None:
     if reserve > headroom:
         raise DeviceError(
-            f"a gate_reserve of {format_size(reserve)} is more than the headroom of {format_size(headroom)}, so lent "
+            f"a gate_reserve of {format_exact(reserve)} is more than the headroom of {format_exact(headroom)}, so lent "
             "memory would use it up; lower `gate_reserve`, or raise `headroom`"
         )
 
@@ -260,13 +260,13 @@ def _check_reserve(reserve: int, headroom: int) -> None:
 def _check_capacity(capacity: int, total: int, reserved: int) -> None:
     if total <= reserved:
         raise DeviceError(
-            f"the device has {format_size(total)}, and headroom and anchor take {format_size(reserved)}, so "
+            f"the device has {format_exact(total)}, and headroom and anchor take {format_exact(reserved)}, so "
             "nothing is left to lend; lower `headroom`"
         )
     if not 0 < capacity <= total - reserved:
         raise DeviceError(
-            f"a capacity of {format_size(capacity)} does not fit: the device has {format_size(total)}, of which "
-            f"{format_size(reserved)} are headroom and anchor; lower `capacity` or `headroom`"
+            f"a capacity of {format_exact(capacity)} does not fit: the device has {format_exact(total)}, of which "
+            f"{format_exact(reserved)} are headroom and anchor; lower `capacity` or `headroom`"
         )
 
 

@@ -10,7 +10,7 @@ from google.rpc.code_pb2 import Code
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, PreconditionFailure, QuotaFailure, RetryInfo
 from google.rpc.status_pb2 import Status
 
-from membroker.vmm import format_size
+from membroker.vmm import format_exact
 
 from ..core.denied import Denied, Reason
 
@@ -207,8 +207,8 @@ class _Words(dict[str, object]):
     def __init__(self, numbers: Mapping[str, int | str]) -> None:
         super().__init__(numbers)
         for key, value in numbers.items():
-            if key.endswith("_bytes") and isinstance(value, int):
-                self[key.removesuffix("_bytes")] = format_size(value)
+            if (key.endswith("_bytes") or key in ("asked", "registered")) and isinstance(value, int):
+                self[key.removesuffix("_bytes")] = format_exact(value)
         self.setdefault("of", numbers.get("model", "it"))
         self.setdefault("hint", "")
         lost = numbers.get("detached")
@@ -217,14 +217,14 @@ class _Words(dict[str, object]):
         self["detached"] = once + forget
         self["holder"] = f"tenant {numbers['tenant']}" if "tenant" in numbers else "broker"
         reserved = numbers.get("reserved_bytes")
-        self["kept"] = f", and {format_size(int(reserved))} of the rest is reserved for others" if reserved else ""
+        self["kept"] = f", and {format_exact(int(reserved))} of the rest is reserved for others" if reserved else ""
         self["fair"] = _fair(numbers)
         self.setdefault("whose", "session")
         self.setdefault("calls", "allocations in flight")
         self.setdefault("fault", "a fault of the broker, written in its log")
         free, reserve = (numbers.get(key) for key in ("device_free_bytes", "reserve_bytes"))
-        kept = f", of which {format_size(int(reserve))} must stay free" if reserve else ""
-        self["free"] = "" if free is None else f" ({format_size(int(free))}{kept})"
+        kept = f", of which {format_exact(int(reserve))} must stay free" if reserve else ""
+        self["free"] = "" if free is None else f" ({format_exact(int(free))}{kept})"
         says = numbers.get("driver_says")
         self["says"] = f": {says}" if says else ""
         self["told"] = "being written" if numbers.get("state") == "writing" else numbers.get("state")
@@ -233,8 +233,6 @@ class _Words(dict[str, object]):
             self["missing"] = _missing(numbers["segment"])
             label = str(numbers["segment"]).rpartition("/")[2]
             self["choices"] = " or ".join(f"{model}/{label}" for model in str(numbers.get("models", "")).split(", "))
-        if "registered" in numbers:
-            self["asked"], self["registered"] = _apart(numbers["asked"], numbers["registered"])
 
     def __missing__(self, key: str) -> object:
         return f"<{key}>"
@@ -245,13 +243,13 @@ def _fair(numbers: Mapping[str, int | str]) -> str:
     if "share_bytes" not in numbers:
         return ""
     share, obtainable = int(numbers["share_bytes"]), int(numbers["obtainable_bytes"])
-    has = f", {format_size(obtainable)} more than it has" if obtainable else ", and it has that much" if share else ""
+    has = f", {format_exact(obtainable)} more than it has" if obtainable else ", and it has that much" if share else ""
     waited = f", and the request waited {int(numbers['waited_ms']) / 1000:.1f} s" if "waited_ms" in numbers else ""
     recalled = ""
     if "recalled_bytes" in numbers:
-        size = format_size(int(numbers["recalled_bytes"]))
+        size = format_exact(int(numbers["recalled_bytes"]))
         recalled = f", and this session has not yet answered a recall of {size} of it"
-    return f"; its share is {format_size(share)}{has}{recalled}{waited}"
+    return f"; its share is {format_exact(share)}{has}{recalled}{waited}"
 
 
 def _missing(segment: int | str) -> str:
@@ -265,9 +263,3 @@ def _missing(segment: int | str) -> str:
     return (
         f"there is {there}; it may be deleted, or another tenant's: `membroker segments` lists all that this tenant has"
     )
-
-
-def _apart(asked: int | str, registered: int | str) -> tuple[object, object]:
-    """Return two sizes in rounded units, or in bytes if both would look the same."""
-    shown = [format_size(size) if isinstance(size, int) else size for size in (asked, registered)]
-    return (f"{asked} bytes", f"{registered} bytes") if shown[0] == shown[1] else (shown[0], shown[1])

@@ -14,7 +14,7 @@ from ..admin import Admin
 from ..errors import InvalidRequest, ModelNotFound
 from ..ext import names
 from ..types import Decision, ModelStatus
-from ..vmm.sizes import format_size
+from ..vmm.sizes import format_exact
 from . import commands, tables
 from .books import open_books
 from .commands import Commands
@@ -141,7 +141,7 @@ def _late(models: Iterable[ModelStatus], location: str) -> Iterator[str]:
     for model in models:
         if (books := model.books.get(location)) and books.late_bytes:
             name = tables.short_name(model.name)
-            yield f"{name} was asked to release {format_size(books.late_bytes)} and has not."
+            yield f"{name} was asked to release {format_exact(books.late_bytes)} and has not."
 
 
 def _kind(decision: Decision) -> tuple[object, ...]:
@@ -171,7 +171,7 @@ def _at(decision: Decision) -> str:
 
 def _told(decision: Decision) -> Iterator[str]:
     """Yield the sentences about one decision."""
-    size, at = format_size(decision.size_bytes), _at(decision)
+    size, at = format_exact(decision.size_bytes), _at(decision)
     where = "" if decision.location == "device" else f" of {decision.location} memory"
     after = f"{decision.after_ms / 1000:.1f} s"
     if decision.kind == "refused":
@@ -203,7 +203,7 @@ def _cause(decision: Decision) -> str:
 
 
 def _answer(decision: Decision, size: str, after: str) -> str:
-    returned = format_size(decision.returned_bytes)
+    returned = format_exact(decision.returned_bytes)
     if decision.result == "late":
         return (
             f"The program has not answered after {after}, and had released {returned}. Until it answers, it borrows "
@@ -235,17 +235,17 @@ def _now(model: ModelStatus) -> Iterator[str]:
     for books in model.books.values():
         if not (books.location == "device" or books.peak_bytes or books.waiting_requests):
             continue
-        limit = "no limit" if books.limit_bytes is None else f"a limit of {format_size(books.limit_bytes)}"
-        parts = [f"uses {format_size(books.used_bytes)} of {books.location} memory"]
-        guarantee = f"a guarantee of {format_size(books.guarantee_bytes)}" if books.guarantee_bytes else "no guarantee"
+        limit = "no limit" if books.limit_bytes is None else f"a limit of {format_exact(books.limit_bytes)}"
+        parts = [f"uses {format_exact(books.used_bytes)} of {books.location} memory"]
+        guarantee = f"a guarantee of {format_exact(books.guarantee_bytes)}" if books.guarantee_bytes else "no guarantee"
         parts += [f"has {limit} and {guarantee} of its own"]
         if books.waiting_requests:
             requests = f"{books.waiting_requests} request{'s' * (books.waiting_requests != 1)}"
-            parts.append(f"waits for {format_size(books.waiting_bytes)} in {requests}")
+            parts.append(f"waits for {format_exact(books.waiting_bytes)} in {requests}")
         if books.recalled_bytes:
-            parts.append(f"is asked to release {format_size(books.recalled_bytes)}")
+            parts.append(f"is asked to release {format_exact(books.recalled_bytes)}")
         if books.late_bytes:
-            parts.append(f"is late with {format_size(books.late_bytes)}")
+            parts.append(f"is late with {format_exact(books.late_bytes)}")
         yield f"now: {tables.short_name(model.name)} {', '.join(parts)}"
     if model.idle_sleep_ms is not None:
         yield f"now: {tables.short_name(model.name)} sleeps {tables.sleeps(model)}"

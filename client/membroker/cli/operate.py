@@ -14,7 +14,7 @@ from ..admin import Admin, QuotaStatus
 from ..errors import BrokerUnavailable, NotFound
 from ..ext import arguments
 from ..types import DeviceStatus, SegmentStatus, SessionStatus
-from ..vmm.sizes import format_size
+from ..vmm.sizes import format_exact
 from . import tables
 from .books import open_admin, open_device
 from .commands import did_you_mean
@@ -46,13 +46,13 @@ def quota_set(options: argparse.Namespace) -> int:
     line = (
         f"{tables.short_name(quota.name)}, {quota.location} memory: limit {_in_words(quota.limit_bytes)}, "
         f"guarantee {_in_words(quota.guarantee_bytes)}, "
-        f"weight {'as configured' if quota.weight is None else quota.weight}, used {format_size(quota.used_bytes)}"
+        f"weight {'as configured' if quota.weight is None else quota.weight}, used {format_exact(quota.used_bytes)}"
     )
     return tables.answer(options.json, quota, line, *notes)
 
 
 def _in_words(size: int | None) -> str:
-    return "as configured" if size is None else format_size(size)
+    return "as configured" if size is None else format_exact(size)
 
 
 def _notes_on(
@@ -65,10 +65,10 @@ def _notes_on(
             yield "it uses more than the limit: it borrows nothing more, and keeps what its programs do not release"
         capacity = admin.device().locations[quota.location].capacity_bytes
         if limit > capacity:
-            yield f"the limit is more than the capacity, {format_size(capacity)}, which applies as well"
+            yield f"the limit is more than the capacity, {format_exact(capacity)}, which applies as well"
     if guarantee is not None and quota.shortfall_bytes:
         yield (
-            f"{format_size(quota.shortfall_bytes)} of all guarantees cannot be kept yet: others have borrowed that "
+            f"{format_exact(quota.shortfall_bytes)} of all guarantees cannot be kept yet: others have borrowed that "
             "memory, and it cannot be recalled or is late (`membroker models --admin`). Until they have released it, "
             "only programs that answer recalls borrow more"
         )
@@ -94,7 +94,7 @@ def forget(options: argparse.Namespace) -> int:
                 raise
             instead = f"to end its process: `membroker evict {options.name}`"
             raise NotFound(f"{error}; {instead}", error.reason) from error
-    size = format_size(sum(books.used_bytes for books in session.books.values()))
+    size = format_exact(sum(books.used_bytes for books in session.books.values()))
     process = f"process {session.pid}" if session.pid else "process"  # in another pid namespace it has no number
     return tables.answer(
         options.json,

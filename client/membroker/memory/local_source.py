@@ -20,7 +20,7 @@ from ..interrupts import device_failures
 from ..threads import start_thread
 from ..vmm import open_driver
 from ..vmm.driver import Driver, DriverOutOfMemory, DriverUnavailable, Location
-from ..vmm.sizes import format_size
+from ..vmm.sizes import format_exact
 from ..wire.descriptors import close_each
 from .lender import Placement
 from .owner import MemoryOwner
@@ -93,8 +93,8 @@ def out_of_memory(level: str, requested: int, available: int, limit: int | None 
     numbers = {"level": level, "requested_bytes": str(requested), "available_bytes": str(available)}
     if limit is not None:
         numbers["limit_bytes"] = str(limit)
-    of = f" of {format_size(limit)}" if limit is not None else ""
-    message = f"the {level}{of} has {format_size(available)} left: {format_size(requested)} more do not fit"
+    of = f" of {format_exact(limit)}" if limit is not None else ""
+    message = f"the {level}{of} has {format_exact(available)} left: {format_exact(requested)} more do not fit"
     return OutOfMemory(message, "DEVICE_FULL" if level == "device" else "CAPACITY", numbers)
 
 
@@ -103,9 +103,9 @@ def add_asked(error: OutOfMemory, asked: int | str, parts: str, part_bytes: int)
     size = bytes_of("a size", asked)
     if error.requested_bytes and error.requested_bytes != size:
         error.metadata["asked_bytes"] = str(size)
-        left = f", {format_size(error.available_bytes)} are available" if "available_bytes" in error.metadata else ""
-        rounded = f"{format_size(error.requested_bytes)} in {parts} of {format_size(part_bytes)}"
-        error.args = (f"{format_size(size)} ({rounded}) were asked for{left}: {error}",)
+        left = f", {format_exact(error.available_bytes)} are available" if "available_bytes" in error.metadata else ""
+        rounded = f"{format_exact(error.requested_bytes)} in {parts} of {format_exact(part_bytes)}"
+        error.args = (f"{format_exact(size)} ({rounded}) were asked for{left}: {error}",)
 
 
 logger = logging.getLogger("membroker")

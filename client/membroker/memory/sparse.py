@@ -30,7 +30,7 @@ from ..safetensors import TensorInfo, numpy_array
 from ..tracebacks import ends_at_the_caller
 from ..views import Span
 from ..vmm.driver import Location
-from ..vmm.sizes import MAX_BYTES, format_size
+from ..vmm.sizes import MAX_BYTES, format_exact, format_size
 from .lender import Lender, Source, source_of
 from .lifetime import AtAddress, MappedMemory, Placing
 
@@ -358,7 +358,7 @@ def _checked_tile(tile_rows: object, row_size: int, granularity: int) -> int:
     if rows * row_size % granularity:
         step = _smallest_tile(row_size, granularity)
         raise InvalidPageSize(
-            f"a tile fills whole granules of {format_size(granularity)}, and {rows} rows of {row_size} bytes do not: "
-            f"take a multiple of {step} rows ({format_size(step * row_size)}), or rows of another size"
+            f"a tile fills whole granules of {format_exact(granularity)}, and {rows} rows of {row_size} bytes do not: "
+            f"take a multiple of {step} rows ({format_exact(step * row_size)}), or rows of another size"
         )
     return rows

@@ -19,7 +19,7 @@ from ..interrupts import device_failures, let_through
 from ..memory.lender import Source
 from ..memory.lifetime import Placing
 from ..vmm.driver import AccessFlags, DriverError, Location
-from ..vmm.sizes import MIB, format_size
+from ..vmm.sizes import MIB, format_exact
 from .claims import Claims
 from .copying import Copying
 from .page_store import PageStore, check_segment, name_of, shapes
@@ -331,7 +331,7 @@ class OffloadedPages:
             size = len(moved) * self._page_size
             numbers = {f"{done}_bytes": str(size), f"{rest}_bytes": str(total - size)}
             # Change the error in place: it may come from `progress`, and its class may have attributes of its own.
-            error.args = (f"{error}; {format_size(size)} of {format_size(total)} are {done}, the others stay {rest}",)
+            error.args = (f"{error}; {format_exact(size)} of {format_exact(total)} are {done}, the others stay {rest}",)
             error.metadata.update(numbers)
             raise
 

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 from ..errors import InvalidRequest
 from ..safetensors import TensorIndex
 from ..vmm.driver import Driver
-from ..vmm.sizes import format_size
+from ..vmm.sizes import format_exact
 
 _RUN = re.compile(r"offset-([0-9]{20})")
 
@@ -95,7 +95,7 @@ def runs_in(segment: PageStore, page_size: int, capacity: int) -> dict[range, in
         offset, size = int(match[1]), info.size
         if offset % page_size or size % page_size or not size or offset >= capacity or size > capacity - offset:
             raise InvalidRequest(
-                f"{size} bytes at offset {offset} are not whole pages of {format_size(page_size)} in a pool of "
+                f"{size} bytes at offset {offset} are not whole pages of {format_exact(page_size)} in a pool of "
                 f"{capacity} bytes: restore them into one like that from which they came"
             )
         found[range(offset // page_size, (offset + size) // page_size)] = info.offset

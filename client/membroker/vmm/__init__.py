@@ -23,7 +23,7 @@ from .driver import (
 )
 from .manager import MappingRecord, PhysicalAllocation, VirtualAddressRange, VirtualMemoryManager
 from .ranges import AddressRange, MappedRange, PhysicalMemory, allocation_granularity
-from .sizes import format_size, parse_size
+from .sizes import format_exact, format_size, parse_size
 
 __all__ = [
     "AccessFlags",
@@ -44,6 +44,7 @@ __all__ = [
     "VirtualAddressRange",
     "VirtualMemoryManager",
     "allocation_granularity",
+    "format_exact",
     "format_size",
     "open_driver",
     "parse_size",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .sizes import format_size
+from .sizes import format_exact
 
 
 class Location(enum.Enum):
@@ -105,7 +105,7 @@ class DriverOutOfMemory(DriverError):
 
 def no_addresses(error: DriverOutOfMemory, size: int) -> DriverOutOfMemory:
     """Return the error of a reservation, which takes no memory, with what it ran out of."""
-    hint = f"this process cannot reserve {format_size(size)} of addresses: ask for less, or raise `ulimit -v`"
+    hint = f"this process cannot reserve {format_exact(size)} of addresses: ask for less, or raise `ulimit -v`"
     return DriverOutOfMemory(error.call, error.name, error.code, hint)
 
 

@@ -83,6 +83,19 @@ def format_size(size: int) -> str:
     raise AssertionError("unreachable")
 
 
+def format_exact(size: int) -> str:
+    """Return `size` bytes as people read it, and nothing rounded: `"8.0 GiB"`, `"2046.0 MiB"`, `"1025 B"`.
+
+    For sentences about what does not fit: rounded, 2.0 GiB would be more than 2.0 GiB. The text is a size again.
+    """
+    for number, unit in enumerate(("EiB", "PiB", "TiB", "GiB", "MiB", "KiB")):
+        bits = 60 - 10 * number
+        if abs(size) >= 1 << bits and size * 10 % (1 << bits) == 0:
+            whole, tenths = divmod(abs(size) * 10 >> bits, 10)
+            return f"{'-' * (size < 0)}{whole}.{tenths} {unit}"
+    return f"{size} B"
+
+
 def joined(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return ascending parts, each as (start, size), with adjacent ones as one."""
     runs: list[tuple[int, int]] = []

@@ -271,4 +271,11 @@ def test_a_models_conflict_has_sizes_and_how_the_model_ends() -> None:
     assert "with device limit 4.0 GiB, not 8.0 GiB" in told
     assert "model_grace_seconds" in told
     close = sentence(Reason.MODEL_CONFLICT, **numbers, asked=8 * gib + 1, registered=8 * gib)
-    assert "8589934592 bytes, not 8589934593 bytes" in close
+    assert "8.0 GiB, not 8589934593 B" in close
+
+
+def test_no_number_is_rounded() -> None:
+    """ "2.0 GiB more does not fit, only 2.0 GiB does": the difference was one granule."""
+    numbers = {"model": MODEL, "location": "device", "limit_bytes": 4 << 30, "used_bytes": (2 << 30) + (2 << 20)}
+    told = sentence(Reason.MODEL_LIMIT, **numbers, requested_bytes=2 << 30, available_bytes=(2 << 30) - (2 << 20))
+    assert told.endswith("holds 2050.0 MiB: 2.0 GiB more does not fit, only 2046.0 MiB does")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from membroker.vmm.sizes import GIB, MAX_BYTES, MIB, format_size, is_power_of_two, parse_size, round_up
+from membroker.vmm.sizes import GIB, MAX_BYTES, MIB, format_exact, format_size, is_power_of_two, parse_size, round_up
 
 
 @pytest.mark.parametrize(
@@ -89,3 +89,29 @@ def test_sizes_are_printed_as_people_read_them(size: int, text: str) -> None:
 def test_a_whole_number_of_units_is_exact(number: int, unit: str) -> None:
     factor = {"B": 1, "KiB": 1024, "MiB": MIB}[unit]
     assert parse_size(f"{number} {unit}") == number * factor
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1025, "1025 B"),
+        (3 * GIB // 2, "1.5 GiB"),
+        (2 * GIB, "2.0 GiB"),
+        (2 * GIB - 2 * MIB, "2046.0 MiB"),
+        (128 * GIB - 2 * MIB, "131070.0 MiB"),
+        (-2 * GIB, "-2.0 GiB"),
+        (GIB + 512, "1048576.5 KiB"),
+        (MAX_BYTES, "9223372036854775807 B"),
+    ],
+)
+def test_exact_sizes(size: int, text: str) -> None:
+    assert format_exact(size) == text
+
+
+@given(st.integers(0, MAX_BYTES) | st.integers(0, 1 << 20).map(lambda granules: granules * 2 * MIB))
+def test_what_is_printed_exactly_is_the_size_when_it_is_read(size: int) -> None:
+    """ "2.0 GiB more does not fit, only 2.0 GiB does": what a refusal says can be asked for."""
+    assert parse_size(format_exact(size)) == size
