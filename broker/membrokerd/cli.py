@@ -20,6 +20,7 @@ from membroker.wire.system_calls import refused
 from membroker.wire.threads import shortage
 
 from . import __version__
+from .system.log_writer import complain
 
 if TYPE_CHECKING:
     import argparse
@@ -78,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
         if (error.name or "").startswith("membroker"):
             raise
         missing = f"the Python module {error.name} is missing: pip install 'membroker[broker]'"
-        print(f"membrokerd: {missing}", file=sys.stderr)
+        complain(f"membrokerd: {missing}")
         return 1
 
 
@@ -100,7 +101,7 @@ def _run(options: dict[str, Any]) -> int:
     try:
         config = load(path, options)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        complain(error)
         if only_reload:  # the daemon is to know, so that its metrics and `membroker status` say so
             with suppress(ConfigError):
                 _ask_to_reload(load_place(path, options), count)
@@ -109,12 +110,12 @@ def _run(options: dict[str, Any]) -> int:
         return _ask_to_reload(config, count)
     wrong = "" if count is None else _wrong_for_all(config, count)
     if wrong:
-        print(f"membrokerd: {wrong}", file=sys.stderr)
+        complain(f"membrokerd: {wrong}")
         return 1
     if only_check:
         return _check(config, path)
     if why := shortage(THREADS):
-        print(f"membrokerd: {why}", file=sys.stderr)
+        complain(f"membrokerd: {why}")
         return 1
     logs.configure(config.log.level, config.log.format, gpu="" if parent is None else _name(config))
     if path is not None and (stranger := stranger_in(path)):
@@ -134,9 +135,9 @@ def _check(config: Config, path: Path | None) -> int:
     where = paths.printable(path or "the defaults")
     try:
         for trouble in _troubles(config, path):
-            print(f"{where}: {trouble}", file=sys.stderr)
+            complain(f"{where}: {trouble}")
     except (DirectoryError, DeviceError) as error:
-        print(f"{where}: {error}" if isinstance(error, DeviceError) else error, file=sys.stderr)
+        complain(f"{where}: {error}" if isinstance(error, DeviceError) else error)
         return 1
     print(f"{where}: good")
     return 0
@@ -151,7 +152,7 @@ def _ask_to_reload(config: Config, count: int | None) -> int:
         try:
             print(reload_now(endpoint))
         except ReloadFailed as error:
-            print(f"membrokerd: {paths.printable(endpoint.parent)}: {error}", file=sys.stderr)
+            complain(f"membrokerd: {paths.printable(endpoint.parent)}: {error}")
             failed = True
     return int(failed)
 
@@ -199,7 +200,7 @@ def _serve_all(config: Config, count: int, options: dict[str, Any]) -> int:
         return asyncio.run(AllGpus(config, uuids, command_of(options, driver)).run())
     except (DirectoryError, DriverError) as error:
         logs.flush()
-        print(f"membrokerd: {error}", file=sys.stderr)
+        complain(f"membrokerd: {error}")
         return 1
 
 
@@ -321,7 +322,7 @@ def _serve(config: Config, reloader: Reloader) -> int:
             runner.run(Daemon(config, made, reloader, turns).run())
     except (DirectoryError, DeviceError, DriverError) as error:
         logs.flush()  # this sentence is the last one
-        print(f"membrokerd: {error}", file=sys.stderr)
+        complain(f"membrokerd: {error}")
         return 1
     return 0
 

@@ -261,6 +261,8 @@ class Daemon:
         lost = take_descriptors(ledger, self._store, executor, kept)
         self._loop.tell(ev.Restarted(lost, seen(self._loop.figures)))
         watch_processes(ledger, self._watch, kept)
+        for row in ledger.sessions.values():
+            logs.know_session(row.session, row.tenant, row.pid, row.client, row.began_at)
         warn_of_removed_tenants(ledger, self._config.tenants or ("default",))
         if ledger.sessions or ledger.segments:
             charged = sum(total.charged for total in ledger.totals.values())

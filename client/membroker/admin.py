@@ -148,10 +148,13 @@ class Admin(Closing):
         """End a segment of any tenant, by its resource name."""
         self._call("DeleteSegment", broker_pb2.DeleteSegmentRequest(name=name))
 
-    def set_quota(self, name: str, location: Location, numbers: Mapping[str, int | None]) -> QuotaStatus:
+    def set_quota(
+        self, name: str, location: Location, numbers: Mapping[str, int | None], *, dry_run: bool = False
+    ) -> QuotaStatus:
         """Set numbers of a quota of `tenants/…` or `tenants/…/models/…`; None removes one.
 
-        They are `limit_bytes`, `guarantee_bytes` and `weight`.
+        They are `limit_bytes`, `guarantee_bytes` and `weight`. With `dry_run` nothing is set: what would be refused is
+        refused, and what would be in force is returned.
         """
         request = admin_pb2.SetQuotaRequest(
             name=name,
@@ -159,6 +162,7 @@ class Admin(Closing):
             limit_bytes=numbers.get("limit_bytes"),
             guarantee_bytes=numbers.get("guarantee_bytes"),
             weight=numbers.get("weight"),
+            validate_only=dry_run,
         )
         request.update_mask.paths.extend(numbers)
         return messages.value(QuotaStatus, self._call("SetQuota", request))

@@ -117,6 +117,7 @@ class Endpoints:
             "membroker.v1.AdminService",
             lambda server: admin_pb2_grpc.add_AdminServiceServicer_to_server(service, server),
             stack,
+            is_admin=True,
         )
 
     async def _serve(
@@ -130,12 +131,13 @@ class Endpoints:
         stack: AsyncExitStack,
         *,
         has_users: bool = False,
+        is_admin: bool = False,
     ) -> None:
         """Start a gRPC server with one of our services, and a proxy in front of it at `public`; `stack` ends both."""
         loop = self._dispatcher.loop
         private = self._directory.private("grpc")
         stack.callback(private.unlink, missing_ok=True)
-        guard = Guard(self._dispatcher, self._calls, refusals.endpoint, has_users=has_users)
+        guard = Guard(self._dispatcher, self._calls, refusals.endpoint, has_users=has_users, is_admin=is_admin)
         sock = self._directory.listen(public, ownership, socket.SOCK_STREAM)
         stack.callback(sock.close)
         server = await serve(private, service, register, guard)
@@ -146,6 +148,7 @@ class Endpoints:
             max_connections=loop.broker.books.rules.max_sessions + CONNECTIONS_BESIDE,
             turns=loop.turns,
             refusals=refusals,
+            announces=is_admin,
         )
         stack.callback(proxy.close)
         stack.push_async_callback(server.stop, STOP_SECONDS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import sys
 import threading
 from collections import deque
 
@@ -17,6 +18,18 @@ LINE_BYTES = 64 << 10
 """The longest line: a traceback has some KiB."""
 FLUSH_SECONDS = 1.0
 """How long an exit waits for lines that are not yet written."""
+
+
+def is_journal(descriptor: int) -> bool:
+    """Say whether systemd has connected a descriptor to its journal (systemd.exec(5), JOURNAL_STREAM)."""
+    found = os.fstat(descriptor)
+    return os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
+
+
+def complain(text: object) -> None:
+    """Write to stderr why this process ends with an error. In systemd's journal each line has its priority."""
+    before = "<3>" if is_journal(2) else ""
+    print("\n".join(before + line for line in str(text).splitlines()), file=sys.stderr)
 
 
 class LogWriter(logging.Handler):

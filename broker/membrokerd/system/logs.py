@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import re
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from typing import Any, get_args
 
@@ -24,7 +23,7 @@ from ..core import effects as fx
 from ..core import facts as ft
 from ..core.denied import Denied
 from ..core.names import ModelName
-from .log_writer import LogWriter
+from .log_writer import LogWriter, is_journal
 
 _LOGGER = logging.getLogger("membrokerd")
 _PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
@@ -60,6 +59,25 @@ class Allowance:
         return True
 
 
+@dataclass(slots=True)
+class _Life:
+    """What the line at a session's end says of it. `at` is in nanoseconds of CLOCK_MONOTONIC."""
+
+    tenant: str
+    pid: int
+    client: str
+    at: int
+    cause: str = ""
+
+
+_ENDINGS = {
+    "goodbye": "closed in order",
+    "process died": "its process died",
+    "forgotten": "an operator forgot it",
+}
+"""Why a session ended, by the causes of its steps; the other steps do not end one."""
+_lives: dict[int, _Life] = {}
+"""The sessions that are there."""
 _allowance = Allowance()
 _writer: LogWriter | None = None
 not_logged: set[type[ft.Fact]] = set()
@@ -82,7 +100,7 @@ def configure(level: str, line_format: str, descriptor: int = 2, gpu: str = "") 
         _Formatter(
             {"text": _text_line, "json": _json_line}[line_format],
             {"gpu": gpu} if gpu else {},
-            has_priority=_is_journal(descriptor),
+            has_priority=is_journal(descriptor),
         )
     )
     _writer.addFilter(_is_worth_a_line)
@@ -90,12 +108,6 @@ def configure(level: str, line_format: str, descriptor: int = 2, gpu: str = "") 
     root.handlers = [_writer]
     root.setLevel(logging.WARNING)
     set_level(level)
-
-
-def _is_journal(descriptor: int) -> bool:
-    """Say whether systemd has connected a descriptor to its journal (systemd.exec(5), JOURNAL_STREAM)."""
-    found = os.fstat(descriptor)
-    return os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
@@ -176,12 +188,25 @@ def log_recall(recalled: fx.Recalled) -> None:
     _emit(logging.WARNING if is_trouble else logging.DEBUG, event, fields | numbers | after)
 
 
+def know_session(session: int, tenant: str, pid: int, client: str, began_at: int) -> None:
+    """Remember for the line at its end what a session is: one that an earlier daemon began."""
+    _lives[session] = _Life(tenant, pid, client, began_at)
+
+
 def log_fact(fact: ft.Fact) -> None:
     """Log a change in the books: lifecycles at INFO, as far as the allowance goes, the rest at DEBUG.
 
     At DEBUG every fact is logged: somebody is looking for a fault.
     """
-    level = _level_of(type(fact))
+    level, life = _level_of(type(fact)), None
+    if isinstance(fact, ft.SessionBegan):
+        know_session(fact.session, fact.tenant, fact.pid, fact.client, fact.at)
+    elif isinstance(fact, ft.SessionMoved):
+        if (known := _lives.get(fact.session)) is not None:
+            known.cause = _ENDINGS.get(fact.cause, known.cause)
+        level = logging.DEBUG if fact.cause in _PLAIN else level
+    elif isinstance(fact, ft.SessionEnded):
+        life = _lives.pop(fact.session, None)
     if not _LOGGER.isEnabledFor(level):
         return
     if not _LOGGER.isEnabledFor(logging.DEBUG):
@@ -190,7 +215,11 @@ def log_fact(fact: ft.Fact) -> None:
         if _allowance.unsaid:
             unsaid, _allowance.unsaid = _allowance.unsaid, 0
             warn("lines about sessions, models and segments were left out: there were too many", lines=unsaid)
-    _emit(level, _event_of(type(fact)), dict(_fields_of(fact)))
+    fields = dict(_fields_of(fact))
+    if isinstance(fact, ft.SessionEnded) and life is not None:
+        fields |= {"tenant": life.tenant, "pid": life.pid, "client": life.client, "why": life.cause}
+        fields |= {"seconds": round((fact.at - life.at) / 1e9, 1)}
+    _emit(level, _event_of(type(fact)), fields)
 
 
 def _emit(level: int, event: str, fields: Fields) -> None:
@@ -209,6 +238,8 @@ _LIFECYCLES = frozenset(
     )
 )
 """The facts that are logged at INFO; all others at DEBUG."""
+_PLAIN = frozenset(("goodbye", "last packet", "settled", "forgotten"))
+"""Steps of a session of which the line at its end tells enough."""
 _NOT_SHOWN = frozenset(("at", "process", "endpoint", "token_hash", "idle_since"))
 _BYTES = frozenset(("virtual_capacity", "limit", "guarantee", "unaccounted"))
 _RENAMED = {"name": "model", "segment": "generation", "label": "segment"}

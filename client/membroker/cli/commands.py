@@ -195,6 +195,11 @@ def weight(text: str) -> tuple[int | None]:
     return (int(text),)
 
 
+def timeout(text: str) -> float:
+    """Return a number of seconds, or 0."""
+    return 0.0 if text == "0" else seconds(text)
+
+
 def seconds(text: str) -> float:
     """Return a number of seconds, at most a day."""
     try:

@@ -115,7 +115,9 @@ it runs; docs/systemd.md says how to let the daemon end other users' processes."
 _DRAIN = """
 The daemon refuses to lend memory, to accept larger declarations and to attach segments (DRAINING). It tells every
 worker, now or when it connects (Client.on_notice). Memory stays lent until its worker releases it; the command lists
-the sessions that hold some. With --exit the daemon exits with status 0, so the systemd unit in deploy/ leaves it
+the sessions that hold some, and waits, with a line for each that has released all. It waits until nothing is charged,
+or until the deadline, or for --timeout seconds; its exit status is then 1, and the drain goes on. --timeout 0 does not
+wait. With --exit the daemon exits with status 0, so the systemd unit in deploy/ leaves it
 stopped (Restart=on-failure) until `systemctl start membrokerd`. Where the daemon is always restarted, as in
 deploy/kubernetes, the next daemon lends again: remove it there. A second drain replaces the first, with its deadline
 and --exit."""
@@ -338,7 +340,8 @@ def _add_ends(subparsers: Commands) -> None:
         operate.drain,
         "stop lending, and tell the workers",
         "drain                          until `membroker undrain`, or a restart of the daemon\n"
-        "drain --deadline 60 --exit     exit once nothing is charged, or after a minute",
+        "drain --timeout 600            wait for ten minutes at most\n"
+        "drain --deadline 60 --exit     the daemon exits once nothing is charged, or after a minute",
         _DRAIN + commands.OPERATOR,
     )
     drain.add_argument(
@@ -346,6 +349,9 @@ def _add_ends(subparsers: Commands) -> None:
         metavar="SECONDS",
         type=commands.seconds,
         help="when all memory should be released; workers are told",
+    )
+    drain.add_argument(
+        "--timeout", metavar="SECONDS", type=commands.timeout, help="how long this command waits; 0: not at all"
     )
     drain.add_argument("--exit", action="store_true", help="exit when nothing is charged, or at the deadline")
     add(subparsers, "undrain", operate.undrain, "lend again", "undrain", commands.OPERATOR)
@@ -371,7 +377,8 @@ def _add_quota(subparsers: Commands) -> None:
         "quota set acme --limit 32GiB                a tenant\n"
         "quota set acme/llama-7b --guarantee 8GiB    one of its models can have 8 GiB at any time\n"
         "quota set acme --weight 2                   twice the share of a tenant with weight 1\n"
-        "quota set acme --limit none                 use the configured limit again",
+        "quota set acme --limit none                 use the configured limit again\n"
+        "quota set acme --guarantee 8GiB --dry-run   would it be refused?",
         _QUOTA + commands.OPERATOR,
     )
     change.add_argument("name", metavar="NAME", type=_name, help="TENANT or TENANT/MODEL")
@@ -384,6 +391,7 @@ def _add_quota(subparsers: Commands) -> None:
     change.add_argument(
         "--weight", metavar="N|none", type=commands.weight, help="its part of the rest while requests wait: 0 to 1000"
     )
+    change.add_argument("--dry-run", action="store_true", help="only say whether it would be refused")
     commands.add_location(change)
 
 

@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Collection, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from ..admin import Admin, QuotaStatus
 from ..errors import BrokerUnavailable, NotFound
 from ..ext import arguments
-from ..types import DeviceStatus, SegmentStatus, SessionStatus
+from ..types import SegmentStatus, SessionStatus
 from ..vmm.sizes import format_exact
 from . import tables
 from .books import open_admin, open_device
 from .commands import did_you_mean
+
+LOOK_SECONDS = 0.5
+"""How often a drain that is waited for is looked at."""
 
 
 def quota_list(options: argparse.Namespace) -> int:
@@ -36,19 +41,20 @@ def quota_set(options: argparse.Namespace) -> int:
     with open_admin(options.endpoint) as admin:
         known = _known(admin)  # a tenant that has a quota is known
         try:
-            quota = admin.set_quota(options.name, arguments.location_of(options.location), numbers)
+            location = arguments.location_of(options.location)
+            quota = admin.set_quota(options.name, location, numbers, dry_run=options.dry_run)
         except NotFound as error:
             tenant = arguments.parts_of(options.name)[0]
             tenants = {arguments.parts_of(name)[0] for name in known}
             meant = ": `membroker quota list` shows what is set for it" if tenant in tenants else ""
             raise NotFound(f"{error}{meant or did_you_mean(tenant, sorted(tenants))}", error.reason) from error
-        notes = [] if options.json else list(_notes_on(quota, numbers, known, admin))
+        notes = [] if options.json else list(_notes_on(quota, numbers, known, admin, dry_run=options.dry_run))
     line = (
         f"{tables.short_name(quota.name)}, {quota.location} memory: limit {_in_words(quota.limit_bytes)}, "
         f"guarantee {_in_words(quota.guarantee_bytes)}, "
         f"weight {'as configured' if quota.weight is None else quota.weight}, used {format_exact(quota.used_bytes)}"
     )
-    return tables.answer(options.json, quota, line, *notes)
+    return tables.answer(options.json, quota, "nothing is set; it would be:\n" * options.dry_run + line, *notes)
 
 
 def _in_words(size: int | None) -> str:
@@ -56,9 +62,9 @@ def _in_words(size: int | None) -> str:
 
 
 def _notes_on(
-    quota: QuotaStatus, numbers: Mapping[str, int | None], known: Collection[str], admin: Admin
+    quota: QuotaStatus, numbers: Mapping[str, int | None], known: Collection[str], admin: Admin, *, dry_run: bool
 ) -> Iterator[str]:
-    """Yield what may surprise an operator about the numbers that are now in force."""
+    """Yield what may surprise an operator about numbers that are now in force, or would be."""
     limit, guarantee, weight = (numbers.get(field) for field in ("limit_bytes", "guarantee_bytes", "weight"))
     if limit is not None:
         if quota.used_bytes > limit:
@@ -66,7 +72,7 @@ def _notes_on(
         capacity = admin.device().locations[quota.location].capacity_bytes
         if limit > capacity:
             yield f"the limit is more than the capacity, {format_exact(capacity)}, which applies as well"
-    if guarantee is not None and quota.shortfall_bytes:
+    if guarantee is not None and quota.shortfall_bytes and not dry_run:
         yield (
             f"{format_exact(quota.shortfall_bytes)} of all guarantees cannot be kept yet: others have borrowed that "
             "memory, and it cannot be recalled or is late (`membroker models --admin`). Until they have released it, "
@@ -154,41 +160,90 @@ def _is_confirmed(sessions: list[SessionStatus]) -> bool:
 
 
 def drain(options: argparse.Namespace) -> int:
-    """Stop lending, and list the sessions and segments that still hold memory."""
+    """Stop lending, list the sessions and segments that still hold memory, and wait until none does."""
     deadline = None if options.deadline is None else datetime.now(UTC) + timedelta(seconds=options.deadline)
+    waits = options.timeout if options.timeout is not None else options.deadline
     with open_device(options.endpoint) as admin:
         device = admin.drain(deadline, exits=options.exit)
-        sessions, segments = _holders(admin, device, exits=options.exit)
-    answer = {"device": device, "sessions": sessions, "segments": segments}
-    lines: list[str | tables.TextTable] = ["the device lends nothing more, and the workers are told"]
-    if not sessions and not segments:
-        return tables.answer(
-            options.json, answer, *lines, "nothing is charged" + (": the daemon exits" if options.exit else "")
-        )
-    lines += ["still holding memory:"]
-    lines += [tables.sessions_table(sessions)] * bool(sessions)
-    lines += [tables.segments_table(segments)] * bool(segments)
-    if segments:
-        lines += ["a segment is charged until it is deleted: `membroker segments delete TENANT/MODEL/SEGMENT --admin`"]
-    if options.exit:
-        late = "" if options.deadline is None else f", or in {options.deadline:g} s, whatever is charged then"
-        lines += [f"the daemon exits when nothing is charged any more{late}"]
-    return tables.answer(options.json, answer, *lines)
+        held = _look(admin, exits=options.exit)
+        if not options.json:
+            tables.answer(
+                False, None, "the device lends nothing more, and the workers are told", *_still(held, options)
+            )
+        if held and waits != 0:
+            say = (lambda _: None) if options.json else (lambda line: print(line, flush=True))
+            held = _wait(admin, held, waits, say, exits=options.exit)
+        if not held:
+            said = ["nothing is charged" + (": the daemon exits" if options.exit else "")]
+        elif waits == 0:
+            said = []
+        else:
+            said = [f"{format_exact(held.charged)} were still charged at the end of the wait: the drain goes on"]
+    answer = {"device": device, "sessions": held.sessions, "segments": held.segments}
+    tables.answer(options.json, answer, *said)
+    return int(bool(held) and waits != 0)
 
 
-def _holders(admin: Admin, device: DeviceStatus, *, exits: bool) -> tuple[list[SessionStatus], list[SegmentStatus]]:
-    """Return the sessions that hold memory, and the segments; none if the daemon has exited meanwhile, as asked."""
-    if not any(books.lent_bytes or books.releasing_bytes for books in device.locations.values()):
-        return [], []
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What is charged of the device, and the sessions and segments that have it; false if nothing is."""
+
+    charged: int = 0
+    sessions: Sequence[SessionStatus] = ()
+    segments: Sequence[SegmentStatus] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.charged)
+
+
+def _look(admin: Admin, *, exits: bool) -> _Held:
+    """Return what is charged now; nothing if the daemon has exited meanwhile, as it does when nothing is charged."""
     try:
-        sessions, segments = admin.sessions(), admin.segments()
+        device, sessions, segments = admin.device(), admin.sessions(), admin.segments()
     except BrokerUnavailable:
         if not exits:
             raise
-        return [], []
-    return [
-        session for session in sessions if session.segments or any(books.used_bytes for books in session.books.values())
-    ], segments
+        return _Held()
+    holders = [one for one in sessions if one.segments or any(books.used_bytes for books in one.books.values())]
+    charged = sum(books.lent_bytes + books.releasing_bytes for books in device.locations.values())
+    return _Held(charged, holders, segments) if charged else _Held()
+
+
+def _still(held: _Held, options: argparse.Namespace) -> Iterator[str | tables.TextTable]:
+    if not held:
+        return
+    yield "still holding memory:"
+    if held.sessions:
+        yield tables.sessions_table(held.sessions)
+    if held.segments:
+        yield tables.segments_table(held.segments)
+        yield "a segment is charged until it is deleted: `membroker segments delete TENANT/MODEL/SEGMENT --admin`"
+    if options.exit:
+        late = "" if options.deadline is None else f", or in {options.deadline:g} s, whatever is charged then"
+        yield f"the daemon exits when nothing is charged any more{late}"
+
+
+def _wait(admin: Admin, held: _Held, seconds: float | None, say: Callable[[str], None], *, exits: bool) -> _Held:
+    """Wait until nothing is charged, or for so long; say which sessions have released all. Return what is still held.
+
+    A daemon that is gone at the end of the wait may have exited at its deadline, with memory lent.
+    """
+    until = None if seconds is None else time.monotonic() + seconds
+    while held:
+        time.sleep(LOOK_SECONDS if until is None else max(0.0, min(LOOK_SECONDS, until - time.monotonic())))
+        before, held = held, _look(admin, exits=exits)
+        if until is not None and time.monotonic() >= until:
+            return held or (before if exits else held)
+        left = {one.name for one in held.sessions} | {one.name for one in held.segments}
+        for session in before.sessions:
+            if session.name not in left:
+                size = format_exact(sum(books.used_bytes for books in session.books.values()))
+                process = f"process {session.pid or '(in another pid namespace)'}"
+                say(f"{session.name} of {tables.short_name(session.tenant)}, {process}, has released {size}")
+        for segment in before.segments:
+            if segment.name not in left:
+                say(f"{tables.short_name(segment.name)} is gone: {format_exact(segment.size_bytes)}")
+    return held
 
 
 def undrain(options: argparse.Namespace) -> int:

@@ -321,6 +321,7 @@ class SetQuotaRequest(google.protobuf.message.Message):
     GUARANTEE_BYTES_FIELD_NUMBER: builtins.int
     WEIGHT_FIELD_NUMBER: builtins.int
     UPDATE_MASK_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
     name: builtins.str
     """tenants/{tenant} or tenants/{tenant}/models/{model}"""
     location: membroker.v1.resources_pb2.Location.ValueType
@@ -335,6 +336,8 @@ class SetQuotaRequest(google.protobuf.message.Message):
     """How memory above the guarantees is divided, 0 to 1,000; 1 without it. 0: gets only what nobody with a weight wants.
     Absent: as for the limit.
     """
+    validate_only: builtins.bool
+    """Only say whether it would be refused, and what would be set: nothing changes."""
     @property
     def update_mask(self) -> google.protobuf.field_mask_pb2.FieldMask:
         """Which of `limit_bytes`, `guarantee_bytes` and `weight` are set or, if absent, removed. Empty: `limit_bytes` alone."""
@@ -348,9 +351,10 @@ class SetQuotaRequest(google.protobuf.message.Message):
         guarantee_bytes: builtins.int | None = ...,
         weight: builtins.int | None = ...,
         update_mask: google.protobuf.field_mask_pb2.FieldMask | None = ...,
+        validate_only: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_guarantee_bytes", b"_guarantee_bytes", "_limit_bytes", b"_limit_bytes", "_weight", b"_weight", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes", "update_mask", b"update_mask", "weight", b"weight"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_guarantee_bytes", b"_guarantee_bytes", "_limit_bytes", b"_limit_bytes", "_weight", b"_weight", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes", "location", b"location", "name", b"name", "update_mask", b"update_mask", "weight", b"weight"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_guarantee_bytes", b"_guarantee_bytes", "_limit_bytes", b"_limit_bytes", "_weight", b"_weight", "guarantee_bytes", b"guarantee_bytes", "limit_bytes", b"limit_bytes", "location", b"location", "name", b"name", "update_mask", b"update_mask", "validate_only", b"validate_only", "weight", b"weight"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_guarantee_bytes", b"_guarantee_bytes"]) -> typing.Literal["guarantee_bytes"] | None: ...
     @typing.overload

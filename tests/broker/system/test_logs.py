@@ -132,6 +132,35 @@ def test_every_fact_is_one_line_and_lifecycles_are_info(capture: Capture) -> Non
     assert len(out.getvalue().splitlines()) == len(FACTS)
 
 
+def test_a_session_ends_in_one_plain_line(capture: Capture) -> None:
+    """It says whose it was, why it ended and how long it lasted, also of a session that an earlier daemon began."""
+    out = capture("json", "info")
+    logs.log_fact(ft.SessionBegan(26, "acme", 4711, 1000, "pidfd:99", False, "vllm 0.9", 5_000_000_000))
+    logs.know_session(27, "acme", 4712, "old", 1_000_000_000)
+    for fact in (
+        ft.SessionMoved(26, "goodbye", 6_000_000_000),
+        ft.SessionMoved(26, "last packet", 6_500_000_000),
+        ft.SessionEnded(26, 7_250_000_000),
+        ft.SessionMoved(27, "connection lost", 8_000_000_000),
+        ft.SessionMoved(27, "process died", 8_000_000_000),
+        ft.SessionMoved(27, "settled", 9_000_000_000),
+        ft.SessionEnded(27, 9_000_000_000),
+    ):
+        logs.log_fact(fact)
+    _, first, lost, died, second = map(json.loads, out.getvalue().splitlines())
+    assert {name: first[name] for name in first if name not in ("time", "level")} == {
+        "event": "session ended",
+        "session": "sessions/1a",
+        "tenant": "acme",
+        "pid": 4711,
+        "client": "vllm 0.9",
+        "why": "closed in order",
+        "seconds": 2.2,
+    }
+    assert (lost["cause"], died["cause"]) == ("connection lost", "process died")
+    assert (second["pid"], second["why"], second["seconds"]) == (4712, "its process died", 8.0)
+
+
 def test_nobody_fills_the_log_by_coming_and_going(capture: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thousands of sessions a second: some are logged, the others counted. At DEBUG all are logged."""
     seconds = 0.0

@@ -8,9 +8,10 @@ import re
 import resource
 import signal
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -171,7 +172,7 @@ def test_a_guarantee_that_cannot_be_kept_yet_says_who_borrows_more(daemon: Daemo
 def test_a_drain_refuses_tells_and_lists_and_an_undrain_lends_again(daemon: Daemon, engine: Worker) -> None:
     """A GPU is drained: the operator sees the sessions that remain, and each worker learns why it gets nothing."""
     engine.do("segment = model.create_segment('weights', 2 * MIB); segment.seal()")
-    out = good("drain", at=daemon.admin)
+    out = good("drain", "--timeout", 0, at=daemon.admin)
     assert out.startswith("the device lends nothing more, and the workers are told\nstill holding memory:\n\n")
     assert re.search(rf"red +open +{engine.pid} +\d+[smh] +16\.0 MiB", out)
     assert re.search(r"red/chat/weights +sealed +2\.0 MiB", out)
@@ -195,7 +196,7 @@ def test_a_drain_refuses_tells_and_lists_and_an_undrain_lends_again(daemon: Daem
 
 def test_who_comes_in_the_middle_of_a_drain_is_told(daemon: Daemon, engine: Worker) -> None:
     """A worker that starts, and one that lost its connection for a moment, would else find out by a refusal."""
-    good("drain", at=daemon.admin)
+    good("drain", "--timeout", 0, at=daemon.admin)
     until(lambda: told(engine) == ["Draining"])
     with worker() as late:
         late.connect(daemon, "blue")
@@ -214,7 +215,7 @@ def test_who_comes_in_the_middle_of_a_drain_is_told(daemon: Daemon, engine: Work
 
 def test_the_daemon_exits_once_all_is_given_back(daemon: Daemon, engine: Worker) -> None:
     """`membroker drain --exit`: at once where nothing is lent, else with the last byte."""
-    out = good("drain", "--exit", at=daemon.admin)
+    out = good("drain", "--exit", "--timeout", 0, at=daemon.admin)
     assert out.splitlines()[-1] == "the daemon exits when nothing is charged any more"
     until(lambda: told(engine) == ["Draining"])
     assert daemon.process.poll() is None
@@ -229,6 +230,90 @@ def test_the_daemon_exits_once_all_is_given_back(daemon: Daemon, engine: Worker)
     assert daemon.process.wait(DEADLINE_SECONDS) == 0
 
 
+def test_a_drain_waits_and_says_which_session_lets_go(daemon: Daemon, engine: Worker) -> None:
+    """An uninstall as pasted stopped a daemon with 624 MiB lent: the command that drains must be the one that waits."""
+    with worker() as other:
+        other.connect(daemon, "blue")
+        other.do("kept = client.register_model('search').allocate('4MiB')")
+        sessions = {one.pid: one.name for one in daemon.sessions()}
+        with drain_of(daemon) as draining:
+            draining.until("still holding memory:")
+            other.do("kept.close()")
+            draining.until(f"{sessions[other.pid]} of blue, process {other.pid}, has released 4.0 MiB")
+            assert draining.process.poll() is None
+            engine.do("kept.close()")
+            draining.until(f"{sessions[engine.pid]} of red, process {engine.pid}, has released 16.0 MiB")
+            draining.until("nothing is charged")
+            assert draining.process.wait(DEADLINE_SECONDS) == 0
+    assert daemon.process.poll() is None
+
+
+def test_a_drain_that_is_not_over_in_time_fails(daemon: Daemon, engine: Worker) -> None:
+    status, out, _ = run("drain", "--timeout", "0.5", at=daemon.admin)
+    assert status == 1
+    assert out.splitlines()[-1] == "16.0 MiB were still charged at the end of the wait: the drain goes on"
+    assert daemon.device().draining
+    status, out, _ = run("drain", "--deadline", "0.5", "--exit", at=daemon.admin)
+    assert status == 1, "it has exited at its deadline, with memory lent"
+    assert daemon.process.wait(DEADLINE_SECONDS) == 0
+    daemon.start_again()
+    engine.do("kept.close()")
+
+
+class Draining:
+    """`membroker drain` as it waits; `until` reads its lines up to one."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        command = [sys.executable, "-u", "-m", "membroker", "drain", "--endpoint", str(daemon.admin)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def until(self, line: str) -> None:
+        assert self.process.stdout is not None
+        read = []
+        for text in self.process.stdout:
+            read.append(text.rstrip())
+            if read[-1] == line:
+                return
+        pytest.fail(f"it said no {line!r}, but {read}")
+
+
+@contextmanager
+def drain_of(daemon: Daemon) -> Iterator[Draining]:
+    draining = Draining(daemon)
+    try:
+        yield draining
+    finally:
+        draining.process.kill()
+        draining.process.communicate()
+
+
+def test_the_log_says_which_process_ordered_what(daemon: Daemon) -> None:
+    """At three in the morning somebody has lowered a limit. Questions are not logged: `top` asks several a second."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "membroker", "quota", "set", "red", "--limit", "64MiB", "--endpoint", str(daemon.admin)],
+        stdout=subprocess.DEVNULL,
+    ) as setting:
+        assert setting.wait(DEADLINE_SECONDS) == 0
+    run("forget", "sessions/1", at=daemon.admin)
+    until(lambda: "ForgetSession" in daemon.log())
+    lines = [line for line in daemon.log().splitlines() if "an operator's call" in line and " INFO " in line]
+    assert len(lines) == 2
+    assert "method=SetQuota" in lines[0]
+    assert "tenants/red" in lines[0]
+    assert f"result=OK by_uid={os.geteuid()} by_pid={setting.pid}" in lines[0]
+    assert "method=ForgetSession" in lines[1]
+    assert "result=SESSION_NOT_DETACHED" in lines[1]
+
+
+def test_a_quota_that_is_only_tried(daemon: Daemon) -> None:
+    """Would this guarantee be refused? It says so, and what it would be; nothing is set or written."""
+    tried = good("quota", "set", "red", "--limit", "64MiB", "--guarantee", "32MiB", "--dry-run", at=daemon.admin)
+    assert tried.splitlines()[0] == "nothing is set; it would be:"
+    assert "limit 64.0 MiB, guarantee 32.0 MiB" in tried
+    assert "900.0 GiB" in refused("quota", "set", "red", "--guarantee", "900GiB", "--dry-run", at=daemon.admin)
+    assert json.loads(good("quota", "list", "--json", at=daemon.admin).strip() or "[]") == []
+
+
 def test_the_daemon_exits_at_the_deadline_whatever_is_lent(daemon: Daemon, engine: Worker) -> None:
     """Somebody gives nothing back: the operator's time is over, it keeps its memory, and the next daemon knows it."""
     engine.do("deadlines = []")
@@ -236,7 +321,7 @@ def test_the_daemon_exits_at_the_deadline_whatever_is_lent(daemon: Daemon, engin
         "client.on_notice(lambda notice: deadlines.append(notice.deadline.timestamp()) if not told[1:] else None)"
     )
     begun = datetime.now(UTC)
-    out = good("drain", "--deadline", "1.5", "--exit", at=daemon.admin)
+    out = good("drain", "--deadline", "1.5", "--exit", "--timeout", 0, at=daemon.admin)
     assert "the daemon exits when nothing is charged any more, or in 1.5 s, whatever is charged then" in out
     assert daemon.process.wait(DEADLINE_SECONDS) == 0
     assert (datetime.now(UTC) - begun).total_seconds() >= 1.5
@@ -252,8 +337,8 @@ def test_the_daemon_exits_at_the_deadline_whatever_is_lent(daemon: Daemon, engin
 
 def test_an_exit_that_is_taken_back(daemon: Daemon, engine: Worker) -> None:
     """A second drain stands in the place of the first. Then the last byte comes back."""
-    good("drain", "--exit", "--deadline", "86400", at=daemon.admin)
-    good("drain", at=daemon.admin)
+    good("drain", "--exit", "--deadline", "86400", "--timeout", 0, at=daemon.admin)
+    good("drain", "--timeout", 0, at=daemon.admin)
     engine.do("kept.close()")
     until(lambda: daemon.books().lent_bytes == 0)
     for _ in range(3):  # each a process, and longer than the daemon's look whether it is empty
@@ -262,7 +347,7 @@ def test_an_exit_that_is_taken_back(daemon: Daemon, engine: Worker) -> None:
 
 
 def test_programs_get_the_same_as_json(daemon: Daemon, engine: Worker) -> None:
-    shown = json.loads(good("drain", "--json", at=daemon.admin))
+    shown = json.loads(good("drain", "--json", "--timeout", 0, at=daemon.admin))
     assert shown["device"]["draining"] is True
     assert [(one["pid"], one["books"]["device"]["used_bytes"]) for one in shown["sessions"]] == [(engine.pid, 16 * MIB)]
     assert shown["segments"] == []

@@ -133,6 +133,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
             if denied := broker.models.refuse_quota(ordered(0)):
                 raise Refused(denied)
+            if request.validate_only:
+                return self._quota(tenant, model, location, self._shortfalls(), would_be=after)
             await self._keep({**broker.ledger.quotas, key: after})  # before the step: that may lend at once
             try:
                 await self._ask(ordered)
@@ -271,8 +273,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         shortfalls: Mapping[Location, int],
         *,
         in_force: bool = False,
+        would_be: Quota | None = None,
     ) -> pb.Quota:
-        """Return a quota as commanded. With `in_force`, what was not commanded is as configured."""
+        """Return a quota as commanded, or as it would be. With `in_force`, what was not commanded is as configured."""
         broker, key = self._loop.broker, (tenant, model, location)
         ledger = broker.ledger
         if model is None:
@@ -282,7 +285,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             row = ledger.models.get(ModelName(tenant, model))
             charge = row.charges.get(location) if row else None  # only an earlier daemon may have lent at the location
             used = charge.bytes if charge else 0
-        quota = policy.quota_of(ledger.quotas, broker.books.rules, key) if in_force else ledger.quotas.get(key, Quota())
+        quota = would_be or ledger.quotas.get(key, Quota())
+        if in_force:
+            quota = policy.quota_of(ledger.quotas, broker.books.rules, key)
         return pb.Quota(
             name=name,
             location=LOCATION_NUMBERS[location],

@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError, Message
+from google.protobuf.text_format import MessageToString
 from google.rpc.status_pb2 import Status
 
 from membroker.wire.names import STATUS_METADATA, TOKEN_METADATA
@@ -23,6 +24,7 @@ from ...system import logs
 from ..convert import LONG_BYTES, Refused, known_of
 from ..dispatch import Dispatcher
 from ..errors import to_status
+from .callers import caller_of
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 MAX_WATCHES = 16
@@ -35,6 +37,8 @@ MAX_CALLS = 1_024
 
 ANSWER_BYTES = 32 * 1024
 """A call counts as one more for each of these in its answer: gRPC keeps an answer twice until its peer has taken it."""
+MOST_SHOWN = 400
+"""Characters of an operator's request in the log."""
 TOO_MANY = "the broker has too many gRPC calls at a time"
 
 
@@ -84,11 +88,21 @@ class Guard(grpc.aio.ServerInterceptor):
     """Wraps one endpoint's calls. Those of health and reflection are not counted, but their streams are bounded.
 
     `has_users`: each user is a tenant there. Calls without a session's token count as those of one user more.
+    `is_admin`: the log has a line for each call, with the process that made it.
     """
 
-    def __init__(self, dispatcher: Dispatcher, calls: Calls, endpoint: str, *, has_users: bool = False) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        calls: Calls,
+        endpoint: str,
+        *,
+        has_users: bool = False,
+        is_admin: bool = False,
+    ) -> None:
         self._dispatcher = dispatcher
         self._has_users = has_users
+        self._is_admin = is_admin
         self._turns = dispatcher.loop.turns
         self._calls = calls
         self._endpoint = endpoint
@@ -111,6 +125,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
         async def guarded(request: Any, context: Any) -> Any:
             start = time.perf_counter()
+            result = "OK"
             try:
                 tenant = self._tenant_of(details)
                 answer = await self._begin(tenant, name, lambda: handler.unary_unary(request, context), request)
@@ -118,16 +133,21 @@ class Guard(grpc.aio.ServerInterceptor):
                     answer = await answer
                 if not isinstance(answer, Denied):
                     return self._bytes_of(answer, context, user)
+                result = answer.reason.value
                 _answer(context, to_status(answer))
             except Refused as refused:
+                result = refused.denied.reason.value
                 _answer(context, to_status(refused.denied))
             except TimeoutError:
                 raise
             except Exception as error:  # noqa: BLE001 - the edge of the daemon: no request may end it
+                result = Reason.INTERNAL.value
                 logs.fault(error, method=name)
                 _answer(context, to_status(deny(Reason.INTERNAL)))
             finally:
                 self._dispatcher.times_of(name, "grpc")(time.perf_counter() - start)
+                if self._is_admin:
+                    _log_operator(name, request, context.peer(), result)
 
         def deserialize(body: bytes) -> Any:
             # gRPC logs an exception from here as our fault, with a traceback: a hostile client could fill the log.
@@ -218,6 +238,13 @@ def refuse(context: Any, code: grpc.StatusCode, details: str = "") -> None:
     """
     context.set_code(code)
     context.set_details(details)
+
+
+def _log_operator(method: str, request: Any, peer: str, result: str) -> None:
+    """Log which process asked for what. Questions are logged at DEBUG: `membroker top` asks several each second."""
+    text = "" if request is None else MessageToString(request, as_one_line=True)[:MOST_SHOWN]
+    say = logs.debug if method.startswith(("Get", "List")) else logs.log
+    say("an operator's call", method=method, request=text, result=result, **caller_of(peer))
 
 
 async def _refuse(_requests: Any, context: Any) -> None:

@@ -20,6 +20,7 @@ from membroker.wire.descriptors import peer_of
 from ...core.denied import Reason
 from ...system.turns import Turns
 from ..acceptor import Acceptor, Refusals
+from .callers import announce
 from .http2 import BrokenStream, FrameReader
 
 CONNECTIONS_BESIDE = 16
@@ -32,7 +33,7 @@ class Proxy:
     """The connections of one endpoint's gRPC socket, `max_connections` at most. `server` is where gRPC listens.
 
     `tenant_of` returns the tenant of a user. Where users are tenants, the one with the most connections makes room for
-    others: its newest ends.
+    others: its newest ends. With `announces` the server's calls know which process made them (`callers`).
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class Proxy:
         max_connections: int,
         turns: Turns,
         refusals: Refusals,
+        announces: bool = False,
     ) -> None:
         self._server = server
+        self._announces = announces
         self._tenant_of = tenant_of
         self._max_connections = max_connections
         self._turns = turns
@@ -57,11 +60,14 @@ class Proxy:
     def _accept(self, peer: socket.socket) -> None:
         server = None
         try:
-            tenant = self._tenant_of(peer_of(peer)[1])
+            pid, uid = peer_of(peer)
+            tenant = self._tenant_of(uid)
             if not self._make_room(tenant):
                 peer.close()
                 return
             server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+            if self._announces:
+                announce(server, pid, uid)
             server.connect(os.fspath(self._server))
         except OSError as error:
             peer.close()
