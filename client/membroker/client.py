@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from . import arguments
+from .cancellation import innermost
 from .closing import Closing
 from .errors import BrokerAbsent, BrokerUnavailable, InvalidRequest
 from .model import Model
@@ -69,8 +70,10 @@ def connect(
         raise InvalidRequest("connect takes an endpoint or a device: an endpoint is of one device")
     timeout = arguments.seconds_of("timeout", timeout, positive=True)
     outage = arguments.seconds_of("outage", outage)
-    deadline, has_logged = time.monotonic() + timeout, False
+    deadline, has_logged, scope = time.monotonic() + timeout, False, innermost.get()
     for pause in pauses():
+        if scope is not None:
+            scope.check()
         try:
             session = Session(
                 endpoint if device is None else endpoint_of_device(device),

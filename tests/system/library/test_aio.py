@@ -1,0 +1,333 @@
+"""Coroutines borrow: nothing holds up their loop, and a task that is cancelled leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+from tests.support import daemons
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, running
+from tests.support.sizes import MIB
+from tests.system.library.test_many_threads import waiting
+
+import membroker
+from membroker import aio
+from membroker.errors import OutOfMemory, TooMany
+from membroker.session.places import MOST_PATIENT
+
+PAGE = 2 * MIB
+CAPACITY = 64 * MIB
+LONG = 600
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with running({"capacity": CAPACITY, "host_capacity": CAPACITY}) as one:
+        yield one
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Run a coroutine in a loop of this kind; it must end."""
+    factory = None if request.param == "asyncio" else pytest.importorskip("uvloop").new_event_loop
+
+    def run(main: Coroutine[Any, Any, Any]) -> Any:
+        with asyncio.Runner(loop_factory=factory) as runner:
+            return runner.run(asyncio.wait_for(main, DEADLINE_SECONDS))
+
+    return run
+
+
+async def until(what: Callable[[], object]) -> None:
+    """Wait until something is true. The loop goes on."""
+    while not await asyncio.to_thread(what):
+        await asyncio.sleep(0.001)
+
+
+async def ended(task: asyncio.Task[Any]) -> BaseException | None:
+    """Cancel a task, wait for its end, and return how it ended."""
+    task.cancel()
+    await asyncio.wait((task,))
+    return asyncio.CancelledError() if task.cancelled() else task.exception()
+
+
+def test_a_program(daemon: Daemon, run: Run) -> None:
+    """Connect, register, borrow in each way, read the books, close."""
+
+    async def main() -> None:
+        async with aio.connect(daemon.endpoint()) as client:
+            model = await client.register_model("m", virtual_capacity=CAPACITY)
+            async with model.allocate(PAGE) as buffer:
+                assert isinstance(buffer, membroker.Buffer)
+                assert (await model.stats()).name == model.sync.resource_name
+                assert (await model.available()).now_bytes == CAPACITY - PAGE
+                assert daemon.books().lent_bytes == PAGE
+            assert buffer.closed
+            async with model.pool(page_size=PAGE) as pool:
+                address = await pool.grow(4 * PAGE)
+                assert address == pool.sync.base_address
+                assert await pool.offload() == 4 * PAGE
+                assert await pool.restore() == 4 * PAGE
+                await pool.free(address)
+            segment = await model.create_segment("weights", PAGE)
+            await aio.run(segment.seal)
+            async with client.attach("weights") as attached:
+                assert attached.size == PAGE
+            await aio.run(segment.close)
+            await client.delete_segment("weights")
+            grown = await model.growable_buffer(0, CAPACITY, PAGE)
+            assert await aio.run(grown.grow, PAGE, wait=1) == 0
+            await aio.run(grown.close)
+            with pytest.raises(OutOfMemory):
+                await model.allocate(2 * CAPACITY)
+            assert [one.name for one in await client.models()] == [model.sync.resource_name]
+        assert client.sync.closed
+
+    run(main())
+    daemons.until(lambda: daemon.books().lent_bytes == 0)  # a segment is dropped a moment later
+
+
+def test_the_loop_goes_on_beside_waits(daemon: Daemon, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """64 tasks wait for memory. Meanwhile the loop turns, reads the books and borrows; then all of them get some."""
+    longest = 0.0
+
+    async def ticks(stop: asyncio.Event) -> int:
+        nonlocal longest
+        turns, last = 0, time.perf_counter()
+        while not stop.is_set():
+            await asyncio.sleep(0.001)
+            now = time.perf_counter()
+            longest, last, turns = max(longest, now - last), now, turns + 1
+        return turns
+
+    async def main() -> None:
+        async with aio.connect(daemon.endpoint()) as client:
+            model = await client.register_model("m")
+            held = [await model.allocate(PAGE) for _ in range(CAPACITY // PAGE)]
+            stop = asyncio.Event()
+            clock = asyncio.create_task(ticks(stop))
+
+            async def handle() -> None:
+                async with model.allocate(PAGE, wait=LONG):
+                    pass
+
+            handlers = [asyncio.create_task(handle()) for _ in range(64)]
+            await until(lambda: waiting(daemon) == MOST_PATIENT)
+            assert (await model.stats()).sessions == 1
+            with pytest.raises(OutOfMemory):
+                await model.allocate(PAGE, wait=0)
+            assert not any(task.done() for task in handlers)
+            await aio.run(held.pop().close)
+            await asyncio.gather(*handlers)
+            stop.set()
+            assert await clock > 1
+            for buffer in held:
+                await aio.run(buffer.close)
+
+    run(main())
+    with capsys.disabled():
+        print(f"\nlongest turn of the loop beside 64 waits: {longest * 1e3:.1f} ms")
+
+
+WAITS: dict[str, Callable[[aio.AsyncModel, aio.AsyncPool], Awaitable[Any]]] = {
+    "a buffer": lambda model, _: model.allocate(PAGE, wait=LONG),
+    "a growable buffer": lambda model, _: model.growable_buffer(PAGE, CAPACITY, PAGE, wait=LONG),
+    "a segment": lambda model, _: model.create_segment("s", PAGE, wait=LONG),
+    "pages": lambda _, pool: pool.allocate(0, PAGE, wait=LONG),
+    "pages anywhere": lambda _, pool: pool.allocate_anywhere(PAGE, wait=LONG),
+    "a pool that grows": lambda _, pool: pool.grow(PAGE, wait=LONG),
+}
+
+
+async def _as_task(what: Awaitable[Any]) -> Any:
+    return await what
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_a_task_is_cancelled(daemon: Daemon, run: Run, what: str) -> None:
+    """Its wait ends in the broker before the task does, and what it wanted is there for others."""
+
+    async def main() -> None:
+        async with aio.connect(daemon.endpoint()) as client:
+            model = await client.register_model("m", virtual_capacity=CAPACITY)
+            pool = await model.pool(page_size=PAGE)
+            held = await model.allocate(CAPACITY)
+            task = asyncio.create_task(_as_task(WAITS[what](model, pool)))
+            await until(lambda: waiting(daemon) == 1)
+            assert isinstance(await ended(task), asyncio.CancelledError)
+            assert waiting(daemon) == 0
+            await aio.run(held.close)
+            assert daemon.books().lent_bytes == 0
+            await pool.allocate(0, CAPACITY)
+
+    run(main())
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_a_task_is_cancelled_at_any_moment(daemon: Daemon, run: Run, what: str) -> None:
+    """Memory is free: the call is made, or not, or taken back; nothing is lent for a result that nobody has."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+
+    async def main() -> None:
+        async with aio.connect(daemon.endpoint()) as client:
+            model = await client.register_model("m", virtual_capacity=CAPACITY)
+            pool = await model.pool(page_size=PAGE)
+            for _ in range(60):
+                task = asyncio.create_task(_as_task(WAITS[what](model, pool)))
+                await asyncio.sleep(chance.uniform(0, 0.003))
+                error = await ended(task)
+                if error is None:
+                    result = task.result()
+                    await (pool.free(result) if isinstance(result, int) else aio.run(result.close))
+                else:
+                    assert isinstance(error, asyncio.CancelledError)
+                await until(lambda: daemon.books().lent_bytes == 0)  # a segment is dropped a moment later
+
+    run(main())
+
+
+def test_sixteen_tasks_are_cancelled(daemon: Daemon, run: Run) -> None:
+    """A server stops: every task is cancelled at once, and no request is left in the broker."""
+
+    async def main() -> None:
+        async with aio.connect(daemon.endpoint()) as client:
+            model = await client.register_model("m")
+            async with model.allocate(CAPACITY):
+                tasks = [asyncio.create_task(_as_task(model.allocate(PAGE, wait=LONG))) for _ in range(16)]
+                await until(lambda: waiting(daemon) == MOST_PATIENT)
+                assert [type(await ended(task)) for task in tasks] == [asyncio.CancelledError] * 16
+                assert waiting(daemon) == 0
+            assert daemon.books().lent_bytes == 0
+
+    run(main())
+
+
+def test_a_timeout_ends_a_wait(daemon: Daemon, run: Run) -> None:
+    """`asyncio.timeout` is a cancellation as any other."""
+
+    async def main() -> None:
+        async with aio.connect(daemon.endpoint()) as client:
+            model = await client.register_model("m")
+            async with model.allocate(CAPACITY):
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.05):
+                        await model.allocate(PAGE, wait=LONG)
+                assert waiting(daemon) == 0
+
+    run(main())
+
+
+def test_a_block_is_cancelled(daemon: Daemon, run: Run) -> None:
+    """The task is cancelled while it uses its buffer: the buffer is closed on the way out."""
+
+    async def main() -> None:
+        async with aio.connect(daemon.endpoint()) as client:
+            model = await client.register_model("m")
+            inside = asyncio.Event()
+
+            async def handle() -> None:
+                async with model.allocate(PAGE):
+                    inside.set()
+                    await asyncio.sleep(LONG)
+
+            task = asyncio.create_task(handle())
+            await inside.wait()
+            assert isinstance(await ended(task), asyncio.CancelledError)
+            assert daemon.books().lent_bytes == 0
+
+    run(main())
+
+
+def test_a_coroutine_answers_recalls(daemon: Daemon, run: Run) -> None:
+    """Another model needs what it is guaranteed: the coroutine releases in the loop's thread, and the other goes on."""
+
+    async def main() -> None:
+        async with aio.connect(daemon.endpoint()) as client, aio.connect(daemon.endpoint()) as other:
+            lender = await client.register_model("lender")
+            needy = await other.register_model("needy")
+            held = [await lender.allocate(PAGE) for _ in range(CAPACITY // PAGE)]
+            threads = []
+
+            async def release(recall: membroker.Recall) -> None:
+                threads.append(threading.get_ident())
+                while recall.remaining and held:
+                    await aio.run(held.pop().close)
+
+            await lender.on_recall(release)
+            async with needy.allocate(4 * PAGE, wait=LONG):
+                assert set(threads) == {threading.get_ident()}
+            await lender.on_recall(None)
+            for buffer in held:
+                await aio.run(buffer.close)
+
+    run(main())
+
+
+def test_a_coroutine_for_recalls_fails(daemon: Daemon, run: Run) -> None:
+    """It raises: that is logged, and the broker has its answer, so the other is told that there is no memory."""
+
+    async def main() -> None:
+        async with aio.connect(daemon.endpoint()) as client, aio.connect(daemon.endpoint()) as other:
+            lender = await client.register_model("lender")
+            needy = await other.register_model("needy")
+            asked = asyncio.Event()
+
+            async def fail(recall: membroker.Recall) -> None:
+                asked.set()
+                raise RuntimeError("no")
+
+            await lender.on_recall(fail)
+            async with lender.allocate(CAPACITY):
+                task = asyncio.create_task(_as_task(needy.allocate(PAGE, wait=LONG)))
+                await asked.wait()
+                await until(lambda: lender.sync.pending_recall is None)
+                await ended(task)
+
+    run(main())
+
+
+def test_more_calls_than_threads(daemon: Daemon, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is too much is refused with the number; the calls before it go on."""
+    monkeypatch.setattr(aio, "MOST_CALLS", 20)
+
+    async def main() -> None:
+        async with aio.connect(daemon.endpoint()) as client:
+            model = await client.register_model("m")
+            held = await model.allocate(CAPACITY)
+            tasks = [asyncio.create_task(_as_task(model.allocate(PAGE, wait=LONG))) for _ in range(25)]
+            await until(lambda: waiting(daemon) == MOST_PATIENT)
+            refused = [task for task in tasks if task.done()]
+            assert len(refused) >= 5
+            for task in refused:
+                with pytest.raises(TooMany, match="20 calls of coroutines"):
+                    task.result()
+            tasks = [task for task in tasks if task not in refused]
+            await ended(tasks.pop())  # a thread for the next call
+            await aio.run(held.close)
+            for task in tasks:
+                await aio.run((await task).close)
+
+    run(main())
+
+
+def test_a_loop_that_ends_first(daemon: Daemon) -> None:
+    """The program drops its loop while a call is under way: what it returns is closed."""
+    with membroker.connect(daemon.endpoint()) as client:
+        model = client.register_model("m")
+        held = model.allocate(CAPACITY)
+        loop = asyncio.new_event_loop()
+        waits = loop.create_task(_as_task(aio.AsyncModel(model).allocate(PAGE, wait=LONG)))
+        while waiting(daemon) != 1:
+            loop.run_until_complete(asyncio.sleep(0.001))
+        loop.close()
+        del waits
+        held.close()
+        daemons.until(lambda: not waiting(daemon) and not daemon.books().lent_bytes)
