@@ -88,7 +88,7 @@ script = "(setsid sleep 1000 & echo $!; (sleep 1000 & echo $!) & )"
 with open(sys.argv[1], "w") as said:
     subprocess.run(["sh", "-c", script], stdout=said)
 tree = ProcessTree(list)
-while len(tree.pids()) < 2:
+while len(open(sys.argv[1]).read().split()) < 2 or len(tree.pids()) < 2:
     pass
 tree.end()
 assert tree.pids() == []
