@@ -422,6 +422,7 @@ class Daemon:
             denials=dict(broker.books.device_denials),
             stock_changes=dict(broker.stock.changes),
             asleep={row.name: sleep.asleep for row in models if (sleep := loop.idle_sleep.of_model(row.name))},
+            guests={row.name: found for row in models if (found := loop.guests.of_model(row.name, 0))},
             headroom=plan.headroom,
             gate_reserve=plan.gate_reserve,
             history=self._history.samples,

@@ -285,6 +285,16 @@ class Model:
         self._session.check_open()
         self._recalls.sleep_for(self.resource_name, callback)
 
+    def say_sleep(self, status: SleepStatus) -> None:
+        """Tell the broker how far the sleep of a guest is, for `membroker models`, `status`, `explain` and the metrics.
+
+        A guest is a program that can release only all of its memory (`declare` with `recallable=True`). Say it when
+        anything changes, and every few seconds: a new daemon does not know it, and what is said while no broker is
+        connected is lost. Raises `ClosedError`.
+        """
+        self._session.check_open()
+        self._recalls.say_sleep(self.resource_name, status)
+
     @property
     def recall_callback(self) -> Callable[[Recall], object] | None:
         """What `on_recall` has set, or None."""

@@ -107,13 +107,14 @@ class LocationBooks:
 class DeviceStatus:
     """The device of a broker, and its books by location (`"device"`, `"host"`).
 
-    `granularity_bytes` is the unit of every extent. `revision` is a counter that each change of the books raises.
-    `pid` and `start_time` are the daemon's. `metrics_url` is empty if metrics are off. While an operator drains the
-    device (`draining`), the daemon's journal has no room on its disk (`journal_full`), or the device does not answer
+    `granularity_bytes` is the unit of every extent. `revision` is a counter that each change of the books raises. `pid`
+    and `start_time` are the daemon's. `metrics_url` is empty if metrics are off. While an operator drains the device
+    (`draining`), the daemon's journal has no room on its disk (`journal_full`), or the device does not answer
     (`device_lost`, as a GPU that fell off the bus), it lends nothing more. `driver_fallback` says that no GPU was
     usable, and the broker lends host memory instead. `asleep_sessions` counts the engines that sleep, of those models
-    whose engines sleep by themselves. Only an operator sees `reload_problems`, why the last reload of the configuration
-    was refused, and `pending_keys`, which keys of the file are not in force as of the last reload.
+    whose engines sleep by themselves; `asleep_guests` of all `guests` are not awake. Only an operator sees
+    `reload_problems`, why the last reload of the configuration was refused, and `pending_keys`, which keys of the file
+    are not in force as of the last reload.
     """
 
     uuid: str
@@ -135,6 +136,8 @@ class DeviceStatus:
     asleep_sessions: int = 0
     reload_problems: tuple[str, ...] = ()
     pending_keys: tuple[str, ...] = ()
+    guests: int = 0
+    asleep_guests: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +177,8 @@ class ModelStatus:
 
     `denials_total` counts refusals by the broker's reason, such as `MODEL_LIMIT`. Its engines sleep by themselves when
     they had no request for `idle_sleep_ms`; None: they do not. Of these, `asleep_sessions` sleep, the first of them
-    since `asleep_since`; `asleep_by_itself` says that no operator asked that one to.
+    since `asleep_since`; `asleep_by_itself` says that no operator asked that one to. `guests` is what its guests have
+    said last, at most 16.
     """
 
     name: str
@@ -188,6 +192,7 @@ class ModelStatus:
     asleep_sessions: int = 0
     asleep_since: datetime | None = None
     asleep_by_itself: bool = False
+    guests: tuple[SleepStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +326,11 @@ class SleepStatus:
     the host. `detail` is a sentence for the operator, or empty. `idle_ms` is how long an engine has had no request;
     None if it has one, or if sleep would not pay now. `asleep_ms` is how long it has slept, and `by_itself` that no
     operator asked it to.
+
+    The rest is of a guest, a program that is suspended as a whole (`weight_bytes` are then all of its memory). `cause`
+    is why it sleeps or slept last: `recall`, `idle`, `operator` or `excess` (it used more than the broker lent).
+    `needed_bytes` of the device must be lent before it wakes. `sleep_took_ms` and `wake_took_ms` are how long it took
+    the last time; None: it never has.
     """
 
     state: str
@@ -330,6 +340,10 @@ class SleepStatus:
     idle_ms: int | None = None
     asleep_ms: int | None = None
     by_itself: bool = False
+    cause: str = ""
+    needed_bytes: int = 0
+    sleep_took_ms: int | None = None
+    wake_took_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from membroker.v1.resources_pb2 import SleepStatus
 from membroker.vmm.driver import DeviceInfo, MemoryInfo
 from membrokerd.core.effects import SegmentView
 from membrokerd.core.names import ModelName, SegmentName
@@ -55,6 +56,7 @@ def books(
         figures=FIGURES
         | {catalog.RELOADED: 1, catalog.OBSERVERS: 1, catalog.SESSIONS_LIMIT: 16, catalog.SCRAPE_TIME: 1.7e9},
         asleep={each.name: 1 for each in models},
+        guests={each.name: [SleepStatus(state=SleepStatus.ASLEEP, sleep_took_ms=9, wake_took_ms=3)] for each in models},
         headroom=2 << 30,
         gate_reserve=256 * MIB,
     )

@@ -90,6 +90,7 @@ class BookMessages:
 
     def get_device(self) -> rpb.Device:
         """Return the device and its books."""
+        guests, asleep_guests = self.loop.guests.counted()
         plan, figures = self.plan, self.loop.figures
         books, device = snapshot.take_device(self.loop.broker), plan.driver.device
         kept = {"device": (plan.headroom, plan.gate_reserve)}
@@ -114,6 +115,8 @@ class BookMessages:
             driver_fallback=plan.fell_back,
             device_lost=bool(self.loop.broker.books.device_lost),
             asleep_sessions=self.loop.idle_sleep.asleep(),
+            guests=guests,
+            asleep_guests=asleep_guests,
         )
 
     def get_available(self, request: pb.GetAvailableRequest, tenant: str, session: int) -> pb.Available:
@@ -147,8 +150,12 @@ class BookMessages:
     def get_model(self, request: pb.GetModelRequest, tenant: str) -> rpb.Model:
         """Return one of a tenant's models."""
         name = self._find_model(request.name, tenant)
-        view = snapshot.take_model(self.loop.broker, name)
-        return messages.from_model(view, sleep=self.loop.idle_sleep.of_model(name), now_ns=clock())
+        return self._model(name, {})
+
+    def _model(self, name: ModelName, shares: Mapping[str, Mapping[ModelName, int]]) -> rpb.Model:
+        view, now_ns = snapshot.take_model(self.loop.broker, name), clock()
+        guests = self.loop.guests.of_model(name, now_ns)
+        return messages.from_model(view, shares, self.loop.idle_sleep.of_model(name), now_ns, guests)
 
     def _find_model(self, name: str, tenant: str) -> ModelName:
         """Return a model of the tenant. Raises `Refused`."""
@@ -163,11 +170,7 @@ class BookMessages:
         found = [name for name in broker.ledger.models if tenant in (None, name.tenant)]
         shares = {str(where): self._shares_at(where) for where in broker.ledger.totals}
 
-        def show(name: ModelName) -> rpb.Model:
-            view = snapshot.take_model(broker, name)
-            return messages.from_model(view, shares, self.loop.idle_sleep.of_model(name), clock())
-
-        models, token = _page(found, str, names.parse_model, request, show)
+        models, token = _page(found, str, names.parse_model, request, lambda name: self._model(name, shares))
         return pb.ListModelsResponse(models=models, next_page_token=token)
 
     def _shares_at(self, location: Location) -> Mapping[ModelName, int]:

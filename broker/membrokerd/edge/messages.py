@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -66,8 +66,12 @@ def from_model(
     shares: Mapping[str, Mapping[ModelName, int]] = _NO_SHARES,
     sleep: SleepView | None = None,
     now_ns: int = 0,
+    guests: Sequence[rpb.SleepStatus] = (),
 ) -> rpb.Model:
-    """Return a model's row as a message, with its shares by location and how its engines sleep, if that is known."""
+    """Return a model's row as a message, with its shares by location and how its engines sleep, if that is known.
+
+    `guests` is what its guests have said.
+    """
     since = None if sleep is None or sleep.since is None else _began(sleep.since, now_ns)
     return rpb.Model(
         name=str(row.name),
@@ -101,6 +105,7 @@ def from_model(
         asleep_sessions=0 if sleep is None else sleep.asleep,
         asleep_since=since,
         asleep_by_itself=sleep is not None and sleep.by_itself,
+        guests=guests,
     )
 
 

@@ -99,6 +99,31 @@ MODEL_ASLEEP = Spec(
     "Sessions of the model with an engine that sleeps; absent unless idle_sleep_seconds is set for it.",
     _MODEL,
 )
+MODEL_GUESTS = Spec(
+    "membroker_model_guest_sessions",
+    "gauge",
+    "Guests of the model, programs that are suspended as a whole, by state, and why they sleep: recall, idle, operator "
+    "or excess.",
+    (*_MODEL, "state", "cause"),
+)
+MODEL_GUEST_IMAGE = Spec(
+    "membroker_model_guest_image_bytes",
+    "gauge",
+    "Host memory that the images of the model's suspended guests take.",
+    _MODEL,
+)
+MODEL_GUEST_NEEDED = Spec(
+    "membroker_model_guest_needed_bytes",
+    "gauge",
+    "Device memory that the model's guests must be lent before they wake.",
+    _MODEL,
+)
+MODEL_GUEST_STEP = Spec(
+    "membroker_model_guest_step_seconds",
+    "gauge",
+    "How long a guest of the model took the last time to fall asleep, or to be put back: the slowest one.",
+    (*_MODEL, "step"),
+)
 MODEL_ALLOCATIONS = Spec(
     "membroker_model_allocations_total", "counter", "Extents granted since the model began.", _MODEL
 )

@@ -7,13 +7,14 @@ anything. `catalog` has the names, `durations` the histograms, `metrics_server` 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from membroker.v1.resources_pb2 import SleepStatus
 from membroker.vmm.driver import DeviceInfo, MemoryInfo
 
 from ..ext import Location, ModelName, Reason, lifecycles, snapshot
@@ -23,6 +24,8 @@ from .cached_text import CachedText
 from .durations import WAIT_BUCKETS, Durations
 from .history import Sample
 
+_CAUSES = (SleepStatus.RECALL, SleepStatus.IDLE, SleepStatus.OPERATOR, SleepStatus.EXCESS)
+
 
 @dataclass(frozen=True, slots=True)
 class MetricsView:
@@ -30,8 +33,8 @@ class MetricsView:
 
     `sessions` counts workers' sessions by state. `memory` is the device's figure by location, None if it cannot tell.
     `figures` are those of the daemon as a whole. `refused` counts connections and calls by reason, `denials` requests
-    about models. `asleep` is how many engines sleep, of each model whose engines sleep by themselves. `headroom` and
-    `gate_reserve` are bytes of the device.
+    about models. `asleep` is how many engines sleep, of each model whose engines sleep by themselves. `guests` is what
+    the guests of a model have said. `headroom` and `gate_reserve` are bytes of the device.
     """
 
     locations: tuple[snapshot.LocationView, ...]
@@ -48,6 +51,7 @@ class MetricsView:
     denials: Mapping[str, int] = field(default_factory=Counter)
     stock_changes: Mapping[str, int] = field(default_factory=Counter)
     asleep: Mapping[ModelName, int] = field(default_factory=dict)
+    guests: Mapping[ModelName, Sequence[SleepStatus]] = field(default_factory=dict)
     headroom: int = 0
     gate_reserve: int = 0
     history: tuple[Sample, ...] = ()
@@ -115,6 +119,7 @@ class Metrics:
         for model in view.models:
             _add_model(families, model)
             families.add(catalog.MODEL_ASLEEP, view.asleep.get(model.name), *model.name)
+            _add_guests(families, model.name, view.guests.get(model.name, ()))
         _add_segments(families, view.segments)
         yield from families.all()
 
@@ -161,6 +166,23 @@ def _add_daemon(families: _Families, view: MetricsView) -> None:
 def _from_the_start(known: Iterable[str], counts: Mapping[str, int]) -> list[tuple[str, int]]:
     """Return the counts by label, with a zero for each known label that has counted nothing yet."""
     return sorted((dict.fromkeys(known, 0) | dict(counts)).items())
+
+
+def _add_guests(families: _Families, name: ModelName, guests: Sequence[SleepStatus]) -> None:
+    counts: Counter[tuple[str, str]] = Counter()
+    for one in guests:
+        asleep = one.state not in (SleepStatus.AWAKE, SleepStatus.BUSY)
+        state = SleepStatus.State.Name(one.state).lower() if asleep else "awake"
+        counts[state, SleepStatus.Cause.Name(one.cause).lower() if asleep and one.cause in _CAUSES else ""] += 1
+    for (state, cause), count in sorted(counts.items()):
+        families.add(catalog.MODEL_GUESTS, count, *name, state, cause)
+    if guests:
+        families.add(catalog.MODEL_GUEST_IMAGE, sum(one.weight_bytes for one in guests), *name)
+        families.add(catalog.MODEL_GUEST_NEEDED, sum(one.needed_bytes for one in guests), *name)
+    slept = [one.sleep_took_ms / 1000 for one in guests if one.HasField("sleep_took_ms")]
+    woke = [one.wake_took_ms / 1000 for one in guests if one.HasField("wake_took_ms")]
+    families.add(catalog.MODEL_GUEST_STEP, max(slept, default=None), *name, "sleep")
+    families.add(catalog.MODEL_GUEST_STEP, max(woke, default=None), *name, "wake")
 
 
 def _add_location(families: _Families, view: MetricsView, books: snapshot.LocationView) -> None:

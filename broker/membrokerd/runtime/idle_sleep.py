@@ -30,8 +30,6 @@ MOST_OF_TENANT = 16
 """How many engines of a tenant are asked. Others of it do not sleep by themselves."""
 MOST_ENGINES = 512
 """How many engines are asked in all."""
-MOST_MS = 10 * 365 * 86_400_000
-"""The longest time that an engine is believed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,4 +200,4 @@ def _since(engine: _Engine) -> int:
 
 
 def _ns(milliseconds: int) -> int:
-    return min(max(0, milliseconds), MOST_MS) * 1_000_000
+    return milliseconds * 1_000_000

@@ -27,6 +27,7 @@ from ..system import logs
 from ..system.turns import Turns
 from .connections import SessionConnection
 from .deferrals import Deferrals
+from .guests import Guests
 from .idle_sleep import IdleSleep
 from .journal_writer import JournalWriter
 from .packets import Packets
@@ -77,6 +78,7 @@ class Loop:
         self.on_forget: list[Callable[[int], None]] = []
         self.sleeping = Sleeping(self.connections)
         self.idle_sleep = IdleSleep(broker, self.sleeping, self.connections)
+        self.guests = Guests(broker, self.connections)
         self.figures: Figures = figures or {}
         self.drain: Notice | None = None
         """The notice of the drain that is under way, for sessions that begin or resume during it."""

@@ -17,6 +17,8 @@ from .connections import SessionConnection
 
 ANSWER_SECONDS = 1.0
 """How long the answers to one question are waited for. The operator's command asks again."""
+MOST_MS = 10 * 365 * 86_400_000
+"""The longest time that a session is believed."""
 MAX_DETAIL = 400
 """The most characters of an answer's sentence. The rest is cut off."""
 
@@ -62,7 +64,15 @@ class Sleeping:
         if heard is None or asked != session:
             return
         self.forget(answer.sleep_id)
-        status = answer.status
-        status.cache_bytes, status.weight_bytes = max(0, status.cache_bytes), max(0, status.weight_bytes)
-        status.detail = status.detail[:MAX_DETAIL]
-        heard(status)
+        heard(bounded(answer.status))
+
+
+def bounded(status: SleepStatus) -> SleepStatus:
+    """Return what a session says, without what cannot be."""
+    for name in ("cache_bytes", "weight_bytes", "needed_bytes"):
+        setattr(status, name, max(0, getattr(status, name)))
+    for field, value in status.ListFields():
+        if field.name.endswith("_ms"):
+            setattr(status, field.name, min(max(0, value), MOST_MS))
+    status.detail = status.detail[:MAX_DETAIL]
+    return status

@@ -22,6 +22,7 @@ from ..ext import endpoint as endpoints
 from ..types import DeviceStatus, ModelStatus
 from ..vmm.driver import DriverError
 from .books import open_books
+from .tables import is_asleep
 
 LATE_SECONDS = 2
 """A broker that has not answered for so long since it was asked again is silent. A shorter delay is not shown."""
@@ -205,5 +206,5 @@ def _models_of(snapshot: Snapshot) -> Iterator[Row]:
                 late=books.late_bytes,
                 rate=snapshot.rates.get(model.name, 0.0) if books.location == "device" else 0.0,
                 refused=sum(model.denials_total.values()) if books.location == "device" else 0,
-                is_asleep=books.location == "device" and model.asleep_sessions > 0,
+                is_asleep=books.location == "device" and is_asleep(model),
             )

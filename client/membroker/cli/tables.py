@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, TextIO
 
 from rich import box
@@ -22,7 +22,7 @@ from rich.text import Text
 from ..admin import ProcessStatus, QuotaStatus, TenantBooks, TenantStatus
 from ..ext import arguments
 from ..safetensors import TensorInfo
-from ..types import DeviceStatus, LocationBooks, ModelBooks, ModelStatus, SegmentStatus, SessionStatus
+from ..types import DeviceStatus, LocationBooks, ModelBooks, ModelStatus, SegmentStatus, SessionStatus, SleepStatus
 from ..vmm.sizes import format_size
 
 NONE = "-"
@@ -93,6 +93,7 @@ def model_table(model: ModelStatus) -> TextTable:
             ["sessions", str(model.sessions)],
             ["refused", refused or NONE],
             *([["sleeps", sleeps(model)]] if model.idle_sleep_ms is not None else []),
+            *(["guest", guest(one)] for one in model.guests),
         ],
     )
 
@@ -105,6 +106,37 @@ def sleeps(model: ModelStatus) -> str:
     how = "by itself" if model.asleep_by_itself else "by command"
     several = f", {model.asleep_sessions} engines" * (model.asleep_sessions > 1)
     return f"{after}; asleep since {_time(model.asleep_since)}, {how}{several}"
+
+
+_CAUSES = {
+    "recall": "because others needed the memory",
+    "idle": "because nobody used it",
+    "operator": "by command",
+    "excess": "because it used more than the broker lent",
+}
+
+
+def guest(status: SleepStatus) -> str:
+    """Return how a guest is: since when it sleeps and why, what it needs to wake, and how long both took last."""
+    took = [
+        f"the last {word} took {milliseconds / 1000:.1f} s"
+        for word, milliseconds in (("sleep", status.sleep_took_ms), ("wake", status.wake_took_ms))
+        if milliseconds is not None
+    ]
+    if status.state in ("awake", "busy"):
+        return "; ".join(["awake", *took])
+    words = status.state.replace("_", " ")
+    if status.asleep_ms is not None:
+        since = datetime.now(UTC) - timedelta(milliseconds=status.asleep_ms)
+        words += f" since {_time(since)}, {_CAUSES.get(status.cause, 'for a reason that it does not say')}"
+    needs = f"it needs {format_size(status.needed_bytes)} to wake"
+    image = [f"its image takes {format_size(status.weight_bytes)} of host memory"] if status.weight_bytes else []
+    return "; ".join([words, needs, *image, *took])
+
+
+def is_asleep(model: ModelStatus) -> bool:
+    """Say whether an engine or a guest of a model sleeps, as far as that is known."""
+    return model.asleep_sessions > 0 or any(one.state not in ("awake", "busy") for one in model.guests)
 
 
 def _worth_showing(model: ModelStatus) -> list[ModelBooks]:
@@ -187,6 +219,7 @@ def device_table(device: DeviceStatus, endpoint: str) -> TextTable:
             ["metrics", device.metrics_url or "off"],
             ["sessions", sessions],
             *([["asleep", f"{device.asleep_sessions} of its engines"]] if device.asleep_sessions else []),
+            *([["guests", f"{device.guests}, {device.asleep_guests} asleep"]] if device.guests else []),
             *([["lending", "no: it is drained, until `membroker undrain`"]] if device.draining else []),
             *([["lending", f"no: its journal cannot be written{_SEE}"]] if device.journal_full else []),
             *([["lending", f"no: the device does not answer{_SEE}"]] if device.device_lost else []),
@@ -284,8 +317,8 @@ def short_name(name: str) -> str:
 
 
 def marks(model: ModelStatus, location: str) -> str:
-    """Return what stands behind a model's name: a location that is not the device, or that its engine sleeps."""
-    return _elsewhere(location) or " (asleep)" * bool(model.asleep_sessions)
+    """Return what stands behind a model's name: a location that is not the device, or that its program sleeps."""
+    return _elsewhere(location) or " (asleep)" * is_asleep(model)
 
 
 def _elsewhere(location: str) -> str:

@@ -18,6 +18,8 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from .. import DEFERRED, Model, Recall
@@ -40,6 +42,8 @@ LOCK_SECONDS = 10.0
 """How long a process may take until its calls wait."""
 TOUCH_SECONDS = 5.0
 """How often a guest that is used says so."""
+SAY_SECONDS = 5.0
+"""How often the broker is told how the guest is, if nothing changes: a new daemon does not know it."""
 LESS_SECONDS = 10.0
 """How long a program must use less before less is declared."""
 FIRM_SECONDS = 60.0
@@ -113,11 +117,14 @@ class Guest:
         self._granted: bool | None = None
         """Whether the broker has lent what the guest needs to wake; None: it has not been asked."""
         self._granted_at = self._ask_again_at = 0.0
-        self._asleep_since = self._sleep_took = self._wake_took = 0.0
+        self._asleep_since = 0.0
+        self._sleep_took: float | None = None
+        self._wake_took: float | None = None
         self._cause: SleepCause = ""
         self._why = ""
         self._told = ""
-        self._sessions_at = 0.0
+        self._said: SleepStatus | None = None
+        self._said_at = self._sessions_at = 0.0
         self._thread: threading.Thread | None = None
 
     # --- what the command does ---
@@ -212,21 +219,36 @@ class Guest:
     def status(self) -> SleepStatus:
         """Return what an operator sees."""
         with self._changed:
-            state = self._state
-            if state == "awake":
-                busy = self._connections and self._asked_to_sleep_until > time.monotonic()
-                plural = "s" if self._connections > 1 else ""
-                detail = f"it has {self._connections} connection{plural}" if busy else self._told
-                idle = self._idle()
-                idle_ms = None if idle is None else int(idle * 1000)
-                return SleepStatus("busy" if busy else "awake", detail=detail, idle_ms=idle_ms)
-            since = time.strftime("%H:%M:%S", time.localtime(self._asleep_since))
-            detail = f"asleep since {since}, because {self._why}; it took {self._sleep_took:.1f} s"
-            if state == "waking":
-                detail += f"; it waits for {format_size(self._need())}"
-            asleep_ms = max(0, int((time.time() - self._asleep_since) * 1000))
-            by_itself, image = self._cause == "idle", self._image()
-            return SleepStatus(state, weight_bytes=image, detail=detail, asleep_ms=asleep_ms, by_itself=by_itself)
+            return replace(
+                self._progress(),
+                cause=self._cause,
+                sleep_took_ms=_ms(self._sleep_took),
+                wake_took_ms=_ms(self._wake_took),
+            )
+
+    def _progress(self) -> SleepStatus:
+        state = self._state
+        if state == "awake":
+            busy = self._connections and self._asked_to_sleep_until > time.monotonic()
+            plural = "s" if self._connections > 1 else ""
+            detail = f"it has {self._connections} connection{plural}" if busy else self._told
+            idle = self._idle()
+            idle_ms = None if idle is None else int(idle * 1000)
+            return SleepStatus("busy" if busy else state, detail=detail, idle_ms=idle_ms)
+        if self._is_awake:  # it falls asleep
+            return SleepStatus(state, needed_bytes=self._need())
+        since = time.strftime("%H:%M:%S", time.localtime(self._asleep_since))
+        detail = f"asleep since {since}, because {self._why}; it took {self._sleep_took or 0:.1f} s"
+        if state == "waking":
+            detail += f"; it waits for {format_size(self._need())}"
+        return SleepStatus(
+            state,
+            weight_bytes=self._image(),
+            detail=detail,
+            asleep_ms=max(0, int((time.time() - self._asleep_since) * 1000)),
+            by_itself=self._cause == "idle",
+            needed_bytes=self._need(),
+        )
 
     def _idle(self) -> float | None:
         """Return how long nobody has come through the door; None if somebody is there, or it has none, or starts."""
@@ -255,9 +277,19 @@ class Guest:
                 self._tell(str(error))
             except Exception as error:  # noqa: BLE001 - a program that sleeps must not sleep on because of a fault here
                 self._tell(f"a fault of membroker: {error!r}")
+            self._say_status()
             with self._changed:
                 if not self._closed and not self._is_due:
                     self._changed.wait(LOOK_SECONDS)
+
+    def _say_status(self) -> None:
+        """Tell the broker how it is, for operators, if anything has changed or it was not told for a while."""
+        status, now = self.status(), time.monotonic()
+        said = replace(status, idle_ms=None, asleep_ms=None, detail="")
+        if said != self._said or now - self._said_at >= SAY_SECONDS:
+            with suppress(MembrokerError):
+                self._model.say_sleep(status)
+            self._said, self._said_at = said, now
 
     def _open_again(self) -> None:
         """Begin a new session: an operator has ended the old one, and what is declared with it."""
@@ -387,7 +419,8 @@ class Guest:
         with self._changed:
             self._is_falling = True
             if self._is_awake:
-                self._wakes = False
+                self._wakes, self._cause = False, cause
+        self._say_status()
         before = self._suspended
         try:
             failed = self._suspend_all(using)
@@ -558,3 +591,7 @@ class Guest:
     def _put_back(self, pid: int) -> None:
         if self._suspender.state(pid) != "locked":  # else it was put back before, and something else failed then
             self._suspender.restore(pid)
+
+
+def _ms(seconds: float | None) -> int | None:
+    return None if seconds is None else int(seconds * 1000)

@@ -319,10 +319,14 @@ class Connection:
         with suppress(BrokerUnavailable, ClosedError):
             self._send(frame)
 
-    def answer_sleep(self, sleep_id: int, status: SleepStatus) -> None:
-        """Answer an operator's question. Does nothing if the connection has ended: the operator asks again."""
+    def answer_sleep(self, sleep_id: int, status: SleepStatus, model: str = "") -> None:
+        """Answer an operator's question, or with the id 0 say how a guest of this model is.
+
+        Does nothing if the connection has ended: the operator asks again, and the guest says it again.
+        """
         frame = pb.Frame()
         frame.sleep_answer.sleep_id = sleep_id
+        frame.sleep_answer.model = model
         frame.sleep_answer.status.CopyFrom(status)
         with suppress(BrokerUnavailable, ClosedError):
             self._send(frame)

@@ -60,6 +60,9 @@ def value(kind: type[_T], message: Message, **special: Any) -> _T:
 
     Absent fields are None, times are in UTC, enums are words, and lists are tuples. Books are by location.
     """
+    if kind is ModelStatus:
+        model: Any = message
+        special["guests"] = tuple([value(SleepStatus, one) for one in model.guests])
     if kind in _BOOKS:
         books_name, books = _BOOKS[kind]
         special[books_name] = by_location(books, getattr(message, books_name))
@@ -73,7 +76,7 @@ def _plain(message: Message, name: str) -> Any:
         return None
     if field.enum_type is not None:
         known = field.enum_type.values_by_number.get(found)  # a newer broker may send others
-        return known.name.removeprefix("LOCATION_").lower() if known else str(found)
+        return known.name.removeprefix("LOCATION_").removeprefix("CAUSE_UNSPECIFIED").lower() if known else str(found)
     if isinstance(found, Timestamp):
         return found.ToDatetime(UTC)
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
@@ -114,4 +117,8 @@ def sleep_status_to_wire(status: SleepStatus) -> pb.SleepStatus:
         idle_ms=status.idle_ms,
         asleep_ms=status.asleep_ms,
         by_itself=status.by_itself,
+        cause=pb.SleepStatus.Cause.Value(status.cause.upper() or "CAUSE_UNSPECIFIED"),
+        needed_bytes=status.needed_bytes,
+        sleep_took_ms=status.sleep_took_ms,
+        wake_took_ms=status.wake_took_ms,
     )

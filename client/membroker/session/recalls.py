@@ -145,6 +145,10 @@ class SessionRecalls:
         self._line.start_callbacks()
         self._sleeping[name] = callback
 
+    def say_sleep(self, name: str, status: SleepStatus) -> None:
+        """Say how a guest is. Does nothing without a connection."""
+        self._line.connection.answer_sleep(0, messages.sleep_status_to_wire(status), name)
+
     def sleep_callback_of(self, name: str) -> Callable[[SleepRequest], SleepStatus] | None:
         """Return the callback for questions about a model's sleep."""
         return self._sleeping.get(name)

@@ -826,13 +826,18 @@ global___Sleep = Sleep
 
 @typing.final
 class SleepAnswer(google.protobuf.message.Message):
-    """The answer to a Sleep. An unknown id is ignored."""
+    """The answer to a Sleep. An unknown id is ignored. A guest says it without a question, too, with the id 0: when anything
+    changes, and every few seconds, because a new daemon does not know it.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SLEEP_ID_FIELD_NUMBER: builtins.int
     STATUS_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
     sleep_id: builtins.int
+    model: builtins.str
+    """With the id 0: tenants/{tenant}/models/{model}, a model of this session."""
     @property
     def status(self) -> membroker.v1.resources_pb2.SleepStatus: ...
     def __init__(
@@ -840,8 +845,9 @@ class SleepAnswer(google.protobuf.message.Message):
         *,
         sleep_id: builtins.int = ...,
         status: membroker.v1.resources_pb2.SleepStatus | None = ...,
+        model: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["status", b"status"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["sleep_id", b"sleep_id", "status", b"status"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model", b"model", "sleep_id", b"sleep_id", "status", b"status"]) -> None: ...
 
 global___SleepAnswer = SleepAnswer

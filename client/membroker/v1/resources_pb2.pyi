@@ -69,6 +69,8 @@ class Device(google.protobuf.message.Message):
     ASLEEP_SESSIONS_FIELD_NUMBER: builtins.int
     RELOAD_PROBLEMS_FIELD_NUMBER: builtins.int
     PENDING_KEYS_FIELD_NUMBER: builtins.int
+    GUESTS_FIELD_NUMBER: builtins.int
+    ASLEEP_GUESTS_FIELD_NUMBER: builtins.int
     uuid: builtins.str
     """NVML's UUID ("GPU-…"), or "host"."""
     product: builtins.str
@@ -99,6 +101,9 @@ class Device(google.protobuf.message.Message):
     """The device does not answer, as a GPU that fell off the bus: the broker lends nothing more until it does."""
     asleep_sessions: builtins.int
     """Engines that sleep, of the models whose engines sleep by themselves (`idle_sleep_seconds`)."""
+    guests: builtins.int
+    """Guests, and those of them that are not awake."""
+    asleep_guests: builtins.int
     @property
     def locations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LocationBooks]:
         """The books of each location at which this broker lends."""
@@ -135,9 +140,11 @@ class Device(google.protobuf.message.Message):
         asleep_sessions: builtins.int = ...,
         reload_problems: collections.abc.Iterable[builtins.str] | None = ...,
         pending_keys: collections.abc.Iterable[builtins.str] | None = ...,
+        guests: builtins.int = ...,
+        asleep_guests: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["start_time", b"start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["asleep_sessions", b"asleep_sessions", "detached_sessions", b"detached_sessions", "device_lost", b"device_lost", "draining", b"draining", "driver", b"driver", "driver_fallback", b"driver_fallback", "granularity_bytes", b"granularity_bytes", "journal_full", b"journal_full", "locations", b"locations", "metrics_url", b"metrics_url", "pending_keys", b"pending_keys", "pid", b"pid", "product", b"product", "reload_problems", b"reload_problems", "revision", b"revision", "sessions", b"sessions", "start_time", b"start_time", "uuid", b"uuid", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["asleep_guests", b"asleep_guests", "asleep_sessions", b"asleep_sessions", "detached_sessions", b"detached_sessions", "device_lost", b"device_lost", "draining", b"draining", "driver", b"driver", "driver_fallback", b"driver_fallback", "granularity_bytes", b"granularity_bytes", "guests", b"guests", "journal_full", b"journal_full", "locations", b"locations", "metrics_url", b"metrics_url", "pending_keys", b"pending_keys", "pid", b"pid", "product", b"product", "reload_problems", b"reload_problems", "revision", b"revision", "sessions", b"sessions", "start_time", b"start_time", "uuid", b"uuid", "version", b"version"]) -> None: ...
 
 global___Device = Device
 
@@ -256,6 +263,7 @@ class Model(google.protobuf.message.Message):
     ASLEEP_SESSIONS_FIELD_NUMBER: builtins.int
     ASLEEP_SINCE_FIELD_NUMBER: builtins.int
     ASLEEP_BY_ITSELF_FIELD_NUMBER: builtins.int
+    GUESTS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """tenants/{tenant}/models/{model}"""
     virtual_capacity_bytes: builtins.int
@@ -280,6 +288,10 @@ class Model(google.protobuf.message.Message):
 
     @property
     def asleep_since(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    @property
+    def guests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SleepStatus]:
+        """In listings: what its guests have said last, at most 16. `asleep_ms` is as of now."""
+
     def __init__(
         self,
         *,
@@ -294,9 +306,10 @@ class Model(google.protobuf.message.Message):
         asleep_sessions: builtins.int = ...,
         asleep_since: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         asleep_by_itself: builtins.bool = ...,
+        guests: collections.abc.Iterable[global___SleepStatus] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_idle_sleep_ms", b"_idle_sleep_ms", "asleep_since", b"asleep_since", "idle_sleep_ms", b"idle_sleep_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_idle_sleep_ms", b"_idle_sleep_ms", "allocations_total", b"allocations_total", "asleep_by_itself", b"asleep_by_itself", "asleep_sessions", b"asleep_sessions", "asleep_since", b"asleep_since", "books", b"books", "denials_total", b"denials_total", "idle_sleep_ms", b"idle_sleep_ms", "name", b"name", "releases_total", b"releases_total", "sessions", b"sessions", "virtual_capacity_bytes", b"virtual_capacity_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_idle_sleep_ms", b"_idle_sleep_ms", "allocations_total", b"allocations_total", "asleep_by_itself", b"asleep_by_itself", "asleep_sessions", b"asleep_sessions", "asleep_since", b"asleep_since", "books", b"books", "denials_total", b"denials_total", "guests", b"guests", "idle_sleep_ms", b"idle_sleep_ms", "name", b"name", "releases_total", b"releases_total", "sessions", b"sessions", "virtual_capacity_bytes", b"virtual_capacity_bytes"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_idle_sleep_ms", b"_idle_sleep_ms"]) -> typing.Literal["idle_sleep_ms"] | None: ...
 
 global___Model = Model
@@ -698,7 +711,7 @@ global___Decision = Decision
 
 @typing.final
 class SleepStatus(google.protobuf.message.Message):
-    """How far an engine is on its way to sleep, or from it. The engine says so itself."""
+    """How far an engine, or a guest, is on its way to sleep, or from it. It says so itself."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -733,6 +746,33 @@ class SleepStatus(google.protobuf.message.Message):
     UNSUPPORTED: SleepStatus.State.ValueType  # 6
     """The session's program cannot sleep."""
 
+    class _Cause:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _CauseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[SleepStatus._Cause.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        CAUSE_UNSPECIFIED: SleepStatus._Cause.ValueType  # 0
+        RECALL: SleepStatus._Cause.ValueType  # 1
+        """Others needed the memory."""
+        IDLE: SleepStatus._Cause.ValueType  # 2
+        """Nobody had used it."""
+        OPERATOR: SleepStatus._Cause.ValueType  # 3
+        EXCESS: SleepStatus._Cause.ValueType  # 4
+        """It used more than the broker lent."""
+
+    class Cause(_Cause, metaclass=_CauseEnumTypeWrapper):
+        """The rest is of a guest: a program that is suspended as a whole."""
+
+    CAUSE_UNSPECIFIED: SleepStatus.Cause.ValueType  # 0
+    RECALL: SleepStatus.Cause.ValueType  # 1
+    """Others needed the memory."""
+    IDLE: SleepStatus.Cause.ValueType  # 2
+    """Nobody had used it."""
+    OPERATOR: SleepStatus.Cause.ValueType  # 3
+    EXCESS: SleepStatus.Cause.ValueType  # 4
+    """It used more than the broker lent."""
+
     STATE_FIELD_NUMBER: builtins.int
     CACHE_BYTES_FIELD_NUMBER: builtins.int
     WEIGHT_BYTES_FIELD_NUMBER: builtins.int
@@ -740,11 +780,15 @@ class SleepStatus(google.protobuf.message.Message):
     IDLE_MS_FIELD_NUMBER: builtins.int
     ASLEEP_MS_FIELD_NUMBER: builtins.int
     BY_ITSELF_FIELD_NUMBER: builtins.int
+    CAUSE_FIELD_NUMBER: builtins.int
+    NEEDED_BYTES_FIELD_NUMBER: builtins.int
+    SLEEP_TOOK_MS_FIELD_NUMBER: builtins.int
+    WAKE_TOOK_MS_FIELD_NUMBER: builtins.int
     state: global___SleepStatus.State.ValueType
     cache_bytes: builtins.int
     """Bytes of its KV cache that it has released for this sleep."""
     weight_bytes: builtins.int
-    """Bytes of its weights that it has moved to the host for this sleep."""
+    """Bytes of its weights that it has moved to the host for this sleep; of a guest, all of its memory."""
     detail: builtins.str
     """A sentence for people, such as why something was kept; at most 400 characters. The broker does not trust it."""
     idle_ms: builtins.int
@@ -753,6 +797,13 @@ class SleepStatus(google.protobuf.message.Message):
     """How long it has slept. Absent: it is awake."""
     by_itself: builtins.bool
     """It fell asleep by itself (Sleep.idle), and no operator asked it to."""
+    cause: global___SleepStatus.Cause.ValueType
+    """Why it sleeps, or slept last. Unspecified: it has not slept yet."""
+    needed_bytes: builtins.int
+    """Bytes of the device that it needs to wake; 0: it is awake."""
+    sleep_took_ms: builtins.int
+    """How long it took to fall asleep the last time, and to be put back. Absent: it never was."""
+    wake_took_ms: builtins.int
     def __init__(
         self,
         *,
@@ -763,12 +814,20 @@ class SleepStatus(google.protobuf.message.Message):
         idle_ms: builtins.int | None = ...,
         asleep_ms: builtins.int | None = ...,
         by_itself: builtins.bool = ...,
+        cause: global___SleepStatus.Cause.ValueType = ...,
+        needed_bytes: builtins.int = ...,
+        sleep_took_ms: builtins.int | None = ...,
+        wake_took_ms: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_asleep_ms", b"_asleep_ms", "_idle_ms", b"_idle_ms", "asleep_ms", b"asleep_ms", "idle_ms", b"idle_ms"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_asleep_ms", b"_asleep_ms", "_idle_ms", b"_idle_ms", "asleep_ms", b"asleep_ms", "by_itself", b"by_itself", "cache_bytes", b"cache_bytes", "detail", b"detail", "idle_ms", b"idle_ms", "state", b"state", "weight_bytes", b"weight_bytes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_asleep_ms", b"_asleep_ms", "_idle_ms", b"_idle_ms", "_sleep_took_ms", b"_sleep_took_ms", "_wake_took_ms", b"_wake_took_ms", "asleep_ms", b"asleep_ms", "idle_ms", b"idle_ms", "sleep_took_ms", b"sleep_took_ms", "wake_took_ms", b"wake_took_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_asleep_ms", b"_asleep_ms", "_idle_ms", b"_idle_ms", "_sleep_took_ms", b"_sleep_took_ms", "_wake_took_ms", b"_wake_took_ms", "asleep_ms", b"asleep_ms", "by_itself", b"by_itself", "cache_bytes", b"cache_bytes", "cause", b"cause", "detail", b"detail", "idle_ms", b"idle_ms", "needed_bytes", b"needed_bytes", "sleep_took_ms", b"sleep_took_ms", "state", b"state", "wake_took_ms", b"wake_took_ms", "weight_bytes", b"weight_bytes"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_asleep_ms", b"_asleep_ms"]) -> typing.Literal["asleep_ms"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_idle_ms", b"_idle_ms"]) -> typing.Literal["idle_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_sleep_took_ms", b"_sleep_took_ms"]) -> typing.Literal["sleep_took_ms"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_wake_took_ms", b"_wake_took_ms"]) -> typing.Literal["wake_took_ms"] | None: ...
 
 global___SleepStatus = SleepStatus

@@ -100,7 +100,8 @@ def test_the_memory_is_divided_once_for_all_pages(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(broker.waiting, "shares", counted)
     monkeypatch.setattr(views, "clock", lambda: now[0])
-    loop: Any = SimpleNamespace(broker=broker, idle_sleep=SimpleNamespace(of_model=lambda name: None))
+    sleep, guests = SimpleNamespace(of_model=lambda name: None), SimpleNamespace(of_model=lambda name, now: [])
+    loop: Any = SimpleNamespace(broker=broker, idle_sleep=sleep, guests=guests)
     shown = views.BookMessages(loop, cast(Any, None), Decisions())
 
     def shares() -> list[int | None]:

@@ -11,8 +11,8 @@ from membroker.v1.handoff_pb2 import Frame, SleepAnswer
 from membroker.v1.resources_pb2 import SleepStatus
 from membrokerd.config.config import Config, ModelConfig, TenantConfig
 from membrokerd.core.names import ModelName
-from membrokerd.runtime.idle_sleep import ASK_NS, MOST_ENGINES, MOST_MS, MOST_OF_TENANT, IdleRules, IdleSleep, rules_of
-from membrokerd.runtime.sleeping import Sleeping
+from membrokerd.runtime.idle_sleep import ASK_NS, MOST_ENGINES, MOST_OF_TENANT, IdleRules, IdleSleep, rules_of
+from membrokerd.runtime.sleeping import MOST_MS, Sleeping
 
 CHAT, SEARCH = ModelName("red", "chat"), ModelName("red", "search")
 

@@ -16,7 +16,7 @@ from membroker.guest import keeper
 from membroker.guest.keeper import Guest
 from membroker.guest.settings import Settings
 from membroker.guest.tree import ProcessTree
-from membroker.types import SleepRequest
+from membroker.types import SleepRequest, SleepStatus
 
 NEVER = 1e18
 
@@ -29,12 +29,16 @@ class FakeModel:
         self.declared, self.recallable = 0, False
         self.host = self.image = 0
         self.said: list[tuple[int, bool]] = []
+        self.told: SleepStatus | None = None
         self.fails: MembrokerError | None = None
         """What the next declaration raises."""
         self.watch: Callable[[int], object] = lambda size: None
         """Is told what is declared on the device."""
         self.ask: Callable[[Any], object] | None = None
         self.answer: Callable[[SleepRequest], Any] | None = None
+
+    def say_sleep(self, status: SleepStatus) -> None:
+        self.told = status
 
     def on_recall(self, callback: Callable[[Any], object]) -> None:
         self.ask = callback

@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.utils import floatToGoString
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.sizes import MIB
 from tests.support.template import PythonProcess
 from tests.support.workers import is_gone
 
 from membroker.cli import main as cli
+from membroker.cli.books import open_admin
 from membroker.guest.stand_in import StandInSuspender
 from membroker.guest.tree import children
+from membroker.types import SleepStatus
 from membroker.v1 import resources_pb2
 
 CONFIG: dict[str, Any] = {"capacity": 64 * MIB, "tenants": {"red": {}}, "slice_seconds": 1.0, "recall_seconds": 600.0}
@@ -95,6 +98,12 @@ class Guest:
         """Return what is declared for it on the device, in MiB."""
         models = [model for model in self.daemon.models() if model.name.endswith(f"/{self.model}")]
         return sum(model.books[0].declared_bytes for model in models) // MIB
+
+    def status(self) -> Any:
+        """Return what the broker knows of its sleep."""
+        with open_admin(str(self.daemon.admin)) as admin:
+            (model,) = [one for one in admin.models() if one.name.endswith(f"/{self.model}")]
+        return model.guests[0] if model.guests else SleepStatus("")
 
     def sleeps(self) -> None:
         """Have an operator put it to sleep."""
@@ -361,8 +370,53 @@ def test_an_operator_sees_why_it_sleeps_and_what_it_needs(capsys: pytest.Capture
         assert answer["status"]["state"] == "asleep"
         assert answer["status"]["weight_bytes"] == SIZE * MIB
         assert "because an operator has asked for it" in answer["status"]["detail"]
+        assert (answer["status"]["cause"], answer["status"]["needed_bytes"]) == ("operator", SIZE * MIB)
         (session,) = [each for each in daemon.sessions() if "run --guest" in each.client]
         assert session.client.startswith("membroker run --guest: python")
+
+
+def shown(daemon: Daemon, capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    assert cli.main([*command, "--endpoint", str(daemon.admin)]) == 0
+    return capsys.readouterr().out
+
+
+def test_all_commands_and_the_metrics_know_guests(capsys: pytest.CaptureFixture[str]) -> None:
+    with guests() as daemon, Guest(daemon, "one") as one:
+        one.ready()
+        until(lambda: shown(daemon, capsys, "status").count("1, 0 asleep") == 1)
+        assert "(asleep)" not in shown(daemon, capsys, "models")
+        for cause in ("recall", "operator"):
+            if cause == "recall":
+                with Guest(daemon, "two") as two:
+                    two.ready()
+                    until(lambda: one.status().cause == "recall")
+                    assert two.end() == 7
+                until(lambda: one.status().state == "awake")
+            else:
+                one.sleeps()
+                until(lambda: one.status().state == "asleep")
+        assert "2, 1 asleep" not in shown(daemon, capsys, "status")
+        assert "1, 1 asleep" in shown(daemon, capsys, "status")
+        assert "one (asleep)" in shown(daemon, capsys, "models")
+        for command in ("models", "explain"):
+            said = shown(daemon, capsys, command, "one")
+            assert "asleep since" in said
+            assert "by command; it needs 40.0 MiB to wake; its image takes 40.0 MiB of host memory" in said
+            assert "the last sleep took" in said
+            assert "the last wake took" in said
+        (model,) = json.loads(shown(daemon, capsys, "models", "one", "--json"))
+        (row,) = model["guests"]
+        assert (row["state"], row["cause"], row["needed_bytes"]) == ("asleep", "operator", SIZE * MIB)
+        labels = 'gpu_uuid="host",model="one"'
+        metrics = daemon.metrics()
+        assert f'membroker_model_guest_sessions{{cause="operator",{labels},state="asleep",tenant="red"}} 1.0' in metrics
+        assert f'membroker_model_guest_image_bytes{{{labels},tenant="red"}} {floatToGoString(SIZE * MIB)}' in metrics
+        assert f'membroker_model_guest_needed_bytes{{{labels},tenant="red"}} {floatToGoString(SIZE * MIB)}' in metrics
+        assert f'membroker_model_guest_step_seconds{{{labels},step="wake",tenant="red"}}' in metrics
+        daemon.kill()
+        daemon.start_again()
+        until(lambda: one.status().cause == "operator")
+        assert one.end() == 7
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ LEFT_AT_ZERO = (
         f"membroker.v1.Device.{name}"
         for name in (
             *("detached_sessions", "draining", "journal_full", "driver_fallback", "device_lost", "asleep_sessions"),
-            *("reload_problems", "pending_keys"),
+            *("reload_problems", "pending_keys", "guests", "asleep_guests"),
         )
     }
     | {
@@ -96,7 +96,7 @@ LEFT_AT_ZERO = (
     | {f"membroker.v1.List{name}Response.next_page_token" for name in ("Sessions", "Segments")}
     | {  # only in listings
         f"membroker.v1.Model.{name}"
-        for name in ("idle_sleep_ms", "asleep_sessions", "asleep_since", "asleep_by_itself")
+        for name in ("idle_sleep_ms", "asleep_sessions", "asleep_since", "asleep_by_itself", "guests")
     }
 )
 

@@ -189,6 +189,8 @@ class HandoffConnection:
         elif kind == "cancel":
             if (call := self._asked.get(frame.request_id)) is not None:
                 self._loop.tell(ev.CancelWait(call))
+        elif kind == "sleep_answer" and not frame.sleep_answer.sleep_id:
+            self._loop.guests.said(session, frame.sleep_answer, time.monotonic_ns())
         elif kind == "sleep_answer":
             self._loop.sleeping.answered(session, frame.sleep_answer)
         else:
