@@ -80,27 +80,25 @@ SMALL = {
         class Small(Queue[int]): pass
     """,
 }
-METHODS = (
-    ("small:Loader", "load", ("model",)),
-    ("small:Loader", "load", ("model", "device")),
-    ("small:Loader", "make", ("kind", "other")),
-    ("small:Loader", "gone", ()),
-    ("small", "outside", ("tokens",)),
-    ("small", "outside", ("size",)),
-    ("small", "both", ("one",)),
-    ("small", "both", ("one", "two")),
-    ("small:Kind", "__init__", ("first",)),
-    ("small:Kind", "__init__", ("first", "second", "third")),
-    ("small:Kind", "free_blocks", ("ordered",)),
-    ("small:Late", "grow", ("count",)),
-    ("small.queue:Small", "grow", ()),
+
+
+def used(table: Mapping[str, str]) -> list[seams.Member]:
+    """What a table says, by places outside of any package."""
+    return [one._replace(place=one.place.removeprefix("x.")) for one in seams.members("x", table)]
+
+
+MEMBERS = used(
+    {
+        "small:Loader": "load(model) load(model, device) make(kind, other) gone() size blocks",
+        "small": "outside(tokens) outside(size) both(one) both(one, two)",
+        "small:Kind": (
+            "__init__(first) __init__(first, second, third) free_blocks(ordered) limit blocks free grown layout "
+            "nothing @layout @limit @gone"
+        ),
+        "small:Late": "grow(count)",
+        "small.queue:Small": "grow() blocks free_blocks",
+    }
 )
-ATTRIBUTES = (
-    ("small:Kind", ("limit", "blocks", "free", "grown", "layout", "nothing")),
-    ("small:Loader", ("size", "blocks")),
-    ("small.queue:Small", ("blocks", "free_blocks")),
-)
-PROPERTIES = (("small:Kind", "layout"), ("small:Kind", "limit"), ("small:Kind", "gone"))
 
 
 def test_a_source_is_read_as_the_engine_itself_would_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,8 +108,8 @@ def test_a_source_is_read_as_the_engine_itself_would_be(tmp_path: Path, monkeypa
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    imported = list(seams.differences(METHODS, ATTRIBUTES, PROPERTIES))
-    assert list(Sources(files).differences(METHODS, ATTRIBUTES, PROPERTIES)) == imported
+    imported = list(seams.differences(MEMBERS))
+    assert list(Sources(files).differences(MEMBERS)) == imported
     assert len(imported) == 10, imported
 
 
@@ -125,34 +123,29 @@ def test_a_class_that_is_assembled_from_others_has_their_fields() -> None:
         Arguments = make("Arguments", collect(_NAMESPACES))
     """
     files = {"small/__init__.py": textwrap.dedent(source), "small/fields.py": "class Parallel:\n    size: int = 1"}
-    assert list(Sources(files).differences((), [("small:Arguments", ("size", "other"))])) == [
-        "small:Arguments has no other"
-    ]
+    assert list(Sources(files).differences(used({"small:Arguments": "size other"}))) == ["small:Arguments has no other"]
 
 
 def test_what_cannot_be_read_is_missing() -> None:
     """A circle of imports, a file that is no Python, and a module that is not there."""
     files = {"small/a.py": "from .b import Kind", "small/b.py": "from .a import Kind", "small/c.py": "class Kind(:"}
     places = [f"small.{name}:Kind" for name in "abcd"]
-    lacks = Sources(files).differences([(place, "grow", ()) for place in places], [])
+    lacks = Sources(files).differences(used(dict.fromkeys(places, "grow()")))
     assert list(lacks) == [f"{place} has no grow" for place in places]
 
 
 def package(name: str, table: object, leave_out: str = "") -> dict[str, str]:
-    """The source of an engine that has what the tables of its seams name, without the attribute `leave_out`."""
+    """The source of an engine that has what the table of its seams names, without the attribute `leave_out`."""
     modules: dict[str, dict[str, list[str]]] = {}
-    methods = [one for key, value in vars(table).items() if key.endswith("METHODS") for one in value]
-    for place, method, given in methods:
+    for place, member, given, is_property in table.MEMBERS:
         module, _, kind = place.partition(":")
-        star = "self, " if kind else ""
-        modules.setdefault(module, {}).setdefault(kind, []).append(f"def {method}({star}{', '.join(given)}): ...")
-    attributes = [one for key, value in vars(table).items() if key.endswith("ATTRIBUTES") for one in value]
-    for place, names in attributes:
-        module, _, kind = place.partition(":")
-        modules.setdefault(module, {}).setdefault(kind, []).extend(f"{one} = 1" for one in names if one != leave_out)
-    for place, name in getattr(table, "PROPERTIES", ()):
-        module, _, kind = place.partition(":")
-        modules.setdefault(module, {}).setdefault(kind, []).extend(["@property", f"def {name}(self): ..."])
+        lines = modules.setdefault(module, {}).setdefault(kind, [])
+        if is_property:
+            lines += ["@property", f"def {member}(self): ..."]
+        elif given is not None:
+            lines.append(f"def {member}({'self, ' if kind else ''}{', '.join(given)}): ...")
+        elif member != leave_out:
+            lines.append(f"{member} = 1")
     files = {}
     for module, kinds in modules.items():
         lines = [*kinds.pop("", [])]

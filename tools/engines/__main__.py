@@ -58,7 +58,7 @@ def is_tested(seams: ModuleType, version: Version) -> bool:
 
 def compare(seams: ModuleType, sources: Sources) -> Iterator[str]:
     """Yield what a release lacks of what the tables of `seams` name."""
-    return sources.differences(seams.METHODS, seams.ATTRIBUTES, getattr(seams, "PROPERTIES", ()))
+    return sources.differences(seams.MEMBERS)
 
 
 def rows(name: str, seams: ModuleType, index: Callable[[], str], keep: Path, now: datetime) -> Iterator[Row]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-from membroker.kv.seams import Attributes, Methods
+from membroker.kv.seams import Member
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Scope = ast.Module | ast.ClassDef | ast.If | ast.Try | ast.With | ast.ExceptHandler
@@ -111,28 +111,22 @@ class Sources:
             return Found(place, place.definitions[name])
         return self.module(f"{module}.{name}")
 
-    def differences(
-        self, methods: Methods, attributes: Attributes, properties: Iterable[tuple[str, str]] = ()
-    ) -> Iterator[str]:
+    def differences(self, used: Iterable[Member]) -> Iterator[str]:
         """Yield what this release lacks, one by one, as `membroker.kv.seams.differences` does."""
-        for place, name, expected in methods:
-            function = self.member(place, name)
-            if not isinstance(function, _Function):
-                yield f"{place} has no {name}"
-                continue
-            names, needed = parameters(function)
-            if names[: len(expected)] != expected or needed & set(names[len(expected) :]):
-                yield f"{place}.{name} takes ({', '.join(names)}), not ({', '.join(expected)})"
-        for place, name in properties:
+        for place, name, expected, is_property in used:
             member = self.member(place, name)
-            if not isinstance(member, _Function) or "property" not in map(_last_name, member.decorator_list):
-                yield f"{place} has no property {name}"
-        for place, wanted in attributes:
-            for name in wanted:
-                if self.member(place, name) is None and not any(
-                    name in _assigned(one.node) for one in self.bases(place)
-                ):
+            if is_property:
+                if not isinstance(member, _Function) or "property" not in map(_last_name, member.decorator_list):
+                    yield f"{place} has no property {name}"
+            elif expected is None:
+                if member is None and not any(name in _assigned(one.node) for one in self.bases(place)):
                     yield f"{place} has no {name}"
+            elif not isinstance(member, _Function):
+                yield f"{place} has no {name}"
+            else:
+                names, needed = parameters(member)
+                if names[: len(expected)] != expected or needed & set(names[len(expected) :]):
+                    yield f"{place}.{name} takes ({', '.join(names)}), not ({', '.join(expected)})"
 
     def member(self, place: str, name: str) -> ast.AST | None:
         """Return what a class "module:name", or a module, has under a name: in a base class too."""

@@ -6,44 +6,57 @@ Owns the comparison. Each integration has tables of its own, and says which vers
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ..errors import InvalidRequest
 
 _NEEDED: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-Methods = Iterable[tuple[str, str, tuple[str, ...]]]
-"""Class and method, or module and function, and its parameters in order, without `self`. It may have optional ones."""
-Attributes = Iterable[tuple[str, tuple[str, ...]]]
-"""Class, and attributes that are read: fields, properties, or assigned in the source of the class."""
+_MEMBER: Final = re.compile(r"(@?)(\w+)(\(([^)]*)\))?")
 
 
-def differences(methods: Methods, attributes: Attributes, properties: Iterable[tuple[str, str]] = ()) -> Iterator[str]:
-    """Yield what the installed engine lacks, one by one. A class is written "module:name", and a module "module"."""
-    for place, method, expected in methods:
-        found = getattr(load(place), method, None)
-        if found is None:
-            yield f"{place} has no {method}"
-            continue
-        parameters = [
-            parameter for name, parameter in inspect.signature(found).parameters.items() if name not in ("self", "cls")
-        ]
-        names = tuple(parameter.name for parameter in parameters)
-        rest = parameters[len(expected) :]
-        if names[: len(expected)] != expected or any(
-            parameter.default is parameter.empty and parameter.kind in _NEEDED for parameter in rest
-        ):
-            yield f"{place}.{method} takes ({', '.join(names)}), not ({', '.join(expected)})"
-    for place, name in properties:
-        if not isinstance(getattr(load(place), name, None), property):
-            yield f"{place} has no property {name}"
-    for place, names in attributes:
+class Member(NamedTuple):
+    """What is used of a class "module:name", or of a module. `parameters` is None for what is not called."""
+
+    place: str
+    name: str
+    parameters: tuple[str, ...] | None
+    is_property: bool
+
+
+def members(package: str, table: Mapping[str, str]) -> list[Member]:
+    """Return what an integration uses of an engine's package, by its table of classes and modules.
+
+    `name(a, b)` is a method or a function that takes these parameters in this order, without `self`, and others only if
+    they are optional. `@name` is a property. `name` is an attribute: a field, or assigned in the source of the class.
+    """
+    return [
+        Member(f"{package}.{place}", name, tuple(re.findall(r"\w+", given)) if call else None, bool(at))
+        for place, text in table.items()
+        for at, name, call, given in _MEMBER.findall(text)
+    ]
+
+
+def differences(used: Iterable[Member]) -> Iterator[str]:
+    """Yield what the installed engine lacks, one by one."""
+    for place, name, expected, is_property in used:
         kind = load(place)
-        for name in names:
+        if is_property:
+            if not isinstance(getattr(kind, name, None), property):
+                yield f"{place} has no property {name}"
+        elif expected is None:
             if not _has(kind, name):
                 yield f"{place} has no {name}"
+        elif (found := getattr(kind, name, None)) is None:
+            yield f"{place} has no {name}"
+        else:
+            given = [one for one in inspect.signature(found).parameters.values() if one.name not in ("self", "cls")]
+            names = tuple(one.name for one in given)
+            needed = [one for one in given[len(expected) :] if one.default is one.empty and one.kind in _NEEDED]
+            if names[: len(expected)] != expected or needed:
+                yield f"{place}.{name} takes ({', '.join(names)}), not ({', '.join(expected)})"
 
 
 def check(integration: str, written_for: str, installed: str, found: Iterator[str]) -> None:
