@@ -57,7 +57,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from membroker.kv import Layout
 from membroker.kv.capture import Capture
 from membroker.kv.layout import Strided
-from membroker.kv.seams import load
+from membroker.kv.seams import load, members
 from membroker.kv.vllm import connector, memory, plugin, seams
 from membroker.kv.vllm.blocks import GroupNeed, VllmBlocks, needs_of
 from membroker.kv.vllm.connector import Membroker, StepMetadata
@@ -549,6 +549,16 @@ def test_the_need_of_each_kind_is_what_vllm_plans_for(kind: str) -> None:
     assert sum(need.most for need in needs) <= most
 
 
+def test_settings_are_refused_when_vllm_looks_for_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is before it starts a process. The sentence goes to the process that the user has started."""
+    told: list[str] = []
+    monkeypatch.setattr("membroker.kv.vllm.last_line.tell", lambda error: told.append(str(error)))
+    assert not Membroker.requires_piecewise_for_cudagraph({"floor": "1GiB"})
+    with pytest.raises(InvalidRequest, match="kv_connector_extra_config has 'limits', and membroker knows: model"):
+        Membroker.requires_piecewise_for_cudagraph({"limits": "1GiB"})
+    assert len(told) == 1
+
+
 def test_borrowed_weights_need_the_worker_class() -> None:
     with pytest.raises(InvalidRequest, match=r"--worker-cls membroker\.kv\.vllm\.Worker"):
         memory.VllmMemory(VllmSettings(model="m", weights="borrowed"), SERVED, None)
@@ -619,9 +629,11 @@ class TestSeams:
         assert list(seams.differences()) == []
         seams.check()
 
-    @pytest.mark.parametrize(("place", "method", "given"), seams.METHODS)
+    @pytest.mark.parametrize(
+        ("place", "method"), [(one.place, one.name) for one in seams.MEMBERS if one.parameters is not None]
+    )
     def test_a_method_with_other_parameters_is_found(
-        self, place: str, method: str, given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+        self, place: str, method: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The start of the engine then says so, with the version and the method."""
         monkeypatch.setattr(load(place), method, lambda self, other, *rest: None)
@@ -646,7 +658,7 @@ class TestSeams:
         assert "tested with vLLM 0.31 to 0.33, but not with 0.34.1" in caplog.text
 
     def test_an_attribute_that_is_gone_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(seams, "ATTRIBUTES", (("vllm.v1.core.block_pool:BlockPool", ("nothing_like_it",)),))
+        monkeypatch.setattr(seams, "MEMBERS", members("vllm", {"v1.core.block_pool:BlockPool": "nothing_like_it"}))
         assert list(seams.differences()) == ["vllm.v1.core.block_pool:BlockPool has no nothing_like_it"]
 
 

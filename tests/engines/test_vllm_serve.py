@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def flags_of_the_page() -> list[str]:
 class Server:
     """`vllm serve`, whose command line wants a package of the name vllm, which the CPU build has not."""
 
-    def __init__(self, model: Path, name: str, daemon: Daemon) -> None:
+    def __init__(self, model: Path, name: str, daemon: Daemon, *more: str) -> None:
         self.name = name
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
@@ -74,15 +74,18 @@ class Server:
         self._log = daemon.directory / f"log-{name}"
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                [*server, *mine, *flags_of_the_page(), *HERE],
+                [*server, *mine, *flags_of_the_page(), *HERE, *more],
                 stdout=log,
                 stderr=log,
                 env=environment,
                 start_new_session=True,
             )
 
+    def log(self) -> str:
+        return self._log.read_text()
+
     def is_up(self) -> bool:
-        assert self.process.poll() is None, self._log.read_text()[-5000:]
+        assert self.process.poll() is None, self.log()[-5000:]
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/health", timeout=5):
                 return True
@@ -107,12 +110,13 @@ class Server:
 
 
 @contextmanager
-def served(model: Path, name: str, daemon: Daemon) -> Iterator[Server]:
-    server = Server(model, name, daemon)
+def served(model: Path, name: str, daemon: Daemon, *more: str) -> Iterator[Server]:
+    server = Server(model, name, daemon, *more)
     try:
         yield server
     finally:
-        os.killpg(server.process.pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):
+            os.killpg(server.process.pid, signal.SIGTERM)
         try:
             server.process.wait(30)
         finally:
@@ -143,3 +147,32 @@ def test_two_models_of_the_page_trade_memory(tmp_path: Path) -> None:
         assert books("code").peak_bytes > 48 * MIB, "it had no more than what was free, and its guarantee"
         assert books("chat").used_bytes < BURST
         assert code.complete(PROMPTS[3]) == chat.complete(PROMPTS[3])
+
+
+BOTH = '{"kv_connector":"Membroker","kv_role":"kv_both"}'
+NO_SETTING = '{"kv_connector":"Membroker","kv_role":"kv_producer","kv_connector_extra_config":{"limits":"1GiB"}}'
+NOT_SERVED = 'membroker: membroker.kv.vllm needs "kv_role": "kv_producer" in --kv-transfer-config. '
+
+
+@pytest.mark.parametrize(
+    ("more", "is_loaded", "said"),
+    [
+        (("--kv-transfer-config", BOTH, "--worker-cls", "membroker.kv.vllm.Worker"), False, NOT_SERVED),
+        (
+            ("--kv-transfer-config", NO_SETTING),
+            True,
+            "membroker: kv_connector_extra_config has 'limits', and membroker",
+        ),
+    ],
+    ids=["as membroker run starts it", "by hand"],
+)
+def test_the_last_line_says_why_an_engine_is_not_served(
+    more: tuple[str, ...], is_loaded: bool, said: str, tmp_path: Path
+) -> None:
+    """vLLM's processes write dozens of lines after the reason. With the worker class it comes before the weights."""
+    model = write_model(tmp_path)
+    with running({"tenants": {"serving": {}}}) as daemon, served(model, "chat", daemon, *more) as server:
+        assert server.process.wait(300) != 0
+        *_, last = server.log().splitlines()
+        assert last.startswith(said), server.log()[-3000:]
+        assert ("Loading weights took" in server.log()) == is_loaded

@@ -40,7 +40,7 @@ from ..cache import ElasticCache
 from ..layout import Layout
 from ..ranks import Ranks, RankWeights
 from ..sleeper import Sleeper
-from . import memory, seams
+from . import last_line, memory, seams
 from .blocks import VllmBlocks, needs_of
 from .settings import check_cache, check_supported, has_ranks, settings_of
 from .sleep import why_kept
@@ -100,6 +100,18 @@ class Membroker(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._rests = True
         """Whether the engine needs no step: its cache rests, or it does not serve yet."""
         self._ending = ExitStack()
+
+    # At the start of vLLM, before its processes and with CUDA graphs alone
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Refuse settings before anything is loaded. No graph needs to be cut."""
+        try:
+            settings_of(extra_config)
+        except InvalidRequest as error:
+            last_line.tell(error)
+            raise
+        return False
 
     # The worker's side
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import logging
 
+from . import last_line
+
 logger = logging.getLogger("vllm.membroker")  # vLLM shows only loggers below its own
 
 
 def register() -> None:
     """Register the connector, and the loader unless this vLLM lacks what it is made of."""
+    last_line.begin()
     _register_connector()
     try:
         from vllm.model_executor.model_loader import register_model_loader
