@@ -128,10 +128,11 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     for path in (DEPLOY / "systemd").iterdir():
         # It looks whether the commands exist: ours is here, not where the unit expects an installation.
         text = path.read_text().replace("/opt/membroker/bin/membrokerd", f"{sys.executable} -m membrokerd.cli")
+        text = text.replace("/opt/membroker/bin/membroker ", f"{sys.executable} -m membroker.cli.main ")
         (tmp_path / path.name.replace("@.", "@0.")).write_text(text)
     units = sorted(tmp_path.iterdir())
     names = {"membrokerd.service", "membrokerd@0.service", "membrokerd-gpus.service", "membrokerd.target"}
-    assert {unit.name for unit in units} == names
+    assert {unit.name for unit in units} == {*names, "membroker-guest@0.service"}
     # It has words about other units of this machine too; a mistake in ours has our path before it. Three keys are of
     # systemd 254, and an older one says that it leaves them out.
     said = [line for line in check(analyze, "verify", "--man=no", *units).splitlines() if str(tmp_path) in line]

@@ -5,17 +5,21 @@ Owns the calls by name. `cuInit` is made, which a restore needs, and no context:
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from ..vmm.cuda.gpu import Gpu
 from ..vmm.cuda.nvml import NvmlDevice
-from ..vmm.driver import DriverUnavailable
+from ..vmm.driver import DriverError, DriverUnavailable
 from .suspender import ProcessState
 
 FIRST_DRIVER = 570
 """The first version of NVIDIA's driver that does this by calls."""
+_FIRST_NAMESPACE = "pid:[4026531836]"
+"""The machine's own, by Linux's number."""
 _STATES: Mapping[str, ProcessState] = {
     "RUNNING": "running",
     "LOCKED": "locked",
@@ -38,6 +42,18 @@ def why_not(bindings: Any, driver_version: str, machine: str) -> str:
     return ""
 
 
+def check_namespace(listed: Collection[int], proc: Path = Path("/proc")) -> None:
+    """Raise `DriverError` if NVML names processes by pids that mean nothing here, as in a container.
+
+    Else a program would seem to use nothing, and its memory would be lent while it has it.
+    """
+    if os.readlink(proc / "self/ns/pid") == _FIRST_NAMESPACE or not listed:
+        return
+    if not any((proc / str(pid)).exists() for pid in listed):
+        detail = "NVML names processes that are not in this container: run it with the host's pids (--pid=host)"
+        raise DriverError("nvmlDeviceGetComputeRunningProcesses", "NVML_ERROR_NOT_FOUND", 6, detail)
+
+
 class CudaSuspender:
     """Suspends processes on the GPU of this UUID. Raises `DriverUnavailable` with the reason if that cannot be done.
 
@@ -55,7 +71,9 @@ class CudaSuspender:
 
     def usage(self, pids: Collection[int]) -> Mapping[int, int]:
         """Return what NVML lists."""
-        return {pid: size for pid, size in self._nvml.processes() if pid in pids}
+        listed = list(self._nvml.processes())
+        check_namespace([pid for pid, _ in listed])
+        return {pid: size for pid, size in listed if pid in pids}
 
     def free_bytes(self) -> int | None:
         """Return NVML's figure."""

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 from tests.support.fake_cuda import build_fake_cuda, run_beside_fake_cuda
 
-from membroker.guest.cuda import why_not
+from membroker.guest.cuda import check_namespace, why_not
+from membroker.vmm import DriverError
 
 if os.environ.get("MEMBROKER_REQUIRE_FAKE_CUDA") != "1":
     pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
@@ -46,6 +47,21 @@ def test_each_call_by_the_real_bindings(tmp_path: Path) -> None:
     if libraries is None:
         pytest.skip("no C compiler (gcc or cc) to build the fake libcuda with")
     assert run_beside_fake_cuda(libraries, _STORY).strip().endswith("done")
+
+
+@pytest.mark.parametrize(("namespace", "fails"), [("pid:[4026531836]", False), ("pid:[4026532000]", True)])
+def test_a_container_in_which_no_listed_pid_means_anything_is_told(namespace: str, fails: bool, tmp_path: Path) -> None:
+    """The program would seem to use nothing, and its memory would be lent while it has it."""
+    (tmp_path / "self/ns").mkdir(parents=True)
+    (tmp_path / "self/ns/pid").symlink_to(namespace)
+    (tmp_path / "17").mkdir()
+    for known in ([], [17], [17, 4711]):
+        check_namespace(known, tmp_path)
+    if fails:
+        with pytest.raises(DriverError, match="--pid=host"):
+            check_namespace([4711], tmp_path)
+    else:
+        check_namespace([4711], tmp_path)
 
 
 @pytest.mark.parametrize(
