@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from contextvars import copy_context
 from typing import Any, Generic, Protocol, Self, TypeVar
 
+from .cancellation import CancelScope, innermost
 from .errors import DescriptorLimit, DeviceFailure
 from .vmm.driver import DriverError, DriverLimit
 
@@ -312,13 +313,21 @@ class KeyedLocks:
         self._changed = Condition()
 
     def take(self, things: Collection[int], owner: Operation) -> None:
-        """Wait until all of `things` are free, then lock them until `owner` ends. Ctrl-C ends the wait."""
-        key = object()
+        """Wait until all of `things` are free, then lock them until `owner` ends.
+
+        Ctrl-C ends the wait, and so does a cancel scope: the call that has them may wait for memory.
+        """
+        key, scope = object(), innermost.get() or CancelScope()
         owner.ends.append(lambda: self._give_up(things, key))
-        with self._changed.lock:
+        with scope.waking(self._wake), self._changed.lock:
             while not self._owners.keys().isdisjoint(things):
+                scope.check()
                 self._changed.wait()
             self._owners.update(dict.fromkeys(things, key))
+
+    def _wake(self) -> None:
+        with self._changed.lock:
+            self._changed.tell_all()
 
     def _give_up(self, things: Collection[int], key: object) -> None:
         with self._changed.lock:

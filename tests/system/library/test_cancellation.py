@@ -93,6 +93,41 @@ def test_forty_handlers_give_up() -> None:
         assert daemon.books().lent_bytes == 0
 
 
+def test_a_call_that_waits_for_another_call() -> None:
+    """Two threads grow one buffer: one waits for memory, and the other for the first. Each can give up."""
+    with running({"capacity": CAPACITY}) as daemon, membroker.connect(daemon.endpoint()) as client:
+        model = client.register_model("m")
+        grown = model.growable_buffer(0, CAPACITY, PAGE)
+        held = model.allocate(CAPACITY)
+        first, second = membroker.CancelScope(), membroker.CancelScope()
+        one = in_scope(first, lambda: grown.grow(PAGE, wait=LONG))
+        until(lambda: waiting(daemon) == 1)
+        two = in_scope(second, lambda: grown.grow(PAGE, wait=LONG))
+        until(lambda: len(grown._turns._changed.waiting) == 1)
+        second.cancel()
+        assert isinstance(two.end().error, Cancelled)
+        assert one.is_alive()
+        first.cancel()
+        assert isinstance(one.end().error, Cancelled)
+        assert grown.size == 0
+        held.close()
+
+
+def test_the_client_is_closed() -> None:
+    """Its calls at the broker and those in front of it end."""
+    with running({"capacity": CAPACITY}) as daemon:
+        client = membroker.connect(daemon.endpoint())
+        model = client.register_model("m")
+        held = model.allocate(CAPACITY)
+        callers = [Caller(lambda: model.allocate(PAGE, wait=LONG)) for _ in range(40)]
+        until(lambda: waiting(daemon) == MOST_PATIENT)
+        client.close()
+        for caller in callers:
+            assert isinstance(caller.end().error, membroker.ClosedError)
+        assert held.closed
+        assert waiting(daemon) == 0
+
+
 def test_while_the_broker_is_away() -> None:
     """A call that waits for the next daemon ends too."""
     with running({"capacity": CAPACITY}) as daemon:
