@@ -1,6 +1,6 @@
 """`python -m benchmarks.guests`: programs that know nothing of membroker, on a GPU that is too small for them.
 
-`story`: an untouched `vllm serve`, a program that makes images and one that trains are guests, and a `vllm serve` over
+`story`: an untouched `vllm serve`, four programs that make images and two that train are guests. A `vllm serve` over
 membroker is their neighbor. Together they use twice the device. Callers come at random moments. Each answer is compared
 with the answers of the same programs without membroker. `switches`: sixteen small guests, of which eight fit, wake one
 another as often as they can. On a machine without a GPU, stand-ins take the place of all but vLLM, which is left out.
@@ -49,7 +49,9 @@ ENVIRONMENT: Final = {
 }
 
 
-SHARES: Final = {"server": 0.55, "images": 0.53, "training": 0.53, "neighbor": 0.42}
+IMAGES: Final = ("images-1", "images-2", "images-3", "images-4")
+TRAININGS: Final = ("training-1", "training-2")
+SHARES: Final = {"server": 0.2, **dict.fromkeys(IMAGES + TRAININGS, 0.25), "neighbor": 0.42}
 """What each program holds, as parts of the device: together twice of it. The neighbor's is the most of its cache."""
 SMALL: Final = 16
 """How many small guests there are. Half of them fit."""
@@ -63,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "host"), default="cuda")
     parser.add_argument("--seconds", type=float, default=480.0, help="how long callers come")
     parser.add_argument("--slice-seconds", type=float, default=10.0)
-    parser.add_argument("--switches", type=int, default=1000, help="end when the small guests have woken so often")
+    parser.add_argument(
+        "--until", type=int, metavar="N", help="end when each program has answered, or any guests have woken, so often"
+    )
     parser.add_argument("--plain-device", metavar="INDEX", help="run the programs without membroker there meanwhile")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the programs' logs there")
     options = command.parse(parser, arguments)
@@ -261,9 +265,11 @@ def _capacity(options: Any, host: int) -> tuple[int, int]:
 
 def _story(options: Any, logs: Path) -> dict[str, Any]:
     capacity, total = _capacity(options, HOST_CAPACITY)
-    held = {name: int(share * total) >> 20 << 20 for name, share in SHARES.items()}
+    has_vllm = options.device == "cuda"
+    names = [name for name in SHARES if has_vllm or name not in ("server", "neighbor")]
+    held = {name: int(SHARES[name] * total) >> 20 << 20 for name in names}
     checkpoint = None
-    if options.device == "cuda":
+    if has_vllm:
         checkpoint = logs / "checkpoint"
         words = [sys.executable, "-m", "benchmarks.guests.programs", "weights", "--to", str(checkpoint)]
         subprocess.run(words, check=True, stdout=sys.stderr)
@@ -272,7 +278,7 @@ def _story(options: Any, logs: Path) -> dict[str, Any]:
         plain.start()
     with _daemon(options, capacity) as daemon:
         found = _with_demand(options, held, checkpoint, daemon, logs)
-    plain.lines_needed = len(found["lines"])
+    plain.lines_needed = max(map(len, found["lines"].values()))
     plain.wanted_lines.set()
     if not plain.ident:
         plain.start()
@@ -317,10 +323,12 @@ def _with_demand(
             words = _vllm(checkpoint, inner, "--kv-cache-memory-bytes", kv, "--gpu-memory-utilization", "0.1")
             guest("server", words, (door, inner))
             demands["server"] = Demand(completion_at(door), options.seconds / 24)
-        door, inner = _port(), _port()
-        guest("images", _program("images", on, held["images"], inner), (door, inner))
-        demands["images"] = Demand(line_at(door), options.seconds / 24)
-        guest("training", _program("training", on, held["training"]))
+        for name in IMAGES:
+            door, inner = _port(), _port()
+            guest(name, _program("images", on, held[name], inner), (door, inner))
+            demands[name] = Demand(line_at(door), options.seconds / 24)
+        for name in TRAININGS:
+            guest(name, _program("training", on, held[name]))
         callers = [
             threading.Thread(target=demand.run, args=(stop, number), daemon=True)
             for number, demand in enumerate(demands.values())
@@ -333,10 +341,12 @@ def _with_demand(
         end = time.monotonic() + options.seconds
         while time.monotonic() < end and all(program.is_alive() for program in programs.values()):
             most = max(most, daemon.device().locations[0].lent_bytes)
+            if options.until and min(one.count for one in demands.values()) >= options.until:
+                break
             time.sleep(0.5)
         ended = [name for name, program in programs.items() if not program.is_alive()]
         stop.set()
-        lines = programs["training"].lines()
+        lines = {name: programs[name].lines() for name in TRAININGS}
         seen = {
             name: {"sleeps": one.sleeps(), "wakes": one.wakes(), "said": one.other_words()}
             for name, one in guests.items()
@@ -369,15 +379,16 @@ def _tell(found: Mapping[str, Any], plain: Plain, capacity: int, total: int) -> 
     for name, one in found["guests"].items():
         wakes, sleeps = one["wakes"], one["sleeps"]
         rate = [each["seconds"] / each["bytes"] * GIB for each in sleeps if each["bytes"]]
-        rows[name] = {**one, "start_seconds": plain.start_seconds.get(name)}
+        start = plain.start_seconds.get("images" if name in IMAGES else name)
+        rows[name] = {**one, "start_seconds": start}
         print(
             f"{name}: asleep {len(sleeps)} times, {quantile(rate, 0.5):.2f} s a GiB; awake again {len(wakes)} times, "
-            f"p50 {quantile(wakes, 0.5):.2f} s, p99 {quantile(wakes, 0.99):.2f} s; its start alone takes "
-            f"{plain.start_seconds.get(name, float('nan')):.1f} s"
+            f"p50 {quantile(wakes, 0.5):.2f} s, p99 {quantile(wakes, 0.99):.2f} s"
+            + (f"; its start alone takes {start:.1f} s" if start is not None else "")
         )
         faults += [f"{name} said: {text}" for text in one["said"]]
     for name, demand in found["demands"].items():
-        expected = plain.expected.get("images" if name == "images" else "server")
+        expected = plain.expected.get("images" if name in IMAGES else "server")
         wrong = demand.wrong(expected) if expected else None
         rows.setdefault(name, {}).update(seconds=demand.seconds, failures=demand.failures, wrong=wrong)
         print(
@@ -385,10 +396,11 @@ def _tell(found: Mapping[str, Any], plain: Plain, capacity: int, total: int) -> 
             f"{quantile(demand.seconds, 0.5):.2f} s, p99 {quantile(demand.seconds, 0.99):.2f} s"
         )
         faults += [f"{name}: {text}" for text in demand.failures] + ([f"{name}: {wrong} wrong"] if wrong else [])
-    lines, wanted = found["lines"], plain.lines[: len(found["lines"])]
-    print(f"training: {len(lines)} lines, {sum(map(str.__ne__, lines, wanted))} wrong of {len(wanted)} compared")
-    if lines[: len(wanted)] != wanted or not wanted:
-        faults.append("training: its lines differ")
+    for name, lines in found["lines"].items():
+        wanted = plain.lines[: len(lines)]
+        print(f"{name}: {len(lines)} lines, {sum(map(str.__ne__, lines, wanted))} wrong of {len(wanted)} compared")
+        if lines[: len(wanted)] != wanted or not wanted:
+            faults.append(f"{name}: its lines differ")
     for fault in faults:
         print(f"FAULT: {fault}")
     return {"capacity": capacity, "total": total, "held": held, "bus": plain.bus, "programs": rows, "faults": faults}
@@ -420,7 +432,7 @@ def _switches(options: Any, logs: Path) -> dict[str, Any]:
             caller.start()
         begun = time.monotonic()
         while time.monotonic() < begun + options.seconds and all(guest.is_alive() for guest in guests):
-            if sum(len(guest.wakes()) for guest in guests) >= options.switches:
+            if options.until and sum(len(guest.wakes()) for guest in guests) >= options.until:
                 break
             time.sleep(0.5)
         seconds = time.monotonic() - begun

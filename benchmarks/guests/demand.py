@@ -86,6 +86,8 @@ class Demand:
 
     ask: Ask
     pause: float
+    count: int = 0
+    """How many answers there were."""
     seconds: list[float] = field(default_factory=list)
     """How long each answer took but the first, which waits for the start of the program."""
     answers: dict[int, list[str]] = field(default_factory=dict)
@@ -99,9 +101,10 @@ class Demand:
             seed, begun = chance.randrange(SEEDS), time.monotonic()
             try:
                 answer = self.ask(seed)
-                if self.answers:
+                if self.count:
                     self.seconds.append(time.monotonic() - begun)
                 self.answers.setdefault(seed, []).append(answer)
+                self.count += 1
             except (OSError, http.client.HTTPException) as error:
                 if not stop.is_set():
                     self.failures.append(f"{type(error).__name__}: {error}")

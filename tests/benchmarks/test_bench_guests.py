@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.guests.__main__ import IMAGES, TRAININGS
 from tests.benchmarks.commands import bench
 
 pytestmark = pytest.mark.deep
@@ -23,14 +24,16 @@ def played(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_the_story_compares_each_answer_and_line(tmp_path: Path) -> None:
-    found = played(tmp_path, "story", "--slice-seconds", "0.5", "--seconds", "8")
+    found = played(tmp_path, "story", "--slice-seconds", "0.1", "--until", "2")
     programs = found["programs"]
     assert sum(found["held"].values()) > found["total"]
-    assert programs["images"]["wrong"] == 0
-    assert programs["images"]["seconds"]
-    assert all(programs[name]["wakes"] and programs[name]["sleeps"] for name in ("images", "training"))
-    assert all(sleep["bytes"] == found["held"]["images"] for sleep in programs["images"]["sleeps"])
+    images = [programs[name] for name in IMAGES]
+    assert [one["wrong"] for one in images] == [0] * len(IMAGES)
+    assert all(one["seconds"] for one in images)
+    sleeps = [(sleep["bytes"], name) for name in IMAGES + TRAININGS for sleep in programs[name]["sleeps"]]
+    assert sleeps
+    assert all(size in (0, found["held"][name]) for size, name in sleeps)
 
 
 def test_small_guests_switch_as_often_as_asked(tmp_path: Path) -> None:
-    assert len(played(tmp_path, "switches", "--slice-seconds", "0.3", "--switches", "20")["wakes"]) >= 20
+    assert len(played(tmp_path, "switches", "--slice-seconds", "0.1", "--until", "20")["wakes"]) >= 20
