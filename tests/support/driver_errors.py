@@ -7,11 +7,11 @@ from collections.abc import Callable
 from membroker.vmm import DriverError
 
 
-def named(name: str) -> Callable[[BaseException], bool]:
-    """Return a check for `pytest.raises`: the error, or the one that caused it, is the driver's of this name."""
+def named(*names: str) -> Callable[[BaseException], bool]:
+    """Return a check for `pytest.raises`: the error or its cause is the driver's, of one of these names."""
 
     def check(error: BaseException) -> bool:
         found = error if isinstance(error, DriverError) else error.__cause__
-        return isinstance(found, DriverError) and found.name == name
+        return isinstance(found, DriverError) and found.name in names
 
     return check
