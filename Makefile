@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $(STAMP)
 
-demo: $(STAMP)  ## the main job in about 15 seconds: sharing, trade, a burst, refusal, restart, death (no GPU, no root)
+demo: $(STAMP)  ## the main job in about 15 seconds: sharing, trade, a burst, refusal, restart, death, sleep (no GPU, no root)
 	$(BIN)/membroker demo
 
 # The tests start thousands of interpreters: without bytecode files each would compile membroker again.

@@ -51,7 +51,8 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         started.append(PythonProcess(command[1:], **options))
         return started[-1]
 
-    names = SimpleNamespace(Popen=start, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
+    same = {name: getattr(subprocess, name) for name in ("PIPE", "DEVNULL", "TimeoutExpired")}
+    names = SimpleNamespace(Popen=start, **same)
     monkeypatch.setattr(demo_processes, "subprocess", names)
     yield
     assert [one.pid for one in started if one.poll() is None] == []
@@ -75,7 +76,7 @@ def test_it_proves_what_it_says() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     out = " ".join(done.stdout.split())
     assert "have mapped 128.0 MiB, but only 64.0 MiB are charged and in use on the device." in out
-    titles = ("Sharing:", "Trade:", "Burst:", "Refusal:", "Death: a broker", "Death: a worker")
+    titles = ("Sharing:", "Trade:", "Burst:", "Refusal:", "Death: a broker", "Death: a worker", "Sleep:")
     assert sorted(titles, key=out.index) == list(titles)
     burst = re.search(r"red gets 64.0 MiB after (\d+) ms\. No request was refused\.", out)
     assert burst is not None, out
@@ -150,9 +151,10 @@ def test_it_fails_where_a_claim_of_its_sharing_does_not_hold(
 
 def plays_only(scene: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out all other scenes."""
-    others = {"_sharing", "_trade", "_burst", "_refusal", "_death_of_the_broker", "_death", "_scrape"} - {scene}
+    scenes = {"_sharing", "_trade", "_burst", "_refusal", "_death_of_the_broker", "_death", "_sleep", "_scrape"}
+    others = scenes - {scene}
     for name in others:
-        monkeypatch.setattr(demo, name, lambda *_: 0)
+        monkeypatch.setattr(demo, name, lambda *_: (0, 0))
 
 
 def fails(capsys: pytest.CaptureFixture[str], disproved: str) -> None:
@@ -195,6 +197,38 @@ def test_it_fails_where_a_claim_of_its_burst_does_not_hold(
     monkeypatch.setattr(demo_processes, "SOON_SECONDS", 1.5)
     if breakage == "is slow":
         monkeypatch.setattr(demo, "BURST_SECONDS", 0.0)
+    fails(capsys, disproved)
+
+
+# --- the guest ---
+
+
+@pytest.mark.usefixtures("place", "forked")
+@pytest.mark.parametrize(
+    ("breakage", "disproved"),
+    [
+        ("changes", "the guest's memory is not what it was"),
+        ("is silent", "the guest does not say why it sleeps"),
+        ("ends", "paint does not answer"),
+    ],
+)
+def test_it_fails_where_a_claim_of_its_guest_does_not_hold(
+    breakage: str, disproved: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plays_only("_sleep", monkeypatch)
+    monkeypatch.setattr(demo, "GUEST", 160 << 20)  # no other has anything
+    monkeypatch.setattr(demo_processes, "SOON_SECONDS", 1.5)
+    checksum, answers = demo.DemoGuest.checksum, iter(range(2))
+
+    def told(guest: demo.DemoGuest) -> int:
+        if breakage == "ends":
+            guest.process.kill()
+            guest.process.wait()
+        return checksum(guest) + (next(answers) if breakage == "changes" else 0)
+
+    monkeypatch.setattr(demo.DemoGuest, "checksum", told)
+    if breakage == "is silent":
+        monkeypatch.setattr(demo.DemoBroker, "sleep_of", lambda *_: ("", ""))
     fails(capsys, disproved)
 
 

@@ -39,6 +39,7 @@ capacity = "256MiB"
 runtime_directory = {run}
 state_directory = {kept}
 descriptor_store = "keeper"
+slice_seconds = 0.0
 [metrics]
 port = 0
 [tenants.red]
@@ -122,6 +123,55 @@ class DemoWorker:
             self.process.wait(SOON_SECONDS)
         except subprocess.TimeoutExpired:
             self.kill()
+
+
+class DemoGuest:
+    """A program that knows nothing of membroker, run by `membroker run --guest`, and its door."""
+
+    def __init__(self, endpoint: Path, model: str, size: int) -> None:
+        self.model = model
+        self._door, port = _free_port(), _free_port()
+        program = [sys.executable, "-m", "membroker.cli.demo.guest", str(size), str(port)]
+        options = ["--model", model, "--memory", str(size), "--door", f"{self._door}:{port}"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "membroker.cli.main", "run", "--guest", *options, "--", *program],
+            env={**os.environ, "MEMBROKER_ENDPOINT": str(endpoint)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+
+    def hear(self) -> None:
+        """Wait until the program serves."""
+        assert self.process.stdout is not None
+        claim(self.process.stdout.readline() == "ready\n", f"the program of {self.model} ended")
+
+    def checksum(self) -> int:
+        """Ask the program, which wakes it if it sleeps."""
+        try:
+            with socket.create_connection(("127.0.0.1", self._door), START_SECONDS) as connection:
+                connection.sendall(b"?")
+                return int(connection.makefile().readline())
+        except (OSError, ValueError) as error:
+            raise Disproved(f"{self.model} does not answer: {error}") from None
+
+    def close(self) -> None:
+        """End the program."""
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.process.terminate()
+        try:
+            self.process.wait(SOON_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 class DemoBroker:
@@ -229,6 +279,11 @@ class DemoBroker:
     def used(self, model: str) -> int:
         """Return the bytes that a model is charged."""
         return self.models()[model].books["device"].used_bytes
+
+    def sleep_of(self, model: str) -> tuple[str, str]:
+        """Return how the guest of a model is, and why it sleeps."""
+        guests = self.models()[model].guests
+        return (guests[0].state, guests[0].cause) if guests else ("", "")
 
     def recalled(self, model: str) -> int:
         """Return the bytes that a model is asked for and has not answered yet."""

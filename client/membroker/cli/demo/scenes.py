@@ -1,4 +1,4 @@
-"""`membroker demo`: the main job in under a minute, without a GPU: sharing, trade, a burst, refusal, death.
+"""`membroker demo`: the main job in under a minute, without a GPU: sharing, trade, a burst, refusal, death, sleep.
 
 Starts a real daemon on the host driver and real workers of two tenants, and checks all that it claims: a claim that is
 not true ends it with status 1. Its processes are in `processes`.
@@ -22,12 +22,14 @@ from rich.table import Table
 from ...errors import MembrokerError
 from ...types import SegmentStatus
 from ...vmm.sizes import MIB, format_size
-from .processes import DemoBroker, DemoWorker, Disproved, claim, claim_soon, make_directory
+from .processes import DemoBroker, DemoGuest, DemoWorker, Disproved, claim, claim_soon, make_directory
 
 CAPACITY = 256 * MIB
 PAGE = 2 * MIB
 WEIGHTS = 64 * MIB
 GUARANTEE = 64 * MIB
+GUEST = 96 * MIB
+"""What a guest takes: with what blue has then, the rest is less than red asks for."""
 BURST_SECONDS = 1.0
 """The longest that a burst of requests may take to get the memory that it is guaranteed."""
 COMPUTED_PAGES = 8
@@ -118,13 +120,15 @@ def _play(broker: DemoBroker, stack: ExitStack) -> str:
     _refusal(stage, red, blue)
     rounds, away = _death_of_the_broker(stage, red, blue)
     back = _death(stage, red, blue)
+    woke = _sleep(stage)
     _scrape(stage)
     return (
         f"Proved: {format_size(WEIGHTS)} of weights were mapped by two workers and charged once. Peaks of "
         f"{format_size(traded)} together fit in {format_size(CAPACITY)}, and no byte was lent twice. A lent guarantee "
         f"of {format_size(GUARANTEE)} came back in {burst:.0f} ms without a refusal. Two refusals had their numbers. "
         f"While the broker was dead, the workers computed {rounds} rounds, and borrowing waited for {away:.0f} ms. The "
-        f"memory of a killed worker was free after {back:.0f} ms. The metrics add up."
+        f"memory of a killed worker was free after {back:.0f} ms. A program that knows nothing of membroker slept "
+        f"while others needed its memory, and answered {woke:.0f} ms after a connection. The metrics add up."
     )
 
 
@@ -354,6 +358,43 @@ def _death(stage: Stage, red: DemoWorker, blue: DemoWorker) -> float:
         "its pages hold what was written into them."
     )
     return back
+
+
+def _sleep(stage: Stage) -> float:
+    """Put a program to sleep for an engine, and wake it by a connection; returns the milliseconds to its answer."""
+    broker = stage.broker
+    with (
+        stage.scene("Sleep: a program that knows nothing of membroker makes room, and wakes by a connection"),
+        ExitStack() as stack,
+    ):
+        guest = DemoGuest(broker.endpoint("blue"), "paint", GUEST)
+        stack.callback(guest.close)
+        guest.hear()
+        before = guest.checksum()
+        claim(broker.used(guest.model) == GUEST, "the guest is not charged what it may use")
+        broker.guarantee("red", GUEST)
+        engine = DemoWorker(broker.endpoint("red"), "engine", "64GiB")
+        stack.callback(engine.close)
+        engine.hear()
+        answer = engine.tell("admit", request=1, pages=GUEST // PAGE)
+        claim("refused" not in answer, f"a guest did not make room: {answer.get('refused')}")
+        claim_soon(lambda: broker.sleep_of(guest.model) == ("asleep", "recall"), "the guest does not say why it sleeps")
+        claim(broker.used(guest.model) == 0, "a guest is charged while it sleeps")
+        stage.show_moment()
+        engine.tell("finish", request=1)
+        broker.guarantee("red", 0)
+        begun = time.monotonic()
+        claim(guest.checksum() == before, "the guest's memory is not what it was")
+        woke = (time.monotonic() - begun) * 1000
+        claim(broker.used(guest.model) == GUEST, "the guest is not charged again")
+        stage.say(
+            f"paint is a program that took {format_size(GUEST)} and cannot release a part of it. `membroker run "
+            "--guest` runs it. An engine of red needed the memory, so the program was suspended as a whole, as "
+            "NVIDIA's driver does it (here a stand-in does). Then somebody connected to it, and its answer was the "
+            f"same as before, after {woke:.0f} ms. docs/guests.md has more."
+        )
+    claim_soon(lambda: not broker.used("paint"), "something was not released")
+    return woke
 
 
 def _scrape(stage: Stage) -> None:
