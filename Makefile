@@ -117,7 +117,7 @@ manual: $(STAMP)  ## write completions, manual pages and docs/cli.md from the pa
 metrics: $(STAMP)  ## write docs/metrics.md from the catalog of metrics
 	$(BIN)/python -m tools.metrics_page
 
-manifests: $(STAMP)  ## render the Helm chart into deploy/kubernetes
+manifests: $(STAMP)  ## write what the Helm chart copies, and render it into deploy/kubernetes
 	$(BIN)/python -m tools.manifests
 
 site: $(STAMP)  ## build the documentation site in .site/html; a broken link or anchor fails

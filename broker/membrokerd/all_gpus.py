@@ -359,7 +359,7 @@ class AllGpus:
             ) from error
         server.start()
         stack.callback(server.close)
-        self._url = f"http://{authority(metrics.address, server.server_port)}/metrics"
+        self._url = f"http://{authority(server.server_name, server.server_port)}/metrics"
 
     def _ports(self) -> Mapping[str, int | None]:
         return {child.uuid: child.port for child in self._children}

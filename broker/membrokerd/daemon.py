@@ -303,7 +303,7 @@ class Daemon:
             ) from error
         server.start()
         stack.callback(server.close)
-        self._views.metrics_url = f"http://{authority(metrics.address, server.server_port)}/metrics"
+        self._views.metrics_url = f"http://{authority(server.server_name, server.server_port)}/metrics"
 
     async def _open_endpoints(self, stack: AsyncExitStack) -> None:
         self._endpoints = Endpoints(self._directory, self._dispatcher, self._views, self._traffic, self._watch)

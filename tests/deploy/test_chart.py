@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,33 +24,46 @@ from tools import manifests
 
 import membroker
 from membrokerd import cli
-from membrokerd.config.config import ConfigError, load
+from membrokerd.config.config import load
 
 helm = pytest.importorskip("helm_python", reason="Helm is not installed (pip install helm-python-sdk)")
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "kubernetes" / "tenant.yaml"
-OPTIONS: Mapping[str, Any] = {
-    name: {"enabled": True} for name in ("podMonitor", "networkPolicy", "openshift", "admissionPolicy")
+SWITCHES = ("podMonitor", "prometheusRule", "dashboard", "networkPolicy", "openshift", "admissionPolicy")
+OPTIONS: Mapping[str, Any] = {name: {"enabled": True} for name in SWITCHES}
+NOT_OF_KUBERNETES = {"PodMonitor", "PrometheusRule", "SecurityContextConstraints"}
+EVERYTHING: Mapping[str, Any] = {
+    **OPTIONS,
+    "fullnameOverride": "pool-b",
+    "image": {"registry": "registry.example", "digest": f"sha256:{'0' * 64}"},
+    "affinity": {"nodeAffinity": {}},
+    "updateStrategy": "OnDelete",
+    "serviceAccount": {"create": False, "name": "gpu"},
+    "podAnnotations": {"team": "a"},
+    "podLabels": {"cost": "b"},
+    "extraEnv": [{"name": "PYTHONASYNCIODEBUG", "value": "1"}],
+    "seLinuxOptions": {"type": "spc_t"},
+    "hostPID": True,
 }
-NOT_OF_KUBERNETES = {"PodMonitor", "SecurityContextConstraints"}
 TENANTS = {"acme": {"group": 10001, "limit": "8GiB", "uids": [7], "models": {"a.b": {"limit": "1GiB", "weight": 2}}}}
 
 
 def documents(values: Mapping[str, Any]) -> list[Any]:
-    return [document for text in manifests.render(values).values() for document in load_yaml(text)]
+    rendered = manifests.render(values)
+    return [document for name, text in rendered.items() if name != "NOTES.txt" for document in load_yaml(text)]
 
 
 def one(values: Mapping[str, Any], kind: str, name: str = "") -> Any:
     (found,) = [
         document
         for document in documents(values)
-        if document["kind"] == kind and document["metadata"]["name"] in (name or document["metadata"]["name"])
+        if document["kind"] == kind and document["metadata"]["name"] == (name or document["metadata"]["name"])
     ]
     return found
 
 
 def test_the_plain_manifests_are_those_of_the_chart() -> None:
-    for path, text in manifests.manifests().items():
+    for path, text in (*manifests.sources().items(), *manifests.manifests().items()):
         assert path.read_text() == text, "make manifests"
 
 
@@ -55,7 +71,8 @@ def test_the_plain_manifests_are_those_of_the_chart() -> None:
 @pytest.mark.parametrize("version", ["1.30", "1.33", "1.36"])
 def test_kubernetes_accepts_what_is_rendered(gpus: int, version: str) -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
-    for values in ({"gpus": gpus}, {"gpus": gpus, **OPTIONS}, {"gpus": gpus, "keeper": {"enabled": False}}):
+    for more in ({}, OPTIONS, EVERYTHING, {"keeper": {"enabled": False}}, {"tenants": TENANTS}):
+        values = {"gpus": gpus, **more}
         report = helm.lint(manifests.CHART, dict(values), strict=True)
         assert not report["errors"], report
         for document in documents(values):
@@ -76,15 +93,107 @@ def test_each_gpu_has_a_keeper_and_its_share_of_the_limit(gpus: int) -> None:
     assert f"seq 0 {gpus - 1})" in daemons["initContainers"][0]["command"][2]
 
 
+def test_a_node_whose_keepers_are_fewer_gets_its_daemons_all_the_same(tmp_path: Path) -> None:
+    """`gpus` was raised from 4 to 8, and keepers are replaced only by hand: the daemons waited for the rest forever."""
+    values = {"gpus": 8, "keeper": {"waitSeconds": 1}}
+    pod = one(values, "DaemonSet", "membrokerd")["spec"]["template"]["spec"]
+    wait = [part.replace("/run/membroker-keeper", str(tmp_path)) for part in pod["initContainers"][0]["command"]]
+    for number in range(4):
+        (tmp_path / str(number)).mkdir()
+        with socket.socket(socket.AF_UNIX) as keeper:
+            keeper.bind(str(tmp_path / str(number) / "fdstore.sock"))
+    done = subprocess.run(wait, capture_output=True, text=True, check=True, timeout=DEADLINE_SECONDS)
+    assert [line.split(" after")[0] for line in done.stdout.splitlines()] == [
+        f"GPU {number} has no keeper" for number in range(4, 8)
+    ]
+    assert "delete its pod of membroker-keeper" in done.stdout
+
+
+def test_two_pools_in_a_namespace_share_nothing() -> None:
+    """No name, and no selector that takes the other's pods."""
+
+    def of(release: str) -> list[Any]:
+        with helm.Chart.load(manifests.CHART) as chart:
+            rendered = chart.render(dict(OPTIONS), name=release, namespace="membroker")
+        return [one for name, text in rendered.items() if not name.endswith(".txt") for one in load_yaml(text)]
+
+    pools = [of("membroker"), of("other")]
+    names = [{(one["kind"], one["metadata"]["name"]) for one in pool} for pool in pools]
+    assert not names[0] & names[1]
+    assert ("DaemonSet", "membrokerd") in names[0]
+    assert ("DaemonSet", "other-membrokerd") in names[1]
+    for pool, other in (pools, pools[::-1]):
+        for each in pool:
+            if each["kind"] == "DaemonSet":
+                wanted = each["spec"]["selector"]["matchLabels"].items()
+                assert wanted <= each["spec"]["template"]["metadata"]["labels"].items()
+                pods = [one["spec"]["template"]["metadata"]["labels"] for one in other if one["kind"] == "DaemonSet"]
+                assert not any(wanted <= labels.items() for labels in pods)
+
+
+def test_each_option_is_where_kubernetes_looks_for_it() -> None:
+    pod = one(EVERYTHING, "DaemonSet", "pool-b")["spec"]["template"]
+    spec, (container,) = pod["spec"], pod["spec"]["containers"]
+    assert container["image"] == f"registry.example/membroker@sha256:{'0' * 64}"
+    assert (spec["serviceAccountName"], spec["hostPID"]) == ("gpu", True)
+    assert spec["securityContext"] == {"seLinuxOptions": {"type": "spc_t"}}
+    assert spec["affinity"] == {"nodeAffinity": {}}
+    assert "KILL" in container["securityContext"]["capabilities"]["add"]
+    assert pod["metadata"]["annotations"]["team"] == "a"
+    assert pod["metadata"]["labels"]["cost"] == "b"
+    assert {"name": "PYTHONASYNCIODEBUG", "value": "1"} in container["env"]
+    assert one(EVERYTHING, "DaemonSet", "pool-b")["spec"]["updateStrategy"] == {"type": "OnDelete"}
+    (endpoint,) = one(EVERYTHING, "PodMonitor")["spec"]["podMetricsEndpoints"]
+    assert [rule["targetLabel"] for rule in endpoint["relabelings"]] == ["node"]
+    assert "ServiceAccount" not in {each["kind"] for each in documents(EVERYTHING)}
+
+
+def test_the_operators_rules_are_the_alerts_and_rules_of_prometheus() -> None:
+    values = {"prometheusRule": {"enabled": True, "runbooks": "https://docs.example/membroker/"}}
+    groups = one(values, "PrometheusRule")["spec"]["groups"]
+    found = {rule.get("alert") or rule["record"] for group in groups for rule in group["rules"]}
+    there = "".join((ROOT / "deploy" / "prometheus" / name).read_text() for name in ("alerts.yml", "rules.yml"))
+    assert found == set(re.findall(r"- (?:alert|record): (\S+)", there))
+    links = [rule["annotations"]["runbook_url"] for group in groups for rule in group["rules"] if "alert" in rule]
+    assert all(link.startswith("https://docs.example/membroker/alerts.html#membroker") for link in links)
+    board = one({"dashboard": {"enabled": True}}, "ConfigMap", "membrokerd-dashboard")
+    assert json.loads(board["data"]["membroker.json"])["panels"]
+
+
+def test_an_upgrade_is_preceded_by_a_check_of_its_configuration(tmp_path: Path) -> None:
+    """The job has the new configuration, and fails for what the schema cannot see; the plain manifests have no hook."""
+    values = {"driver": "host", "config": {"capacity": "64MiB"}, "tenants": {"red": {"guarantee": "900GiB"}}}
+    job, text = one(values, "Job"), one(values, "ConfigMap", "membrokerd-check")["data"]["membrokerd.toml"]
+    assert {job["metadata"]["annotations"]["helm.sh/hook"]} == {"pre-upgrade"}
+    assert text == one(values, "ConfigMap", "membrokerd")["data"]["membrokerd.toml"]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    (tmp_path / "membrokerd.toml").write_text(text.replace("/run/membroker", str(tmp_path)))
+    words = [part.replace("/etc/membroker", str(tmp_path)) for part in container["args"]]
+    command = [sys.executable, "-m", "membrokerd.cli", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DEADLINE_SECONDS)
+    assert done.returncode == 1
+    assert "900GiB" in done.stderr
+    assert "helm.sh/hook" not in (ROOT / "deploy" / "kubernetes" / "membroker.yaml").read_text()
+
+
+def test_the_notes_say_how_to_see_whether_it_runs() -> None:
+    """`rollout status` said success where no pod could be made; and without tenants every pod may borrow all."""
+    notes = manifests.render({})["NOTES.txt"]
+    assert "get daemonset membrokerd" in notes
+    assert "nvidia.com/gpu.present=true" in notes
+    assert "THERE ARE NO TENANTS" in notes
+    assert "THERE ARE NO TENANTS" not in manifests.render({"tenants": TENANTS})["NOTES.txt"]
+
+
 def test_our_own_parsers_accept_what_is_rendered(tmp_path: Path) -> None:
     """The command line and the configuration, with tenants, models and more keys."""
-    values = {"tenants": TENANTS, "config": 'headroom = "4GiB"', "runtimeDirectory": "/run/mb", "metrics": {"port": 9}}
+    values = {"tenants": TENANTS, "config": {"headroom": "4GiB"}, "runtimeDirectory": "/run/mb", "metrics": {"port": 9}}
     daemonset = one(values, "DaemonSet", "membrokerd")
     (container,) = daemonset["spec"]["template"]["spec"]["containers"]
     given = cli._parser().parse_args(container["args"])
     assert given.all == 0
     path = tmp_path / given.config.name
-    path.write_text(one(values, "ConfigMap")["data"][given.config.name])
+    path.write_text(one(values, "ConfigMap", "membrokerd")["data"][given.config.name])
     found = load(path, {}, env={}, uid=0)
     assert (found.driver, found.headroom, found.metrics.port) == ("cuda", 4 << 30, 9)
     assert str(found.runtime_directory) == "/run/membroker"  # where `kubectl exec … membroker status` looks
@@ -121,6 +230,10 @@ def test_no_pod_needs_a_privilege_of_the_host() -> None:
         *({"gpu": 2}, {"admissionPolicies": {"enabled": True}}, {"networkPolicy": {"enable": True}}),
         *({"resources": {"limits": {"memory": "1Gi"}}}, {"image": {"tag": 1.0}}),
         {"networkPolicy": {"enabled": True, "from": []}},  # everybody, to Kubernetes
+        # What membrokerd.toml does not have.
+        *({"tenants": {"red": {"limitt": "1GiB"}}}, {"config": "not toml"}, {"config": {"headrom": "4GiB"}}),
+        *({"tenants": {"red": {"limit": "1 gig!"}}}, {"tenants": {"red": {"models": {"m": {"weight": 0.5}}}}}),
+        *({"config": {"keeper_socket": "/x"}}, {"log": {"format": "xml"}}, {"image": {"digest": "latest"}}),
     ],
 )
 def test_wrong_values_are_refused(values: Mapping[str, Any]) -> None:
@@ -137,14 +250,13 @@ def test_the_schema_knows_every_value() -> None:
 def test_a_number_is_not_rounded_on_its_way_into_the_configuration(tmp_path: Path) -> None:
     """A weight of 0.5 is refused by the daemon; as 0 it would wait for all others."""
     path = tmp_path / "membrokerd.toml"
-    for weight, limit in ((0.5, 1 << 33), (2, float(1 << 33))):  # Helm has a large number of a values file as a float
-        values = {"tenants": {"red": {"weight": weight, "limit": limit}}}
-        path.write_text(one(values, "ConfigMap")["data"]["membrokerd.toml"])
-        if weight == 2:
-            assert load(path, {}, env={}, uid=0).tenants["red"].limit == 1 << 33
-        else:
-            with pytest.raises(ConfigError, match="weight"):
-                load(path, {}, env={}, uid=0)
+    with pytest.raises(helm.HelmError):
+        manifests.render({"tenants": {"red": {"weight": 0.5}}})
+    # Helm has a large number of a values file as a float.
+    values = {"config": {"capacity": 1 << 34}, "tenants": {"red": {"weight": 2, "limit": float(1 << 33)}}}
+    path.write_text(one(values, "ConfigMap", "membrokerd")["data"]["membrokerd.toml"])
+    found = load(path, {}, env={}, uid=0)
+    assert (found.capacity, found.tenants["red"].limit) == (1 << 34, 1 << 33)
 
 
 # --- As real processes ---
@@ -163,8 +275,8 @@ class Node:
 
     def __init__(self, stack: ExitStack, place: Path, tenants: Mapping[str, Any]) -> None:
         self._stack, self.place = stack, place
-        values = {"gpus": 2, "driver": "host", "config": 'capacity = "256MiB"', "tenants": tenants}
-        text = one(values, "ConfigMap")["data"]["membrokerd.toml"].replace('"0.0.0.0"', '"127.0.0.1"')
+        values = {"gpus": 2, "driver": "host", "config": {"capacity": "256MiB"}, "tenants": tenants}
+        text = one(values, "ConfigMap", "membrokerd")["data"]["membrokerd.toml"].replace('"*"', '"127.0.0.1"')
         state = f'state_directory = "{place}/var"\n'
         (place / "membrokerd.toml").write_text(state + self._here(text).replace("port = 9710", "port = 0"))
         keepers = one(values, "DaemonSet", "membroker-keeper")["spec"]["template"]["spec"]["containers"]
@@ -224,7 +336,7 @@ thread.start()
 def test_an_upgrade_ends_no_segment_and_refuses_no_call(place: Path) -> None:
     """Both pods as rendered; the daemons' is replaced while workers allocate on both devices without a pause."""
     with ExitStack() as stack:
-        node = Node(stack, place, {"acme": {"group": None}})  # only root can give a socket to another group
+        node = Node(stack, place, {"acme": {}})  # only root can give a socket to another group
         workers = [stack.enter_context(worker()) for _ in range(2)]
         for number, each in enumerate(workers):
             each.do(f"client = membroker.connect({str(node.endpoint(number))!r})")

@@ -54,6 +54,8 @@ State = Callable[[], tuple[bool, str]]
 class MetricsServer(ThreadingHTTPServer):
     """Listens from construction (`port` 0: a free one) and serves from `start()` to `close()`.
 
+    The address "*" is every address of the machine, of IPv4 and of IPv6.
+
     `render` returns the text of a scrape or raises `TimeoutError`, and `page` the status page likewise; `states` are
     asked by path. Raises `OSError` when it cannot listen.
     """
@@ -75,6 +77,8 @@ class MetricsServer(ThreadingHTTPServer):
         """The connections that have not sent their request and were not cut, the oldest first."""
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), name="metrics", daemon=True)
+        if address == "*":
+            address = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
         self.address_family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
         super().__init__((address, port), _Handler)
 
@@ -95,6 +99,8 @@ class MetricsServer(ThreadingHTTPServer):
     def server_bind(self) -> None:
         """Bind without asking a name server for this machine's name, as HTTPServer would."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if self.server_address[0] == "::" and socket.has_dualstack_ipv6():
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])

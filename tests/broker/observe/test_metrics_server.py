@@ -101,6 +101,21 @@ def test_head_is_get_without_the_body(server: MetricsServer, trouble: Trouble) -
     assert raw_answer(server, "HEAD", "/none")[::2] == (404, b"")
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_every_address_is_of_both_families(address: str) -> None:
+    """A cluster may have IPv6 alone: the kubelet probes the pod's own address, and 0.0.0.0 is not one of those."""
+    if address == "::1" and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    made = MetricsServer("*", 0, lambda: b"# HELP x\n", {"/healthz": lambda: (True, "ok")})
+    made.start()
+    try:
+        with socket.create_connection((address, made.server_port), timeout=DEADLINE_SECONDS) as client:
+            client.sendall(b"GET /healthz HTTP/1.0\r\nHost: pod.example\r\n\r\n")
+            assert b" 200 OK" in client.makefile("rb").readline()
+    finally:
+        made.close()
+
+
 def raw_answer(server: MetricsServer, method: str, path: str, *headers: str) -> tuple[int, Message, bytes]:
     """Return status, headers and the body as it was sent, which a library would unpack."""
     with socket.create_connection(("127.0.0.1", server.server_port), timeout=DEADLINE_SECONDS) as client:
