@@ -188,8 +188,8 @@ def _what_is_coming_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @instead_of(Shares, "_model")
-def _firm_bytes_have_no_share(model: Any, self: Any, *of: Any) -> Any:
-    return model(self, *of)._replace(low=0)
+def _firm_bytes_have_no_share(model: Any, self: Any, *of: Any, keeps: bool) -> Any:
+    return model(self, *of, keeps=keeps)._replace(low=0)
 
 
 @instead_of(Shares, "_tenant")
@@ -227,7 +227,7 @@ def _a_hold_grows_by_the_same_step(
 
 @instead_of(Schedule, "_first")
 def _beyond_its_share_in_turn(_was: Any, self: Any, location: Any, looks: Any, now: int) -> Any:
-    return schedule._oldest(looks, [look.room for look in looks])
+    return schedule._oldest([schedule.Reach(look.group, look.group, look.room) for look in looks])
 
 
 @instead_of(Waiting, "_state")

@@ -80,6 +80,7 @@ class Admission:
         """Work out a model's limit and guarantee again: it began or ended, or its workers asked for another limit."""
         for location, rows in self._guarantees.items():
             self._limits.pop((name, location), None)
+            self._ledger.touched.add((name, location))
             row = rows.get(name.tenant)
             if row is not None and name in row.models:
                 size = policy.guarantee_of(self._ledger.quotas, self._rules, (*name, location))
@@ -108,6 +109,11 @@ class Admission:
             return size
         releasing = self._ledger.tenant_charged(tenant, location) - self._ledger.tenant_lent(tenant, location)
         return max(0, min(size, row.limit - releasing))
+
+    def has_own_guarantee(self, name: ModelName, location: Location) -> bool:
+        """Say whether operators have guaranteed something to the model itself."""
+        row = self._guarantees[location].get(name.tenant)
+        return row is not None and name in row.models
 
     def guarantees_of_models(self, location: Location) -> dict[ModelName, int]:
         """Return the guarantee of each model that has one."""
@@ -266,6 +272,14 @@ class Admission:
             room = self.room(name, location, is_trusted)
         levels.append((Reason.CAPACITY, "capacity", charged, total.capacity, room))
         return levels
+
+    def limit_room(self, name: ModelName, location: Location) -> int:
+        """Return how many more bytes the model's own limit allows."""
+        limit, _ = self._limits.get((name, location)) or self._limits_of(name, location)
+        if limit is None:
+            return policy.MAX_BYTES
+        row = self._ledger.models.get(name)
+        return limit - row.charges[location].bytes if row else limit
 
     def _limits_of(self, name: ModelName, location: Location) -> tuple[int | None, int | None]:
         """Work out the limits in force of a model and of its tenant."""

@@ -30,6 +30,9 @@ class Ledger:
         """What each tenant is charged, without entries of zero bytes."""
         self.quotas: dict[QuotaKey, Quota] = {}
         self.revision = 0
+        self.touched: set[tuple[ModelName, Location]] = set()
+        """The models of which a charge has changed since somebody emptied this. What is known of them beside the ledger
+        is noted here, too."""
 
     def apply(self, fact: facts.Fact) -> None:
         """Apply one fact, and raise the revision when it changes the books."""
@@ -257,6 +260,7 @@ class Ledger:
     def _sum(self, name: ModelName, location: Location, change: int, extents: int, *, releasing: bool) -> None:
         """Move the sums of a model, its tenant and the location: the one place where they change."""
         model, total = self.models[name].charges[location], self.totals[location]
+        self.touched.add((name, location))
         model.bytes += change
         model.extents += extents
         if releasing:
@@ -276,6 +280,7 @@ class Ledger:
     def _turn_to_releasing(self, name: ModelName, location: Location, size: int) -> None:
         """Move `size` lent bytes of a model to its releasing ones."""
         total, key = self.totals[location], (name.tenant, location)
+        self.touched.add((name, location))
         total.lent -= size
         total.releasing += size
         self.models[name].charges[location].releasing += size

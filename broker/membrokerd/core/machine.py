@@ -22,7 +22,7 @@ from .models import Models
 from .names import ModelName
 from .recalls import MOST_AT_ONCE, Recalls
 from .request_lines import RequestLines
-from .schedule import Schedule
+from .schedule import MOST_CHANGES, Schedule
 from .segments import Segments
 from .sessions import Sessions
 from .stock import WarmPool
@@ -120,6 +120,8 @@ class Broker:
             waiting.drain()
         if books.recallable.moved:
             self.lines.follow()
+        if len(books.ledger.touched) > MOST_CHANGES:
+            self.schedule.follow()
         is_quiet = not waiting.busy and self.recalls.deadline is None and self.segments.attaches.deadline is None
         return Step(effects, facts, None if is_quiet and self.recalls.room else self.deadline)
 

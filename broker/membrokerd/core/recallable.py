@@ -193,7 +193,15 @@ class Recallable:
     def model_ended(self, name: ModelName) -> None:
         """Forget the marks of a model: it has no memory and no session."""
         for location in self._ledger.totals:
+            self.set_mark(name, location, None)
+
+    def set_mark(self, name: ModelName, location: Location, mark: Mark | None) -> None:
+        """Mark a model, or forget its mark."""
+        self._ledger.touched.add((name, location))
+        if mark is None:
             self.marks.pop((name, location), None)
+        else:
+            self.marks[name, location] = mark
 
     def bound_kept(self, session: int) -> None:
         """Let a session keep no more than it has."""
@@ -276,6 +284,7 @@ class Recallable:
 
     def _sum(self, borrower: Borrower, counted: Counted, sign: int) -> None:
         _, name, location = borrower
+        self._ledger.touched.add((name, location))
         if counted.size:
             _add(self._bytes, sign * counted.size, (name, location), (name.tenant, location), location)
         if counted.late:

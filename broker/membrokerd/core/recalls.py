@@ -192,18 +192,18 @@ class Recalls:
         """Forget the mark of a model that has released as much as it kept before."""
         mark = self._state.marks.get((borrower.name, borrower.location))
         if mark is not None and recall.size >= mark.size:
-            del self._state.marks[borrower.name, borrower.location]
+            self._state.set_mark(borrower.name, borrower.location, None)
 
     def _mark(self, borrower: Borrower, size: int, now: int) -> int:
         """Mark the model of a borrower that answered without a byte. Return until when the mark is in force."""
         key = borrower.name, borrower.location
         before = self._state.marks.get(key)
         if before is not None and before.in_force:  # all answers while it is in force count once
-            self._state.marks[key] = before._replace(size=max(size, before.size))
+            self._state.set_mark(*key, before._replace(size=max(size, before.size)))
             return before.until
         times = before.times + 1 if before is not None and now - before.until <= doubled(MOST_DOUBLINGS + 1) else 1
         until = now + doubled(times)
-        self._state.marks[key] = Mark(times, until, size)
+        self._state.set_mark(*key, Mark(times, until, size))
         return until
 
     def elapsed(self, now: int) -> None:
@@ -232,7 +232,7 @@ class Recalls:
             self._books.limits_changed = True
         key = borrower.name, borrower.location
         if key in state.marks and state.marks[key].until <= now:
-            state.marks[key] = state.marks[key]._replace(in_force=False)
+            state.set_mark(*key, state.marks[key]._replace(in_force=False))
         if borrower in state.recalls and state.recalls[borrower].deadline <= now:
             recall = state.recalls[borrower]
             if not recall.late:

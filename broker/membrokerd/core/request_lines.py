@@ -1,17 +1,22 @@
-"""Lines: the requests that wait, by model and by what is known of their sessions, so that a look is at lines alone.
+"""Lines: the requests that wait, by model and by what is known of their sessions. Groups: lines with the same room.
 
-All requests of a line have the same bounds and differ in size and age only. So a line answers for all of them which is
-the oldest that fits in so many bytes, and what those that fit want together: a look at thousands of requests costs as
-much as one at their models. Owns what waits. Must never decide: `schedule` does.
+All requests of a line have the same bounds and differ in size and age only. What there is room for is the same for most
+models of a tenant, so their lines are one group. A group answers for all of them which is the oldest request that fits
+in so many bytes, and what those that fit want together, also of those alone that stay within the shares of their
+models: a look at thousands of requests, of as many models, costs as much as one at their tenants. Owns what waits.
+Must never decide: `schedule` does.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
+from . import policy
 from .books import Books
 from .names import Location, ModelName
 from .requests import DebitRequest
@@ -32,66 +37,177 @@ class LineKey(NamedTuple):
     is_guest: bool
 
 
-class Fitting(NamedTuple):
-    """The requests of a line up to some size: the oldest, their bytes, and what their sessions will want together."""
+class GroupKey(NamedTuple):
+    """What the lines of one group have in common: as in `LineKey`, and the tenant.
 
-    oldest: DebitRequest | None
-    size: int
-    wanted: int
+    `alone` is the model of a line that is a group of its own, because its requests can have more or less than those of
+    others: they do not wait, or are of a guest, or their model has a guarantee of its own or is marked.
+    """
+
+    tenant: str
+    location: Location
+    is_timed: bool
+    is_trusted: bool
+    is_asked: bool
+    is_guest: bool
+    alone: ModelName | None
 
 
-_NONE = Fitting(None, 0, 0)
+class BySize:
+    """Requests by size: which is the oldest of those up to a size, and how many bytes they want together."""
 
-
-class RequestLine:
-    """The requests of one key: of a model at a location, and of sessions that are alike."""
-
-    def __init__(self, key: LineKey) -> None:
-        self.key = key
-        self._by_size: list[tuple[int, int]] = []
+    def __init__(self) -> None:
+        self._entries: list[tuple[int, int]] = []
         """Sizes and calls, the smallest first."""
         self._requests: dict[int, DebitRequest] = {}
         """By call."""
-        self._known: dict[int, Fitting] = {}
-        """By the number of requests that fit, until one comes or goes."""
+        self._oldest: list[int] = []
+        """The first call of so many entries, once it was asked for."""
+        self._sums: list[int] = []
+        """The sizes of so many entries together, once that was asked for."""
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._entries)
 
     def add(self, request: DebitRequest) -> None:
-        """Let a request wait here."""
-        insort(self._by_size, (request.size, request.event.call))
+        """Take a request in."""
+        insort(self._entries, (request.size, request.event.call))
         self._requests[request.event.call] = request
-        self._known.clear()
+        self._oldest, self._sums = [], []
 
     def remove(self, request: DebitRequest) -> None:
         """Take a request out."""
-        entry = request.size, request.event.call
-        del self._by_size[bisect_left(self._by_size, entry)]
-        del self._requests[request.event.call]
-        self._known.clear()
+        self._remove(request.size, request.event.call)
+
+    def _remove(self, size: int, call: int) -> None:
+        del self._entries[bisect_left(self._entries, (size, call))]
+        del self._requests[call]
+        self._oldest, self._sums = [], []
 
     @property
     def largest(self) -> DebitRequest:
         """The largest request."""
-        return self._requests[self._by_size[-1][1]]
+        return self._requests[self._entries[-1][1]]
 
-    def fitting(self, most: int) -> Fitting:
-        """Return what is known of the requests of at most so many bytes."""
-        if most < self._by_size[0][0]:
-            return _NONE
-        count = len(self._by_size)
-        if most < self._by_size[-1][0]:
-            count = bisect_left(self._by_size, (most + 1, 0))
-        found = self._known.get(count)
-        if found is None:
-            found = self._known[count] = self._look(count)
-        return found
+    def oldest(self, most: int) -> DebitRequest | None:
+        """Return the oldest request of at most so many bytes."""
+        count = self._count(most)
+        if not count:
+            return None
+        if not self._oldest:
+            self._oldest = list(itertools.accumulate([call for _, call in self._entries], min))
+        return self._requests[self._oldest[count - 1]]
 
-    def _look(self, count: int) -> Fitting:
-        requests = [self._requests[call] for _, call in self._by_size[:count]]
-        oldest = self._requests[min(call for _, call in self._by_size[:count])]
-        return Fitting(oldest, *wanted_by(requests))
+    def size(self, most: int) -> int:
+        """Return the bytes of all requests of at most so many bytes."""
+        count = self._count(most)
+        if not count:
+            return 0
+        if not self._sums:
+            self._sums = list(itertools.accumulate([size for size, _ in self._entries]))
+        return self._sums[count - 1]
+
+    def up_to(self, most: int) -> list[DebitRequest]:
+        """Return all requests of at most so many bytes."""
+        return [self._requests[call] for _, call in self._entries[: self._count(most)]]
+
+    def size_of(self, line: RequestLine, most: int) -> int:
+        """Return the bytes of those requests of a line that are among these and have at most so many bytes."""
+        return sum([one.size for one in line.up_to(most) if one.event.call in self._requests])
+
+    def _count(self, most: int) -> int:
+        if not self._entries or most < self._entries[0][0]:
+            return 0
+        if most >= self._entries[-1][0]:
+            return len(self._entries)
+        return bisect_left(self._entries, (most + 1, 0))
+
+
+class RequestLine(BySize):
+    """The requests of one key: of a model at a location, and of sessions that are alike."""
+
+    def __init__(self, key: LineKey, number: int, group: LineGroup) -> None:
+        super().__init__()
+        self.key = key
+        self.number = number
+        """Lines are numbered in the order of their coming."""
+        self.group = group
+
+
+class LineGroup(BySize):
+    """All requests of some lines of a tenant: as far as room goes, they differ in size and age only."""
+
+    def __init__(self, key: GroupKey) -> None:
+        super().__init__()
+        self.key = key
+        self.lines: dict[LineKey, RequestLine] = {}
+        self._entitled = Entitled()
+
+    @property
+    def name(self) -> ModelName:
+        """One of the models. What is asked about room has the same answer for all."""
+        return next(iter(self.lines)).name
+
+    def entitled(self, shares: Mapping[ModelName, int], left: Callable[[ModelName], int]) -> BySize:
+        """Return the requests that stay within the shares of their models, of each of which so much is left.
+
+        What was found for a line is kept until its share changes, or `changed` is told.
+        """
+        self._entitled.follow(self.lines, shares, left)
+        return self._entitled
+
+    def changed(self, line: RequestLine) -> None:
+        """Note that a line has other requests, or its model another charge."""
+        self._entitled.stale[line.key] = None
+
+    def join(self, line: RequestLine) -> None:
+        """Take in a line, with its requests."""
+        line.group = self
+        self.lines[line.key] = line
+        for request in line.up_to(policy.MAX_BYTES):
+            self.add(request)
+        self.changed(line)
+
+    def leave(self, line: RequestLine) -> None:
+        """Take out a line, with its requests."""
+        del self.lines[line.key]
+        for request in line.up_to(policy.MAX_BYTES):
+            self.remove(request)
+        self.changed(line)
+
+
+class Entitled(BySize):
+    """The requests of a group that stay within the shares of their models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stale: dict[LineKey, None] = {}
+        """The lines that must be looked at again."""
+        self._shares: Mapping[ModelName, int] = {}
+        self._found: dict[LineKey, list[tuple[int, int]]] = {}
+        """By line: the sizes and calls of its requests that are among these. No entry is empty."""
+
+    def follow(
+        self, lines: Mapping[LineKey, RequestLine], shares: Mapping[ModelName, int], left: Callable[[ModelName], int]
+    ) -> None:
+        """Look again at the lines that are stale, or that have another share."""
+        before, self._shares = self._shares, shares
+        if shares is not before:
+            for key in lines:
+                if shares.get(key.name, 0) != before.get(key.name, 0):
+                    self.stale[key] = None
+        if not self.stale:
+            return
+        for key in self.stale:
+            for entry in self._found.pop(key, ()):
+                self._remove(*entry)
+            line = lines.get(key)
+            found = line.up_to(left(key.name)) if line is not None else []
+            for request in found:
+                self.add(request)
+            if found:
+                self._found[key] = [(request.size, request.event.call) for request in found]
+        self.stale.clear()
 
 
 def wanted_by(requests: Collection[DebitRequest]) -> tuple[int, int]:
@@ -108,29 +224,43 @@ class RequestLines:
 
     def __init__(self, books: Books) -> None:
         self._books = books
-        self._lines: defaultdict[Location, dict[LineKey, RequestLine]] = defaultdict(dict)
-        """No line is empty."""
+        self._groups: defaultdict[Location, dict[GroupKey, LineGroup]] = defaultdict(dict)
+        """No group is empty."""
+        self._lines: defaultdict[tuple[ModelName, Location], dict[LineKey, RequestLine]] = defaultdict(dict)
+        """By model and location. No line is empty."""
+        self._numbers = itertools.count()
         self._places: dict[int, RequestLine | None] = {}
         """By call: the line of a request; None: it has met a full device, and is tried again after an audit."""
         self._of_session: defaultdict[int, dict[int, DebitRequest]] = defaultdict(dict)
         """By session and call, in the order of their coming. No entry is empty."""
         self.wanted: defaultdict[Location, Counter[ModelName]] = defaultdict(Counter)
         """The bytes that all requests of a model want. No entry is zero."""
+        self.above_limit: defaultdict[Location, dict[LineKey, RequestLine]] = defaultdict(dict)
+        """The lines with a request that the limit of its model does not allow. It may not wait."""
         self.to_end: dict[int, DebitRequest] = {}
         """By call: requests that cannot wait any longer, because their session has left the model."""
 
-    @property
-    def count(self) -> int:
-        """How many lines there are."""
-        return sum([len(lines) for lines in self._lines.values()])
+    def at(self, location: Location) -> Collection[LineGroup]:
+        """Return the groups of lines at a location."""
+        return self._groups[location].values()
 
-    def at(self, location: Location) -> Collection[RequestLine]:
-        """Return the lines at a location."""
-        return self._lines[location].values()
+    def of_model(self, name: ModelName, location: Location) -> Collection[RequestLine]:
+        """Return the lines of a model."""
+        return self._lines[name, location].values() if (name, location) in self._lines else ()
 
     def of_session(self, session: int) -> list[DebitRequest]:
         """Return the requests of a session, the oldest first."""
         return sorted(self._of_session[session].values(), key=call_of) if session in self._of_session else []
+
+    def by_line(self, requests: Collection[DebitRequest], most: int) -> dict[RequestLine, list[DebitRequest]]:
+        """Return requests by their lines, in the order of the lines, and only of the first `most` lines."""
+        places = [self._places[request.event.call] for request in requests]
+        lines = heapq.nsmallest(most, {line for line in places if line is not None}, key=lambda line: line.number)
+        found: dict[RequestLine, list[DebitRequest]] = {line: [] for line in lines}
+        for request, line in zip(requests, places, strict=True):
+            if line in found:
+                found[line].append(request)
+        return found
 
     def add(self, request: DebitRequest) -> None:
         """Let a request wait."""
@@ -163,8 +293,22 @@ class RequestLines:
                 if (request.name, request.location) == borrower[1:]:
                     self.place_again(request)
 
+    def changed(self, name: ModelName, location: Location) -> None:
+        """Follow a change of what is charged to a model, of its limit, its guarantee or its mark, or of its lines."""
+        for line in self.of_model(name, location):
+            group = self._group_of(line.key)
+            if group is not line.group:
+                self._leave(line)
+                group.join(line)
+            group.changed(line)
+            if line.key.is_timed and line.largest.size > self._books.admission.limit_room(name, location):
+                self.above_limit[location][line.key] = line
+            else:
+                self.above_limit[location].pop(line.key, None)
+
     def _place(self, request: DebitRequest) -> None:
         event, name, location = request.event, request.name, request.location
+        self._books.ledger.touched.add((name, location))
         recallable = self._books.recallable
         is_asked = recallable.asked_of(event.session, name, location) > 0
         if name not in self._books.ledger.sessions[event.session].models:
@@ -176,19 +320,50 @@ class RequestLines:
             return
         is_trusted = recallable.is_trusted(request.borrower, name, location)
         key = LineKey(name, location, request.deadline is not None, is_trusted, is_asked, request.is_guest)
-        lines = self._lines[location]
-        if key not in lines:
-            lines[key] = RequestLine(key)
-        self._places[event.call] = line = lines[key]
+        lines = self._lines[name, location]
+        line = lines.get(key)
+        if line is None:
+            line = lines[key] = RequestLine(key, next(self._numbers), self._group_of(key))
+            line.group.join(line)
+        self._places[event.call] = line
         line.add(request)
+        line.group.add(request)
+        line.group.changed(line)
 
     def _take(self, request: DebitRequest) -> None:
+        self._books.ledger.touched.add((request.name, request.location))
         self.to_end.pop(request.event.call, None)
         line = self._places.pop(request.event.call)
-        if line is not None:
-            line.remove(request)
-            if not len(line):
-                del self._lines[request.location][line.key]
+        if line is None:
+            return
+        line.remove(request)
+        line.group.remove(request)
+        line.group.changed(line)
+        if not len(line):
+            self._leave(line)
+            self.above_limit[request.location].pop(line.key, None)
+            lines = self._lines[request.name, request.location]
+            del lines[line.key]
+            if not lines:
+                del self._lines[request.name, request.location]
+
+    def _leave(self, line: RequestLine) -> None:
+        """Take a line out of its group."""
+        line.group.leave(line)
+        if not line.group.lines:
+            del self._groups[line.key.location][line.group.key]
+
+    def _group_of(self, line: LineKey) -> LineGroup:
+        """Return the group of a line, which may be a new one."""
+        name, location, is_timed, is_trusted, is_asked, is_guest = line
+        admission, is_marked = self._books.admission, self._books.recallable.is_marked(name, location)
+        is_alone = not is_timed or is_guest or is_marked or admission.has_own_guarantee(name, location)
+        alone = name if is_alone else None
+        key = GroupKey(name.tenant, location, is_timed, is_trusted, is_asked, is_guest, alone)
+        groups = self._groups[location]
+        if key not in groups:
+            groups[key] = LineGroup(key)
+        return groups[key]
 
 
 def call_of(request: DebitRequest) -> int:

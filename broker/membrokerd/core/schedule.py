@@ -27,7 +27,7 @@ Owns the holds. Must never keep a request: `waiting` owns them.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -37,13 +37,17 @@ from .denied import Reason
 from .names import Location, ModelName
 from .recallable import Borrower
 from .recalls import Recalls, doubled
-from .request_lines import RequestLine, RequestLines, call_of
+from .request_lines import BySize, LineGroup, RequestLines, call_of, wanted_by
 from .requests import DebitRequest
-from .shares import Shares
+from .shares import Division, Shares
 
 HOLD_NS = 500_000_000
 """How long a model's hold lasts, and how much longer each time while a recall for the model is open. Longer holds cost
 use of the GPU; without them a growing model recalls page by page, and a simulation showed eight times the waits."""
+MOST_HELD = 256
+"""Of how many lines of requests the models begin or renew holds in one step: those that have waited longest."""
+MOST_CHANGES = 10_000
+"""After so many changes about models all shares are divided again: else what is noted of them would have no bound."""
 _LEAST_STEP, _MOST_STEP = 64, 8
 """A hold grows in steps of 1/64 of the capacity, doubled with each recall, to at most 1/8."""
 
@@ -73,23 +77,32 @@ class Wasted(NamedTuple):
 
 
 class Look(NamedTuple):
-    """A line, and how many bytes one of its requests can have: now, in the end, and within a guarantee.
+    """A group, and how many bytes one of its requests can have: now, in the end, and within a guarantee.
 
     Those of at most `most` bytes want something: the others have no room, and do not wait or cannot be helped.
     """
 
-    line: RequestLine
+    group: LineGroup
     room: int
     bound: int
     guaranteed: int
     most: int
 
 
+class Reach(NamedTuple):
+    """Requests of a group, and of how many bytes they are at most."""
+
+    group: LineGroup
+    requests: BySize
+    most: int
+
+
 class Demand(NamedTuple):
-    """What requests want that come first: the model of the oldest, and by model their bytes and what they will want."""
+    """What requests want that come first: the model of the oldest, and which they are; or one that does not wait."""
 
     first: ModelName
-    models: dict[ModelName, tuple[int, int]]
+    reaches: Sequence[Reach]
+    beside: DebitRequest | None = None
 
 
 class GuestToAsk(NamedTuple):
@@ -107,7 +120,7 @@ class Schedule:
         self._books = books
         self._recalls = recalls
         self._lines = lines
-        self._divided: dict[Location, dict[ModelName, int]] = {}
+        self._divided: dict[Location, Division] = {}
         """The shares at each location. A grant within a share does not change them, since the model then has what it
         waited for, and a share is of both together. So they are computed once for all such grants of a step."""
         self._holds: dict[tuple[ModelName, Location], Hold] = {}
@@ -115,26 +128,30 @@ class Schedule:
         """By tenant."""
         self._asked_for: dict[tuple[ModelName, Location], int] = {}
         """Until when no more is recalled for the refused requests of a model that does not wait."""
+        self._admission = books.admission
+        """The guarantees by which the lines are grouped, and `_shares` divides."""
+        self._shares = self._new_shares()
+        self.deadline: int | None = None
+        """When the first hold ends, in nanoseconds."""
 
     def divide_again(self) -> None:
         """Forget the shares: something has changed that they depend on."""
         self._divided.clear()
 
-    @property
-    def deadline(self) -> int | None:
-        """When the first hold ends, in nanoseconds."""
-        return min([hold.until for hold in self._holds.values()]) if self._holds else None
-
     def elapsed(self, now: int) -> None:
         """End the holds whose time is over. One goes on while a recall for its model is open: it is for those bytes."""
+        if self.deadline is None or self.deadline > now:
+            return
         for key, hold in list(self._holds.items()):
             if hold.until <= now:
+                self._books.ledger.touched.add(key)
                 if self._books.recallable.is_coming_for(key[0]):
                     self._holds[key] = hold._replace(until=now + HOLD_NS)
                 else:
                     del self._holds[key]
                     self._judge_use(key, hold, now)
                     self.divide_again()
+        self.deadline = min([hold.until for hold in self._holds.values()], default=None)
 
     def _judge_use(self, key: tuple[ModelName, Location], hold: Hold, now: int) -> None:
         """Note whether a model has borrowed at least half of what its sessions said that they will want."""
@@ -163,35 +180,61 @@ class Schedule:
 
     # --- whose turn it is ---
 
+    def follow(self) -> None:
+        """Follow all that has changed about models."""
+        books, touched = self._books, self._books.ledger.touched
+        if books.admission is not self._admission or self._shares.changes + len(touched) > MOST_CHANGES:
+            self._admission, self._shares = books.admission, self._new_shares()
+            touched |= self._holds.keys()
+            touched.update((name, location) for location, names in self._lines.wanted.items() for name in names)
+        for name, location in touched:
+            self._shares.changed(name, location)
+            self._lines.changed(name, location)
+        touched.clear()
+
+    def _new_shares(self) -> Shares:
+        books = self._books
+        return Shares(books.ledger, books.rules, books.admission, books.recallable, self._wanted)
+
     def next(self, location: Location, now: int) -> tuple[DebitRequest, bool] | None:
         """Return the request to decide next, and whether its turn has come; None if all go on waiting."""
-        looks = []
-        for line in self._lines.at(location):
-            look, over = self._look(line)
-            if over is not None:
-                return over, False
-            if line.fitting(look.most).oldest is not None:
+        self.follow()
+        looks, over = [], [*self._lines.above_limit[location].values()]
+        for group in self._lines.at(location):
+            look, limit = self._look(group)
+            if group.largest.size > limit:
+                over += [line for line in group.lines.values() if line.largest.size > limit]
+            elif group.oldest(look.most) is not None:
                 looks.append(look)
+        if over:
+            return min(over, key=lambda line: line.number).largest, False
         if not looks:
             return None
         found = self._first(location, looks, now)
         return (found, True) if found else None
 
-    def _look(self, line: RequestLine) -> tuple[Look, DebitRequest | None]:
-        """Look at a line. Return also a request that may not wait: for a limit, or beyond a guarantee while asked."""
-        admission, (name, location, is_timed, is_trusted, is_asked, _) = self._books.admission, line.key
+    def _look(self, group: LineGroup) -> tuple[Look, int]:
+        """Look at a group. Return also what its requests may have at most: by a limit, or by a guarantee while asked.
+
+        One of more bytes may not wait.
+        """
+        admission, name, (_, location, is_timed, is_trusted, is_asked, *_) = (
+            self._books.admission,
+            group.name,
+            group.key,
+        )
         rooms = {level[0]: level[-1] for level in admission.levels(name, location, is_trusted)}
+        if group.key.alone is None:  # each model has its own limit: see `above_limit`
+            rooms.pop(Reason.MODEL_LIMIT, None)
         room, guaranteed = min(rooms.values()), admission.guaranteed_room(name, location)
-        most = room
+        most, limit = room, policy.MAX_BYTES
         if is_timed:
             limit = min([rooms[level] for level in rooms if level is not Reason.CAPACITY], default=policy.MAX_BYTES)
             if is_asked:
                 limit = min(limit, max(room, guaranteed))
-            if line.largest.size > limit:
-                return Look(line, room, 0, guaranteed, most), line.largest
             if self._books.recallable.is_possible:
                 most = policy.MAX_BYTES
-        return Look(line, room, admission.bound(name, location, is_trusted), guaranteed, most), None
+        return Look(group, room, admission.bound(name, location, is_trusted), guaranteed, most), limit
 
     def is_asked(self, one: DebitRequest) -> bool:
         """Say whether a request exceeds its model's guarantee while its session is asked for memory of the model."""
@@ -201,46 +244,57 @@ class Schedule:
 
     def _first(self, location: Location, looks: Sequence[Look], now: int) -> DebitRequest | None:
         """Return the request to grant first; if requests without room come before those that have it, recall."""
-        ready = _oldest(looks, [min(look.guaranteed, look.room) for look in looks])
+        ready = _oldest([Reach(look.group, look.group, min(look.guaranteed, look.room)) for look in looks])
         if ready is not None:
             return ready
-        demand = _demand(looks, [min(look.guaranteed, look.most) for look in looks])
+        demand = _demand([Reach(look.group, look.group, min(look.guaranteed, look.most)) for look in looks])
         if demand is not None:
             if self._keeps_its_place(location, demand, now):
                 return None
             looks = self._without_keepers(location, looks)
         passed_over = demand is not None
-        shares = self._shares(location)
-        within = [
-            min(look.most, self._within_share(look.line.key.name, location, look.bound, shares)) for look in looks
-        ]
-        ready = _oldest(looks, [min(most, look.room) for most, look in zip(within, looks, strict=True)])
-        oldest = _oldest(looks, within)
+        shares = self._current(location)
+        within = [Reach(look.group, self._entitled(look.group, shares), min(look.most, look.bound)) for look in looks]
+        ready = _oldest(
+            [each._replace(most=min(each.most, look.room)) for each, look in zip(within, looks, strict=True)]
+        )
+        oldest = _oldest(within)
         if ready is not None and oldest is not None:
             aged = now - oldest.since > 2 * self._books.rules.recall_ns
             if ready is oldest or not aged:
                 return ready
-        demand = _demand(looks, within)
+        demand = _demand(within)
         if demand is not None:
             if self._keeps_its_place(location, demand, now):
                 return None
             looks, passed_over = self._without_keepers(location, looks), True
-        if ready is not None and any(look.line.key.name == ready.name for look in looks):
+        if ready is not None and any(look.group.key.tenant == ready.name.tenant for look in looks):
             return ready
         if passed_over:  # what is lent beyond a share would be recalled for them at once
             return None
         if self._takes_turns(location, looks, now):
             return None
-        free = self._books.ledger.totals[location].free
-        beside = [min(look.room, free - self._held_beside(look.line.key.name, location, shares)) for look in looks]
-        ready = _oldest(looks, beside)
+        ready = _oldest(self._beside_holds(location, looks, shares))
         if ready is not None:
             self.divide_again()  # a grant beyond a share changes the shares of the others
         return ready
 
+    def _beside_holds(self, location: Location, looks: Sequence[Look], shares: Division) -> list[Reach]:
+        """Return which requests have room beside what the holds of other models keep."""
+        free, held = self._books.ledger.totals[location].free, self._held(location, shares)
+        beside = free - self._held_beside(None, held)
+        found = [Reach(look.group, look.group, min(look.room, beside)) for look in looks]
+        by_group = {look.group.key: look for look in looks}
+        for name in held:
+            beside = free - self._held_beside(name, held)
+            for line in self._lines.of_model(name, location):
+                if line.group.key in by_group:
+                    found.append(Reach(line.group, line, min(by_group[line.group.key].room, beside)))
+        return found
+
     def _takes_turns(self, location: Location, looks: Sequence[Look], now: int) -> bool:
         """Recall other guests for the oldest guest that can run without them. Say whether others must wait for it."""
-        found = [(look.line.fitting(look.most).oldest, look) for look in looks if look.line.key.is_guest]
+        found = [(look.group.oldest(look.most), look) for look in looks if look.group.key.is_guest]
         guests = [(one.event.call, one, look) for one, look in found if one is not None and one.size > look.room]
         return any(self._has_its_turn(one, look, now) for _, one, look in sorted(guests, key=lambda each: each[0]))
 
@@ -270,7 +324,7 @@ class Schedule:
     def _without_keepers(self, location: Location, looks: Sequence[Look]) -> list[Look]:
         """Leave out the lines of tenants that keep some of what was recalled: they do not borrow what came of it."""
         keeping = self._books.recallable.keeping(location)
-        return [look for look in looks if look.line.key.name.tenant not in keeping]
+        return [look for look in looks if look.group.key.tenant not in keeping]
 
     def _keeps_its_place(self, location: Location, demand: Demand, now: int) -> bool:
         """Recall what requests lack that come first. Say whether others must wait for them: something is on its way.
@@ -288,31 +342,43 @@ class Schedule:
         """Return how much more a session with this bound can have within its model's share, if there is room."""
         return min(bound, shares.get(name, 0) - self._books.admission.lent(name, location))
 
+    def _entitled(self, group: LineGroup, shares: Division) -> BySize:
+        """Return the requests of a group that stay within their models' shares, if there is room."""
+        _, location, *_ = group.key
+        own = shares.of_tenant(group.key.tenant)
+        return group.entitled(own, lambda name: self._within_share(name, location, policy.MAX_BYTES, own))
+
     def _is_entitled(self, one: DebitRequest, shares: Mapping[ModelName, int]) -> bool:
         """Say whether a request stays within its model's share, and only the room is missing for it."""
         is_trusted = self._books.recallable.is_trusted(one.borrower, one.name, one.location)
         bound = self._books.admission.bound(one.name, one.location, is_trusted)
         return one.size <= self._within_share(one.name, one.location, bound, shares)
 
-    def _held_beside(self, name: ModelName, location: Location, shares: Mapping[ModelName, int]) -> int:
-        """Return what the holds of other models keep from a request of a model that is beyond its share."""
-        admission = self._books.admission
-        return sum(
-            max(0, min(hold.size, shares.get(other, 0)) - admission.lent(other, location))
-            for (other, at), hold in self._holds.items()
-            if at == location and other != name
-        )
+    def _held(self, location: Location, shares: Mapping[ModelName, int]) -> Counter[ModelName]:
+        """Return what the hold of each model keeps from requests of others that are beyond their shares."""
+        lent = self._books.admission.lent
+        found = {
+            name: min(hold.size, shares.get(name, 0)) - lent(name, at)
+            for (name, at), hold in self._holds.items()
+            if at == location
+        }
+        return Counter({name: size for name, size in found.items() if size > 0})
+
+    def _held_beside(self, name: ModelName | None, held: Counter[ModelName]) -> int:
+        """Return what the holds keep from a model that is beyond its share; None: from one without a hold."""
+        return held.total() - (held[name] if name is not None else 0)
 
     def may_go_ahead(self, request: DebitRequest) -> bool:
         """Say whether to grant a request ahead of need although others wait or have holds.
 
         Only if it is within a guarantee, and no request that waits is.
         """
+        self.follow()
         admission, location = self._books.admission, request.location
         if not admission.is_guaranteed(request.name, location, request.size):
             return False
         return not any(
-            line.fitting(admission.guaranteed_room(line.key.name, location)).size for line in self._lines.at(location)
+            group.size(admission.guaranteed_room(group.name, location)) for group in self._lines.at(location)
         )
 
     def leaves(self, one: DebitRequest) -> int:
@@ -330,24 +396,24 @@ class Schedule:
         first = 0
         keeps = one.name.tenant in self._books.recallable.keeping(location)
         counts = keeps or not is_entitled or self._is_on_its_way(location)
-        for line in self._lines.at(location) if counts else ():
-            name, _, is_timed, is_trusted, *_ = line.key
+        for group in self._lines.at(location) if counts else ():
+            name, (_, _, is_timed, is_trusted, *_) = group.name, group.key
             if not is_timed:
                 continue
             most = admission.guaranteed_room(name, location)
+            first += group.size(most)
             if not is_entitled:
-                bound = admission.bound(name, location, is_trusted)
-                most = max(most, self._within_share(name, location, bound, shares))
-            first += line.fitting(most).size
-        held = 0 if is_entitled else self._held_beside(one.name, location, shares)
+                entitled, bound = self._entitled(group, shares), admission.bound(name, location, is_trusted)
+                first += max(0, entitled.size(bound) - entitled.size(most))
+        held = 0 if is_entitled else self._held_beside(one.name, self._held(location, shares))
         if not is_entitled and self._books.recallable.coming(location):
-            guests = [line for line in self._lines.at(location) if line.key.is_guest and line.key.is_timed]
-            first += max([line.largest.size for line in guests], default=0)  # others are recalled for its turn
+            guests = [group for group in self._lines.at(location) if group.key.is_guest and group.key.is_timed]
+            first += max([group.largest.size for group in guests], default=0)  # others are recalled for its turn
         return max(0, free - first - held)
 
     # --- shares ---
 
-    def _shares(self, location: Location) -> dict[ModelName, int]:
+    def _current(self, location: Location) -> Division:
         if location not in self._divided:
             self._divided[location] = self.divide(location)
         return self._divided[location]
@@ -360,37 +426,39 @@ class Schedule:
         greedy: ModelName | None = None,
         less: int = 0,
         keepers: Collection[ModelName] = (),
-    ) -> dict[ModelName, int]:
+    ) -> Division:
         """Return the share of every model, in bytes. The request `beside` is taken to wait, too.
 
         `greedy` is a model that is taken to want the whole capacity. The location is taken to be `less` bytes smaller
         than it is, and all that `keepers` have to be firm.
         """
-        books = self._books
-        wanted = self._lines.wanted[location].copy()
+        self.follow()
+        wanted: dict[ModelName, int] = {}
         if beside is not None:
-            wanted[beside.name] += beside.size
-        for (name, at), hold in self._holds.items():
-            if at == location:
-                wanted[name] = max(wanted[name], hold.size - books.admission.lent(name, location))
+            wanted[beside.name] = self._wanted(beside.name, location, beside.size)
         if greedy is not None:
-            wanted[greedy] = books.rules.capacities[location]
-        return Shares(books.ledger, books.rules, books.admission, books.recallable).divide(
-            location, wanted, less, keepers
-        )
+            wanted[greedy] = self._books.rules.capacities[location]
+        return self._shares.divide(location, wanted, less, keepers)
+
+    def _wanted(self, name: ModelName, location: Location, more: int = 0) -> int:
+        """Return what a model wants: for its requests, and `more`, or for its hold."""
+        wanted = self._lines.wanted[location][name] + more
+        hold = self._holds.get((name, location))
+        return wanted if hold is None else max(wanted, hold.size - self._books.admission.lent(name, location))
 
     # --- recalls ---
 
     def _recall(self, location: Location, demand: Demand, now: int, beside: DebitRequest | None = None) -> None:
         """Ask the models that have more than their share for what is lacking. `beside` does not wait, and wants it."""
-        shares = self._shares(location) if beside is None else self.divide(location, beside=beside)
+        shares = self._current(location) if beside is None else self.divide(location, beside=beside)
         lacking = self._short(location, demand, shares) > 0 and self._excess(location, shares, now)
         if not lacking or not self._recalls.room:
             return
-        for name, (requested, wanted) in demand.models.items():
+        for name, (requested, wanted) in self._demanded(demand).items():
             self._hold(name, location, requested, wanted, now)
+        self.deadline = min([hold.until for hold in self._holds.values()], default=None)
         self.divide_again()
-        shares = self._shares(location) if beside is None else self.divide(location, beside=beside)
+        shares = self._current(location) if beside is None else self.divide(location, beside=beside)
         self._ask_for(location, self._short(location, demand, shares), now, demand.first, shares, beside)
 
     def _ask_for(
@@ -470,17 +538,39 @@ class Schedule:
     def _short(self, location: Location, demand: Demand, shares: Mapping[ModelName, int]) -> int:
         """Return how many of the bytes that requests and holds want are neither free nor recalled already."""
         admission = self._books.admission
-        wanted = Counter({name: size for name, (size, _) in demand.models.items()})
-        for (name, at), hold in self._holds.items():
-            if at == location:
-                lent = admission.lent(name, location)
-                wanted[name] = max(wanted[name], min(hold.size, shares.get(name, 0)) - lent)
-        by_tenant: defaultdict[str, int] = defaultdict(int)
-        for name, size in wanted.items():
-            by_tenant[name.tenant] += size
+        reaches = {reach.group.key: reach for reach in demand.reaches}
+        by_tenant = Counter[str]()
+        for reach in demand.reaches:
+            by_tenant[reach.group.key.tenant] += reach.requests.size(reach.most)
+        if demand.beside is not None:
+            by_tenant[demand.beside.name.tenant] += demand.beside.size
+        for name, size in self._held(location, shares).items():
+            found = [
+                (line, reaches[line.group.key])
+                for line in self._lines.of_model(name, location)
+                if line.group.key in reaches
+            ]
+            wanted = sum([reach.requests.size_of(line, reach.most) for line, reach in found])
+            if demand.beside is not None and demand.beside.name == name:
+                wanted += demand.beside.size
+            by_tenant[name.tenant] += max(0, size - wanted)
         needed = sum(max(0, size - admission.unlent(tenant, location)) for tenant, size in by_tenant.items())
         free = self._books.ledger.totals[location].free - admission.unlent_beside(None, location)
         return needed - free - self._books.recallable.coming(location)
+
+    def _demanded(self, demand: Demand) -> dict[ModelName, tuple[int, int]]:
+        """Return what requests want that come first: by model their bytes, and what their sessions will want.
+
+        Only of so many models as may begin a hold in one step.
+        """
+        if demand.beside is not None:
+            return {demand.beside.name: (demand.beside.size, demand.beside.wanted)}
+        models: dict[ModelName, tuple[int, int]] = {}
+        requests = [one for reach in demand.reaches for one in reach.requests.up_to(reach.most)]
+        for line, own in self._lines.by_line(requests, MOST_HELD).items():
+            before, (size, wanted) = models.get(line.key.name, (0, 0)), wanted_by(own)
+            models[line.key.name] = before[0] + size, before[1] + wanted
+        return models
 
     def _hold(self, name: ModelName, location: Location, requested: int, wanted: int, now: int) -> None:
         """Begin a model's hold, or make it larger, because others are asked for memory for the model."""
@@ -495,6 +585,7 @@ class Schedule:
         if before is not None:
             size, hoped = max(size, before.size), max(hoped, before.hoped)
         self._holds[name, location] = Hold(size, step, now + HOLD_NS, hoped)
+        self._books.ledger.touched.add((name, location))
 
     def refused(self, one: DebitRequest, now: int) -> None:
         """Recall memory for a refused request, so that the next one finds it: once in `recall_ns` for each model."""
@@ -507,7 +598,7 @@ class Schedule:
             # Models come and go: what is over is forgotten.
             self._asked_for = {other: until for other, until in self._asked_for.items() if until > now}
             self._asked_for[key] = now + self._books.rules.recall_ns
-            self._recall(location, Demand(one.name, {one.name: (one.size, one.wanted)}), now, beside=one)
+            self._recall(location, Demand(one.name, (), one), now, beside=one)
         self.divide_again()
 
     def recall_for_device(self, one: DebitRequest, now: int) -> None:
@@ -546,9 +637,9 @@ class Schedule:
         return self._books.admission.lent(name, location) - self._books.recallable.asked_of_model(name, location)
 
 
-def _oldest(looks: Sequence[Look], most: Sequence[int]) -> DebitRequest | None:
-    """Return the oldest request of the lines that has at most as many bytes as stand in `most` for its line."""
-    found = [look.line.fitting(size).oldest for look, size in zip(looks, most, strict=True)]
+def _oldest(reaches: Sequence[Reach]) -> DebitRequest | None:
+    """Return the oldest of these requests."""
+    found = [each.requests.oldest(each.most) for each in reaches]
     return min([one for one in found if one is not None], key=call_of, default=None)
 
 
@@ -574,15 +665,7 @@ def _fewest(found: Sequence[GuestToAsk], short: int, firm: int = 0) -> Sequence[
     return needed[::-1]
 
 
-def _demand(looks: Sequence[Look], most: Sequence[int]) -> Demand | None:
-    """Return what the requests want together that have at most as many bytes as stand in `most` for their line."""
-    oldest = _oldest(looks, most)
-    if oldest is None:
-        return None
-    models: dict[ModelName, tuple[int, int]] = {}
-    for look, bound in zip(looks, most, strict=True):
-        _, size, wanted = look.line.fitting(bound)
-        if size:
-            before = models.get(look.line.key.name, (0, 0))
-            models[look.line.key.name] = before[0] + size, before[1] + wanted
-    return Demand(oldest.name, models)
+def _demand(reaches: Sequence[Reach]) -> Demand | None:
+    """Return what these requests want together."""
+    oldest = _oldest(reaches)
+    return None if oldest is None else Demand(oldest.name, reaches)

@@ -16,7 +16,7 @@ from membrokerd.core import policy, shares
 from membrokerd.core.machine import Broker
 from membrokerd.core.names import ModelName
 
-MOST_CALLS = 3_200
+MOST_CALLS = 1_600
 
 
 def test_one_look_at_many_requests_that_wait(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,6 +115,51 @@ def test_a_look_costs_nothing_for_each_request_that_waits(more: int, *, answers:
     assert broker.waiting.of_location("device")[1] == 256 * (1 + more)
     line = 16 * (1 + more)
     assert costs[1] <= costs[0] + 3 * line, costs  # one line has a new request: all of its requests are looked at
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_decision_costs_nothing_for_each_model_that_waits(*, answers: bool) -> None:
+    """A release is enough for one request, beside 128 of as many models of four tenants, and beside 1,024."""
+    rules = policy.Rules(
+        granularity=GRANULE,
+        capacities={"device": 1_024 * GRANULE},
+        limits={("tenant3", "3-0", "device"): 512 * GRANULE, ("tenant4", None, "device"): 900 * GRANULE},
+        guarantees={("tenant5", None, "device"): 2 * GRANULE},
+        max_sessions=2_048,
+        max_sessions_per_process=1_024,
+        max_models_per_tenant=1_024,
+    )
+    broker = Broker(rules, epoch=1)
+    lender = joined(broker, 1, answers=answers)
+    lent = broker.step(ev.Allocate(100, lender, 100, name_of(1), "device", GRANULE, 1_022), 0).facts[0]
+    for part in range(16):
+        broker.step(ev.Made(lender, 100, part), 0)
+        broker.step(ev.Acknowledge(lender, 100, part), 0)
+    calls, costs, number, extent = 0, [], 1_000, lent.first
+
+    def count_calls(_: FrameType, event: str, __: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    for models in (128, 1_024):
+        while number < 1_000 + models:
+            tenant, number = 2 + number % 4, number + 1
+            session, name = joined(broker, tenant, answers=False), ModelName(f"tenant{tenant}", f"{tenant}-{number}")
+            broker.step(ev.RegisterModel(number, session, number, name, None, {}, False), 0)
+            broker.step(ev.Allocate(10_000 + number, session, 1, name, "device", GRANULE, 1, 10**13), 0)
+        most = []
+        for _ in range(4):
+            calls, number, extent = 0, number + 1, extent + 1
+            sys.setprofile(count_calls)
+            try:
+                facts = broker.step(ev.Release(number, lender, number, (extent,)), 0).facts
+            finally:
+                sys.setprofile(None)
+            assert len(facts) == 2, "one is granted"
+            most.append(calls)
+        costs.append(min(most))
+    assert broker.waiting.of_location("device")[1] > 1_000
+    assert costs[1] <= costs[0] + 2_000, costs  # 256 models at most have holds
 
 
 def test_declarations_that_waited_are_granted_by_shares_of_one_division(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ EVERY = 23
 
 def books(ledger: Ledger) -> dict[str, Any]:
     """Return all that a story tells of a ledger: every field of every row, and the totals without their stock."""
-    left_out = ("revision", "quotas")
+    left_out = ("revision", "touched", "quotas")
     told = {name: value for name, value in vars(ledger).items() if name not in left_out}
     return told | {"totals": {where: dataclasses.replace(total, stock=0) for where, total in ledger.totals.items()}}
 
