@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, NoReturn, Self
+
+
+def refuse_pickle(one: object) -> NoReturn:
+    """Raise `TypeError` for an object that is of this process, with what another process does instead."""
+    raise TypeError(
+        f"a {type(one).__name__} belongs to this process and cannot be pickled or copied: in the other process, "
+        "connect(), and attach() a segment for memory that both use (a sealed Segment can be pickled)"
+    )
 
 
 class Closing:
@@ -11,6 +19,9 @@ class Closing:
     def close(self) -> None:
         """End the object."""
         raise NotImplementedError
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        refuse_pickle(self)
 
     def __enter__(self) -> Self:
         return self

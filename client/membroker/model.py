@@ -13,6 +13,7 @@ from threading import get_ident
 from typing import Any, Literal
 
 from . import arguments
+from .closing import refuse_pickle
 from .errors import InvalidRequest
 from .interrupts import uninterrupted
 from .memory.buffer import Buffer
@@ -317,6 +318,9 @@ class Model:
 
     def _shown(self, recall: OpenRecall) -> Recall:
         return Recall(self, recall.location, recall.deadline, recall)
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        refuse_pickle(self)
 
     def __repr__(self) -> str:
         return f"<membroker.Model {self.resource_name}>"

@@ -21,9 +21,10 @@ from . import arguments
 from .arguments import check_range, contiguous_bytes, location_of, rounded_up
 from .dlpack import export
 from .dtypes import word_of
-from .errors import BrokerUnavailable, Cancelled, InvalidRequest, SegmentNotWritable
+from .errors import BrokerUnavailable, Cancelled, InvalidRequest, SegmentNotFound, SegmentNotWritable
 from .interrupts import Operation, device_failures, uninterrupted
-from .memory.lifetime import AtAddress, MappedMemory
+from .memory.byte_access import ByteAccess
+from .memory.lifetime import MappedMemory
 from .safetensors import ALIGNMENT, TensorIndex, numpy_array, read_index, segment_size, write_index
 from .session import messages
 from .session.messages import location_name, location_to_wire
@@ -48,7 +49,7 @@ CHUNK_BYTES = 64 * MIB
 
 
 @ends_at_the_caller()
-class Segment(AtAddress):
+class Segment(ByteAccess):
     """`size` contiguous bytes at `address`. A context manager. `Model.create_segment` and `Client.attach` make it.
 
     Closing it unmaps it in this process, and the segment continues to exist. If a writer closes it before it has sealed
@@ -258,8 +259,8 @@ class Segment(AtAddress):
             raise SegmentNotWritable(f"{self.resource_name} is sealed, or was attached: it can only be read")
 
     def _check_views(self) -> None:
-        if self._holding.views.any():
-            raise BufferError("a writable view of the segment is still alive, or a call writes to it: end that first")
+        if held := self._holding.views.held_by():
+            raise BufferError(f"the segment is still written by {held}: a writable view must end before this")
 
     # Its tensors
 
@@ -361,7 +362,32 @@ class Segment(AtAddress):
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "being written" if self._writable else "read-only"
-        return f"<membroker.Segment {self.resource_name} of {self.size} bytes, {state}>"
+        held = self._holding.views.held_by(", kept by ")
+        return f"<membroker.Segment {self.resource_name} of {self.size} bytes, {state}{held}>"
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Return what attaches the same segment in the process that unpickles this. It must be sealed."""
+        if self._writable or self.closed:
+            raise TypeError(f"only a sealed, open segment can be pickled, and {self!r} is not")
+        return _attach_again, (str(self._session.endpoint), self.resource_name, self.generation)
+
+
+_clients: dict[str, Any] = {}
+"""The clients of segments that were unpickled, by endpoint: they last as long as the process, as those may."""
+_connecting = threading.Lock()
+
+
+def _attach_again(endpoint: str, name: str, generation: int) -> Segment:
+    """Attach a segment that another process has pickled. Raises `SegmentNotFound` if its name is another's now."""
+    with _connecting:
+        client = _clients.get(endpoint)
+        if client is None or client.closed:
+            client = _clients[endpoint] = import_module(str(__package__)).connect(endpoint)
+    segment: Segment = client.attach(name)
+    if segment.generation != generation:
+        segment.close()
+        raise SegmentNotFound(f"{name} is not the segment that was pickled: that one was deleted, and this is another")
+    return segment
 
 
 def check_header(header: bytes) -> None:

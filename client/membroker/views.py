@@ -8,14 +8,52 @@ array alive. It must never take a lock: the garbage collector may free an array 
 from __future__ import annotations
 
 import ctypes
+import os
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .vmm.driver import DeviceInfo
 
 _T = TypeVar("_T")
+
+
+_PACKAGE = os.path.dirname(__file__) + os.sep
+_MOST_NAMED = 2
+
+
+class Maker(NamedTuple):
+    """What made a view or a span: the call of the library, and the line of the program that called it."""
+
+    call: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        place = f" at {os.path.basename(self.file)}:{self.line}" if self.file else ""
+        return f"{self.call.strip('_')}(){place}"
+
+
+def _maker() -> Maker:
+    """Return what makes a view now. It keeps no frame: that would keep the program's variables alive."""
+    frame, call = sys._getframe(2), ""
+    while frame.f_code.co_filename.startswith(_PACKAGE):
+        call = frame.f_code.co_name
+        if frame.f_back is None:  # a thread of the library's own
+            return Maker(call, "", 0)
+        frame = frame.f_back
+    return Maker(call, frame.f_code.co_filename, frame.f_lineno)
+
+
+def described(makers: Sequence[Maker]) -> str:
+    """Return the makers as words of an error: `3 views (tensor() at train.py:31, view() at train.py:40, …)`."""
+    if not makers:
+        return ""
+    named = ", ".join(dict.fromkeys(map(str, makers[:_MOST_NAMED])))
+    more = ", …" if len(makers) > _MOST_NAMED else ""
+    return f"{len(makers)} view{'s' * (len(makers) > 1)} ({named}{more})"
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -44,7 +82,7 @@ class Views:
         # A `weakref.WeakMethod` takes 0.7 us more, and each allocation makes a holding.
         self._holding = weakref.ref(holding)
         self._lost_one: Callable[[Any], None] = lost_one
-        self._living: dict[int, tuple[weakref.ref[Any], int, int, bool]] = {}
+        self._living: dict[int, tuple[weakref.ref[Any], int, int, bool, Maker]] = {}
 
     def make(self, keeper: object, address: int, size: int) -> memoryview:
         """Return the bytes [address, address + size), writable. It keeps `keeper` alive."""
@@ -60,11 +98,22 @@ class Views:
 
     def _watch(self, living: Any, address: int, size: int, *, keeps_memory: bool) -> None:
         reference = weakref.ref(living, self._forget)
-        self._living[id(reference)] = (reference, address, address + size, keeps_memory)
+        self._living[id(reference)] = (reference, address, address + size, keeps_memory, _maker())
 
-    def any_in(self, address: int, size: int) -> bool:
-        """Return whether a living view or span keeps memory in [address, address + size)."""
-        return any(start < address + size and address < end for start, end in self.ranges(pages_only=True))
+    def held_in(self, address: int, size: int) -> str:
+        """Return what made the living views and spans that keep memory in [address, address + size), or ""."""
+        return described(
+            [
+                maker
+                for _, start, end, keeps, maker in list(self._living.values())
+                if keeps and start < address + size and address < end
+            ]
+        )
+
+    def held_by(self, before: str = "") -> str:
+        """Return what made the living views and spans, after the words `before`, or "" without any."""
+        held = described([maker for *_, maker in list(self._living.values())])
+        return before + held if held else ""
 
     def ranges(self, *, pages_only: bool = False) -> list[tuple[int, int]]:
         """Return (first address, address after the last byte) of each living view and span.
@@ -72,7 +121,7 @@ class Views:
         With `pages_only`, those that keep only addresses are left out.
         """
         # The list is copied in one step, because a view that dies meanwhile changes the table.
-        return [(start, end) for _, start, end, keeps in list(self._living.values()) if keeps or not pages_only]
+        return [(start, end) for _, start, end, keeps, _ in list(self._living.values()) if keeps or not pages_only]
 
     def any(self) -> bool:
         """Return whether any view or span is alive."""

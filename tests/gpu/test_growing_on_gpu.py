@@ -82,7 +82,7 @@ class TestGrowableBuffer:
                 assert every[:: step // 2].tolist() == list(range(number + 1))
             parts[0].fill_(42)
             assert every[17].item() == 42
-            with pytest.raises(BufferError, match="still alive"):
+            with pytest.raises(BufferError, match="still used"):
                 buffer.shrink(step)
             del every, parts[4:]
             buffer.resize(4 * step)

@@ -14,13 +14,14 @@ from ..interrupts import Operation, device_failures
 from ..tracebacks import ends_at_the_caller
 from ..views import Span
 from ..vmm.driver import Location
+from .byte_access import ByteAccess
 from .lender import Lender, Source, source_of
-from .lifetime import AtAddress, MappedMemory, Placing
+from .lifetime import MappedMemory, Placing
 from .local_source import add_asked
 
 
 @ends_at_the_caller()
-class Buffer(AtAddress):
+class Buffer(ByteAccess):
     """`size` bytes at `address`, borrowed from a source. A context manager. `Model.allocate` makes it.
 
     `size` is in bytes, or text such as `"8MiB"`. New memory is zero. On GPUs this was measured, but CUDA does not
@@ -103,4 +104,4 @@ class Buffer(AtAddress):
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"at {self._holding.region.address:#x}"
-        return f"<membroker.Buffer of {self._size} bytes, {state}>"
+        return f"<membroker.Buffer of {self._size} bytes, {state}{self._holding.views.held_by(', kept by ')}>"

@@ -18,8 +18,9 @@ from ..tracebacks import ends_at_the_caller
 from ..views import Span
 from ..vmm.driver import Location
 from ..vmm.sizes import MIB, format_size, round_up
+from .byte_access import ByteAccess
 from .lender import Lender, Source, source_of
-from .lifetime import AtAddress, MappedMemory, Placing
+from .lifetime import MappedMemory, Placing
 from .local_source import add_asked
 
 DEFAULT_PAGE_SIZE = 16 * MIB
@@ -31,7 +32,7 @@ A buffer wastes up to one page, and a worker has more buffers than pools. That i
 
 
 @ends_at_the_caller()
-class GrowableBuffer(AtAddress):
+class GrowableBuffer(ByteAccess):
     """`size` bytes at `address`, and addresses for `capacity` bytes. Thread-safe, and a context manager.
 
     Sizes are in bytes, or text such as `"8GiB"`. Addresses cost nothing, so `capacity` may be generous. It is rounded
@@ -179,8 +180,8 @@ class GrowableBuffer(AtAddress):
 
     def _cut(self, size: int, operation: Operation) -> None:
         with self._lock:
-            if self._holding.views.any_in(self._holding.region.address + size, self._size - size):
-                raise BufferError(f"a view of [{size}, {self._size}) is still alive: release it first")
+            if held := self._holding.views.held_in(self._holding.region.address + size, self._size - size):
+                raise BufferError(f"[{size}, {self._size}) is still used by {held}: release it first")
             self._size = size
         end, backed = round_up(size, self._page_size), self.physical_usage_bytes
         if end < backed:
@@ -216,4 +217,5 @@ class GrowableBuffer(AtAddress):
 
     def __repr__(self) -> str:
         sizes = f"{format_size(self._size)} of {format_size(self._capacity)}"
-        return f"<membroker.GrowableBuffer of {sizes}{', closed' * self.closed}>"
+        held = self._holding.views.held_by(", kept by ")
+        return f"<membroker.GrowableBuffer of {sizes}{', closed' * self.closed}{held}>"

@@ -241,8 +241,8 @@ class SparseArray(AtAddress):
             for missing in self._missing(tiles):
                 raise NotMapped(f"tile {missing} has no memory: drop only what tiles() lists")
             for offset in offsets:
-                if self._holding.views.any_in(self._holding.region.address + offset, self._tile_size):
-                    raise BufferError(f"tile {offset // self._tile_size} is still used: release its tensors first")
+                if held := self._holding.views.held_in(self._holding.region.address + offset, self._tile_size):
+                    raise BufferError(f"tile {offset // self._tile_size} is still used by {held}: release that first")
             self._hidden.update(offsets)
         return offsets
 
@@ -276,6 +276,7 @@ class SparseArray(AtAddress):
     def __repr__(self) -> str:
         backed = format_size(self.physical_usage_bytes)
         what = f"{self._dtype} {list(self._shape)}, {backed} backed{', closed' * self.closed}"
+        what += self._holding.views.held_by(", kept by ")
         return f"<membroker.SparseArray of {what}>"
 
     # Rows, tiles and bytes

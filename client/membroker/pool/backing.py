@@ -412,14 +412,16 @@ class Backing:
             uninterrupted(self._offloaded.trim)
         return self.trim()
 
-    def offload(self, pages: range, segment: PageStore | None, progress: Progress | None) -> int:
+    def offload(
+        self, pages: range, segment: PageStore | None, progress: Progress | None, *, despite_views: bool
+    ) -> int:
         """Copy the used ones of `pages` to the host, release the spare ones, and return the number of bytes copied."""
         self._rest()
         with Operation(self.holding) as operation:
             with self._lock:
                 runs = self._table.runs_of(USED, pages)
                 for run in runs:
-                    self.claims.check_idle(run)
+                    self.claims.check_idle(run, despite_views=despite_views)
                 self.claims.claim(operation, runs)
             if runs:
                 self._source.driver.synchronize()

@@ -97,17 +97,18 @@ class Claims:
             self.table.release(claimed)
             self._own_ended.tell_all()
 
-    def check_idle(self, pages: range) -> None:
+    def check_idle(self, pages: range, *, despite_views: bool = False) -> None:
         """Raise `NotMapped` unless the pages are used, and `BufferError` if a view or a pin of them is alive."""
         self.table.check_used(pages)
-        self._check_unpinned(pages)
+        if not despite_views:
+            self._check_unpinned(pages)
 
     def _check_unpinned(self, pages: range) -> None:
         if not self.holding.views.any():
             return
         start, length = pages.start * self.table.page_size, len(pages) * self.table.page_size
-        if self.holding.views.any_in(self.holding.region.address + start, length):
-            raise BufferError(f"a view or a pin of [{start}, {start + length}) is still alive: release it first")
+        if held := self.holding.views.held_in(self.holding.region.address + start, length):
+            raise BufferError(f"[{start}, {start + length}) is still used by {held}: release it first")
 
     def pinned(self, *, pages_only: bool = False) -> list[range]:
         """Return the pages of each living view and span, or only of those that keep the memory of the pages.

@@ -381,6 +381,7 @@ class VirtualMemoryPool(Resource):
         *,
         to: PageStore | None = None,
         progress: Progress | None = None,
+        despite_views: bool = False,
     ) -> int:
         """Copy the bytes of the pages that [offset, offset + size) touches to the host, and release their memory.
 
@@ -397,6 +398,9 @@ class VirtualMemoryPool(Resource):
         that it needs. After an `offload` to a segment has stopped half way, that segment takes no other pages until
         these are restored.
 
+        `despite_views` offloads pages that living views and tensors use. These stay valid, at the same addresses, but
+        **nothing may use them until `restore`**: an access ends the process on the host, and its CUDA context on a GPU.
+
         Waits for the work that this process has submitted to the device. Raises `OutOfMemory` when the host's limit
         refuses, `BufferError` while a view of a page or of `to` is alive, `NotMapped` when another call is changing a
         page, `InvalidOffset`, `InvalidRequest`, and what a segment raises; nothing has changed then. `DeviceFailure`,
@@ -407,7 +411,9 @@ class VirtualMemoryPool(Resource):
         self._holding.check_open()
         check_progress(progress)
         pages = self._touched_or_all(offset, size)
-        return uninterrupted(lambda: self._backing.offload(pages, to, progress), self._holding.interrupted)
+        return uninterrupted(
+            lambda: self._backing.offload(pages, to, progress, despite_views=despite_views), self._holding.interrupted
+        )
 
     def offload_size(self, offset: int = 0, size: int | str | None = None) -> int:
         """Return the bytes that a segment needs, header included, for an `offload` of this range now.
@@ -552,7 +558,8 @@ class VirtualMemoryPool(Resource):
 
     def __repr__(self) -> str:
         used, all_of_it = format_size(self.physical_usage_bytes), format_size(self._capacity)
-        return f"<membroker.VirtualMemoryPool of {all_of_it}, {used} backed{', closed' * self.closed}>"
+        held = self._holding.views.held_by(", kept by ")
+        return f"<membroker.VirtualMemoryPool of {all_of_it}, {used} backed{', closed' * self.closed}{held}>"
 
 
 def _check_fence(after: object) -> None:

@@ -152,7 +152,7 @@ class TestLife:
                 for engine in engines:
                     engine.do("segment = client.attach('weights')")
             engines[0].do("segment.close()")
-            assert holders(client) == {"weights": 2}
+            until(lambda: holders(client) == {"weights": 2})  # a detach has no answer
             for engine in engines[1:]:
                 engine.process.kill()
             until(lambda: not client.segments())
