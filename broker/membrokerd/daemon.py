@@ -44,6 +44,7 @@ from .edge.rpc.admin_service import AdminService
 from .observe import catalog, status_page
 from .observe.cached_text import CachedText
 from .observe.history import History
+from .observe.html_document import host_name
 from .observe.metrics import Metrics, MetricsView
 from .observe.metrics_server import METRICS_PORT, MetricsServer, authority
 from .replay.recorder import Recorder
@@ -426,6 +427,7 @@ class Daemon:
             headroom=plan.headroom,
             gate_reserve=plan.gate_reserve,
             history=self._history.samples,
+            host=host_name(),
         )
 
     def _readiness(self) -> tuple[bool, str]:

@@ -27,6 +27,7 @@ from tests.support.keepers import end_keeper
 from tests.support.workers import is_gone, worker
 
 import membroker
+from membrokerd import __version__
 from membrokerd.observe import catalog
 
 
@@ -85,7 +86,11 @@ def test_one_port_serves_the_metrics_and_the_status_pages_of_all(place: Path) ->
             assert all(parent.figure(name, uuid) for uuid in UUIDS), name
         assert parent.get("/healthz")[0] == 200
         status, page = parent.get("/")
-        assert (status, page.count("<body>"), page.count("<h1>"), page.count("Device memory")) == (200, 1, 2, 2)
+        assert (status, page.count("<body>"), page.count("<h1>"), page.count("Device memory")) == (200, 1, 3, 2)
+        host = socket.gethostname()
+        assert f"<title>{host}: membroker</title>" in page
+        assert [f"<h1>{host}, {uuid}: host memory</h1>" in page for uuid in UUIDS] == [True, True]
+        assert page.count(f"<td>{__version__}</td>") == 2
         stopped = parent.pids()[1]
         os.kill(stopped, signal.SIGSTOP)
         try:
@@ -94,7 +99,8 @@ def test_one_port_serves_the_metrics_and_the_status_pages_of_all(place: Path) ->
             assert parent.figure("membroker_build_info", "host-1") is None
             page = parent.get("/")[1]
             assert page.count("Device memory") == 1
-            assert "<h1>membroker: host-1</h1><p>This daemon does not answer" in page
+            assert f'<h1 class="bad">{host}: host-1</h1><p class="bad">This daemon does not answer' in page
+            assert '<tr class=bad><td class="name"><a href="#host-1">host-1</a></td><td>does not answer</td>' in page
         finally:
             os.kill(stopped, signal.SIGCONT)
         until(lambda: parent.figure("membroker_daemon_up", "host-1") == 1)

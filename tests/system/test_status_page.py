@@ -176,6 +176,13 @@ def test_every_name_is_escaped() -> None:
     assert f"{HOSTILE}/{HOSTILE}" in [row[0] for row in shown.rows]
 
 
+def test_the_title_says_where_it_is() -> None:
+    """An operator has a tab for each machine, and all of them were called `membroker: NVIDIA H200`."""
+    shown = page(replace(FULL, host="node-<7>"), {})
+    assert "<title>node-&lt;7&gt;, GPU 0: membroker</title>" in shown
+    assert "<h1>node-&lt;7&gt;, GPU 0: a GPU</h1>" in shown
+
+
 def test_what_is_wrong_stands_at_the_top() -> None:
     wrong = dict.fromkeys((catalog.DRAINING, catalog.JOURNAL_FULL, catalog.DEVICE_LOST, catalog.DRIVER_FALLBACK), 1)
     text = Page(page(replace(FULL, figures={**FULL.figures, **wrong}), {})).text

@@ -6,7 +6,11 @@ needs none of their books.
 
 from __future__ import annotations
 
+import os
+import socket
 from html import escape
+
+from membroker.wire.names import NODE_VARIABLE
 
 REFRESH_SECONDS = 5
 _STYLE = """
@@ -17,7 +21,7 @@ _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 24px auto;
   max-width: 960px; padding: 0 16px; }
 h1 { font-size: 20px; margin: 0; } h2 { font-size: 16px; margin: 28px 0 8px; }
-p { margin: 4px 0; color: var(--faint); } .bad { color: var(--bad); font-weight: 600; }
+p { margin: 4px 0; color: var(--faint); } .bad, .bad a, .bad td { color: var(--bad); font-weight: 600; }
 svg { display: block; width: 100%; } svg.bar { height: 34px; border-radius: 3px; background: var(--free); }
 svg.chart text { font: 12px system-ui, sans-serif; fill: var(--faint); }
 .grid { stroke: var(--line); stroke-width: .5; } .capacity { fill: none; stroke: var(--ink); stroke-dasharray: 4 3; }
@@ -31,6 +35,11 @@ th, td { text-align: right; padding: 3px 8px; border-bottom: 1px solid var(--lin
 th { color: var(--faint); font-weight: 500; } .name { text-align: left; overflow-wrap: anywhere; white-space: normal; }
 .wide { overflow-x: auto; }
 """
+
+
+def host_name() -> str:
+    """Return the name of this machine: in Kubernetes that of its node."""
+    return os.environ.get(NODE_VARIABLE) or socket.gethostname()
 
 
 def document(title: str, body: str) -> str:

@@ -6,15 +6,18 @@ Owns how they are joined. It must never change a figure.
 from __future__ import annotations
 
 import http.client
+import re
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from html import escape
 
+from membroker.vmm import format_size
+
 from .cached_text import CachedText
 from .catalog import DAEMON_RESTARTS, DAEMON_UP
-from .html_document import document
+from .html_document import document, host_name
 from .metrics_server import shut
 
 FETCH_SECONDS = 3.0
@@ -41,13 +44,46 @@ def merge(texts: Mapping[str, bytes]) -> bytes:
     return b"".join(b"".join(lines) for lines in families.values())
 
 
-def join_pages(pages: Mapping[str, bytes]) -> bytes:
-    """Return one status page for those of several daemons, by UUID: an empty one if a daemon does not answer."""
-    bodies = []
+def join_pages(pages: Mapping[str, bytes], texts: Mapping[str, bytes], host: str) -> bytes:
+    """Return one status page for those of several daemons, by UUID: empty ones if a daemon does not answer.
+
+    A table of all comes first; the figures are those of their scrapes.
+    """
+    rows, bodies = [], []
     for uuid, page in pages.items():
         body = page.decode(errors="replace").partition("<body>")[2].rpartition("</body>")[0]
-        bodies.append(body or f"<h1>membroker: {escape(uuid)}</h1><p>This daemon does not answer: see its log.</p>")
-    return document("membroker", "<hr>".join(bodies)).encode()
+        name = escape(uuid)
+        missing = (
+            f'<h1 class="bad">{escape(host)}: {name}</h1><p class="bad">This daemon does not answer: see its log.</p>'
+        )
+        bodies.append(f'<div id="{name}">{body or missing}</div>')
+        cells = _cells(texts.get(uuid, b"")) if body else None
+        shown = "".join(f"<td>{cell}</td>" for cell in cells or ("does not answer", *[""] * (len(_HEADS) - 1)))
+        rows.append(f'<tr{" class=bad" * (not cells)}><td class="name"><a href="#{name}">{name}</a></td>{shown}</tr>')
+    heads = "".join(f"<th>{head}</th>" for head in _HEADS)
+    table = f'<table><thead><tr><th class="name">GPU</th>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+    top = f'<h1>{escape(host)}: {len(pages)} GPU{"s" * (len(pages) != 1)}</h1><div class="wide">{table}</div><hr>'
+    return document(f"{host}: membroker", top + "<hr>".join(bodies)).encode()
+
+
+_HEADS = ("lent", "capacity", "reserved", "waiting", "refused", "sessions", "version")
+
+
+def _cells(text: bytes) -> tuple[str, ...]:
+    """Return what the table says of a daemon, out of its scrape."""
+
+    def total(name: str, label: str = "") -> int:
+        pattern = rf"^membroker_{name}{{[^}}]*{label}[^}}]*}} (\S+)$"
+        return int(sum(map(float, re.findall(pattern.encode(), text, re.MULTILINE))))
+
+    at_device = 'location="device"'
+    sizes = [
+        total(name, at_device)
+        for name in ("device_lent_bytes", "device_capacity_bytes", "device_reserved_bytes", "model_waiting_bytes")
+    ]
+    version = re.search(rb'^membroker_build_info{[^}]*version="([^"]*)"', text, re.MULTILINE)
+    counts = (total("device_denials_total"), total("sessions"))
+    return (*map(format_size, sizes), *map(str, counts), escape(version[1].decode(errors="replace")) if version else "")
 
 
 def own_text(up: Mapping[str, bool], restarts: Mapping[str, int]) -> bytes:
@@ -72,8 +108,11 @@ class Merged:
         self._ports, self._restarts = ports, restarts
         self.render = CachedText(self._join_texts).get
         """Return the text of a scrape; may be called on any thread."""
-        self.page = CachedText(lambda: join_pages(self._fetch_from_all("/"))).get
+        self.page = CachedText(self._join_pages).get
         """Return the status pages of all daemons as one; may be called on any thread."""
+
+    def _join_pages(self) -> bytes:
+        return join_pages(self._fetch_from_all("/"), self._fetch_from_all("/metrics"), host_name())
 
     def _join_texts(self) -> bytes:
         answers = self._fetch_from_all("/metrics")

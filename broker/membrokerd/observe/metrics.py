@@ -34,7 +34,8 @@ class MetricsView:
     `sessions` counts workers' sessions by state. `memory` is the device's figure by location, None if it cannot tell.
     `figures` are those of the daemon as a whole. `refused` counts connections and calls by reason, `denials` requests
     about models. `asleep` is how many engines sleep, of each model whose engines sleep by themselves. `guests` is what
-    the guests of a model have said. `headroom` and `gate_reserve` are bytes of the device.
+    the guests of a model have said. `headroom` and `gate_reserve` are bytes of the device. `host` is the name of the
+    machine, or of the node.
     """
 
     locations: tuple[snapshot.LocationView, ...]
@@ -55,6 +56,7 @@ class MetricsView:
     headroom: int = 0
     gate_reserve: int = 0
     history: tuple[Sample, ...] = ()
+    host: str = ""
 
 
 class Metrics:

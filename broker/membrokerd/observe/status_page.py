@@ -27,12 +27,13 @@ MOST_TENANTS, MOST_MODELS, MOST_PARTS = 64, 200, 20
 def page(view: MetricsView, ended: Mapping[str, int]) -> str:
     """Return the page as HTML. `ended` says how many waits ended so far, by their result."""
     device = view.device
+    place = f"GPU {device.index}" if device.driver == "cuda" else device.uuid
     used = {tenant.tenant: sum(books.used for books in tenant.locations) for tenant in view.tenants}
     colours = dict(zip(sorted(used), itertools.cycle(COLOURS), strict=False))
     shown = sorted(used, key=lambda tenant: (-used[tenant], tenant))[:MOST_TENANTS]
     sessions = sum(view.sessions.values())
     parts = [
-        f"<h1>membroker: {escape(device.name)}</h1>",
+        f"<h1>{escape(view.host)}, {escape(place)}: {escape(device.name)}</h1>",
         f"<p>{escape(device.uuid)}, membrokerd {escape(view.version)}, {_at(view.figures[catalog.SCRAPE_TIME])}, "
         f"{sessions} session{'s' * (sessions != 1)} of at most {view.figures[catalog.SESSIONS_LIMIT]}</p>",
         *_troubles(view),
@@ -48,7 +49,7 @@ def page(view: MetricsView, ended: Mapping[str, int]) -> str:
     ]
     parts += ["<h2>Models</h2>", _models(view)]
     parts.append('<p><a href="/metrics">/metrics</a> has all numbers.</p>')
-    return document(f"membroker: {device.name}", DEFINITIONS + "".join(parts))
+    return document(f"{view.host}, {place}: membroker", DEFINITIONS + "".join(parts))
 
 
 def _at(seconds: float) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import curses
 import os
 import signal
+import socket
 import sys
 import textwrap
 import time
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from ..ext import names
 from ..vmm.sizes import format_size
 from . import tables
 from .readers import Row, Snapshot, rows_of
@@ -69,6 +71,8 @@ class Screen:
         self._filter = ""
         self._typing: str | None = None
         self._top = 0
+        self._late = curses.A_BOLD
+        """How a row is shown whose programs do not release what was recalled."""
 
     def loop(self) -> None:
         """Draw and take keys until one ends it."""
@@ -76,6 +80,8 @@ class Screen:
             curses.curs_set(0)
         with suppress(curses.error):
             curses.use_default_colors()
+            curses.init_pair(1, curses.COLOR_RED, -1)
+            self._late = curses.color_pair(1)
         self._screen.timeout(_POLL_MS)
         drawn: list[Snapshot] = []
         pressed = True
@@ -138,7 +144,10 @@ class Screen:
         head = len(lines)
         rows = self._rows(snapshots)
         self._top = max(0, min(self._top, len(rows) - max(1, height - head)))
-        lines += [(self._line(row, width, len(snapshots) > 1), curses.A_NORMAL) for row in rows[self._top :][:height]]
+        lines += [
+            (self._line(row, width, len(snapshots) > 1), self._late if row.late else curses.A_NORMAL)
+            for row in rows[self._top :][:height]
+        ]
         if not rows:
             lines.append(("no models" + (f" that match {self._filter!r}" if self._filter else ""), curses.A_DIM))
         self._screen.erase()
@@ -167,7 +176,9 @@ class Screen:
         else:
             told = f"by {_ORDERS[self._order][0]}{', reversed' * self._reverse}"
             told += f", filter {self._filter!r}" if self._filter else ""
-            yield f"{told}   (h help, q quit)", curses.A_DIM
+            host = os.environ.get(names.NODE_VARIABLE) or socket.gethostname()
+            told += f"   (h help, q quit)   {host}, {time.strftime('%H:%M:%SZ', time.gmtime())}"
+            yield told, curses.A_DIM
         heads = "".join(f"{head:>{_WIDTH}}" for head in _shown(_HEADS, width, len(snapshots) > 1))
         what = "tenant" if self._by_tenant else "model"
         yield f"{what:<{_name_width(width)}}{heads}{'  device' * (len(snapshots) > 1)}", curses.A_REVERSE
@@ -179,7 +190,7 @@ class Screen:
         room = _name_width(width)
         name = row.name if row.location == "device" else f"{row.name} ({row.location})"
         name += " (asleep)" * row.is_asleep
-        name = name if len(name) < room else f"{name[: room - 2]}…"
+        name = cut(name, room - 1)
         numbers = "".join(f"{cell:>{_WIDTH}}" for cell in _shown(cells, width, with_device))
         return f"{name:<{room}}{numbers}" + (f"  {row.device}" if with_device else "")
 
@@ -214,6 +225,12 @@ def _device_lines(snapshot: Snapshot, width: int) -> Iterator[tuple[str, int]]:
         at = time.strftime("%H:%M:%SZ", time.gmtime(snapshot.read_at))
         told = f"{snapshot.name}: no answer for {snapshot.silent_seconds} s, these numbers are from {at}"
         yield told, curses.A_STANDOUT
+
+
+def cut(name: str, room: int) -> str:
+    """Return a name in so many characters: names of models differ at their ends, so its middle is left out."""
+    first = (room - 1) // 2
+    return name if len(name) <= room else f"{name[:first]}…{name[len(name) - (room - 1 - first) :]}"
 
 
 def _filled(parts: Iterable[str], separator: str, width: int) -> Iterator[str]:

@@ -41,6 +41,8 @@ MAX_SOCKET_PATH_BYTES = 107
 
 # Places
 
+NODE_VARIABLE = "NODE_NAME"
+"""What Kubernetes calls the machine, as deploy/helm tells the daemons' pod; a container's own name says little."""
 SYSTEM_DIRECTORY = "/run/membroker"
 """The runtime directory of root's daemons. Programs look there for an endpoint, after the user's own directory."""
 SYSTEM_VARIABLE = "MEMBROKER_SYSTEM_DIRECTORY"

@@ -86,7 +86,9 @@ def test_a_daemon_that_fails_to_answer_is_left_out(stack: ExitStack, good: int, 
         b'membroker_x{gpu_uuid="a"} 1.0',
     ]
     page = Merged(lambda: ports, dict).page()
-    assert b"<h1>good</h1><hr><h1>membroker: b</h1><p>This daemon does not answer" in page
+    assert b'<div id="a"><h1>good</h1></div><hr><div id="b"><h1 class="bad">' in page
+    assert page.index(b"<table>") < page.index(b"<h1>good</h1>"), "the table of all comes first"
+    assert b'<tr class=bad><td class="name"><a href="#b">b</a></td><td>does not answer</td>' in page
 
 
 @pytest.mark.parametrize("begin", [head(1 << 20), b"HTTP/1.0 200 "])

@@ -22,6 +22,7 @@ from tests.support.terminal import Terminal
 
 import membroker
 from membroker.admin import Admin
+from membroker.cli import screen
 from membroker.cli.readers import Snapshot
 
 COMMAND = ("-m", "membroker.cli.main", "top", "--interval", "0.1")
@@ -99,6 +100,19 @@ def test_an_operator_sees_all_tenants_live_and_sorts_and_filters(
         terminal.press("q")
         assert terminal.wait(DEADLINE_SECONDS) == 0
         assert terminal.attributes() == terminal.before, "the terminal is as it was"
+
+
+@pytest.mark.parametrize("room", [8, 9, 20, 33])
+def test_a_long_name_keeps_its_ends(room: int) -> None:
+    """`Qwen2.5-Coder-7B-Instruct` and `…-14B-Instruct` looked the same when the end was cut off."""
+    name = "chat/Qwen/Qwen2.5-Coder-7B-Instruct-GPTQ-Int4"
+    shown = screen.cut(name, room)
+    first, last = shown.split("…")
+    assert len(shown) == room
+    assert name.startswith(first)
+    assert name.endswith(last)
+    assert abs(len(first) - len(last)) <= 1
+    assert screen.cut(name, len(name)) == name
 
 
 def test_a_narrow_terminal_cuts_neither_the_keys_nor_the_device(daemon: Daemon, red: membroker.Client) -> None:

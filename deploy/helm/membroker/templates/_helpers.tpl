@@ -74,6 +74,10 @@ seccompProfile:
 
 {{- /* The pod sees all GPUs of the node, but reserves no GPU: the workers need the same GPUs. */ -}}
 {{- define "membroker.env" -}}
+- name: NODE_NAME
+  valueFrom:
+    fieldRef:
+      fieldPath: spec.nodeName
 - name: NVIDIA_VISIBLE_DEVICES
   value: all
 - name: NVIDIA_DRIVER_CAPABILITIES
