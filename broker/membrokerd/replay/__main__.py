@@ -16,7 +16,7 @@ from typing import Any
 from ..ext import records
 from .changes import Changes, Unplayable
 from .figures import Tally
-from .reading import Part, read
+from .reading import TracePart, read
 from .recording import Recording
 from .replayer import Replayer
 
@@ -72,7 +72,7 @@ def replay(names: list[str], changes: Changes) -> dict[str, Any]:
     }
 
 
-def _read(name: str) -> list[Part]:
+def _read(name: str) -> list[TracePart]:
     try:
         return read(Path(name))
     except records.Unusable as error:
@@ -87,7 +87,7 @@ def _time(seconds: int) -> str | None:
     return datetime.fromtimestamp(min(seconds, 1 << 36), UTC).isoformat() if seconds else None
 
 
-def _seconds(part: Part) -> int:
+def _seconds(part: TracePart) -> int:
     return 0 if part.is_journal or not part.rows else (part.rows[-1][0] - part.begin.now) // 1_000_000_000
 
 

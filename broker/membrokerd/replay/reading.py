@@ -34,7 +34,7 @@ class CreditedRuns:
 
 
 @dataclass(slots=True)
-class Part:
+class TracePart:
     """Rows with their times, in nanoseconds, from one beginning to the next.
 
     A journal has no rules, no times and no requests: each debit in it is taken for a request that was granted.
@@ -61,7 +61,7 @@ class Part:
         self.rows.append((max(at, self.rows[-1][0]) if self.rows else at, kept))
 
 
-def read(path: Path) -> list[Part]:
+def read(path: Path) -> list[TracePart]:
     """Return the parts of a file. Raises `OSError` and `Unusable`."""
     data = files.read_file(path, MAX_FILE_BYTES, follow=True)
     if not data.strip(b"\0\n"):
@@ -71,8 +71,8 @@ def read(path: Path) -> list[Part]:
     return list(_parts(data))
 
 
-def _parts(data: bytes) -> Iterator[Part]:
-    part: Part | None = None
+def _parts(data: bytes) -> Iterator[TracePart]:
+    part: TracePart | None = None
     torn: records.Unusable | None = None
     for number, raw in enumerate(io.BytesIO(data), 1):
         if number > MAX_ROWS:
@@ -88,7 +88,7 @@ def _parts(data: bytes) -> Iterator[Part]:
             torn = None
             if part is not None:
                 yield part
-            part = Part(found)
+            part = TracePart(found)
         elif torn or part is None:
             raise torn or records.Unusable(
                 "broken", "is not a trace: its first line does not say with which rules it begins"
@@ -120,13 +120,13 @@ def _read_line(raw: bytes, number: int) -> trace.Begin | tuple[int, trace.Row] |
         return records.Unusable("broken", f"is no text (line {number})")
 
 
-def _read_journal(data: bytes) -> Part:
+def _read_journal(data: bytes) -> TracePart:
     found, _ = records.split(data)
     header = records.parse(records.header_of(data, found[:1]))
     if header[:2] != ["membroker journal", 1]:
         raise records.Unusable("other-format", "is a journal in a format that this version does not know")
     # It has no rules: there is no limit, and no capacity until one is given.
-    part = Part(trace.Begin("a journal", 0, 0, policy.Rules(1, {"device": 0})), is_journal=True)
+    part = TracePart(trace.Begin("a journal", 0, 0, policy.Rules(1, {"device": 0})), is_journal=True)
     sizes: dict[Location, int] = {}
     for number, record in enumerate(found[1:]):
         for fact in records.decode(data[record.begin : record.end]):

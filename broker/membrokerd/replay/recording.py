@@ -20,7 +20,7 @@ from ..ext import events as ev
 from ..ext import facts as ft
 from . import trace
 from .figures import GIVEN_UP, Tally
-from .reading import CreditedRuns, Part
+from .reading import CreditedRuns, TracePart
 
 _BY_PROGRAM = ("released", "not held")
 """The causes of a credit by which a program has released extents; the others follow from the end of its session."""
@@ -107,7 +107,7 @@ BorrowerKey = tuple[int, ModelName, Location]
 class Recording:
     """A part of a trace, read once. `happened` counts what became of the requests."""
 
-    def __init__(self, part: Part, happened: Tally) -> None:
+    def __init__(self, part: TracePart, happened: Tally) -> None:
         self.loans: defaultdict[int, list[RecordedLoan]] = defaultdict(list)
         """By the index of the row at which they are asked for."""
         self.declared: dict[int, RecordedDeclaration] = {}

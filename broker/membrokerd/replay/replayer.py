@@ -25,7 +25,7 @@ from . import trace
 from .changes import Changes, Unplayable
 from .deaths import Deaths
 from .figures import Tally
-from .reading import Part
+from .reading import TracePart
 from .recording import BorrowerKey, RecordedAnswer, RecordedLoan, Recording, is_uncounted
 
 AUDIT_NS = 100_000_000
@@ -42,7 +42,7 @@ Reply = Callable[[fx.Result | Denied, fx.Waited | None], None]
 class Replayer:
     """One part, replayed with other numbers. `replayed` counts what becomes of the requests."""
 
-    def __init__(self, part: Part, recording: Recording, changes: Changes, replayed: Tally) -> None:
+    def __init__(self, part: TracePart, recording: Recording, changes: Changes, replayed: Tally) -> None:
         self._part, self._recording, self._changes = part, recording, changes
         self._tally = replayed
         self._rules = changes.rules(part.begin.rules)
