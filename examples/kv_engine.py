@@ -198,7 +198,7 @@ def elastic_engine(lender: membroker.Model, model: Model, device: torch.device) 
     pool = lender.pool(page_size="2MiB")
     with Capture(pool):
         tensor = kv_tensor(device)  # addresses, and no memory yet
-    layout = Layout(pool.base_address, pool.page_size, BLOCKS, strided(tensor, 0), BLOCK_TOKENS)
+    layout = Layout(pool.base_address, pool.page_size, BLOCKS, strided(tensor, 0))
     engine, elastic = Engine(model, tensor), ElasticCache(pool, layout, ahead="4MiB")
     elastic.attach(engine)
     return engine, elastic

@@ -439,9 +439,9 @@ class TestPools:
         lender = memory._model = Recalled()
         with closing(lender.device), closing(lender.driver):
             kind(16384, 32, dtype, layer_num=3, device="cpu", enable_memory_saver=False, **shape)
-            pool, layout = opened
+            pool, layout, tokens = opened
             with closing(pool):
-                assert (layout.blocks, layout.block_tokens) == (513, 32)
+                assert (layout.blocks, tokens) == (513, 32)
                 assert layout.block_bytes == 32 * row * dtype.itemsize * 3
                 assert sum(map(layout.bytes_of, range(layout.groups))) <= pool.capacity
 

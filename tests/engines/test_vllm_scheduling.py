@@ -269,11 +269,11 @@ def test_no_block_is_lost_while_memory_comes_and_goes(
 
 
 def _recall_busy(elastic: Scheduling, pages: int) -> int:
-    """Let all free pages be released, and so many others; return after how many steps they are."""
+    """Let all free pages be released, and so many others beside what goes already; return after how many steps."""
     cache, layout, steps = elastic.cache, elastic.cache.layout, 0
     groups = [list(layout.members(group)) for group in range(layout.groups)]
     free = sum(len(elastic.scheduler.connector._blocks.unused(group)) == len(group) for group in groups)
-    cache.shrink((free + pages) * PAGE)
+    cache.shrink((free + pages) * PAGE + cache.stats().going_bytes)
     while cache._state._owed and steps < 20:
         assert elastic.step()
         until(lambda: all(fence._number > elastic.ended for _, fence in cache._state.retiring()))

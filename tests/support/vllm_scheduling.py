@@ -79,7 +79,7 @@ class Scheduling:
         if model is not None:
             blocks = PAGES * PAGE // BLOCK
             self._pool = pool = VirtualMemoryPool(model, PAGES * PAGE, PAGE)
-            layout = Layout(pool.base_address, PAGE, blocks, [Strided(pool.base_address, BLOCK, BLOCK)], BLOCK_TOKENS)
+            layout = Layout(pool.base_address, PAGE, blocks, [Strided(pool.base_address, BLOCK, BLOCK)])
             self.cache = ElasticCache(pool, layout)
             started = SimpleNamespace(take_cache=lambda: self.cache, launched=self._launched)
             started.weights_pool, started.empty_torch = None, lambda: None  # vLLM's own weights

@@ -248,7 +248,7 @@ class ElasticCache(Closing):
         self._releaser.wait_for_rest()
         if not self._balloon.floor:
             self._first_gone = True  # also if the driver fails half way
-            self._pages.deallocate_ranges(self._pages.present(self._first_ranges()))
+            self._pages.deallocate_ranges(self._first_ranges())
 
     def resume(self, wait: float | None = None) -> None:
         """Borrow again what `release_always` released, and let the engine have blocks again.
@@ -258,7 +258,7 @@ class ElasticCache(Closing):
         """
         self._check_open()
         if self._first_gone:
-            self._pages.allocate_ranges(self._pages.missing(self._first_ranges()), wait=wait)
+            self._pages.allocate_ranges(self._first_ranges(), wait=wait)
             self._first_gone = False
         self._state.resume()
         self._borrower.retry()
@@ -325,7 +325,7 @@ class ElasticCache(Closing):
         if not self._closed:
             self._end()
         if self._left and not self._pages.closed:
-            self._pages.deallocate_ranges(self._pages.present(self._left))
+            self._pages.deallocate_ranges(self._left)
         self._left = []
 
     def _end(self) -> None:

@@ -42,24 +42,21 @@ class Layout:
     (block-major), a group is one page. Groups are numbered by the blocks in them, so a lower group has lower blocks.
     Every page of a tensor is in exactly one group.
 
-    A block may touch several groups, and can be used only while all of them are mapped. `block_tokens` is the number of
-    tokens in a block. Pages that no tensor reaches are in no group.
+    A block may touch several groups, and can be used only while all of them are mapped. Pages that no tensor reaches
+    are in no group.
 
     Raises `InvalidRequest` for sizes that are not positive, a tensor below `base`, blocks that overlap, tensors that
     overlap, and more than `MAX_BLOCKS` blocks or `MAX_PAGES` pages.
     """
 
-    def __init__(self, base: int, page_size: int, blocks: int, tensors: Iterable[Strided], block_tokens: int = 1):
+    def __init__(self, base: int, page_size: int, blocks: int, tensors: Iterable[Strided]):
         if not is_power_of_two(page_size) or base % page_size:
             raise InvalidRequest(f"pages of {page_size} bytes cannot begin at {base:#x}: give the pool's own figures")
         if not 0 < blocks <= MAX_BLOCKS:
             raise InvalidRequest(f"a cache has 1 to {MAX_BLOCKS} blocks, not {blocks}")
-        if block_tokens < 1:
-            raise InvalidRequest(f"a block has at least one token, not {block_tokens}")
         self.base = base
         self.page_size = page_size
         self.blocks = blocks
-        self.block_tokens = block_tokens
         self.tensors: Sequence[Strided] = _joined(base, blocks, tensors)
         """By address. Those that interleave are one."""
         self.block_bytes = sum(tensor.size for tensor in self.tensors)
@@ -97,10 +94,6 @@ class Layout:
     def bytes_of(self, group: int) -> int:
         """Return the bytes of a group's pages: what is charged while it is mapped."""
         return len(self._pages[group]) * self.page_size
-
-    def tokens_of(self, group: int) -> int:
-        """Return how many tokens fit in the blocks whose lowest group this is: each block counts in one group only."""
-        return self.block_tokens * sum(self._touched[block][0] == group for block in self._members[group])
 
     def __repr__(self) -> str:
         return f"<membroker.kv.Layout of {self.blocks} blocks in {self.groups} groups>"

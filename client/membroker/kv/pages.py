@@ -6,7 +6,7 @@ one. It must never decide what is borrowed or released: an `ElasticCache` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 from .. import InvalidRequest, VirtualMemoryPool
@@ -70,19 +70,14 @@ class Pages(Protocol):
     def allocate_ranges(
         self, ranges: Sequence[Range], *, wait: float | None = None, ahead: bool = False, wanted_bytes: int = 0
     ) -> None:
-        """Back the ranges, all or none, as `VirtualMemoryPool.allocate_ranges` does."""
+        """Back those of the ranges that have no memory, all or none, as `VirtualMemoryPool.allocate_ranges` does."""
         ...
 
     def deallocate_ranges(self, ranges: Sequence[Range], *, after: Fence | None = None) -> None:
-        """Release the ranges, as `VirtualMemoryPool.deallocate_ranges` does."""
-        ...
+        """Release those of the ranges that have memory, as `VirtualMemoryPool.deallocate_ranges` does.
 
-    def missing(self, ranges: Iterable[Range]) -> list[Range]:
-        """Return the ranges that `allocate_ranges` is to back: a driver that failed may have unmapped some of them."""
-        ...
-
-    def present(self, ranges: Iterable[Range]) -> list[Range]:
-        """Return the ranges that `deallocate_ranges` is to release: a driver that failed may have unmapped others."""
+        A driver that failed may have unmapped some of them before.
+        """
         ...
 
     def on_use(self, callback: Callable[[int], bool]) -> None:
@@ -117,20 +112,13 @@ class PoolPages:
     def allocate_ranges(
         self, ranges: Sequence[Range], *, wait: float | None = None, ahead: bool = False, wanted_bytes: int = 0
     ) -> None:
-        """Back the ranges, all or none. Raises what `VirtualMemoryPool.allocate_ranges` raises."""
-        self.pool.allocate_ranges(ranges, wait=wait, ahead=ahead, wanted_bytes=wanted_bytes)
+        """Back those without memory, all or none. Raises what `VirtualMemoryPool.allocate_ranges` raises."""
+        missing = [span for span in ranges if not self.pool.is_mapped(*span)]
+        self.pool.allocate_ranges(missing, wait=wait, ahead=ahead, wanted_bytes=wanted_bytes)
 
     def deallocate_ranges(self, ranges: Sequence[Range], *, after: Fence | None = None) -> None:
-        """Release the ranges. Raises what `VirtualMemoryPool.deallocate_ranges` raises."""
-        self.pool.deallocate_ranges(ranges, after=after)
-
-    def missing(self, ranges: Iterable[Range]) -> list[Range]:
-        """Return the ranges without memory."""
-        return [span for span in ranges if not self.pool.is_mapped(*span)]
-
-    def present(self, ranges: Iterable[Range]) -> list[Range]:
-        """Return the ranges with memory."""
-        return [span for span in ranges if self.pool.is_mapped(*span)]
+        """Release those with memory. Raises what `VirtualMemoryPool.deallocate_ranges` raises."""
+        self.pool.deallocate_ranges([span for span in ranges if self.pool.is_mapped(*span)], after=after)
 
     def on_use(self, callback: Callable[[int], bool]) -> None:
         """Do nothing: all of the engine is in this process, and its `Sleeper` is told directly."""

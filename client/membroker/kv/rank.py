@@ -106,14 +106,11 @@ class Rank:
     def _allocate(
         self, ranges: Sequence[tuple[int, int]], seconds: float | None, ahead: bool, wanted_bytes: int
     ) -> None:
-        missing = self._pages.missing(ranges)
-        self._pages.allocate_ranges(missing, wait=seconds, ahead=ahead, wanted_bytes=wanted_bytes)
+        self._pages.allocate_ranges(ranges, wait=seconds, ahead=ahead, wanted_bytes=wanted_bytes)
 
     def _release(self, ranges: Sequence[tuple[int, int]]) -> tuple[int, int]:
         """Release, and return the number of the last recall and what remains of it."""
-        self._pages.deallocate_ranges(
-            self._pages.present(ranges), after=Over()
-        )  # the process that schedules has asked the fence
+        self._pages.deallocate_ranges(ranges, after=Over())  # the process that schedules has asked the fence
         number, recall = self._recall
         return number, 0 if recall is None else recall.remaining
 

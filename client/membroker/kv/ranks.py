@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from multiprocessing import current_process
@@ -95,14 +95,6 @@ class Ranks(Closing):
             after.synchronize()
         for rank in self._ranks:
             rank.release(ranges)
-
-    def missing(self, ranges: Iterable[Range]) -> list[Range]:
-        """Return all of them: each rank skips those that it has."""
-        return list(ranges)
-
-    def present(self, ranges: Iterable[Range]) -> list[Range]:
-        """Return all of them: each rank skips those that it lacks."""
-        return list(ranges)
 
     @property
     def model(self) -> Ranks:

@@ -142,8 +142,8 @@ def test_from_the_tensors_to_a_cache(pool: VirtualMemoryPool) -> None:
     with Capture(pool) as capture:
         layers = [torch.zeros(2, 64, 64, 8, 32, dtype=torch.float32) for _ in range(4)]
     parts = [part for layer in layers for part in strided(layer, 1)]
-    layout = Layout(pool.base_address, PAGE, 64, parts, block_tokens=64)
-    assert (layout.groups, layout.bytes_of(1), layout.tokens_of(1)) == (2, 8 * PAGE, 32 * 64)
+    layout = Layout(pool.base_address, PAGE, 64, parts)
+    assert (layout.groups, layout.bytes_of(1), len(layout.members(1))) == (2, 8 * PAGE, 32)
     assert layout.block_bytes == 8 * 64 * KIB
     with ElasticCache(pool, layout) as cache:
         assert cache.prepare(32)

@@ -15,14 +15,14 @@ from membroker.kv.layout import MAX_BLOCKS, Layout, Strided
 BASE = 1 << 40
 
 
-def block_major(block: int, blocks: int, page: int, tokens: int = 16) -> Layout:
-    return Layout(BASE, page, blocks, [Strided(BASE, block, block)], tokens)
+def block_major(block: int, blocks: int, page: int) -> Layout:
+    return Layout(BASE, page, blocks, [Strided(BASE, block, block)])
 
 
 def layer_major(layers: int, block: int, blocks: int, page: int) -> Layout:
     """A tensor for each layer, each at a page of its own."""
     step = -(-block * blocks // page) * page
-    return Layout(BASE, page, blocks, [Strided(BASE + n * step, block, block) for n in range(layers)], 16)
+    return Layout(BASE, page, blocks, [Strided(BASE + n * step, block, block) for n in range(layers)])
 
 
 def test_llama_block_major() -> None:
@@ -31,7 +31,7 @@ def test_llama_block_major() -> None:
     assert (layout.groups, layout.block_bytes) == (32, 2 * MIB)
     assert list(layout.members(1)) == list(range(32, 64))
     assert layout.ranges(1) == [(64 * MIB, 64 * MIB)]
-    assert (layout.bytes_of(1), layout.tokens_of(1)) == (64 * MIB, 512)
+    assert layout.bytes_of(1) == 64 * MIB
     assert {len(layout.touched(block)) for block in range(1024)} == {1}
 
 
@@ -42,7 +42,6 @@ def test_qwen_block_major() -> None:
     assert (layout.members(0)[-1], layout.members(1)[0]) == (36, 36)
     straddling = [block for block in range(1024) if len(layout.touched(block)) == 2]
     assert len(straddling) == 27 - 3, "every boundary of the 28 pages, but for each seventh, where a block ends"
-    assert sum(layout.tokens_of(group) for group in range(layout.groups)) == 1024 * 16
 
 
 def test_layer_major() -> None:
@@ -50,7 +49,6 @@ def test_layer_major() -> None:
     layout = layer_major(28, 64 * KIB, 4096, 2 * MIB)
     assert layout.groups == 128
     assert layout.bytes_of(3) == 56 * MIB
-    assert layout.tokens_of(3) == 512
     assert list(layout.members(3)) == list(range(96, 128))
     assert layout.ranges(3) == [(n * 256 * MIB + 6 * MIB, 2 * MIB) for n in range(28)]
 
@@ -102,7 +100,6 @@ def test_blocks_larger_than_a_page() -> None:
         ({"blocks": MAX_BLOCKS + 1}, "1 to"),
         ({"page_size": 3 * MIB}, "pages of"),
         ({"base": BASE + 1}, "pages of"),
-        ({"block_tokens": 0}, "at least one token"),
         ({"tensors": []}, "at least one tensor"),
         ({"tensors": [Strided(BASE - 1, 10, 10)]}, "no blocks like"),
         ({"tensors": [Strided(BASE, 10, 11)]}, "no blocks like"),
@@ -114,7 +111,7 @@ def test_blocks_larger_than_a_page() -> None:
     ],
 )
 def test_what_is_refused(wrong: dict[str, object], why: str) -> None:
-    right = {"base": BASE, "page_size": 2 * MIB, "blocks": 10, "tensors": [Strided(BASE, 100, 100)], "block_tokens": 1}
+    right = {"base": BASE, "page_size": 2 * MIB, "blocks": 10, "tensors": [Strided(BASE, 100, 100)]}
     Layout(**right)
     with pytest.raises(InvalidRequest, match=why):
         Layout(**right | wrong)
@@ -165,5 +162,4 @@ def test_any_layout(found: tuple[Layout, list[Strided]]) -> None:
             assert (block in layout.members(group)) == (group in layout.touched(block))
     assert reached <= group_of.keys()
     assert all(layout.members(group) for group in range(layout.groups)), "no group is without a block"
-    assert sum(layout.tokens_of(group) for group in range(layout.groups)) == layout.blocks
     assert layout.block_bytes >= sum(one.size for one in tensors)

@@ -79,11 +79,11 @@ class SglangMemory:
             raise InvalidRequest(
                 f"a KV tensor is smaller than a page of {page} bytes: give a larger capacity, or a smaller page_size"
             )
-        self._open(pool, Layout(pool.base_address, page, blocks, parts, kvcache.page_size))
+        self._open(pool, Layout(pool.base_address, page, blocks, parts), kvcache.page_size)
 
-    def _open(self, pool: VirtualMemoryPool, layout: Layout) -> None:
+    def _open(self, pool: VirtualMemoryPool, layout: Layout, tokens: int) -> None:
         longest = self._config.model_config.context_len
-        blocks = 1 + min(layout.blocks - 1, -(-longest // layout.block_tokens) + 2)
+        blocks = 1 + min(layout.blocks - 1, -(-longest // tokens) + 2)
         size = bytes_of_first(layout, blocks)
         self.settings.check_fits(size, longest, self._client, self._model, "--context-length", logger)
         say_wait(layout.bytes_of(0), self._model, logger)
@@ -95,7 +95,7 @@ class SglangMemory:
             layout.groups,
             layout.bytes_of(0) >> 20,
             layout.blocks,
-            layout.block_tokens,
+            tokens,
             pool.capacity / (1 << 30),
         )
 

@@ -115,8 +115,7 @@ class VllmMemory:
                 "--kv-cache-memory-bytes is less than a page"
             )
         self._tensors = self.parts(pool.base_address)
-        tokens = self._config.cache_config.block_size
-        layout = Layout(pool.base_address, pool.page_size, self._cache_config.num_blocks, self._tensors, tokens)
+        layout = Layout(pool.base_address, pool.page_size, self._cache_config.num_blocks, self._tensors)
         needs = needs_of(self._config, self._cache_config.kv_cache_groups)
         longest = self._config.model_config.max_model_len
         size = bytes_of_first(layout, 1 + min(layout.blocks - 1, sum(need.most for need in needs)))
@@ -203,9 +202,9 @@ class VllmMemory:
         self.warmed_up()
         self._cache.close()
         self.launched.begin(0, 0)
-        pool, tokens = self._pool, self._config.cache_config.block_size
+        pool = self._pool
         tensors = tuple(replace(tensor, address=tensor.address - pool.base_address) for tensor in self._tensors)
-        arguments = (0, pool.page_size, self._cache_config.num_blocks, tensors, tokens)
+        arguments = (0, pool.page_size, self._cache_config.num_blocks, tensors)
         self.rank = Rank(pool, self.launched.passed, weights=self.weights_pool, also=self.empty_torch)
         return self.rank.address, arguments
 
