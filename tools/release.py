@@ -118,6 +118,7 @@ def build_image(builder: str, image: str, base: str | None, options: list[str]) 
         "org.opencontainers.image.licenses": str(project()["license"]),
     }
     words = [f"--label={key}={value}" for key, value in labels.items()]
+    words += [f"--build-arg=COMMIT={labels['org.opencontainers.image.revision'][:12]}"]
     words += [f"--build-arg=BASE={base}"] if base else []
     file = ("--file", "deploy/Dockerfile", "--ignorefile", "deploy/Dockerfile.dockerignore")
     _run(builder, "build", *file, "--tag", image, *words, *options, ROOT)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from membroker.wire import paths
+from membroker.wire.build import version_text
 from membroker.wire.ownership import namespace_trouble, stranger_in
 from membroker.wire.standard import forget_inheritance, import_quietly
 from membroker.wire.system_calls import refused
@@ -336,7 +337,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"membrokerd {__version__}")
+    parser.add_argument("--version", action="version", version=f"membrokerd {version_text(__version__)}")
     parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file; options given here override it")
     parser.add_argument(
         "--check-config", action="store_true", help="read the configuration, report what is wrong, exit"

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .threads import start_thread as start_thread  # a thread, or `ThreadLimit`
     from .views import Span as Span  # bytes that stay mapped while it lives
     from .views import Views as Views  # which views of some memory are alive
+    from .wire import build as build  # of which commit this installation is
     from .wire import names as names  # the grammar of names, the limits that both sides check, environment variables
     from .wire import ownership as ownership  # whose a path is, and which ids stand for many users
     from .wire import paths as paths  # which paths a socket can have, and how they are shown
@@ -47,6 +48,7 @@ _MODULES = {
     "Span": "views",
     "Views": "views",
     "arguments": "",
+    "build": "wire",
     "device_failures": "interrupts",
     "endpoint": "session",
     "enter": "client",

@@ -18,6 +18,7 @@ from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1 import resources_pb2 as rpb
 from membroker.wire import names
+from membroker.wire.build import version_text
 
 from .. import __version__
 from ..core import policy, snapshot
@@ -104,7 +105,7 @@ class BookMessages:
                 for row in books.locations
             ],
             revision=books.revision,
-            version=__version__,
+            version=version_text(__version__),
             pid=os.getpid(),
             start_time=messages.timestamp(self.start_time),
             metrics_url=self.metrics_url,

@@ -278,8 +278,8 @@ RELOADED_AT = Spec(
 BUILD_INFO = Spec(
     "membroker_build_info",
     "gauge",
-    "1, with the daemon's version, driver and product as labels.",
-    ("version", "driver", "product"),
+    "1, with the daemon's version, commit (empty if the installation does not have it), driver and product as labels.",
+    ("version", "commit", "driver", "product"),
 )
 SCRAPE_TIME = Spec(
     "membroker_scrape_time_seconds",

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from membroker.v1.resources_pb2 import SleepStatus
 from membroker.vmm.driver import DeviceInfo, MemoryInfo
+from membroker.wire.build import commit
 
 from ..ext import Location, ModelName, Reason, lifecycles, snapshot
 from ..ext import effects as fx
@@ -152,7 +153,7 @@ def _family(spec: catalog.Spec) -> Metric:
 def _add_daemon(families: _Families, view: MetricsView) -> None:
     for spec, value in view.figures.items():
         families.add(spec, value)
-    families.add(catalog.BUILD_INFO, 1, view.version, view.device.driver, view.device.name)
+    families.add(catalog.BUILD_INFO, 1, view.version, commit(), view.device.driver, view.device.name)
     for state in lifecycles.SESSION:
         if lifecycles.SESSION[state]:
             families.add(catalog.SESSIONS, view.sessions.get(state, 0), state)

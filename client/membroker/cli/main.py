@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from .. import __version__
 from ..admin import Admin
 from ..errors import MembrokerError
+from ..ext import build, names
 from ..ext import endpoint as endpoints
-from ..ext import names
 from ..vmm.driver import DriverError
 from . import commands, explain, launch, operate, replay, segments, sleeping, tables, top
 from .books import open_books
@@ -232,7 +232,7 @@ def _parser() -> Parser:
         "  membroker quota set acme/llama-7b --limit 8GiB\n"
         f"{commands.ENDPOINTS}\n\n`membroker COMMAND --help` has more. The daemon is another command, `membrokerd`.",
     )
-    parser.add_argument("--version", action="version", version=f"membroker {__version__}")
+    parser.add_argument("--version", action="version", version=f"membroker {build.version_text(__version__)}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_first(subparsers)
     launch.add_command(subparsers)
