@@ -17,6 +17,7 @@ from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 from membroker.v1 import resources_pb2 as rpb
 from membroker.wire import frames as handoff
+from membroker.wire import names
 from membrokerd import __version__
 
 pytestmark = pytest.mark.shared_daemon
@@ -47,7 +48,7 @@ def asker(session: Session, transport: str) -> Ask:
 def test_a_model_is_registered_joined_and_left(daemon: Daemon, transport: str) -> None:
     """The answer is the model as it stands, whichever way was taken, and the session can borrow for it."""
     with Session(daemon.endpoint()) as one, Session(daemon.endpoint()) as two:
-        assert one.welcome.protocol_revision == 2
+        assert one.welcome.protocol_revision == names.PROTOCOL_REVISION
         limit = rpb.Limit(location=rpb.LOCATION_DEVICE, limit_bytes=8 * MIB)
         wanted = bpb.RegisterModelRequest(model_id="m", virtual_capacity_bytes=GIB, limits=[limit], exclusive=True)
         model = asker(one, transport)("RegisterModel", wanted)
@@ -202,3 +203,58 @@ def test_the_welcome_has_the_daemons_version(daemon: Daemon) -> None:
     with membroker.connect(daemon.endpoint()) as client:
         assert client.broker_version == client.device().version == __version__
     assert f'version="{__version__}"' in daemon.metrics()
+
+
+class TestCancel:
+    def test_a_wait_ends(self, daemon: Daemon) -> None:
+        """Only that of the request; a Cancel that comes again, or of no request, changes nothing."""
+        with Session(daemon.endpoint()) as one:
+            model = one.register("m")
+            one.borrow(model, PAGE)
+            first, second = waits(one, model), waits(one, model)
+            until(lambda: waiting(daemon) == 2)
+            for request_id in (first, first, 0, 1 << 60):
+                one.send(pb.Frame(request_id=request_id, cancel=pb.Cancel()))
+            assert reason(one.answer(first)[0]) == "DELIVERY_FAILED"
+            assert waiting(daemon) == 1
+            one.send(pb.Frame(request_id=second, cancel=pb.Cancel()))
+            assert reason(one.answer(second)[0]) == "DELIVERY_FAILED"
+            assert waiting(daemon) == 0
+            assert len(one.borrow(model, PAGE)) == 1
+
+    def test_of_another_session(self, daemon: Daemon) -> None:
+        """Ids are a session's own: nobody ends another one's wait, nor on another connection of the same tenant."""
+        with Session(daemon.endpoint()) as one, Session(daemon.endpoint()) as other:
+            model = one.register("m")
+            one.borrow(model, PAGE)
+            request_id = waits(one, model)
+            until(lambda: waiting(daemon) == 1)
+            other.send(pb.Frame(request_id=request_id, cancel=pb.Cancel()))
+            other.register("other")  # it has been read
+            assert waiting(daemon) == 1
+            one.send(pb.Frame(request_id=request_id, cancel=pb.Cancel()))
+            assert reason(one.answer(request_id)[0]) == "DELIVERY_FAILED"
+
+    def test_what_is_granted_already(self, daemon: Daemon) -> None:
+        """It comes too late: the extent is delivered, and lent."""
+        with Session(daemon.endpoint()) as one:
+            model = one.register("m")
+            request_id = next(raw._ids)
+            one.send(pb.Frame(request_id=request_id, allocate=allocation(model, PAGE)))
+            one.send(pb.Frame(request_id=request_id, cancel=pb.Cancel()))
+            answer, ids = one.answer(request_id)
+            assert answer.count == len(ids) == 1
+            one.release(ids)
+
+
+def waits(session: Session, model: str) -> int:
+    """Send a request for all that can be lent, of which a page is lent, and return its id."""
+    request_id, request = next(raw._ids), allocation(model, session.welcome.capacities[0].limit_bytes)
+    request.wait.seconds = 600
+    session.send(pb.Frame(request_id=request_id, allocate=request))
+    return request_id
+
+
+def waiting(daemon: Daemon) -> int:
+    """Return how many requests wait for memory."""
+    return sum(books.waiting_requests for model in daemon.models() for books in model.books)
