@@ -176,7 +176,8 @@ class Client(Closing):
         at the host. They can lower what the broker's configuration allows, but never raise it. If the model is
         registered already, a number that is left out keeps its registered value.
 
-        Raises `ModelConflict` if the model is registered with other numbers, `ModelAlreadyExists` if it is registered
+        Raises `ModelConflict` if a living session has registered the model with other numbers (to change the limit, set
+        `Model.limit`), `ModelAlreadyExists` if it is registered
         and `exclusive` is true, `InvalidRequest`, `TooMany`, `AccessDenied` (an observer), and `BrokerUnavailable`.
         """
         chosen = os.environ.get(MODEL_VARIABLE)

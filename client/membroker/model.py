@@ -6,8 +6,8 @@ memory: it passes the descriptors to a `Placement`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from .pool.pool import DEFAULT_PAGE_SIZE, VirtualMemoryPool
 from .segment import Segment
 from .session import messages
 from .session.recalls import OpenRecall, borrows_in_a_callback
+from .session.rpc import CONTROL_SECONDS
 from .session.session import Session, SessionOwner
 from .tracebacks import ends_at_the_caller
 from .types import Available, ModelStatus, SleepRequest, SleepStatus
@@ -33,7 +34,7 @@ from .v1 import resources_pb2
 from .v1.handoff_pb2 import Frame
 from .vmm.driver import Driver, Location
 from .vmm.sizes import format_exact
-from .wire.names import MAX_EXTENTS_PER_CALL
+from .wire.names import MAX_BYTES, MAX_EXTENTS_PER_CALL
 
 
 @ends_at_the_caller()
@@ -63,13 +64,52 @@ class Model:
 
     @property
     def limit(self) -> int | None:
-        """The limit at the device at the time of registration, in bytes. `stats` returns the present one."""
+        """The limit in force at the device, in bytes, when this was registered or set. `stats` returns the present one.
+
+        Set it to change the limit of the model, for all its sessions; None removes it. It can only lower the limit that
+        the operator has set. If the model has borrowed more, it borrows nothing until it is below, and the broker
+        recalls the rest from sessions that answer recalls. Raises `ModelConflict` if the broker is of an older version,
+        `InvalidRequest`, `BrokerUnavailable` and `ClosedError`.
+        """
         return self._limit("device")
+
+    @limit.setter
+    def limit(self, size: int | str | None) -> None:
+        self._change_limit(Location.DEVICE, size)
 
     @property
     def host_limit(self) -> int | None:
-        """The limit at the host at the time of registration, in bytes. `stats` returns the present one."""
+        """The limit in force at the host, as `limit` is at the device."""
         return self._limit("host")
+
+    @host_limit.setter
+    def host_limit(self, size: int | str | None) -> None:
+        self._change_limit(Location.HOST, size)
+
+    @contextmanager
+    def limited(self, limit: int | str | None, location: Location | str = Location.DEVICE) -> Iterator[None]:
+        """Change the limit at a location during a block, and then set it again to what was asked for before.
+
+        It is the model's limit, for all its sessions and threads. Raises what setting `limit` raises.
+        """
+        place = arguments.location_of(location)
+        books = self.stats().books.get(place.value)
+        before = books.asked_limit_bytes if books else None
+        self._change_limit(place, limit)
+        try:
+            yield
+        finally:
+            self._change_limit(place, before)
+
+    def _change_limit(self, location: Location, size: int | str | None) -> None:
+        limit = MAX_BYTES if size is None else arguments.bytes_of("a limit", size)
+        self._session.check_open()
+        frame = Frame()
+        request = frame.register_model
+        request.model_id, request.replace_limits = self.name, True
+        request.limits.add(location=messages.location_to_wire(location), limit_bytes=limit)
+        registered = self._session.reconnecting.call(frame, timeout=CONTROL_SECONDS)
+        self._registered = messages.value(ModelStatus, registered)
 
     @property
     def driver(self) -> Driver:

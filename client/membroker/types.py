@@ -150,7 +150,8 @@ class ModelBooks:
     the model's present weight among the tenant's models. `waiting_requests` requests of the model wait for
     `waiting_bytes`. `recallable_bytes` of `used_bytes` can be recalled. `recalled_bytes` were recalled and are not
     released yet, and `late_bytes` were neither released nor answered for by the deadline. `share_bytes` is what the
-    division by weight gives the model; None while nobody waits.
+    division by weight gives the model; None while nobody waits. `asked_limit_bytes` is the limit that programs asked
+    for, which can only lower the operator's.
     """
 
     location: str
@@ -169,6 +170,7 @@ class ModelBooks:
     recalled_bytes: int = 0
     late_bytes: int = 0
     share_bytes: int | None = None
+    asked_limit_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,7 @@ REGISTER = st.builds(
     virtual_capacity_bytes=st.none() | NUMBERS,
     limits=st.lists(st.builds(rpb.Limit, location=LOCATIONS, limit_bytes=NUMBERS), max_size=3),
     exclusive=st.booleans(),
+    replace_limits=st.booleans(),
 )
 UNREGISTER = st.builds(bpb.UnregisterModelRequest, request_id=UNSIGNED, name=NAMES)
 

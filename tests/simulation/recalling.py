@@ -64,7 +64,8 @@ class Recalling:
     ) -> None:
         if answers is not None:
             (worker.answers.add if answers else worker.answers.discard)(name)
-        self.world.send(ev.RegisterModel(*self.world.ask(worker), name, None, limits, exclusive, answers))
+        replaces = bool(limits) and self.world.random.random() < 0.3
+        self.world.send(ev.RegisterModel(*self.world.ask(worker), name, None, limits, exclusive, answers, replaces))
 
     def state(self, worker: Worker) -> frozenset[ModelName]:
         """Return the models of which a worker says that it answers when it is back. Some have forgotten."""

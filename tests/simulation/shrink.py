@@ -230,7 +230,8 @@ def _command(event: ev.Event, opened: Mapping[int, int], names: Mapping[int, str
         case ev.RegisterModel():
             limit = "".join(f" limit={where}:{size // MIB}" for where, size in event.limits.items())
             answers = "" if event.answers is None else f" answers={'yes' if event.answers else 'no'}"
-            return f"register {model}{limit}{' exclusive=1' if event.exclusive else ''}{answers}"
+            words = " exclusive=1" * event.exclusive + " replaces=1" * event.replaces
+            return f"register {model}{limit}{words}{answers}"
         case ev.UnregisterModel():
             return f"unregister {model}"
         case ev.Allocate():

@@ -126,7 +126,7 @@ class RegisterModel(Request):
     """Register or join a model. Numbers that are None, or not in `limits`, are not changed.
 
     `answers`: whether the session answers recalls of the model from now on. None changes nothing; a new session does
-    not answer.
+    not answer. `replaces`: the limits take the place of those that were registered.
     """
 
     name: ModelName
@@ -134,6 +134,7 @@ class RegisterModel(Request):
     limits: Mapping[Location, int]
     exclusive: bool
     answers: bool | None = None
+    replaces: bool = False
 
 
 @value

@@ -56,7 +56,7 @@ class ModelBegan:
 
 @value
 class ModelAsked:
-    """A session set numbers of the model that no session had set before."""
+    """A session set numbers of the model: those that no session had set before, or in the place of them."""
 
     name: ModelName
     virtual_capacity: int | None

@@ -34,9 +34,9 @@ class Models:
         row, virtual = self._books.ledger.models.get(event.name), event.virtual_capacity
         if row is None:
             self._books.record(ft.ModelBegan(event.name, virtual, dict(event.limits)))
-        else:  # the numbers that no session has set yet; the others are the same
-            more = {where: size for where, size in event.limits.items() if where not in row.limits}
-            new = virtual if row.virtual_capacity is None else None
+        else:  # the numbers that no session has set yet, or that this one replaces
+            more = {where: size for where, size in event.limits.items() if row.limits.get(where) != size}
+            new = None if virtual == row.virtual_capacity else virtual
             if more or new is not None:
                 self._books.record(ft.ModelAsked(row.name, new, more))
         if event.name not in self._books.ledger.sessions[event.session].models:
@@ -67,7 +67,12 @@ class Models:
             return self._refuse_new_model(event)
         if event.exclusive:
             return deny(Reason.MODEL_EXISTS, model=str(event.name))
-        return _conflict(row, event)
+        return _conflict(row, event) if self._has_living(row) else None
+
+    def _has_living(self, row: ModelRow) -> bool:
+        """Say whether a process that may be alive uses a model. Only then do its numbers bind the next one."""
+        sessions = self._books.ledger.sessions
+        return any(sessions[session].state != "releasing" for session in row.sessions)
 
     def _refuse_new_model(self, event: ev.RegisterModel) -> Denied | None:
         limit = self._books.rules.max_models_per_tenant
@@ -160,8 +165,9 @@ def _conflict(row: ModelRow, event: ev.RegisterModel) -> Denied | None:
     """Return the first number that differs from the one that was set before."""
     asked: list[tuple[str, int | None, int | None]] = [
         ("virtual_capacity", event.virtual_capacity, row.virtual_capacity),
-        *((f"{where} limit", limit, row.limits.get(where)) for where, limit in event.limits.items()),
     ]
+    if not event.replaces:
+        asked += [(f"{where} limit", limit, row.limits.get(where)) for where, limit in event.limits.items()]
     for what, mine, theirs in asked:
         if mine is not None and theirs is not None and mine != theirs:
             return deny(Reason.MODEL_CONFLICT, model=str(row.name), what=what, asked=mine, registered=theirs)

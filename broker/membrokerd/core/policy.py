@@ -10,7 +10,7 @@ from membroker.wire import names
 from .denied import Denied, Reason, deny
 from .ledger import Ledger
 from .names import Location, ModelName, QuotaKey
-from .rows import Quota
+from .rows import ModelRow, Quota
 
 ATTACHABLE = ("writing", "sealing", "sealed")
 """The states of a segment that is not ending."""
@@ -109,11 +109,17 @@ def weight_of(quotas: Mapping[QuotaKey, Quota], rules: Rules, key: QuotaKey) -> 
 def model_limit(ledger: Ledger, rules: Rules, name: ModelName, location: Location) -> int | None:
     """Return the model's limit in force: the smaller of what was asked and what is commanded, or else configured."""
     row = ledger.models.get(name)
-    asked = row.limits.get(location) if row else None
+    asked = asked_limit(row, location) if row else None
     ruled = limit_of(ledger.quotas, rules, (*name, location))
     if asked is None or ruled is None:
         return ruled if asked is None else asked
     return min(asked, ruled)
+
+
+def asked_limit(row: ModelRow, location: Location) -> int | None:
+    """Return the limit that a model's workers ask for. The largest number that a size can be is none."""
+    asked = row.limits.get(location)
+    return None if asked == MAX_BYTES else asked
 
 
 def check_extents(

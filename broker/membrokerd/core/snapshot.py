@@ -56,6 +56,7 @@ class ModelLocationView:
     segments: int
     extents: int
     limit: int | None
+    asked_limit: int | None
     guarantee: int
     weight: int
     waiting: int
@@ -190,6 +191,7 @@ def take_model(broker: Broker, name: ModelName) -> ModelView:
                 segments=charge.segments,
                 extents=charge.extents,
                 limit=policy.model_limit(broker.ledger, broker.books.rules, row.name, where),
+                asked_limit=policy.asked_limit(row, where),
                 guarantee=broker.books.admission.model_guarantee(row.name, where),
                 weight=policy.weight_of(broker.ledger.quotas, broker.books.rules, (*row.name, where)),
                 waiting=waiting,

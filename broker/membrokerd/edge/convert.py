@@ -210,6 +210,7 @@ def _registration(
         limits=limits,
         exclusive=request.exclusive,
         answers=answers,
+        replaces=request.replace_limits,
     )
 
 

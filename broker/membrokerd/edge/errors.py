@@ -75,9 +75,8 @@ _TABLE: Mapping[Reason, _Row] = {
     Reason.MODEL_NOT_FOUND: _Row(Code.NOT_FOUND, "this session has not registered the model {of}"),
     Reason.MODEL_CONFLICT: _Row(
         Code.FAILED_PRECONDITION,
-        "{of} is registered with {what} {registered}, not {asked}: leave the number out to join it as it is. To change "
-        "the number, wait until the model has ended: when its last session unregisters it, or `model_grace_seconds` "
-        "(default 60) after that session ends, and all its segments are deleted",
+        "{of} is registered with {what} {registered}, not {asked}: leave the number out to join it as it is, change "
+        "its limit for all its sessions (`Model.limit`, `replace_limits`), or end its other sessions",
     ),
     Reason.MODEL_EXISTS: _Row(
         Code.ALREADY_EXISTS, "{of} is registered already: join it without `exclusive`, or end the other worker"

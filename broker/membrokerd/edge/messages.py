@@ -88,6 +88,7 @@ def from_model(
                 releasing_bytes=books.releasing,
                 declared_bytes=books.declared,
                 limit_bytes=books.limit,
+                asked_limit_bytes=books.asked_limit,
                 extents=books.extents,
                 segment_bytes=books.segments,
                 guarantee_bytes=books.guarantee,

@@ -24,6 +24,7 @@ class RegisterModelRequest(google.protobuf.message.Message):
     LIMITS_FIELD_NUMBER: builtins.int
     EXCLUSIVE_FIELD_NUMBER: builtins.int
     ANSWERS_RECALLS_FIELD_NUMBER: builtins.int
+    REPLACE_LIMITS_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """Zero inside a handoff frame, which has its own id."""
     model_id: builtins.str
@@ -40,10 +41,15 @@ class RegisterModelRequest(google.protobuf.message.Message):
     """Whether this session answers recalls of the model, from now on. Absent: as it was, at first not. Only such sessions
     borrow what others are guaranteed and do not use. From revision 2 on.
     """
+    replace_limits: builtins.bool
+    """The limits take the place of the registered ones, for all sessions of the model. An older broker skips the field,
+    and answers MODEL_CONFLICT.
+    """
     @property
     def limits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[membroker.v1.resources_pb2.Limit]:
         """The limits that the workers ask for, at most one for each location. They can lower what the configuration allows,
-        never raise it. Absent: the registered limits.
+        never raise it. Absent: the registered limits. 2^63-1: none. While a living session has registered the model,
+        another number is MODEL_CONFLICT, unless `replace_limits` is set.
         """
 
     def __init__(
@@ -55,9 +61,10 @@ class RegisterModelRequest(google.protobuf.message.Message):
         limits: collections.abc.Iterable[membroker.v1.resources_pb2.Limit] | None = ...,
         exclusive: builtins.bool = ...,
         answers_recalls: builtins.bool | None = ...,
+        replace_limits: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_answers_recalls", b"_answers_recalls", "_virtual_capacity_bytes", b"_virtual_capacity_bytes", "answers_recalls", b"answers_recalls", "virtual_capacity_bytes", b"virtual_capacity_bytes"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_answers_recalls", b"_answers_recalls", "_virtual_capacity_bytes", b"_virtual_capacity_bytes", "answers_recalls", b"answers_recalls", "exclusive", b"exclusive", "limits", b"limits", "model_id", b"model_id", "request_id", b"request_id", "virtual_capacity_bytes", b"virtual_capacity_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_answers_recalls", b"_answers_recalls", "_virtual_capacity_bytes", b"_virtual_capacity_bytes", "answers_recalls", b"answers_recalls", "exclusive", b"exclusive", "limits", b"limits", "model_id", b"model_id", "replace_limits", b"replace_limits", "request_id", b"request_id", "virtual_capacity_bytes", b"virtual_capacity_bytes"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_answers_recalls", b"_answers_recalls"]) -> typing.Literal["answers_recalls"] | None: ...
     @typing.overload

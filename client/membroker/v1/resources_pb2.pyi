@@ -336,6 +336,7 @@ class ModelBooks(google.protobuf.message.Message):
     RECALLED_BYTES_FIELD_NUMBER: builtins.int
     LATE_BYTES_FIELD_NUMBER: builtins.int
     SHARE_BYTES_FIELD_NUMBER: builtins.int
+    ASKED_LIMIT_BYTES_FIELD_NUMBER: builtins.int
     location: global___Location.ValueType
     used_bytes: builtins.int
     """What the model is charged: lent + releasing."""
@@ -366,6 +367,8 @@ class ModelBooks(google.protobuf.message.Message):
     """What its sessions were asked for, and did not release in time, or kept whole in their last answer."""
     share_bytes: builtins.int
     """In listings, while requests wait at the location: what the division by weight gives the model now."""
+    asked_limit_bytes: builtins.int
+    """The limit that the workers ask for (RegisterModelRequest.limits). Absent: none."""
     def __init__(
         self,
         *,
@@ -385,9 +388,12 @@ class ModelBooks(google.protobuf.message.Message):
         recalled_bytes: builtins.int = ...,
         late_bytes: builtins.int = ...,
         share_bytes: builtins.int | None = ...,
+        asked_limit_bytes: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "_share_bytes", b"_share_bytes", "limit_bytes", b"limit_bytes", "share_bytes", b"share_bytes"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_limit_bytes", b"_limit_bytes", "_share_bytes", b"_share_bytes", "declared_bytes", b"declared_bytes", "extents", b"extents", "guarantee_bytes", b"guarantee_bytes", "late_bytes", b"late_bytes", "limit_bytes", b"limit_bytes", "location", b"location", "peak_bytes", b"peak_bytes", "recallable_bytes", b"recallable_bytes", "recalled_bytes", b"recalled_bytes", "releasing_bytes", b"releasing_bytes", "segment_bytes", b"segment_bytes", "share_bytes", b"share_bytes", "used_bytes", b"used_bytes", "waiting_bytes", b"waiting_bytes", "waiting_requests", b"waiting_requests", "weight", b"weight"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_asked_limit_bytes", b"_asked_limit_bytes", "_limit_bytes", b"_limit_bytes", "_share_bytes", b"_share_bytes", "asked_limit_bytes", b"asked_limit_bytes", "limit_bytes", b"limit_bytes", "share_bytes", b"share_bytes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_asked_limit_bytes", b"_asked_limit_bytes", "_limit_bytes", b"_limit_bytes", "_share_bytes", b"_share_bytes", "asked_limit_bytes", b"asked_limit_bytes", "declared_bytes", b"declared_bytes", "extents", b"extents", "guarantee_bytes", b"guarantee_bytes", "late_bytes", b"late_bytes", "limit_bytes", b"limit_bytes", "location", b"location", "peak_bytes", b"peak_bytes", "recallable_bytes", b"recallable_bytes", "recalled_bytes", b"recalled_bytes", "releasing_bytes", b"releasing_bytes", "segment_bytes", b"segment_bytes", "share_bytes", b"share_bytes", "used_bytes", b"used_bytes", "waiting_bytes", b"waiting_bytes", "waiting_requests", b"waiting_requests", "weight", b"weight"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_asked_limit_bytes", b"_asked_limit_bytes"]) -> typing.Literal["asked_limit_bytes"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_limit_bytes", b"_limit_bytes"]) -> typing.Literal["limit_bytes"] | None: ...
     @typing.overload

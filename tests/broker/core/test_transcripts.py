@@ -217,10 +217,11 @@ class Script:
         limit: str = "",
         virtual: str = "",
         answers: str = "",
+        replaces: str = "",
     ) -> ev.Event:
-        """Register; answers=yes or no: whether the session answers recalls of the model."""
+        """Register; answers=yes or no: whether the session answers recalls of the model. A limit of `none` is none."""
         where, _, size = limit.partition(":")
-        limits: Any = {where: mib(size)} if limit else {}
+        limits: Any = {where: policy.MAX_BYTES if size == "none" else mib(size)} if limit else {}
         return ev.RegisterModel(
             self.call(f"{request} of {name}"),
             self.session(name),
@@ -230,6 +231,7 @@ class Script:
             limits,
             bool(exclusive),
             {"": None, "yes": True, "no": False}[answers],
+            bool(replaces),
         )
 
     def do_unregister(self, name: str, request: str, model: str) -> ev.Event:

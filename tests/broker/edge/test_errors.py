@@ -269,7 +269,7 @@ def test_a_models_conflict_has_sizes_and_how_the_model_ends() -> None:
     numbers = {"model": MODEL, "what": "device limit"}
     told = sentence(Reason.MODEL_CONFLICT, **numbers, asked=8 * gib, registered=4 * gib)
     assert "with device limit 4.0 GiB, not 8.0 GiB" in told
-    assert "model_grace_seconds" in told
+    assert "`Model.limit`" in told
     close = sentence(Reason.MODEL_CONFLICT, **numbers, asked=8 * gib + 1, registered=8 * gib)
     assert "8.0 GiB, not 8589934593 B" in close
 

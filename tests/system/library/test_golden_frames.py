@@ -278,7 +278,9 @@ def _hide_what_differs(reply: pb.Reply) -> None:
         device.start_time.FromSeconds(CREATE_SECONDS)
         device.metrics_url = "http://127.0.0.1:9710/metrics"
         (books,) = device.locations
-        books.device_used_bytes = books.device_total_bytes  # at the last audit
+        books.device_used_bytes, books.unaccounted_bytes = books.device_total_bytes, 0  # at the last audit
+        books.free_bytes, books.releasing_bytes = books.free_bytes + books.releasing_bytes, 0  # of a segment that ended
+        device.sessions, device.detached_sessions = 3, 0
     for session in reply.sessions.sessions:
         assert session.pid == os.getpid()
         session.pid, session.uid = 4712, 1_000

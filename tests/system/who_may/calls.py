@@ -21,6 +21,7 @@ from tests.support.daemons import DEADLINE_SECONDS
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
+from membroker.v1 import resources_pb2 as rpb
 
 from .table import BOTH, GRPC, KINDS, MARK, PAGE, Deed, Party, outcome, row
 
@@ -99,6 +100,23 @@ call(
     "UnregisterModel",
     lambda s: bpb.UnregisterModelRequest(name=s.idle),
 )
+
+
+@row(
+    "M4",
+    "change the limit of S's model",
+    _tenants("its-own"),
+    _TENANT,
+    calls=("RegisterModel",),
+    transports=BOTH,
+)
+def change_limit(me: Party, target: Any) -> Any:
+    """It is the tenant's, as the model is; the operator's limit stays above it."""
+    limit = rpb.Limit(location=rpb.LOCATION_DEVICE, limit_bytes=1 << 40)
+    request = bpb.RegisterModelRequest(model_id=target.model_id, limits=[limit], replace_limits=True)
+    answer = me.ask(target, "RegisterModel", request)
+    return answer if isinstance(answer, Status) or answer.name == target.model else "its-own"
+
 
 # --- memory and segments ---
 

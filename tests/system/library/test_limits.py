@@ -1,0 +1,78 @@
+"""The limit of a model in the loop of development: a program is edited and run again, and changes it as it runs."""
+
+from __future__ import annotations
+
+import pytest
+from tests.support.daemons import Daemon, until
+from tests.support.sizes import MIB
+from tests.support.workers import worker
+
+import membroker
+from membroker.admin import Admin
+from membroker.v1 import resources_pb2 as rpb
+from membroker.vmm import Location
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_program_runs_again_with_another_limit(daemon: Daemon, killed: bool) -> None:
+    """It ended, cleanly or not, and holds nothing: the next run is not refused for a minute."""
+    with worker() as one:
+        one.connect(daemon)
+        one.do(
+            "model = client.register_model('m', limit='4MiB', virtual_capacity='1GiB'); held = model.allocate('4MiB')"
+        )
+        if killed:
+            one.kill()
+            until(lambda: all(session.state == rpb.Session.RELEASING for session in daemon.sessions()))
+        else:
+            one.do("client.close()")
+    with membroker.connect(daemon.endpoint()) as client:
+        model = client.register_model("m", limit="8MiB", virtual_capacity="2GiB")
+        assert (model.limit, model.virtual_capacity) == (8 * MIB, 2 << 30)
+        with membroker.connect(daemon.endpoint()) as other, pytest.raises(membroker.ModelConflict, match=r"4\.0 MiB"):
+            other.register_model("m", limit="4MiB")
+
+
+def test_a_program_changes_the_limit_of_its_model(daemon: Daemon) -> None:
+    """For all sessions of the model, and never above what the operator has set."""
+    with membroker.connect(daemon.endpoint()) as client, membroker.connect(daemon.endpoint()) as other:
+        model, joined = client.register_model("m", limit="4MiB"), other.register_model("m")
+        with pytest.raises(membroker.OutOfMemory):
+            joined.allocate("6MiB")
+        model.limit = "6MiB"
+        assert model.limit == 6 * MIB
+        with joined.allocate("6MiB"):
+            joined.limit = 2 * MIB
+            assert model.stats().books["device"].limit_bytes == 2 * MIB
+            with pytest.raises(membroker.OutOfMemory):
+                model.allocate("2MiB")
+        model.limit = None
+        assert model.limit is None
+        with Admin(daemon.admin / "grpc.sock") as admin:
+            admin.set_quota("tenants/red/models/m", Location.DEVICE, {"limit_bytes": 8 * MIB})
+        model.limit = "16MiB"
+        assert model.limit == 8 * MIB
+        assert model.stats().books["device"].asked_limit_bytes == 16 * MIB
+        with pytest.raises(membroker.OutOfMemory):
+            model.allocate("10MiB")
+        for wrong in ("much", -1, True, 1.5):
+            with pytest.raises(membroker.InvalidRequest):
+                model.limit = wrong  # type: ignore[assignment]
+        with pytest.raises(membroker.InvalidRequest, match="host"):
+            model.host_limit = "2MiB"
+
+
+@pytest.mark.parametrize("before", ["12MiB", None])
+def test_a_limit_for_a_block(daemon: Daemon, before: str | None) -> None:
+    """Afterwards it is what was asked for before, also after an exception, and no copy of the operator's."""
+    with membroker.connect(daemon.endpoint()) as client, Admin(daemon.admin / "grpc.sock") as admin:
+        model = client.register_model("m", limit=before)
+        admin.set_quota("tenants/red/models/m", Location.DEVICE, {"limit_bytes": 8 * MIB})
+        borrow = model.limited("2MiB")(lambda size: model.allocate(size).close())
+        borrow("2MiB")
+        with pytest.raises(membroker.OutOfMemory):
+            borrow("4MiB")
+        books = model.stats().books["device"]
+        assert books.limit_bytes == 8 * MIB
+        assert books.asked_limit_bytes == (12 * MIB if before else None)
+        model.allocate("8MiB").close()
