@@ -23,7 +23,7 @@ DEPLOY = Path(__file__).parents[1] / "deploy"
 CHART = DEPLOY / "helm" / "membroker"
 HEAD = "# Rendered from deploy/helm/membroker by `make manifests`. Change the chart, not this file.\n"
 ADMISSION = "admission.yaml"
-FILES = ("prometheus/alerts.yml", "prometheus/rules.yml", "grafana/membroker.json")
+FILES = ("prometheus/alerts.yml", "prometheus/rules.yml", "grafana/membroker.json", "grafana/membroker-fleet.json")
 SCHEMA = CHART / "values.schema.json"
 OF_HELM = {"check.yaml", "NOTES.txt"}
 """What only Helm makes use of: a hook, and the notes after an installation."""

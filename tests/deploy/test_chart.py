@@ -157,7 +157,7 @@ def test_the_operators_rules_are_the_alerts_and_rules_of_prometheus() -> None:
     links = [rule["annotations"]["runbook_url"] for group in groups for rule in group["rules"] if "alert" in rule]
     assert all(link.startswith("https://docs.example/membroker/alerts.html#membroker") for link in links)
     board = one({"dashboard": {"enabled": True}}, "ConfigMap", "membrokerd-dashboard")
-    assert json.loads(board["data"]["membroker.json"])["panels"]
+    assert [json.loads(board["data"][name])["panels"] != [] for name in ("membroker.json", "membroker-fleet.json")]
 
 
 def test_an_upgrade_is_preceded_by_a_check_of_its_configuration(tmp_path: Path) -> None:

@@ -25,25 +25,30 @@ from membrokerd.observe import catalog
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 BOARD = json.loads((DEPLOY / "grafana" / "membroker.json").read_text())
+FLEET = json.loads((DEPLOY / "grafana" / "membroker-fleet.json").read_text())
 RUNBOOKS = (DEPLOY.parent / "docs" / "alerts.md").read_text()
 
 
 def queries() -> list[tuple[str, str]]:
     """Return each panel's queries as they are asked of Prometheus: with all GPUs, and a short interval."""
-    found = [(panel["title"], target["expr"]) for panel in BOARD["panels"] for target in panel["targets"]]
+    panels = [*BOARD["panels"], *FLEET["panels"]]
+    found = [(panel["title"], target["expr"]) for panel in panels for target in panel["targets"]]
     return [(title, expr.replace("$gpu_uuid", ".*").replace("$__rate_interval", "10s")) for title, expr in found]
 
 
-def test_the_dashboard_has_the_eight_panels_and_refers_to_what_exists() -> None:
+def test_the_dashboard_has_its_panels_and_refers_to_what_exists() -> None:
     assert [panel["title"] for panel in BOARD["panels"]] == [
         "The GPU's memory",
         "Tenants, their guarantees and limits",
         "Models",
         "Refusals by reason",
-        "Waits and recalls",
+        "Waiting, late and missing",
         "Latency of requests",
+        "Waits and recalls that end",
+        "How long requests waited (p99)",
         "Sessions and descriptors, of their bounds",
         "Bytes saved by sharing",
+        "Host memory",
     ]
     places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in BOARD["panels"]]
     assert len(set(places)) == len(places), "no panel lies over another"
@@ -52,6 +57,28 @@ def test_the_dashboard_has_the_eight_panels_and_refers_to_what_exists() -> None:
     assert named <= set(catalog.ALL)
     variables = {variable["name"] for variable in BOARD["templating"]["list"]}
     assert set(re.findall(r"\$\{?(?!__)(\w+)", json.dumps(BOARD))) == variables == {"datasource", "gpu_uuid"}
+
+
+def test_no_panel_has_two_kinds_of_numbers() -> None:
+    """Bytes beside rates on one axis: what was small could not be read."""
+    for panel in BOARD["panels"]:
+        kinds = {
+            "s" if "quantile" in expr else "rate" if "rate(" in expr else "share" if " / " in expr else "bytes"
+            for expr in (target["expr"] for target in panel["targets"])
+        }
+        assert len(kinds) == 1, panel["title"]
+        assert panel["fieldConfig"]["defaults"]["unit"] != "short"
+
+
+def test_the_board_of_all_gpus_has_a_row_for_each() -> None:
+    """Each query has one series for a GPU, so that Grafana merges them into rows; a row leads to the GPU's board."""
+    (table,) = FLEET["panels"]
+    for target in table["targets"]:
+        assert re.search(r"by \(gpu_uuid, instance, node[,)]", target["expr"])
+        assert target["instant"]
+        assert target["format"] == "table"
+    assert f"/d/{BOARD['uid']}?var-gpu_uuid=" in json.dumps(FLEET)
+    assert set(re.findall(r"\$\{?(?!__)(\w+)", json.dumps(FLEET))) == {"datasource"}
 
 
 def test_each_alert_has_a_runbook() -> None:
@@ -76,6 +103,7 @@ def test_each_runbook_says_how_urgent_it_is() -> None:
 
 CONFIG = {
     "capacity": "256MiB",
+    "host_capacity": "64MiB",
     "tenants": {"red": {"limit": "192MiB", "guarantee": "32MiB"}, "blue": {}},
 }
 
