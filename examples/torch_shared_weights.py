@@ -109,7 +109,7 @@ def main(count: int) -> None:
         for one in workers:
             one.join()
         print(f"{sum(alike)} of {count} workers answer {expected[len(PROMPT[0]) :]}", flush=True)
-        used = model.stats().books["device"].used_bytes
+        used = model.used_bytes
         print(f"the model is charged {used >> 20} MiB, once for all workers", flush=True)
         client.delete_segment("shared/weights")
     sys.exit(0 if all(alike) else 1)

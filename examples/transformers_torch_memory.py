@@ -41,7 +41,7 @@ def main() -> None:
         if client.driver_kind == "host":
             with publish_module(model, "weights", module) as segment:
                 attach_module(segment, module)
-                borrowed, used = answer(module), model.stats().books["device"].used_bytes
+                borrowed, used = answer(module), model.used_bytes
                 del module
             client.delete_segment("transformers/weights")
         else:

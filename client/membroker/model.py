@@ -28,7 +28,7 @@ from .session.recalls import OpenRecall, borrows_in_a_callback
 from .session.rpc import CONTROL_SECONDS
 from .session.session import Session, SessionOwner
 from .tracebacks import ends_at_the_caller
-from .types import Available, ModelStatus, SleepRequest, SleepStatus
+from .types import Available, ModelBooks, ModelStatus, SleepRequest, SleepStatus
 from .v1 import broker_pb2 as pb
 from .v1 import resources_pb2
 from .v1.handoff_pb2 import Frame
@@ -93,8 +93,7 @@ class Model:
         It is the model's limit, for all its sessions and threads. Raises what setting `limit` raises.
         """
         place = arguments.location_of(location)
-        books = self.stats().books.get(place.value)
-        before = books.asked_limit_bytes if books else None
+        before = self._books_of(place).asked_limit_bytes
         self._change_limit(place, limit)
         try:
             yield
@@ -127,14 +126,14 @@ class Model:
 
     def pool(
         self,
-        *,
         virtual_capacity: int | str | None = None,
+        *,
         page_size: int | str = DEFAULT_PAGE_SIZE,
         location: Location | str = Location.DEVICE,
         spare_pages: int = 0,
         ahead: int | Literal["auto"] = 0,
     ) -> VirtualMemoryPool:
-        """Reserve addresses for `virtual_capacity` bytes (by default the model's) and return the pool.
+        """Reserve addresses for `virtual_capacity` bytes (by default the model's) and return the pool: `pool("64GiB")`.
 
         No memory is borrowed yet. `spare_pages` is how many deallocated pages the pool may keep mapped. `ahead` is how
         many pages it borrows before they are needed, or `"auto"`. See `VirtualMemoryPool`. Raises `InvalidPageSize`
@@ -270,6 +269,23 @@ class Model:
         Raises `ModelNotFound` once the model has ended, `BrokerUnavailable` and `ClosedError`.
         """
         return messages.value(ModelStatus, self._session.ask("get_model", pb.GetModelRequest(name=self.resource_name)))
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes that the model is charged at the device now, over all its sessions. Asks the broker, as `stats`."""
+        return self._books_of(Location.DEVICE).used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that the model was charged at the device since it began. Asks the broker, as `stats` does."""
+        return self._books_of(Location.DEVICE).peak_bytes
+
+    def _books_of(self, location: Location) -> ModelBooks:
+        """Return the present figures at a location. Raises `InvalidRequest` if the broker lends no memory there."""
+        books = self.stats().books.get(location.value)
+        if books is None:
+            raise InvalidRequest(f"this broker lends no {location.value} memory (`host_capacity` in its configuration)")
+        return books
 
     def available(self, location: Location | str = Location.DEVICE) -> Available:
         """Return how many bytes one request could borrow at a location, now and by waiting.

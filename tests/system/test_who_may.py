@@ -303,6 +303,7 @@ def test_every_call_has_a_row() -> None:
         "holds",
         "ack",
         "goodbye",
+        "cancel",  # of a request of its own session, by that session's number
         "recall_answer",
         "sleep_answer",
         *KINDS.values(),

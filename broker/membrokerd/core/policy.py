@@ -117,7 +117,7 @@ def model_limit(ledger: Ledger, rules: Rules, name: ModelName, location: Locatio
 
 
 def asked_limit(row: ModelRow, location: Location) -> int | None:
-    """Return the limit that a model's workers ask for. The largest number that a size can be is none."""
+    """Return the limit that a model's workers ask for. The largest number stands for no limit."""
     asked = row.limits.get(location)
     return None if asked == MAX_BYTES else asked
 

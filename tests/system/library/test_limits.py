@@ -33,6 +33,7 @@ def test_a_program_runs_again_with_another_limit(daemon: Daemon, killed: bool) -
             other.register_model("m", limit="4MiB")
 
 
+@pytest.mark.shared_daemon(False)  # it sets a quota
 def test_a_program_changes_the_limit_of_its_model(daemon: Daemon) -> None:
     """For all sessions of the model, and never above what the operator has set."""
     with membroker.connect(daemon.endpoint()) as client, membroker.connect(daemon.endpoint()) as other:
@@ -62,6 +63,23 @@ def test_a_program_changes_the_limit_of_its_model(daemon: Daemon) -> None:
             model.host_limit = "2MiB"
 
 
+def test_what_a_model_uses_is_asked_for_by_name(daemon: Daemon) -> None:
+    """Over all its sessions, now and at the most; and a pool's first argument is its addresses."""
+    with membroker.connect(daemon.endpoint()) as client, membroker.connect(daemon.endpoint()) as other:
+        model = client.register_model("figures", virtual_capacity="1GiB")
+        held = other.register_model("figures").allocate("6MiB")
+        with model.pool("64MiB", page_size="2MiB") as pool:
+            assert pool.capacity == 64 * MIB
+            pool.allocate(0, "4MiB")
+            assert (model.used_bytes, model.peak_bytes) == (10 * MIB, 10 * MIB)
+        held.close()
+        until(lambda: model.used_bytes == 0)
+        assert model.peak_bytes == 10 * MIB
+        with pytest.raises(membroker.InvalidRequest, match="host"), model.limited("2MiB", "host"):
+            pass
+
+
+@pytest.mark.shared_daemon(False)  # as above
 @pytest.mark.parametrize("before", ["12MiB", None])
 def test_a_limit_for_a_block(daemon: Daemon, before: str | None) -> None:
     """Afterwards it is what was asked for before, also after an exception, and no copy of the operator's."""
