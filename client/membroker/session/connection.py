@@ -208,10 +208,12 @@ class Connection:
                     scope.watch(call, partial(self._cancel, call))
                     scope.check()
                 if needs_place:
+                    request, line = getattr(frame, kind), None
                     # What is borrowed ahead of need never waits.
-                    may_wait = not call.request.ahead if until is None else time.monotonic() < until
+                    if not call.request.ahead if until is None else time.monotonic() < until:
+                        line = request.name if kind == "attach_segment" else (request.model, request.location)
                     with self._changed.lock:
-                        has_place = self._places.enter(call.request_id, may_wait=may_wait)
+                        has_place = self._places.enter(call.request_id, line)
                     if not has_place:
                         self._wait_for_place(call, until)
                         if scope is not None:
@@ -221,7 +223,7 @@ class Connection:
                 if self._end is not None:
                     self._check_open()
                 if until is not None:
-                    _let_wait(getattr(frame, kind), until)
+                    _let_wait(request, until)
                 if self._by_grpc and kind in self._by_grpc:
                     self._start_by_grpc(call, frame)
                 else:

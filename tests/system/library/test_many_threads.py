@@ -105,6 +105,31 @@ def test_forty_handlers_while_memory_is_full() -> None:
         assert daemon.books().lent_bytes == CAPACITY
 
 
+def test_a_model_beside_another_that_waits() -> None:
+    """Forty handlers of one model wait for device memory. Another model of the client borrows at the host meanwhile.
+
+    So does an attach that waits for its seal: they wait for something else, and nobody is before them.
+    """
+    with (
+        running({"capacity": CAPACITY, "host_capacity": CAPACITY}) as daemon,
+        membroker.connect(daemon.endpoint()) as client,
+    ):
+        model, other = client.register_model("m"), client.register_model("other")
+        held = model.allocate(CAPACITY)
+        segment = other.create_segment("weights", PAGE, "host")
+        handlers = [Caller(lambda: model.allocate(PAGE, wait=LONG)) for _ in range(HANDLERS)]
+        until(lambda: waiting(daemon) == MOST_PATIENT)
+        reader = Caller(lambda: client.attach("weights", timeout=LONG))
+        for _ in range(20):
+            other.allocate(PAGE, "host", wait=LONG).close()
+        assert waiting(daemon) == MOST_PATIENT
+        segment.seal()
+        reader.value().close()
+        held.close()
+        for handler in handlers:
+            handler.value().close()
+
+
 def test_their_time_runs_in_front_of_the_broker() -> None:
     """Memory does not come back: forty handlers hear so from the broker when their time is over."""
     with running({"capacity": CAPACITY}) as daemon, membroker.connect(daemon.endpoint()) as client:
