@@ -46,8 +46,8 @@ HOLD_NS = 500_000_000
 use of the GPU; without them a growing model recalls page by page, and a simulation showed eight times the waits."""
 MOST_HELD = 256
 """Of how many lines of requests the models begin or renew holds in one step: those that have waited longest."""
-MOST_CHANGES = 10_000
-"""After so many changes about models all shares are divided again: else what is noted of them would have no bound."""
+MOST_CHANGES = 2_000
+"""After so many changes of models while nobody waits all is worked out again when somebody does."""
 _LEAST_STEP, _MOST_STEP = 64, 8
 """A hold grows in steps of 1/64 of the capacity, doubled with each recall, to at most 1/8."""
 
@@ -183,9 +183,10 @@ class Schedule:
     def follow(self) -> None:
         """Follow all that has changed about models."""
         books, touched = self._books, self._books.ledger.touched
-        if books.admission is not self._admission or self._shares.changes + len(touched) > MOST_CHANGES:
+        if books.admission is not self._admission or len(touched) > MOST_CHANGES:
             self._admission, self._shares = books.admission, self._new_shares()
-            touched |= self._holds.keys()
+            touched.clear()  # all models that are charged are worked out again
+            touched.update(self._holds)
             touched.update((name, location) for location, names in self._lines.wanted.items() for name in names)
         for name, location in touched:
             self._shares.changed(name, location)
@@ -254,13 +255,15 @@ class Schedule:
             looks = self._without_keepers(location, looks)
         passed_over = demand is not None
         shares = self._current(location)
-        within = [Reach(look.group, self._entitled(look.group, shares), min(look.most, look.bound)) for look in looks]
-        ready = _oldest(
-            [each._replace(most=min(each.most, look.room)) for each, look in zip(within, looks, strict=True)]
-        )
+        ready = self._ready_within(looks, shares)
+        within = []
+        if self._books.recallable.is_possible:  # else nothing can be recalled for requests without room
+            within = [
+                Reach(look.group, self._entitled(look.group, shares), min(look.most, look.bound)) for look in looks
+            ]
         oldest = _oldest(within)
-        if ready is not None and oldest is not None:
-            aged = now - oldest.since > 2 * self._books.rules.recall_ns
+        if ready is not None:
+            aged = oldest is not None and now - oldest.since > 2 * self._books.rules.recall_ns
             if ready is oldest or not aged:
                 return ready
         demand = _demand(within)
@@ -278,6 +281,23 @@ class Schedule:
         if ready is not None:
             self.divide_again()  # a grant beyond a share changes the shares of the others
         return ready
+
+    def _ready_within(self, looks: Sequence[Look], shares: Division) -> DebitRequest | None:
+        """Return the oldest request that has room and stays within its model's share.
+
+        Groups come in the order of their oldest request that has room, so the shares of later tenants are not needed.
+        """
+        found: DebitRequest | None = None
+        reaches = [(look.group.oldest(min(look.most, look.room)), look) for look in looks]
+        calls = [(one.event.call, number) for number, (one, _) in enumerate(reaches) if one is not None]
+        for call, number in sorted(calls):
+            if found is not None and found.event.call < call:
+                break
+            look = looks[number]
+            one = self._entitled(look.group, shares).oldest(min(look.most, look.bound, look.room))
+            if one is not None and (found is None or one.event.call < found.event.call):
+                found = one
+        return found
 
     def _beside_holds(self, location: Location, looks: Sequence[Look], shares: Division) -> list[Reach]:
         """Return which requests have room beside what the holds of other models keep."""

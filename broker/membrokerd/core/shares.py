@@ -42,6 +42,8 @@ class Item(NamedTuple):
     used: int = 0
 
 
+_PORTION = 256
+"""How many models are left to the next division, so that it need not work out all at once."""
 _EMPTY = Item(0, 0, 0)
 _NOTHING: Mapping[ModelName, int] = {}
 
@@ -205,22 +207,19 @@ class Shares:
         self._wanted = wanted
         """How many bytes a model wants beyond those that it has."""
         self._parts: dict[Location, dict[str, Part]] = {location: {} for location in ledger.totals}
-        self._changed: dict[Location, set[ModelName]] = {
-            location: {*ledger.models, *admission.guarantees_of_models(location)} for location in ledger.totals
-        }
+        self._changed: dict[Location, set[ModelName]] = {location: set() for location in ledger.totals}
+        self._unknown = set(ledger.totals)
+        """Where all models that are charged, or guaranteed something, must be worked out."""
         self._was_possible = recallable.is_possible
         self._rooms: dict[Location, tuple[int, list[Item], dict[str, int]]] = {}
         """What was divided last among the tenants, with their items, and the shares of the tenants."""
 
-    @property
-    def changes(self) -> int:
-        """How many models have changed since their part was worked out."""
-        return sum([len(names) for names in self._changed.values()])
-
     def changed(self, name: ModelName, location: Location) -> None:
-        """Note that something about a model has changed."""
+        """Note that something about a model has changed. A portion of changes is worked out at once."""
         if location in self._changed:
             self._changed[location].add(name)
+            if len(self._changed[location]) > _PORTION:
+                self.follow(location)
 
     def divide(
         self,
@@ -236,10 +235,7 @@ class Shares:
         if self._was_possible != self._recallable.is_possible:
             self._was_possible = self._recallable.is_possible
             self._divide_guarantees_again()
-        if self._changed[location] or not self._parts[location]:
-            self._parts[location] = self._follow(location, self._parts[location], self._changed[location])
-            self._changed[location] = set()
-        parts = self._parts[location]
+        parts = self.follow(location)
         if wanted or keepers:
             parts = self._follow(location, parts, {*wanted, *keepers}, wanted, keepers)
         total, items = self._ledger.totals[location], [part.item for part in parts.values()]
@@ -252,6 +248,18 @@ class Shares:
             if not (wanted or keepers or less):
                 self._rooms[location] = known
         return Division(parts, known[2])
+
+    def follow(self, location: Location) -> dict[str, Part]:
+        """Work out the parts of all tenants again of which a model has changed, and return those of all."""
+        changed = self._changed[location]
+        if location in self._unknown:
+            self._unknown.remove(location)
+            changed.update([name for name, row in self._ledger.models.items() if row.charges[location].bytes])
+            changed.update(self._admission.guarantees_of_models(location))
+        if changed or not self._parts[location]:
+            self._parts[location] = self._follow(location, self._parts[location], changed)
+            self._changed[location] = set()
+        return self._parts[location]
 
     def _divide_guarantees_again(self) -> None:
         """Forget the parts of tenants with guarantees: recalls are possible, or not any more."""
