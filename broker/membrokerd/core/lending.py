@@ -362,8 +362,8 @@ class Lending:
         if is_guest:
             self._recalls.declared(borrower, less, now, recallable=event.recallable)
         self._stock.make_room(event.location)
-        request.move("answered")
         self._books.answer(event.call, fx.Declared(event.declared_bytes))
+        self._waiting.declared(request)
 
     def _refuse_declare(self, request: DebitRequest) -> Denied | None:
         event, books = request.event, self._books

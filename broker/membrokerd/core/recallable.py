@@ -316,7 +316,7 @@ class Recallable:
         recall = self.recalls.get(borrower)
         if recall is not None and recall.late:
             return 0
-        if borrower in self.guests and not self.can_go(borrower):
+        if borrower in self.guests and not (self.answers(*borrower[:2]) and self.can_go(borrower)):
             return 0
         return max(0, self.extents_of(borrower) - self.kept.get(borrower, (0, 0))[0])
 

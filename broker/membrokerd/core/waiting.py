@@ -303,6 +303,11 @@ class Waiting:
         else:
             self._report(request, "cancelled" if call.failure.reason is Reason.DELIVERY_FAILED else "refused")
 
+    def declared(self, request: DebitRequest) -> None:
+        """Tell how the wait of a declaration ended: it is granted, and answered at once."""
+        request.move("answered")
+        self._report(request, "granted")
+
     def _report(self, waiter: DebitRequest, result: fx.WaitResult) -> None:
         event, waited = waiter.event, waiter.waited
         if waiter.deadline is not None and (waited or result != "granted"):  # its turn may have come at once
