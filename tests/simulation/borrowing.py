@@ -166,7 +166,7 @@ class Borrowing:
         world = self.world
         worker = world.asker()
         if worker and not worker.connected and world.random.random() < 0.8:
-            worker = world.pick(lambda one: one.connected and one.process.alive)
+            worker = world.pick(lambda one: one.connected and one.process.alive and not one.is_guest)
         if worker:
             row = world.broker.ledger.sessions.get(worker.session)
             if row and not row.models and world.random.random() < 0.8:

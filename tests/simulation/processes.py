@@ -62,6 +62,8 @@ class Worker:
     """The models of which it answers recalls."""
     recalls: dict[int, tuple[fx.SendRecall, int]] = field(default_factory=dict)
     """By number: what it is asked for, and when it means to answer."""
+    is_guest: bool = False
+    """What it declares can be recalled: see `hosting`."""
     requests: int = 0
     knows_token: bool = True
     """Its session can be resumed: the daemon lived long enough to say its token."""

@@ -50,7 +50,8 @@ class Recalling:
 
     def change(self) -> None:
         """A worker answers recalls of one of its models from now on, or does not any more."""
-        worker = self.world.pick(lambda one: one.manner != "deaf" and one.process.alive and one.connected)
+        able = self.world.pick(lambda one: one.manner != "deaf" and one.process.alive and one.connected)
+        worker = None if able and able.is_guest else able
         if worker:
             self._register(worker, self.world.model(worker), {}, False, self.world.random.random() < 0.6)
 
@@ -98,6 +99,8 @@ class Recalling:
             world.endings.say_goodbye(worker)
         elif chance < 0.04:
             world.endings.die(worker.process, world.now)
+        elif worker.is_guest:
+            world.hosting.answer(worker, worker.recalls.pop(self._due(worker)[0])[0])
         else:
             self.answer(worker, worker.recalls.pop(self._due(worker)[0])[0])
 

@@ -30,6 +30,7 @@ KEPT_NS = 2_000_000_000
 LONGEST_NS = 128_000_000_000
 HOLD_NS = 500_000_000
 LEAST_STEP, MOST_STEP = 64, 8
+GUEST_NS_PER_GIB = 1_000_000_000
 """All stated here, not taken from the core."""
 
 
@@ -71,6 +72,11 @@ class RecallsReferee:
         """By session that may resume in this step: its extents."""
         self._not_held: defaultdict[int, list[tuple[Place, int]]] = defaultdict(list)
         """By session that resumes in this step: what it has released meanwhile."""
+        self.guests: dict[Place, tuple[int, int | None]] = {}
+        """When each declared something last, and when its slice ends; None: that is over."""
+        self.declared: Counter[Place] = Counter()
+        """What sessions have declared."""
+        self._slice_ended = False
         self.holds: dict[Any, Any] = {}
         self._asked_for: set[ModelName | None] = set()
         """As they were before the step."""
@@ -82,6 +88,8 @@ class RecallsReferee:
         """What this step asks for more than before."""
         self._taken_back = False
         """Whether a raise was not heard before an answer."""
+        self._granted: list[ev.Declare] = []
+        """Declarations that this step has granted, and whose facts are not followed yet."""
 
     @property
     def _world(self) -> Any:
@@ -111,7 +119,41 @@ class RecallsReferee:
         charge = self._world.broker.ledger.sessions[session].charges.get((name, where))
         if charge is None or not self.is_trusted(session, name, where):
             return 0
+        if place in self.guests:
+            return charge.bytes - self.kept.get(place, (0, 0))[0] if self.can_go(place) else 0
         return max(0, charge.bytes - charge.declared - self.kept.get(place, (0, 0))[0])
+
+    def has_guests(self, where: Location) -> bool:
+        """Say whether there is a guest at a location, or one waits."""
+        waiting = [one.event for one in self._world.broker.waiting._waiters.values()]
+        waits = any(isinstance(one, ev.Declare) and one.recallable and one.location == where for one in waiting)
+        return waits or any(place[2] == where for place in self.guests)
+
+    def can_go(self, place: Place, wanted_by: str | None = None) -> bool:
+        """Say whether a guest can be asked for all: those that are asked go first, then the idlest.
+
+        Its model and its tenant keep what they are guaranteed; its tenant's own guests may take what that is.
+        """
+        guarantees, (_, name, where) = self._referee.guarantees, place
+        of_tenant = sum(
+            guarantees.lent(one, where) for one in self._world.broker.ledger.models if one.tenant == name.tenant
+        )
+        of_models: Counter[ModelName] = Counter()
+        order = sorted((one not in self.asked, used, one) for one, (used, _) in self.guests.items() if one[2] == where)
+        for _, _, one in order:
+            if one[1].tenant != name.tenant or self.guests[one][1] is not None or one in self.kept:
+                continue
+            size = self._world.broker.ledger.sessions[one[0]].charges[one[1], where].bytes
+            own = self._referee.set_for((name.tenant, None, where)).guarantee or 0
+            holds = guarantees.lent(one[1], where) - of_models[one[1]] - size >= guarantees.guarantee(one[1], where)
+            if wanted_by != name.tenant:
+                holds = holds and of_tenant - size >= own
+            if one == place:
+                return holds
+            if holds:
+                of_models[one[1]] += size
+                of_tenant -= size
+        return False
 
     @once_a_step
     def of_model(self, name: ModelName, where: Location) -> int:
@@ -175,7 +217,12 @@ class RecallsReferee:
 
     def follow(self, event: ev.Event, step: Step) -> None:
         """Take into the books what the step says. Other referees look at these books."""
-        self._kept_ended = self._taken_back = False
+        self._kept_ended = self._taken_back = self._slice_ended = False
+        self._granted = [
+            self._world.declaring[one.call]
+            for one in step.effects
+            if isinstance(one, fx.Answer) and isinstance(one.result, fx.Declared) and one.call in self._world.declaring
+        ]
         self._new = []
         self._told.clear()
         self._again.clear()
@@ -211,6 +258,8 @@ class RecallsReferee:
 
     def _follow_fact(self, fact: ft.Fact) -> None:
         match fact:
+            case ft.DeclarationSet():
+                self._follow_declaration(fact)
             case ft.Credited(cause="released"):
                 for place, size in self._sizes:
                     self._released(place, size)
@@ -229,13 +278,44 @@ class RecallsReferee:
             case ft.SessionMoved(session, "resumed"):
                 self._resumed(session)
             case ft.SessionMoved(session, "goodbye" | "process died" | "forgotten"):
-                self._forget(session, [*self.answering, *(place[1] for place in [*self.asked, *self.away, *self.kept])])
+                self._forget(
+                    session,
+                    [*self.answering, *(place[1] for place in [*self.asked, *self.away, *self.kept, *self.guests])],
+                )
+
+    def _follow_declaration(self, fact: ft.DeclarationSet) -> None:
+        place, now = (fact.session, fact.name, fact.location), self._world.now
+        less = self.declared[place] - fact.declared_bytes
+        self.declared[place] = fact.declared_bytes
+        own = [one for one in self._granted if (one.session, one.name, one.location) == place]
+        event = next((one for one in own if one.declared_bytes == fact.declared_bytes), None)
+        if event is None:  # it was stated in a resume
+            if place in self.guests:
+                self._not_held[fact.session].append((place, less))
+                if not fact.declared_bytes:
+                    del self.guests[place]
+            return
+        self._granted.remove(event)
+        if not event.recallable and place not in self.guests:
+            return
+        before = self.guests.pop(place, None)
+        if event.recallable and fact.declared_bytes:
+            slice_ns = self._world.broker.books.rules.slice_ns
+            self.guests[place] = now, before[1] if before else (now + slice_ns if slice_ns else None)
+        if less > 0:
+            self._released(place, less)
 
     def _resumed(self, session: int) -> None:
         """What is not late goes on, with the rest of its time and of its bytes, if the session answers still."""
         self.asked |= {place: self.away.pop(place) for place in list(self.away) if place[0] == session}
         for place, size in self._not_held[session]:
             self._released(place, size)
+        before, guests = set(self.guests), self._stated[session].guests
+        for name, where in self._world.broker.ledger.sessions[session].charges:
+            if (name, where) not in guests:
+                self.guests.pop((session, name, where), None)
+            elif (session, name, where) not in self.guests:
+                self.guests[session, name, where] = self._world.now, None
         stated = self._stated.pop(session).answering
         for name in self._world.broker.ledger.sessions[session].models:
             sessions = self.answering.setdefault(name, set())
@@ -245,7 +325,7 @@ class RecallsReferee:
                 continue
             if not one.late:
                 one.first = one.size = one.left
-            if one.late or place[1] in stated:
+            if one.late or (place[1] in stated and (place in self.guests or place not in before)):
                 self._again[one.number] = one
             else:
                 self._answered(session, [one.number], one.size)
@@ -253,7 +333,7 @@ class RecallsReferee:
     def _forget(self, session: int, names: Iterable[ModelName]) -> None:
         for name in set(names):
             self.answering.get(name, set()).discard(session)
-            for books in (self.asked, self.away, self.kept):
+            for books in (self.asked, self.away, self.kept, self.guests):
                 for place in [place for place in books if place[:2] == (session, name)]:
                     del books[place]
 
@@ -323,12 +403,16 @@ class RecallsReferee:
                 fact.extent_bytes * fact.count for fact in debits if (fact.session, fact.name, fact.location) == place
             ]
             charge = sessions[place[0]].charges.get(place[1:])
-            has = charge.bytes - charge.declared - sum(new) if charge else 0
+            has = charge.bytes - (0 if place in self.guests else charge.declared) - sum(new) if charge else 0
             self.kept[place] = min(size, has), until
 
     def _elapsed(self) -> None:
         now = self._world.now
         self.in_force = {key for key in self.in_force if self.marks[key][1] > now}
+        for place, (used, until) in self.guests.items():
+            if until is not None and until <= now:
+                self.guests[place] = used, None
+                self._slice_ended = True
         self._kept_ended = any(until <= now for _, until in self.kept.values())
         self.kept = {place: (size, until) for place, (size, until) in self.kept.items() if until > now}
         for place in [place for place, one in self.away.items() if one.deadline <= now]:
@@ -347,6 +431,7 @@ class RecallsReferee:
         now = self._world.now
         if one is not None and one.number == effect.recall and effect.size > one.size:
             more = effect.size - one.size
+            assert place not in self.guests, "a guest is asked for more than all"
             assert not one.late, "a late recall is raised"
             assert one.since <= now <= (one.since + one.deadline) / 2, (
                 "it is raised with less than half of its time left"
@@ -364,14 +449,30 @@ class RecallsReferee:
             assert effect.size == one.left, "another size is asked for in the repetition"
             self.ends["repeated"] += 1
             return
-        assert effect.within_ns == rules.recall_ns
+        more_time = (effect.size * GUEST_NS_PER_GIB >> 30) if place in self.guests else 0
+        assert effect.within_ns == rules.recall_ns + more_time
         assert one is None, "a session is asked twice at once"
         assert effect.recall > self._last_number, "a number is used twice"
-        assert 0 < effect.size <= self.bytes_of(place), f"{effect} asks for what cannot be recalled"
+        if place in self.guests:
+            self._judge_guest(place, effect)
+        else:
+            assert 0 < effect.size <= self.bytes_of(place), f"{effect} asks for what cannot be recalled"
         self._last_number = effect.recall
-        self.asked[place] = Asked(effect.recall, effect.size, effect.size, effect.size, now, now + rules.recall_ns)
+        deadline = now + effect.within_ns
+        self.asked[place] = Asked(effect.recall, effect.size, effect.size, effect.size, now, deadline)
         self._new.append((place, effect.size))
         self.ends["asked"] += 1
+
+    def _judge_guest(self, place: Place, effect: fx.SendRecall) -> None:
+        """A guest is asked for all that it has, after its slice, and keeps guarantees; but not from its own tenant."""
+        session, name, where = place
+        assert self.answers(session, name), "a guest is asked that does not answer"
+        assert self.guests[place][1] is None, "a guest is asked in its slice"
+        assert place not in self.kept, "a guest is asked for what it keeps"
+        charge = self._world.broker.ledger.sessions[session].charges[name, where]
+        assert effect.size == charge.bytes, "a guest is asked for a part"
+        assert self.can_go(place) or self.can_go(place, name.tenant), f"{effect} goes below a guarantee"
+        self.ends["guests asked"] += 1
 
     # --- what the core has made of it ---
 
@@ -386,6 +487,9 @@ class RecallsReferee:
         asked = [*self.asked.values(), *self.away.values()]
         ends = [one.deadline for one in asked] + [until for _, until in self.kept.values()]
         ends += [self.marks[key][1] for key in self.in_force]
+        ends += [until for _, until in self.guests.values() if until is not None]
+        core_guests = {tuple(one): (it.used, it.slice_until) for one, it in broker.books.recallable.guests.items()}
+        assert core_guests == self.guests, f"the core knows the guests {core_guests}, and they are {self.guests}"
         if ends:
             assert broker.deadline is not None
             assert broker.deadline <= min(ends), "the core is not told the time when it is late"
@@ -410,8 +514,8 @@ class RecallsReferee:
 
     def _judge_questions(self, event: ev.Event, step: Step, where: Location, asks: list[tuple[Place, int]]) -> None:
         """No model is asked for its guarantee, nor for its share, but for what is above a limit."""
-        if not asks:
-            return
+        if not asks or any(place in self.guests for place, _ in asks):
+            return  # what is asked of guests is more than is wanted: `_judge_guest`
         guarantees, answered = (
             self._referee.guarantees,
             {one.call for one in step.effects if isinstance(one, fx.Answer)},
@@ -551,7 +655,7 @@ class RecallsReferee:
         broker, guarantees = self._world.broker, self._referee.guarantees
         changed = any(isinstance(fact, ft.QuotaSet) for fact in step.facts) or self._rules is not broker.books.rules
         self._rules = broker.books.rules
-        if not (changed or self._kept_ended or self._taken_back):
+        if not (changed or self._kept_ended or self._taken_back or self._slice_ended):
             return
         for where in broker.books.rules.capacities:
             rest = {name: guarantees.lent(name, where) - self.coming_of(name, where) for name in broker.ledger.models}
@@ -579,6 +683,14 @@ class RecallsReferee:
         """A daemon begins: no session is connected, and nothing is asked."""
         for books in (self.answering, self.asked, self.away, self.kept, self.marks, self.in_force, self._stated):
             books.clear()
+        self.guests.clear()
+        self.declared = Counter(
+            {
+                (row.session, name, where): charge.declared
+                for row in self._world.broker.ledger.sessions.values()
+                for (name, where), charge in row.charges.items()
+            }
+        )
 
     def at_the_end(self) -> None:
         """Every recall has ended."""

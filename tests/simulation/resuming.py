@@ -150,7 +150,8 @@ class Resuming:
             self.claim(worker, extents, times, declared)
         worker.resuming, worker.stated_requests = "stated", requests
         holds = frozenset(extents), times, declared, world.recalling.state(worker)
-        worker.stated = ev.StateHolds(world.call(worker.session), worker.session, *holds)
+        guests = frozenset(declared) if worker.is_guest and world.random.random() < 0.9 else frozenset()
+        worker.stated = ev.StateHolds(world.call(worker.session), worker.session, *holds, guests)
         world.send(worker.stated)
 
     def hide(self, worker: Worker, extents: set[int], times: dict[int, int]) -> None:

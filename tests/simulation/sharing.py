@@ -172,7 +172,9 @@ class Sharing:
             name = SegmentName(f"t{world.random.randrange(4)}", f"m{world.random.randrange(4)}", "a")
         else:
             return
-        worker = world.pick(lambda one: one.process.alive and one.connected and one.tenant == name.tenant)
+        worker = world.pick(
+            lambda one: one.process.alive and one.connected and not one.is_guest and one.tenant == name.tenant
+        )
         if not worker or world.random.random() < 0.08:
             worker = world.asker()
         if not worker:

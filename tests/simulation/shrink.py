@@ -133,7 +133,8 @@ def commands(world: World) -> list[str]:
         f" calls={rules.max_calls_per_session} limits={limits} guarantee_wait={rules.guarantee_wait_ns // SECOND}"
         f" segment_extent={rules.segment_extent_bytes // MIB} segments={rules.max_segments_per_tenant}"
         f" segment_extents={rules.max_segment_extents}"
-        f" stock_extents={rules.stock_extents} stock={rules.stock_bytes // MIB} others=later"
+        f" stock_extents={rules.stock_extents} stock={rules.stock_bytes // MIB}"
+        f" slice={rules.slice_ns // SECOND} others=later"
     ]
     names = {session: f"s{number}" for number, session in enumerate(world.opened.values(), 1)}
     now = 0
@@ -239,7 +240,8 @@ def _command(event: ev.Event, opened: Mapping[int, int], names: Mapping[int, str
             wanted = f" wanted={event.wanted_bytes // MIB}" if event.wanted_bytes else ""
             return f"allocate {model} {what}{_wait(event.wait_ns)}{wanted}"
         case ev.Declare():
-            return f"declare {model} {event.declared_bytes // MIB} where={event.location}"
+            guest = " guest=yes" if event.recallable else ""
+            return f"declare {model} {event.declared_bytes // MIB} where={event.location}{guest}{_wait(event.wait_ns)}"
     raise AssertionError(f"no command for {event}")
 
 
@@ -254,7 +256,8 @@ def _holds(event: ev.StateHolds) -> str:
         f"{name.tenant}/{name.model}:{size // MIB}:{where}" for (name, where), size in event.declarations.items()
     )
     answers = ",".join(f"{name.tenant}/{name.model}" for name in sorted(event.answering))
-    named = {"segments": segments, "declared": declared, "answers": answers}
+    guests = ",".join(f"{name.tenant}/{name.model}" for name, _ in sorted(event.guests))
+    named = {"segments": segments, "declared": declared, "answers": answers, "guests": guests}
     return extents + "".join(f" {key}={text}" for key, text in named.items() if text)
 
 

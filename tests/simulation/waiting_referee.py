@@ -53,6 +53,10 @@ class WaitingReferee:
         elif isinstance(event, ev.CreateSegment):
             name = ModelName(event.name.tenant, event.name.model)
             self.came = SimpleNamespace(event=event, name=name, size=event.size)
+        elif isinstance(event, ev.Declare) and event.recallable:
+            more = event.declared_bytes - self._referee.recalls.declared[event.session, event.name, event.location]
+            if more > 0:
+                self.came = SimpleNamespace(event=event, name=event.name, size=more)
 
     @property
     def all_of_step(self) -> list[Any]:
@@ -94,6 +98,8 @@ class WaitingReferee:
             granted.append(self.came)
         if granted:
             last = _last_of(granted, step)
+            if self._referee.recalls.has_guests(last.event.location):
+                return  # they take turns
             final = isinstance(event, ev.InputsDrained) and last.event.call == event.call
             others = [one for one in after.values() if one.deadline is not None and not one.met_full_device]
             self._judge_order(last, others, final=final)
@@ -194,7 +200,7 @@ class WaitingReferee:
             first = perhaps[:1] if aged else perhaps
             late = [one for one in ready if one in entitled and one in first]
             assert not late, f"{late} wait within a share, and there is room"
-            if not perhaps:
+            if not perhaps and not recalls.has_guests(where):
                 free = self._world.broker.ledger.totals[where].free
                 late = [one for one in ready if one.size + SLACK <= free - self._held_beside(one, shares)]
                 assert not late, f"{late} wait, and no other request comes first"
@@ -353,7 +359,7 @@ class WaitingReferee:
         """A request that has room is refused only for others that come first, or for what is held for them."""
         broker = self._world.broker
         others = [two for two in broker.waiting._waiters.values() if two.deadline and two.event.location == where]
-        if any(self._is_guaranteed(two) for two in others):
+        if any(self._is_guaranteed(two) for two in others) or self._referee.recalls.has_guests(where):
             return
         waiting = broker.waiting._waiters
         gone = [two for call, two in self.before.items() if call not in waiting and two.deadline and two is not one]

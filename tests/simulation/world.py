@@ -3,11 +3,11 @@
 The device is dumb: it keeps each block that was made until its last holder drops it, and shows a sum. Around it are
 processes that crash, fork children that keep a dead parent's memory, say that they released what they still map, or
 lose their connection with packets queued on it, that share segments (`sharing`), and that take their sessions up again
-(`resuming`); a driver that is slow and fails; strangers that take memory and give it back; an operator that moves
-quotas; a device that falls off the bus, in one seed of 16; and daemons that die (`daemon_deaths`). In three seeds of
-four the broker keeps a stock. As in the daemon, the driver works on one job at a time, and what it found is told later,
-in the order in which it was found, behind whatever else was queued by then: so figures are stale when the core hears
-them, and never ahead of an outcome.
+(`resuming`), or that are guests (`hosting`, in every other seed); a driver that is slow and fails; strangers that take
+memory and give it back; an operator that moves quotas; a device that falls off the bus, in one seed of 16; and daemons
+that die (`daemon_deaths`). In three seeds of four the broker keeps a stock. As in the daemon, the driver works on one
+job at a time, and what it found is told later, in the order in which it was found, behind whatever else was queued by
+then: so figures are stale when the core hears them, and never ahead of an outcome.
 
 Everything follows from a seed and the numbers of the turns. A turn has its own random numbers, and chooses among
 workers in a way that the absence of others does not change: so turns can be left out, and the rest is still a story
@@ -27,6 +27,7 @@ from tests.simulation.borrowing import Borrowing
 from tests.simulation.daemon_deaths import DaemonDeaths
 from tests.simulation.driver_thread import RESERVE, DriverThread, loses_device
 from tests.simulation.endings import Endings
+from tests.simulation.hosting import SLICES, Hosting, hosts_guests
 from tests.simulation.operators import Operator
 from tests.simulation.processes import Closing, Found, Job, Look, Process, Worker
 from tests.simulation.recalling import Recalling, is_deaf
@@ -85,6 +86,8 @@ class World:
         self.stocks = bool(seed % 4)
         self.rules = STOCKED_RULES if self.stocks else RULES
         """As the first daemon began with."""
+        if hosts_guests(seed):
+            self.rules = dataclasses.replace(self.rules, slice_ns=SLICES[seed // 2 % len(SLICES)])
         self.broker = Broker(self.rules, epoch=1)
         self.referee = Referee(self)
         self.now = 0
@@ -110,6 +113,7 @@ class World:
         self.resuming = Resuming(self)
         self.borrowing = Borrowing(self)
         self.recalling = Recalling(self)
+        self.hosting = Hosting(self)
         self.operator = Operator(self)
         self.endings = Endings(self)
         self.driver = DriverThread(self)
@@ -180,6 +184,8 @@ class World:
             self.deeds |= {self.borrowing.allocate_little: 20, self.rest: 0.2, self.squeeze: 0.2}
         if loses_device(seed):
             self.deeds |= {self.driver.lose_device: 1.5}
+        if hosts_guests(seed):
+            self.deeds |= {self.hosting.open: 4, self.hosting.declare: 20}
         self._choices = list(self.deeds)
         self._weights = list(itertools.accumulate(self.deeds.values()))
 
@@ -267,6 +273,8 @@ class World:
         before = self.broker.ledger.revision
         self.events.append((self.now, event))
         self.steps[type(event).__name__] += 1
+        if isinstance(event, ev.Declare) and event.session in self.workers and self.workers[event.session].is_guest:
+            self.declaring[event.call] = event
         self.referee.before(event)
         self.daemons.before()
         step = self.broker.step(event, self.now)
@@ -405,7 +413,8 @@ class World:
         if self.past and self.random.random() < 0.01:
             return self.random.choice(self.past)
         anybody = self.random.random() < 0.05
-        return self.pick(lambda one: one.process.alive and (anybody or self.state(one) in ("open", "detached")))
+        states = ("open", "detached")
+        return self.pick(lambda one: one.process.alive and not one.is_guest and (anybody or self.state(one) in states))
 
     def model(self, worker: Worker) -> ModelName:
         """Return a model to ask for: mostly one that the worker registered."""

@@ -136,7 +136,8 @@ class Waiting:
             return Refuse(denied)
         limited = denied is not None and denied.reason is not Reason.CAPACITY
         guaranteed = self._books.admission.is_guaranteed(request.name, request.location, request.size)
-        hopeless = limited or request.size > self._books.rules.capacities[request.location]
+        is_open = self._books.ledger.sessions[request.event.session].state == "open"  # to declare needs no connection
+        hopeless = not is_open or limited or request.size > self._books.rules.capacities[request.location]
         wait = 0 if hopeless else self._wait_ns(request, guaranteed)
         full = self._refuse_one_more(request, wait)
         if full is not None:
