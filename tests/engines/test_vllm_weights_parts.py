@@ -25,6 +25,7 @@ from membroker import InvalidRequest
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it")
 
 import torch
+from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config.load import LoadConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.model_executor.layers.linear import LinearMethodBase
@@ -97,6 +98,15 @@ class Small(torch.nn.Module):  # type: ignore[misc]
         self.register_buffer("scale", torch.tensor(1.0))
         self.register_buffer("angles", torch.arange(16.0), persistent=False)
         self.quant_method = Method(lambda layer: None)
+
+
+class Compiled(TorchCompileWithNoGuardsWrapper, Small):  # type: ignore[misc]
+    """A model that vLLM would compile at its first step: torch gets a hook, which keeps it."""
+
+    def __init__(self) -> None:
+        Small.__init__(self)
+        hook = torch._dynamo.convert_frame.register_bytecode_hook(self.bytecode_hook)
+        self._bytecode_hook_handle = hook
 
 
 def fill(model: Any) -> None:
@@ -204,6 +214,16 @@ def segments(daemon: Daemon) -> list[Any]:
 
 def addresses(model: Any) -> list[int]:
     return [value.data_ptr() for value in model.parameters()]
+
+
+def test_a_model_that_vllm_would_compile_is_in_memory_once(daemon: Daemon, start: Callable[..., Any]) -> None:
+    """The hook of the first engine's own copy is taken back, and that of the model that it serves stays."""
+    first, second = start(Compiled), start(Compiled)
+    hooks = torch._dynamo.convert_frame._bytecode_hooks
+    assert {hook.__self__ for hook in hooks.values()} == {first, second}
+    assert segments(daemon) == [("sealed", 2)]
+    for model in (first, second):
+        model.cleanup()
 
 
 def test_the_second_engine_maps_what_the_first_has_loaded(daemon: Daemon, start: Callable[..., Any]) -> None:

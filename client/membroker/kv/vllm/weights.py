@@ -21,6 +21,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.model_executor.model_loader import BaseModelLoader, get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.model_executor.utils import weights_already_processed
@@ -123,7 +124,10 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
         segment = shared.publish(image, storages)
         try:
             before = {name: StorageWeakRef(value.untyped_storage()) for name, value in model.named_parameters()}
-            del loader, model, storages
+            for module in model.modules():
+                if isinstance(module, TorchCompileWithNoGuardsWrapper):
+                    module.cleanup()  # torch keeps a model that vLLM would compile, and has not run yet
+            del module, loader, model, storages
             gc.collect()
             if left := [name for name, reference in before.items() if not reference.expired()]:
                 raise InvalidRequest(
