@@ -187,3 +187,49 @@ class TestAddressTensor:
                 adapter.address_tensor(pool, "float32", (4,), 2)
         with pytest.raises(membroker.ClosedError):
             adapter.address_tensor(pool, "uint8", (1,))
+
+
+class TestEmpty:
+    """Tensor first: a program names a shape and a dtype, and no address, offset or number of bytes."""
+
+    @pytest.mark.parametrize("kind", ["model", "pool", "local", "local pool"])
+    def test_its_memory_is_released_with_its_last_reference(self, model: membroker.Model, kind: str) -> None:
+        with membroker.LocalSource("host") as local:
+            lender: Any = local if "local" in kind else model
+            source = membroker.VirtualMemoryPool(lender, "64MiB", page_size="2MiB") if "pool" in kind else lender
+
+            def used() -> int:
+                return int(local.physical_usage_bytes if lender is local else model.used_bytes)
+
+            tensor = adapter.empty(source, (1024, 768), torch.float16)
+            assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == ((1024, 768), torch.float16, True)
+            assert used() == 2 * MIB
+            other = adapter.empty(source, (1024, 1024))
+            assert other.dtype == torch.get_default_dtype()
+            assert other.data_ptr() != tensor.data_ptr()
+            tensor.fill_(1.5)
+            part = tensor[7:9].t()
+            del tensor
+            assert used() == 6 * MIB
+            assert part.sum() == 1.5 * 2 * 768
+            del part
+            until(lambda: used() == 4 * MIB)
+            if "pool" in kind:
+                with pytest.raises(BufferError, match="empty"):
+                    source.free(other.data_ptr())
+                source.close()
+            assert other.zero_().sum() == 0, "a closed pool keeps it"
+            del other
+            until(lambda: used() == 0)
+
+    def test_what_is_refused_borrows_nothing(self, model: membroker.Model) -> None:
+        with model.pool("64MiB", page_size="2MiB") as pool:
+            for source in (model, pool):
+                for shape, dtype in (((-1,), "F32"), ((2, 2), "F5"), ((2.0,), "F32"), ((1 << 40, 1 << 40), "F32")):
+                    with pytest.raises(membroker.InvalidRequest):
+                        adapter.empty(source, shape, dtype)
+                with pytest.raises((membroker.OutOfMemory, membroker.OutOfVirtualMemory)):
+                    adapter.empty(source, (1 << 30,), "F32", wait=0)
+                nothing = adapter.empty(source, (0, 5), "BF16")
+                assert (nothing.shape, nothing.dtype) == ((0, 5), torch.bfloat16)
+            assert model.used_bytes == 0

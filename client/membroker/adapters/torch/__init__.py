@@ -6,7 +6,7 @@ This module only lists the public names. Without PyTorch, the import raises `Imp
 from .image import TensorImage, stored_tensor
 from .memory import TorchMemory
 from .modules import attach_module, publish_module, without_weights
-from .tensors import address_tensor, device_of, tensor
+from .tensors import address_tensor, device_of, empty, tensor
 
 __all__ = [
     "TensorImage",
@@ -14,6 +14,7 @@ __all__ = [
     "address_tensor",
     "attach_module",
     "device_of",
+    "empty",
     "publish_module",
     "stored_tensor",
     "tensor",

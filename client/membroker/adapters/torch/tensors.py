@@ -6,11 +6,13 @@ Owns the table of dtypes. It must never copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
-from ... import VirtualMemoryPool
-from ...dlpack import Exportable, export, size_of
-from ...errors import InvalidRequest
+from ... import Buffer, LocalSource, Model, VirtualMemoryPool
+from ...dlpack import DlpackTensor, Exportable, export, size_of
+from ...dlpack import device_of as dlpack_device_of
+from ...errors import ClosedError, InvalidRequest
 from ...ext import Span, word_of
 from ...vmm.driver import DeviceInfo
 from .package import torch
@@ -70,6 +72,49 @@ def address_tensor(pool: VirtualMemoryPool, dtype: Any, shape: Sequence[int], of
     `NotMapped`.
     """
     return _over(_Addresses(pool), dtype, shape, offset)
+
+
+def empty(
+    source: Model | LocalSource | VirtualMemoryPool,
+    shape: Sequence[int],
+    dtype: Any = None,
+    *,
+    wait: float | None = None,
+) -> torch.Tensor:
+    """Borrow memory for a tensor, and return it. The memory is released when the last reference to it is gone.
+
+    Of a pool it takes whole pages, which may have old bytes, and of a `Model` or a `LocalSource` an extent of its own.
+    `dtype` is as in `tensor`, by default torch's. `wait` is that of `Model.allocate`. The end waits for the work on the
+    device, as `close` does. Raises `InvalidRequest` for an invalid shape or dtype, and what `Model.allocate` or
+    `VirtualMemoryPool.allocate_anywhere` raises.
+    """
+    dtype = torch.get_default_dtype() if dtype is None else _torch_dtype(dtype)
+    size = size_of("U8", shape) * dtype.itemsize
+    lender = source.lender if isinstance(source, VirtualMemoryPool) else source
+    if not size:
+        return torch.empty(tuple(shape), dtype=dtype, device=device_of(lender.driver.device))
+    if not isinstance(source, VirtualMemoryPool):
+        with Buffer(source, size, wait=wait) as buffer:  # its end waits for that of the tensor
+            return _over(buffer, dtype, shape, 0)
+    address = source.allocate_anywhere(size, wait=wait)
+    owner = _Allocation(source, address, size)
+    memory = DlpackTensor(owner, address, (size,), "U8", dlpack_device_of(lender.driver.device))
+    return torch.from_dlpack(memory).view(dtype).view(tuple(shape))
+
+
+class _Allocation:
+    """An allocation of a pool that ends with the last tensor over it."""
+
+    def __init__(self, pool: VirtualMemoryPool, address: int, size: int) -> None:
+        self._pool = pool
+        self._address = address
+        self._span: Span | None = None
+        self._span = pool.span(address - pool.base_address, size)
+
+    def __del__(self) -> None:
+        self._span = None  # else the pool would refuse
+        with suppress(ClosedError):
+            self._pool.free(self._address)
 
 
 class _Addresses:
