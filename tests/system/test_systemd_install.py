@@ -25,6 +25,7 @@ QUICK_START = (ROOT / "docs" / "quickstart.md").read_text()
 SYSTEMD = (ROOT / "docs" / "systemd.md").read_text()
 UPGRADE = (ROOT / "docs" / "upgrade.md").read_text()
 COMMANDS = re.compile(r"^```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FIRST, SECOND = "membroker-1", "membroker-2"
 GPUS = "#!/bin/sh\n# What the driver's own command says of two GPUs.\nprintf '0\\n1\\n'\n"
 
 
@@ -46,6 +47,8 @@ def machine() -> Iterator[Machine]:
     """A bare machine with the repository, the environment that pip would have made, and two GPUs as nvidia-smi says."""
     with booted(machine_or_skip()) as one:
         one.path(f"/etc/systemd/system/{UNIT}").unlink()
+        # Two versions, as pip makes them; the commands of the pages lead the link to one.
+        one.run("sh", "-euc", f"cd /opt; mv membroker {FIRST}; ln -s {FIRST} {SECOND}; ln -s {FIRST} membroker")
         shutil.copytree(ROOT / "deploy", one.path(f"{SOURCE}/deploy"))
         smi = one.path("/usr/bin/nvidia-smi")
         smi.write_text(GPUS)
@@ -79,6 +82,7 @@ BOTH = ["membrokerd@0.service", "membrokerd@1.service"]
 
 def test_a_target_starts_a_daemon_for_each_gpu_and_all_of_it_goes_again(machine: Machine) -> None:
     """Install for several GPUs, reload, stop, boot again, upgrade, uninstall: with the commands of the page alone."""
+    machine.path(f"/{PREFIX}").unlink()
     copied, _, _, checked = blocks(QUICK_START, "Install")
     shell(machine, copied)  # the configuration; then the tenants are named in it
     configure(machine)
@@ -216,6 +220,7 @@ def test_a_newcomer_clones_and_scrapes_two_tenants(machine: Machine, tmp_path: P
     shutil.copytree(
         tmp_path / "membroker", machine.path("/root/membroker")
     )  # no git reaches into another mount namespace
+    machine.path(f"/{PREFIX}").unlink()
     start = "".join([*blocks(QUICK_START, "Install"), block(QUICK_START, "Two tenants")])
     shell(machine, f"exec >/tmp/said 2>&1\n{start}", "/root/membroker")
     assert active(machine) == ["membrokerd.service"]
@@ -232,7 +237,8 @@ def test_a_newcomer_clones_and_scrapes_two_tenants(machine: Machine, tmp_path: P
     sessions = json.loads(machine.run("membroker", "sessions", "--admin", "--json"))
     machine.run("sh", "-c", "kill " + " ".join(str(session["pid"]) for session in sessions))
     shell(machine, block(UPGRADE, "Upgrade"), "/root/membroker")
+    assert machine.run("readlink", f"/{PREFIX}").strip() == SECOND
     until(lambda: active(machine) == ["membrokerd.service"] and len(devices(machine)) == 1)
     shell(machine, block(UPGRADE, "Uninstall"))
     assert active(machine) == []
-    assert not machine.path(f"/{PREFIX}").exists()
+    assert machine.run("ls", "/opt").split() == ["src", "tests"], "no version is left"
