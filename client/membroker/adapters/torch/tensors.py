@@ -97,12 +97,12 @@ def empty(
         with Buffer(source, size, wait=wait) as buffer:  # its end waits for that of the tensor
             return _over(buffer, dtype, shape, 0)
     address = source.allocate_anywhere(size, wait=wait)
-    owner = _Allocation(source, address, size)
+    owner = _TensorOwner(source, address, size)
     memory = DlpackTensor(owner, address, (size,), "U8", dlpack_device_of(lender.driver.device))
     return torch.from_dlpack(memory).view(dtype).view(tuple(shape))
 
 
-class _Allocation:
+class _TensorOwner:
     """An allocation of a pool that ends with the last tensor over it."""
 
     def __init__(self, pool: VirtualMemoryPool, address: int, size: int) -> None:
