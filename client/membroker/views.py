@@ -21,6 +21,8 @@ _T = TypeVar("_T")
 
 
 _PACKAGE = os.path.dirname(__file__) + os.sep
+_WRAPPER = _PACKAGE + "tracebacks.py"
+"""The module whose function stands in front of every public call."""
 _MOST_NAMED = 2
 
 
@@ -40,7 +42,8 @@ def _maker() -> Maker:
     """Return what makes a view now. It keeps no frame: that would keep the program's variables alive."""
     frame, call = sys._getframe(2), ""
     while frame.f_code.co_filename.startswith(_PACKAGE):
-        call = frame.f_code.co_name
+        if frame.f_code.co_filename != _WRAPPER:
+            call = frame.f_code.co_name
         if frame.f_back is None:  # a thread of the library's own
             return Maker(call, "", 0)
         frame = frame.f_back
