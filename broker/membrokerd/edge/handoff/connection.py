@@ -111,7 +111,8 @@ class HandoffConnection:
 
     def read(self) -> bool:
         """Read and handle the next frame. Return False when no other can be read now."""
-        if self._is_held_up:
+        # As `_is_held_up` says, but without a call: this is on the way of every page.
+        if self._closed or self._waiting or self._outgoing or self._outbox.retry.is_pending:
             return False
         try:
             if (aside := self._aside) is not None:

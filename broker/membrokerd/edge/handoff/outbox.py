@@ -47,12 +47,12 @@ class Outbox:
         self._traffic = traffic
         self._end = end
         self._io = asyncio.get_running_loop()
-        self._retry = Retry(sock, self._send_all)
+        self.retry = Retry(sock, self._send_all)
 
     @property
     def is_full(self) -> bool:
         """Whether the socket has no room, or is not asked before the packets that wait."""
-        return bool(self.packets) or self._retry.is_pending
+        return bool(self.packets) or self.retry.is_pending
 
     def put(self, frame: pb.Frame, descriptors: list[int]) -> None:
         """Queue a packet. It is sent with the next flush."""
@@ -62,7 +62,7 @@ class Outbox:
 
     def flush(self) -> None:
         """Send what is queued, unless the socket is full."""
-        if self.packets and not self._retry.is_pending:
+        if self.packets and not self.retry.is_pending:
             self._send_all()
 
     def _send_all(self) -> None:
@@ -76,7 +76,7 @@ class Outbox:
                 if descriptors:
                     reach("delivered")
             except OSError as error:
-                if self._retry.after(error):
+                if self.retry.after(error):
                     self._io.remove_reader(self._sock)
                 else:
                     self._end(error.strerror or "broken")
@@ -89,8 +89,8 @@ class Outbox:
             self._close(frame, descriptors)
         if self.is_ending:
             self._end("done")
-        elif self._retry.is_pending:
-            self._retry.stop()
+        elif self.retry.is_pending:
+            self.retry.stop()
             self._io.add_reader(self._sock, self._read)
             self._read()  # a read may have been put aside
 
@@ -105,7 +105,7 @@ class Outbox:
 
     def stop(self) -> None:
         """Send nothing more: the socket is about to be closed."""
-        self._retry.stop()
+        self.retry.stop()
 
     def drop_all(self) -> list[pb.Frame]:
         """Close everything that is queued, and return the frames that are not sent."""
