@@ -231,7 +231,7 @@ def test_no_pod_needs_a_privilege_of_the_host() -> None:
         *({"resources": {"limits": {"memory": "1Gi"}}}, {"image": {"tag": 1.0}}),
         {"networkPolicy": {"enabled": True, "from": []}},  # everybody, to Kubernetes
         # What membrokerd.toml does not have.
-        *({"tenants": {"red": {"limitt": "1GiB"}}}, {"config": "not toml"}, {"config": {"headrom": "4GiB"}}),
+        *({"tenants": {"red": {"limitt": "1GiB"}}}, {"config": "not toml"}, {"config": {"headroomx": "4GiB"}}),
         *({"tenants": {"red": {"limit": "1 gig!"}}}, {"tenants": {"red": {"models": {"m": {"weight": 0.5}}}}}),
         *({"config": {"keeper_socket": "/x"}}, {"log": {"format": "xml"}}, {"image": {"digest": "latest"}}),
     ],
