@@ -42,16 +42,18 @@ def why_not(bindings: Any, driver_version: str, machine: str) -> str:
     return ""
 
 
-def check_namespace(listed: Collection[int], proc: Path = Path("/proc")) -> None:
-    """Raise `DriverError` if NVML names processes by pids that mean nothing here, as in a container.
+def check_namespace(listed: Collection[int], proc: Path = Path("/proc")) -> bool:
+    """Say whether NVML has named a process that is one here; raise `DriverError` if all that it names are none.
 
-    Else a program would seem to use nothing, and its memory would be lent while it has it.
+    In a container it may name processes by the host's pids. Then a program would seem to use nothing, and its memory
+    would be lent while it has it.
     """
-    if os.readlink(proc / "self/ns/pid") == _FIRST_NAMESPACE or not listed:
-        return
-    if not any((proc / str(pid)).exists() for pid in listed):
+    if os.readlink(proc / "self/ns/pid") == _FIRST_NAMESPACE or any((proc / str(pid)).exists() for pid in listed):
+        return True
+    if listed:
         detail = "NVML names processes that are not in this container: run it with the host's pids (--pid=host)"
         raise DriverError("nvmlDeviceGetComputeRunningProcesses", "NVML_ERROR_NOT_FOUND", 6, detail)
+    return False
 
 
 class CudaSuspender:
@@ -64,6 +66,8 @@ class CudaSuspender:
         self._gpu = Gpu(uuid)
         self._cuda = self._gpu.cuda
         self._nvml = NvmlDevice(self._gpu.uuid())
+        self._knows_pids = False
+        """Whether NVML's pids are those of this process's namespace."""
         reason = why_not(self._cuda, self._nvml.driver_version, platform.machine())
         if reason and needs_suspend:
             self._nvml.close()
@@ -72,7 +76,7 @@ class CudaSuspender:
     def usage(self, pids: Collection[int]) -> Mapping[int, int]:
         """Return what NVML lists."""
         listed = list(self._nvml.processes())
-        check_namespace([pid for pid, _ in listed])
+        self._knows_pids = self._knows_pids or check_namespace([pid for pid, _ in listed])
         return {pid: size for pid, size in listed if pid in pids}
 
     def free_bytes(self) -> int | None:

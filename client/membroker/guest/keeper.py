@@ -334,13 +334,17 @@ class Guest:
                 self._go_on_waking()
 
     def _using(self) -> list[UsingProcess]:
-        """Return the processes that use the device now. Forget suspended ones that have ended."""
+        """Return the processes that use the device now, but suspended ones. Forget those of these that have ended.
+
+        The device may list a suspended process for a moment longer.
+        """
         pids = self._tree.pids()
         self._watch(pids)
         starts = {pid: self._tree.start_of(pid) for pid in pids}  # before the usage: so it is never another one's
         self._suspended = {pid: one for pid, one in self._suspended.items() if self._is_there(one)}
         usage = self._suspender.usage(pids)
-        return [UsingProcess(pid, start, usage[pid]) for pid, start in starts.items() if start and usage.get(pid)]
+        found = [UsingProcess(pid, start, usage[pid]) for pid, start in starts.items() if start and usage.get(pid)]
+        return [one for one in found if one.pid not in self._suspended]
 
     def _is_there(self, one: UsingProcess) -> bool:
         return self._tree.start_of(one.pid) == one.start

@@ -491,6 +491,18 @@ def test_one_that_begins_to_compute_while_the_others_are_suspended_sleeps_before
     assert seen == [["suspended", "suspended"]]
 
 
+def test_a_suspended_process_that_the_device_lists_a_moment_longer_is_not_taken_for_a_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(10, 20)
+    monkeypatch.setattr(bench.suspender, "usage", lambda pids: dict.fromkeys(pids, 1 * MIB))
+    recall = bench.recall()
+    bench.guest.look()
+    assert (bench.states(), recall.answers) == (["suspended", "suspended"], 1)
+    assert bench.model.declared == 0
+    assert bench.said[-1].startswith("it sleeps")
+
+
 def test_one_that_begins_ever_more_processes_is_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(10)
 
