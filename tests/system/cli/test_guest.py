@@ -45,6 +45,7 @@ class Guest:
         port: int = 0,
         program: list[str] | None = None,
         hears_errors: bool = True,
+        is_job: bool = False,
     ) -> None:
         given = program or [sys.executable, PROGRAM, str(SIZE), str(port)]
         memory = [] if "--memory" in options else ["--memory", f"{SIZE}MiB"]
@@ -59,6 +60,7 @@ class Guest:
                 stderr=errors if hears_errors else subprocess.PIPE,
                 text=True,
                 env={**os.environ, "XDG_STATE_HOME": str(daemon.root / "state-of-user")},
+                **({"process_group": 0} if is_job else {}),  # SIGTSTP does nothing in a group whose parent is away
             )
         if self.process.stderr is not None:
             self.process.stderr.close()
@@ -475,7 +477,7 @@ def test_one_whose_warden_is_killed_wakes_and_stays_awake() -> None:
 
 
 def test_a_job_that_a_shell_stops_is_stopped_as_a_whole_and_goes_on() -> None:
-    with guests() as daemon, Guest(daemon, "one") as one:
+    with guests() as daemon, Guest(daemon, "one", is_job=True) as one:
         pid = one.ready()
         one.process.send_signal(signal.SIGTSTP)
         until(lambda: state_of(pid) == "T" == state_of(one.process.pid))
