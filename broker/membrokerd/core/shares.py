@@ -298,7 +298,13 @@ class Shares:
                 else:
                     models.pop(name, None)
                     item = _EMPTY
-                sums = Item(*[a + b - c for a, b, c in zip(sums, item, old, strict=True)])
+                sums = Item(
+                    weight=sums.weight + item.weight - old.weight,
+                    low=sums.low + item.low - old.low,
+                    high=sums.high + item.high - old.high,
+                    base=sums.base + item.base - old.base,
+                    used=sums.used + item.used - old.used,
+                )
             if known is None or models.keys() - known.models.keys():
                 models = dict(sorted(models.items()))
             if models or tenant in self._admission.tenants(location):
