@@ -2,7 +2,8 @@
 
 `python -m benchmarks.load.core COUNT [guaranteed]` prints the times of one extent as JSON, so that the core of another
 tree can be measured by the same lines, in a process of its own. Without `guaranteed` it must use nothing that an older
-core lacks.
+core lacks. `python -m benchmarks.load.core COUNT waits` prints how long the first release takes beside so many waiting
+models of 16 tenants, and each of all others that grant them.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ ROOT = Path(__file__).parents[2]
 class Core:
     """A core whose extents are made, delivered and acknowledged at once."""
 
-    def __init__(self, granules: int, guarantees: dict[QuotaKey, int] | None = None) -> None:
-        more: dict[str, Any] = {"guarantees": guarantees} if guarantees else {}
+    def __init__(self, granules: int, guarantees: dict[QuotaKey, int] | None = None, **rules: int) -> None:
+        more: dict[str, Any] = {**rules, **({"guarantees": guarantees} if guarantees else {})}
         self.broker = Broker(policy.Rules(GRANULE, {"device": granules * GRANULE, "host": 0}, **more), 1)
         self._numbers = itertools.count(1)
         self.now = 1
@@ -80,6 +81,22 @@ def extent_times(count: int, *, guaranteed: bool = False) -> array[int]:
         begun = thread_time_ns()
         core.release(session, core.allocate(session, name))
         times.append(thread_time_ns() - begun)
+    return times
+
+
+def wait_times(models: int) -> array[int]:
+    """Return how long each release takes that is enough for one of many requests, each of another model."""
+    core = Core(models, max_sessions=2 * models, max_models_per_tenant=models, max_waiting_per_tenant=models)
+    lender = core.open("lender", "m")
+    lent = [core.allocate(*lender) for _ in range(models)]
+    for number in range(models):
+        assert not core.allocate(*core.open(f"t{number % 16}", f"m{number}"), wait_ns=WAIT_NS), "there was room"
+    times = array("Q")
+    for ids in lent:
+        begun = thread_time_ns()
+        effects = core.release(lender[0], ids)
+        times.append(thread_time_ns() - begun)
+        assert any(isinstance(effect, fx.Make) for effect in effects), "nothing was granted"
     return times
 
 
@@ -129,5 +146,9 @@ def crowd() -> Callable[[], list[Any]]:
 
 
 if __name__ == "__main__":
+    if "waits" in sys.argv:
+        first, *others = [time / 1e6 for time in wait_times(int(sys.argv[1]))]
+        print(f"first {first:.1f} ms, then {sorted(others)[len(others) // 2]:.2f}, at most {max(others):.1f}")
+        sys.exit()
     extent_times(1_000)
     print(json.dumps(list(extent_times(int(sys.argv[1]), guaranteed="guaranteed" in sys.argv))))
