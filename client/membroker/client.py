@@ -16,7 +16,7 @@ from pathlib import Path
 from . import arguments
 from .cancellation import innermost
 from .closing import Closing
-from .errors import BrokerAbsent, BrokerUnavailable, InvalidRequest
+from .errors import BrokerAbsent, BrokerUnavailable, InvalidRequest, SegmentNotFound
 from .model import Model
 from .segment import Segment
 from .session import messages
@@ -29,6 +29,7 @@ from .tracebacks import ends_at_the_caller, shortened
 from .types import Decision, DeviceStatus, ModelStatus, Notice, SegmentStatus, SessionStatus
 from .v1 import broker_pb2 as pb
 from .v1.resources_pb2 import Limit
+from .versions import attach_newest, newest_name
 from .vmm.driver import Driver, Location
 from .wire.names import LIMIT_VARIABLE, MODEL_VARIABLE
 
@@ -204,16 +205,22 @@ class Client(Closing):
         self._session.check_open()
         return Model(self._session, self._session.register_model(request))
 
-    def attach(self, name: str, *, timeout: float = 60.0) -> Segment:
+    def attach(self, name: str, *, timeout: float = 60.0, newer_than: Segment | None = None) -> Segment:
         """Attach a segment of this tenant, read-only.
 
         `name` is the segment's own name, `model/segment` if several models have a segment of that name, or its resource
         name. Waits up to `timeout` seconds, at most a day, while the segment is being written. After an outage of the
-        broker the wait begins again. Raises `SegmentNotFound` at once if it does not exist, `SegmentNotSealed` after
-        the timeout, `WriterDied`, `InvalidRequest`, `DeviceFailure`, `DescriptorLimit`, and `BrokerUnavailable`.
+        broker the wait begins again.
+
+        A name that was published with `replace` means its newest version. With `newer_than` the call waits for a
+        version after that segment, which a program that reloads its weights does in a thread.
+
+        Raises `SegmentNotFound` at once if it does not exist, `SegmentNotSealed` after the timeout, `WriterDied`,
+        `InvalidRequest`, `DeviceFailure`, `DescriptorLimit`, and `BrokerUnavailable`.
         """
         self._session.check_open()
-        return Segment.attach(self._session, self._segment_name(name), timeout)
+        generation = None if newer_than is None else newer_than.generation
+        return attach_newest(self._session, self._segment_name(name), timeout, generation)
 
     def delete_segment(self, name: str) -> SegmentStatus:
         """Delete a segment: it can no longer be attached, and its memory is free when its last session has left.
@@ -222,8 +229,13 @@ class Client(Closing):
         `SegmentNotFound`, `InvalidRequest`, and `BrokerUnavailable`.
         """
         self._session.check_open()
-        request = pb.DeleteSegmentRequest(name=self._segment_name(name))
-        return messages.value(SegmentStatus, self._session.delete_segment(request))
+        whole = self._segment_name(name)
+        try:
+            deleted = self._session.delete_segment(pb.DeleteSegmentRequest(name=whole))
+        except SegmentNotFound:
+            newest = newest_name(self._session, whole)
+            deleted = self._session.delete_segment(pb.DeleteSegmentRequest(name=newest))
+        return messages.value(SegmentStatus, deleted)
 
     def segments(self) -> list[SegmentStatus]:
         """Return this tenant's segments, in the order in which they were created."""

@@ -32,6 +32,7 @@ from .types import Available, ModelBooks, ModelStatus, SleepRequest, SleepStatus
 from .v1 import broker_pb2 as pb
 from .v1 import resources_pb2
 from .v1.handoff_pb2 import Frame
+from .versions import create_version
 from .vmm.driver import Driver, Location
 from .vmm.sizes import format_exact
 from .wire.names import MAX_BYTES, MAX_EXTENTS_PER_CALL
@@ -205,19 +206,23 @@ class Model:
         *,
         wait: float | None = None,
         delete_when_left: bool = False,
+        replace: bool = False,
     ) -> Segment:
         """Create a segment: `size` bytes under a name, charged to this model once, that many processes can attach.
 
         It is mapped writable in this process. Write it, then `seal` it. `wait` is that of `allocate`. With
-        `delete_when_left` the broker deletes it, once sealed, when the last session has left it. Raises
+        `delete_when_left` the broker deletes it, once sealed, when the last session has left it.
+
+        `replace` makes the next version of a name that moves: for `current` a segment `current.1`, `current.2` and so
+        on. Its seal deletes the older ones, which live until their readers leave, and `Client.attach("chat/current")`
+        attaches the newest. Until the seal, both versions need memory. Raises
         `SegmentExists`, `OutOfMemory`, `InvalidRequest`, `TooMany`, `DeviceFailure`, `DescriptorLimit`,
         `BrokerUnavailable`; nothing is mapped or charged then.
         """
         self._session.check_open()
         self._source.check_may_borrow()
-        return Segment.create(
-            self._session, self.resource_name, name, size, location, wait, delete_when_left=delete_when_left
-        )
+        create = create_version if replace else Segment.create
+        return create(self._session, self.resource_name, name, size, location, wait, delete_when_left=delete_when_left)
 
     def declare(
         self,

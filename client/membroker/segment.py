@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
@@ -62,6 +62,7 @@ class Segment(ByteAccess):
         self._answer = answer
         self._writable = writable
         self._unanswered = False
+        self._on_sealed: Callable[[int], object] | None = None
         self._on_host = session.driver.device.driver == "host"
         self._holding = hold.map(self, answer.size_bytes, AccessFlags.READ_WRITE if writable else AccessFlags.READ)
         self._filling = threading.Lock()
@@ -77,8 +78,12 @@ class Segment(ByteAccess):
         wait: float | None,
         *,
         delete_when_left: bool,
+        on_sealed: Callable[[int], object] | None = None,
     ) -> Segment:
-        """Make a segment under a model's resource name; see `Model.create_segment`."""
+        """Make a segment under a model's resource name; see `Model.create_segment`.
+
+        `on_sealed` is called with its generation once it is sealed.
+        """
         until = arguments.deadline_of(wait)
         length = rounded_up("a segment", size, session.driver.device.granularity)
         place = location_to_wire(location_of(location))
@@ -89,7 +94,9 @@ class Segment(ByteAccess):
             size_bytes=length,
             delete_when_left=delete_when_left,
         )
-        return cls._take(session, Frame(create_segment=request), until, writable=True)
+        segment = cls._take(session, Frame(create_segment=request), until, writable=True)
+        segment._on_sealed = on_sealed
+        return segment
 
     @classmethod
     def attach(cls, session: Session, name: str, timeout: float) -> Segment:
@@ -323,6 +330,8 @@ class Segment(ByteAccess):
         in this process from then on, and `seal` asks again. After any other failure it stays writable.
         """
         uninterrupted(self._seal, self._session.interrupted)
+        if self._on_sealed is not None:
+            self._on_sealed(self.generation)
 
     def _seal(self) -> None:
         with Operation(self._holding), ExitStack() as undo:
@@ -412,7 +421,9 @@ def _copy_tensor(target: Any, first: int, some: Any) -> None:
 class SegmentMaker(Protocol):
     """The part of a `Model` that publishing uses."""
 
-    def create_segment(self, name: str, size: int | str, location: Location | str = ...) -> Segment:
+    def create_segment(
+        self, name: str, size: int | str, location: Location | str = ..., *, replace: bool = ...
+    ) -> Segment:
         """Create a segment; see `Model.create_segment`."""
         ...
 
@@ -425,16 +436,18 @@ def publish_arrays(
     metadata: Mapping[str, str] | None = None,
     location: Location | str = Location.DEVICE,
     progress: arguments.Progress | None = None,
+    replace: bool = False,
 ) -> Segment:
     """Create a segment for arrays, write them into it, and seal it. After a failure the segment is dropped.
 
     They are arrays of NumPy or JAX, or tensors of torch. Each begins at a multiple of 256 bytes. `progress(done,
-    total)` is called with bytes. Raises what `Model.create_segment` raises, and `InvalidRequest` for a dtype that
-    safetensors does not have.
+    total)` is called with bytes. `replace` makes it the newest version of the name: see `Model.create_segment`.
+
+    Raises what `Model.create_segment` raises, and `InvalidRequest` for a dtype that safetensors does not have.
     """
     arguments.check_progress(progress)
     shapes = {key: (word_of(array.dtype), tuple(array.shape)) for key, array in arrays.items()}
-    segment = model.create_segment(name, segment_size(shapes, metadata), location)
+    segment = model.create_segment(name, segment_size(shapes, metadata), location, replace=replace)
     with ExitStack() as undo:
         undo.callback(segment.close)
         index = segment.lay_out(shapes, metadata)

@@ -33,12 +33,13 @@ def finish(worker: subprocess.Popen[str]) -> list[str]:
 def test_every_block_of_the_page_runs(daemon: Daemon) -> None:
     """One after the other, in one process; at the end nothing is left."""
     blocks = re.findall(r"^```python run numpy\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     lines = finish(start(daemon, "-c", "\n".join(blocks)))
     assert lines == [
         f"tenants/red/models/llama-7b/segments/weights {2 * MIB}",
         "1000 (1000, 64)",
         "64000.0",
+        "current.2",
         "b'weights'",
     ]
     until(lambda: daemon.books().lent_bytes == 0)

@@ -38,12 +38,13 @@ def publish_checkpoint(
     metadata: Mapping[str, str] | None = None,
     location: Location | str = Location.DEVICE,
     progress: arguments.Progress | None = None,
+    replace: bool = False,
 ) -> Segment:
     """Create a segment for the tensors of a checkpoint, copy them into it, and seal it. After a failure it is deleted.
 
     `path` is as for `open_checkpoint`, or what that returned. Each tensor begins at a multiple of 256 bytes, wherever
     the file has it. `metadata` is added to that of the files. `progress(done, total)` is called in this thread with the
-    bytes that were copied.
+    bytes that were copied. `replace` makes the segment the newest version of the name: see `Model.create_segment`.
 
     Raises what `open_checkpoint` and `Model.create_segment` raise; `InvalidRequest` for a header of more than 16 MiB,
     and for a tensor whose name is `!` and digits.
@@ -52,7 +53,7 @@ def publish_checkpoint(
     with ExitStack() as opened:
         checkpoint = path if isinstance(path, Checkpoint) else opened.enter_context(open_checkpoint(path))
         shapes, about = checkpoint.shapes, {**checkpoint.metadata, **(metadata or {})}
-        segment = model.create_segment(name, segment_size(shapes, about), location)
+        segment = model.create_segment(name, segment_size(shapes, about), location, replace=replace)
         with ExitStack() as undo:
             undo.callback(_give_up, segment)
             index = segment.lay_out(shapes, about)

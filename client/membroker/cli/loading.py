@@ -53,6 +53,8 @@ def load(
     location: str,
     sizes: Mapping[str, int | None],
     stream: TextIO,
+    *,
+    replace: bool = False,
 ) -> Loaded:
     """Copy a checkpoint into a new segment and seal it; on any failure no segment and no new model is left.
 
@@ -70,7 +72,9 @@ def load(
         model = ends.enter_context(_registered(client, name.model, sizes))
         begun = time.monotonic()
         with _progress(f"{name.model}/{name.segment}", checkpoint.size, stream) as progress:
-            segment = publish_checkpoint(model, name.segment, checkpoint, location=location, progress=progress)
+            segment = publish_checkpoint(
+                model, name.segment, checkpoint, location=location, progress=progress, replace=replace
+            )
         ends.enter_context(segment)
         seconds = time.monotonic() - begun
         return Loaded(

@@ -35,7 +35,9 @@ def _load(options: argparse.Namespace) -> int:
         name = SegmentPath("", options.model, name.segment)
     sizes = {"virtual_capacity": options.virtual_capacity, "limit": options.limit}
     try:
-        loaded = loading.load(options.endpoint, options.file, name, options.location, sizes, sys.stderr)
+        loaded = loading.load(
+            options.endpoint, options.file, name, options.location, sizes, sys.stderr, replace=options.replace
+        )
     except KeyboardInterrupt:
         print("membroker: interrupted: no segment was made", file=sys.stderr)
         raise
@@ -183,6 +185,8 @@ def add_commands(subparsers: Commands) -> None:
     for option, what in (("limit", "limit"), ("virtual-capacity", "virtual capacity")):
         help_ = f"the model's {what}, as its workers register it"
         load.add_argument(f"--{option}", metavar="SIZE", type=commands.size, help=help_)
+    newest = "make it the newest version of a name that exists, and delete the others"
+    load.add_argument("--replace", action="store_true", help=newest)
     delete.add_argument("--admin", action="store_true", default=argparse.SUPPRESS, help="any tenant's")
 
 

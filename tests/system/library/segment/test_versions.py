@@ -1,0 +1,169 @@
+"""A name that moves, for servers that reload: the newest version, readers that wait for it, and what is left."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
+from tests.support.segments import holders, one_transport
+
+import membroker
+from membroker import versions
+from membroker.checkpoint import publish_checkpoint
+from membroker.segment import publish_arrays
+
+pytestmark = one_transport
+
+
+def publish(model: membroker.Model, number: int) -> None:
+    publish_arrays(model, "current", {"w": np.full(3, number, "i4")}, replace=True).close()
+
+
+def value(segment: membroker.Segment) -> int:
+    return int(segment.tensors()["w"][0])
+
+
+def test_a_server_reloads(client: membroker.Client, model: membroker.Model) -> None:
+    """It serves the old version until it has the new one; the old one's bytes are free when it has closed it."""
+    publish(model, 1)
+    serving = client.attach("current")
+    assert (serving.name, value(serving)) == ("current.1", 1)
+    publish(model, 2)
+    assert value(serving) == 1, "it goes on"
+    newer = client.attach("m/current", newer_than=serving)
+    assert (newer.name, value(newer)) == ("current.2", 2)
+    serving.close()
+    newer.close()
+    until(lambda: holders(client) == {"current.2": 0})
+    assert client.delete_segment("m/current").name.endswith("/current.2")
+    with pytest.raises(membroker.SegmentNotFound):
+        client.attach("current")
+    with pytest.raises(membroker.SegmentNotFound):
+        client.delete_segment("current")
+
+
+def test_the_name_is_never_without_a_segment(client: membroker.Client, model: membroker.Model) -> None:
+    """While a version is written, and after its writer has failed, the name means the last one that was sealed."""
+    publish(model, 1)
+    half = model.create_segment("current", 1, replace=True)
+    with client.attach("current") as found:
+        assert value(found) == 1
+    half.close()
+    until(lambda: holders(client) == {"current.1": 0})
+    publish(model, 2)
+    with client.attach("current") as found:
+        assert value(found) == 2
+
+
+def test_those_who_wait_get_the_next_one(daemon: Daemon, client: membroker.Client, model: membroker.Model) -> None:
+    """A thread of a server waits; it gets the version that is published then, whether it is being written already."""
+    publish(model, 1)
+    found: list[Any] = []
+
+    def wait(serving: membroker.Segment) -> None:
+        with (
+            membroker.connect(daemon.endpoint()) as other,
+            other.attach("m/current", newer_than=serving, timeout=DEADLINE_SECONDS) as newer,
+        ):
+            found.append(value(newer))
+
+    for number in (2, 3):
+        with client.attach("current") as serving:
+            waiting = threading.Thread(target=wait, args=[serving])
+            waiting.start()
+            if number == 3:
+                with model.create_segment("current", 4096, replace=True) as segment:
+                    until(lambda: len(daemon.sessions()) == 2)
+                    index = segment.lay_out({"w": ("I32", (3,))})
+                    segment.write(index["w"].offset, np.full(3, 3, "i4"))
+                    segment.seal()
+            else:
+                publish(model, number)
+            waiting.join()
+    assert found == [2, 3]
+
+
+def test_nothing_newer(client: membroker.Client, model: membroker.Model) -> None:
+    publish(model, 1)
+    with client.attach("current") as serving:
+        with pytest.raises(membroker.SegmentNotSealed, match="no version that is newer than generation"):
+            client.attach("current", newer_than=serving, timeout=0)
+        with pytest.raises(membroker.InvalidRequest):
+            client.attach("current", newer_than=serving, timeout=-1)
+
+
+def test_a_name_that_did_not_move_begins_to(client: membroker.Client, model: membroker.Model) -> None:
+    """It was published without `replace` first."""
+    publish_arrays(model, "current", {"w": np.zeros(3, "i4")}).close()
+    with pytest.raises(membroker.SegmentExists):
+        publish_arrays(model, "current", {"w": np.zeros(3, "i4")})
+    with client.attach("current") as serving:
+        publish(model, 1)
+        with client.attach("current") as newer:
+            assert value(newer) == 1
+        assert value(serving) == 0
+    until(lambda: holders(client) == {"current.1": 0})
+
+
+def test_two_publishers(client: membroker.Client, model: membroker.Model) -> None:
+    """The one that began last wins, in whatever order they seal: it never goes back to an older one."""
+    first, second = (model.create_segment("current", 1, replace=True) for _ in range(2))
+    assert (first.name, second.name) == ("current.1", "current.2")
+    second.seal()
+    first.seal()
+    with client.attach("current") as found:
+        assert found.name == "current.2"
+    first.close()
+    second.close()
+    publish(model, 3)
+    until(lambda: holders(client) == {"current.3": 0})
+
+
+def test_other_names_are_left_alone(client: membroker.Client, model: membroker.Model) -> None:
+    for name in ("current.x", "currently.1", "current.0", "other"):
+        model.create_segment(name, 1).seal()
+    other = client.register_model("other")
+    publish_arrays(other, "current", {"w": np.zeros(1)}, replace=True).close()
+    publish(model, 1)
+    publish(model, 2)
+    names = sorted(one.name.partition("/models/")[2] for one in client.segments() if one.state == "sealed")
+    assert names == [
+        "m/segments/current.0", "m/segments/current.2", "m/segments/current.x", "m/segments/currently.1",
+        "m/segments/other", "other/segments/current.1",
+    ]  # fmt: skip
+    with pytest.raises(membroker.InvalidRequest, match="name one, as in m/current or other/current"):
+        client.attach("current")
+    with client.attach("other/current") as found:
+        assert found.name == "current.1"
+
+
+def test_a_version_that_is_deleted_as_it_is_attached(
+    client: membroker.Client, model: membroker.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look and the attach comes a newer one: the attach looks again."""
+    publish(model, 1)
+    attach, names = membroker.Segment.attach, []
+
+    def late(session: Any, name: str, timeout: float) -> membroker.Segment:
+        names.append(name.rpartition("/")[2])
+        if names[-1] == "current.1":
+            publish(model, 2)
+        return attach(session, name, timeout)
+
+    monkeypatch.setattr(versions.Segment, "attach", late)
+    with client.attach("current") as found:
+        assert value(found) == 2
+    assert names == ["current", "current.1", "current.2"]
+
+
+def test_a_checkpoint_and_the_command(client: membroker.Client, model: membroker.Model, tmp_path: Path) -> None:
+    for number in (1, 2):
+        safetensors.numpy.save_file({"w": np.full(3, number, "i4")}, tmp_path / "model.safetensors")
+        publish_checkpoint(model, "current", tmp_path, replace=True).close()
+    with client.attach("current") as found:
+        assert (found.name, value(found)) == ("current.2", 2)
