@@ -337,7 +337,9 @@ def test_the_brokers_refusals_are_sentences(model: Path) -> None:
         assert "segments/weights exists and is sealed: attach it, or delete it" in err
         assert "may hold 2.0 MiB" in refused("load", str(model), "small/weights", *at(daemon))
         assert "lends no host memory" in refused("load", str(model), "m/w", "--location", "host", *at(daemon))
-        assert "is registered with" in refused("load", str(model), "m/w", "--limit", "8MiB", *at(daemon))
+        with membroker.connect(daemon.endpoint()) as worker:
+            worker.register_model("m", limit="64MiB")
+            assert "is registered with" in refused("load", str(model), "m/w", "--limit", "8MiB", *at(daemon))
         assert "is not a valid name" in refused("load", str(model), "w", "--model", "a/b/c", *at(daemon))
         assert states(daemon) == ["SEALED"]
         assert daemon.books().lent_bytes == 4 * MIB
@@ -356,9 +358,11 @@ def test_a_load_that_is_refused_leaves_no_model_behind(daemon: Daemon, model: Pa
     """Too small a limit, and then the right one: the first try's must not stand in the second one's way."""
     assert "may hold 2.0 MiB" in refused("load", str(model), "m/weights", "--limit", "2MiB", *at(daemon))
     good("load", str(model), "m/weights", "--limit", "64MiB", *at(daemon))
-    # A model that was there before is others': it keeps its numbers.
+    # A model that others use keeps its numbers.
     refused("load", str(model), "m/weights", *at(daemon))
-    assert "is registered with" in refused("load", str(model), "m/w", "--limit", "8MiB", *at(daemon))
+    with membroker.connect(daemon.endpoint()) as worker:
+        worker.register_model("m", limit="64MiB")
+        assert "is registered with" in refused("load", str(model), "m/w", "--limit", "8MiB", *at(daemon))
     good("delete", "m/weights", *at(daemon))
 
 
