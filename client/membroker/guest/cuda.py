@@ -43,7 +43,7 @@ def why_not(bindings: Any, driver_version: str, machine: str) -> str:
 
 
 def check_namespace(listed: Collection[int], proc: Path = Path("/proc")) -> bool:
-    """Say whether NVML has named a process that is one here; raise `DriverError` if all that it names are none.
+    """Say whether NVML has named a process that is one here; raise `DriverError` if it names others alone.
 
     In a container it may name processes by the host's pids. Then a program would seem to use nothing, and its memory
     would be lent while it has it.
