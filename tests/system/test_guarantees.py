@@ -184,7 +184,7 @@ def test_a_check_adds_what_was_set_by_command(path: Path) -> None:
     keys = {"capacity": None, "tenants": {"red": {"guarantee": "512MiB"}, "blue": {}}}
     status, said = check_config(path, {"state_directory": str(path.with_name("kept")), **keys})
     assert status == 0
-    assert any(line.startswith(f"{kept}: ") and "1.2 GiB of device memory" in line for line in said)
+    assert any(line.startswith(f"{kept}: ") and "1280.0 MiB of device memory" in line for line in said)
 
 
 def test_a_check_of_the_configuration_counts_contexts(path: Path) -> None:
@@ -210,8 +210,8 @@ def test_a_check_of_the_configuration_looks_at_guarantees(path: Path) -> None:
     kept.write_text('[tenants.red.models.b]\nguarantee = "2GiB"\n')
     status, (first, *more) = check_config(path, keys)
     assert (status, first) == (0, odd)
-    for line, numbers in zip(more, (("2.0", "limit, 1.0"), ("2.1", "capacity, 2.0")), strict=True):
-        assert re.search(rf"^{kept}: .* {numbers[0]} GiB .* {numbers[1]} GiB: .*`membroker quota set`", line)
+    for line, numbers in zip(more, (("2.0 GiB", "limit, 1.0"), ("2144.0 MiB", "capacity, 2.0")), strict=True):
+        assert re.search(rf"^{kept}: .* {numbers[0]} .* {numbers[1]} GiB: .*`membroker quota set`", line)
     kept.write_text("[tenants.red]\nguarantees = 1\n")
     status, said = check_config(path, keys)
     assert status == 1
