@@ -231,6 +231,8 @@ class RequestLines:
         self._numbers = itertools.count()
         self._places: dict[int, RequestLine | None] = {}
         """By call: the line of a request; None: it has met a full device, and is tried again after an audit."""
+        self._full: defaultdict[tuple[ModelName, Location], dict[int, DebitRequest]] = defaultdict(dict)
+        """By model and location, then by call: the requests without a line. No entry is empty."""
         self._of_session: defaultdict[int, dict[int, DebitRequest]] = defaultdict(dict)
         """By session and call, in the order of their coming. No entry is empty."""
         self.wanted: defaultdict[Location, Counter[ModelName]] = defaultdict(Counter)
@@ -238,7 +240,7 @@ class RequestLines:
         self.above_limit: defaultdict[Location, dict[LineKey, RequestLine]] = defaultdict(dict)
         """The lines with a request that the limit of its model does not allow. It may not wait."""
         self.to_end: dict[int, DebitRequest] = {}
-        """By call: requests that cannot wait any longer, because their session has left the model."""
+        """By call: requests that cannot wait any longer. Their session has left the model, or is asked for memory."""
 
     def at(self, location: Location) -> Collection[LineGroup]:
         """Return the groups of lines at a location."""
@@ -305,6 +307,9 @@ class RequestLines:
                 self.above_limit[location][line.key] = line
             else:
                 self.above_limit[location].pop(line.key, None)
+        if (name, location) in self._full:
+            for request in self._full[name, location].values():
+                self._end_if_asked(request)
 
     def _place(self, request: DebitRequest) -> None:
         event, name, location = request.event, request.name, request.location
@@ -314,9 +319,9 @@ class RequestLines:
         if name not in self._books.ledger.sessions[event.session].models:
             self.to_end[event.call] = request
         if request.met_full_device:
-            if is_asked and not self._books.admission.is_guaranteed(name, location, request.size):
-                self.to_end[event.call] = request
+            self._full[name, location][event.call] = request
             self._places[event.call] = None
+            self._end_if_asked(request)
             return
         is_trusted = recallable.is_trusted(request.borrower, name, location)
         key = LineKey(name, location, request.deadline is not None, is_trusted, is_asked, request.is_guest)
@@ -330,11 +335,22 @@ class RequestLines:
         line.group.add(request)
         line.group.changed(line)
 
+    def _end_if_asked(self, request: DebitRequest) -> None:
+        """Let a request that has met a full device wait no longer if its session is asked for what it would exceed."""
+        name, location = request.name, request.location
+        asked = self._books.recallable.asked_of(request.event.session, name, location)
+        if asked and not self._books.admission.is_guaranteed(name, location, request.size):
+            self.to_end[request.event.call] = request
+
     def _take(self, request: DebitRequest) -> None:
         self._books.ledger.touched.add((request.name, request.location))
         self.to_end.pop(request.event.call, None)
         line = self._places.pop(request.event.call)
         if line is None:
+            full = self._full[request.name, request.location]
+            del full[request.event.call]
+            if not full:
+                del self._full[request.name, request.location]
             return
         line.remove(request)
         line.group.remove(request)

@@ -412,6 +412,7 @@ class Waiting:
             return self._waiters[self._ends[0][1]], False
         while self._looked_at != (state := self._state()):  # again after a recall: its sessions may wait for more
             self._lines.follow()
+            self._schedule.follow()
             if self._lines.to_end:
                 return next(iter(self._lines.to_end.values())), False
             for location in books.rules.capacities:
