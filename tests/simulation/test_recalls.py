@@ -15,6 +15,7 @@ from membrokerd.core.admission import Admission
 from membrokerd.core.books import Books
 from membrokerd.core.recallable import Borrower, Recallable
 from membrokerd.core.recalls import Recalls
+from membrokerd.core.request_lines import RequestLines
 from membrokerd.core.requests import DebitRequest
 from membrokerd.core.schedule import Schedule
 from membrokerd.core.shares import Shares
@@ -329,7 +330,7 @@ FAULTS: tuple[Fault, ...] = (
     _a_hold_grows_by_the_same_step,
     _beyond_its_share_in_turn,
     replacing("refused_in_its_turn", Schedule, "leaves", lambda *_: 0),
-    replacing("asked_and_still_waiting", Schedule, "is_asked", lambda *_: False),
+    replacing("asked_and_still_waiting", RequestLines, "_end_if_asked", lambda *_: None),
     _not_looked_at_again,
 )
 

@@ -237,12 +237,6 @@ class Schedule:
                 most = policy.MAX_BYTES
         return Look(group, room, admission.bound(name, location, is_trusted), guaranteed, most), limit
 
-    def is_asked(self, one: DebitRequest) -> bool:
-        """Say whether a request exceeds its model's guarantee while its session is asked for memory of the model."""
-        name, location = one.name, one.location
-        asked = self._books.recallable.asked_of(one.event.session, name, location)
-        return asked > 0 and not self._books.admission.is_guaranteed(name, location, one.size)
-
     def _first(self, location: Location, looks: Sequence[Look], now: int) -> DebitRequest | None:
         """Return the request to grant first; if requests without room come before those that have it, recall."""
         ready = _oldest([Reach(look.group, look.group, min(look.guaranteed, look.room)) for look in looks])

@@ -218,7 +218,7 @@ class Waiting:
         wait = self._wait_ns(request, guaranteed)
         deadline = request.since + wait
         is_open = self._books.ledger.sessions[request.event.session].state == "open"
-        if not is_open or deadline <= now or self._schedule.is_asked(request):
+        if not is_open or deadline <= now:
             return False
         if self._books.stopping or self._books.refuse_debit() or self._refuse_one_more(request, wait):
             return False
