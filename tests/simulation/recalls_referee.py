@@ -673,6 +673,8 @@ class RecallsReferee:
         for session in self.answering.get(name, ()):
             place = session, name, where
             asked = self.asked.get(place)
+            if asked is not None and place in self.guests:
+                continue  # it gives all that it has, also what it has declared since
             if asked is None or (not asked.late and now <= (asked.since + asked.deadline) / 2):
                 able += [session] * (self.bytes_of(place) > (asked.left if asked else 0))
         return able
