@@ -280,7 +280,7 @@ def test_a_request_that_no_rule_allows_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("seed", [1, 3, 5])
+@pytest.mark.parametrize("seed", [3, 4, 5])
 def test_any_world_is_replayed(tmp_path: Path, seed: int) -> None:
     """Deaths, lies, lost connections, reloads and segments: a trace of them can be read, and replayed to its end."""
     path = recorded(seed, 1_500, tmp_path)
