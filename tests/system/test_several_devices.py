@@ -168,7 +168,7 @@ def test_one_command_for_all_devices_and_one_for_each(place: Path) -> None:
             assert status == 1
             assert "no broker of device 2 was found" in err
             assert "only of host (0), host-1 (1)" in err
-            assert command(place, "drain", "--device", "1")[0] == 0
+            assert command(place, "drain", "--device", "1", "--timeout", "0")[0] == 0
             assert (first.device().draining, second.device().draining) == (False, True)
             kept.close()
         with hold_still(first):

@@ -55,6 +55,10 @@ def test_it_asks_until_the_engine_sleeps(daemon: Daemon, engine: Worker) -> None
         "idle_ms": None,
         "asleep_ms": None,
         "by_itself": False,
+        "cause": "",
+        "needed_bytes": 0,
+        "sleep_took_ms": None,
+        "wake_took_ms": None,
     }
     waking = command(daemon, "wake", "chat")
     until(lambda: engine.ask("told[-1]"))
