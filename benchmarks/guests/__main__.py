@@ -56,6 +56,7 @@ SHARES: Final = {"server": 0.2, **dict.fromkeys(IMAGES + TRAININGS, 0.25), "neig
 SMALL: Final = 16
 """How many small guests there are. Half of them fit."""
 HOST_CAPACITY: Final = 64 << 20
+_reserved: list[socket.socket] = []
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -182,8 +183,12 @@ def _vllm(checkpoint: Path, port: int, *words: str) -> list[str]:
 
 
 def _port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """Return a port that only a program gets that is told it: it stays bound here, and nobody listens at it."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers set it, too
+    held.bind(("127.0.0.1", 0))
+    _reserved.append(held)
+    return int(held.getsockname()[1])
 
 
 # --- without membroker ---

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import Daemon, running, until
+from tests.support.ports import reserved_port
 from tests.support.sizes import MIB
 from tests.support.vllm_engine import BUILDS, write_model, write_plugins
 
@@ -59,9 +59,7 @@ class Server:
 
     def __init__(self, model: Path, name: str, daemon: Daemon, *more: str) -> None:
         self.name = name
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            self._port = found.getsockname()[1]
+        self._port = reserved_port()
         environment = {
             **os.environ,
             **CPU.environment,

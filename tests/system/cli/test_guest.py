@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from prometheus_client.utils import floatToGoString
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
+from tests.support.ports import reserved_port
 from tests.support.sizes import MIB
 from tests.support.template import PythonProcess
 from tests.support.workers import is_gone
@@ -129,11 +130,6 @@ def guests(**config: Any) -> Iterator[Daemon]:
 def held(pid: int) -> int:
     """Return what a program holds, in MiB."""
     return StandInSuspender().usage([pid]).get(pid, 0) // MIB
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 # --- turns ---
@@ -294,7 +290,7 @@ def test_a_program_that_uses_membroker_itself_is_never_suspended(capfd: pytest.C
 
 
 def test_a_connection_wakes_it_and_waits() -> None:
-    door, port = free_port(), free_port()
+    door, port = reserved_port(), reserved_port()
     with guests() as daemon, Guest(daemon, "one", "--door", f"{door}:{port}", port=port) as one:
         pid = one.ready()
         one.sleeps()
@@ -312,7 +308,7 @@ def test_a_connection_wakes_it_and_waits() -> None:
 
 
 def test_it_sleeps_when_nobody_has_come_for_a_while() -> None:
-    door, port = free_port(), free_port()
+    door, port = reserved_port(), reserved_port()
     options = ("--door", f"{door}:{port}", "--sleep-after", "0.5")
     with guests() as daemon, Guest(daemon, "one", *options, port=port) as one:
         pid = one.ready()
@@ -328,14 +324,14 @@ def test_it_sleeps_when_nobody_has_come_for_a_while() -> None:
 def test_a_door_that_is_taken_is_said_before_anything_starts() -> None:
     with guests() as daemon, socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        with Guest(daemon, "one", "--door", f"{port}:{free_port()}") as one:
+        with Guest(daemon, "one", "--door", f"{port}:{reserved_port()}") as one:
             assert one.process.wait(DEADLINE_SECONDS) == 1
             assert f"the door cannot listen at 127.0.0.1:{port}" in one.said.read_text()
 
 
 def test_it_sleeps_for_others_when_it_is_idle_as_engines_do() -> None:
     """`idle_sleep_seconds`: the broker asks by itself, and does not let it sleep while somebody is there."""
-    door, port = free_port(), free_port()
+    door, port = reserved_port(), reserved_port()
     config = {"idle_sleep_seconds": 0.5, "idle_sleep": "always"}
     with guests(**config) as daemon, Guest(daemon, "one", "--door", f"{door}:{port}", port=port) as one:
         pid = one.ready()
@@ -502,7 +498,7 @@ def test_a_stopped_program_is_not_suspended_and_goes_on() -> None:
 
 @pytest.mark.parametrize("asleep", [False, True])
 def test_one_whose_session_an_operator_has_forgotten_begins_a_new_one(asleep: bool) -> None:
-    door, port = free_port(), free_port()
+    door, port = reserved_port(), reserved_port()
     with guests() as daemon, Guest(daemon, "one", "--door", f"{door}:{port}", port=port) as one:
         pid = one.ready()
         if asleep:
@@ -536,7 +532,7 @@ def test_one_whose_words_nobody_reads_falls_asleep_and_wakes() -> None:
 
 
 def test_a_flood_at_the_door_takes_no_descriptor_that_the_guest_needs() -> None:
-    door, port = free_port(), free_port()
+    door, port = reserved_port(), reserved_port()
     with guests() as daemon, Guest(daemon, "one", "--door", f"{door}:{port}", port=port) as one:
         resource.prlimit(one.process.pid, resource.RLIMIT_NOFILE, (160, 160))  # long before it opens its door
         pid = one.ready()
@@ -557,7 +553,7 @@ def test_a_flood_at_the_door_takes_no_descriptor_that_the_guest_needs() -> None:
 
 
 def test_one_that_waits_to_wake_asks_the_next_daemon() -> None:
-    door, port = free_port(), free_port()
+    door, port = reserved_port(), reserved_port()
     with guests(slice_seconds=600.0) as daemon, Guest(daemon, "one", "--door", f"{door}:{port}", port=port) as one:
         pid = one.ready()
         one.sleeps()
