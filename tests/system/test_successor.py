@@ -227,12 +227,12 @@ def test_a_start_on_a_full_disk_goes_on_with_the_books(small_disk: Path, kill: b
 
 def test_pidfds_of_sessions_that_nobody_knows_are_let_go(daemon: Daemon) -> None:
     """The journal is lost, or the last fact was not written: neither daemon nor keeper keeps what nobody asks for."""
-    keeper = daemon.keeper()
+    restart(daemon)
+    keeper = daemon.keeper()  # the former one had nothing to keep, and may have ended with its daemon
 
     def opened() -> tuple[int, int]:
         return daemon.descriptors(), len(os.listdir(f"/proc/{keeper}/fd"))
 
-    restart(daemon)
     before = opened()
     sessions = [Session(daemon.endpoint("red")) for _ in range(10)]
     until(lambda: opened()[1] == before[1] + 10)
