@@ -170,10 +170,10 @@ except ThreadLimit as error:
 
 
 def test_a_worker_reads_without_threads_of_grpc() -> None:
-    """It borrows under a limit, and so it asks first how much there is. It never imports gRPC, which would end it.
+    """It borrows and reads the books where it may start three threads at most, and never imports gRPC.
 
-    The limit is real where this is root: the process becomes a user who has no other. It works once before that,
-    because the new user may not read the library.
+    Only root can set such a limit: the process becomes a user who runs nothing else. Before that it does the work once,
+    to import all of the library, which the new user may not be able to read.
     """
     code = """
 import os, resource, sys

@@ -219,7 +219,7 @@ class Script:
         answers: str = "",
         replaces: str = "",
     ) -> ev.Event:
-        """Register; answers=yes or no: whether the session answers recalls of the model. A limit of `none` is none."""
+        """Register a model. `answers` is whether the session answers its recalls. `limit=none` takes the limit away."""
         where, _, size = limit.partition(":")
         limits: Any = {where: policy.MAX_BYTES if size == "none" else mib(size)} if limit else {}
         return ev.RegisterModel(
