@@ -24,8 +24,6 @@ from tests.support.vllm_engine import BUILDS, write_model, write_plugins
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-engines installs it")
 from vllm.platforms import current_platform
 
-from membroker.kv.vllm import last_line
-
 pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(not current_platform.is_cpu(), reason="for vLLM's CPU build"),
@@ -69,7 +67,6 @@ class Server:
             "MEMBROKER_ENDPOINT": str(daemon.endpoint("serving")),
             "PYTHONPATH": os.pathsep.join([str(write_plugins(model / f"plugins-{name}")), os.environ["PYTHONPATH"]]),
         }
-        environment.pop(last_line.VARIABLE, None)  # this process has loaded the plugin, and is not the user's
         server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         mine = ["--model", str(model), "--served-model-name", name, "--host", "127.0.0.1", "--port", str(self._port)]
         self._log = daemon.directory / f"log-{name}"

@@ -3,12 +3,16 @@
 vLLM starts an engine in other processes. Their errors are followed by those of the processes that wait for them, and by
 tracebacks. Owns the way of one sentence from any process of vLLM to the one that the user has started, which writes it
 when it ends. It never raises.
+
+vLLM starts its processes by `multiprocessing`. So a process that was started in another way is the user's, even if it
+has inherited the variable of a program with vLLM that started it.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
 import os
 import sys
 from contextlib import suppress
@@ -18,6 +22,7 @@ from ...errors import MembrokerError
 
 VARIABLE: Final = "MEMBROKER_VLLM_LAST_LINE"
 """The file of the user's process that takes the sentence: in memory, and open until that ends."""
+_NAME: Final = "membroker-last-line"
 _MOST_BYTES: Final = 4096
 
 
@@ -33,8 +38,8 @@ class _Reasons(logging.Handler):
 def begin() -> None:
     """Listen to what this process of vLLM logs. The first one is the user's."""
     with suppress(OSError):
-        if not os.path.exists(os.environ.get(VARIABLE, "")):
-            told = os.memfd_create("membroker-last-line")
+        if multiprocessing.parent_process() is None or not _file():
+            told = os.memfd_create(_NAME)
             os.environ[VARIABLE] = f"/proc/{os.getpid()}/fd/{told}"
             atexit.register(_say, told, os.getpid())
         logging.getLogger("vllm").addHandler(_Reasons())
@@ -42,8 +47,17 @@ def begin() -> None:
 
 def tell(error: MembrokerError) -> None:
     """Let this be the last line."""
-    with suppress(OSError), open(os.environ.get(VARIABLE, ""), "w") as file:
+    with suppress(OSError), open(_file(), "w") as file:
         file.write(f"membroker: {error}\n")
+
+
+def _file() -> str:
+    """Return the file of the user's process, or "" if that has ended: another process can have its pid."""
+    path = os.environ.get(VARIABLE, "")
+    try:
+        return path if os.readlink(path).startswith(f"/memfd:{_NAME}") else ""
+    except OSError:
+        return ""
 
 
 def _say(told: int, pid: int) -> None:
