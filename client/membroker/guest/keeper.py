@@ -34,6 +34,7 @@ from .suspender import Suspender
 from .tree import ProcessTree
 
 SleepCause = Literal["", "recall", "idle", "operator", "excess"]
+_Phase = Literal["awake", "asleep", "asks", "lent"]
 LOOK_SECONDS = 0.1
 """How often the processes are looked at."""
 SESSIONS_SECONDS = 1.0
@@ -110,13 +111,14 @@ class Guest:
         """The most that was seen, in bytes."""
         self._firm_until, self._must_run = 0.0, ""
         """Until when it is not put to sleep, and why it never is again."""
-        self._is_awake, self._is_falling = True, False
+        self._phase: _Phase = "awake"
+        """Asleep, it first asks the broker for what it needs to wake. It wakes when that is lent, and on the device."""
+        self._is_falling = False
+        """Whether processes are being suspended: all of them, or those that have begun while the others sleep."""
         self._suspended: dict[int, UsingProcess] = {}
         self._beside = 0
         """What processes use that could not be suspended beside the others."""
-        self._granted: bool | None = None
-        """Whether the broker has lent what the guest needs to wake; None: it has not been asked."""
-        self._granted_at = self._ask_again_at = 0.0
+        self._lent_at = self._ask_again_at = 0.0
         self._asleep_since = 0.0
         self._sleep_took: float | None = None
         self._wake_took: float | None = None
@@ -171,7 +173,7 @@ class Guest:
     @property
     def is_awake(self) -> bool:
         """Whether the program can use its memory now."""
-        return self._is_awake and not self._is_falling
+        return self._phase == "awake" and not self._is_falling
 
     def _happened(self) -> None:
         self._is_due = True
@@ -201,7 +203,7 @@ class Guest:
         else:
             with self._changed:
                 self._wakes = False
-                if self._is_awake and not self._is_falling:
+                if self.is_awake:
                     self._asked_to_sleep_until = request.deadline
                 else:
                     self._stays_asleep = True
@@ -212,9 +214,7 @@ class Guest:
     def _state(self) -> str:
         if self._is_falling:
             return "falling_asleep"
-        if self._is_awake:
-            return "awake"
-        return "asleep" if self._granted is None else "waking"
+        return "waking" if self._phase in ("asks", "lent") else self._phase
 
     def status(self) -> SleepStatus:
         """Return what an operator sees."""
@@ -235,7 +235,7 @@ class Guest:
             idle = self._idle()
             idle_ms = None if idle is None else int(idle * 1000)
             return SleepStatus("busy" if busy else state, detail=detail, idle_ms=idle_ms)
-        if self._is_awake:  # it falls asleep
+        if self._phase == "awake":  # it falls asleep
             return SleepStatus(state, needed_bytes=self._need())
         since = time.strftime("%H:%M:%S", time.localtime(self._asleep_since))
         detail = f"asleep since {since}, because {self._why}; it took {self._sleep_took or 0:.1f} s"
@@ -294,7 +294,9 @@ class Guest:
     def _open_again(self) -> None:
         """Begin a new session: an operator has ended the old one, and what is declared with it."""
         self._model = self._open_model()
-        self._declared, self._granted, self._recall, self._is_lost = 0, None, None, False
+        self._declared, self._recall, self._is_lost = 0, None, False
+        if self._phase != "awake":
+            self._phase = "asleep"
         self._answer_for()
         if self._settings.charges_host and self._suspended:
             self._model.declare(self._image(), "host")
@@ -313,7 +315,7 @@ class Guest:
         using = self._using()
         used = sum(one.size for one in using)
         self.most_used = max(self.most_used, used)
-        if self._is_awake:
+        if self._phase == "awake":
             cause, why = self._why_sleep()
             if cause:
                 self._sleep(using, cause, why)
@@ -323,15 +325,24 @@ class Guest:
             self._sleep(using, self._cause, self._why)
         else:
             self._beside = sum(one.size for one in using)
-        if not self._is_awake:
-            if self._granted is None and self._declared != self._beside:
-                try:
-                    self._declare(self._beside)
-                except OutOfMemory as error:
-                    self._tell(f"it uses {format_size(self._beside)} while it sleeps: {error}")
-            self._answer_recall()
-            if self._granted is not None or (self._wants_to_run() and time.monotonic() >= self._ask_again_at):
-                self._go_on_waking()
+        if self._phase != "awake":
+            self._look_asleep()
+
+    def _look_asleep(self) -> None:
+        gives_up = self._phase == "lent" and self._recall is not None
+        if gives_up:  # the device did not show it in time
+            self._phase = "asleep"
+        if self._phase == "asleep" and self._declared != self._beside:
+            try:
+                self._declare(self._beside)
+            except OutOfMemory as error:
+                self._tell(f"it uses {format_size(self._beside)} while it sleeps: {error}")
+        self._answer_recall()
+        if self._phase == "lent":
+            if self._is_on_device():
+                self._restore()
+        elif self._phase == "asleep" and not gives_up and self._wants_to_run():
+            self._ask_to_wake()
 
     def _using(self) -> list[UsingProcess]:
         """Return the processes that use the device now, but suspended ones. Forget those of these that have ended.
@@ -374,7 +385,7 @@ class Guest:
 
     def _answer_recall(self) -> None:
         """Answer a recall for which there is nothing to do any more."""
-        if self._recall is not None and self._state == "asleep":
+        if self._recall is not None and self._phase == "asleep":
             recall, self._recall = self._recall, None
             recall.done()
 
@@ -422,7 +433,7 @@ class Guest:
         begun = time.monotonic()
         with self._changed:
             self._is_falling = True
-            if self._is_awake:
+            if self._phase == "awake":
                 self._wakes, self._cause = False, cause
         self._say_status()
         before = self._suspended
@@ -442,7 +453,9 @@ class Guest:
             if time.monotonic() < self._asked_to_sleep_until:
                 self._stays_asleep = not self._connections
             self._asked_to_sleep_until, self._may_rest, self._beside = 0.0, False, 0
-            self._is_awake = self._is_falling = False
+            self._is_falling = False
+            if self._phase == "awake":
+                self._phase = "asleep"
         self._told = ""
         self._say(f"it sleeps, because {why}: {format_size(self._image())} after {self._sleep_took:.1f} s")
 
@@ -459,14 +472,14 @@ class Guest:
 
     def _fail(self, using: list[UsingProcess], failed: str) -> None:
         """Let what runs run on, and be firm. What is suspended already is put back when the device shows the room."""
-        was_awake = self._is_awake
+        was_awake = self._phase == "awake"
         with self._changed:
             self._is_falling = False
             self._asked_to_sleep_until = 0.0
             if not self._must_run:
                 self._firm_until = time.monotonic() + FIRM_SECONDS
             if was_awake and self._suspended:  # their memory is still declared
-                self._is_awake, self._granted, self._granted_at = False, True, time.monotonic()
+                self._phase, self._lent_at = "lent", time.monotonic()
                 self._asleep_since, self._cause, self._why = time.time(), "", f"it could not sleep: {failed}"
             recall, self._recall = self._recall, None
         self._tell(f"it cannot sleep: {failed}")
@@ -533,41 +546,36 @@ class Guest:
     def _need(self) -> int:
         return max(self._image() + self._beside, self._settings.memory)
 
-    def _go_on_waking(self) -> None:
-        """Ask the broker; when it has lent the memory and the device shows it, restore."""
-        if self._granted is None:
-            self._granted = False
-            start_thread(self._ask, "membroker-guest-wake", self._model)
-        elif self._granted and self._recall is not None:  # the device did not show it in time
-            self._declare(self._beside)
-            self._granted = None
-            self._answer_recall()
-        elif self._granted and self._is_on_device():
-            self._restore()
+    def _ask_to_wake(self) -> None:
+        if time.monotonic() >= self._ask_again_at:
+            with self._changed:  # so the thread cannot have its answer before
+                start_thread(self._ask, "membroker-guest-wake", self._model)
+                self._phase = "asks"
 
     def _ask(self, model: Model) -> None:
         """Wait in the broker's queue, in a thread of its own."""
-        granted: bool | None = None
+        phase: _Phase = "asleep"
         try:
             self._declare(self._need(), WAIT_SECONDS)
-            granted = True
+            phase = "lent"
         except ClosedError:
             return
         except MembrokerError as error:
             self._is_lost = self._is_lost or (isinstance(error, SessionLost) and model is self._model)
             self._tell(f"it cannot wake yet: {error}")
-        with self._changed:
-            if model is self._model:  # else it is asked for again
-                self._granted, self._granted_at = granted, time.monotonic()
-                if not granted:
-                    self._ask_again_at = time.monotonic() + ASK_AGAIN_SECONDS
-            self._happened()
+        finally:
+            with self._changed:
+                if model is self._model:  # else it is asked for again
+                    self._phase, self._lent_at = phase, time.monotonic()
+                    if phase == "asleep":
+                        self._ask_again_at = time.monotonic() + ASK_AGAIN_SECONDS
+                self._happened()
 
     def _is_on_device(self) -> bool:
         free, image = self._suspender.free_bytes(), self._image()
         if free is None or free >= image:
             return True
-        if time.monotonic() - self._granted_at >= DEVICE_SECONDS:
+        if time.monotonic() - self._lent_at >= DEVICE_SECONDS:
             self._tell(
                 f"the broker has lent {format_size(image)}, but the device has {format_size(free)} free: a process "
                 "uses memory that is not in the books (`membroker processes`). It stays asleep until then"
@@ -583,7 +591,7 @@ class Guest:
                     self._closed = True
                     return
         with self._changed:
-            self._is_awake, self._granted = True, None
+            self._phase = "awake"
             self._suspended, self._beside, self._wakes = {}, 0, False
             self._wake_took = time.monotonic() - begun
             self._idle_since = time.monotonic()

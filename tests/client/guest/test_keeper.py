@@ -11,7 +11,7 @@ from tests.support.fake_suspender import FakeProcess, FakeSuspender
 from tests.support.sizes import MIB
 
 import membroker
-from membroker.errors import BrokerUnavailable, MembrokerError, OutOfMemory, SessionLost
+from membroker.errors import BrokerUnavailable, MembrokerError, OutOfMemory, SessionLost, ThreadLimit
 from membroker.guest import keeper
 from membroker.guest.keeper import Guest
 from membroker.guest.settings import Settings
@@ -415,6 +415,22 @@ def test_what_is_half_suspended_is_put_back_only_when_the_device_shows_the_room(
     while not bench.guest.is_awake:
         bench.guest.look()
     assert bench.states() == ["running", "running"]
+
+
+def test_one_that_can_start_no_thread_asks_again_when_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(10)
+    bench.recall()
+
+    def fail(*arguments: Any) -> None:
+        raise ThreadLimit("no more threads")
+
+    with monkeypatch.context() as limited:
+        limited.setattr(keeper, "start_thread", fail)
+        with pytest.raises(ThreadLimit):
+            bench.wakes()
+    assert bench.guest.status().state == "asleep"
+    bench.wakes()
+    assert bench.states() == ["running"]
 
 
 def test_a_wish_to_wake_while_it_falls_asleep_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
