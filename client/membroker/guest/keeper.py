@@ -329,8 +329,8 @@ class Guest:
             self._look_asleep()
 
     def _look_asleep(self) -> None:
-        gives_up = self._phase == "lent" and self._recall is not None
-        if gives_up:  # the device did not show it in time
+        gives_up = self._phase == "lent" and (self._recall is not None or self._declared < self._need())
+        if gives_up:  # the device did not show it in time, or more is needed by now
             self._phase = "asleep"
         if self._phase == "asleep" and self._declared != self._beside:
             try:

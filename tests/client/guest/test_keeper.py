@@ -417,6 +417,25 @@ def test_what_is_half_suspended_is_put_back_only_when_the_device_shows_the_room(
     assert bench.states() == ["running", "running"]
 
 
+def test_what_begins_to_compute_after_the_memory_is_lent_is_asked_for_too() -> None:
+    """The device has room for it, but the broker may lend that to somebody else at any moment."""
+    bench = Bench(30, memory=0)
+    bench.recall()
+    bench.suspender.used = 80 * MIB
+    bench.guest.wake()
+    while bench.model.declared == 0:
+        bench.guest.look()
+    bench.suspender.processes[11] = FakeProcess(20 * MIB)
+    bench.guest.look()
+    assert bench.states() == ["suspended", "suspended"]
+    lent: list[int] = []
+    bench.model.watch = lambda size: lent.append(size) if "suspended" in bench.states() else None
+    bench.suspender.used = 0
+    while not bench.guest.is_awake:
+        bench.guest.look()
+    assert lent[-1:] == [50 * MIB]
+
+
 def test_one_that_can_start_no_thread_asks_again_when_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(10)
     bench.recall()
