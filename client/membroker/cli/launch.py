@@ -156,7 +156,7 @@ def _run_guest(options: argparse.Namespace, program: list[str]) -> int:
         error("--sleep-after counts from the last connection: give --door, and leave out --no-sleep")
     settings = Settings(
         memory=0 if options.memory == AUTO else options.memory,
-        shrinks=options.memory == AUTO,
+        is_auto=options.memory == AUTO,
         on_excess=options.on_excess,
         sleep_after=options.sleep_after,
         can_sleep=not options.no_sleep,
@@ -170,7 +170,6 @@ def _run_guest(options: argparse.Namespace, program: list[str]) -> int:
             options.endpoint,
             options.model,
             settings,
-            is_auto=options.memory == AUTO,
             ports=options.door,
             timeout=options.timeout,
         ),

@@ -48,7 +48,6 @@ def run(
     model: str,
     settings: Settings,
     *,
-    is_auto: bool,
     ports: Ports | None,
     timeout: float | None,
 ) -> int:
@@ -75,8 +74,8 @@ def run(
         suspender = suspender_for(client, settings)
         stack.callback(suspender.close)
         seen = seen_file(client, model)
-        if is_auto:
-            settings = replace(settings, memory=_read(seen), shrinks=True)
+        if settings.is_auto:
+            settings = replace(settings, memory=_read(seen))
         settings = replace(settings, charges_host=client.capacities.get("host", 0) > 0)
         tree = ProcessTree(line.pids, [warden.pid])
         child = _Program()

@@ -397,7 +397,7 @@ class Guest:
     def _follow(self, using: list[UsingProcess], used: int) -> None:
         """Declare what the program uses."""
         now, target = time.monotonic(), max(self._settings.memory, used)
-        if target < self._declared and not self._settings.shrinks:
+        if target < self._declared and not self._settings.is_auto:
             target = self._declared
         if target >= self._declared:
             self._less_since = now

@@ -10,11 +10,12 @@ from typing import Literal, NamedTuple
 class Settings:
     """What was asked for. `memory` is what is declared at least while the program is awake.
 
-    `shrinks`: less is declared when it uses less. `sleep_after` is how many seconds without a connection let it sleep.
+    `is_auto`: `memory` is what the program used when it ran last, and what it uses beyond that is declared only while
+    it uses it. `sleep_after` is how many seconds without a connection let it sleep.
     """
 
     memory: int
-    shrinks: bool
+    is_auto: bool
     on_excess: Literal["sleep", "kill"] = "sleep"
     sleep_after: float | None = None
     can_sleep: bool = True

@@ -105,7 +105,7 @@ class Bench:
         self.model, self.tree = FakeModel(free), FakeTree(self.suspender)
         self.said: list[str] = []
         self.ended: list[str] = []
-        given = Settings(**{"memory": 40 * MIB, "shrinks": False, "has_door": True, **settings})
+        given = Settings(**{"memory": 40 * MIB, "is_auto": False, "has_door": True, **settings})
         model, tree = cast("membroker.Model", self.model), cast("ProcessTree", self.tree)
         self.guest = Guest(lambda: model, self.suspender, tree, given, say=self.said.append, end=self.ended.append)
         self.guest.borrow(0)
@@ -248,7 +248,7 @@ def test_the_declaration_follows_what_it_uses() -> None:
 
 
 def test_less_is_declared_when_it_has_used_less_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(60, memory=0, shrinks=True)
+    bench = Bench(60, memory=0, is_auto=True)
     bench.guest.look()
     assert bench.model.declared == 60 * MIB
     bench.suspender.processes[10].size = 10 * MIB
