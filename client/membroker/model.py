@@ -213,10 +213,11 @@ class Model:
         It is mapped writable in this process. Write it, then `seal` it. `wait` is that of `allocate`. With
         `delete_when_left` the broker deletes it, once sealed, when the last session has left it.
 
-        `replace` makes the next version of a name that moves: for `current` a segment `current.1`, `current.2` and so
-        on. Its seal deletes the older ones, which live until their readers leave, and `Client.attach("chat/current")`
-        attaches the newest. Until the seal, both versions need memory. Raises
-        `SegmentExists`, `OutOfMemory`, `InvalidRequest`, `TooMany`, `DeviceFailure`, `DescriptorLimit`,
+        `replace` makes the next version of a name that moves: for `current` a segment `current.version-1`,
+        `current.version-2` and so on. Its seal deletes the older ones, which live until their readers leave, and
+        `Client.attach("chat/current")` attaches the newest. Until the seal, both versions need memory.
+
+        Raises `SegmentExists`, `OutOfMemory`, `InvalidRequest`, `TooMany`, `DeviceFailure`, `DescriptorLimit`,
         `BrokerUnavailable`; nothing is mapped or charged then.
         """
         self._session.check_open()

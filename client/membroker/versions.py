@@ -1,8 +1,8 @@
-"""A name that moves: `current` means the newest sealed segment of `current`, `current.1`, `current.2` and so on.
+"""A name that moves: `current` means the newest sealed segment of `current`, `current.version-1` and so on.
 
 Owns the names of versions, and which of them a name means. The broker knows each as a segment of its own, so readers of
 an older one keep it, and a name that moves is never without a segment. It must delete only what is older than what it
-has sealed.
+has sealed. So a version must not have a name that a user would give to another segment, as `llama-3.1` is beside `llama-3`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .vmm.driver import Location
 LOOK_SECONDS = 0.2
 """How often a wait for a newer version looks for one that is not being written yet: no notice tells of it."""
 
-_VERSION = re.compile(r"(.+)\.([1-9][0-9]{0,8})")
+_VERSION = re.compile(r"(.+)\.version-([1-9][0-9]{0,8})")
 
 
 def create_version(
@@ -44,7 +44,7 @@ def create_version(
     number = 1 + max((_number(row.name) for row in _versions(session, whole)), default=0)
     while True:
         left = None if until is None else max(0.0, until - time.monotonic())
-        version, older = f"{name}.{number}", partial(_delete_older, session, whole)
+        version, older = f"{name}.version-{number}", partial(_delete_older, session, whole)
         with suppress(SegmentExists):
             return Segment.create(
                 session, model, version, size, location, left, delete_when_left=delete_when_left, on_sealed=older

@@ -39,7 +39,7 @@ def test_every_block_of_the_page_runs(daemon: Daemon) -> None:
         f"tenants/red/models/llama-7b/segments/weights {2 * MIB}",
         "1000 (1000, 64)",
         "64000.0",
-        "current.2",
+        "current.version-2",
         "b'weights'",
     ]
     until(lambda: daemon.books().lent_bytes == 0)

@@ -144,8 +144,8 @@ def test_the_shards_of_a_model_are_one_segment(daemon: Daemon, tmp_path: Path) -
 def test_a_newer_version_takes_the_name(daemon: Daemon, model: Path) -> None:
     for number in (1, 2):
         out = good("load", str(model), "chat/current", "--replace", *at(daemon))
-        assert out.startswith(f"red/chat/current.{number}: ")
-    until(lambda: [row[0] for row in rows(good(*at(daemon)))[1:]] == ["red/chat/current.2"])
+        assert out.startswith(f"red/chat/current.version-{number}: ")
+    until(lambda: [row[0] for row in rows(good(*at(daemon)))[1:]] == ["red/chat/current.version-2"])
     assert "2 tensors" in good("show", "chat/current", *at(daemon))
     good("delete", "chat/current", *at(daemon))
     assert "no segment" in refused("show", "chat/current", *at(daemon))

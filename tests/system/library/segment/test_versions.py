@@ -32,15 +32,15 @@ def test_a_server_reloads(client: membroker.Client, model: membroker.Model) -> N
     """It serves the old version until it has the new one; the old one's bytes are free when it has closed it."""
     publish(model, 1)
     serving = client.attach("current")
-    assert (serving.name, value(serving)) == ("current.1", 1)
+    assert (serving.name, value(serving)) == ("current.version-1", 1)
     publish(model, 2)
     assert value(serving) == 1, "it goes on"
     newer = client.attach("m/current", newer_than=serving)
-    assert (newer.name, value(newer)) == ("current.2", 2)
+    assert (newer.name, value(newer)) == ("current.version-2", 2)
     serving.close()
     newer.close()
-    until(lambda: holders(client) == {"current.2": 0})
-    assert client.delete_segment("m/current").name.endswith("/current.2")
+    until(lambda: holders(client) == {"current.version-2": 0})
+    assert client.delete_segment("m/current").name.endswith("/current.version-2")
     with pytest.raises(membroker.SegmentNotFound):
         client.attach("current")
     with pytest.raises(membroker.SegmentNotFound):
@@ -54,7 +54,7 @@ def test_the_name_is_never_without_a_segment(client: membroker.Client, model: me
     with client.attach("current") as found:
         assert value(found) == 1
     half.close()
-    until(lambda: holders(client) == {"current.1": 0})
+    until(lambda: holders(client) == {"current.version-1": 0})
     publish(model, 2)
     with client.attach("current") as found:
         assert value(found) == 2
@@ -107,25 +107,25 @@ def test_a_name_that_did_not_move_begins_to(client: membroker.Client, model: mem
         with client.attach("current") as newer:
             assert value(newer) == 1
         assert value(serving) == 0
-    until(lambda: holders(client) == {"current.1": 0})
+    until(lambda: holders(client) == {"current.version-1": 0})
 
 
 def test_two_publishers(client: membroker.Client, model: membroker.Model) -> None:
     """The one that began last wins, in whatever order they seal: it never goes back to an older one."""
     first, second = (model.create_segment("current", 1, replace=True) for _ in range(2))
-    assert (first.name, second.name) == ("current.1", "current.2")
+    assert (first.name, second.name) == ("current.version-1", "current.version-2")
     second.seal()
     first.seal()
     with client.attach("current") as found:
-        assert found.name == "current.2"
+        assert found.name == "current.version-2"
     first.close()
     second.close()
     publish(model, 3)
-    until(lambda: holders(client) == {"current.3": 0})
+    until(lambda: holders(client) == {"current.version-3": 0})
 
 
 def test_other_names_are_left_alone(client: membroker.Client, model: membroker.Model) -> None:
-    for name in ("current.x", "currently.1", "current.0", "other"):
+    for name in ("current.version-x", "current.version-0", "currently.version-1", "other"):
         model.create_segment(name, 1).seal()
     other = client.register_model("other")
     publish_arrays(other, "current", {"w": np.zeros(1)}, replace=True).close()
@@ -133,13 +133,29 @@ def test_other_names_are_left_alone(client: membroker.Client, model: membroker.M
     publish(model, 2)
     names = sorted(one.name.partition("/models/")[2] for one in client.segments() if one.state == "sealed")
     assert names == [
-        "m/segments/current.0", "m/segments/current.2", "m/segments/current.x", "m/segments/currently.1",
-        "m/segments/other", "other/segments/current.1",
-    ]  # fmt: skip
+        "m/segments/current.version-0",
+        "m/segments/current.version-2",
+        "m/segments/current.version-x",
+        "m/segments/currently.version-1",
+        "m/segments/other",
+        "other/segments/current.version-1",
+    ]
     with pytest.raises(membroker.InvalidRequest, match="name one, as in m/current or other/current"):
         client.attach("current")
     with client.attach("other/current") as found:
-        assert found.name == "current.1"
+        assert found.name == "current.version-1"
+
+
+def test_a_name_that_ends_with_a_number(client: membroker.Client, model: membroker.Model) -> None:
+    """`llama-3.1` is another model than `llama-3`, and no version of it: neither is taken for the other."""
+    publish_arrays(model, "llama-3.1", {"w": np.zeros(1)}).close()
+    with pytest.raises(membroker.SegmentNotFound):
+        client.attach("llama-3")
+    with pytest.raises(membroker.SegmentNotFound):
+        client.delete_segment("llama-3")
+    publish_arrays(model, "llama-3", {"w": np.zeros(1)}, replace=True).close()
+    publish_arrays(model, "llama-3.1", {"w": np.zeros(1)}, replace=True).close()
+    until(lambda: holders(client) == {"llama-3.version-1": 0, "llama-3.1.version-1": 0})
 
 
 def test_a_version_that_is_deleted_as_it_is_attached(
@@ -151,14 +167,14 @@ def test_a_version_that_is_deleted_as_it_is_attached(
 
     def late(session: Any, name: str, timeout: float) -> membroker.Segment:
         names.append(name.rpartition("/")[2])
-        if names[-1] == "current.1":
+        if names[-1] == "current.version-1":
             publish(model, 2)
         return attach(session, name, timeout)
 
     monkeypatch.setattr(versions.Segment, "attach", late)
     with client.attach("current") as found:
         assert value(found) == 2
-    assert names == ["current", "current.1", "current.2"]
+    assert names == ["current", "current.version-1", "current.version-2"]
 
 
 def test_a_checkpoint_and_the_command(client: membroker.Client, model: membroker.Model, tmp_path: Path) -> None:
@@ -166,4 +182,4 @@ def test_a_checkpoint_and_the_command(client: membroker.Client, model: membroker
         safetensors.numpy.save_file({"w": np.full(3, number, "i4")}, tmp_path / "model.safetensors")
         publish_checkpoint(model, "current", tmp_path, replace=True).close()
     with client.attach("current") as found:
-        assert (found.name, value(found)) == ("current.2", 2)
+        assert (found.name, value(found)) == ("current.version-2", 2)
