@@ -17,9 +17,9 @@ from .errors import Cancelled
 class CancelScope:
     """A `with` block whose calls end with `membroker.errors.Cancelled` once any thread has called `cancel`.
 
-    The calls that wait are those for memory, for a seal, and for a broker that is away. Such a wait ends at once, in
-    the broker too, and nothing of the call is left. A call that does not wait is finished: it has nothing to give up.
-    Scopes nest, and an outer one ends the calls of the inner ones. A block is entered once.
+    The calls that wait are those for memory, for a seal or a newer version, and for a broker that is away. Such a wait
+    ends at once, in the broker too, and nothing of the call is left. A call that does not wait is finished: it has
+    nothing to give up. Scopes nest, and an outer one ends the calls of the inner ones. A block is entered once.
 
         with membroker.CancelScope() as scope:
             buffer = model.allocate("8GiB", wait=60)  # elsewhere: scope.cancel()

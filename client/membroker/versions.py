@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 
 from . import arguments
+from .cancellation import innermost
 from .errors import InvalidRequest, MembrokerError, SegmentExists, SegmentNotFound, SegmentNotSealed, WriterDied
 from .segment import Segment
 from .session.rpc import rows_of
@@ -23,7 +24,7 @@ from .v1 import resources_pb2
 from .vmm.driver import Location
 
 LOOK_SECONDS = 0.2
-"""How often a wait for a newer version looks for one that is not being written yet: no notice tells of it."""
+"""How often a wait for a newer version looks: no notice tells of one that is not being written yet."""
 
 _VERSION = re.compile(r"(.+)\.version-([1-9][0-9]{0,8})")
 
@@ -60,8 +61,10 @@ def attach_newest(session: Session, name: str, timeout: float, newer_than: int |
         except SegmentNotFound:
             if not _versions(session, name):
                 raise
-    deadline = time.monotonic() + arguments.seconds_of("timeout", timeout)
+    deadline, scope = time.monotonic() + arguments.seconds_of("timeout", timeout), innermost.get()
     while True:
+        if scope is not None:
+            scope.check()
         newer = [row for row in _versions(session, name) if row.generation > (newer_than or 0)]
         sealed = [row for row in newer if row.state == resources_pb2.Segment.SEALED]
         left = max(0.0, deadline - time.monotonic())

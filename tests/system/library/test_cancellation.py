@@ -13,6 +13,7 @@ from tests.support.sizes import MIB
 from tests.system.library.test_many_threads import waiting
 
 import membroker
+from membroker import versions
 from membroker.errors import Cancelled, OutOfMemory
 from membroker.session.places import MOST_PATIENT
 
@@ -72,6 +73,25 @@ def test_an_attach_ends() -> None:
             assert isinstance(caller.end().error, Cancelled)
             segment.seal()
             assert client.segments()[0].sessions == 1
+
+
+def test_a_wait_for_a_newer_version_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server waits for weights that nobody publishes, and is stopped."""
+    looks, look = [], versions.rows_of
+
+    def counted(*arguments: Any) -> Any:
+        looks.append(arguments)
+        return look(*arguments)
+
+    monkeypatch.setattr(versions, "rows_of", counted)
+    with running({"capacity": CAPACITY}) as daemon, membroker.connect(daemon.endpoint()) as client:
+        serving = client.register_model("m").create_segment("weights", PAGE)
+        serving.seal()
+        scope = membroker.CancelScope()
+        caller = in_scope(scope, lambda: client.attach("weights", timeout=LONG, newer_than=serving))
+        until(lambda: len(looks) > 1)
+        scope.cancel()
+        assert isinstance(caller.end().error, Cancelled)
 
 
 def test_forty_handlers_give_up() -> None:
