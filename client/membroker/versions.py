@@ -88,10 +88,11 @@ def newest_name(session: Session, name: str) -> str:
 
 
 def _delete_older(session: Session, name: str, generation: int) -> None:
-    for row in _versions(session, name):
-        if row.generation < generation and row.state == resources_pb2.Segment.SEALED:
-            with suppress(MembrokerError):  # the next seal tries again
-                session.delete_segment(pb.DeleteSegmentRequest(name=row.name, generation=row.generation))
+    with suppress(MembrokerError):  # the next seal tries again
+        for row in _versions(session, name):
+            if row.generation < generation and row.state == resources_pb2.Segment.SEALED:
+                with suppress(SegmentNotFound):  # another publisher was faster
+                    session.delete_segment(pb.DeleteSegmentRequest(name=row.name, generation=row.generation))
 
 
 def _versions(session: Session, name: str) -> Sequence[resources_pb2.Segment]:

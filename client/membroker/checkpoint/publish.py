@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Final, NamedTuple
 
 from .. import arguments
@@ -44,7 +45,8 @@ def publish_checkpoint(
 
     `path` is as for `open_checkpoint`, or what that returned. Each tensor begins at a multiple of 256 bytes, wherever
     the file has it. `metadata` is added to that of the files. `progress(done, total)` is called in this thread with the
-    bytes that were copied. `replace` makes the segment the newest version of the name: see `Model.create_segment`.
+    bytes that were copied. `replace` makes the segment the newest version of the name, which stays once it is sealed:
+    see `Model.create_segment`.
 
     Raises what `open_checkpoint` and `Model.create_segment` raise; `InvalidRequest` for a header of more than 16 MiB,
     and for a tensor whose name is `!` and digits.
@@ -55,7 +57,8 @@ def publish_checkpoint(
         shapes, about = checkpoint.shapes, {**checkpoint.metadata, **(metadata or {})}
         segment = model.create_segment(name, segment_size(shapes, about), location, replace=replace)
         with ExitStack() as undo:
-            undo.callback(_give_up, segment)
+            # Once a new version is sealed, the older ones may be gone: then it is the only one.
+            undo.callback(segment.close if replace else partial(_give_up, segment))
             index = segment.lay_out(shapes, about)
             pieces = (
                 _Piece(file, here.offset + first, index[key].offset + first, min(_STEP_BYTES, here.size - first))

@@ -16,6 +16,7 @@ import membroker
 from membroker import versions
 from membroker.checkpoint import publish_checkpoint
 from membroker.segment import publish_arrays
+from membroker.session.session import Session
 
 pytestmark = one_transport
 
@@ -175,6 +176,45 @@ def test_a_version_that_is_deleted_as_it_is_attached(
     with client.attach("current") as found:
         assert value(found) == 2
     assert names == ["current", "current.version-1", "current.version-2"]
+
+
+def test_an_interrupt_after_the_seal(
+    client: membroker.Client, model: membroker.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes as the older version is deleted: the newer one stays, or the name would be without a segment."""
+    publish(model, 1)
+    safetensors.numpy.save_file({"w": np.full(3, 2, "i4")}, tmp_path / "model.safetensors")
+    delete = Session.delete_segment
+
+    def interrupted(session: Session, request: Any) -> Any:
+        delete(session, request)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Session, "delete_segment", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            publish_checkpoint(model, "current", tmp_path, replace=True)
+    with client.attach("current") as found:
+        assert value(found) == 2
+
+
+def test_the_broker_goes_after_the_seal(
+    client: membroker.Client, model: membroker.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older versions cannot be listed then. The newer one is sealed, so its seal does not fail."""
+    publish(model, 1)
+    segment = model.create_segment("current", 1, replace=True)
+
+    def gone(*_: object) -> Any:
+        raise membroker.BrokerUnavailable("the broker is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(versions, "rows_of", gone)
+        segment.seal()
+    assert holders(client) == {"current.version-1": 0, "current.version-2": 1}
+    segment.close()
+    publish(model, 3)
+    until(lambda: holders(client) == {"current.version-3": 0})
 
 
 def test_a_checkpoint_and_the_command(client: membroker.Client, model: membroker.Model, tmp_path: Path) -> None:
