@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 def shorten(error: BaseException) -> None:
-    """Remove the library's frames from the traceback of an error, and of those that it came from.
+    """Remove the library's frames from the traceback of an error, and of those of the library that it came from.
 
     Called by the outermost frame of the library, in an `except` block that ends with `raise`: from Python 3.11 on, that
     adds no frame.
@@ -36,17 +36,22 @@ def shorten(error: BaseException) -> None:
         return
     seen: set[int] = set()
     one: BaseException | None = error
-    while one is not None and id(one) not in seen:
+    while one is not None and id(one) not in seen and _is_ours(one.__traceback__):
         seen.add(id(one))
         one.__traceback__ = _users(one.__traceback__)
         one = one.__cause__ or one.__context__
+
+
+def _is_ours(trace: TracebackType | None) -> bool:
+    """Say whether an error was caught by the library: one that the user's code has caught begins with its frame."""
+    return trace is None or str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] in _OURS
 
 
 def _users(trace: TracebackType | None) -> TracebackType | None:
     """Return a traceback with the frames that are neither of the library nor of the standard library."""
     kept: list[TracebackType] = []
     while trace is not None:
-        if str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] not in _OURS:
+        if not _is_ours(trace):
             kept.append(trace)
         trace = trace.tb_next
     found: TracebackType | None = None

@@ -5,6 +5,7 @@ Eight frames of the library stood between the two, and the same again for what t
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -113,6 +114,19 @@ def test_frames_of_the_users_code_stay(client: membroker.Client) -> None:
         with pytest.raises((membroker.OutOfMemory, ZeroDivisionError)) as caught:
             at.pool.offload(progress=callback)
         assert name in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+
+
+def test_an_error_of_the_users_keeps_its_frames(client: membroker.Client) -> None:
+    """A program handles an error of its own, and its next call is refused: the first one is printed whole."""
+    at = Objects(client)
+    with pytest.raises(membroker.OutOfMemory) as caught:
+        try:
+            json.loads("{")
+        except ValueError:
+            at.model.allocate("32MiB")
+    assert caught.value.__context__ is not None
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__context__.__traceback__)]
+    assert names[1:3] == ["loads", "decode"]
 
 
 def test_a_defect_keeps_its_frames(client: membroker.Client, monkeypatch: pytest.MonkeyPatch) -> None:
