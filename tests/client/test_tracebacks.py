@@ -119,11 +119,15 @@ def test_frames_of_the_users_code_stay(client: membroker.Client) -> None:
 def test_an_error_of_the_users_keeps_its_frames(client: membroker.Client) -> None:
     """A program handles an error of its own, and its next call is refused: the first one is printed whole."""
     at = Objects(client)
-    with pytest.raises(membroker.OutOfMemory) as caught:
+
+    def handle() -> None:
         try:
             json.loads("{")
         except ValueError:
             at.model.allocate("32MiB")
+
+    with pytest.raises(membroker.OutOfMemory) as caught:
+        handle()
     assert caught.value.__context__ is not None
     names = [frame.name for frame in traceback.extract_tb(caught.value.__context__.__traceback__)]
     assert names[1:3] == ["loads", "decode"]
