@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -97,6 +99,15 @@ class Recall:
         self.answers += 1
 
 
+class Clock:
+    """The keeper's time, from which some seconds can have passed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.passed = 0.0
+        own = SimpleNamespace(**{**vars(time), "monotonic": lambda: time.monotonic() + self.passed})
+        monkeypatch.setattr(keeper, "time", own)
+
+
 class Bench:
     def __init__(self, *sizes: int, free: int = 100 * MIB, **settings: Any) -> None:
         self.suspender = FakeSuspender(100 * MIB)
@@ -175,6 +186,7 @@ def test_a_restore_that_fails_is_told_with_the_process_and_ends_the_program() ->
 
 @pytest.mark.parametrize("call", ["lock", "suspend"])
 def test_one_that_cannot_be_suspended_runs_on_and_is_firm(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
     bench = Bench(10, 20)
     bench.suspender.processes[11].fails = call
     recall = bench.recall()
@@ -185,11 +197,8 @@ def test_one_that_cannot_be_suspended_runs_on_and_is_firm(call: str, monkeypatch
     assert bench.model.said[-1] == (40 * MIB, False)
     assert recall.answers == 1, "it keeps everything"
     assert any(text.startswith("it cannot sleep: process 11") for text in bench.said)
-    monkeypatch.setattr(keeper, "FIRM_SECONDS", 0.0)
-    bench.suspender.processes[11].fails = call
-    bench.recall()
-    for _ in range(3):
-        bench.guest.look()
+    clock.passed += keeper.FIRM_SECONDS
+    bench.guest.look()
     assert bench.model.said[-1] == (40 * MIB, True), "after a while it can be recalled again"
 
 
@@ -295,9 +304,8 @@ def test_a_guest_without_a_door_runs_again_unless_an_operator_has_put_it_to_slee
         bench.guest.look()
     assert bench.model.answer is not None
     bench.model.answer(SleepRequest(wake=False, keep_weights=False, deadline=NEVER))
-    for _ in range(20):
-        bench.guest.look()
-    assert bench.states() == ["suspended"]
+    bench.guest.look()
+    assert bench.guest.status().state == "asleep", "it does not ask to wake"
     bench.model.answer(SleepRequest(wake=True, keep_weights=False, deadline=NEVER))
     while not bench.guest.is_awake:
         bench.guest.look()
@@ -308,6 +316,11 @@ def test_the_image_is_charged_as_host_memory_and_without_it_the_program_stays_aw
     bench.recall()
     assert (bench.states(), bench.model.image) == (["running", "running"], 0)
     assert any("does not lend host memory for its image" in text for text in bench.said)
+    bench = Bench(10, 20, charges_host=True)
+    bench.model.host = 30 * MIB
+    bench.suspender.processes[10].fails = "lock"
+    bench.recall()
+    assert (bench.states(), bench.model.image) == (["running", "running"], 0), "there is no image"
     bench = Bench(10, 20, charges_host=True)
     bench.model.host = 30 * MIB
     bench.recall()
@@ -341,6 +354,9 @@ def test_the_broker_lets_an_idle_one_sleep_and_no_other() -> None:
     bench.guest.connected(1)
     while not bench.guest.is_awake:
         bench.guest.look()
+    bench.guest.connected(-1)
+    bench.guest.look()
+    assert bench.guest.is_awake, "it was asked for the last time before it slept"
 
 
 def test_a_fault_of_its_own_is_told_and_does_not_end_the_look(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,6 +381,42 @@ def test_who_has_a_session_of_a_broker_is_looked_at_while_it_runs() -> None:
     bench = Bench(10)
     bench.guest.look()
     assert bench.tree.looks == 1
+
+
+def test_who_has_begun_a_session_since_the_last_look_is_not_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(10)
+    bench.guest.look()
+    monkeypatch.setattr(bench.tree, "look_at_sessions", lambda: bench.tree.reasons.update({10: "it would die of it"}))
+    bench.recall()
+    assert bench.states() == ["running"]
+
+
+def test_one_that_is_used_says_so_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broker recalls the idlest first, and takes a declaration for a use."""
+    clock, bench = Clock(monkeypatch), Bench(10)
+    for connections in (0, 1):
+        bench.guest.connected(connections)
+        before = len(bench.model.said)
+        for _ in range(3):
+            clock.passed += keeper.TOUCH_SECONDS
+            bench.guest.look()
+        assert len(bench.model.said) - before == 3 * connections
+
+
+def test_one_that_was_refused_waits_before_it_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, bench = Clock(monkeypatch), Bench(10)
+    bench.recall()
+    bench.model.free, asked = 0, threading.Semaphore(0)
+    bench.model.watch = lambda size: asked.release()
+    bench.guest.wake()
+    for _ in range(2):
+        bench.guest.look()
+        asked.acquire()
+        while bench.guest.status().state == "waking":
+            pass
+        bench.guest.look()
+        assert bench.guest.status().state == "asleep"
+        clock.passed += keeper.ASK_AGAIN_SECONDS
 
 
 # --- what a stranger would try ---
