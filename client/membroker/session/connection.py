@@ -150,6 +150,8 @@ class Connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _PATIENCE)
         self.models = frozenset(models)
         self.revision = revision
+        self.closing = False
+        """Whether the client is closing: no call may ask for memory or a seal any more."""
         self.interrupted = False
         """Whether this side ended it, because an interrupt left a call half done."""
         self._socket = connection
@@ -218,10 +220,13 @@ class Connection:
                         self._wait_for_place(call, until)
                         if scope is not None:
                             scope.check()
-                # In the table first: when the connection is lost, the resume waits for every call in the table.
+                # In the table first: when the connection is lost, the resume waits for every call in the table, and a
+                # close that does not find the call there has said so before.
                 self._calls[call.request_id] = call
                 if self._end is not None:
                     self._check_open()
+                if self.closing and needs_place:
+                    raise ClosedError("this client is closed")
                 if until is not None:
                     _let_wait(request, until)
                 if self._by_grpc and kind in self._by_grpc:

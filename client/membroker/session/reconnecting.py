@@ -348,6 +348,7 @@ class ReconnectingConnection:
                 return False
             if connection.lost or not self._move("resumed"):
                 raise BrokerUnavailable(f"the connection to the broker at {self._path} ended again")
+            connection.closing = self._closing
             self.connection, self.notices.draining, self._attempt = connection, None, ()
             self._grpc.patient = True
             self.notices.listen(notices, connection)
@@ -376,6 +377,7 @@ class ReconnectingConnection:
         with self._changed.lock:
             self._closing = True
             self._answer_within = None  # for a release; the goodbye has an answer of its own
+            self.connection.closing = True
             if at_exit:
                 self._move("goodbye")
             self._changed.tell_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -146,6 +147,37 @@ def test_the_client_is_closed() -> None:
             assert isinstance(caller.end().error, membroker.ClosedError)
         assert held.closed
         assert waiting(daemon) == 0
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_call_that_begins_while_the_client_closes(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread has reserved its addresses, and asks for memory when the close has ended all calls: it is refused.
+
+    With another call in flight the close goes on over a new connection, and without one over the old one.
+    """
+    reserved, closing = threading.Event(), threading.Event()
+    with running({"capacity": CAPACITY}) as daemon:
+        client = membroker.connect(daemon.endpoint())
+        model = client.register_model("m")
+        held = model.allocate(CAPACITY)
+        waits = [Caller(lambda: model.allocate(PAGE, wait=LONG)) for _ in range(others)]
+        until(lambda: waiting(daemon) == others)
+        reconnecting = client._session.reconnecting
+        call = reconnecting.call
+
+        def call_later(*args: Any, **keywords: Any) -> Any:
+            reserved.set()
+            assert closing.wait(LONG)
+            return call(*args, **keywords)
+
+        monkeypatch.setattr(reconnecting, "call", call_later)
+        late = Caller(lambda: model.allocate(CAPACITY, wait=LONG))
+        assert reserved.wait(LONG)
+        client.close()
+        assert held.closed
+        closing.set()
+        for caller in (*waits, late):
+            assert isinstance(caller.end().error, membroker.ClosedError)
 
 
 def test_while_the_broker_is_away() -> None:
