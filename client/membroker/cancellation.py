@@ -1,7 +1,7 @@
 """Cancel scopes: a block whose calls another thread can end while they wait, and the scope that a call is in.
 
-Owns which scope is the innermost of a thread, and what a scope wakes. It knows nothing of calls. `cancel` takes no lock
-and waits for nothing, because event loops and signal handlers call it.
+Owns which scope is the innermost of a thread, and what a scope wakes. It knows nothing of calls. `cancel` never waits
+for a call or for the broker, because event loops and signal handlers call it.
 """
 
 from __future__ import annotations

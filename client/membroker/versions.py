@@ -55,13 +55,13 @@ def create_version(
 
 def attach_newest(session: Session, name: str, timeout: float, newer_than: int | None) -> Segment:
     """Attach what a resource name means now, or once there is one of a generation above `newer_than`."""
+    deadline, scope = time.monotonic() + arguments.seconds_of("timeout", timeout), innermost.get()
     if newer_than is None:
         try:
             return Segment.attach(session, name, timeout)
         except SegmentNotFound:
             if not _versions(session, name):
                 raise
-    deadline, scope = time.monotonic() + arguments.seconds_of("timeout", timeout), innermost.get()
     while True:
         if scope is not None:
             scope.check()
