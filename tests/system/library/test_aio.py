@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from tests.support import daemons
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running
 from tests.support.sizes import MIB
-from tests.system.library.test_many_threads import waiting
+from tests.system.library.test_waiting import waiting
 
 import membroker
 from membroker import aio
@@ -24,18 +23,22 @@ PAGE = 2 * MIB
 CAPACITY = 64 * MIB
 LONG = 600
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
+both_loops = pytest.mark.parametrize("run", ["asyncio", "uvloop"], indirect=True)
 
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
+    """A daemon. At the end nothing is lent, and nobody waits."""
     with running({"capacity": CAPACITY, "host_capacity": CAPACITY}) as one:
         yield one
+        daemons.until(lambda: not one.books().lent_bytes and not waiting(one))
 
 
-@pytest.fixture(params=["asyncio", "uvloop"])
+@pytest.fixture
 def run(request: pytest.FixtureRequest) -> Run:
     """Run a coroutine in a loop of this kind; it must end."""
-    factory = None if request.param == "asyncio" else pytest.importorskip("uvloop").new_event_loop
+    uvloop = getattr(request, "param", "asyncio") == "uvloop"
+    factory = pytest.importorskip("uvloop").new_event_loop if uvloop else None
 
     def run(main: Coroutine[Any, Any, Any]) -> Any:
         with asyncio.Runner(loop_factory=factory) as runner:
@@ -46,8 +49,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 async def until(what: Callable[[], object]) -> None:
     """Wait until something is true. The loop goes on."""
-    while not await asyncio.to_thread(what):
-        await asyncio.sleep(0.001)
+    await asyncio.to_thread(daemons.until, what)
 
 
 async def ended(task: asyncio.Task[Any]) -> BaseException | None:
@@ -57,6 +59,7 @@ async def ended(task: asyncio.Task[Any]) -> BaseException | None:
     return asyncio.CancelledError() if task.cancelled() else task.exception()
 
 
+@both_loops
 def test_a_program(daemon: Daemon, run: Run) -> None:
     """Connect, register, borrow in each way, read the books, close."""
 
@@ -90,28 +93,15 @@ def test_a_program(daemon: Daemon, run: Run) -> None:
         assert client.sync.closed
 
     run(main())
-    daemons.until(lambda: daemon.books().lent_bytes == 0)  # a segment is dropped a moment later
 
 
-def test_the_loop_goes_on_beside_waits(daemon: Daemon, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    """64 tasks wait for memory. Meanwhile the loop turns, reads the books and borrows; then all of them get some."""
-    longest = 0.0
-
-    async def ticks(stop: asyncio.Event) -> int:
-        nonlocal longest
-        turns, last = 0, time.perf_counter()
-        while not stop.is_set():
-            await asyncio.sleep(0.001)
-            now = time.perf_counter()
-            longest, last, turns = max(longest, now - last), now, turns + 1
-        return turns
+def test_the_loop_goes_on_beside_waits(daemon: Daemon, run: Run) -> None:
+    """64 tasks wait for memory. Meanwhile the loop reads the books and borrows; then all of them get some."""
 
     async def main() -> None:
         async with aio.connect(daemon.endpoint()) as client:
             model = await client.register_model("m")
             held = [await model.allocate(PAGE) for _ in range(CAPACITY // PAGE)]
-            stop = asyncio.Event()
-            clock = asyncio.create_task(ticks(stop))
 
             async def handle() -> None:
                 async with model.allocate(PAGE, wait=LONG):
@@ -125,14 +115,10 @@ def test_the_loop_goes_on_beside_waits(daemon: Daemon, run: Run, capsys: pytest.
             assert not any(task.done() for task in handlers)
             await aio.run(held.pop().close)
             await asyncio.gather(*handlers)
-            stop.set()
-            assert await clock > 1
             for buffer in held:
                 await aio.run(buffer.close)
 
     run(main())
-    with capsys.disabled():
-        print(f"\nlongest turn of the loop beside 64 waits: {longest * 1e3:.1f} ms")
 
 
 WAITS: dict[str, Callable[[aio.AsyncModel, aio.AsyncPool], Awaitable[Any]]] = {
@@ -149,28 +135,41 @@ async def _as_task(what: Awaitable[Any]) -> Any:
     return await what
 
 
-@pytest.mark.parametrize("what", WAITS)
-def test_a_task_is_cancelled(daemon: Daemon, run: Run, what: str) -> None:
-    """Its wait ends in the broker before the task does, and what it wanted is there for others."""
+@both_loops
+def test_tasks_are_cancelled(daemon: Daemon, run: Run) -> None:
+    """Each call that waits ends in the broker before its task does, and what it wanted is there for others.
+
+    So do many at once, as a server stops, and one whose time is over.
+    """
 
     async def main() -> None:
         async with aio.connect(daemon.endpoint()) as client:
             model = await client.register_model("m", virtual_capacity=CAPACITY)
             pool = await model.pool(page_size=PAGE)
-            held = await model.allocate(CAPACITY)
-            task = asyncio.create_task(_as_task(WAITS[what](model, pool)))
-            await until(lambda: waiting(daemon) == 1)
-            assert isinstance(await ended(task), asyncio.CancelledError)
-            assert waiting(daemon) == 0
-            await aio.run(held.close)
-            assert daemon.books().lent_bytes == 0
-            await pool.allocate(0, CAPACITY)
+            for what in WAITS.values():
+                async with model.allocate(CAPACITY):
+                    task = asyncio.create_task(_as_task(what(model, pool)))
+                    await until(lambda: waiting(daemon) == 1)
+                    assert isinstance(await ended(task), asyncio.CancelledError)
+                    assert waiting(daemon) == 0
+                assert daemon.books().lent_bytes == 0
+                await pool.free(await pool.allocate(0, CAPACITY))
+            async with model.allocate(CAPACITY):
+                tasks = [asyncio.create_task(_as_task(model.allocate(PAGE, wait=LONG))) for _ in range(16)]
+                await until(lambda: waiting(daemon) == MOST_PATIENT)
+                assert [type(await ended(task)) for task in tasks] == [asyncio.CancelledError] * 16
+                assert waiting(daemon) == 0
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.05):
+                        await model.allocate(PAGE, wait=LONG)
+                assert waiting(daemon) == 0
 
     run(main())
 
 
-@pytest.mark.parametrize("what", WAITS)
-def test_a_task_is_cancelled_at_any_moment(daemon: Daemon, run: Run, what: str) -> None:
+@pytest.mark.deep
+@both_loops
+def test_tasks_are_cancelled_at_any_moment(daemon: Daemon, run: Run) -> None:
     """Memory is free: the call is made, or not, or taken back; nothing is lent for a result that nobody has."""
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
@@ -180,9 +179,9 @@ def test_a_task_is_cancelled_at_any_moment(daemon: Daemon, run: Run, what: str) 
         async with aio.connect(daemon.endpoint()) as client:
             model = await client.register_model("m", virtual_capacity=CAPACITY)
             pool = await model.pool(page_size=PAGE)
-            for _ in range(60):
-                task = asyncio.create_task(_as_task(WAITS[what](model, pool)))
-                await asyncio.sleep(chance.uniform(0, 0.003))
+            for what in list(WAITS.values()) * 60:
+                task = asyncio.create_task(_as_task(what(model, pool)))
+                await asyncio.sleep(chance.uniform(0, 0.003))  # the moment
                 error = await ended(task)
                 if error is None:
                     result = task.result()
@@ -190,37 +189,6 @@ def test_a_task_is_cancelled_at_any_moment(daemon: Daemon, run: Run, what: str) 
                 else:
                     assert isinstance(error, asyncio.CancelledError)
                 await until(lambda: daemon.books().lent_bytes == 0)  # a segment is dropped a moment later
-
-    run(main())
-
-
-def test_sixteen_tasks_are_cancelled(daemon: Daemon, run: Run) -> None:
-    """A server stops: every task is cancelled at once, and no request is left in the broker."""
-
-    async def main() -> None:
-        async with aio.connect(daemon.endpoint()) as client:
-            model = await client.register_model("m")
-            async with model.allocate(CAPACITY):
-                tasks = [asyncio.create_task(_as_task(model.allocate(PAGE, wait=LONG))) for _ in range(16)]
-                await until(lambda: waiting(daemon) == MOST_PATIENT)
-                assert [type(await ended(task)) for task in tasks] == [asyncio.CancelledError] * 16
-                assert waiting(daemon) == 0
-            assert daemon.books().lent_bytes == 0
-
-    run(main())
-
-
-def test_a_timeout_ends_a_wait(daemon: Daemon, run: Run) -> None:
-    """`asyncio.timeout` is a cancellation as any other."""
-
-    async def main() -> None:
-        async with aio.connect(daemon.endpoint()) as client:
-            model = await client.register_model("m")
-            async with model.allocate(CAPACITY):
-                with pytest.raises(TimeoutError):
-                    async with asyncio.timeout(0.05):
-                        await model.allocate(PAGE, wait=LONG)
-                assert waiting(daemon) == 0
 
     run(main())
 
@@ -325,9 +293,7 @@ def test_a_loop_that_ends_first(daemon: Daemon) -> None:
         held = model.allocate(CAPACITY)
         loop = asyncio.new_event_loop()
         waits = loop.create_task(_as_task(aio.AsyncModel(model).allocate(PAGE, wait=LONG)))
-        while waiting(daemon) != 1:
-            loop.run_until_complete(asyncio.sleep(0.001))
+        loop.run_until_complete(until(lambda: waiting(daemon) == 1))
         loop.close()
         del waits
         held.close()
-        daemons.until(lambda: not waiting(daemon) and not daemon.books().lent_bytes)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from tests.support.daemons import Daemon, running, until
 from tests.support.fake_broker import Caller
+from tests.support.segments import one_transport
 from tests.support.sizes import MIB
-from tests.system.library.test_many_threads import waiting
+from tests.system.library.test_waiting import waiting
 
 import membroker
 from membroker import versions
@@ -40,18 +41,25 @@ def in_scope(scope: membroker.CancelScope, work: Callable[[], Any]) -> Caller:
     return Caller(call)
 
 
-@pytest.mark.parametrize("transport", ["handoff", "grpc"])
-@pytest.mark.parametrize("what", WAITS)
-def test_a_wait_ends(what: str, transport: str) -> None:
+@pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with running({"capacity": CAPACITY}) as one:
+        yield one
+
+
+@pytest.fixture
+def client(daemon: Daemon, transport: str) -> Iterator[membroker.Client]:
+    with membroker.connect(daemon.endpoint(), transport=transport) as one:
+        yield one
+
+
+def test_a_wait_ends(daemon: Daemon, client: membroker.Client) -> None:
     """Memory is full, a thread waits for it and gives up: the broker forgets the request, and the session works."""
-    with (
-        running({"capacity": CAPACITY}) as daemon,
-        membroker.connect(daemon.endpoint(), transport=transport) as client,
-    ):
-        model = client.register_model("m", virtual_capacity=CAPACITY)
+    model = client.register_model("m", virtual_capacity=CAPACITY)
+    for wait in WAITS.values():
         held = model.allocate(CAPACITY)
         scope = membroker.CancelScope()
-        caller = in_scope(scope, lambda: WAITS[what](model))
+        caller = in_scope(scope, lambda wait=wait: wait(model))
         until(lambda: waiting(daemon) == 1)
         scope.cancel()
         assert isinstance(caller.end().error, Cancelled)
@@ -61,22 +69,22 @@ def test_a_wait_ends(what: str, transport: str) -> None:
         model.allocate(CAPACITY).close()
 
 
-def test_an_attach_ends() -> None:
+@one_transport
+def test_an_attach_ends(daemon: Daemon, client: membroker.Client) -> None:
     """It waits for a seal that does not come."""
-    with running({"capacity": CAPACITY}) as daemon, membroker.connect(daemon.endpoint()) as client:
-        model = client.register_model("m")
-        segment = model.create_segment("weights", PAGE)
-        scope = membroker.CancelScope()
-        with membroker.connect(daemon.endpoint()) as reader:
-            caller = in_scope(scope, lambda: reader.attach("weights", timeout=LONG))
-            until(lambda: len(reader._session.connection._calls) == 1)
-            scope.cancel()
-            assert isinstance(caller.end().error, Cancelled)
-            segment.seal()
-            assert client.segments()[0].sessions == 1
+    segment = client.register_model("m").create_segment("weights", PAGE)
+    scope = membroker.CancelScope()
+    with membroker.connect(daemon.endpoint()) as reader:
+        caller = in_scope(scope, lambda: reader.attach("weights", timeout=LONG))
+        until(lambda: len(reader._session.connection._calls) == 1)
+        scope.cancel()
+        assert isinstance(caller.end().error, Cancelled)
+        segment.seal()
+        assert client.segments()[0].sessions == 1
 
 
-def test_a_wait_for_a_newer_version_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+@one_transport
+def test_a_wait_for_a_newer_version_ends(client: membroker.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server waits for weights that nobody publishes, and is stopped."""
     looks, look = [], versions.rows_of
 
@@ -85,41 +93,40 @@ def test_a_wait_for_a_newer_version_ends(monkeypatch: pytest.MonkeyPatch) -> Non
         return look(*arguments)
 
     monkeypatch.setattr(versions, "rows_of", counted)
-    with running({"capacity": CAPACITY}) as daemon, membroker.connect(daemon.endpoint()) as client:
-        serving = client.register_model("m").create_segment("weights", PAGE)
-        serving.seal()
-        scope = membroker.CancelScope()
-        caller = in_scope(scope, lambda: client.attach("weights", timeout=LONG, newer_than=serving))
-        until(lambda: len(looks) > 1)
-        scope.cancel()
-        assert isinstance(caller.end().error, Cancelled)
+    serving = client.register_model("m").create_segment("weights", PAGE)
+    serving.seal()
+    scope = membroker.CancelScope()
+    caller = in_scope(scope, lambda: client.attach("weights", timeout=LONG, newer_than=serving))
+    until(lambda: len(looks) > 1)
+    scope.cancel()
+    assert isinstance(caller.end().error, Cancelled)
 
 
-def test_forty_handlers_give_up() -> None:
+@one_transport
+def test_forty_handlers_give_up(daemon: Daemon, client: membroker.Client) -> None:
     """Those at the broker and those in front of it: all are gone, without an effect on those who stay."""
-    with running({"capacity": CAPACITY}) as daemon, membroker.connect(daemon.endpoint()) as client:
-        model = client.register_model("m")
-        held = model.allocate(CAPACITY)
-        scopes = [membroker.CancelScope() for _ in range(40)]
-        callers = [in_scope(scope, lambda: model.allocate(PAGE, wait=LONG)) for scope in scopes]
-        stays = Caller(lambda: model.allocate(PAGE, wait=LONG))
-        until(lambda: waiting(daemon) == MOST_PATIENT)
-        for scope in scopes:
-            scope.cancel()
-        for caller in callers:
-            assert isinstance(caller.end().error, Cancelled)
-        until(lambda: waiting(daemon) == 1)
-        held.close()
-        stays.value().close()
-        assert daemon.books().lent_bytes == 0
+    model = client.register_model("m")
+    held = model.allocate(CAPACITY)
+    scopes = [membroker.CancelScope() for _ in range(40)]
+    callers = [in_scope(scope, lambda: model.allocate(PAGE, wait=LONG)) for scope in scopes]
+    stays = Caller(lambda: model.allocate(PAGE, wait=LONG))
+    until(lambda: waiting(daemon) == MOST_PATIENT)
+    for scope in scopes:
+        scope.cancel()
+    for caller in callers:
+        assert isinstance(caller.end().error, Cancelled)
+    until(lambda: waiting(daemon) == 1)
+    held.close()
+    stays.value().close()
+    assert daemon.books().lent_bytes == 0
 
 
-def test_a_call_that_waits_for_another_call() -> None:
+@one_transport
+def test_a_call_that_waits_for_another_call(daemon: Daemon, client: membroker.Client) -> None:
     """Two threads grow one buffer: one waits for memory, and the other for the first. Each can give up."""
-    with running({"capacity": CAPACITY}) as daemon, membroker.connect(daemon.endpoint()) as client:
-        model = client.register_model("m")
-        grown = model.growable_buffer(0, CAPACITY, PAGE)
-        held = model.allocate(CAPACITY)
+    model = client.register_model("m")
+    grown = model.growable_buffer(0, CAPACITY, PAGE)
+    with model.allocate(CAPACITY):
         first, second = membroker.CancelScope(), membroker.CancelScope()
         one = in_scope(first, lambda: grown.grow(PAGE, wait=LONG))
         until(lambda: waiting(daemon) == 1)
@@ -131,114 +138,90 @@ def test_a_call_that_waits_for_another_call() -> None:
         first.cancel()
         assert isinstance(one.end().error, Cancelled)
         assert grown.size == 0
-        held.close()
-
-
-def test_the_client_is_closed() -> None:
-    """Its calls at the broker and those in front of it end."""
-    with running({"capacity": CAPACITY}) as daemon:
-        client = membroker.connect(daemon.endpoint())
-        model = client.register_model("m")
-        held = model.allocate(CAPACITY)
-        callers = [Caller(lambda: model.allocate(PAGE, wait=LONG)) for _ in range(40)]
-        until(lambda: waiting(daemon) == MOST_PATIENT)
-        client.close()
-        for caller in callers:
-            assert isinstance(caller.end().error, membroker.ClosedError)
-        assert held.closed
-        assert waiting(daemon) == 0
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_a_call_that_begins_while_the_client_closes(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_begins_while_the_client_closes(
+    daemon: Daemon, others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A thread has reserved its addresses, and asks for memory when the close has ended all calls: it is refused.
 
     With another call in flight the close goes on over a new connection, and without one over the old one.
     """
     reserved, closing = threading.Event(), threading.Event()
-    with running({"capacity": CAPACITY}) as daemon:
-        client = membroker.connect(daemon.endpoint())
-        model = client.register_model("m")
-        held = model.allocate(CAPACITY)
-        waits = [Caller(lambda: model.allocate(PAGE, wait=LONG)) for _ in range(others)]
-        until(lambda: waiting(daemon) == others)
-        reconnecting = client._session.reconnecting
-        call = reconnecting.call
+    client = membroker.connect(daemon.endpoint())
+    model = client.register_model("m")
+    held = model.allocate(CAPACITY)
+    waits = [Caller(lambda: model.allocate(PAGE, wait=LONG)) for _ in range(others)]
+    until(lambda: waiting(daemon) == others)
+    reconnecting = client._session.reconnecting
+    call = reconnecting.call
 
-        def call_later(*args: Any, **keywords: Any) -> Any:
-            reserved.set()
-            assert closing.wait(LONG)
-            return call(*args, **keywords)
+    def call_later(*args: Any, **keywords: Any) -> Any:
+        reserved.set()
+        assert closing.wait(LONG)
+        return call(*args, **keywords)
 
-        monkeypatch.setattr(reconnecting, "call", call_later)
-        late = Caller(lambda: model.allocate(CAPACITY, wait=LONG))
-        assert reserved.wait(LONG)
-        client.close()
-        assert held.closed
-        closing.set()
-        for caller in (*waits, late):
-            assert isinstance(caller.end().error, membroker.ClosedError)
+    monkeypatch.setattr(reconnecting, "call", call_later)
+    late = Caller(lambda: model.allocate(CAPACITY, wait=LONG))
+    assert reserved.wait(LONG)
+    client.close()
+    assert held.closed
+    closing.set()
+    for caller in (*waits, late):
+        assert isinstance(caller.end().error, membroker.ClosedError)
 
 
-def test_while_the_broker_is_away() -> None:
+def test_while_the_broker_is_away(daemon: Daemon) -> None:
     """A call that waits for the next daemon ends too."""
-    with running({"capacity": CAPACITY}) as daemon:
-        client = membroker.connect(daemon.endpoint(), outage=LONG)
-        model = client.register_model("m")
-        daemon.kill()
-        scope = membroker.CancelScope()
-        caller = in_scope(scope, lambda: model.allocate(PAGE, wait=LONG))
-        until(lambda: bool(client._session.reconnecting._changed.waiting))
-        scope.cancel()
-        assert isinstance(caller.end().error, Cancelled)
-        daemon.start_again()
-        with client:
-            model.allocate(PAGE).close()
+    client = membroker.connect(daemon.endpoint(), outage=LONG)
+    model = client.register_model("m")
+    daemon.kill()
+    scope = membroker.CancelScope()
+    caller = in_scope(scope, lambda: model.allocate(PAGE, wait=LONG))
+    until(lambda: bool(client._session.reconnecting._changed.waiting))
+    scope.cancel()
+    assert isinstance(caller.end().error, Cancelled)
+    daemon.start_again()
+    with client:
+        model.allocate(PAGE).close()
 
 
-@pytest.mark.parametrize("transport", ["handoff", "grpc"])
-def test_grants_and_cancellations_cross(transport: str) -> None:
+@pytest.mark.deep
+def test_grants_and_cancellations_cross(daemon: Daemon, client: membroker.Client) -> None:
     """Threads give up at any moment while memory comes and goes: in the end all of it is there."""
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     chance = random.Random(seed)
-    with (
-        running({"capacity": CAPACITY}) as daemon,
-        membroker.connect(daemon.endpoint(), transport=transport) as client,
-    ):
-        model = client.register_model("m")
-        outcomes = set()
-        for _ in range(40):
-            held = [model.allocate(PAGE) for _ in range(CAPACITY // PAGE)]
-            scopes = [membroker.CancelScope() for _ in range(8)]
-            callers = [in_scope(scope, lambda: model.allocate(PAGE, wait=LONG)) for scope in scopes]
-            deeds: list[Callable[[], Any]] = [buffer.close for buffer in held] + [scope.cancel for scope in scopes]
-            chance.shuffle(deeds)
-            for deed in deeds:
-                deed()
-            for caller in callers:
-                caller.end()
-                outcomes.add(type(caller.error))
-                if caller.error is None:
-                    caller.result.close()
-            assert daemon.books().lent_bytes == 0
-            assert waiting(daemon) == 0
-        assert outcomes <= {type(None), Cancelled}
-        with pytest.raises(OutOfMemory):
-            model.allocate(2 * CAPACITY)
+    model = client.register_model("m")
+    outcomes = set()
+    for _ in range(40):
+        held = [model.allocate(PAGE) for _ in range(CAPACITY // PAGE)]
+        scopes = [membroker.CancelScope() for _ in range(8)]
+        callers = [in_scope(scope, lambda: model.allocate(PAGE, wait=LONG)) for scope in scopes]
+        deeds: list[Callable[[], Any]] = [buffer.close for buffer in held] + [scope.cancel for scope in scopes]
+        chance.shuffle(deeds)
+        for deed in deeds:
+            deed()
+        for caller in callers:
+            caller.end()
+            outcomes.add(type(caller.error))
+            if caller.error is None:
+                caller.result.close()
+        assert daemon.books().lent_bytes == 0
+        assert waiting(daemon) == 0
+    assert outcomes <= {type(None), Cancelled}
+    with pytest.raises(OutOfMemory):
+        model.allocate(2 * CAPACITY)
 
 
-def test_all_of_a_daemon(daemon: Daemon) -> None:
-    """One scope ends the calls of many threads, and of the blocks within it."""
-    with membroker.connect(daemon.endpoint()) as client:
-        model = client.register_model("m")
-        capacity = client.capacities["device"]
-        held = model.allocate(capacity)
-        with membroker.CancelScope() as outer:
-            inner = membroker.CancelScope()
-            until_cancelled = Caller(outer.cancel)
-            with inner, pytest.raises(Cancelled):
-                model.allocate(capacity, wait=LONG)
-            until_cancelled.end()
-            assert inner.cancelled
-        held.close()
+@one_transport
+def test_a_scope_ends_the_calls_in_the_blocks_within_it(client: membroker.Client) -> None:
+    model = client.register_model("m")
+    with model.allocate(CAPACITY), membroker.CancelScope() as outer:
+        inner = membroker.CancelScope()
+        canceller = Caller(outer.cancel)
+        with inner, pytest.raises(Cancelled):
+            model.allocate(CAPACITY, wait=LONG)
+        canceller.end()
+        assert inner.cancelled

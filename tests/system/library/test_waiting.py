@@ -15,9 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support import raw
 from tests.support.daemons import Daemon, running, until
 from tests.support.honest_worker import State, check_turns, honest
+from tests.support.segments import one_transport
 from tests.support.sizes import MIB
-from tests.support.workers import Worker, worker, workers
+from tests.support.workers import PAGE, Worker, worker, workers
 
+import membroker
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2_grpc
 
@@ -119,8 +121,8 @@ def test_a_release_grants_what_waits(daemon: Daemon, asker: Worker, transport: s
             asker.do(PREPARE)
 
 
-@pytest.mark.parametrize("call", ["a buffer", "a segment"])
-def test_what_meets_a_full_device_waits_on(daemon: Daemon, asker: Worker, call: str, transport: str) -> None:
+@one_transport
+def test_what_meets_a_full_device_waits_on(daemon: Daemon, asker: Worker, transport: str) -> None:
     """A worker says that it has released all memory, and still maps it: the books have room, and the device has not.
 
     The call is tried again after each audit. When the worker has unmapped 64 MiB, it is granted, and counts once.
@@ -131,7 +133,7 @@ def test_what_meets_a_full_device_waits_on(daemon: Daemon, asker: Worker, call: 
         )
         until(lambda: daemon.books().unaccounted_bytes == CAPACITY)
         before = ended(daemon)
-        asker.begin(CALLS[call].format(wait=LONG))
+        asker.begin(CALLS["a buffer"].format(wait=LONG))
         until(lambda: waiting(daemon) == 1)
         assert ended(daemon) == before
         holder.do("buffers.pop().close()")
@@ -154,16 +156,6 @@ def test_a_refusal_comes_at_the_deadline_with_its_numbers(daemon: Daemon, asker:
                 # Nobody releases memory: a wait could bring nothing.
                 assert (refused.metadata["share_bytes"], refused.metadata["obtainable_bytes"]) == ("0", "0")
         assert daemon.books().lent_bytes == CAPACITY
-
-
-def test_the_deadline_is_kept_while_nothing_happens() -> None:
-    """The daemon looks at its device once an hour, and nobody else says anything: the wait ends in time."""
-    with running({"audit_seconds": 3600.0}) as daemon, full(daemon), worker() as one:
-        one.connect(daemon)
-        one.do("model = client.register_model('m')")
-        for wait in (0.2, 0.1):
-            refused = one.refused(f"model.allocate(PAGE, wait={wait})")
-            assert int(refused.metadata["waited_ms"]) > 0
 
 
 def test_an_error_has_the_numbers_of_the_share(daemon: Daemon, asker: Worker) -> None:
@@ -196,57 +188,55 @@ def test_an_error_has_the_numbers_of_the_share(daemon: Daemon, asker: Worker) ->
 
 def test_a_wait_that_is_none_is_refused(daemon: Daemon) -> None:
     """More than a day, less than nothing, no number: the library says so, and asks nobody."""
-    for wait in [-1, 86_401, "'1'", True, "float('nan')", "float('inf')"]:
-        with worker() as one:
-            one.connect(daemon)
-            one.do(PREPARE)
-            before = daemon.device().revision
+    with worker() as one:
+        one.connect(daemon)
+        one.do(PREPARE)
+        before = daemon.device().revision
+        for wait in [-1, 86_401, "'1'", True, "float('nan')", "float('inf')"]:
             for call in CALLS.values():
                 refused = one.refused(call.format(wait=wait))
                 assert refused.error == "InvalidRequest"
                 assert "wait is a number of seconds" in refused.message
-            assert daemon.device().revision == before
-            one.do("held = model.allocate(PAGE, wait=86_400); more = model.allocate(PAGE, wait=0)")
+        assert daemon.device().revision == before
+        one.do("held = model.allocate(PAGE, wait=86_400); more = model.allocate(PAGE, wait=0)")
 
 
 def test_without_a_broker_nothing_waits() -> None:
     """A program that runs without a broker keeps its `wait`: there is nobody who could release anything."""
-    with worker() as one:
-        one.do("source = membroker.LocalSource('host', limit=4 * PAGE)")
-        one.do("pool = membroker.VirtualMemoryPool(source, '1GiB', page_size=PAGE)")
-        one.do(f"pool.allocate(0, 4 * PAGE, wait={LONG})")
-        refused = one.refused(f"pool.grow(PAGE, wait={LONG})")
-        assert (refused.error, refused.metadata.get("waited_ms")) == ("OutOfMemory", None)
+    with membroker.LocalSource("host", limit=4 * PAGE) as source:
+        pool = membroker.VirtualMemoryPool(source, "1GiB", page_size=PAGE)
+        pool.allocate(0, 4 * PAGE, wait=LONG)
+        with pytest.raises(membroker.OutOfMemory) as refused:
+            pool.grow(PAGE, wait=LONG)
+        assert "waited_ms" not in refused.value.metadata
 
 
 # --- What ends a wait ---
 
 
-@pytest.mark.parametrize("call", ["pages", "a segment"])
-def test_ctrl_c_ends_a_wait(daemon: Daemon, asker: Worker, call: str) -> None:
+def test_ctrl_c_ends_a_wait(daemon: Daemon, asker: Worker) -> None:
     """A person gives up. The prompt is back at once, nobody waits at the broker, and the session goes on."""
     with full(daemon) as holder:
-        code = f"def call():\n    {CALLS[call].format(wait=LONG)}\nanswer = ended(call)"
-        asker.begin(code)
-        until(lambda: waiting(daemon) == 1)
-        asker.process.send_signal(signal.SIGINT)
-        kind, _, _ = asker.result()
-        assert kind == "KeyboardInterrupt"
-        until(lambda: waiting(daemon) == 0)
+        for call in ("a segment", "pages"):
+            asker.begin(f"def call():\n    {CALLS[call].format(wait=LONG)}\nanswer = ended(call)")
+            until(lambda: waiting(daemon) == 1)
+            asker.process.send_signal(signal.SIGINT)
+            kind, _, _ = asker.result()
+            assert kind == "KeyboardInterrupt"
+            until(lambda: waiting(daemon) == 0)
         holder.do("buffers.pop().close()")
-        asker.do(CALLS[call].format(wait=0))
+        asker.do(CALLS["pages"].format(wait=0))
         assert daemon.books().lent_bytes == CAPACITY
 
 
-@pytest.mark.parametrize("call", ["pages", "a segment"])
-def test_closing_the_client_ends_its_waits(daemon: Daemon, asker: Worker, call: str) -> None:
-    """One thread waits, and another closes the client: the first one gets `ClosedError`, at once."""
+def test_closing_the_client_ends_its_waits(daemon: Daemon, asker: Worker) -> None:
+    """Two threads wait, and another closes the client: they get `ClosedError`, at once."""
     with full(daemon):
-        asker.do(f"def call():\n    {CALLS[call].format(wait=LONG)}\nthread = Thread(call)")
-        until(lambda: waiting(daemon) == 1)
+        asker.do(f"threads = [Thread(lambda: pool.allocate(0, 64 * MIB, wait={LONG}))]")
+        asker.do(f"threads.append(Thread(lambda: model.create_segment('s', 64 * MIB, wait={LONG})))")
+        until(lambda: waiting(daemon) == 2)
         asker.do("client.close()")
-        kind, _, _ = asker.ask("thread.result()")
-        assert kind == "ClosedError"
+        assert [kind for kind, _, _ in asker.ask("[thread.result() for thread in threads]")] == ["ClosedError"] * 2
         until(lambda: [session.tenant for session in daemon.sessions()] == ["tenants/blue"])
         assert waiting(daemon) == 0
         assert daemon.books().lent_bytes == CAPACITY
@@ -328,21 +318,6 @@ def away(daemon: Daemon, seconds: float) -> None:
     killed = time.monotonic()
     until(lambda: time.monotonic() >= killed + seconds)
     daemon.start_again()
-
-
-def test_a_stopped_worker_holds_nobody_up(daemon: Daemon, asker: Worker) -> None:
-    """A worker is stopped while it waits. It is granted the memory all the same, and the others are served."""
-    with full(daemon) as holder:
-        asker.begin(CALLS["pages"].format(wait=LONG))
-        until(lambda: waiting(daemon) == 1)
-        asker.send(signal.SIGSTOP)
-        holder.do("buffers.pop().close()")
-        until(lambda: waiting(daemon) == 0)
-        assert daemon.books().lent_bytes == CAPACITY
-        holder.do("buffers.pop().close(); [other.allocate(PAGE).close() for _ in range(100)]")
-        asker.send(signal.SIGCONT)
-        asker.result()
-        assert asker.ask("len(pool.view(0, 64 * MIB))") == 64 * MIB
 
 
 # --- Many ---
