@@ -67,30 +67,31 @@ def test_the_plain_manifests_are_those_of_the_chart() -> None:
         assert path.read_text() == text, "make manifests"
 
 
-@pytest.mark.parametrize("gpus", [1, 2, 8])
-@pytest.mark.parametrize("version", ["1.30", "1.33", "1.36"])
-def test_kubernetes_accepts_what_is_rendered(gpus: int, version: str) -> None:
+def test_kubernetes_accepts_what_is_rendered() -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
-    for more in ({}, OPTIONS, EVERYTHING, {"keeper": {"enabled": False}}, {"tenants": TENANTS}):
+    found = load_yaml(EXAMPLE.read_text())
+    for gpus, more in (
+        *((1, {}), (2, OPTIONS), (8, OPTIONS), (2, EVERYTHING), (8, EVERYTHING)),
+        *((8, {"keeper": {"enabled": False}}), (1, {"tenants": TENANTS})),
+    ):
         values = {"gpus": gpus, **more}
         report = helm.lint(manifests.CHART, dict(values), strict=True)
         assert not report["errors"], report
-        for document in documents(values):
-            if document["kind"] not in NOT_OF_KUBERNETES:
-                validate.validate(document, version, strict=True)
-    for document in load_yaml(EXAMPLE.read_text()):
-        validate.validate(document, version, strict=True)
+        found += [document for document in documents(values) if document["kind"] not in NOT_OF_KUBERNETES]
+    for document in found:
+        for version in ("1.30", "1.33", "1.36"):
+            validate.validate(document, version, strict=True)
 
 
-@pytest.mark.parametrize("gpus", [1, 2, 8])
-def test_each_gpu_has_a_keeper_and_its_share_of_the_limit(gpus: int) -> None:
-    daemons = one({"gpus": gpus}, "DaemonSet", "membrokerd")["spec"]["template"]["spec"]
-    keepers = one({"gpus": gpus}, "DaemonSet", "membroker-keeper")["spec"]["template"]["spec"]
-    assert daemons["containers"][0]["resources"]["limits"] == {"memory": f"{2048 * gpus}Mi"}
-    commands = [container["command"] for container in keepers["containers"]]
+def test_each_gpu_has_a_keeper_and_its_share_of_the_limit() -> None:
     where = "/run/membroker-keeper/{}/fdstore.sock"
-    assert commands == [["membroker-fdstore", "--stay", where.format(number)] for number in range(gpus)]
-    assert f"seq 0 {gpus - 1})" in daemons["initContainers"][0]["command"][2]
+    for gpus in (1, 8):
+        daemons = one({"gpus": gpus}, "DaemonSet", "membrokerd")["spec"]["template"]["spec"]
+        keepers = one({"gpus": gpus}, "DaemonSet", "membroker-keeper")["spec"]["template"]["spec"]
+        assert daemons["containers"][0]["resources"]["limits"] == {"memory": f"{2048 * gpus}Mi"}
+        commands = [container["command"] for container in keepers["containers"]]
+        assert commands == [["membroker-fdstore", "--stay", where.format(number)] for number in range(gpus)]
+        assert f"seq 0 {gpus - 1})" in daemons["initContainers"][0]["command"][2]
 
 
 def test_a_node_whose_keepers_are_fewer_gets_its_daemons_all_the_same(tmp_path: Path) -> None:
@@ -222,23 +223,24 @@ def test_no_pod_needs_a_privilege_of_the_host() -> None:
     assert policy["allowedCapabilities"] == capabilities["capabilities"]["add"]
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        *({"gpus": 0}, {"tenants": {"Upper": {}}}, {"driver": "gpu"}),
-        # A misspelled option would be off, and nothing would say so.
-        *({"gpu": 2}, {"admissionPolicies": {"enabled": True}}, {"networkPolicy": {"enable": True}}),
-        *({"resources": {"limits": {"memory": "1Gi"}}}, {"image": {"tag": 1.0}}),
-        {"networkPolicy": {"enabled": True, "from": []}},  # everybody, to Kubernetes
-        # What membrokerd.toml does not have.
-        *({"tenants": {"red": {"limitt": "1GiB"}}}, {"config": "not toml"}, {"config": {"headroomx": "4GiB"}}),
-        *({"tenants": {"red": {"limit": "1 gig!"}}}, {"tenants": {"red": {"models": {"m": {"weight": 0.5}}}}}),
-        *({"config": {"keeper_socket": "/x"}}, {"log": {"format": "xml"}}, {"image": {"digest": "latest"}}),
-    ],
+WRONG: tuple[Mapping[str, Any], ...] = (
+    *({"gpus": 0}, {"tenants": {"Upper": {}}}, {"driver": "gpu"}),
+    # A misspelled option would be off, and nothing would say so.
+    *({"gpu": 2}, {"admissionPolicies": {"enabled": True}}, {"networkPolicy": {"enable": True}}),
+    *({"resources": {"limits": {"memory": "1Gi"}}}, {"image": {"tag": 1.0}}),
+    {"networkPolicy": {"enabled": True, "from": []}},  # everybody, to Kubernetes
+    # What membrokerd.toml does not have.
+    *({"tenants": {"red": {"limitt": "1GiB"}}}, {"config": "not toml"}, {"config": {"headroomx": "4GiB"}}),
+    *({"tenants": {"red": {"limit": "1 gig!"}}}, {"tenants": {"red": {"models": {"m": {"weight": 0.5}}}}}),
+    *({"config": {"keeper_socket": "/x"}}, {"log": {"format": "xml"}}, {"image": {"digest": "latest"}}),
+    {"tenants": {"red": {"weight": 0.5}}},  # as 0 it would wait for all others
 )
-def test_wrong_values_are_refused(values: Mapping[str, Any]) -> None:
-    with pytest.raises(helm.HelmError):
-        manifests.render(values)
+
+
+def test_wrong_values_are_refused() -> None:
+    for values in WRONG:
+        with pytest.raises(helm.HelmError):
+            manifests.render(values)
 
 
 def test_the_schema_knows_every_value() -> None:
@@ -248,11 +250,8 @@ def test_the_schema_knows_every_value() -> None:
 
 
 def test_a_number_is_not_rounded_on_its_way_into_the_configuration(tmp_path: Path) -> None:
-    """A weight of 0.5 is refused by the daemon; as 0 it would wait for all others."""
+    """Helm has a large number of a values file as a float."""
     path = tmp_path / "membrokerd.toml"
-    with pytest.raises(helm.HelmError):
-        manifests.render({"tenants": {"red": {"weight": 0.5}}})
-    # Helm has a large number of a values file as a float.
     values = {"config": {"capacity": 1 << 34}, "tenants": {"red": {"weight": 2, "limit": float(1 << 33)}}}
     path.write_text(one(values, "ConfigMap", "membrokerd")["data"]["membrokerd.toml"])
     found = load(path, {}, env={}, uid=0)
@@ -431,43 +430,28 @@ def pod_with(path: str, *, read_only: bool = True) -> dict[str, Any]:
 TENANT = {"membroker/tenant": "true"}
 
 
-@pytest.mark.parametrize(
-    ("path", "allowed"),
-    [
-        ("/run/membroker/0/tenants/acme", True),
-        ("/run/membroker/gpu-12345678/tenants/acme/", True),
-        ("/run/membroker/0/tenants/other", False),
-        ("/run/membroker/0/tenants/acme2", False),
-        ("/run/membroker/0/tenants", False),
-        ("/run/membroker/0/admin", False),
-        ("/run/membroker/0/tenants/acme/../../admin", False),
-        ("/run/membroker", False),
-        ("/run//membroker/0/admin", False),
-        ("/var/run/membroker/0/admin", False),
-        ("/run/membroker-keeper/0", False),
-        ("/run", False),
-        ("/", False),
-    ],
-)
-def test_a_tenant_may_mount_its_own_endpoint_and_nothing_else(path: str, allowed: bool) -> None:
-    assert all(verdicts(pod_with(path), "acme", TENANT)) == allowed
-
-
-def test_a_tenant_mounts_read_only() -> None:
-    path = "/run/membroker/0/tenants/acme"
-    assert all(verdicts(pod_with(path), "acme", TENANT))
-    assert not all(verdicts(pod_with(path, read_only=False), "acme", TENANT))
-    pod = pod_with(path)
-    pod["ephemeralContainers"] = pod_with(path, read_only=False)["containers"]
+def test_a_tenant_may_mount_its_own_endpoint_and_nothing_else() -> None:
+    own = "/run/membroker/0/tenants/acme"
+    for path in (own, "/run/membroker/gpu-12345678/tenants/acme/"):
+        assert all(verdicts(pod_with(path), "acme", TENANT)), path
+    for path in (
+        *("/run/membroker/0/tenants/other", "/run/membroker/0/tenants/acme2", "/run/membroker/0/tenants"),
+        *("/run/membroker/0/admin", "/run/membroker/0/tenants/acme/../../admin", "/run/membroker"),
+        *("/run//membroker/0/admin", "/var/run/membroker/0/admin", "/run/membroker-keeper/0", "/run", "/"),
+    ):
+        assert not all(verdicts(pod_with(path), "acme", TENANT)), path
+    assert not all(verdicts(pod_with(own, read_only=False), "acme", TENANT))
+    pod = pod_with(own)
+    pod["ephemeralContainers"] = pod_with(own, read_only=False)["containers"]
     assert not all(verdicts(pod, "acme", TENANT))
 
 
-@pytest.mark.parametrize("labels", [{}, {"team": "a"}])
-def test_other_namespaces_mount_no_endpoint_and_whatever_else_they_did(labels: Mapping[str, str]) -> None:
-    for path in ("/run/membroker/0/tenants/acme", "/var/run/membroker/0/admin", "/run//membroker"):
-        assert not all(verdicts(pod_with(path), "acme", labels))
-    assert all(verdicts(pod_with("/var/log", read_only=False), "monitoring", labels))
-    assert all(verdicts({"containers": [{"name": "w"}]}, "web", labels))
+def test_other_namespaces_mount_no_endpoint_and_whatever_else_they_did() -> None:
+    for labels in ({}, {"team": "a"}):
+        for path in ("/run/membroker/0/tenants/acme", "/var/run/membroker/0/admin", "/run//membroker"):
+            assert not all(verdicts(pod_with(path), "acme", labels))
+        assert all(verdicts(pod_with("/var/log", read_only=False), "monitoring", labels))
+        assert all(verdicts({"containers": [{"name": "w"}]}, "web", labels))
 
 
 def test_the_policy_lets_the_example_run() -> None:

@@ -33,18 +33,17 @@ def test_the_files_are_as_the_parsers_are() -> None:
     assert not any("SUPPRESS" in text for text in files.values()), "an option without help is not for people"
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("membroker qu", "quota"),
-        ("membroker quota set --gua", "--guarantee"),
-        ("membroker top --int", "--interval"),
-        ("membroker segments lo", "load"),
-        ("membrokerd --check", "--check-config"),
-    ],
-)
-class TestShells:
-    def test_bash_completes(self, line: str, expected: str) -> None:
+LINES = {
+    "membroker qu": "quota",
+    "membroker quota set --gua": "--guarantee",
+    "membroker top --int": "--interval",
+    "membroker segments lo": "load",
+    "membrokerd --check": "--check-config",
+}
+
+
+def test_bash_completes() -> None:
+    for line, expected in LINES.items():
         command = line.split()[0]
         script = (
             f"source {SHARE}/bash-completion/completions/{command}; COMP_LINE={line!r}; COMP_POINT=${{#COMP_LINE}}; "
@@ -53,21 +52,24 @@ class TestShells:
         )
         assert expected in run("bash", "--norc", "-c", script).split()
 
-    def test_fish_completes(self, line: str, expected: str, tmp_path: Path) -> None:
+
+def test_fish_completes(tmp_path: Path) -> None:
+    for line, expected in LINES.items():
         completions = SHARE / "fish" / "vendor_completions.d" / f"{line.split()[0]}.fish"
         script = f"source {completions}; complete --do-complete {line!r}"
         found = run("fish", "--no-config", "-c", script, HOME=str(tmp_path))
         assert expected in [row.split("\t")[0] for row in found.splitlines()]
 
-    def test_zsh_knows_the_command(self, line: str, expected: str, tmp_path: Path) -> None:
-        command = line.split()[0]
-        functions = SHARE / "zsh" / "site-functions"
-        script = f"fpath=({functions} $fpath); autoload -Uz compinit; compinit -u -d {tmp_path}/dump; "
-        script += f"print $_comps[{command}]; autoload +X _{command} && which _{command}"
-        found = run("zsh", "-fc", script)
-        assert found.startswith(f"_{command}\n")
-        run("zsh", "-nf", functions / f"_{command}")
-        assert expected in (functions / f"_{command}").read_text()
+
+@pytest.mark.parametrize("command", ["membroker", "membrokerd"])
+def test_zsh_knows_the_command(command: str, tmp_path: Path) -> None:
+    functions = SHARE / "zsh" / "site-functions"
+    script = f"fpath=({functions} $fpath); autoload -Uz compinit; compinit -u -d {tmp_path}/dump; "
+    script += f"print $_comps[{command}]; autoload +X _{command} && which _{command}"
+    assert run("zsh", "-fc", script).startswith(f"_{command}\n")
+    run("zsh", "-nf", functions / f"_{command}")
+    text = (functions / f"_{command}").read_text()
+    assert all(expected in text for line, expected in LINES.items() if line.split()[0] == command)
 
 
 @pytest.mark.parametrize("page", ["man1/membroker.1", "man8/membrokerd.8"])
