@@ -6,7 +6,7 @@ import signal
 import threading
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.processes import (
     ends,
     heard,
@@ -100,78 +100,6 @@ client.close()
             until(lambda: is_settled(daemon))
         assert mapped_extents() == 0
 
-    def test_ctrl_c_before_a_declaration_is_taken_back(self, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It strikes while pinned memory is freed: the broker is told all the same, or it would be charged for good."""
-        with (
-            running({"host_capacity": "64MiB"}) as daemon,
-            membroker.connect(daemon.endpoint(), transport=transport) as client,
-        ):
-            model = client.register_model("m")
-            pool = model.pool(page_size=PAGE, virtual_capacity="64MiB")
-            pool.allocate(0, PAGE)
-            pool.offload()
-            unpin = model.driver.unpin
-
-            def interrupted(address: int) -> None:
-                signal.raise_signal(signal.SIGINT)
-                unpin(address)
-
-            monkeypatch.setattr(model.driver, "unpin", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                pool.close()
-            until(lambda: daemon.device().locations[1].lent_bytes == 0)
-
-    @pytest.mark.deep
-    def test_ctrl_c_at_any_moment(self, daemon: Daemon, transport: str) -> None:
-        """Interrupts strike a loop that borrows and releases, at any point: nothing is left mapped or lent."""
-        script = """
-client = connect()
-model = client.register_model("m")
-pool = model.pool(page_size=PAGE, virtual_capacity="256MiB")
-hits, armed, buffers = 0, False, []
-# Python itself loses an interrupt in the finalizers of a WeakSet and of a thread, and prints that on stderr.
-lost, of_python = sys.unraisablehook, ("_weakrefset", "threading")
-def is_of_python(one):
-    return one.exc_type is KeyboardInterrupt and getattr(one.object, "__module__", "") in of_python
-sys.unraisablehook = lambda one: is_of_python(one) or lost(one)
-signal.signal(signal.SIGALRM, lambda *_: armed and signal.raise_signal(signal.SIGINT))
-for turn in range(150):
-    try:
-        armed = True
-        signal.setitimer(signal.ITIMER_REAL, 0.0001 + 0.0001 * (turn % 60))
-        try:
-            pool.allocate(0, 20 * PAGE)
-            pool.deallocate(0, 20 * PAGE)
-            buffers.append(model.allocate(1))
-            buffers[-1].close()
-        except membroker.OutOfMemory:
-            pass  # earlier calls that were abandoned are still being released
-        armed = False
-    except KeyboardInterrupt:
-        armed = False
-        hits += 1
-    while any(row.state == "changing" for row in pool.mappings()):
-        __import__("time").sleep(0.001)  # what struck the boundary itself is cleaned up in another thread
-    mapped = pool.stats().mapped_pages
-    assert mapped in (0, 20), mapped
-    if mapped:
-        pool.deallocate(0, 20 * PAGE)
-buffers.clear()
-gc.collect()
-say(hits)
-wait()
-assert "membroker-extent" not in open("/proc/self/maps").read()
-assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-say(len(os.listdir("/proc/self/fd")))
-client.close()
-"""
-        with worker(script, daemon, transport) as process:
-            assert int(heard(process)) > 0
-            until(lambda: is_settled(daemon))
-            tell(process)
-            assert int(heard(process)) < 40
-            ends(process)
-
 
 class TestFork:
     def test_a_child_holds_nothing(self, daemon: Daemon, transport: str) -> None:
@@ -183,6 +111,10 @@ model = client.register_model("m")
 pool = model.pool(page_size=PAGE)
 pool.allocate(0, 4 * PAGE)
 buffer = model.allocate(1)
+made = model.create_segment("weights", 1)
+made.write(0, b"hello")
+made.seal()
+attached, half = client.attach("weights"), model.create_segment("half", 1)
 def open_sockets():
     links = set()
     for name in os.listdir("/proc/self/fd"):
@@ -204,15 +136,23 @@ if not child:
                  buffer.view, lambda: buffer.address, lambda: model.allocate(1), model.pool, model.stats,
                  lambda: model.declare(0), model.unregister, client.models, client.sessions, client.device,
                  lambda: client.register_model("x")]
+        calls += [client.segments, lambda: client.attach("weights"), lambda: client.delete_segment("weights"),
+                  lambda: model.create_segment("x", 1)]
+        for one in (made, attached, half):
+            calls += [one.view, one.seal, one.delete, one.index, one.tensors, lambda one=one: one.read(0, 1),
+                      lambda one=one: one.write(0, b"x"), lambda one=one: one.address]
+            assert one.closed and one.size == PAGE
         assert all(refuses(call) for call in calls)
-        buffer.close(); pool.close(); client.close()
+        for one in (made, attached, half, buffer, pool, client):
+            one.close()
         assert "membroker-extent" not in open("/proc/self/maps").read()
         if sys.argv[2] == "handoff":
             assert not open_sockets() & sockets
-        del buffer, pool, model, client
+        del made, attached, half, one, calls, buffer, pool, model, client
         collect()
         own = connect()
         assert own.register_model("own").allocate(1).extent_size == PAGE
+        assert own.attach("weights").read(0, 5) == b"hello"
         own.close()
     except BaseException as error:
         import traceback
@@ -222,58 +162,17 @@ if not child:
 assert os.waitpid(child, 0)[1] == 0
 pool.allocate(4 * PAGE, PAGE)
 pool.view(0, 5)[:] = b"hello"
-say(model.stats().books["device"].used_bytes // PAGE)
+assert attached.read(0, 5) == made.read(0, 5) == b"hello"
+half.write(0, b"on")
+half.seal()
+say(model.stats().books["device"].used_bytes // PAGE, *(f"{one.state}:{one.sessions}" for one in client.segments()))
 wait()
+made.delete()
+half.delete()
 client.close()
 """
         with worker(script, daemon, transport) as process:
-            assert heard(process) == "6"
+            assert heard(process) == "8 sealed:1 sealed:1"
             tell(process)
-            ends(process)
-        until(lambda: is_settled(daemon))
-
-    @pytest.mark.deep
-    def test_fork_while_other_threads_hold_locks(self, daemon: Daemon, transport: str) -> None:
-        """Fork in the middle of other threads' calls: the child must not wait for a lock that nobody will open."""
-        script = """
-client = connect()
-model = client.register_model("m")
-pools = [model.pool(page_size=PAGE, virtual_capacity="8MiB") for _ in range(4)]
-stop = threading.Event()
-def work(pool):
-    while not stop.is_set():
-        pool.allocate(0, PAGE)
-        pool.deallocate(0, PAGE)
-threads = [threading.Thread(target=work, args=(pool,)) for pool in pools]
-for thread in threads: thread.start()
-import time
-def gone_well(child):
-    end = time.monotonic() + 120
-    while time.monotonic() < end:
-        if (ended := os.waitpid(child, os.WNOHANG))[0]:
-            return ended[1] == 0
-        time.sleep(0.002)
-    os.kill(child, signal.SIGKILL)  # also where it hangs before its first line
-try:
-    for number in range(20):
-        child = os.fork()
-        if not child:
-            for pool in pools:
-                try:
-                    pool.allocate(0, 1)
-                except membroker.ClosedError:
-                    continue
-                os._exit(1)
-            client.close()
-            os._exit(0)
-        assert gone_well(child), f"child {number}"
-finally:
-    stop.set()
-for thread in threads: thread.join()
-client.close()
-say("well")
-"""
-        with worker(script, daemon, transport) as process:
-            assert heard(process) == "well"
             ends(process)
         until(lambda: is_settled(daemon))

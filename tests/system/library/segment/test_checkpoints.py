@@ -122,32 +122,54 @@ class _StopError(Exception):
     pass
 
 
-def _stop(_done: int, _total: int) -> None:
-    raise _StopError
+def _raise(error: BaseException) -> Callable[..., Any]:
+    def raises(*_: object) -> Any:
+        raise error
+
+    return raises
 
 
-def _interrupt(_done: int, _total: int) -> None:
-    raise KeyboardInterrupt
+FAILURES: dict[str, tuple[type[BaseException], str]] = {
+    "progress": (_StopError, "^$"),
+    "Ctrl-C": (KeyboardInterrupt, "^$"),
+    # Somebody downloads it again meanwhile. A mapped file would end the process here, by SIGBUS.
+    "shorter": (InvalidCheckpoint, "has become shorter while it was read: byte "),
+    "disk": (membroker.InvalidRequest, "cannot be read: Input/output error"),
+    "device": (membroker.DeviceFailure, "write"),
+}
 
 
 @pytest.mark.parametrize("size", [MIB, 80 * MIB], ids=["one reader", "several"])
-@pytest.mark.parametrize(("progress", "error"), [(_stop, _StopError), (_interrupt, KeyboardInterrupt)])
+@pytest.mark.parametrize("what", FAILURES)
 def test_what_ends_it_half_way_leaves_nothing(
-    daemon: Daemon,
-    client: membroker.Client,
-    model: membroker.Model,
-    tmp_path: Path,
-    size: int,
-    progress: Callable[[int, int], object],
-    error: type[BaseException],
+    daemon: Daemon, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, what: str
 ) -> None:
     large(tmp_path, size)
-    with pytest.raises(error):
-        publish_checkpoint(model, "weights", tmp_path, progress=progress)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("membroker-reader")]
-    until(lambda: not client.segments() and is_settled(daemon))
-    assert mapped_extents() == 0
-    publish_checkpoint(model, "weights", tmp_path).close()
+    driver = SickDriver()
+    error, says = FAILURES[what]
+    with (
+        membroker.connect(daemon.endpoint(), transport=transport, driver=driver) as client,
+        monkeypatch.context() as patch,
+    ):
+        model = client.register_model("m")
+        progress = _raise(error()) if what in ("progress", "Ctrl-C") else None
+        with open_checkpoint(tmp_path) as checkpoint:
+            if what == "shorter":
+                for file in tmp_path.iterdir():
+                    os.truncate(file, 600)
+            if what == "disk":
+                patch.setattr(os, "preadv", _raise(OSError(errno.EIO, os.strerror(errno.EIO))))
+            driver.writes = what != "device"
+            with pytest.raises(error, match=says) as failure:
+                publish_checkpoint(model, "weights", checkpoint, progress=progress)
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("membroker-reader")]
+        until(lambda: not client.segments() and is_settled(daemon))
+        assert mapped_extents() == 0
+        assert failure.value.__traceback__ is not None, "it keeps frames, and no segment"
+        patch.undo()
+        driver.writes = True
+        if what != "shorter":
+            publish_checkpoint(model, "weights", tmp_path).close()
 
 
 def test_it_waits_for_its_readers(
@@ -170,56 +192,10 @@ def test_it_waits_for_its_readers(
     monkeypatch.setattr(threading.Thread, "join", release)
     try:
         with pytest.raises(_StopError):
-            publish_checkpoint(model, "weights", tmp_path, progress=_stop)
+            publish_checkpoint(model, "weights", tmp_path, progress=_raise(_StopError()))
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("membroker-reader")]
     finally:
         released.set()
-
-
-@pytest.mark.parametrize("size", [MIB, 80 * MIB], ids=["one reader", "several"])
-def test_a_file_that_becomes_shorter(
-    daemon: Daemon, client: membroker.Client, model: membroker.Model, tmp_path: Path, size: int
-) -> None:
-    """Somebody downloads it again meanwhile. A mapped file would end the process here, by SIGBUS."""
-    large(tmp_path, size)
-
-    def cut(_done: int, _total: int) -> None:
-        for file in tmp_path.iterdir():
-            os.truncate(file, 600)
-
-    with open_checkpoint(tmp_path) as checkpoint:
-        cut(0, 0)
-        with pytest.raises(InvalidCheckpoint, match="has become shorter while it was read: byte "):
-            publish_checkpoint(model, "weights", checkpoint)
-    until(lambda: not client.segments() and is_settled(daemon))
-
-
-def test_a_disk_that_fails(
-    client: membroker.Client, model: membroker.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    large(tmp_path)
-    with open_checkpoint(tmp_path) as checkpoint:
-
-        def fail(*_: object) -> int:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-        monkeypatch.setattr(os, "preadv", fail)
-        with pytest.raises(membroker.InvalidRequest, match="cannot be read: Input/output error"):
-            publish_checkpoint(model, "weights", checkpoint)
-    until(lambda: not client.segments())
-
-
-def test_a_device_that_fails(daemon: Daemon, transport: str, tmp_path: Path) -> None:
-    large(tmp_path)
-    driver = SickDriver()
-    with membroker.connect(daemon.endpoint(), transport=transport, driver=driver) as client:
-        model = client.register_model("m")
-        driver.writes = False
-        with pytest.raises(membroker.DeviceFailure) as failure:
-            publish_checkpoint(model, "weights", tmp_path)
-        until(lambda: not client.segments() and is_settled(daemon))
-        assert mapped_extents() == 0
-        assert failure.value.__traceback__ is not None, "it keeps frames, and no segment"
 
 
 def test_without_threads_this_one_reads(

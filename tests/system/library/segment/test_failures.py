@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
+from tests.support.daemons import Daemon, running, until
 from tests.support.driver_errors import named
+from tests.support.fake_broker import Caller
 from tests.support.processes import (
     ends,
     heard,
@@ -17,8 +17,9 @@ from tests.support.processes import (
     open_extents,
     worker,
 )
-from tests.support.segments import SickDriver, holders, sealed
+from tests.support.segments import SickDriver, holders, one_transport, sealed
 from tests.support.sizes import GIB, MIB
+from tests.support.threads import together
 
 import membroker
 
@@ -47,6 +48,7 @@ def large_daemon() -> Iterator[Daemon]:
 
 class TestFailures:
     @pytest.mark.parametrize("what", FAILURES)
+    @one_transport
     def test_half_way(self, large_daemon: Daemon, transport: str, what: str) -> None:
         """A create and an attach that fail at any step hold nothing afterwards: here, on the device, in the books."""
         daemon, driver = large_daemon, SickDriver()
@@ -67,6 +69,7 @@ class TestFailures:
             client.delete_segment("weights")
         until(lambda: is_settled(daemon) and not daemon.sessions())
 
+    @one_transport
     def test_the_device_is_lost_before_the_seal(self, daemon: Daemon, transport: str) -> None:
         """The work that fills the segment has failed on the GPU: it is not sealed."""
         driver = SickDriver()
@@ -80,6 +83,7 @@ class TestFailures:
             assert [one.state for one in client.segments()] == ["writing"]
             segment.seal()
 
+    @one_transport
     def test_no_descriptor_left(self, transport: str) -> None:
         """`ulimit -n` is nearly used up: a packet of descriptors is cut short, and the segment is not held for it."""
         script = """
@@ -118,61 +122,38 @@ say("well")
     def test_the_broker_is_gone(self, transport: str) -> None:
         """The daemon dies: weights stay readable, one being written can be written on, and closing raises nothing."""
         with running() as daemon:
-            self.survive(daemon, transport)
-
-    def survive(self, daemon: Daemon, transport: str) -> None:
-        client = membroker.connect(daemon.endpoint(), transport=transport, outage=0)
-        model = client.register_model("m")
-        sealed(model, data=b"hello")
-        attached, written = client.attach("weights"), model.create_segment("other", 1)
-        raised: list[type[BaseException]] = []
-
-        def wait() -> None:
-            try:
-                client.attach("other")
-            except membroker.MembrokerError as error:
-                raised.append(type(error))
-
-        waiting = threading.Thread(target=wait)
-        waiting.start()
-        daemon.kill()
-        waiting.join(DEADLINE_SECONDS)
-        assert raised == [membroker.BrokerUnavailable]
-        assert attached.read(0, 5) == b"hello"
-        written.write(0, b"on")
-        for call in (written.seal, attached.delete, lambda: client.attach("weights"), client.segments):
-            with pytest.raises(membroker.BrokerUnavailable):
-                call()
-        assert written.writable
-        written.write(0, b"and on")
-        attached.close()
-        written.close()
-        assert mapped_extents() == 0
-        client.close()
+            client = membroker.connect(daemon.endpoint(), transport=transport, outage=0)
+            model = client.register_model("m")
+            sealed(model, data=b"hello")
+            attached, written = client.attach("weights"), model.create_segment("other", 1)
+            waiting = Caller(lambda: client.attach("other"))
+            daemon.kill()
+            assert isinstance(waiting.end().error, membroker.BrokerUnavailable)
+            assert attached.read(0, 5) == b"hello"
+            written.write(0, b"on")
+            for call in (written.seal, attached.delete, lambda: client.attach("weights"), client.segments):
+                with pytest.raises(membroker.BrokerUnavailable):
+                    call()
+            assert written.writable
+            written.write(0, b"and on")
+            attached.close()
+            written.close()
+            assert mapped_extents() == 0
+            client.close()
 
 
+@one_transport
 def test_threads_share_a_segment(daemon: Daemon, transport: str) -> None:
     """Eight threads of an engine attach, read and close the same weights again and again, and one deletes them."""
-    errors: list[BaseException] = []
 
-    def work(client: membroker.Client) -> None:
-        try:
-            for _ in range(10):
-                with client.attach("weights") as segment:
-                    assert segment.read(PAGE - 4, 4) == b"last"
-        except BaseException as error:  # noqa: BLE001 - a thread hands on what it raised
-            errors.append(error)
-
-    def run(target: Callable[..., None], *arguments: object) -> threading.Thread:
-        thread = threading.Thread(target=target, args=arguments)
-        thread.start()
-        return thread
+    def work() -> None:
+        for _ in range(10):
+            with client.attach("weights") as segment:
+                assert segment.read(PAGE - 4, 4) == b"last"
 
     with membroker.connect(daemon.endpoint(), transport=transport) as client:
         sealed(client.register_model("m"), data=bytes(PAGE - 4) + b"last")
-        for thread in [run(work, client) for _ in range(8)]:
-            thread.join(DEADLINE_SECONDS)
-        assert errors == []
+        together([work] * 8)
         until(lambda: holders(client) == {"weights": 0})
         client.delete_segment("weights")
         until(lambda: is_settled(daemon))

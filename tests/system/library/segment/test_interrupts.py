@@ -1,4 +1,4 @@
-"""Ctrl-C, forks and the end of a program that has segments."""
+"""Ctrl-C in a program that has segments; `tests/client/test_ctrl_c_anywhere.py` strikes each of their calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.processes import (
     tell,
     worker,
 )
-from tests.support.segments import holders
+from tests.support.segments import holders, one_transport
 from tests.support.sizes import MIB
 
 import membroker
@@ -95,6 +95,7 @@ for _ in sys.stdin:
             tell(process)
             ends(process)
 
+    @pytest.mark.parametrize("transport", ["grpc"])
     def test_ctrl_c_in_calls_by_grpc(self, daemon: Daemon, transport: str) -> None:
         """Interrupts rain on a program that reads the books; none may leave gRPC's channel locked for other threads."""
         script = """
@@ -132,6 +133,7 @@ client.close()
             assert heard(process) == "100 1"
             ends(process)
 
+    @one_transport
     @pytest.mark.parametrize("every", [0.005, 0.0002])  # the second: a Ctrl-C that comes while the first is handled
     def test_ctrl_c_while_another_thread_reads(self, daemon: Daemon, transport: str, every: float) -> None:
         """A thread waits in an attach and reads the socket for all; the main thread's calls are interrupted beside it,
@@ -171,108 +173,3 @@ client.close()
         with worker(script, daemon, transport) as process:
             assert heard(process) == "60 1"
             ends(process)
-
-    def test_ctrl_c_at_any_moment(self, daemon: Daemon, transport: str) -> None:
-        """Interrupts rain on a loop that makes, seals and attaches segments: nothing stays mapped, held or charged."""
-        script = """
-client = connect()
-model = client.register_model("m")
-hits, armed = 0, False
-model.create_segment("first", 1).close()  # imports what is imported late: no import is to be interrupted
-signal.signal(signal.SIGALRM, lambda *_: armed and signal.raise_signal(signal.SIGINT))
-sys.unraisablehook = id  # an interrupt in one of gRPC's finalizers is lost; in a hook of Python code another could hit
-for turn in range(120):
-    name = f"s{turn}"
-    try:
-        armed = True
-        signal.setitimer(signal.ITIMER_REAL, 0.0001 + 0.0001 * (turn % 40))
-        made = model.create_segment(name, 1)
-        made.write(0, b"x")
-        made.seal()
-        with client.attach(name) as attached:
-            assert attached.read(0, 1) == b"x"
-        made.delete()
-        made.close()
-        armed = False
-    except KeyboardInterrupt:
-        armed = False
-        hits += 1
-    except membroker.TooMany:
-        armed = False
-    made = attached = None
-    gc.collect()
-# A seal that was interrupted may come to its end after its caller has gone on.
-while left := [one for one in client.segments() if one.state in ("writing", "sealed")]:
-    for one in left:
-        if one.state == "sealed":
-            client.delete_segment(one.name)
-say(hits)
-wait()
-assert "membroker-extent" not in open("/proc/self/maps").read()
-assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-say(len(os.listdir("/proc/self/fd")))
-client.close()
-"""
-        with worker(script, daemon, transport) as process:
-            assert int(heard(process)) > 0
-            until(lambda: is_settled(daemon))
-            assert daemon.sessions()[0].segments == []
-            tell(process)
-            assert int(heard(process)) < 40
-            ends(process)
-
-
-class TestFork:
-    def test_a_child_holds_nothing(self, daemon: Daemon, transport: str) -> None:
-        """A data loader forks: its copies of the segments raise, map nothing and end nothing of the parent's."""
-        script = """
-client = connect()
-model = client.register_model("m")
-made = model.create_segment("weights", 1)
-made.write(0, b"hello")
-made.seal()
-attached, half = client.attach("weights"), model.create_segment("half", 1)
-def refuses(call):
-    try:
-        call()
-    except membroker.ClosedError as error:
-        assert "forked" in str(error), error
-        return True
-child = os.fork()
-if not child:
-    try:
-        for one in (made, attached, half):
-            calls = [one.view, one.seal, one.delete, one.index, one.tensors, lambda: one.read(0, 1),
-                     lambda: one.write(0, b"x"), lambda: one.address]
-            assert all(refuses(call) for call in calls)
-            assert one.closed and one.size == PAGE
-            one.close()
-        calls = [client.segments, lambda: client.attach("weights"), lambda: client.delete_segment("weights"),
-                 lambda: model.create_segment("x", 1)]
-        assert all(refuses(call) for call in calls)
-        assert "membroker-extent" not in open("/proc/self/maps").read()
-        del made, attached, half, one, model, client
-        gc.collect()
-        own = connect()
-        assert own.attach("weights").read(0, 5) == b"hello"
-        own.close()
-    except BaseException:
-        import traceback
-        traceback.print_exc()
-        os._exit(1)
-    sys.exit(0)
-assert os.waitpid(child, 0)[1] == 0
-assert attached.read(0, 5) == made.read(0, 5) == b"hello"
-half.write(0, b"on")
-half.seal()
-say(*(f"{one.state}:{one.sessions}" for one in client.segments()))
-wait()
-made.delete()
-half.delete()
-client.close()
-"""
-        with worker(script, daemon, transport) as process:
-            assert heard(process) == "sealed:1 sealed:1"
-            tell(process)
-            ends(process)
-        until(lambda: is_settled(daemon) and not daemon.sessions())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from functools import partial
 from typing import Any
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
+from tests.support.daemons import Daemon, until
+from tests.support.fake_broker import Caller
 from tests.support.garbage import collect
 from tests.support.processes import (
     descriptors,
@@ -16,7 +16,7 @@ from tests.support.processes import (
     mapped_extents,
     open_extents,
 )
-from tests.support.segments import holders, protections, sealed
+from tests.support.segments import holders, one_transport, protections, sealed
 from tests.support.sizes import MIB
 from tests.support.workers import workers
 
@@ -72,6 +72,7 @@ class TestLife:
             attached.close()
             until(lambda: is_settled(daemon) and not reader.segments())
 
+    @one_transport
     def test_what_the_kernel_allows(self, client: membroker.Client, model: membroker.Model) -> None:
         """The seal takes the writer's own mapping too, and a reader never has another."""
         segment = model.create_segment("weights", 1)
@@ -81,6 +82,7 @@ class TestLife:
         with client.attach("weights"):
             assert protections() == ["r--s"] * 2
 
+    @one_transport
     def test_two_attaches_of_one_process(self, client: membroker.Client, model: membroker.Model) -> None:
         """Two parts of a program attach the same weights without knowing of each other; each closes its own."""
         sealed(model, data=b"both")
@@ -93,6 +95,7 @@ class TestLife:
         two.close()
         until(lambda: holders(client) == {"weights": 0})
 
+    @one_transport
     def test_closed_twice(self, client: membroker.Client, model: membroker.Model) -> None:
         """The second close says nothing to the broker: another hold of the session is not its to end."""
         sealed(model)
@@ -109,6 +112,7 @@ class TestLife:
         assert holders(client) == {"weights": 1}
         other.close()
 
+    @one_transport
     def test_deleted_twice(self, client: membroker.Client, model: membroker.Model) -> None:
         """A second delete by the object is not one of the segment that has the name by now."""
         segment = model.create_segment("weights", 1)
@@ -127,6 +131,7 @@ class TestLife:
             segment.delete()
         assert holders(client) == {"weights": 1}
 
+    @one_transport
     def test_given_up_before_its_seal(self, client: membroker.Client, model: membroker.Model) -> None:
         """The loader raises half-way: what it has written is nobody's, and its name is free."""
 
@@ -174,6 +179,7 @@ class TestLife:
             other.delete_segment("whole")
             until(lambda: is_settled(daemon))
 
+    @one_transport
     def test_garbage(self, daemon: Daemon, client: membroker.Client, model: membroker.Model) -> None:
         """A program loses its segments: each is let go of as if it was closed."""
         sealed(model)
@@ -185,6 +191,7 @@ class TestLife:
         until(lambda: mapped_extents() == 0)
         until(lambda: daemon.books().lent_bytes == PAGE)
 
+    @one_transport
     def test_no_descriptor_is_left_behind(self, client: membroker.Client, model: membroker.Model) -> None:
         before = descriptors()
         for turn in range(60):
@@ -195,6 +202,7 @@ class TestLife:
         assert open_extents() == 0
         assert descriptors() < before + 30
 
+    @one_transport
     def test_of_a_card(self, client: membroker.Client, model: membroker.Model, monkeypatch: pytest.MonkeyPatch) -> None:
         """What frameworks ask of memory on a GPU, and are told of the host driver's."""
         segment = model.create_segment("weights", 1)
@@ -209,6 +217,7 @@ class TestLife:
         assert segment.__cuda_array_interface__["data"] == (segment.address, True)
 
 
+@one_transport
 class TestNames:
     def test_by_each_of_its_names(self, client: membroker.Client, model: membroker.Model) -> None:
         """A short name does where it is alone; two models with a segment of one name want the model's too."""
@@ -256,63 +265,44 @@ class TestNames:
 class TestWaiting:
     def test_attached_when_it_is_sealed(self, daemon: Daemon, client: membroker.Client, model: membroker.Model) -> None:
         """The readers start first and wait; the seal lets all of them go on, with what was written last."""
-        found: list[bytes] = []
 
-        def read() -> None:
+        def read() -> bytes:
             with client.attach("weights") as segment:
-                found.append(segment.read(0, 4))
+                return segment.read(0, 4)
 
         segment = model.create_segment("weights", 1)
-        threads = [threading.Thread(target=read) for _ in range(3)]
-        for thread in threads:
-            thread.start()
+        readers = [Caller(read) for _ in range(3)]
         with pytest.raises(membroker.SegmentNotSealed):
             client.attach("weights", timeout=0)
         segment.write(0, b"last")
-        assert found == []
+        assert all(reader.is_alive() for reader in readers)
         segment.seal()
-        for thread in threads:
-            thread.join(DEADLINE_SECONDS)
-        assert found == [b"last"] * 3
+        assert [reader.value() for reader in readers] == [b"last"] * 3
         assert holders(client) == {"weights": 1}
 
     @pytest.mark.parametrize("end", ["close", "delete"])
     def test_its_writer_gives_up(self, client: membroker.Client, model: membroker.Model, end: str) -> None:
-        raised: list[BaseException] = []
-
-        def wait() -> None:
-            try:
-                client.attach("weights")
-            except membroker.MembrokerError as error:
-                raised.append(error)
-
+        """Its end comes after the attach in the order of the session's frames, or before it is asked."""
         segment = model.create_segment("weights", 1)
-        thread = threading.Thread(target=wait)
-        thread.start()
-        # The broker answers a session's frames in order, and the attach is the next one of this connection or is not
-        # yet there: then the segment is gone when it comes.
+        reader = Caller(lambda: client.attach("weights"))
         getattr(segment, end)()
-        thread.join(DEADLINE_SECONDS)
-        assert [type(error) for error in raised] in ([membroker.WriterDied], [membroker.SegmentNotFound])
+        assert type(reader.end().error) in (membroker.WriterDied, membroker.SegmentNotFound)
 
-    @pytest.mark.parametrize("timeout", [0, 0.2])
-    def test_for_a_time(self, client: membroker.Client, model: membroker.Model, timeout: float) -> None:
+    @one_transport
+    def test_for_a_time(self, client: membroker.Client, model: membroker.Model) -> None:
+        """At most a day."""
         model.create_segment("other", 1)
         segment = model.create_segment("weights", 1)
-        began = time.monotonic()
-        with pytest.raises(membroker.SegmentNotSealed) as refused:
-            client.attach("weights", timeout=timeout)
-        assert timeout <= time.monotonic() - began
-        assert isinstance(refused.value, TimeoutError)
+        for timeout in (0, 0.2):
+            began = time.monotonic()
+            with pytest.raises(membroker.SegmentNotSealed) as refused:
+                client.attach("weights", timeout=timeout)
+            assert timeout <= time.monotonic() - began
+            assert isinstance(refused.value, TimeoutError)
         segment.seal()
-        client.attach("weights", timeout=timeout).close()
-
-    def test_for_a_time_that_is_none(self, client: membroker.Client) -> None:
-        timeouts: list[Any] = [-1, -1e-9, float("nan"), float("inf"), 24 * 3600 + 1, "5", None]
-        for timeout in timeouts:
+        for timeout in (0, 24 * 3600):
+            client.attach("weights", timeout=timeout).close()
+        wrong: list[Any] = [-1, -1e-9, float("nan"), float("inf"), 24 * 3600 + 1, "5", None]
+        for timeout in wrong:
             with pytest.raises(membroker.InvalidRequest, match="timeout"):
                 client.attach("weights", timeout=timeout)
-
-    def test_for_a_day(self, client: membroker.Client, model: membroker.Model) -> None:
-        sealed(model)
-        client.attach("weights", timeout=24 * 3600).close()

@@ -215,11 +215,3 @@ def test_the_broker_goes_after_the_seal(
     segment.close()
     publish(model, 3)
     until(lambda: holders(client) == {"current.version-3": 0})
-
-
-def test_a_checkpoint_and_the_command(client: membroker.Client, model: membroker.Model, tmp_path: Path) -> None:
-    for number in (1, 2):
-        safetensors.numpy.save_file({"w": np.full(3, number, "i4")}, tmp_path / "model.safetensors")
-        publish_checkpoint(model, "current", tmp_path, replace=True).close()
-    with client.attach("current") as found:
-        assert (found.name, value(found)) == ("current.version-2", 2)
