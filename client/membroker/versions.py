@@ -2,7 +2,8 @@
 
 Owns the names of versions, and which of them a name means. The broker knows each as a segment of its own, so readers of
 an older one keep it, and a name that moves is never without a segment. It must delete only what is older than what it
-has sealed. So a version must not have a name that a user would give to another segment, as `llama-3.1` is beside `llama-3`.
+has sealed. So a version must not have a name that a user would give to another segment, as `llama-3.1` is beside
+`llama-3`.
 """
 
 from __future__ import annotations
