@@ -10,13 +10,13 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tests.broker.core.test_transcripts import Script, ids_text
 from tests.simulation.world import SECOND, World
 from tests.support.sizes import MIB
 
 from membrokerd.core import events as ev
 from membrokerd.core.names import SegmentName
 
-EPOCH_BITS = 40
 BUDGET = 400_000
 """Turns that may be played to shrink one failure."""
 
@@ -105,8 +105,6 @@ def run(seed: int, steps: int, *, show: bool = False) -> World:
 
 def tell(failure: Failure) -> str:
     """Return the failure as a transcript: its commands, and what followed from each as far as it goes."""
-    from tests.broker.core.test_transcripts import Script
-
     script = Script(lambda ledger: (ledger.revision,))
     lines = [f"# Shrunk from seed {failure.world.seed}: {failure.said.splitlines()[0]}"]
     for line in commands(failure.world):
@@ -116,7 +114,7 @@ def tell(failure: Failure) -> str:
         except Exception as error:  # noqa: BLE001 - the transcript shows where it goes wrong, whatever that is
             lines.append(f"    ! {type(error).__name__}: {error}")
             continue
-        lines += [f"    {said}" for said in outcome or []]
+        lines += [f"    {said}" for said in [*outcome, script.summary()]]
     return "\n".join(lines)
 
 
@@ -145,7 +143,7 @@ def commands(world: World) -> list[str]:
             now = at
             lines.append(f"at {now / SECOND:.3f}")
         if isinstance(event, ev.Restarted):
-            lost = f" lost={_ids(sorted(event.lost))}" if event.lost else ""
+            lost = f" lost={ids_text(sorted(event.lost))}" if event.lost else ""
             lines.append(f"restart torn={next(torn)}{lost}{_seen(event.seen)}")
         elif isinstance(event, ev.InputsDrained):
             lines.append(f"heard {' '.join(_command(asked[event.call], world.opened, names).split()[1:3])}")
@@ -173,11 +171,11 @@ def _command(event: ev.Event, opened: Mapping[int, int], names: Mapping[int, str
             quota = f"{texts[0]} where={where} guarantee={texts[1]} weight={'none' if weight is None else weight}"
             return f"quota {tenant}{'/' + model if model else ''} {quota}"
         case ev.Sealed(segment):
-            return f"sealed {_ids([segment])}"
+            return f"sealed {ids_text([segment])}"
         case ev.NotSealed(segment, reason):
-            return f"notsealed {_ids([segment])} {reason}"
+            return f"notsealed {ids_text([segment])} {reason}"
         case ev.Dropped(segment):
-            return f"dropped {_ids([segment])}"
+            return f"dropped {ids_text([segment])}"
         case ev.Elapsed():
             return "elapsed"
         case ev.SetDraining(_, draining):
@@ -191,7 +189,7 @@ def _command(event: ev.Event, opened: Mapping[int, int], names: Mapping[int, str
         case ev.ConnectionLost():
             return f"lost {name}"
         case ev.AnswerRecall():
-            return f"answer {name} {_ids([event.recall])} heard={event.size}B"
+            return f"answer {name} {ids_text([event.recall])} heard={event.size}B"
         case ev.ResumeSession():
             return f"resume {name} process={event.process}"
         case ev.StateHolds():
@@ -213,11 +211,11 @@ def _command(event: ev.Event, opened: Mapping[int, int], names: Mapping[int, str
         case ev.Goodbye():
             return f"bye {name} {event.request_id}"
         case ev.Release():
-            return f"release {name} {event.request_id} {_ids(event.ids)}"
+            return f"release {name} {event.request_id} {ids_text(event.ids)}"
         case ev.SealSegment():
-            return f"seal {name} {event.request_id} {_ids([event.segment])}"
+            return f"seal {name} {event.request_id} {ids_text([event.segment])}"
         case ev.DetachSegment():
-            return f"detach {name} {event.request_id} {_ids([event.segment])}"
+            return f"detach {name} {event.request_id} {ids_text([event.segment])}"
         case ev.CreateSegment():
             size = event.size // MIB
             own = f"{_segment(event.name)} {size} where={event.location}{_wait(event.wait_ns)}"
@@ -250,8 +248,8 @@ def _wait(wait_ns: int | None) -> str:
 
 
 def _holds(event: ev.StateHolds) -> str:
-    extents = f" extents={_ids(sorted(event.extents))}" if event.extents else ""
-    segments = ",".join(f"{_ids([segment])}:{times}" for segment, times in sorted(event.segments.items()))
+    extents = f" extents={ids_text(sorted(event.extents))}" if event.extents else ""
+    segments = ",".join(f"{ids_text([segment])}:{times}" for segment, times in sorted(event.segments.items()))
     declared = ",".join(
         f"{name.tenant}/{name.model}:{size // MIB}:{where}" for (name, where), size in event.declarations.items()
     )
@@ -266,24 +264,8 @@ def _segment(name: SegmentName) -> str:
 
 
 def _generation(number: int) -> str:
-    return f" {_ids([number])}" if number else ""
+    return f" {ids_text([number])}" if number else ""
 
 
 def _seen(seen: ev.Seen) -> str:
     return "".join(f" {where}={size // MIB}" for where, size in seen.items() if size is not None)
-
-
-def _ids(ids: Sequence[int]) -> str:
-    """Return ids as runs, in their order; those of another epoch than the first begin with its number."""
-    runs: list[list[int]] = []
-    for number in ids:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(_run(first, last) for first, last in runs)
-
-
-def _run(first: int, last: int) -> str:
-    epoch, number = divmod(first, 1 << EPOCH_BITS)
-    return f"{'' if epoch == 1 else epoch}#{number}" + (f"..{number + last - first}" if last > first else "")

@@ -1,9 +1,11 @@
 """The core as stories: each file in transcripts/ is a script, and after every command what followed from it.
 
-What followed is indented: effects, then facts (+), then the books (=) if they have changed. A line that begins with
-`given` is the set-up of a story: commands that must not be refused, of which only the books are shown. Sizes are in
-MiB, ids count from the epoch's first (#1; 2#1 in the second), times are seconds. MEMBROKER_REWRITE=1 writes the
-outcomes anew.
+A line has one command, or several with `; ` between them. What followed is indented: of each command the effects, then
+the facts (+), then how many requests wait and until when the core wants to be called (~), if that has changed; and at
+the end of a block and of its set-up the books (=), if they have changed. A line that begins with `given` is set-up:
+commands that must not be refused, of which only the books are shown. Sizes are in MiB, ids count from the epoch's first
+(#1; 2#1 in the second), times are seconds. Where no location stands it is the device, and a fact without a time is of
+now. MEMBROKER_REWRITE=1 writes the outcomes anew.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain, pairwise, product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from membrokerd.core.recount import recount
 SECOND = 1_000_000_000
 EPOCH_BITS = 40
 GIVEN = "given "
+LINE = 114
 COUNTS = ("count", "max_count", "request_id", "extents", "sessions", "times", "change", "weight", "waited_ms")
 IDS = ("ids", "unknown_extents", "unknown_segments")
 FILES = sorted(Path(__file__).with_name("transcripts").glob("*.txt"))
@@ -52,22 +55,43 @@ class Script:
         self.calls: dict[int, str] = {}
         self.facts: list[ft.Fact] = []
         """What a daemon that begins now would be told."""
+        self.waits: tuple[int, int | None] = (0, None)
+        """How many requests wait, and the core's deadline, as they were told last."""
         self.others = "at once"
         """When the others are heard before a request is refused for want of room; `later`: by the script's word."""
 
     # --- commands: each is named by the first word of its line ---
 
-    def do(self, line: str) -> list[str] | None:
-        """Carry one command out and return its outcome, or None for a command that has none."""
-        if line.startswith(GIVEN):
-            outcomes = [self.do(command) or [] for command in line.removeprefix(GIVEN).split("; ")]
-            assert not any(said.startswith("refuse ") for said in chain(*outcomes)), f"refused: {line}"
-            return outcomes[-1][-1:]
+    def do(self, line: str) -> list[str]:
+        """Carry the commands of a line out and return their outcome; of a line that begins with `given`, nothing."""
+        outcome: list[str] = []
+        for command in line.removeprefix(GIVEN).split("; "):
+            outcome += self.do_one(command)
+            outcome += self.changed_waits()
+        if not line.startswith(GIVEN):
+            return outcome
+        assert not any(said.startswith("refuse ") for said in outcome), f"refused: {line}"
+        return []
+
+    def do_one(self, line: str) -> list[str]:
+        """Carry one command out and return its outcome."""
         words = line.split()
         options = dict(word.split("=", 1) for word in words[1:] if "=" in word)
         rest = [word for word in words[1:] if "=" not in word]
         outcome = getattr(self, f"do_{words[0]}")(*rest, **options)
-        return outcome if outcome is None or isinstance(outcome, list) else self.play(outcome)
+        if outcome is None:
+            return []
+        return outcome if isinstance(outcome, list) else self.play(outcome)
+
+    def changed_waits(self) -> list[str]:
+        """Return who waits and until when, if that has changed."""
+        requests = sum(self.broker.waiting.of_location(where)[1] for where in self.broker.ledger.totals)
+        until = self.broker.deadline
+        before, self.waits = self.waits, (requests, until)
+        if self.waits == before:
+            return []
+        said = [f"{requests} waiting"] * bool(requests) + ([f"until {until / SECOND:g}s"] if until is not None else [])
+        return ["~ " + (", ".join(said) or "no deadline")]
 
     def do_rules(self, **options: str) -> None:
         """Begin anew: device= host= settle= grace= sessions= per_process= models= calls= limits=tenant[/model]:MiB.
@@ -379,8 +403,7 @@ class Script:
         for row in self.broker.ledger.segments.values():
             busy = row.holders or self.broker.lending.making_segment(row.writer, row.segment)
             assert row.state != "ending" or busy, f"segment {row.segment} ends when nobody holds it"
-        effects = [self.effect(effect) for effect in step.effects]
-        return [*effects, *(f"+ {self.plain(fact)}" for fact in step.facts), self.summary()]
+        return [*map(self.effect, step.effects), *in_lines(map(self.plain, step.facts))]
 
     def name(self, opened: fx.Answer) -> None:
         assert isinstance(opened.result, fx.SessionOpened)
@@ -449,6 +472,7 @@ class Script:
 
     def plain(self, value: Any) -> str:
         pairs = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+        pairs = (pair for pair in pairs if pair not in (("location", "device"), ("at", self.now)))
         return f"{type(value).__name__} {self.fields(pairs)}".rstrip()
 
     def fields(self, pairs: Iterable[tuple[str, Any]]) -> str:
@@ -505,18 +529,8 @@ class Script:
             )
             for row in ledger.segments.values()
         ]
-        waiting = self.broker.deadline
-        requests = sum(self.broker.waiting.of_location(where)[1] for where in ledger.totals)
-        return "= " + " | ".join(
-            (
-                *totals,
-                ", ".join(models) or "no models",
-                ", ".join(sessions) or "nobody",
-                *([", ".join(segments)] if segments else []),
-                *([f"{requests} waiting"] if requests else []),
-                *([f"waits until {waiting / SECOND:g}s"] if waiting is not None else []),
-            )
-        )
+        whole = [*totals, ", ".join(models) or "no models", ", ".join(sessions) or "nobody", ", ".join(segments)]
+        return "= " + " | ".join(filter(None, whole))
 
 
 def limits_of(options: dict[str, str]) -> dict[str, Any]:
@@ -574,23 +588,35 @@ def _run_text(first: int, last: int) -> str:
     return f"{'' if epoch == 1 else epoch}#{number}" + (f"..{number + last - first}" if last > first else "")
 
 
+def in_lines(facts: Iterable[str]) -> list[str]:
+    """Return facts, as many in a line as it has room for."""
+    lines: list[str] = []
+    for fact in facts:
+        if lines and len(lines[-1]) + len(fact) <= LINE:
+            lines[-1] += f"; {fact}"
+        else:
+            lines.append(f"+ {fact}")
+    return lines
+
+
 def retell(text: str, script: Script) -> str:
     """Return the transcript with every outcome as it is now."""
     out: list[str] = []
-    books = ""
+    books, begins = "", True
     commands = [line for line in text.splitlines() if line and not line.startswith(" ")]
-    for line, following in pairwise([*commands, ""]):
+    for line, following in pairwise([*commands, "#"]):
         if line.startswith("#"):
             out += [""] * bool(out and not out[-1].startswith("#")) + [line]
+            begins = True
             continue
-        out.append(line)
-        outcome = script.do(line)
+        out += [line, *(f"    {said}" for said in script.do(line))]
         if line.startswith("rules "):
-            books = ""
-        if outcome is None or (line.startswith(GIVEN) and following.startswith(GIVEN)):
-            continue
-        out += [f"    {said}" for said in outcome if said != books]
-        books = outcome[-1]
+            books = script.summary()
+        begins = begins and line.startswith(("rules ", GIVEN))
+        set_up = begins and not following.startswith(GIVEN)
+        if (set_up or following.startswith("#")) and script.summary() != books:
+            books = script.summary()
+            out.append(f"    {books}")
     return "\n".join(out) + "\n"
 
 
