@@ -265,7 +265,7 @@ class SessionStatus:
     """One `connect()` of one process. `state` is `open`, `detached` or `releasing`.
 
     `pid` is the process as the broker sees it, or 0 if the broker cannot see it. `client` is the name that the process
-    gave itself; the broker does not trust it. `models` and `segments` are resource names, of each at most 160;
+    gave itself; the broker does not trust it. `models` and `segments` are resource names, of each at most 128;
     `more_models` and `more_segments` count the others.
     """
 

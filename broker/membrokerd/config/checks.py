@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, Strict, TypeAdapter, ValidationError
 
 from membroker.vmm.sizes import MIB, format_size, parse_size
-from membroker.wire.names import valid_model, valid_tenant
+from membroker.wire.names import MAX_TENANT_CHARACTERS, valid_model, valid_tenant
 from membroker.wire.ownership import is_mapped
 
 from ..core import policy
@@ -135,7 +135,10 @@ def _mode(value: Any) -> int:
 def _tenant_name(name: str) -> str:
     if valid_tenant(name):
         return name
-    raise ValueError("a tenant's name is [a-z0-9] and then at most 23 of [a-z0-9-], because it names a directory too")
+    most = MAX_TENANT_CHARACTERS - 1
+    raise ValueError(
+        f"a tenant's name is [a-z0-9] and then at most {most} of [a-z0-9-], because it names a directory too"
+    )
 
 
 def _model_name(name: str) -> str:

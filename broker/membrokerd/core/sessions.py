@@ -24,7 +24,7 @@ from .segments import Segments
 
 MAX_TOLD = 2_048
 """How many unknown extents, and how many unknown segments, the answer to Holds lists at most."""
-MAX_MODELS_TOLD = 160
+MAX_MODELS_TOLD = 128
 """How many of the session's models the answer lists at most. All three lists together fit into one frame."""
 MAX_UNWRITTEN_RESUMES = 4
 """How often a session may resume while the journal cannot be written. Its last room is for releases: 1 MiB, of which a

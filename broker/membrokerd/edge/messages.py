@@ -20,7 +20,7 @@ from ..runtime.idle_sleep import SleepView
 from .errors import to_status
 
 LOCATION_NUMBERS: Mapping[str, rpb.Location.ValueType] = {"device": rpb.LOCATION_DEVICE, "host": rpb.LOCATION_HOST}
-MAX_NAMES_SHOWN = 160
+MAX_NAMES_SHOWN = 128
 """Of a session's models, and of its segments: a session that has more of both still fits into a frame."""
 _NO_SHARES: Mapping[str, Mapping[ModelName, int]] = {}
 _STATES: Mapping[str, rpb.Session.State.ValueType] = {

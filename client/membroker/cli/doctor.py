@@ -38,7 +38,8 @@ GUARANTEE_STEP = 64 * MIB
 DEFAULT_MAPPINGS = 65_530
 FEW_WATCHES = 8_192
 FEW_INSTANCES = 16
-LONGEST_ENDPOINT = "gpu-12345678/tenants/" + "n" * names.MAX_TENANT_CHARACTERS + "/handoff.sock"
+LONG_ENDPOINT = "gpu-12345678/tenants/" + "n" * 24 + "/handoff.sock"
+"""A tenant's name may be longer, and its path then has room in a shorter directory."""
 SHORTEST_ENDPOINT = "gpu-12345678/tenants/default/handoff.sock"
 SO_PEERPIDFD = 77
 BROKER_PACKAGES = {
@@ -351,7 +352,7 @@ def check_runtime_directory(env: Mapping[str, str], uid: int) -> Check:
     if not os.access(existing, os.W_OK | os.X_OK):
         advice = f"make {directory} as root and give it to this user, or choose another with --runtime-directory"
         return Check("runtime directory", "fail", f"{existing} cannot be written to", advice)
-    if paths.socket_fault(directory / LONGEST_ENDPOINT):
+    if paths.socket_fault(directory / LONG_ENDPOINT):
         return Check("runtime directory", "warn", f"{directory} is long", "tenants with long names will not fit")
     return Check("runtime directory", "ok", str(directory))
 

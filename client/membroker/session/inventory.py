@@ -28,7 +28,7 @@ Kind = tuple[str, resources_pb2.Location.ValueType, int]
 SEGMENTS_PER_FRAME = 1024
 DECLARATIONS_PER_FRAME = 128
 MODELS_PER_FRAME = 128
-"""A frame has 65,536 bytes, and the name of a model up to 160."""
+"""A frame has 65,536 bytes, and the name of a model up to 175."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -406,7 +406,7 @@ class ResumeResponse(google.protobuf.message.Message):
     def unknown_generations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def models(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """tenants/{tenant}/models/{model} of each model that the session has registered, at most 160."""
+        """tenants/{tenant}/models/{model} of each model that the session has registered, at most 128."""
 
     def __init__(
         self,

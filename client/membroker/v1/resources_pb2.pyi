@@ -460,7 +460,7 @@ class Session(google.protobuf.message.Message):
     more_segments: builtins.int
     @property
     def models(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """tenants/{tenant}/models/{model} of each that it registered, at most 160."""
+        """tenants/{tenant}/models/{model} of each that it registered, at most 128."""
 
     @property
     def books(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SessionBooks]:
@@ -470,7 +470,7 @@ class Session(google.protobuf.message.Message):
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
     @property
     def segments(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """tenants/{tenant}/models/{model}/segments/{segment} of each that it holds, at most 160."""
+        """tenants/{tenant}/models/{model}/segments/{segment} of each that it holds, at most 128."""
 
     def __init__(
         self,

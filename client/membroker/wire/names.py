@@ -62,7 +62,8 @@ STATUS_METADATA = "grpc-status-details-bin"
 
 # Names. A tenant's name is also the name of a directory, so its grammar is narrower.
 
-MAX_TENANT_CHARACTERS = 24
+MAX_TENANT_CHARACTERS = 63
+"""As of a Kubernetes label. The path of an endpoint's sockets has a bound of its own: MAX_SOCKET_PATH_BYTES."""
 MAX_NAME_CHARACTERS = 96
 NAMES = (
     "MODEL and SEGMENT are letters, digits and ._-, begin with a letter, a digit or _, and have at most "

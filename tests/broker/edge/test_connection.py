@@ -415,7 +415,7 @@ def test_the_longest_answer_to_a_resume_is_a_frame() -> None:
     def ask(event: ev.Event) -> Any:
         return next(one.result for one in broker.step(event, 0).effects if isinstance(one, fx.Answer))
 
-    tenant = "t" * 24
+    tenant = "t" * 63
     session = ask(ev.OpenSession(1, tenant, 1, 1, "p", False, "test")).session
     for number in range(700):
         ask(ev.RegisterModel(1, session, number, ModelName(tenant, f"{number:096}"), None, {}, False))
@@ -425,7 +425,7 @@ def test_the_longest_answer_to_a_resume_is_a_frame() -> None:
     ids = frozenset(range(most - 8_192, most))
     result = ask(ev.StateHolds(1, session, ids, dict.fromkeys(ids, 1), {}))
     assert len(result.unknown_extents) == len(result.unknown_segments) == 2_048
-    assert len(result.models) == 160
+    assert len(result.models) == 128
     field, message = from_result(result)
     frame = pb.Frame(request_id=most)
     getattr(frame.reply, field).CopyFrom(message)
