@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,197 +122,132 @@ def test_a_worker_whose_demo_has_left_ends_without_a_word() -> None:
             assert (worker.stderr.read(), worker.wait(DEADLINE_SECONDS)) == ("", 0)
 
 
-@pytest.mark.usefixtures("place", "forked")
-@pytest.mark.parametrize(
-    ("breakage", "disproved"),
-    [
-        ("copies", "weights of 64.0 MiB are charged 128.0 MiB"),
-        ("misreads", "the two workers read different weights"),
-        ("keeps", "a deleted segment's bytes did not become free"),
-    ],
-)
-def test_it_fails_where_a_claim_of_its_sharing_does_not_hold(
-    breakage: str, disproved: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A reader that borrows a copy of its own, reads something else, or never lets go: each is noticed."""
-    tell = demo.DemoWorker.tell
-
-    def told(worker: demo.DemoWorker, do: str, **more: Any) -> dict[str, Any]:
-        answer = {} if (breakage, do) == ("keeps", "let go") else tell(worker, do, **more)
-        if (breakage, do) == ("copies", "attach"):
-            tell(worker, "admit", request=1, pages=demo.WEIGHTS // demo.PAGE)
-        return {"sum": id(answer)} if (breakage, do) == ("misreads", "sum") else answer
-
-    monkeypatch.setattr(demo.DemoWorker, "tell", told)
-    monkeypatch.setattr(demo_processes, "SOON_SECONDS", 1.5)
-    assert demo.main() == 1
-    assert f"the demo failed: {disproved}" in capsys.readouterr().err
-
-
-def plays_only(scene: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out all other scenes."""
-    scenes = {"_sharing", "_trade", "_burst", "_refusal", "_death_of_the_broker", "_death", "_sleep", "_scrape"}
-    for name in scenes - {scene}:
-        told = (0, 0) if name == "_death_of_the_broker" else 0
-        monkeypatch.setattr(demo, name, lambda *_, told=told: told)
+SCENES = {"_sharing", "_trade", "_burst", "_refusal", "_death_of_the_broker", "_death", "_sleep", "_scrape"}
+DISPROVED = {
+    "_sharing": {
+        "a reader borrows a copy": "weights of 64.0 MiB are charged 128.0 MiB",
+        "a reader reads something else": "the two workers read different weights",
+        "a reader never lets go": "a deleted segment's bytes did not become free",
+    },
+    "_burst": {
+        "the borrower answers no recalls": "an unused guarantee is not lent: the broker may lend 256.0 MiB of device",
+        "the memory comes late": "the memory was back only after",
+        "the burst wants more": "a burst within the guarantee was refused",
+        "the books are wrong": "batch holds 1 bytes, and is not charged just that",
+        "something is refused": "something was refused",
+    },
+    "_sleep": {
+        "the guest changes": "the guest's memory is not what it was",
+        "the guest is silent": "the guest does not say why it sleeps",
+        "the guest ends": "paint does not answer",
+    },
+    "_death_of_the_broker": {
+        "the successor has no books": "chat: the broker at",
+        # What the host driver knows of earlier extents is lost with it, and so are the weights.
+        "the successor has no keeper": "the device and the workers' memory differ",
+        "there is no successor": "the broker was killed, and no other was started in its place",
+        "a worker stands still": "a worker stood still while no broker ran",
+        "a worker holds less": "chat holds 81788928 bytes, and is not charged just that",
+        "the weights change": "the weights changed with their broker",
+        # It is started again, as systemd would, and everything goes on: that must not hide it.
+        "a daemon dies once more": "a daemon ended by itself",
+    },
+}
 
 
-def fails(capsys: pytest.CaptureFixture[str], disproved: str) -> None:
-    assert demo.main() == 1
-    assert f"the demo failed: {disproved}" in " ".join(capsys.readouterr().err.split())
+def lies(breakage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a worker do something else than it is told, or say so."""
+    real, orders = demo.DemoWorker.tell, list[str]()
 
+    def tell(worker: demo.DemoWorker, do: str, **more: Any) -> dict[str, Any]:
+        orders.append(do)
+        match breakage, do:
+            case ("a reader never lets go", "let go") | ("the borrower answers no recalls", "answer recalls"):
+                return {}
+            case "a reader borrows a copy", "attach":
+                real(worker, "admit", request=1, pages=demo.WEIGHTS // demo.PAGE)
+            case "the burst wants more", "admit" if worker.model == "chat":
+                more["pages"] = demo.CAPACITY // demo.PAGE
+            case "something is refused", "check":
+                assert "refused" in real(worker, "admit", request=-1, pages=demo.CAPACITY // demo.PAGE)
+        answer = real(worker, do, **more)
+        match breakage, do:
+            case "a reader reads something else", "sum":
+                return {"sum": id(answer)}
+            case "the books are wrong", "held":
+                return {"held": 1}
+            case "a worker stands still", "end work":
+                return answer | {"rounds": 0}
+            case "a worker holds less", "held" if "end work" in orders:
+                return answer | {"held": 78 << 20}
+            case "the weights change", "sum" if "end work" in orders:
+                return answer | {"sum": -1}
+        return answer
 
-# --- the burst ---
-
-
-@pytest.mark.usefixtures("place")
-@pytest.mark.parametrize(
-    ("breakage", "disproved"),
-    [
-        ("promises nothing", "an unused guarantee is not lent: the broker may lend 256.0 MiB of device memory"),
-        ("is slow", "the memory was back only after"),
-        ("wants more", "a burst within the guarantee was refused"),
-        ("holds more", "batch holds 1 bytes, and is not charged just that"),
-        ("is refused", "something was refused"),
-    ],
-)
-def test_it_fails_where_a_claim_of_its_burst_does_not_hold(
-    breakage: str, disproved: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A borrower that answers no recalls, memory that comes late or not, books that are wrong, a refusal on the way."""
-    plays_only("_burst", monkeypatch)
-    tell = demo.DemoWorker.tell
-
-    def told(worker: demo.DemoWorker, do: str, **more: Any) -> dict[str, Any]:
-        if (breakage, do) == ("promises nothing", "answer recalls"):
-            return {}
-        if (breakage, do, worker.model) == ("wants more", "admit", "chat"):
-            more["pages"] = demo.CAPACITY // demo.PAGE
-        if (breakage, do) == ("is refused", "check"):
-            assert "refused" in tell(worker, "admit", request=-1, pages=demo.CAPACITY // demo.PAGE)
-        answer = tell(worker, do, **more)
-        return {"held": 1} if (breakage, do) == ("holds more", "held") else answer
-
-    monkeypatch.setattr(demo.DemoWorker, "tell", told)
-    monkeypatch.setattr(demo_processes, "SOON_SECONDS", 1.5)
-    if breakage == "is slow":
+    monkeypatch.setattr(demo.DemoWorker, "tell", tell)
+    if breakage == "the memory comes late":
         monkeypatch.setattr(demo, "BURST_SECONDS", 0.0)
-    fails(capsys, disproved)
 
 
-# --- the guest ---
-
-
-@pytest.mark.usefixtures("place", "forked")
-@pytest.mark.parametrize(
-    ("breakage", "disproved"),
-    [
-        ("changes", "the guest's memory is not what it was"),
-        ("is silent", "the guest does not say why it sleeps"),
-        ("ends", "paint does not answer"),
-    ],
-)
-def test_it_fails_where_a_claim_of_its_guest_does_not_hold(
-    breakage: str, disproved: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plays_only("_sleep", monkeypatch)
+def changes_the_guest(breakage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "GUEST", 160 << 20)  # no other has anything
-    monkeypatch.setattr(demo_processes, "SOON_SECONDS", 1.5)
     checksum, answers = demo.DemoGuest.checksum, iter(range(2))
 
     def told(guest: demo.DemoGuest) -> int:
-        if breakage == "ends":
+        if breakage == "the guest ends":
             guest.process.kill()
             guest.process.wait()
-        return checksum(guest) + (next(answers) if breakage == "changes" else 0)
+        return checksum(guest) + (next(answers) if breakage == "the guest changes" else 0)
 
     monkeypatch.setattr(demo.DemoGuest, "checksum", told)
-    if breakage == "is silent":
+    if breakage == "the guest is silent":
         monkeypatch.setattr(demo.DemoBroker, "sleep_of", lambda *_: ("", ""))
-    fails(capsys, disproved)
 
 
-# --- the broker's death ---
-
-
-@pytest.fixture
-def only_the_brokers_death(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other scenes have nothing to do with it."""
-    plays_only("_death_of_the_broker", monkeypatch)
-
-
-def before_the_successor(monkeypatch: pytest.MonkeyPatch, happens: Callable[[Path], None]) -> None:
-    """Let something happen to the dead daemon's directory `state/`."""
+def changes_the_successor(breakage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     start = demo.DemoBroker._start
 
     def started(broker: demo.DemoBroker) -> None:
-        if broker.starts:
-            happens(broker._root / "state")
+        state = broker._root / "state"
+        if broker.starts and breakage == "the successor has no books":
+            (state / "journal").unlink()
+        if broker.starts and breakage == "the successor has no keeper":
+            demo_processes._end_keeper(state / "fdstore.sock")
         start(broker)
 
+    def stays_away(broker: demo.DemoBroker) -> None:
+        monkeypatch.setattr(demo_processes, "START_SECONDS", 0.1)
+        broker._leaving.wait()
+
+    def dies(stage: demo.Stage, *_: object) -> float:
+        stage.broker.crash()
+        return 0.0
+
     monkeypatch.setattr(demo.DemoBroker, "_start", started)
-
-
-@pytest.mark.usefixtures("place", "forked", "only_the_brokers_death")
-class TestTheBrokersDeath:
-    """Each of its claims can fail."""
-
-    def test_a_successor_without_the_books(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        before_the_successor(monkeypatch, lambda state: (state / "journal").unlink())
-        fails(capsys, "chat: the broker at")
-
-    def test_a_successor_without_the_keeper(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        """What the host driver knows of earlier extents is lost with it, and so are the weights."""
-        before_the_successor(monkeypatch, lambda state: demo_processes._end_keeper(state / "fdstore.sock"))
-        fails(capsys, "the device and the workers' memory differ")
-
-    def test_no_successor(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        def stays_away(broker: demo.DemoBroker) -> None:
-            monkeypatch.setattr(demo_processes, "START_SECONDS", 0.1)
-            broker._leaving.wait()
-
+    if breakage == "there is no successor":
         monkeypatch.setattr(demo.DemoBroker, "_supervise", stays_away)
-        fails(capsys, "the broker was killed, and no other was started in its place")
-
-    @pytest.mark.parametrize(
-        ("order", "change", "disproved"),
-        [
-            ("end work", {"rounds": 0}, "a worker stood still while no broker ran"),
-            ("held", {"held": 78 << 20}, "chat holds 81788928 bytes, and is not charged just that"),
-            ("sum", {"sum": -1}, "the weights changed with their broker"),
-        ],
-    )
-    def test_a_worker_that_says_something_else(
-        self,
-        order: str,
-        change: dict[str, int],
-        disproved: str,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
-        tell, told = demo.DemoWorker.tell, list[str]()
-
-        def lies(worker: demo.DemoWorker, do: str, **more: Any) -> dict[str, Any]:
-            told.append(do)
-            lied = do == order and "end work" in told
-            return tell(worker, do, **more) | (change if lied else {})
-
-        monkeypatch.setattr(demo.DemoWorker, "tell", lies)
-        monkeypatch.setattr(demo_processes, "SOON_SECONDS", 1.5)
-        fails(capsys, disproved)
-
-    def test_a_daemon_that_dies_once_more(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        """It is started again, as systemd would, and everything goes on: that must not hide it."""
-
-        def dies(stage: demo.Stage, *_: object) -> float:
-            stage.broker.crash()
-            return 0.0
-
+    if breakage == "a daemon dies once more":
         monkeypatch.setattr(demo, "_death", dies)
-        fails(capsys, "a daemon ended by itself")
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize(("scene", "breakage"), [(scene, one) for scene, those in DISPROVED.items() for one in those])
+def test_it_fails_where_a_claim_does_not_hold(
+    scene: str,
+    breakage: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> None:
+    """One scene alone is played, and what it shows is made untrue: it is noticed."""
+    if scene != "_burst":
+        request.getfixturevalue("forked")
+    for name in SCENES - {scene}:
+        told = (0, 0) if name == "_death_of_the_broker" else 0
+        monkeypatch.setattr(demo, name, lambda *_, told=told: told)
+    if breakage not in ("the successor has no books", "the successor has no keeper", "there is no successor"):
+        monkeypatch.setattr(demo_processes, "SOON_SECONDS", 1.5)
+    for change in (lies, changes_the_guest, changes_the_successor):
+        change(breakage, monkeypatch)
+    assert demo.main() == 1
+    assert f"the demo failed: {DISPROVED[scene][breakage]}" in " ".join(capsys.readouterr().err.split())
