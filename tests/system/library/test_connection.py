@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import resource
-import threading
+from functools import partial
 from typing import Any
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
+from tests.support.daemons import Daemon, until
+from tests.support.fake_broker import Caller
 from tests.support.garbage import collect
 from tests.support.processes import (
     descriptors,
@@ -15,6 +15,8 @@ from tests.support.processes import (
     mapped_extents,
 )
 from tests.support.sizes import MIB
+from tests.support.threads import together
+from tests.support.workers import worker
 
 import membroker
 from membroker.session import rpc
@@ -43,15 +45,15 @@ class TestMainJob:
             with pytest.raises(membroker.InvalidRequest):
                 pool.allocate(0, "512GiB")
 
-    def test_buffers_of_no_size(self, daemon: Daemon) -> None:
+    def test_buffers_that_are_none(self, daemon: Daemon) -> None:
         sizes: list[Any] = [0, -1, 2**63 - 1, 2**63, "0", "-1", "everything", None]
         with membroker.connect(daemon.endpoint()) as client:
             model = client.register_model("m")
             for size in sizes:
                 with pytest.raises(membroker.InvalidRequest):
                     model.allocate(size)
-                with pytest.raises(membroker.InvalidRequest, match="location"):
-                    model.allocate(1, location="moon")
+            with pytest.raises(membroker.InvalidRequest, match="location"):
+                model.allocate(1, location="moon")
 
     def test_a_buffer_is_rounded_up_and_says_so(self, daemon: Daemon, transport: str) -> None:
         with membroker.connect(daemon.endpoint(), transport=transport) as client:
@@ -101,32 +103,23 @@ class TestMainJob:
 class TestThreads:
     def test_one_client_many_threads(self, daemon: Daemon, transport: str) -> None:
         """Eight threads of an engine share one client: each writes its own pages, checks them, and gives them back."""
-        errors: list[BaseException] = []
 
         def work(model: membroker.Model, number: int) -> None:
-            try:
-                with model.pool(page_size=PAGE, virtual_capacity="64MiB") as pool:
-                    for turn in range(15):
-                        pool.allocate(0, 3 * PAGE)
-                        mark = bytes([number, turn]) * 8
-                        for page in range(3):
-                            pool.view(page * PAGE, 16)[:] = mark
-                        with model.allocate(1) as buffer:
-                            buffer.view()[:] = bytes([number])
-                        for page in range(3):
-                            assert bytes(pool.view(page * PAGE, 16)) == mark
-                        pool.deallocate(0, 3 * PAGE)
-            except BaseException as error:  # noqa: BLE001 - a thread hands on what it raised
-                errors.append(error)
+            with model.pool(page_size=PAGE, virtual_capacity="64MiB") as pool:
+                for turn in range(15):
+                    pool.allocate(0, 3 * PAGE)
+                    mark = bytes([number, turn]) * 8
+                    for page in range(3):
+                        pool.view(page * PAGE, 16)[:] = mark
+                    with model.allocate(1) as buffer:
+                        buffer.view()[:] = bytes([number])
+                    for page in range(3):
+                        assert bytes(pool.view(page * PAGE, 16)) == mark
+                    pool.deallocate(0, 3 * PAGE)
 
         with membroker.connect(daemon.endpoint(), transport=transport) as client:
             model = client.register_model("m")
-            threads = [threading.Thread(target=work, args=(model, number)) for number in range(8)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert errors == []
+            together([partial(work, model, number) for number in range(8)])
             until(lambda: is_settled(daemon))
             assert model.stats().allocations_total == 8 * 15 * 4
         assert mapped_extents() == 0
@@ -135,42 +128,20 @@ class TestThreads:
         """The server shuts down with requests under way: they raise, and nothing stays mapped."""
         client = membroker.connect(daemon.endpoint(), transport=transport)
         model = client.register_model("m")
-        at_work = threading.Barrier(5)
-        errors: list[BaseException] = []
 
         def work() -> None:
-            try:
-                at_work.wait(DEADLINE_SECONDS)
-                while True:
-                    model.allocate(1).close()
-            except BaseException as error:  # noqa: BLE001 - a thread hands on what it raised
-                errors.append(error)
+            while True:
+                model.allocate(1).close()
 
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        at_work.wait(DEADLINE_SECONDS)
+        workers = [Caller(work) for _ in range(4)]
         until(lambda: model.stats().allocations_total > 20)
         client.close()
-        for thread in threads:
-            thread.join(DEADLINE_SECONDS)
-        assert [type(error) for error in errors] == [membroker.ClosedError] * 4
+        assert [type(one.end().error) for one in workers] == [membroker.ClosedError] * 4
         until(lambda: is_settled(daemon) and not daemon.sessions())
         assert mapped_extents() == 0
 
 
 class TestGarbage:
-    def test_forgotten_buffers(self, daemon: Daemon, transport: str) -> None:
-        """Tensors go out of scope: their memory is the device's again, without a word from the program."""
-        with membroker.connect(daemon.endpoint(), transport=transport) as client:
-            model = client.register_model("m")
-            buffers = [model.allocate(PAGE) for _ in range(20)]
-            assert daemon.books().lent_bytes == 20 * PAGE
-            del buffers
-            collect()
-            until(lambda: is_settled(daemon))
-            until(lambda: mapped_extents() == 0)
-
     def test_a_view_keeps_a_forgotten_client(self, daemon: Daemon, transport: str) -> None:
         """A function returns an array over borrowed memory, and everything else of its own is garbage."""
 
@@ -227,6 +198,15 @@ class TestGarbage:
             assert counts[-1] == min(counts)
 
 
-def test_limits_of_this_test_process() -> None:
-    """The tests above need some descriptors; a shell with fewer would fail them for no reason of theirs."""
-    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 512
+def test_pages_are_borrowed_before_they_are_needed(daemon: Daemon) -> None:
+    """The worker allocates what is there: the daemon hears of it when the next ones are borrowed."""
+    with worker() as one:
+        one.connect(daemon)
+        one.do("pool = client.register_model('m').pool(page_size=PAGE, virtual_capacity='1GiB', ahead=8)")
+        until(lambda: one.ask("pool.stats().spare_pages") == 8)
+        assert daemon.books().lent_bytes == 16 * MIB
+        one.do("address = pool.allocate_anywhere(4 * PAGE)")
+        until(lambda: one.ask("pool.stats().spare_pages") == 8)
+        assert daemon.books().lent_bytes == 24 * MIB
+        one.do("pool.close()")
+        until(lambda: daemon.books().lent_bytes == 0)

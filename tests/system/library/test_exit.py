@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import signal
 import struct
-import threading
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS, Daemon, hold_still, running, until
+from tests.support.daemons import Daemon, hold_still, running, until
+from tests.support.fake_broker import Caller
 from tests.support.processes import (
     ends,
     heard,
@@ -121,21 +121,9 @@ class TestBrokerGone:
         model = client.register_model("m")
         model.allocate(1).close()
         daemon.process.send_signal(signal.SIGSTOP)
-        errors: list[type[BaseException]] = []
-
-        def work() -> None:
-            try:
-                model.allocate(1)
-            except membroker.MembrokerError as error:
-                errors.append(type(error))
-
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
+        callers = [Caller(lambda: model.allocate(1)) for _ in range(4)]
         daemon.kill()
-        for thread in threads:
-            thread.join(DEADLINE_SECONDS)
-        assert errors == [membroker.BrokerUnavailable] * 4
+        assert [type(one.end().error) for one in callers] == [membroker.BrokerUnavailable] * 4
         client.close()
         assert mapped_extents() == 0
 

@@ -6,7 +6,8 @@ import signal
 import threading
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
+from tests.support.daemons import Daemon, until
+from tests.support.fake_broker import Caller
 from tests.support.processes import (
     ends,
     heard,
@@ -67,34 +68,26 @@ client.close()
     @pytest.mark.parametrize("outage", [30.0, 0.0])
     def test_other_threads_go_on(self, daemon: Daemon, transport: str, outage: float) -> None:
         """One thread's Ctrl-C drops the connection again and again: the others' calls are repeated, each done once."""
-        errors: list[BaseException] = []
         stop = threading.Event()
 
-        def work(model: membroker.Model) -> None:
-            try:
-                with model.pool(page_size=PAGE, virtual_capacity="16MiB") as pool:
-                    while not stop.is_set():
-                        pool.allocate(0, 3 * PAGE)
-                        pool.view(0, 3 * PAGE)[:] = b"\xa5" * 3 * PAGE
-                        pool.deallocate(0, 3 * PAGE)
-            except BaseException as error:  # noqa: BLE001 - a thread hands on what it raised
-                errors.append(error)
+        def work() -> None:
+            with model.pool(page_size=PAGE, virtual_capacity="16MiB") as pool:
+                while not stop.is_set():
+                    pool.allocate(0, 3 * PAGE)
+                    pool.view(0, 3 * PAGE)[:] = b"\xa5" * 3 * PAGE
+                    pool.deallocate(0, 3 * PAGE)
 
         with membroker.connect(daemon.endpoint(), transport=transport, outage=outage) as client:
             model = client.register_model("m")
             kept = model.allocate(PAGE)
-            threads = [threading.Thread(target=work, args=(model,)) for _ in range(3)]
-            for thread in threads:
-                thread.start()
+            workers = [Caller(work) for _ in range(3)]
             for _ in range(5):
                 before = client._session.connection
                 client._session.interrupted()
                 until(lambda before=before: client._session.connection is not before)
             stop.set()
-            for thread in threads:
-                thread.join(DEADLINE_SECONDS)
-            assert not any(thread.is_alive() for thread in threads)
-            assert errors == []
+            for one in workers:
+                one.value()
             until(lambda: daemon.books().lent_bytes == PAGE)
             kept.close()
             until(lambda: is_settled(daemon))

@@ -96,22 +96,12 @@ def start() -> Iterator[Start]:
     multiprocessing.current_process().authkey = before
 
 
-def test_the_ranks_grow_and_shrink_together(start: Start) -> None:
-    engine = start({}, {})
-    assert engine.used() == [PAGE, PAGE]
-    engine.toy.add(Request(20))
-    engine.until(lambda: engine.toy.finished)
-    assert engine.cache.stats().grants >= 9
-    engine.until(lambda: engine.used() == [PAGE, PAGE])
-    engine.cache.close()
-    until(lambda: engine.used() == [0, 0])
-
-
 def test_a_group_has_memory_in_both_ranks_or_is_not_used(start: Start) -> None:
     """The second broker has three pages left. So the engine has no more of the first one's, besides the one that is
     borrowed while the second is asked. When there is room, it gets all that it wants.
     """
     engine = start({}, {})
+    assert engine.used() == [PAGE, PAGE]
     with membroker.connect(engine.daemons[1].endpoint("blue")) as blue:
         with blue.register_model("other").allocate(256 * MIB - 4 * PAGE):
             engine.toy.add(Request(7))
@@ -123,8 +113,10 @@ def test_a_group_has_memory_in_both_ranks_or_is_not_used(start: Start) -> None:
             assert engine.used()[0] <= 5 * PAGE
             assert engine.toy.finished == 1
         engine.until(lambda: engine.toy.finished == 2)
+    assert engine.cache.stats().grants >= 9
     engine.until(lambda: engine.used() == [PAGE, PAGE])
     engine.cache.close()
+    until(lambda: engine.used() == [0, 0])
 
 
 def test_a_broker_that_is_away_is_not_waited_for(start: Start) -> None:
@@ -318,16 +310,11 @@ def test_nothing_waits_for_a_rank_after_the_close(start: Start) -> None:
             until(lambda worker=worker: worker.ask("rank._scheduler._connection.closed"))
 
 
-def test_a_rank_has_one_scheduler(start: Start) -> None:
+def test_a_stranger_is_refused(start: Start) -> None:
+    """A process without the engine's key cannot speak to a rank, and the rank stays as it is. It has one scheduler."""
     engine = start({}, {})
     with pytest.raises(ClosedError, match="a rank of this engine has ended, or another `Ranks` has it"):
         Ranks([engine.workers[0].ask("rank.address")], PAGE)
-    engine.cache.close()
-
-
-def test_a_stranger_is_refused(start: Start) -> None:
-    """A process without the engine's key cannot speak to a rank, and the rank stays as it is."""
-    engine = start({}, {})
     address = engine.workers[0].ask("Rank(pool, lambda: 0).address")
     multiprocessing.current_process().authkey = b"another"
     with pytest.raises(multiprocessing.AuthenticationError):

@@ -63,11 +63,14 @@ def broker() -> Iterator[Daemon]:
         yield daemon
 
 
-@pytest.fixture(params=["local", pytest.param("broker", marks=pytest.mark.deep)])
+both = pytest.mark.parametrize("where", ["local", pytest.param("broker", marks=pytest.mark.deep)], indirect=True)
+
+
+@pytest.fixture
 def where(request: pytest.FixtureRequest) -> Iterator[Lending]:
-    """Both ways to lend. At the end the lender has everything back."""
+    """The lender, which has everything back at the end: both ways to lend, where a test says so."""
     driver = FlakyDriver()
-    if request.param == "local":
+    if getattr(request, "param", "local") == "local":
         with LocalSource(driver) as source:
             yield Lending(source, driver, None)
             collect()
@@ -91,6 +94,7 @@ def shared(where: Lending) -> Iterator[SharedMemoryPool]:
         yield shared
 
 
+@both
 class TestSeed:
     """What the seed's documentation, its tests and its examples ask for."""
 
@@ -199,6 +203,7 @@ class TestSeed:
         shared.allocate_for_model("gpt2", PAGE)
 
 
+@both
 class TestFaultsOfTheSeed:
     def test_successive_allocations(self, shared: SharedMemoryPool, where: Lending) -> None:
         """There every allocation lands at offset 0, so the second one fails. Here each has its own, stable address."""
@@ -278,16 +283,14 @@ class TestModels:
             shared.allocate_for_model("llama-7b", PAGE)
         assert refused.value.level == "shared pool"
 
-    def test_addresses_run_out(self, shared: SharedMemoryPool) -> None:
-        shared.register_model("tiny", 2 * PAGE)
-        shared.allocate_for_model("tiny", PAGE)
-        with pytest.raises(OutOfVirtualMemory) as refused:
-            shared.allocate_for_model("tiny", 2 * PAGE)
-        assert (refused.value.requested_bytes, refused.value.available_bytes) == (2 * PAGE, PAGE)
-
+    @both
     def test_a_failed_registration_leaves_nothing(self, where: Lending) -> None:
         """The numbers are wrong, or the name, or there are no such addresses: it can be registered afterwards."""
+        names: list[Any] = [None, 7, b"m", ["m"]]
         with SharedMemoryPool(where.lender, page_size=PAGE) as shared:
+            for name in names:
+                with pytest.raises(InvalidRequest):
+                    shared.register_model(name, PAGE)
             for capacity, error in ((0, InvalidRequest), ("much", InvalidRequest), (2**62, DeviceFailure)):
                 with pytest.raises(error):
                     shared.register_model("m", capacity)
@@ -308,6 +311,7 @@ class TestModels:
         shared.unregister_model("gpt2")
         assert where.lent == 0
 
+    @both
     def test_a_model_that_could_not_be_given_back(self, shared: SharedMemoryPool, where: Lending) -> None:
         """While a graph is captured: it is unregistered later, and the broker then knows nothing of it."""
         shared.register_model("m", 4 * PAGE)
@@ -324,6 +328,7 @@ class TestModels:
         if isinstance(where.lender, membroker.Client):
             assert "m" not in [model.name.rpartition("/")[2] for model in where.lender.models()]
 
+    @both
     def test_close_gives_everything_back(self, where: Lending) -> None:
         shared = SharedMemoryPool(where.lender, page_size=PAGE)
         shared.register_model("m", 8 * PAGE)
@@ -345,12 +350,6 @@ class TestModels:
         assert shared.global_stats() == GlobalMemoryStats(None, 0, 0)
         if isinstance(where.lender, membroker.Client):
             where.lender.register_model("m").unregister()  # which it could not leave while it was charged
-
-    def test_names_that_are_none(self, where: Lending) -> None:
-        names: list[Any] = [None, 7, b"m", ["m"]]
-        for name in names:
-            with SharedMemoryPool(where.lender, page_size=PAGE) as shared, pytest.raises(InvalidRequest):
-                shared.register_model(name, PAGE)
 
     def test_a_forked_child_waits_for_nobody(self) -> None:
         """A thread of the parent is in the midst of a call at the fork: the child is told, and does not hang."""
@@ -383,6 +382,7 @@ shared.allocate_for_model("m", 1)
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
         assert (done.returncode, done.stderr) == (0, "")
 
+    @both
     def test_at_the_host(self, where: Lending) -> None:
         """Models whose pages are the host's memory; their limits are the host's, too."""
         with SharedMemoryPool(where.lender, 4 * PAGE, PAGE, "host") as shared:
@@ -480,13 +480,6 @@ class TestBesideTheClientsOwn:
             one.unregister_model("m")
             other.allocate_for_model("m", PAGE)
         assert client.models() == []
-
-    def test_a_page_size_is_refused_before_anything_is_registered(
-        self, client: membroker.Client, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(client, "register_model", None)
-        with SharedMemoryPool(client, page_size=3) as shared, pytest.raises(InvalidPageSize):
-            shared.register_model("m", PAGE)
 
 
 def test_a_broker_that_is_away() -> None:
