@@ -127,12 +127,6 @@ def test_status_and_sessions_say_what_there_is(daemon: Daemon) -> None:
     assert "observer" in sessions, "the command itself"
 
 
-def test_the_command_leaves_no_session_behind(daemon: Daemon) -> None:
-    for _ in range(3):
-        good("status", "--endpoint", str(daemon.endpoint("red")))
-    assert daemon.sessions() == []
-
-
 def test_a_quota_is_set_listed_and_ended(daemon: Daemon, worker: membroker.Client) -> None:
     """A limit below what is used takes nothing away, refuses what comes, and goes as it came."""
     at = ("--endpoint", str(daemon.endpoint("red")))
@@ -165,11 +159,17 @@ def test_a_quota_for_nobody_yet_says_so(daemon: Daemon) -> None:
     assert len(good("quota", "set", "blue", "--limit", "none", *at).splitlines()) == 1
 
 
-def test_where_each_user_is_a_tenant_a_quota_names_a_user() -> None:
-    """Others can't ever be, so their name is a mistake; what was commanded before the change can be ended."""
+def test_a_quota_of_a_tenant_that_is_no_tenant_any_more() -> None:
+    """It can be ended, and no other set. Where each user is a tenant, a quota names a user."""
     with running() as daemon:
         at = ("--endpoint", str(daemon.admin))
         good("quota", "set", "red", "--limit", "2MiB", *at)
+        good("quota", "set", "blue/chat", "--guarantee", "2MiB", *at)
+        assert daemon.stop() == 0
+        daemon.config["tenants"] = {"red": {}}
+        daemon.start_again()
+        assert "`membroker quota list`" in refused("quota", "set", "blue", "--guarantee", "none", *at)
+        good("quota", "set", "blue/chat", "--guarantee", "none", *at)
         assert daemon.stop() == 0
         daemon.config["tenants"] = {}
         daemon.start_again()
@@ -180,18 +180,6 @@ def test_where_each_user_is_a_tenant_a_quota_names_a_user() -> None:
             assert "such as 'uid-1000'" in said
         good("quota", "set", "red", "--limit", "none", *at)
         assert [row[0] for row in rows(good("quota", "list", *at))[1:]] == ["uid-1000"]
-
-
-def test_a_quota_of_a_tenant_that_only_quotas_know_is_a_sentence() -> None:
-    """It was removed from the configuration, and one of its models was guaranteed memory: that is what can be ended."""
-    with running() as daemon:
-        at = ("--endpoint", str(daemon.admin))
-        good("quota", "set", "red/chat", "--guarantee", "2MiB", *at)
-        assert daemon.stop() == 0
-        daemon.config["tenants"] = {"blue": {}}
-        daemon.start_again()
-        assert "`membroker quota list`" in refused("quota", "set", "red", "--guarantee", "none", *at)
-        good("quota", "set", "red/chat", "--guarantee", "none", *at)
 
 
 def test_a_quota_of_an_unknown_tenant_is_a_sentence(daemon: Daemon) -> None:
@@ -238,7 +226,10 @@ def test_an_output_that_cannot_show_everything(daemon: Daemon) -> None:
 
 
 def test_no_broker_is_one_sentence_and_status_1(tmp_path: Path) -> None:
-    for arguments in [("status", "--json"), ("models", "--admin"), ("forget", "sessions/1"), ("drain",)]:
+    for arguments in [
+        *(("status", "--json"), ("models", "--admin"), ("forget", "sessions/1"), ("drain",)),
+        *(("segments",), ("segments", "show", "m/w"), ("segments", "delete", "a/m/w", "--admin")),
+    ]:
         whole = arguments[0] in ("drain", "undrain")  # not to be told at a tenant's endpoint
         env = {"MEMBROKER_ENDPOINT": str(tmp_path / ("admin" if whole else "tenants/acme"))}
         assert "membrokerd" in refused(*arguments, env=env)
