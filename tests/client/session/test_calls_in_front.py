@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 
 import pytest
-from tests.client.session.taking import Pair, Taker, allocate, granted
+from tests.client.session.taking import Begun, Pair, Taker, allocate, granted
 from tests.support.daemons import until
 from tests.support.fake_broker import Caller, PlayedEnd
 
-from membroker.errors import BrokerUnavailable
+from membroker.errors import BrokerUnavailable, OutOfMemory
 from membroker.session.connection import Connection
 from membroker.session.places import MOST_PATIENT
 from membroker.v1 import broker_pb2
@@ -22,16 +22,29 @@ def in_front(connection: Connection) -> int:
         return len(connection._admitted.waiting)
 
 
-def at_the_broker(pair: Pair, count: int = MOST_PATIENT) -> tuple[list[Caller], list[int]]:
+def at_the_broker(pair: Pair) -> list[Begun]:
     """Make calls that fill all places for those that may wait."""
-    connection, broker = pair
-    callers = [Caller(lambda: connection.call(allocate(), Taker())) for _ in range(count)]
-    return callers, [broker.hear("allocate").request_id for _ in range(count)]
+    return [Begun(pair) for _ in range(MOST_PATIENT)]
+
+
+def later(connection: Connection) -> Caller:
+    """Make one more call, which waits in front."""
+    before = in_front(connection)
+    caller = Caller(lambda: connection.call(allocate(), Taker()))
+    until(lambda: in_front(connection) == before + 1)
+    return caller
 
 
 def grant(broker: PlayedEnd, request_id: int) -> None:
     """Grant a call of one extent."""
     broker.deliver(request_id, request_id, reply=pb.Reply(allocate=granted(1)))
+
+
+def grant_all(broker: PlayedEnd, calls: list[Begun]) -> None:
+    """Grant these calls, and wait for their end."""
+    for call in calls:
+        grant(broker, call.id)
+    assert [call.error() for call in calls] == [None] * len(calls)
 
 
 def hear_allocate(broker: PlayedEnd) -> pb.Frame:
@@ -44,28 +57,26 @@ def hear_allocate(broker: PlayedEnd) -> pb.Frame:
 def test_the_next_ones_wait_in_their_order(pair: Pair) -> None:
     """Threads borrow while as many wait at the broker as may: they are sent in the order in which they came."""
     connection, broker = pair
-    callers, ids = at_the_broker(pair)
-    for number in range(3):
-        callers.append(Caller(lambda: connection.call(allocate(), Taker())))
-        until(lambda number=number: in_front(connection) == number + 1)
+    calls = at_the_broker(pair)
+    callers = [later(connection) for _ in range(3)]
     assert broker.hears_nothing()
     sent = []
-    for request_id in ids[:3]:
-        grant(broker, request_id)
+    for call in calls[:3]:
+        grant(broker, call.id)
         sent.append(hear_allocate(broker).request_id)
     assert sent == sorted(sent)
-    assert min(sent) > max(ids)
-    for request_id in ids[3:] + sent:
+    assert min(sent) > max(call.id for call in calls)
+    for request_id in sent:
         grant(broker, request_id)
-    assert [caller.end().error for caller in callers] == [None] * len(callers)
+    grant_all(broker, calls[3:])
+    assert [caller.end().error for caller in callers] == [None] * 3
 
 
 def test_what_needs_no_place_is_not_held_up(pair: Pair) -> None:
     """A release, an answer to a recall and a registration go to the broker at once, beside calls that wait."""
     connection, broker = pair
-    callers, ids = at_the_broker(pair)
-    callers.append(Caller(lambda: connection.call(allocate(), Taker())))
-    until(lambda: in_front(connection) == 1)
+    calls = at_the_broker(pair)
+    waits = later(connection)
     connection.release([1])
     connection.answer_recall(1, 2)
     asker = Caller(lambda: connection.call(pb.Frame(register_model=broker_pb2.RegisterModelRequest(model_id="m"))))
@@ -77,58 +88,46 @@ def test_what_needs_no_place_is_not_held_up(pair: Pair) -> None:
     prompt = Caller(lambda: connection.call(allocate(), Taker(), until=time.monotonic()))
     last = broker.hear("allocate")
     assert last.allocate.wait.ToNanoseconds() == 0
-    for request_id in [*ids, last.request_id]:
-        grant(broker, request_id)
+    grant(broker, last.request_id)
+    grant_all(broker, calls)
     grant(broker, hear_allocate(broker).request_id)
-    assert [caller.end().error for caller in [*callers, prompt]] == [None] * (len(callers) + 1)
+    assert (waits.end().error, prompt.end().error) == (None, None)
 
 
 def test_the_time_runs_in_front(pair: Pair) -> None:
     """A call waited its whole time in front: the broker is still asked, with no time left, and says what lacks."""
     connection, broker = pair
-    callers, ids = at_the_broker(pair)
+    calls = at_the_broker(pair)
     late = Caller(lambda: connection.call(allocate(), Taker(), until=time.monotonic() + 0.2))
     asked = broker.hear("allocate")
     assert asked.allocate.HasField("wait")
     assert asked.allocate.wait.ToNanoseconds() == 0
     broker.refuse(asked.request_id, "CAPACITY")
-    assert late.end().error is not None
-    assert late.error is not None
-    assert type(late.error).__name__ == "OutOfMemory"
-    for request_id in ids:
-        grant(broker, request_id)
-    assert [caller.end().error for caller in callers] == [None] * len(callers)
+    assert isinstance(late.end().error, OutOfMemory)
+    grant_all(broker, calls)
 
 
 def test_the_connection_ends(pair: Pair) -> None:
     """Those in front are told at once, and may ask again over the next connection."""
-    connection, broker = pair
-    callers, _ = at_the_broker(pair)
-    callers += [Caller(lambda: connection.call(allocate(), Taker())) for _ in range(5)]
-    until(lambda: in_front(connection) == 5)
-    broker.end.close()
-    for caller in callers:
+    calls = at_the_broker(pair)
+    callers = [later(pair[0]) for _ in range(5)]
+    pair[1].end.close()
+    for caller in (*callers, *(call.caller for call in calls)):
         assert isinstance(caller.end().error, BrokerUnavailable)
-    connection.wait_until_idle()
+    pair[0].wait_until_idle()
 
 
 def test_a_deadline_in_front(pair: Pair) -> None:
     """An attach whose answer must come soon does not wait longer for its place."""
-    connection, broker = pair
-    callers, ids = at_the_broker(pair)
+    calls = at_the_broker(pair)
     with pytest.raises(BrokerUnavailable, match="in time"):
-        connection.call(allocate(), Taker(), timeout=0.1)
-    for request_id in ids:
-        grant(broker, request_id)
-    assert [caller.end().error for caller in callers] == [None] * len(callers)
+        pair[0].call(allocate(), Taker(), timeout=0.1)
+    grant_all(pair[1], calls)
 
 
 def test_only_the_thread_of_a_packet_wakes(pair: Pair) -> None:
     """Of many threads that wait for answers one reads, and an answer wakes the thread that it is for."""
-    connection, broker = pair
-    callers, ids = at_the_broker(pair)
-    until(lambda: len(connection._changed.waiting) == MOST_PATIENT - 1)
-    for request_id in reversed(ids):
-        grant(broker, request_id)
-    assert [caller.end().error for caller in callers] == [None] * len(callers)
-    assert connection._reader is None
+    calls = at_the_broker(pair)
+    until(lambda: len(pair[0]._changed.waiting) == MOST_PATIENT - 1)
+    grant_all(pair[1], calls[::-1])
+    assert pair[0]._reader is None

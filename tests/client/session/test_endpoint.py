@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from itertools import product
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.fake_broker import Caller
 
 import membroker
 from membroker.errors import AccessDenied, BrokerUnavailable, InvalidRequest
@@ -53,21 +53,17 @@ def why(directory: Path, timeout: float = 5.0) -> str:
 class TestChoice:
     """Which endpoint, when nobody says."""
 
-    def test_the_argument_comes_first(self, place: Path) -> None:
-        assert endpoint.find_endpoint(place / "a", {"MEMBROKER_ENDPOINT": "/b"}) == place / "a"
-
-    def test_then_the_variable(self) -> None:
+    def test_the_argument_comes_first_then_the_variable(self, place: Path) -> None:
+        """gRPC and the handoff must mean the same place, also after the program changes its directory."""
         env = {"MEMBROKER_ENDPOINT": "/run/x/tenants/t", "XDG_RUNTIME_DIR": "/nowhere"}
+        assert endpoint.find_endpoint(place / "a", env) == place / "a"
+        assert endpoint.find_endpoint("here", env) == Path.cwd() / "here"
         assert endpoint.find_endpoint(None, env) == Path("/run/x/tenants/t")
 
     @pytest.mark.parametrize("wrong", [5, b"/run", True])
     def test_what_is_no_path(self, wrong: Any) -> None:
         with pytest.raises(membroker.InvalidRequest):
             membroker.connect(wrong)
-
-    def test_a_relative_one_is_made_absolute(self) -> None:
-        """gRPC and the handoff must mean the same place, also after the program changes its directory."""
-        assert endpoint.find_endpoint("here") == Path.cwd() / "here"
 
     def test_then_the_only_device_of_the_user(self, place: Path) -> None:
         (place / "membroker" / "host" / "tenants").mkdir(parents=True)
@@ -240,22 +236,30 @@ class TestDiagnosis:
 
     def test_no_directory(self, place: Path) -> None:
         message = why(place / "gpu-1" / "tenants" / "a")
-        assert f"{place / 'gpu-1'} does not exist" in message
-        assert "Is membrokerd running" in message
-        assert "`membrokerd`" in message
+        for said in (f"{place / 'gpu-1'} does not exist", "Is membrokerd running", "`membrokerd`"):
+            assert said in message
 
     @pytest.mark.parametrize(
-        ("make", "what"),
+        ("make", "says"),
         [
-            (lambda path: path.mkdir(), "{path} has no handoff.sock"),
-            (lambda path: path.symlink_to("gone"), "{path} is a symbolic link to nothing"),
-            (lambda path: path.touch(), "{path} is not a directory"),
-            (lambda path: (path.mkdir(), (path / "handoff.sock").touch()), "{path}/handoff.sock is not a socket"),
+            (lambda path: path.mkdir(), ["{path} has no handoff.sock"]),
+            (lambda path: path.symlink_to("gone"), ["{path} is a symbolic link to nothing"]),
+            (lambda path: path.touch(), ["{path} is not a directory"]),
+            (lambda path: (path.mkdir(), (path / "handoff.sock").touch()), ["{path}/handoff.sock is not a socket"]),
+            (
+                lambda path: (path / "gpu-1" / "tenants").mkdir(parents=True),
+                ["{path} is not an endpoint but the directory of these devices: gpu-1. Name one", "as in {path}/gpu-1"],
+            ),
+            (
+                lambda path: (path.mkdir(), listening(path / "handoff.sock").close()),  # kill -9: the file remained
+                ["the broker is dead", "`membrokerd`"],
+            ),
         ],
     )
-    def test_what_is_no_endpoint(self, place: Path, make: Callable[[Path], object], what: str) -> None:
-        make(place / "it")
-        assert what.format(path=place / "it") in why(place / "it")
+    def test_what_is_no_endpoint(self, place: Path, make: Callable[[Path], object], says: list[str]) -> None:
+        make(path := place / "it")
+        message = why(path)
+        assert all(each.format(path=path) in message for each in says), message
 
     def test_a_device_with_named_tenants(self, place: Path) -> None:
         """A program that names no tenant, on a machine whose configuration does."""
@@ -289,12 +293,6 @@ class TestDiagnosis:
             assert f"{place / '0'} has red: name one's endpoint, as in --endpoint {tenants / 'red'}" in message
             assert f"{tenants} is not an endpoint but the directory of these tenants: red. Name one" in why(tenants)
 
-    def test_a_runtime_directory(self, place: Path) -> None:
-        (place / "gpu-1" / "tenants").mkdir(parents=True)
-        message = why(place)
-        assert f"{place} is not an endpoint but the directory of these devices: gpu-1. Name one of them" in message
-        assert f"as in {place / 'gpu-1'}" in message
-
     def test_the_operators_endpoint_of_a_daemon_that_was_stopped(self, place: Path) -> None:
         """`membroker tenants` while nothing runs: the operator is sent to the daemon, not to a tenant's endpoint."""
         for name in ("admin", "tenants"):
@@ -307,13 +305,6 @@ class TestDiagnosis:
     def test_a_socket_of_another_kind(self, place: Path) -> None:
         with listening(place / "handoff.sock", socket.SOCK_STREAM):
             assert "socket of another kind" in why(place)
-
-    def test_the_daemon_is_dead(self, place: Path) -> None:
-        """kill -9: the file of its socket remained, and nobody listens."""
-        listening(place / "handoff.sock").close()
-        message = why(place)
-        assert "the broker is dead" in message
-        assert "`membrokerd`" in message
 
     def test_the_daemon_is_stopped(self, place: Path) -> None:
         """kill -STOP, or a debugger: the kernel accepts for it and nothing is ever said."""
@@ -330,27 +321,23 @@ class TestDiagnosis:
     def test_it_hangs_up(self, place: Path) -> None:
         """It stops at this very moment."""
         with listening(place / "handoff.sock") as listener:
-            thread = threading.Thread(target=lambda: listener.accept()[0].close())
-            thread.start()
-            message = why(place)
-            thread.join()
-        assert "closed the connection without an answer" in message
+            caller = Caller(lambda: listener.accept()[0].close())
+            assert "closed the connection without an answer" in why(place)
+            caller.value()
 
     def test_it_speaks_another_language(self, place: Path) -> None:
         """MEMBROKER_ENDPOINT names some other program's socket."""
         with listening(place / "handoff.sock") as listener:
 
             def talk() -> None:
-                connection, _ = listener.accept()
-                with connection:
+                with listener.accept()[0] as connection:
                     connection.recv(4096)
                     connection.send(b"\xff\xffHTTP/1.1")
 
-            thread = threading.Thread(target=talk)
-            thread.start()
+            caller = Caller(talk)
             with pytest.raises(membroker.ProtocolError):
                 membroker.connect(place)
-            thread.join()
+            caller.value()
 
     def test_a_path_that_is_too_long(self, place: Path) -> None:
         long = place / ("x" * 110)

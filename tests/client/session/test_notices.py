@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import logging
-import socket
 import sys
-import threading
 from datetime import UTC, datetime
 
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
-from tests.client.session.taking import Taker
 from tests.support.daemons import DEADLINE_SECONDS, until
-from tests.support.fake_broker import (
-    PAGE,
-    Caller,
-    PlayedBroker,
-    buffer,
-    is_away,
-    line,
-    model,
-    playing,
-)
+from tests.support.fake_broker import PAGE, Caller, PlayedBroker, buffer, is_away, line, model, playing
 
 import membroker
 from membroker import Buffer, Client
-from membroker.session.connection import Connection
-from membroker.session.inventory import Inventory
-from membroker.v1 import broker_pb2
 from membroker.v1 import handoff_pb2 as pb
-from membroker.wire import frames as handoff
 
 
 class TestNotices:
@@ -133,38 +117,31 @@ class TestNotices:
 class TestConnect:
     """The first one waits for the other."""
 
-    def test_a_broker_that_starts_later(self, caplog: pytest.LogCaptureFixture) -> None:
-        """A pod's worker is quicker than its daemon: no directory, then no socket, then a dead one, a stopping one."""
+    def test_a_broker_that_starts_later(
+        self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A pod's worker is quicker than its daemon, and names no endpoint.
+
+        It meets an empty runtime directory, then no socket, one that hangs up, one that stops, and a broker.
+        """
         with playing() as broker, caplog.at_level(logging.INFO, "membroker"):
             broker.die()
             (broker.directory / "handoff.sock").unlink()
-            caller = Caller(lambda: membroker.connect(broker.directory, timeout=DEADLINE_SECONDS))
-            until(lambda: caplog.messages)
-            broker.listen()
-            broker.accept()
-            broker.refuse(1, "STOPPING")
-            broker.hang_up()
-            broker.accept()
-            broker.hang_up()
-            broker.accept()
-            broker.welcome()
-            client = caller.value()
-            assert [message[:35] for message in caplog.messages] == ["waiting up to 120 s for a broker: /"]
-            broker.die()
-            client._session.reconnecting._outage = 0
-            client.close()
-
-    def test_no_device_yet(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Nobody said which endpoint, and the runtime directory is empty: it is found when it is there."""
-        with playing() as broker:
             monkeypatch.setenv("XDG_RUNTIME_DIR", str(broker.directory))
             caller = Caller(lambda: membroker.connect(timeout=DEADLINE_SECONDS))
+            until(lambda: caplog.messages)
             tenants = broker.directory / "membroker" / "host" / "tenants"
             tenants.mkdir(parents=True)
             (tenants / "default").symlink_to(broker.directory)
+            broker.listen()
             broker.accept()
+            broker.refuse(1, "STOPPING")
+            for _ in range(2):
+                broker.hang_up()
+                broker.accept()
             broker.welcome()
             client = caller.value()
+            assert [message[:34] for message in caplog.messages] == ["waiting up to 120 s for a broker: "]
             broker.die()
             client._session.reconnecting._outage = 0
             client.close()
@@ -175,47 +152,3 @@ class TestConnect:
         broker.accept()
         broker.refuse(1, reason)
         assert getattr(caller.end().error, "reason", "") == reason
-
-
-def test_the_end_is_noticed_behind_a_last_answer() -> None:
-    """A thread reads its answer, and nobody reads on: the session has to be taken up again all the same."""
-    mine, yours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection = Connection(mine, "/test", Inventory())
-    request = broker_pb2.DeclareMemoryRequest()
-    caller = Caller(lambda: connection.call(pb.Frame(declare=request)))
-    until(lambda: connection._reader is not None)
-    end = Caller(connection.read_to_the_end)
-    until(lambda: connection._changed.waiting)
-    request_id = handoff.decode(yours.recv(4096)).request_id
-    yours.send(handoff.encode(pb.Frame(request_id=request_id, reply=pb.Reply(declare={}))))
-    caller.value()
-    yours.close()
-    end.value()
-    assert connection.lost
-    connection.close()
-
-
-def test_a_connection_waits_for_its_calls() -> None:
-    """Idle is when the last call has undone what it did, in whichever order threads ask."""
-    mine, yours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection = Connection(mine, "/test", Inventory())
-    undoing, go_on = threading.Event(), threading.Event()
-
-    class Slow(Taker):
-        def undo(self) -> None:
-            undoing.set()
-            assert go_on.wait(DEADLINE_SECONDS)
-
-    request = broker_pb2.AllocateExtentsRequest(count=1)
-    caller = Caller(lambda: connection.call(pb.Frame(allocate=request), Slow()))
-    yours.recv(4096)
-    yours.close()
-    assert undoing.wait(DEADLINE_SECONDS)
-    assert connection.lost
-    waiting = Caller(connection.wait_until_idle)
-    until(lambda: connection._changed.waiting)
-    assert waiting.is_alive()
-    go_on.set()
-    waiting.value()
-    assert isinstance(caller.end().error, membroker.BrokerUnavailable)
-    connection.close()

@@ -7,17 +7,9 @@ import signal
 from collections.abc import Callable
 
 import pytest
+from tests.client.session.taking import enter, take_leave
 from tests.support.daemons import DEADLINE_SECONDS, until
-from tests.support.fake_broker import (
-    PAGE,
-    TOKEN,
-    Caller,
-    PlayedBroker,
-    buffer,
-    is_away,
-    line,
-    model,
-)
+from tests.support.fake_broker import PAGE, TOKEN, Caller, PlayedBroker, buffer, is_away, line, model
 from tests.support.processes import ends, heard, is_waiting, mapped_extents, tell, worker
 
 import membroker
@@ -149,9 +141,7 @@ say("allocated")
 client.close()
 """
         with worker(script, broker, "handoff") as process:  # type: ignore[arg-type]
-            broker.accept()
-            broker.welcome()
-            assert heard(process) == "connected"
+            enter(broker, process)
             request_id = broker.hear("allocate").request_id
             broker.deliver_pages(request_id, 2, parts=2)
             broker.hear("ack")
@@ -165,8 +155,7 @@ client.close()
             broker.lend(1)
             assert heard(process) == "allocated"
             broker.hear("release")
-            broker.reply(broker.hear("goodbye").request_id, goodbye=pb.GoodbyeResponse())
-            broker.hang_up()
+            take_leave(broker)
             ends(process)
 
     def test_fork_during_an_outage(self, broker: PlayedBroker) -> None:
@@ -214,8 +203,7 @@ client.close()
             broker.lend()
             assert heard(process) == "lent again"
             assert {broker.hear("release").WhichOneof("kind") for _ in range(2)} == {"release"}
-            broker.reply(broker.hear("goodbye").request_id, goodbye=pb.GoodbyeResponse())
-            broker.hang_up()
+            take_leave(broker)
             ends(process)
 
 
@@ -231,8 +219,7 @@ class TestClose:
         until(lambda: mapped_extents() == 0)
         broker.listen()
         assert not broker.resume().extent_ids
-        broker.reply(broker.hear("goodbye").request_id, goodbye=pb.GoodbyeResponse())
-        broker.hang_up()
+        take_leave(broker)
         caller.value()
 
     def test_the_broker_is_not_back(self, broker: PlayedBroker, client: Client) -> None:
@@ -261,8 +248,7 @@ class TestClose:
         view.release()
         del view
         assert list(broker.hear("release").release.extent_ids) == [extent_id]
-        broker.reply(broker.hear("goodbye").request_id, goodbye=pb.GoodbyeResponse())
-        broker.hang_up()
+        take_leave(broker)
 
     def test_at_exit(self, broker: PlayedBroker) -> None:
         """A script ends while the broker is away: at once, and without a word. Its end is its goodbye."""
@@ -275,9 +261,7 @@ wait()
 while not client._session.connection.lost: pass
 """
         with worker(script, broker, "handoff") as process:  # type: ignore[arg-type]
-            broker.accept()
-            broker.welcome()
-            assert heard(process) == "connected"
+            enter(broker, process)
             broker.die()
             tell(process)
             assert process.wait(DEADLINE_SECONDS) == 0, "it waited for a broker to say goodbye to"

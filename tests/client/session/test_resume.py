@@ -11,28 +11,34 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.client.session.taking import enter, take_leave
 from tests.support.daemons import DEADLINE_SECONDS, until
-from tests.support.fake_broker import (
-    MODEL,
-    PAGE,
-    Caller,
-    PlayedBroker,
-    buffer,
-    drop_all,
-    is_away,
-    line,
-    model,
-)
+from tests.support.fake_broker import MODEL, PAGE, Caller, PlayedBroker, buffer, drop_all, is_away, line, model
 from tests.support.processes import ends, heard, is_waiting, mapped_extents, open_extents, worker
 
 import membroker
-from membroker import Client, interrupts
+from membroker import Client, Segment, interrupts
 from membroker.session.inventory import HeldResources, Inventory
 from membroker.v1 import broker_pb2, resources_pb2
 from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm.driver import Location
 
 KIND = (MODEL, resources_pb2.LOCATION_DEVICE, PAGE)
+
+
+def attached(broker: PlayedBroker, client: Client) -> Segment:
+    """Return a segment that the broker has handed over."""
+    caller = Caller(lambda: client.attach("m/weights"))
+    broker.hand_over_segment(broker.hear("attach_segment").request_id, 77)
+    segment: Segment = caller.value()
+    return segment
+
+
+def hear_declared(broker: PlayedBroker, size: int) -> None:
+    """Hear that so many bytes are declared, and agree."""
+    frame = broker.hear("declare")
+    assert frame.declare.declared_bytes == size
+    broker.reply(frame.request_id, declare=broker_pb2.DeclareMemoryResponse(declared_bytes=size))
 
 
 class TestCallsInFlight:
@@ -237,9 +243,7 @@ class TestHolds:
         """It was stated already: the broker hears of it after its answer, before any other call."""
         _kept, _ = buffer(broker, client)
         gone, gone_id = buffer(broker, client)
-        attached = Caller(lambda: client.attach("m/weights"))
-        broker.hand_over_segment(broker.hear("attach_segment").request_id, 77)
-        segment = attached.value()
+        segment = attached(broker, client)
         drop_all(broker, client)
         waiting = Caller(lambda: model(client).allocate(PAGE))
         broker.greet_again()
@@ -259,7 +263,7 @@ class TestHolds:
         """Host memory is freed while the broker reads what was held: it hears of it after its answer."""
         declarations = client._session.declarations
         caller = Caller(lambda: declarations.add(MODEL, Location.HOST, 7))
-        broker.reply(broker.hear("declare").request_id, declare=broker_pb2.DeclareMemoryResponse(declared_bytes=7))
+        hear_declared(broker, 7)
         caller.value()
         broker.hang_up()
         broker.greet_again()
@@ -268,9 +272,7 @@ class TestHolds:
         declarations.end(MODEL, Location.HOST, 4)
         assert broker.hears_nothing(), "said before the broker had agreed to anything"
         broker.agree(request_id)
-        told = broker.hear("declare")
-        assert told.declare.declared_bytes == 3
-        broker.reply(told.request_id, declare=broker_pb2.DeclareMemoryResponse(declared_bytes=3))
+        hear_declared(broker, 3)
         until(lambda: not is_away(client))
         broker.hang_up()
         assert [one.declared_bytes for one in broker.resume().declarations] == [3]
@@ -279,7 +281,7 @@ class TestHolds:
         """One thread's declaration waits for its answer; another frees host memory, and does not wait with it."""
         declarations = client._session.declarations
         first = Caller(lambda: declarations.add(MODEL, Location.HOST, 8))
-        broker.reply(broker.hear("declare").request_id, declare=broker_pb2.DeclareMemoryResponse(declared_bytes=8))
+        hear_declared(broker, 8)
         first.value()
         second = Caller(lambda: declarations.add(MODEL, Location.HOST, 5))
         waiting = broker.hear("declare")
@@ -287,9 +289,7 @@ class TestHolds:
         Caller(lambda: declarations.end(MODEL, Location.HOST, 3)).value()
         assert broker.hears_nothing(), "it could overtake the declaration before"
         broker.reply(waiting.request_id, declare=broker_pb2.DeclareMemoryResponse(declared_bytes=13))
-        told = broker.hear("declare")
-        assert told.declare.declared_bytes == 10
-        broker.reply(told.request_id, declare=broker_pb2.DeclareMemoryResponse(declared_bytes=10))
+        hear_declared(broker, 10)
         second.value()
         broker.hang_up()
         assert [one.declared_bytes for one in broker.resume().declarations] == [10]
@@ -310,9 +310,7 @@ client._session.declarations.add({MODEL!r}, membroker.vmm.Location.HOST, 5)
 client.close()
 """
         with worker(script, broker, "handoff") as process:  # type: ignore[arg-type]
-            broker.accept()
-            broker.welcome()
-            assert heard(process) == "connected"
+            enter(broker, process)
             assert broker.hear("declare").declare.declared_bytes == 7
             until(lambda: is_waiting(process.pid))
             process.send_signal(signal.SIGINT)
@@ -320,11 +318,8 @@ client.close()
             broker.hang_up()
             assert not broker.resume().declarations
             assert heard(process) == "interrupted"
-            request = broker.hear("declare")
-            assert request.declare.declared_bytes == 5
-            broker.reply(request.request_id, declare=broker_pb2.DeclareMemoryResponse(declared_bytes=5))
-            broker.reply(broker.hear("goodbye").request_id, goodbye=pb.GoodbyeResponse())
-            broker.hang_up()
+            hear_declared(broker, 5)
+            take_leave(broker)
             ends(process)
 
     def test_more_than_a_frame_has(self, broker: PlayedBroker, client: Client) -> None:
@@ -364,9 +359,7 @@ client.close()
     def test_a_segment_that_is_attached_twice(self, broker: PlayedBroker, client: Client) -> None:
         segments = []
         for _ in range(3):
-            caller = Caller(lambda: client.attach("m/weights"))
-            broker.hand_over_segment(broker.hear("attach_segment").request_id, 77)
-            segments.append(caller.value())
+            segments.append(attached(broker, client))
         segments.pop().close()
         assert broker.hear("detach_segment").detach_segment.generation == 77
         broker.hang_up()
@@ -380,9 +373,7 @@ client.close()
         """Its journal was cut short: that stays mapped, the user reads of it, and nobody is ever told it is back."""
         known, known_id = buffer(broker, client)
         unknown, unknown_id = buffer(broker, client)
-        caller = Caller(lambda: client.attach("m/weights"))
-        broker.hand_over_segment(broker.hear("attach_segment").request_id, 77)
-        segment = caller.value()
+        segment = attached(broker, client)
         broker.hang_up()
         broker.resume(unknown_extent_ids=[unknown_id], unknown_generations=[77])
         until(lambda: not is_away(client))

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tests.client.session.taking import Pair, Taker, allocate, attach, granted
+from tests.client.session.taking import Begun, Pair, Slow, Taker, allocate, attach, granted
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.fake_broker import Caller, PlayedEnd
 from tests.support.processes import ends, heard, is_settled, worker
@@ -33,22 +32,7 @@ def options() -> dict[str, Any]:
 
 def serve(broker: PlayedEnd, request_id: int, extent: int) -> None:
     """Answer a call in its only delivery."""
-    more: Any = {"parts": 1, "reply": LAST}
-    broker.deliver(request_id, extent, **more)
-
-
-class Slow(Taker):
-    """Takes a delivery when it is let."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.begun, self.go_on = threading.Event(), threading.Event()
-
-    def place(self, extent_ids: Sequence[int], descriptors: Sequence[int], extent_bytes: int) -> None:
-        """Wait, then take it."""
-        self.begun.set()
-        assert self.go_on.wait(DEADLINE_SECONDS)
-        super().place(extent_ids, descriptors, extent_bytes)
+    broker.deliver(request_id, extent, parts=1, reply=LAST)
 
 
 def test_the_next_frame_says_it(pair: Pair) -> None:
@@ -67,74 +51,60 @@ def test_the_next_frame_says_it(pair: Pair) -> None:
 
 def test_a_long_call_is_acknowledged_at_once(pair: Pair) -> None:
     """Its next packet may wait for the window; behind the last one nothing waits."""
-    connection, broker = pair
-    caller = Caller(lambda: connection.call(allocate(3), Taker()))
-    request_id = broker.hear("allocate").request_id
+    call = Begun(pair, allocate(3))
     for part in (0, 1):
-        broker.deliver(request_id, part, part=part, parts=3)
-        assert broker.hear("ack").acknowledged == part + 1
-    more: Any = {"parts": 3, "reply": LAST}
-    broker.deliver(request_id, 2, part=2, **more)
-    assert caller.end().error is None
-    assert broker.hears_nothing()
+        assert call.deliver(part, part=part, parts=3).acknowledged == part + 1
+    pair[1].deliver(call.id, 2, part=2, parts=3, reply=LAST)
+    assert call.error() is None
+    assert pair[1].hears_nothing()
 
 
 def test_another_call_may_wait_for_the_window(pair: Pair) -> None:
     """While another call is in flight the broker hears at once that there is room, for it may be that call's."""
-    connection, broker = pair
-    callers = [Caller(lambda: connection.call(allocate(), Taker())) for _ in range(2)]
-    first, second = (broker.hear("allocate").request_id for _ in callers)
-    serve(broker, first, 1)
-    assert broker.hear("ack").acknowledged == 1
-    until(lambda: not all(caller.is_alive() for caller in callers))
-    serve(broker, second, 2)
-    assert [caller.end().error for caller in callers] == [None, None]
-    assert broker.hears_nothing()
+    first, second = Begun(pair), Begun(pair)
+    serve(pair[1], first.id, 1)
+    assert pair[1].hear("ack").acknowledged == 1
+    assert first.error() is None
+    serve(pair[1], second.id, 2)
+    assert second.error() is None
+    assert pair[1].hears_nothing()
 
 
 def test_the_count_has_no_gap(pair: Pair) -> None:
     """A thread is slow to map the first packet, another maps the second: nothing is said before both are taken."""
-    connection, broker = pair
-    slow, other = Slow(), Taker()
-    one = Caller(lambda: connection.call(allocate(), slow))
-    first = broker.hear("allocate").request_id
-    two = Caller(lambda: connection.call(attach(), other))
-    second = broker.hear("attach_segment").request_id
-    broker.deliver(first, 1, parts=1)
-    assert slow.begun.wait(DEADLINE_SECONDS)
-    broker.deliver(second, 7, parts=2, segment=77)
-    until(lambda: other.taken == [7])
+    broker, slow = pair[1], Slow()
+    one, two = Begun(pair, taker=slow), Begun(pair, attach())
+    broker.deliver(one.id, 1, parts=1)
+    assert slow.entered.wait(DEADLINE_SECONDS)
+    broker.deliver(two.id, 7, parts=2, segment=77)
+    until(lambda: two.taker.taken == [7])
     assert broker.hears_nothing()
     slow.go_on.set()
     assert broker.hear("ack").acknowledged == 2
-    broker.reply(first, allocate=granted(1))
-    broker.refuse(second, "DEVICE_FULL")
+    broker.reply(one.id, allocate=granted(1))
+    broker.refuse(two.id, "DEVICE_FULL")
     assert broker.hear("detach_segment").acknowledged == 2
-    assert (one.end().error, two.end().error is None) == (None, False)
+    assert (one.error(), two.error() is None) == (None, False)
 
 
 def test_what_nobody_waits_for(pair: Pair) -> None:
     """A delivery for an unknown call is counted too: the broker counts all that it sent."""
-    connection, broker = pair
-    caller = Caller(lambda: connection.call(allocate(), Taker()))
-    request_id = broker.hear("allocate").request_id
-    broker.deliver(request_id + 1000, 5)
-    assert broker.hear("ack").acknowledged == 1
-    assert broker.hear("release").acknowledged == 1
-    serve(broker, request_id, 6)
-    assert caller.end().error is None
+    call = Begun(pair)
+    pair[1].deliver(call.id + 1000, 5)
+    assert pair[1].hear("ack").acknowledged == 1
+    assert pair[1].hear("release").acknowledged == 1
+    serve(pair[1], call.id, 6)
+    assert call.error() is None
 
 
 def test_an_older_broker_gets_no_count(pair: Pair) -> None:
     """It would skip the count, and never send a third packet: it gets an Ack for each, by its id."""
-    connection, broker = pair
-    connection._counts = False
-    caller = Caller(lambda: connection.call(allocate(), Taker()))
-    request_id = broker.hear("allocate").request_id
-    serve(broker, request_id, 1)
-    ack = broker.hear("ack")
-    assert (ack.request_id, ack.acknowledged) == (request_id, 0)
-    assert caller.end().error is None
+    pair[0]._counts = False
+    call = Begun(pair)
+    serve(pair[1], call.id, 1)
+    ack = pair[1].hear("ack")
+    assert (ack.request_id, ack.acknowledged) == (call.id, 0)
+    assert call.error() is None
 
 
 class Counted:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
-from tests.support.daemons import until
+from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_broker import MODEL, PAGE, Caller, PlayedBroker, line
 
 import membroker
@@ -13,6 +14,28 @@ from membroker.v1 import handoff_pb2 as pb
 from membroker.v1 import resources_pb2
 
 DEVICE, HOST = resources_pb2.LOCATION_DEVICE, resources_pb2.LOCATION_HOST
+
+
+class Held:
+    """A callback that stands still until it may return."""
+
+    def __init__(self) -> None:
+        self.called: list[membroker.Recall] = []
+        self.go_on = threading.Event()
+
+    def __call__(self, one: membroker.Recall) -> None:
+        self.called.append(one)
+        assert self.go_on.wait(DEADLINE_SECONDS)
+
+
+def deferring(called: list[membroker.Recall]) -> Callable[[membroker.Recall], object]:
+    """Return a callback that notes each recall, and defers its answer."""
+    return lambda one: called.append(one) or membroker.DEFERRED  # type: ignore[func-returns-value]
+
+
+def answer(broker: PlayedBroker) -> pb.RecallAnswer:
+    """Return the next answer that the broker hears."""
+    return broker.hear("recall_answer").recall_answer
 
 
 def answering(broker: PlayedBroker, served: membroker.Model, callback: Callable[[membroker.Recall], object]) -> None:

@@ -8,8 +8,8 @@ import time
 from typing import Any
 
 import pytest
-from tests.client.session.recalls.asking import HOST, answering, recall, until_heard
-from tests.support.daemons import DEADLINE_SECONDS, until
+from tests.client.session.recalls.asking import HOST, Held, answer, answering, deferring, recall, until_heard
+from tests.support.daemons import until
 from tests.support.fake_broker import MODEL, PAGE, Caller, PlayedBroker, buffer, line
 
 import membroker
@@ -34,7 +34,7 @@ class TestAnswers:
         answering(broker, served, give)
         recall(broker, 5, 3 * PAGE)
         assert list(broker.hear("release").release.extent_ids) == [extent_id]
-        assert broker.hear("recall_answer").recall_answer.recall_id == 5
+        assert answer(broker).recall_id == 5
         until(lambda: served.pending_recall is None)
         left = told.pop(3)
         assert 0 < left <= 3600
@@ -43,11 +43,7 @@ class TestAnswers:
 
     @pytest.mark.parametrize("error", [ValueError("a mistake"), SystemExit("the user's own end"), KeyboardInterrupt()])
     def test_a_callback_that_raises(
-        self,
-        broker: PlayedBroker,
-        served: Model,
-        caplog: pytest.LogCaptureFixture,
-        error: BaseException,
+        self, broker: PlayedBroker, served: Model, caplog: pytest.LogCaptureFixture, error: BaseException
     ) -> None:
         """The broker is told that all is kept, the log has the error, and the next recall is heard."""
 
@@ -57,31 +53,26 @@ class TestAnswers:
         answering(broker, served, fail)
         for recall_id in (1, 2):
             recall(broker, recall_id)
-            assert broker.hear("recall_answer").recall_answer.recall_id == recall_id
+            assert answer(broker).recall_id == recall_id
         assert caplog.text.count("a callback for recalls has failed") == 2
         assert repr(error)[:8] in caplog.text
 
     def test_a_recall_that_is_repeated(self, broker: PlayedBroker, client: Client, served: Model) -> None:
         """The broker repeats what was not answered yet, and once more while the answer is on its way."""
-        called, go_on = [], threading.Event()
-
-        def slow(recall: Recall) -> None:
-            called.append(recall)
-            assert go_on.wait(DEADLINE_SECONDS)
-
-        answering(broker, served, slow)
+        held = Held()
+        answering(broker, served, held)
         recall(broker, 1)
-        until(lambda: called)
+        until(lambda: held.called)
         recall(broker, 1)
         until_heard(broker, client)
-        go_on.set()
-        assert broker.hear("recall_answer").recall_answer.recall_id == 1
+        held.go_on.set()
+        assert answer(broker).recall_id == 1
         until(lambda: not client._recalls._open)
         recall(broker, 1)
         until_heard(broker, client)
         recall(broker, 2)
-        assert broker.hear("recall_answer").recall_answer.recall_id == 2
-        assert len(called) == 2
+        assert answer(broker).recall_id == 2
+        assert len(held.called) == 2
 
     def test_one_after_the_other(self, broker: PlayedBroker, served: Model) -> None:
         """Two locations are asked for at once: the second callback begins when the first has returned."""
@@ -97,13 +88,13 @@ class TestAnswers:
         answering(broker, served, count)
         recall(broker, 1)
         recall(broker, 2, location=HOST)
-        assert [broker.hear("recall_answer").recall_answer.recall_id for _ in range(2)] == [1, 2]
+        assert [answer(broker).recall_id for _ in range(2)] == [1, 2]
         assert (most, places) == ([1], ["device", "host"])
 
     def test_a_recall_that_another_replaces(self, broker: PlayedBroker, served: Model) -> None:
         """The broker has ended the first one, because its time was over: it gets no answer, only the second does."""
         given: list[Recall] = []
-        answering(broker, served, lambda recall: given.append(recall) or membroker.DEFERRED)
+        answering(broker, served, deferring(given))
         recall(broker, 1)
         until(lambda: given)
         recall(broker, 2)
@@ -111,7 +102,7 @@ class TestAnswers:
         assert served.pending_recall is given[1]
         for one in given:
             one.done()
-        assert broker.hear("recall_answer").recall_answer.recall_id == 2
+        assert answer(broker).recall_id == 2
         assert broker.hears_nothing()
 
     @pytest.mark.parametrize(
@@ -122,7 +113,7 @@ class TestAnswers:
         called: list[Recall] = []
         answering(broker, served, called.append)
         recall(broker, 1, **wrong)
-        assert broker.hear("recall_answer").recall_answer.recall_id == 1
+        assert answer(broker).recall_id == 1
         assert called == []
 
     def test_more_recalls_than_a_broker_sends(
@@ -130,15 +121,10 @@ class TestAnswers:
     ) -> None:
         """A callback is slow, and the broker sends recalls without an end: few are kept, and the next one is heard."""
         monkeypatch.setattr(notices, "MOST_RECALLS", 3)
-        began, go_on = threading.Event(), threading.Event()
-
-        def slow(_: Recall) -> None:
-            began.set()
-            assert go_on.wait(DEADLINE_SECONDS)
-
-        answering(broker, served, slow)
+        held = Held()
+        answering(broker, served, held)
         recall(broker, 1)
-        assert began.wait(DEADLINE_SECONDS)
+        until(lambda: held.called)
         for recall_id in range(2, 30):
             recall(broker, recall_id, location=HOST)
             recall(broker, 100 + recall_id, model="tenants/red/models/other")
@@ -147,12 +133,12 @@ class TestAnswers:
         assert recalling is not None
         assert recalling.backlog == 3
         assert len(client._recalls._open) <= 2
-        go_on.set()
-        while broker.hear("recall_answer").recall_answer.recall_id != 102:
+        held.go_on.set()
+        while answer(broker).recall_id != 102:
             pass
         until(lambda: not recalling.backlog)
         recall(broker, 200)
-        until(lambda: broker.hear("recall_answer").recall_answer.recall_id == 200)
+        until(lambda: answer(broker).recall_id == 200)
 
 
 class TestDeferred:
@@ -174,7 +160,7 @@ class TestDeferred:
         assert served.pending_recall is None
         pending.done()
         assert list(broker.hear("release").release.extent_ids) == [extent_id]
-        assert broker.hear("recall_answer").recall_answer.recall_id == 7
+        assert answer(broker).recall_id == 7
         assert broker.hears_nothing()
 
     def test_the_oldest_is_pending(self, broker: PlayedBroker, served: Model) -> None:
@@ -187,7 +173,7 @@ class TestDeferred:
             assert pending is not None
             assert pending.location == place
             pending.done()
-            assert broker.hear("recall_answer").recall_answer.recall_id == recall_id
+            assert answer(broker).recall_id == recall_id
         assert served.pending_recall is None
 
     def test_remaining_counts_this_model_and_place_only(

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 
 import pytest
-from tests.client.session.recalls.asking import answering, prepared, recall, until_heard
+from tests.client.session.recalls.asking import Held, answer, answering, prepared, recall, until_heard
 from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_broker import MODEL, PAGE, Caller, PlayedBroker, buffer, line, model
 from tests.support.garbage import collect
@@ -47,7 +47,7 @@ class TestInTheCallback:
         answering(broker, served, greedy)
         recall(broker, 1)
         broker.hear("release")
-        broker.hear("recall_answer")
+        answer(broker)
         assert len(errors) == len(calls)
         assert all("return membroker.DEFERRED" in str(error) for error in errors)
 
@@ -62,27 +62,18 @@ class TestInTheCallback:
         until(lambda: "membroker-recall" not in {thread.name for thread in threading.enumerate()})
 
     def test_a_close_waits_for_a_callback_no_longer_than_it_must(
-        self,
-        broker: PlayedBroker,
-        client: Client,
-        served: Model,
-        monkeypatch: pytest.MonkeyPatch,
+        self, broker: PlayedBroker, client: Client, served: Model, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A callback hangs. The program closes its client all the same."""
         monkeypatch.setattr(notices, "STOPPING_SECONDS", 0.1)
-        began, go_on = threading.Event(), threading.Event()
-
-        def hang(_: Recall) -> None:
-            began.set()
-            assert go_on.wait(DEADLINE_SECONDS)
-
-        answering(broker, served, hang)
+        held = Held()
+        answering(broker, served, held)
         recall(broker, 1)
-        assert began.wait(DEADLINE_SECONDS)
+        until(lambda: held.called)
         caller = Caller(client.close)
         broker.reply(broker.hear("goodbye").request_id, goodbye=pb.GoodbyeResponse())
         caller.value()
-        go_on.set()
+        held.go_on.set()
 
 
 class TestHeldUp:
@@ -110,15 +101,10 @@ class TestHeldUp:
     def test_it_begins_when_a_running_callback_has_ended(
         self, broker: PlayedBroker, client: Client, served: Model
     ) -> None:
-        began, go_on = threading.Event(), threading.Event()
-
-        def slow(_: Recall) -> None:
-            began.set()
-            assert go_on.wait(DEADLINE_SECONDS)
-
-        answering(broker, served, slow)
+        held = Held()
+        answering(broker, served, held)
         recall(broker, 1)
-        assert began.wait(DEADLINE_SECONDS)
+        until(lambda: held.called)
         inside = threading.Event()
 
         def capture() -> None:
@@ -130,16 +116,12 @@ class TestHeldUp:
         assert recalling is not None
         until(lambda: recalling._changed.waiting)
         assert not inside.is_set()
-        go_on.set()
+        held.go_on.set()
         caller.value()
-        broker.hear("recall_answer")
+        answer(broker)
 
     def test_it_begins_although_a_callback_waits_for_it(
-        self,
-        broker: PlayedBroker,
-        client: Client,
-        served: Model,
-        monkeypatch: pytest.MonkeyPatch,
+        self, broker: PlayedBroker, client: Client, served: Model, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The callback wants a lock that the capturing thread holds: neither waits forever."""
         monkeypatch.setattr(background, "STOPPING_SECONDS", 0.1)
@@ -155,7 +137,7 @@ class TestHeldUp:
             until(lambda: line(client).notices._recalling._busy)  # type: ignore[union-attr]
             with client.defer_recalls():
                 assert broker.hears_nothing()
-        broker.hear("recall_answer")
+        answer(broker)
 
     def test_a_client_is_closed_in_the_block(self, broker: PlayedBroker, client: Client, served: Model) -> None:
         """What was held up is done in the end."""
@@ -220,7 +202,7 @@ def test_a_log_of_a_hanging_driver_is_no_end(
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR, "membroker"):
         patch.setattr(pool._holding.region, "unbind", stuck)
         recall(broker, 1)
-        broker.hear("recall_answer")
+        answer(broker)
     assert remaining == [PAGE]
     assert "could not release spare pages that the broker recalls" in caplog.text
     assert pool.stats().spare_pages == 1

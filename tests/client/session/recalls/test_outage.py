@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.client.session.recalls.asking import answering, recall
+from tests.client.session.recalls.asking import answer, answering, deferring, recall
 from tests.support.daemons import until
 from tests.support.fake_broker import MODEL, Caller, PlayedBroker, drop_all, is_away, line
 
@@ -17,7 +17,7 @@ from membroker.v1 import resources_pb2
 def test_a_recall_ends_with_its_connection(broker: PlayedBroker, client: Client, served: Model) -> None:
     """The broker asks again for what is late, with the same id; the first one's answer would be for nobody."""
     given: list[Recall] = []
-    answering(broker, served, lambda recall: given.append(recall) or membroker.DEFERRED)
+    answering(broker, served, deferring(given))
     recall(broker, 1)
     until(lambda: given)
     drop_all(broker, client)
@@ -33,7 +33,7 @@ def test_a_recall_ends_with_its_connection(broker: PlayedBroker, client: Client,
     given[0].done()
     assert broker.hears_nothing()
     given[1].done()
-    assert broker.hear("recall_answer").recall_answer.recall_id == 1
+    assert answer(broker).recall_id == 1
 
 
 def test_an_answer_that_was_lost(broker: PlayedBroker, client: Client, served: Model) -> None:
@@ -42,7 +42,7 @@ def test_an_answer_that_was_lost(broker: PlayedBroker, client: Client, served: M
     answering(broker, served, called.append)
     for turn in (1, 2):
         recall(broker, 1)
-        assert broker.hear("recall_answer").recall_answer.recall_id == 1
+        assert answer(broker).recall_id == 1
         assert len(called) == turn
         drop_all(broker, client)
         broker.resume()
@@ -74,12 +74,12 @@ def test_it_is_said_again_what_it_answers(broker: PlayedBroker, client: Client, 
     assert frame.register_model.HasField("answers_recalls")
     assert not frame.register_model.answers_recalls
     broker.reply(frame.request_id, model=resources_pb2.Model(name=MODEL))
-    assert broker.hear("recall_answer").recall_answer.recall_id == 1, "all is kept"
+    assert answer(broker).recall_id == 1, "all is kept"
     caller.value()
     served.on_recall(None)
     assert broker.hears_nothing()
     recall(broker, 2)
-    assert broker.hear("recall_answer").recall_answer.recall_id == 2
+    assert answer(broker).recall_id == 2
     drop_all(broker, client)
     assert not broker.resume().answering_models
     until(lambda: not is_away(client))
@@ -95,10 +95,7 @@ def test_it_is_said_again_what_it_answers(broker: PlayedBroker, client: Client, 
 
 
 def test_it_is_not_waited_for_a_broker_that_is_away(
-    broker: PlayedBroker,
-    client: Client,
-    served: Model,
-    monkeypatch: pytest.MonkeyPatch,
+    broker: PlayedBroker, client: Client, served: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program that ends with its broker would end 30 seconds later. The next broker is told so by the resume."""
     monkeypatch.setattr(recalls, "CONTROL_SECONDS", 3600.0)

@@ -5,18 +5,13 @@ from __future__ import annotations
 import threading
 
 import pytest
-from tests.client.session.recalls.asking import HOST, answering, prepared, recall, until_heard
+from tests.client.session.recalls.asking import HOST, answer, answering, deferring, prepared, recall, until_heard
 from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_broker import MODEL, PAGE, PlayedBroker, buffer
 
 import membroker
 from membroker import Client, Model, Recall
 from membroker.v1.handoff_pb2 import RecallAnswer
-
-
-def answer(broker: PlayedBroker) -> RecallAnswer:
-    """Return the next answer that the broker hears."""
-    return broker.hear("recall_answer").recall_answer
 
 
 def test_a_callback_that_looks_again(broker: PlayedBroker, client: Client, served: Model) -> None:
@@ -120,12 +115,7 @@ def test_an_answer_that_crosses_a_raise(broker: PlayedBroker, client: Client, se
 def test_spare_pages_go_first(broker: PlayedBroker, served: Model) -> None:
     """An engine works on a recall when it is raised. Pages that nobody uses are enough for both."""
     called: list[Recall] = []
-
-    def wake(one: Recall) -> object:
-        called.append(one)
-        return membroker.DEFERRED
-
-    answering(broker, served, wake)
+    answering(broker, served, deferring(called))
     recall(broker, 1)
     until(lambda: called)
     pool = prepared(broker, served, 2)
@@ -136,19 +126,11 @@ def test_spare_pages_go_first(broker: PlayedBroker, served: Model) -> None:
 
 
 def test_a_broker_that_is_wrong(
-    broker: PlayedBroker,
-    client: Client,
-    served: Model,
-    caplog: pytest.LogCaptureFixture,
+    broker: PlayedBroker, client: Client, served: Model, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A number that is open comes with another model or location. Nothing of it is done."""
     called: list[Recall] = []
-
-    def wake(one: Recall) -> object:
-        called.append(one)
-        return membroker.DEFERRED
-
-    answering(broker, served, wake)
+    answering(broker, served, deferring(called))
     recall(broker, 1)
     until(lambda: called)
     recall(broker, 1, 2 * PAGE, location=HOST)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.client.session.recalls.asking import answering, prepared, recall
+from tests.client.session.recalls.asking import answer, answering, prepared, recall
 from tests.support.daemons import until
 from tests.support.fake_broker import MODEL, PAGE, Caller, PlayedBroker, model
 
@@ -19,7 +19,7 @@ def test_they_go_without_the_callback(broker: PlayedBroker, client: Client, serv
     answering(broker, served, called.append)
     recall(broker, 1, 2 * PAGE + 1)
     assert list(broker.hear("release").release.extent_ids) == [2, 3, 4]
-    assert broker.hear("recall_answer").recall_answer.recall_id == 1
+    assert answer(broker).recall_id == 1
     assert called == []
     assert (pool.stats().mapped_pages, pool.stats().spare_pages) == (1, 1)
     assert pool.allocate(0, PAGE) == pool.base_address, "the page that is left needs no broker"
@@ -35,7 +35,7 @@ def test_the_callback_is_asked_for_the_rest(broker: PlayedBroker, served: Model)
     answering(broker, served, lambda recall: remaining.append(recall.remaining))
     recall(broker, 1, 3 * PAGE)
     broker.hear("release")
-    broker.hear("recall_answer")
+    answer(broker)
     assert remaining == [PAGE]
     assert (pool.stats().spare_pages, kept.stats().spare_pages) == (0, 1)
 
@@ -49,7 +49,7 @@ def test_another_models_stay(broker: PlayedBroker, client: Client, served: Model
     caller.value()
     answering(broker, served, lambda _: None)
     recall(broker, 1)
-    broker.hear("recall_answer")
+    answer(broker)
     assert pool.stats().spare_pages == 1
 
 
@@ -69,5 +69,5 @@ def test_a_shared_pools_pages_go_too(broker: PlayedBroker, client: Client) -> No
     answering(broker, served, lambda _: None)
     recall(broker, 1)
     assert list(broker.hear("release").release.extent_ids) == [2]
-    broker.hear("recall_answer")
+    answer(broker)
     until(lambda: shared.global_stats().physical_usage_bytes == PAGE)
