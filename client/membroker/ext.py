@@ -7,8 +7,8 @@ They use what any program uses: the names of `membroker`, and its modules `admin
 also to yours; what has none may change freely.
 
 A name is imported when an extension asks for it: a command needs no pool, and a KV cache no endpoint. So each name
-stands twice, for the type checker and in `_MODULES`; tests/client/test_ext.py compares the two. This module must have
-nothing of its own.
+stands twice, for the type checker and in `_MODULES`; tests/client/test_import.py compares the two. This module must
+have nothing of its own.
 """
 
 from __future__ import annotations

@@ -152,6 +152,8 @@ class TestJax:
                 made = array(buffer, dtype, (4,))
                 assert made.dtype == dtype
                 del made
+            for word in ("BF16", "F16", "I32", "U8", "BOOL", "C64"):
+                assert array(buffer, word, (4, 4)).shape == (4, 4)
             collect()
 
     def test_a_refusal_says_what_this_adapter_can_do(self, model: membroker.Model) -> None:

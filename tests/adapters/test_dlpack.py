@@ -59,11 +59,13 @@ class TestBytes:
             array[2, 1] = 1.5
             assert np.frombuffer(buffer.view(), "<f4")[16 + 7] == 1.5
             del array
+            # A checkpoint has a temperature of shape (), and an adapter of no rows at the very end.
+            assert tuple(consume(export(buffer, "F32", ()), by).shape) == ()
+            assert tuple(consume(export(buffer, "F32", (0, 5), offset=MIB), by).shape) == (0, 5)
+        with pytest.raises(ClosedError):
+            export(buffer, "U8", (4,))
 
-    @pytest.mark.parametrize(
-        ("dtype", "name"),
-        list(NUMPYS.items()),
-    )
+    @pytest.mark.parametrize(("dtype", "name"), list(NUMPYS.items()))
     @frameworks
     def test_every_dtype_that_numpy_has(self, model: Model, by: str, dtype: str, name: str) -> None:
         with model.allocate("1MiB") as buffer:
@@ -95,13 +97,6 @@ class TestBytes:
         """Which is NumPy's own sentence; `Segment.tensors` is the way to those with ml_dtypes."""
         with model.allocate("1MiB") as buffer, pytest.raises((RuntimeError, BufferError), match="nsupported dtype"):
             np.from_dlpack(export(buffer, dtype, (4,)))
-
-    @frameworks
-    def test_scalars_and_empty_tensors(self, model: Model, by: str) -> None:
-        """A checkpoint has both: a temperature of shape (), and an adapter of no rows at the very end."""
-        with model.allocate("1MiB") as buffer:
-            assert tuple(consume(export(buffer, "F32", ()), by).shape) == ()
-            assert tuple(consume(export(buffer, "F32", (0, 5), offset=MIB), by).shape) == (0, 5)
 
     def test_a_range_of_a_pool(self, model: Model, torch: Any) -> None:
         """A cache in a pool: only what is backed can be exported, and what is exported cannot be deallocated."""
@@ -238,12 +233,6 @@ class TestRefused:
                 tensor.__cuda_array_interface__
             del tensor
 
-    def test_a_closed_buffer(self, model: Model) -> None:
-        buffer = model.allocate("1MiB")
-        buffer.close()
-        with pytest.raises(ClosedError):
-            export(buffer, "U8", (4,))
-
     def test_without_numpy_there_is_a_sentence(self, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "numpy", None)
         with model.allocate("1MiB") as buffer, pytest.raises(ImportError, match="pip install numpy"):
@@ -316,23 +305,19 @@ class TestLives:
         until(lambda: daemon.books().lent_bytes == 0)
 
     @frameworks
-    def test_a_tensor_keeps_a_buffer_that_nobody_else_knows(self, daemon: Daemon, model: Model, by: str) -> None:
-        array = consume(export(model.allocate(PAGE), "U8", (PAGE,)), by)
+    @pytest.mark.parametrize("closes", [False, True])
+    def test_a_tensor_keeps_a_buffer_that_nobody_else_knows(self, daemon: Daemon, by: str, closes: bool) -> None:
+        """Also when its client was closed."""
+        client = membroker.connect(str(daemon.endpoint()))
+        array = consume(export(client.register_model("short").allocate(PAGE), "U8", (PAGE,)), by)
+        if closes:
+            client.close()
         collect()
         array[:3] = 5
         assert daemon.books().lent_bytes == PAGE
         del array
         until(lambda: daemon.books().lent_bytes == 0)
-
-    @frameworks
-    def test_a_client_that_closes_waits_too(self, daemon: Daemon, by: str) -> None:
-        client = membroker.connect(str(daemon.endpoint()))
-        array = consume(export(client.register_model("short").allocate(PAGE), "U8", (PAGE,)), by)
         client.close()
-        array[:3] = 5
-        assert daemon.books().lent_bytes == PAGE
-        del array
-        until(lambda: daemon.books().lent_bytes == 0)
 
     @pytest.mark.parametrize("version", [None, (0, 8), (1, 0), (2, 0)])
     def test_a_capsule_that_nobody_consumes(

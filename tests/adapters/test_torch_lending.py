@@ -48,14 +48,18 @@ class TestLending:
 
     @pytest.fixture
     def lending(self, client: Client, alive: set[int]) -> Iterator[Any]:
-        one = lendings.TorchLending(client.register_model("lending", limit="8MiB"), 0, lambda: set(alive))
+        """With 8 MiB. A test may set `empty`, by which torch empties its cache."""
+        self.empty: Callable[[], bool] = lambda: False
+        self.model = client.register_model("lending", limit="8MiB")
+        one = lendings.TorchLending(self.model, 0, lambda: set(alive), lambda: self.empty())
+        self.allocate = lambda size, device=0: self.ALLOCATE(one.allocate_address)(size, device, None)
         yield one
         alive.clear()
         one.collect(ended=True)
 
     def test_lends_and_collects(self, daemon: Daemon, lending: Any, alive: set[int]) -> None:
         """A piece is lent whole, kept while torch has it, and released once it was seen and is no longer there."""
-        address = in_a_thread(lambda: self.ALLOCATE(lending.allocate_address)(4 * MIB, 0, None))
+        address = in_a_thread(lambda: self.allocate(4 * MIB))
         assert lending.owns(address, 4 * MIB)
         assert not lending.owns(address + 1, 4 * MIB)
         assert lending.lent == 4 * MIB == daemon.books().lent_bytes
@@ -69,104 +73,77 @@ class TestLending:
         assert lending.lent == 0
         until(lambda: daemon.books().lent_bytes == 0)
 
-    def test_denied(self, lending: Any, alive: set[int]) -> None:
+    def test_a_denial_first_collects_what_torch_has_freed(self, lending: Any, alive: set[int]) -> None:
         """Beyond the limit torch gets a null pointer, and the broker's sentence is there to be read."""
-        allocate = self.ALLOCATE(lending.allocate_address)
-        alive.add(allocate(8 * MIB, 0, None))
-        assert allocate(2 * MIB, 0, None) is None
+        alive.add(self.allocate(8 * MIB))
+        assert self.allocate(2 * MIB) is None
         assert lending.refusals == 1
         assert isinstance(lending.last_denial, membroker.OutOfMemory)
         assert "8.0 MiB" in str(lending.last_denial)
-
-    def test_a_denial_first_collects_what_torch_has_freed(self, lending: Any, alive: set[int]) -> None:
-        allocate = self.ALLOCATE(lending.allocate_address)
-        address = allocate(8 * MIB, 0, None)
-        alive.add(address)
-        assert allocate(2 * MIB, 0, None) is None
         alive.clear()
-        assert allocate(2 * MIB, 0, None)
+        assert self.allocate(2 * MIB)
         assert lending.lent == 2 * MIB
 
-    def test_a_denial_first_empties_torchs_cache(self, client: Client, alive: set[int]) -> None:
+    def test_a_denial_first_empties_torchs_cache(self, lending: Any, alive: set[int]) -> None:
         """What torch only caches goes back, and the allocation is tried again; torch hears nothing of the refusal."""
-
-        def empty() -> bool:
-            alive.clear()
-            return True
-
-        model = client.register_model("lending", limit="8MiB")
-        lending = lendings.TorchLending(model, 0, lambda: set(alive), empty)
-        allocate = self.ALLOCATE(lending.allocate_address)
-        alive.add(allocate(6 * MIB, 0, None))
-        address = allocate(4 * MIB, 0, None)
+        self.empty = lambda: alive.clear() is None
+        alive.add(self.allocate(6 * MIB))
+        address = self.allocate(4 * MIB)
         assert lending.owns(address, 4 * MIB)
         assert (lending.lent, lending.reclaimed_bytes, lending.refusals) == (4 * MIB, 6 * MIB, 0)
         assert lending.last_denial is None
-        lending.collect(ended=True)
 
-    def test_only_the_last_attempt_waits(
-        self, client: Client, alive: set[int], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_only_the_last_attempt_waits(self, lending: Any, alive: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
         """As long as torch may have something to release, nothing is waited for; after that, as the broker says."""
         waits: list[float | None] = []
+        lend = self.model.allocate
 
         def empty() -> bool:
             if len(waits) < 3:
                 alive.clear()
             return True
 
-        model = client.register_model("lending", limit="8MiB")
-        lending = lendings.TorchLending(model, 0, lambda: set(alive), empty)
-        allocate, lend = self.ALLOCATE(lending.allocate_address), model.allocate
-        alive.add(allocate(8 * MIB, 0, None))
-
         def note(size: int, **options: Any) -> Any:
             waits.append(options.get("wait"))
             return lend(size, **options)
 
-        monkeypatch.setattr(model, "allocate", note)
-        assert allocate(16 * MIB, 0, None) is None
+        self.empty = empty
+        alive.add(self.allocate(8 * MIB))
+        monkeypatch.setattr(self.model, "allocate", note)
+        assert self.allocate(16 * MIB) is None
         assert waits == [0, 0, None]
         assert lending.refusals == 1
 
     @pytest.mark.parametrize("size", [4 * MIB, 16 * MIB], ids=["lent after all", "refused"])
-    def test_a_denial_keeps_nothing_of_the_program(self, client: Client, alive: set[int], size: int) -> None:
+    def test_a_denial_keeps_nothing_of_the_program(self, lending: Any, alive: set[int], size: int) -> None:
         """A traceback holds the frames below it, and they the tensors of a forward pass, which would stay lent."""
-
-        def empty() -> bool:
-            alive.clear()
-            return True
 
         class Activations:
             """What a frame of the program holds."""
 
         def forward() -> weakref.ref[Activations]:
             held = Activations()
-            allocate(size, 0, None)
+            self.allocate(size)
             return weakref.ref(held)
 
-        model = client.register_model("lending", limit="8MiB")
-        lending = lendings.TorchLending(model, 0, lambda: set(alive), empty)
-        allocate = self.ALLOCATE(lending.allocate_address)
-        alive.add(allocate(8 * MIB, 0, None))
+        self.empty = lambda: alive.clear() is None
+        alive.add(self.allocate(8 * MIB))
         gc.disable()
         try:
             assert forward()() is None
         finally:
             gc.enable()
         assert lending.refusals == (size > 8 * MIB)
-        lending.collect(ended=True)
 
     def test_what_came_and_went_between_two_looks(self, lending: Any, alive: set[int]) -> None:
         """A thread that calls again has finished its last allocation; until then that memory may be in use."""
-        allocate = self.ALLOCATE(lending.allocate_address)
         first, second = threading.Event(), threading.Event()
 
         def work() -> None:
-            allocate(4 * MIB, 0, None)
+            self.allocate(4 * MIB)
             first.set()
             assert second.wait(DEADLINE_SECONDS)
-            alive.add(allocate(2 * MIB, 0, None))
+            alive.add(self.allocate(2 * MIB))
 
         thread = threading.Thread(target=work)
         thread.start()
@@ -180,15 +157,14 @@ class TestLending:
         assert lending.collect() == 2 * MIB
 
     def test_what_a_dead_thread_left_goes_at_the_end(self, lending: Any) -> None:
-        in_a_thread(lambda: self.ALLOCATE(lending.allocate_address)(4 * MIB, 0, None))
+        in_a_thread(lambda: self.allocate(4 * MIB))
         assert lending.collect() == 0
         assert lending.collect(ended=True) == 4 * MIB
 
     def test_threads_that_are_refused_at_once_share_what_goes_back(
-        self, client: Client, monkeypatch: pytest.MonkeyPatch
+        self, lending: Any, alive: set[int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """One thread empties the cache while another is refused: the other waits for it, and gets its part."""
-        alive: set[int] = set()
         empties, entered, refused = [0], threading.Event(), threading.Event()
 
         def empty() -> bool:
@@ -198,14 +174,12 @@ class TestLending:
             alive.clear()
             return True
 
-        model = client.register_model("lending", limit="8MiB")
-        lending = lendings.TorchLending(model, 0, lambda: set(alive), empty)
-        allocate, found = self.ALLOCATE(lending.allocate_address), []
-        alive.add(allocate(8 * MIB, 0, None))
-        threads = [threading.Thread(target=lambda: found.append(allocate(4 * MIB, 0, None))) for _ in range(2)]
+        self.empty, found = empty, []
+        alive.add(self.allocate(8 * MIB))
+        threads = [threading.Thread(target=lambda: found.append(self.allocate(4 * MIB))) for _ in range(2)]
         threads[0].start()
         assert entered.wait(DEADLINE_SECONDS)
-        lend = model.allocate
+        lend = self.model.allocate
 
         def seen_refused(size: int, **options: Any) -> Any:
             try:
@@ -214,7 +188,7 @@ class TestLending:
                 refused.set()
                 raise
 
-        monkeypatch.setattr(model, "allocate", seen_refused)
+        monkeypatch.setattr(self.model, "allocate", seen_refused)
         threads[1].start()
         for thread in threads:
             thread.join()
@@ -222,10 +196,9 @@ class TestLending:
         assert lending.refusals == 0
         assert empties == [1], "the second thread empties nothing that was just emptied"
         assert (lending.lent, lending.reclaimed_bytes) == (8 * MIB, 8 * MIB)
-        lending.collect(ended=True)
 
     def test_another_card_is_refused(self, lending: Any) -> None:
-        assert self.ALLOCATE(lending.allocate_address)(2 * MIB, 3, None) is None
+        assert self.allocate(2 * MIB, 3) is None
         assert "GPU 3" in str(lending.last_denial)
 
     def test_a_closed_client_keeps_what_torch_has(self, daemon: Daemon) -> None:

@@ -106,130 +106,113 @@ class Program:
                     admin.DeleteSegment(broker_pb2.DeleteSegmentRequest(name=one.name))
 
 
-def prepared(program: Program, name: str) -> Call:
-    """Return a public call, ready to be made."""
-    match name:
-        case "allocate a buffer":
-            return lambda: program.model.allocate(PAGE)
-        case "close a buffer":
-            return program.keep(program.model.allocate(PAGE)).close  # type: ignore[no-any-return]
-        case "make a pool":
-            return lambda: program.model.pool(page_size=PAGE, virtual_capacity=64 * PAGE)
-        case "allocate":
-            pool = program.pool()
-            return lambda: pool.allocate(0, 3 * PAGE)
-        case "allocate beside spare pages":
-            pool = program.pool(2, spare_pages=2)
-            pool.deallocate(0, 2 * PAGE)
-            return lambda: pool.allocate(PAGE, 3 * PAGE)
-        case "grow":
-            pool = program.pool(1)
-            return lambda: pool.grow(PAGE)
-        case "deallocate":
-            pool = program.pool(3)
-            return lambda: pool.deallocate(0, 2 * PAGE)
-        case "allocate ranges" | "deallocate ranges":
-            pool = program.pool(2, spare_pages=1)
-            pool.deallocate(PAGE, PAGE)
-            ranges = [(at * PAGE, PAGE) for at in (1, 5, 6, 20)]
-            if name == "allocate ranges":
-                return lambda: pool.allocate_ranges(ranges)
-            pool.allocate_ranges(ranges)
-            return lambda: pool.deallocate_ranges(ranges)
-        case "free":
-            pool = program.pool(3)
-            return lambda: pool.free(pool.base_address)
-        case "protect":
-            pool = program.pool(3)
-            return lambda: pool.protect(0, PAGE, "read")
-        case "close a pool":
-            return program.pool(3).close
-        case "compact":
-            return program.holes().compact
-        case "offload":
-            return program.pool(3).offload
-        case "restore":
-            return program.offloaded().restore
-        case "make a growable buffer":
-            return lambda: program.model.growable_buffer(PAGE, 16 * PAGE, PAGE)
-        case "grow a buffer":
-            buffer = program.keep(program.model.growable_buffer(PAGE, 16 * PAGE, PAGE))
-            return lambda: buffer.resize(3 * PAGE)
-        case "shrink a buffer":
-            buffer = program.keep(program.model.growable_buffer(3 * PAGE, 16 * PAGE, PAGE))
-            return lambda: buffer.resize(PAGE)
-        case "back tiles" | "drop tiles":
-            table = program.keep(program.model.sparse_array((64, PAGE), "U8"))
-            if name == "back tiles":
-                return lambda: table.back(1, 3)
-            table.back(1, 3)
-            return lambda: table.drop(1, 3)
-        case "create a segment":
-            return program.segment
-        case "seal":
-            return program.segment().seal
-        case "attach":
-            segment = program.segment(sealed=True)
-            return lambda: program.client.attach(f"m/{segment.name}")
-        case "close a segment":
-            return program.segment().close
-        case "allocate without a broker":
-            own = program.keep(membroker.VirtualMemoryPool(program.local, 64 * PAGE, page_size=PAGE))
-            return lambda: own.allocate(0, 3 * PAGE)
-        case "deallocate without a broker":
-            own = program.keep(membroker.VirtualMemoryPool(program.local, 64 * PAGE, page_size=PAGE))
-            own.allocate(0, 3 * PAGE)
-            return lambda: own.deallocate(0, 3 * PAGE)
-        case "wait for memory" | "wait for a segment":
-
-            def wait() -> None:
-                """Wait for more than there is, as long as a few turns of the daemon take."""
-                with suppress(membroker.OutOfMemory):
-                    if name == "wait for memory":
-                        program.model.allocate("1GiB", wait=0.05)
-                    else:
-                        program.model.create_segment("late", "1GiB", wait=0.05)
-
-            return wait
-        case "answer recalls":
-            return lambda: program.model.on_recall(lambda _: None)
-        case "answer no recalls":
-            program.model.on_recall(lambda _: None)
-            return lambda: program.model.on_recall(None)
-        case "answer one recall":
-            return program.recall().done
-        case "hold up recalls":
-
-            def hold_up() -> None:
-                with program.client.defer_recalls():
-                    pass
-
-            return hold_up
-        case "lend to a framework":
-            lending = program.keep(BlockLending(program.model, PAGE))
-            return lambda: lending.allocate(1)
-    raise AssertionError(name)
+def within(pool: membroker.VirtualMemoryPool, call: str, *arguments: Any) -> Call:
+    return lambda: getattr(pool, call)(*arguments)
 
 
-CALLS = [
-    *("allocate a buffer", "close a buffer", "make a pool", "allocate", "allocate beside spare pages", "grow"),
-    *("deallocate", "free", "protect", "close a pool", "compact", "offload", "restore", "make a growable buffer"),
-    *("grow a buffer", "shrink a buffer", "back tiles", "drop tiles", "create a segment", "seal", "attach"),
-    *(
-        "close a segment",
-        "wait for memory",
-        "wait for a segment",
-        "answer recalls",
-        "answer no recalls",
-        "answer one recall",
-        "hold up recalls",
-        "lend to a framework",
-        "allocate ranges",
-        "deallocate ranges",
-        "allocate without a broker",
-        "deallocate without a broker",
-    ),
-]
+def beside_spare_pages(it: Program) -> Call:
+    pool = it.pool(2, spare_pages=2)
+    pool.deallocate(0, 2 * PAGE)
+    return within(pool, "allocate", PAGE, 3 * PAGE)
+
+
+def ranges(it: Program, *, there: bool) -> Call:
+    pool = it.pool(2, spare_pages=1)
+    pool.deallocate(PAGE, PAGE)
+    where = [(at * PAGE, PAGE) for at in (1, 5, 6, 20)]
+    if there:
+        pool.allocate_ranges(where)
+    return within(pool, "deallocate_ranges" if there else "allocate_ranges", where)
+
+
+def growable(it: Program, before: int, after: int) -> Call:
+    buffer = it.keep(it.model.growable_buffer(before * PAGE, 16 * PAGE, PAGE))
+    return lambda: buffer.resize(after * PAGE)
+
+
+def tiles(it: Program, *, there: bool) -> Call:
+    table = it.keep(it.model.sparse_array((64, PAGE), "U8"))
+    if there:
+        table.back(1, 3)
+    return lambda: (table.drop if there else table.back)(1, 3)
+
+
+def without_a_broker(it: Program, *, there: bool) -> Call:
+    pool = it.keep(membroker.VirtualMemoryPool(it.local, 64 * PAGE, page_size=PAGE))
+    if there:
+        pool.allocate(0, 3 * PAGE)
+    return within(pool, "deallocate" if there else "allocate", 0, 3 * PAGE)
+
+
+def attach(it: Program) -> Call:
+    segment = it.segment(sealed=True)
+    return lambda: it.client.attach(f"m/{segment.name}")
+
+
+def refused(call: Call) -> Call:
+    """Wait for more than there is, as long as a few turns of the daemon take."""
+
+    def wait() -> None:
+        with suppress(membroker.OutOfMemory):
+            call()
+
+    return wait
+
+
+def no_recalls(it: Program) -> Call:
+    it.model.on_recall(lambda _: None)
+    return lambda: it.model.on_recall(None)
+
+
+def hold_up(it: Program) -> Call:
+    def block() -> None:
+        with it.client.defer_recalls():
+            pass
+
+    return block
+
+
+def lend(it: Program) -> Call:
+    lending = it.keep(BlockLending(it.model, PAGE))
+    return lambda: lending.allocate(1)
+
+
+CALLS: dict[str, Callable[[Program], Call]] = {
+    "allocate a buffer": lambda it: lambda: it.model.allocate(PAGE),
+    "close a buffer": lambda it: it.keep(it.model.allocate(PAGE)).close,  # type: ignore[no-any-return]
+    "make a pool": lambda it: lambda: it.model.pool(page_size=PAGE, virtual_capacity=64 * PAGE),
+    "allocate": lambda it: within(it.pool(), "allocate", 0, 3 * PAGE),
+    "allocate beside spare pages": beside_spare_pages,
+    "grow": lambda it: within(it.pool(1), "grow", PAGE),
+    "deallocate": lambda it: within(it.pool(3), "deallocate", 0, 2 * PAGE),
+    "free": lambda it: (lambda pool: within(pool, "free", pool.base_address))(it.pool(3)),
+    "protect": lambda it: within(it.pool(3), "protect", 0, PAGE, "read"),
+    "close a pool": lambda it: it.pool(3).close,
+    "compact": lambda it: it.holes().compact,
+    "offload": lambda it: it.pool(3).offload,
+    "restore": lambda it: it.offloaded().restore,
+    "allocate ranges": partial(ranges, there=False),
+    "deallocate ranges": partial(ranges, there=True),
+    "make a growable buffer": lambda it: lambda: it.model.growable_buffer(PAGE, 16 * PAGE, PAGE),
+    "grow a buffer": lambda it: growable(it, 1, 3),
+    "shrink a buffer": lambda it: growable(it, 3, 1),
+    "back tiles": partial(tiles, there=False),
+    "drop tiles": partial(tiles, there=True),
+    "create a segment": lambda it: it.segment,
+    "seal": lambda it: it.segment().seal,
+    "attach": attach,
+    "close a segment": lambda it: it.segment().close,
+    "allocate without a broker": partial(without_a_broker, there=False),
+    "deallocate without a broker": partial(without_a_broker, there=True),
+    "wait for memory": lambda it: refused(lambda: it.model.allocate("1GiB", wait=0.05)),
+    "wait for a segment": lambda it: refused(lambda: it.model.create_segment("late", "1GiB", wait=0.05)),
+    "answer recalls": lambda it: lambda: it.model.on_recall(lambda _: None),
+    "answer no recalls": no_recalls,
+    "answer one recall": lambda it: it.recall().done,
+    "hold up recalls": hold_up,
+    "lend to a framework": lend,
+}
+"""Each public call, ready to be made."""
 
 
 @pytest.fixture(scope="module")
@@ -284,12 +267,12 @@ def test_ctrl_c_anywhere(program: Program, name: str) -> None:
     print("MEMBROKER_SEED", SEED)
     points = 0
     for _ in range(2):  # the first call also imports
-        points, struck = interrupted_at(None, prepared(program, name))
+        points, struck = interrupted_at(None, CALLS[name](program))
         assert not struck
         program.lost_all()
     for point in sampled(SEED, points, POINTS):
         print(name, "point", point, "of", points)
-        call = prepared(program, name)
+        call = CALLS[name](program)
         passed, struck = interrupted_at(point, call)
         assert struck or passed < point, "the interrupt was lost"
         del call

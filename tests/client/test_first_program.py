@@ -1,78 +1,30 @@
-"""What a first program meets: `free`, the end of the addresses, the numbers of a refusal, and `dir(model)`."""
+"""What a first program meets: the numbers of a refusal, and `dir(model)`."""
 
 from __future__ import annotations
 
 import pickle
 
 import pytest
-from tests.support.fake_lender import PAGE
 from tests.support.sizes import MIB
 
 import membroker
-from membroker.errors import InvalidOffset, InvalidRequest, NotMapped, OutOfMemory
+from membroker.errors import OutOfMemory
 from membroker.memory.growable import GrowableBuffer
 from membroker.pool.pool import VirtualMemoryPool
 
 PUBLIC_NAMES = [
-    "allocate",
-    "available",
-    "create_segment",
-    "declare",
-    "defer_recalls",
-    "driver",
-    "growable_buffer",
-    "host_limit",
-    "leave",
-    "limit",
-    "limited",
-    "name",
-    "on_recall",
-    "on_sleep",
-    "peak_bytes",
-    "pending_recall",
-    "pool",
-    "recall_callback",
-    "resource_name",
-    "say_sleep",
-    "sleep_callback",
-    "source",
-    "sparse_array",
-    "stats",
-    "unregister",
-    "used_bytes",
-    "virtual_capacity",
+    *("allocate", "available", "create_segment", "declare", "defer_recalls", "driver", "growable_buffer"),
+    *("host_limit", "leave", "limit", "limited", "name", "on_recall", "on_sleep", "peak_bytes"),
+    *("pending_recall", "pool", "recall_callback", "resource_name", "say_sleep", "sleep_callback", "source"),
+    *("sparse_array", "stats", "unregister", "used_bytes", "virtual_capacity"),
 ]
-
-
-class TestFree:
-    """Whoever got an address gives the address back, as with malloc."""
-
-    def test_what_is_no_beginning_is_refused(self, pool: VirtualMemoryPool) -> None:
-        """Twice, in the middle, before the first byte, outside, or no address at all: nothing has changed."""
-        address = pool.allocate(PAGE + 8, 2 * PAGE)
-        for wrong in (address + 1, address - 8, address + PAGE, pool.base_address):
-            with pytest.raises(NotMapped):
-                pool.free(wrong)
-        for wrong in (pool.base_address - 1, pool.base_address + pool.capacity, 0, -1, 8, 1 << 70):
-            with pytest.raises(InvalidOffset):
-                pool.free(wrong)
-        for wrong in (1.0, True, None, "1"):
-            with pytest.raises(InvalidRequest):
-                pool.free(wrong)  # type: ignore[arg-type]
-        assert pool.physical_usage_bytes == 3 * PAGE
-        pool.free(address)
-        with pytest.raises(NotMapped):
-            pool.free(address)
 
 
 class TestRefusals:
     """20 MiB were asked for; a message that speaks of 64 MiB alone makes people look for a fault of their own."""
 
     def test_the_bytes_that_were_asked_for_and_the_rounding(self) -> None:
-        with (
-            membroker.LocalSource("host", limit="96MiB") as source,
-            VirtualMemoryPool(source, "1GiB", "64MiB") as pool,
-        ):
+        with membroker.LocalSource("host", limit="96MiB") as source, VirtualMemoryPool(source, "1GiB", "64MiB") as pool:
             pool.allocate_anywhere("64MiB")
             for attempt in (pool.grow, pool.allocate_anywhere, lambda size: pool.allocate(64 * MIB, size)):
                 with pytest.raises(OutOfMemory) as caught:

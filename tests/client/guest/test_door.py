@@ -154,9 +154,7 @@ def test_a_silent_client_does_not_stay_when_the_program_has_closed(monkeypatch: 
         bench.is_left()
 
 
-def test_a_client_that_reads_nothing_does_not_stay_when_the_program_has_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_client_that_reads_nothing_does_not_stay_when_the_program_has_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "SILENT_SECONDS", 0.05)
     with opened() as bench, bench.connect() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -173,11 +173,7 @@ def test_a_sweep_looks_at_few_groups_at_a_time() -> None:
         balloon.choose(1, 0, asking(unused), most=6)
         looks.append((asked[:], balloon.is_sweeping))
         asked.clear()
-    assert looks == [
-        ([18, 19, 16, 17, 14, 15], True),
-        ([12, 13, 10, 11, 8, 9], True),
-        ([6, 7, 4, 5, 2, 3], True),
-    ]
+    assert looks == [([18, 19, 16, 17, 14, 15], True), ([12, 13, 10, 11, 8, 9], True), ([6, 7, 4, 5, 2, 3], True)]
     balloon.choose(1, 0, asking(unused), most=6)
     assert (asked, balloon.is_sweeping) == ([], False), "block 0 is always there"
     balloon.choose(1, 0, asking(unused), most=1)

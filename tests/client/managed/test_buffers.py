@@ -14,9 +14,7 @@ from tests.support.daemons import DEADLINE_SECONDS, running
 from tests.support.sizes import MIB
 
 from membroker.errors import InvalidRequest
-from membroker.managed.hints import (
-    UnifiedBuffer,
-)
+from membroker.managed.hints import UnifiedBuffer
 from membroker.vmm import Driver
 
 PAGE = Path(__file__).parents[3] / "docs" / "managed.md"
@@ -75,7 +73,10 @@ def test_a_closed_buffer_refuses(run: Run) -> None:
 
 
 def test_a_living_view_keeps_the_memory(run: Run) -> None:
-    """An array that leaves the block is good until it dies, in whatever thread: then the memory goes, once."""
+    """An array that leaves the block is good until it dies, in whatever thread: then the memory goes, once.
+
+    So it is of a buffer that is forgotten. One that cannot be had leaves nothing.
+    """
     run("""
         with UnifiedBuffer(driver, MIB) as buffer:
             kept = [buffer.view()[:4]]
@@ -87,6 +88,19 @@ def test_a_living_view_keeps_the_memory(run: Run) -> None:
         thread.start(); thread.join()
         assert asked()[-2:] == ["cuCtxSynchronize", "cuMemFree"]
         assert asked().count("cuMemFree") == 1
+        buffer = UnifiedBuffer(driver, MIB)
+        view = buffer.view()
+        del buffer
+        gc.collect()
+        assert asked().count("cuMemFree") == 1
+        del view
+        gc.collect()
+        assert asked().count("cuMemFree") == 2
+        before = asked()
+        with pytest.raises(DeviceFailure, match="cuMemAllocManaged .*CUDA_ERROR_OUT_OF_MEMORY"):
+            UnifiedBuffer(driver, "1TiB")
+        gc.collect()
+        assert asked() == before
     """)
 
 
@@ -136,19 +150,6 @@ def test_many_threads_close_and_one_frees(run: Run) -> None:
     """)
 
 
-def test_a_forgotten_buffer_is_freed(run: Run) -> None:
-    run("""
-        buffer = UnifiedBuffer(driver, MIB)
-        view = buffer.view()
-        del buffer
-        gc.collect()
-        assert asked().count("cuMemFree") == 0
-        del view
-        gc.collect()
-        assert asked().count("cuMemFree") == 1
-    """)
-
-
 def test_after_a_fork_the_childs_buffer_raises_and_frees_nothing(run: Run) -> None:
     """CUDA does not survive a fork, and the pages are not inherited: even the view of them would fault."""
     run("""
@@ -188,15 +189,6 @@ def test_a_device_without_managed_memory_says_so(run: Run) -> None:
     run(code, FAKE_CUDA_LACKS="83")
 
 
-def test_a_buffer_that_cannot_be_had_leaves_nothing(run: Run) -> None:
-    run("""
-        with pytest.raises(DeviceFailure, match="cuMemAllocManaged .*CUDA_ERROR_OUT_OF_MEMORY"):
-            UnifiedBuffer(driver, "1TiB")
-        gc.collect()
-        assert asked() == []
-    """)
-
-
 def test_a_driver_that_is_closed_first_is_said(run: Run) -> None:
     """The wrong order at the end of a program: the memory went with the context, and the error says what is closed."""
     run("""
@@ -234,10 +226,3 @@ def test_the_pages_worker_says_a_plain_sentence_on_the_host_driver() -> None:
         charged, sentence, left = done.stdout.splitlines()
         assert (charged, left) == (f"charged {16 * MIB}", "charged 0")
         assert sentence.startswith("managed memory needs a GPU, and this is the host driver")
-
-
-def test_the_page_says_where_it_leads() -> None:
-    """Each link of the page leads to a file."""
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", PAGE.read_text())
-    assert links
-    assert [link for link in links if "://" not in link and not (PAGE.parent / link).exists()] == []

@@ -33,11 +33,7 @@ _BINDINGS = {
 """Makes the installed bindings' functions those of this version: the arguments that changed, and the names."""
 
 
-_FORMS = {
-    "13": (13, "13000", "_v2"),
-    "12": (12, "13000", "_v2"),
-    "12 on a driver of 12.1": (12, "12010", ""),
-}
+_FORMS = {"13": (13, "13000", "_v2"), "12": (12, "13000", "_v2"), "12 on a driver of 12.1": (12, "12010", "")}
 
 
 @pytest.mark.parametrize(("version", "driver", "suffix"), _FORMS.values(), ids=_FORMS.keys())
@@ -92,14 +88,7 @@ def test_prefer_device_honours_its_ordinal(run: Run) -> None:
 
 
 def test_prefer_host_means_the_host(run: Run) -> None:
-    run("""
-        with UnifiedBuffer(driver, MIB) as buffer:
-            ManagedMemoryHints.from_unified(buffer).apply_policy(MigrationPolicy.PreferHost)
-            assert attribute("PREFERRED_LOCATION", buffer.address, MIB) == HOST
-    """)
-
-
-def test_a_policy_adds_and_the_default_takes_nothing_back(run: Run) -> None:
+    """A policy adds to what was advised before, and the default takes nothing back."""
     run("""
         with UnifiedBuffer(driver, MIB) as buffer:
             hints = ManagedMemoryHints.from_unified(buffer)
@@ -114,27 +103,28 @@ def test_a_policy_adds_and_the_default_takes_nothing_back(run: Run) -> None:
 
 
 def test_hints_know_their_range(run: Run) -> None:
-    """An address of somebody else's is taken as it is, and nothing is asked about it before the first hint."""
+    """An address of somebody else's is taken as it is, and nothing is asked about it before the first hint.
+
+    Memory that is not managed is refused with the driver's word. An empty plan asks nothing.
+    """
     run("""
         hints = ManagedMemoryHints.for_buffer(driver, 0x1000, 4096)
         assert (hints.address, hints.size) == (0x1000, 4096)
         other = ManagedMemoryHints.for_buffer(driver, 0xDEAD, "512B")
         assert (other.address, other.size) == (0xDEAD, 512)
+        PrefetchPlan().execute(driver)
         assert asked() == []
-    """)
-
-
-def test_memory_that_is_not_managed_is_refused_with_the_drivers_word(run: Run) -> None:
-    run("""
-        hints = ManagedMemoryHints.for_buffer(driver, 0x1000, 4096)
         for hint in (hints.set_read_mostly, lambda: hints.prefetch_to(0)):
             with pytest.raises(DeviceFailure, match=r"cuMem.* failed: CUDA_ERROR_INVALID_VALUE"):
                 hint()
     """)
 
 
-def test_hints_about_a_part_leave_the_rest(run: Run) -> None:
-    """A framework's managed allocation of which one tensor is to stay on the host."""
+def test_a_part_is_advised_and_prefetched(run: Run) -> None:
+    """A framework's managed allocation of which one tensor is to stay on the host.
+
+    `"device"` is the driver's own. A thread that has never called CUDA has no context: the driver's is lent to it.
+    """
     run("""
         with UnifiedBuffer(driver, 4 * MIB) as buffer:
             part = ManagedMemoryHints.for_buffer(driver, buffer.address + MIB, MIB)
@@ -142,18 +132,17 @@ def test_hints_about_a_part_leave_the_rest(run: Run) -> None:
             assert attribute("PREFERRED_LOCATION", buffer.address + MIB, MIB) == HOST
             assert attribute("PREFERRED_LOCATION", buffer.address, MIB) == NOWHERE
             assert attribute("PREFERRED_LOCATION", buffer.address + 2 * MIB, 2 * MIB) == NOWHERE
-    """)
-
-
-def test_a_part_is_prefetched(run: Run) -> None:
-    run("""
-        with UnifiedBuffer(driver, 4 * MIB) as buffer:
             hints = ManagedMemoryHints.from_unified(buffer)
             hints.prefetch_range("1MiB", 2 * MIB, 0)
             hints.prefetch_range(4 * MIB - 1, 1, "host")
             assert attribute("LAST_PREFETCH_LOCATION", buffer.address + MIB, 2 * MIB) == 0
             assert attribute("LAST_PREFETCH_LOCATION", buffer.address, MIB) == NOWHERE
             assert attribute("LAST_PREFETCH_LOCATION", buffer.address + 4 * MIB - 1, 1) == HOST
+            hints.set_preferred_location("device")
+            thread = threading.Thread(target=hints.prefetch_to, args=(Location.DEVICE,))
+            thread.start(); thread.join()
+            for name in ("PREFERRED_LOCATION", "LAST_PREFETCH_LOCATION"):
+                assert attribute(name, buffer.address, 4 * MIB) == 0
     """)
 
 
@@ -201,48 +190,30 @@ def test_a_device_that_is_not_there_is_refused(run: Run) -> None:
     """)
 
 
-def test_device_is_the_drivers_own(run: Run) -> None:
-    """`"device"` and `"host"` are the two locations of everything else here; an ordinal is needed for other cards."""
-    run("""
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_device_without_concurrent_access_takes_no_hints(run: Run, which: int) -> None:
+    """CUDA would say `INVALID_DEVICE` of a device that is there: the sentence has the attribute's name.
+
+    Of two cards one is too old: hints for the other go on.
+    """
+    code = f"""
         with UnifiedBuffer(driver, MIB) as buffer:
             hints = ManagedMemoryHints.from_unified(buffer)
-            hints.set_preferred_location("device")
-            hints.prefetch_to(Location.DEVICE)
-            assert attribute("PREFERRED_LOCATION", buffer.address, MIB) == 0
-            assert attribute("LAST_PREFETCH_LOCATION", buffer.address, MIB) == 0
-    """)
-
-
-def test_a_device_without_concurrent_access_takes_no_hints(run: Run) -> None:
-    """CUDA would say `INVALID_DEVICE` of a device that is there: the sentence has the attribute's name."""
-    code = """
-        with UnifiedBuffer(driver, MIB) as buffer:
-            hints = ManagedMemoryHints.from_unified(buffer)
-            for hint in (
-                hints.set_read_mostly,
-                hints.unset_preferred_location,
-                lambda: hints.set_accessed_by(0),
-                lambda: hints.prefetch_to("host"),
-                lambda: hints.apply_policy(MigrationPolicy.PreferDevice(0)),
-            ):
-                with pytest.raises(ManagedMemoryUnavailable, match="device 0 .*CONCURRENT_MANAGED_ACCESS"):
+            named = [
+                lambda: hints.set_preferred_location({which}),
+                lambda: hints.set_accessed_by({which}),
+                lambda: hints.apply_policy(MigrationPolicy.PreferDevice({which})),
+            ]
+            own = [hints.set_read_mostly, hints.unset_preferred_location, lambda: hints.prefetch_to("host")]
+            for hint in named if {which} else named + own:
+                with pytest.raises(ManagedMemoryUnavailable, match="device {which} .*CONCURRENT_MANAGED_ACCESS"):
                     hint()
             buffer.view()[:5] = b"bytes"
+            if {which}:
+                hints.set_preferred_location(0)
+                assert attribute("PREFERRED_LOCATION", buffer.address, MIB) == 0
     """
-    run(code, FAKE_CUDA_LACKS="89")
-
-
-def test_it_is_the_named_device_that_is_asked(run: Run) -> None:
-    """Of two cards one is too old: hints for the other go on."""
-    code = """
-        with UnifiedBuffer(driver, MIB) as buffer:
-            hints = ManagedMemoryHints.from_unified(buffer)
-            with pytest.raises(ManagedMemoryUnavailable, match="device 1 "):
-                hints.set_preferred_location(1)
-            hints.set_preferred_location(0)
-            assert attribute("PREFERRED_LOCATION", buffer.address, MIB) == 0
-    """
-    run(code, FAKE_CUDA_DEVICES="2", FAKE_CUDA_LACKS="89@1")
+    run(code, FAKE_CUDA_DEVICES="2", FAKE_CUDA_LACKS=f"89@{which}")
 
 
 def test_streams_as_ints_and_as_frameworks_have_them(run: Run) -> None:
@@ -279,17 +250,6 @@ def test_what_is_no_stream_is_refused(run: Run) -> None:
             with pytest.raises(DeviceFailure, match="CUDA_ERROR_INVALID_HANDLE"):
                 hints.prefetch_to(0, 0xDEAD)
             assert not [line for line in asked() if "Prefetch" in line]
-    """)
-
-
-def test_hints_come_from_any_thread(run: Run) -> None:
-    """A thread that has never called CUDA has no context: the driver's own is lent to it for the call."""
-    run("""
-        with UnifiedBuffer(driver, MIB) as buffer:
-            hints = ManagedMemoryHints.from_unified(buffer)
-            thread = threading.Thread(target=hints.prefetch_to, args=(0,))
-            thread.start(); thread.join()
-            assert attribute("LAST_PREFETCH_LOCATION", buffer.address, MIB) == 0
     """)
 
 
@@ -353,10 +313,3 @@ def test_a_plan_with_a_wrong_device_queues_nothing(run: Run, lacks: str, cause: 
             assert not [line for line in asked() if "Prefetch" in line]
     """
     run(code, FAKE_CUDA_DEVICES=devices, FAKE_CUDA_LACKS=lacks)
-
-
-def test_an_empty_plan_does_nothing(run: Run) -> None:
-    run("""
-        PrefetchPlan().execute(driver)
-        assert asked() == []
-    """)

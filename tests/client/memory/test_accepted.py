@@ -68,7 +68,11 @@ class TestSizes:
     @pytest.mark.parametrize("number", NO_INTS, ids=repr)
     def test_what_is_no_int_is_refused(self, pool: VirtualMemoryPool, host: membroker.LocalSource, number: Any) -> None:
         """A float is a rounding that somebody forgot, a bool is an argument in the wrong place."""
-        for wrong in (lambda: pool.allocate(0, number), lambda: membroker.Buffer(host, number)):
+        for wrong in (
+            lambda: pool.allocate(0, number),
+            lambda: pool.free(number),
+            lambda: membroker.Buffer(host, number),
+        ):
             with pytest.raises(InvalidRequest):
                 wrong()
         with pytest.raises(InvalidOffset):
@@ -160,3 +164,5 @@ class TestDtypes:
                 made = tensor(buffer, dtype, (np.int64(2), 2), np.int64(8))
                 assert (made.dtype, tuple(made.shape)) == (torch.bfloat16, (2, 2))
                 del made
+            with pytest.raises(InvalidRequest, match=r" F32,"):
+                tensor(buffer, "f4", (4,))

@@ -160,13 +160,7 @@ class TestAllOrNothing:
     @pytest.mark.parametrize("pages", [0, 1, 3, 4, 7])
     @pytest.mark.parametrize("failure", [OutOfMemory("full"), KeyboardInterrupt(), DeviceFailure("broken")])
     def test_the_lender_fails_at_page_k(
-        self,
-        kind: Kind,
-        memory: Any,
-        lender: Lender,
-        state: Callable[[], object],
-        pages: int,
-        failure: BaseException,
+        self, kind: Kind, memory: Any, lender: Lender, state: Callable[[], object], pages: int, failure: BaseException
     ) -> None:
         """The GPU is full, or somebody presses Ctrl-C, with some pages mapped already."""
         before = state()

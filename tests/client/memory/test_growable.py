@@ -16,13 +16,7 @@ from tests.support.fake_lender import PAGE, Lender
 from tests.support.sizes import MIB
 from tests.support.threads import held_up, together
 
-from membroker.errors import (
-    DeviceFailure,
-    InvalidPageSize,
-    InvalidRequest,
-    OutOfMemory,
-    OutOfVirtualMemory,
-)
+from membroker.errors import DeviceFailure, InvalidPageSize, InvalidRequest, OutOfMemory, OutOfVirtualMemory
 from membroker.memory.growable import GrowableBuffer
 
 CAPACITY = 64 * PAGE

@@ -9,14 +9,7 @@ import pytest
 from tests.support.fake_lender import PAGE, Lender
 from tests.support.sparse_table import COUNT, ROW, ROWS, row
 
-from membroker.errors import (
-    DeviceFailure,
-    InvalidOffset,
-    InvalidPageSize,
-    InvalidRequest,
-    NotMapped,
-    OutOfMemory,
-)
+from membroker.errors import DeviceFailure, InvalidOffset, InvalidPageSize, InvalidRequest, NotMapped, OutOfMemory
 from membroker.memory.sparse import SparseArray
 
 

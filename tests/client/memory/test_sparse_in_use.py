@@ -13,10 +13,7 @@ from tests.support.fake_lender import PAGE, Lender
 from tests.support.sparse_table import COUNT, ROW, ROWS, row
 from tests.support.threads import held_up, together
 
-from membroker.errors import (
-    InvalidRequest,
-    NotMapped,
-)
+from membroker.errors import InvalidRequest, NotMapped
 from membroker.memory.sparse import SparseArray
 
 

@@ -12,11 +12,7 @@ import pytest
 from tests.support.fake_lender import PAGE, Lender
 from tests.support.threads import held_up, together
 
-from membroker.errors import (
-    AlreadyMapped,
-    DeviceFailure,
-    InvalidRequest,
-)
+from membroker.errors import AlreadyMapped, DeviceFailure, InvalidRequest
 from membroker.pool.pool import VirtualMemoryPool
 
 

@@ -89,7 +89,10 @@ def test_two_cards_keep_their_promises(two_device_results: dict[str, str], name:
 
 
 def test_a_card_copies_in_its_own_context_whichever_is_current(run: Run) -> None:
-    """Two cards in one thread: the second's context is current, and a copy there to the first's memory would fault."""
+    """Two cards in one thread: the second's context is current, and a copy there to the first's memory would fault.
+
+    What a card was granted is taken back from it alone.
+    """
     code = """
         first, second = CudaDriver(0, context=True), CudaDriver(1, context=True)
         handle, address = first.create(GRANULE), first.reserve(GRANULE)
@@ -98,19 +101,14 @@ def test_a_card_copies_in_its_own_context_whichever_is_current(run: Run) -> None
         second.release(second.create(GRANULE))
         first.write(address, b"first")
         assert first.read(address, 5) == b"first"
+        second.set_access(address, GRANULE, AccessFlags.READ_WRITE)
+        assert second.read(address, 5) == b"first"
+        second.set_access(address, GRANULE, AccessFlags.NONE)
+        with pytest.raises(DriverError, match=second.device.uuid):
+            second.read(address, 1)
+        first.write(address, b"x")
     """
     run(code, FAKE_CUDA_DEVICES="2")
-
-
-def test_more_addresses_than_a_process_has(run: Run) -> None:
-    """CUDA says that it is out of memory, and a reservation takes none."""
-    code = """
-        driver = CudaDriver(context=True)
-        with pytest.raises(DriverOutOfMemory, match=" 512.0 TiB ") as refused:
-            driver.reserve(1 << 49)
-        print(refused.value.name)
-    """
-    assert run(code).strip() == "CUDA_ERROR_OUT_OF_MEMORY"
 
 
 @pytest.mark.deep
@@ -136,26 +134,6 @@ def test_ctrl_c_loses_no_memory_of_the_card(run: Run) -> None:
         print(point)
     """
     assert int(run(code)) > 20
-
-
-def test_pinned_memory_that_could_not_be_freed_can_be_freed_again(run: Run) -> None:
-    """While a graph is captured nobody may wait for the card."""
-    code = """
-        driver = CudaDriver(context=True)
-        pinned, synchronize = driver.pin(GRANULE), driver.synchronize
-
-        def refusing():
-            raise DriverError("cuCtxSynchronize", "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", 900)
-
-        driver.synchronize = refusing
-        with pytest.raises(DriverError, match="CAPTURE"):
-            driver.unpin(pinned)
-        driver.synchronize = synchronize
-        driver.unpin(pinned)
-        with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
-            driver.unpin(pinned)
-    """
-    run(code)
 
 
 def test_a_copier_works_in_its_own_context_whichever_is_current(run: Run) -> None:
@@ -185,58 +163,43 @@ def test_a_copier_works_in_its_own_context_whichever_is_current(run: Run) -> Non
     run(code, FAKE_CUDA_DEVICES="2")
 
 
-def test_what_a_card_was_granted_is_taken_back_from_it_alone(run: Run) -> None:
-    code = """
-        first, second = CudaDriver(0, context=True), CudaDriver(1, context=True)
-        handle, address = first.create(GRANULE), first.reserve(GRANULE)
-        first.map(address, handle)
-        for driver in (first, second):
-            driver.set_access(address, GRANULE, AccessFlags.READ_WRITE)
-        second.set_access(address, GRANULE, AccessFlags.NONE)
-        with pytest.raises(DriverError, match=second.device.uuid):
-            second.read(address, 1)
-        first.write(address, b"x")
-    """
-    run(code, FAKE_CUDA_DEVICES="2")
-
-
-def test_the_recommended_granularity_is_the_cards(run: Run) -> None:
-    run("""
-        assert allocation_granularity(CudaDriver()) == GRANULE
-        assert allocation_granularity(CudaDriver(), recommended=True) == 2 * GRANULE
-    """)
-
-
 def test_the_broker_never_makes_a_context(run: Run) -> None:
-    """A context is 518 MiB of the card in each process that has one, and a sticky error away from death."""
+    """A context is 518 MiB of the card in each process that has one, and a sticky error away from death.
+
+    The figure of the device is NVML's, as are the processes that compute; bytes can be neither copied nor viewed.
+    """
     run("""
         driver = CudaDriver()
-        handle = driver.create(GRANULE)
+        assert allocation_granularity(driver) == GRANULE
+        assert allocation_granularity(driver, recommended=True) == 2 * GRANULE
+        handle, address = driver.create(3 * GRANULE), driver.reserve(3 * GRANULE)
         os.close(driver.export(handle))
-        driver.memory(Location.DEVICE)
+        assert driver.memory(Location.DEVICE) == MemoryInfo(16 << 30, (16 << 30) - 3 * GRANULE)
+        assert driver.memory(Location.HOST) is None
         driver.synchronize()
+        assert driver.processes() == []
+        driver.map(address, handle)
+        driver.set_access(address, 3 * GRANULE, AccessFlags.READ_WRITE)
+        assert driver.processes() == [(os.getpid(), 3 * GRANULE)]
+        with pytest.raises(DriverError) as caught:
+            driver.read(address, 1)
+        assert (caught.value.call, caught.value.name, caught.value.code) == (
+            "cuMemcpyDtoH", "CUDA_ERROR_INVALID_CONTEXT", 201)
+        with pytest.raises(DriverError, match="CUDA_ERROR_NOT_SUPPORTED"):
+            driver.view(address, 1)
+        driver.unmap(address, 3 * GRANULE)
         driver.release(handle)
+        assert driver.memory(Location.DEVICE).used == 0
         assert fake.fake_cuda_contexts() == 0
         driver.close()
     """)
 
 
 def test_a_worker_retains_one_context_and_lets_it_go(run: Run) -> None:
+    """It is current on each thread that calls. While a graph is captured nobody may wait for the card."""
     run("""
         driver = CudaDriver(context=True)
         assert fake.fake_cuda_contexts() == 1
-        driver.create(GRANULE)
-        driver.close()
-        driver.close()
-        assert fake.fake_cuda_contexts() == 0
-        assert not any("memfd:fake" in os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")
-                       if os.path.islink(f"/proc/self/fd/{n}"))
-    """)
-
-
-def test_the_context_is_current_on_each_thread_that_calls(run: Run) -> None:
-    run("""
-        driver = CudaDriver(context=True)
         handle, address = driver.create(GRANULE), driver.reserve(GRANULE)
         driver.map(address, handle)
         driver.set_access(address, GRANULE, AccessFlags.READ_WRITE)
@@ -244,19 +207,26 @@ def test_the_context_is_current_on_each_thread_that_calls(run: Run) -> None:
         thread = threading.Thread(target=lambda: (driver.write(address, b"x"), driver.synchronize(), seen.append(1)))
         thread.start(); thread.join()
         assert seen == [1]
-    """)
+        with pytest.raises(DriverOutOfMemory, match=" 512.0 TiB ") as refused:
+            driver.reserve(1 << 49)  # CUDA says that it is out of memory, and a reservation takes none
+        assert refused.value.name == "CUDA_ERROR_OUT_OF_MEMORY"
+        pinned, synchronize = driver.pin(GRANULE), driver.synchronize
 
+        def refusing():
+            raise DriverError("cuCtxSynchronize", "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", 900)
 
-def test_without_a_context_bytes_cannot_be_copied(run: Run) -> None:
-    run("""
-        driver = CudaDriver()
-        handle, address = driver.create(GRANULE), driver.reserve(GRANULE)
-        driver.map(address, handle)
-        driver.set_access(address, GRANULE, AccessFlags.READ_WRITE)
-        with pytest.raises(DriverError) as caught:
-            driver.read(address, 1)
-        assert (caught.value.call, caught.value.name, caught.value.code) == (
-            "cuMemcpyDtoH", "CUDA_ERROR_INVALID_CONTEXT", 201)
+        driver.synchronize = refusing
+        with pytest.raises(DriverError, match="CAPTURE"):
+            driver.unpin(pinned)
+        driver.synchronize = synchronize
+        driver.unpin(pinned)
+        with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
+            driver.unpin(pinned)
+        driver.close()
+        driver.close()
+        assert fake.fake_cuda_contexts() == 0
+        links = [os.readlink(path) for n in os.listdir("/proc/self/fd") if os.path.islink(path := f"/proc/self/fd/{n}")]
+        assert not [link for link in links if "memfd:fake" in link]
     """)
 
 
@@ -303,22 +273,15 @@ def test_a_card_that_cannot_lend_is_refused(run: Run, attribute: str, lack: str)
     run(code, FAKE_CUDA_LACKS=attribute)
 
 
-def test_a_driver_that_does_not_start_is_said_with_its_name(run: Run) -> None:
-    code = """
+@pytest.mark.parametrize(("code", "name"), [("100", "CUDA_ERROR_NO_DEVICE"), ("304", "CUDA_ERROR_304")])
+def test_a_driver_that_does_not_start_is_said_with_its_name(run: Run, code: str, name: str) -> None:
+    """Or with its number, where the driver has no name for it."""
+    script = f"""
         with pytest.raises(DriverUnavailable) as caught:
             open_driver("cuda")
-        assert (caught.value.call, caught.value.name) == ("cuInit", "CUDA_ERROR_NO_DEVICE")
+        assert (caught.value.call, caught.value.name, caught.value.code) == ("cuInit", "{name}", {code})
     """
-    run(code, FAKE_CUDA_INIT="100")
-
-
-def test_an_error_that_the_driver_has_no_name_for_keeps_its_number(run: Run) -> None:
-    code = """
-        with pytest.raises(DriverUnavailable) as caught:
-            CudaDriver()
-        assert (caught.value.name, caught.value.code) == ("CUDA_ERROR_304", 304)
-    """
-    run(code, FAKE_CUDA_INIT="304")
+    run(script, FAKE_CUDA_INIT=code)
 
 
 def test_missing_packages_are_said_with_what_to_install(run: Run) -> None:
@@ -343,39 +306,20 @@ def test_wsl_is_refused(run: Run) -> None:
 
 
 def test_a_construction_that_fails_leaves_no_context_and_no_nvml(run: Run) -> None:
-    """NVML does not know the card: what was started before is stopped again."""
-    run("""
-        import pynvml
-        pynvml.nvmlDeviceGetHandleByUUID = lambda uuid: (_ for _ in ()).throw(pynvml.NVMLError(6))
-        with pytest.raises(DriverUnavailable) as caught:
-            CudaDriver(context=True)
-        assert caught.value.name == "NVML_ERROR_NOT_FOUND"
-        assert fake.fake_cuda_contexts() == 0
-        with pytest.raises(pynvml.NVMLError_Uninitialized):
-            pynvml.nvmlShutdown()
-    """)
-
-
-def test_a_construction_that_fails_after_nvml_stops_it_again(run: Run) -> None:
+    """NVML does not know the card, or CUDA fails after NVML has begun: what was started before is stopped again."""
     run("""
         import pynvml
         import cuda.bindings.driver as bindings
-        bindings.cuMemGetAllocationGranularity = lambda *_: (bindings.CUresult.CUDA_ERROR_UNKNOWN, 0)
-        with pytest.raises(DriverError, match="cuMemGetAllocationGranularity failed: CUDA_ERROR_999"):
-            CudaDriver(context=True)
-        with pytest.raises(pynvml.NVMLError_Uninitialized):
-            pynvml.nvmlShutdown()
-    """)
-
-
-def test_the_devices_figure_is_nvmls_and_the_hosts_is_unknown(run: Run) -> None:
-    run("""
-        driver = CudaDriver()
-        handle = driver.create(3 * GRANULE)
-        assert driver.memory(Location.DEVICE) == MemoryInfo(16 << 30, (16 << 30) - 3 * GRANULE)
-        assert driver.memory(Location.HOST) is None
-        driver.release(handle)
-        assert driver.memory(Location.DEVICE).used == 0
+        known = pynvml.nvmlDeviceGetHandleByUUID
+        pynvml.nvmlDeviceGetHandleByUUID = lambda uuid: (_ for _ in ()).throw(pynvml.NVMLError(6))
+        for said in ("NVML_ERROR_NOT_FOUND", "cuMemGetAllocationGranularity failed: CUDA_ERROR_999"):
+            with pytest.raises(DriverError, match=said):
+                CudaDriver(context=True)
+            assert fake.fake_cuda_contexts() == 0
+            with pytest.raises(pynvml.NVMLError_Uninitialized):
+                pynvml.nvmlShutdown()
+            pynvml.nvmlDeviceGetHandleByUUID = known
+            bindings.cuMemGetAllocationGranularity = lambda *_: (bindings.CUresult.CUDA_ERROR_UNKNOWN, 0)
     """)
 
 
@@ -449,23 +393,6 @@ def test_the_doctors_other_checks_do_not_need_the_gpus_memory(run: Run, tmp_path
         print(gpu.found)
     """
     assert found in run(checks, FAKE_CUDA_FAULTS=str(tmp_path / "faults"))
-
-
-def test_processes_that_compute_are_listed_as_suspects(run: Run) -> None:
-    run("""
-        driver = CudaDriver()
-        assert driver.processes() == []
-        handle, address = driver.create(2 * GRANULE), driver.reserve(2 * GRANULE)
-        driver.map(address, handle)
-        assert driver.processes() == [(os.getpid(), 2 * GRANULE)]
-    """)
-
-
-def test_the_interpreter_has_no_view_of_a_cards_memory(run: Run) -> None:
-    run("""
-        with pytest.raises(DriverError, match="CUDA_ERROR_NOT_SUPPORTED"):
-            CudaDriver().view(GRANULE, 1)
-    """)
 
 
 def test_after_a_fork_calls_raise_and_abandon_calls_no_cuda(run: Run) -> None:

@@ -17,12 +17,7 @@ from tests.support.processes import heard, worker
 
 import membroker
 from membroker import Client, Model
-from membroker.errors import (
-    AlreadyMapped,
-    ClosedError,
-    InvalidRequest,
-    Offloaded,
-)
+from membroker.errors import AlreadyMapped, ClosedError, InvalidRequest, Offloaded
 from membroker.interrupts import Condition
 
 

@@ -12,9 +12,7 @@ from tests.support.processes import heard, worker
 from tests.support.sizes import MIB
 
 import membroker
-from membroker.errors import (
-    InvalidRequest,
-)
+from membroker.errors import InvalidRequest
 
 
 class TestOverABroker:

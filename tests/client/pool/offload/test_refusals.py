@@ -8,11 +8,7 @@ import pytest
 from tests.client.pool.offload.pages import PAGES, pinned_bytes, sizes
 from tests.support.fake_lender import PAGE, Lender
 
-from membroker.errors import (
-    DeviceFailure,
-    InvalidRequest,
-    NotMapped,
-)
+from membroker.errors import DeviceFailure, InvalidRequest, NotMapped
 from membroker.pool.pool import VirtualMemoryPool
 from membroker.vmm.driver import DriverError
 
@@ -50,10 +46,7 @@ def test_ranges_outside(pool: VirtualMemoryPool, offset: int, size: int | None) 
             call(offset, size)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [({"progress": True}, "progress"), ({"to": "llama/kv"}, "'llama/kv'")],
-)
+@pytest.mark.parametrize(("words", "message"), [({"progress": True}, "progress"), ({"to": "llama/kv"}, "'llama/kv'")])
 def test_words_that_are_none(pool: VirtualMemoryPool, words: dict[str, Any], message: str) -> None:
     """As other libraries take them: a bar that is to be shown, a segment by its name. Nothing is copied."""
     pool.allocate(0, 4 * PAGE)

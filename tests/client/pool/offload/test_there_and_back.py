@@ -11,9 +11,7 @@ from tests.support.fake_lender import PAGE, Lender
 from tests.support.garbage import collect
 from tests.support.sizes import MIB
 
-from membroker.errors import (
-    ClosedError,
-)
+from membroker.errors import ClosedError
 from membroker.pool import offload
 from membroker.pool.pool import VirtualMemoryPool
 from membroker.vmm import libc as _libc

@@ -17,12 +17,7 @@ from tests.support.host_driver import copies, lent, make_host, mapped, used
 
 from membroker.testing import CHECKS, MakeDriver, check_driver, wait_until
 from membroker.testing.harness import TRUTH_BYTES, child_process, keep_descriptor, keep_mapping
-from membroker.vmm import (
-    DriverError,
-    DriverOutOfMemory,
-    Handle,
-    Location,
-)
+from membroker.vmm import DriverError, DriverOutOfMemory, Handle, Location
 from membroker.vmm.host.driver import GRANULARITY, HostDriver
 from membroker.vmm.host.watch import ExtentWatch
 from membroker.vmm.sizes import round_up

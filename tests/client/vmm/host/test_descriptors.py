@@ -20,16 +20,8 @@ from tests.support.host_driver import mapped, used
 from tests.support.interrupts import interrupted_at
 from tests.support.processes import EXTENT, descriptors
 
-from membroker.vmm import (
-    AccessFlags,
-    DriverError,
-    DriverLimit,
-    Location,
-    open_driver,
-)
-from membroker.vmm import (
-    libc as _libc,
-)
+from membroker.vmm import AccessFlags, DriverError, DriverLimit, Location, open_driver
+from membroker.vmm import libc as _libc
 from membroker.vmm.host.driver import GRANULARITY, HostDriver
 from membroker.vmm.mappings import MARGIN, mapping_count
 
@@ -325,10 +317,7 @@ def test_ctrl_c_leaves_no_handle_without_a_descriptor(driver: HostDriver, how: s
     At a few points a descriptor is open and no variable has its number yet. The test closes those: others count them.
     """
     source = driver.export(driver.create(GRANULARITY))
-    calls = {
-        "create": lambda: driver.create(GRANULARITY),
-        "import": lambda: driver.import_extent(source, GRANULARITY),
-    }
+    calls = {"create": lambda: driver.create(GRANULARITY), "import": lambda: driver.import_extent(source, GRANULARITY)}
     point, struck = 0, True
     while struck:
         point += 1

@@ -12,11 +12,7 @@ from tests.support.processes import descriptors
 
 from membroker.testing import wait_until
 from membroker.testing.harness import TRUTH_BYTES, child_process, create_and_hand_over, keep_mapping
-from membroker.vmm import (
-    DriverError,
-    DriverOutOfMemory,
-    Location,
-)
+from membroker.vmm import DriverError, DriverOutOfMemory, Location
 from membroker.vmm.host import table as _table
 from membroker.vmm.host.driver import GRANULARITY, HostDriver
 from membroker.vmm.host.extents import holders
