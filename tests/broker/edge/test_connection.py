@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import pytest
 from google.protobuf.message import Message
+from tests.broker.coroutines import played_by
 from tests.support import raw
 from tests.support.daemons import DEADLINE_SECONDS, Daemon
 from tests.support.processes import descriptors
@@ -288,66 +289,55 @@ def test_what_is_sent_and_when(story: str, sent: list[str]) -> None:
     play(tell)
 
 
-def test_an_answer_of_the_same_number_later_is_another_calls() -> None:
+@played_by(play)
+async def test_an_answer_of_the_same_number_later_is_another_calls(lender: Lender) -> None:
     """The id is free again when its packets are acknowledged: what is sent by then is never joined."""
-
-    async def story(lender: Lender) -> None:
-        await lender.begin(5)
-        lender.deliver(5)
-        lender.answer(5)
-        lender.flush()
-        (packet,) = packets = await lender.receive(1)
-        assert packet.frame.delivery.reply.allocate == bpb.AllocateExtentsResponse(count=1, extent_bytes=PAGE)
-        assert kinds(packets) == ["5: delivery 0 + allocate"]
-        handoff.send(lender.theirs, handoff.encode(pb.Frame(request_id=5, allocate=allocation("m", PAGE))))
-        await lender.until(lambda: lender.asked)
-        lender.answer(5, REFUSED)
-        assert kinds(await lender.receive(1)) == ["5: error"]
-
-    play(story)
+    await lender.begin(5)
+    lender.deliver(5)
+    lender.answer(5)
+    lender.flush()
+    (packet,) = packets = await lender.receive(1)
+    assert packet.frame.delivery.reply.allocate == bpb.AllocateExtentsResponse(count=1, extent_bytes=PAGE)
+    assert kinds(packets) == ["5: delivery 0 + allocate"]
+    handoff.send(lender.theirs, handoff.encode(pb.Frame(request_id=5, allocate=allocation("m", PAGE))))
+    await lender.until(lambda: lender.asked)
+    lender.answer(5, REFUSED)
+    assert kinds(await lender.receive(1)) == ["5: error"]
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_a_full_socket(refused: bool) -> None:
+@played_by(play)
+async def test_a_full_socket(lender: Lender, refused: bool) -> None:
     """The peer does not read: answers wait inside their deliveries, and come in order."""
-
-    async def story(lender: Lender) -> None:
-        await lender.begin(1, 2, 3)
-        sent = lender.fill()
-        lender.deliver(2)
-        lender.answer(2, REFUSED if refused else None)
-        lender.flush()
-        lender.answer(3)
-        lender.answer(1)
-        assert lender.traffic.descriptors > 0
-        expected = [f"1: delivery {part}" for part in range(1, sent + 1)]
-        expected += ["2: delivery 0", "2: error"] if refused else ["2: delivery 0 + allocate"]
-        expected += ["3: allocate", "1: allocate"]
-        assert kinds(await lender.receive(len(expected))) == expected
-        assert lender.traffic.descriptors == 0
-        lender.deliver(1, part=199, parts=200)
-        lender.flush()
-        assert kinds(await lender.receive(1)) == ["1: delivery 199"], (
-            "the socket has room, and the connection still waits"
-        )
-
-    play(story)
+    await lender.begin(1, 2, 3)
+    sent = lender.fill()
+    lender.deliver(2)
+    lender.answer(2, REFUSED if refused else None)
+    lender.flush()
+    lender.answer(3)
+    lender.answer(1)
+    assert lender.traffic.descriptors > 0
+    expected = [f"1: delivery {part}" for part in range(1, sent + 1)]
+    expected += ["2: delivery 0", "2: error"] if refused else ["2: delivery 0 + allocate"]
+    expected += ["3: allocate", "1: allocate"]
+    assert kinds(await lender.receive(len(expected))) == expected
+    assert lender.traffic.descriptors == 0
+    lender.deliver(1, part=199, parts=200)
+    lender.flush()
+    assert kinds(await lender.receive(1)) == ["1: delivery 199"], "the socket has room, and the connection still waits"
 
 
-def test_a_full_socket_is_not_read() -> None:
+@played_by(play)
+async def test_a_full_socket_is_not_read(lender: Lender) -> None:
     """A peer that does not read its answers is not read from; once it reads them, its waiting requests are handled."""
-
-    async def story(lender: Lender) -> None:
-        await lender.begin(1)
-        sent = lender.fill()
-        handoff.send(lender.theirs, handoff.encode(pb.Frame(request_id=9, allocate=allocation("m", PAGE))))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert 9 not in lender.asked
-        kinds(await lender.receive(sent))
-        await lender.until(lambda: 9 in lender.asked)
-
-    play(story)
+    await lender.begin(1)
+    sent = lender.fill()
+    handoff.send(lender.theirs, handoff.encode(pb.Frame(request_id=9, allocate=allocation("m", PAGE))))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert 9 not in lender.asked
+    kinds(await lender.receive(sent))
+    await lender.until(lambda: 9 in lender.asked)
 
 
 def test_a_connection_that_ends_while_too_many_descriptors_are_in_flight(
@@ -372,24 +362,21 @@ def test_a_connection_that_ends_while_too_many_descriptors_are_in_flight(
     assert not caplog.records
 
 
-def test_a_connection_that_ends_with_a_reply_in_its_queue() -> None:
+@played_by(play)
+async def test_a_connection_that_ends_with_a_reply_in_its_queue(lender: Lender) -> None:
     """Neither the delivery nor the reply in it was sent: the core gets the failure, and every descriptor is closed."""
-
-    async def story(lender: Lender) -> None:
-        await lender.begin(1, 2)
-        sent = lender.fill()
-        lender.deliver(2)
-        lender.answer(2)
-        lender.flush()
-        lender.theirs.close()
-        await lender.until(lambda: ev.ConnectionLost(SESSION) in lender.told)
-        await asyncio.sleep(0)
-        undelivered = [event for event in lender.told if isinstance(event, ev.NotDelivered)]
-        assert undelivered[-1] == ev.NotDelivered(SESSION, 2, 0)
-        assert {event.part for event in undelivered[:-1]} <= set(range(1, sent + 1))
-        assert SESSION not in lender.connections
-
-    play(story)
+    await lender.begin(1, 2)
+    sent = lender.fill()
+    lender.deliver(2)
+    lender.answer(2)
+    lender.flush()
+    lender.theirs.close()
+    await lender.until(lambda: ev.ConnectionLost(SESSION) in lender.told)
+    await asyncio.sleep(0)
+    undelivered = [event for event in lender.told if isinstance(event, ev.NotDelivered)]
+    assert undelivered[-1] == ev.NotDelivered(SESSION, 2, 0)
+    assert {event.part for event in undelivered[:-1]} <= set(range(1, sent + 1))
+    assert SESSION not in lender.connections
 
 
 def test_an_answer_that_is_no_frame_ends_the_connection(caplog: pytest.LogCaptureFixture) -> None:
@@ -432,16 +419,14 @@ def test_the_longest_answer_to_a_resume_is_a_frame() -> None:
     assert len(handoff.encode(frame)) > 60_000
 
 
-def test_a_delivery_to_a_closed_connection_is_told() -> None:
-    async def story(lender: Lender) -> None:
-        await lender.begin(1)
-        lender.connection.close("gone")
-        lender.deliver(1)
-        lender.flush()
-        await asyncio.sleep(0)
-        assert lender.told == [ev.ConnectionLost(SESSION), ev.NotDelivered(SESSION, 1, 0)]
-
-    play(story)
+@played_by(play)
+async def test_a_delivery_to_a_closed_connection_is_told(lender: Lender) -> None:
+    await lender.begin(1)
+    lender.connection.close("gone")
+    lender.deliver(1)
+    lender.flush()
+    await asyncio.sleep(0)
+    assert lender.told == [ev.ConnectionLost(SESSION), ev.NotDelivered(SESSION, 1, 0)]
 
 
 def test_a_real_daemon_answers_in_one_packet(daemon: Daemon) -> None:
@@ -466,34 +451,29 @@ def test_a_real_daemon_answers_in_one_packet(daemon: Daemon) -> None:
         assert daemon.books().lent_bytes == 66 * PAGE
 
 
-def test_a_long_answer_is_not_kept_for_a_peer_that_does_not_read() -> None:
+@played_by(play)
+async def test_a_long_answer_is_not_kept_for_a_peer_that_does_not_read(lender: Lender) -> None:
     """A thousand sessions that list and never read would cost 64 KiB each. The read is kept, and is done again.
 
     Each is answered once, in the order in which they came, and a short answer waits as it is.
     """
-
-    async def story(lender: Lender) -> None:
-        await lender.begin()
-        lender.ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 150_000)
-        for number in range(2, 12):
-            handoff.send(
-                lender.theirs, handoff.encode(pb.Frame(request_id=number, get_model={"name": chr(95 + number)}))
-            )
-        handoff.send(lender.theirs, handoff.encode(pb.Frame(request_id=12, get_device={})))
-        await lender.until(lambda: lender.connection._aside)
-        assert not lender.connection._outgoing
-        assert not lender.connection.queued()
-        assert len(lender.reads) < 10
-        aside = lender.connection._aside
-        assert aside is not None
-        assert aside.ByteSize() < 20
-        found: list[handoff.Packet] = []
-        while len(found) < 11:
-            with suppress(BlockingIOError):
-                found.append(handoff.receive(lender.theirs))
-            await asyncio.sleep(0)
-        assert [packet.frame.request_id for packet in found] == list(range(2, 13))
-        assert [packet.frame.reply.model.name[:1] for packet in found] == [*"abcdefghij", ""]
-        assert not lender.connection._aside
-
-    play(story)
+    await lender.begin()
+    lender.ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 150_000)
+    for number in range(2, 12):
+        handoff.send(lender.theirs, handoff.encode(pb.Frame(request_id=number, get_model={"name": chr(95 + number)})))
+    handoff.send(lender.theirs, handoff.encode(pb.Frame(request_id=12, get_device={})))
+    await lender.until(lambda: lender.connection._aside)
+    assert not lender.connection._outgoing
+    assert not lender.connection.queued()
+    assert len(lender.reads) < 10
+    aside = lender.connection._aside
+    assert aside is not None
+    assert aside.ByteSize() < 20
+    found: list[handoff.Packet] = []
+    while len(found) < 11:
+        with suppress(BlockingIOError):
+            found.append(handoff.receive(lender.theirs))
+        await asyncio.sleep(0)
+    assert [packet.frame.request_id for packet in found] == list(range(2, 13))
+    assert [packet.frame.reply.model.name[:1] for packet in found] == [*"abcdefghij", ""]
+    assert not lender.connection._aside

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from tests.broker.coroutines import played_by
 from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.http2 import CONTINUATION, DATA, HEADERS, PREFACE, frame
 
@@ -100,114 +102,92 @@ class ProxiedServer:
         return await asyncio.wait_for(work, DEADLINE_SECONDS)
 
 
-Scene = Callable[[ProxiedServer], Awaitable[None]]
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Callable[..., None]:
+def play(scene: Callable[[ProxiedServer], Awaitable[None]], max_connections: int = 4) -> None:
     """Run a scene beside a proxy."""
+    turns = Turns()
 
-    def play(scene: Scene, max_connections: int = 4) -> None:
-        turns = Turns()
+    async def main(directory: str) -> None:
+        server = ProxiedServer(Path(directory), turns, max_connections)
+        try:
+            await scene(server)
+        finally:
+            server.close()
 
-        async def main() -> None:
-            server = ProxiedServer(tmp_path, turns, max_connections)
-            try:
-                await scene(server)
-            finally:
-                server.close()
-
-        with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(TurnSelector(turns))) as runner:
-            runner.run(main())
-
-    return play
-
-
-def test_bytes_pass_both_ways(run: Callable[..., None]) -> None:
-    async def scene(world: ProxiedServer) -> None:
-        peer, server = await world.connect()
-        peer.send(PREFACE + _BODY)
-        assert await world.read(server, len(PREFACE + _BODY)) == PREFACE + _BODY
-        server.send(b"anything")
-        assert await world.read(peer, 8) == b"anything"
-        server.close()
-        assert await world.read(peer, 1) == b""
-
-    run(scene)
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(TurnSelector(turns))) as runner,
+    ):
+        runner.run(main(directory))
 
 
-def test_a_block_that_never_ends_ends_the_connection(run: Callable[..., None]) -> None:
+@played_by(play)
+async def test_bytes_pass_both_ways(world: ProxiedServer) -> None:
+    peer, server = await world.connect()
+    peer.send(PREFACE + _BODY)
+    assert await world.read(server, len(PREFACE + _BODY)) == PREFACE + _BODY
+    server.send(b"anything")
+    assert await world.read(peer, 8) == b"anything"
+    server.close()
+    assert await world.read(peer, 1) == b""
+
+
+@played_by(play)
+async def test_a_block_that_never_ends_ends_the_connection(world: ProxiedServer) -> None:
     """The server has seen nothing of it."""
-
-    async def scene(world: ProxiedServer) -> None:
-        peer, server = await world.connect()
-        peer.send(PREFACE + frame(HEADERS, 0, 1, bytes(9_000)) + frame(CONTINUATION, 0, 1, bytes(9_000)))
-        assert await world.read(peer, 1) == b""
-        assert await world.read(server, 1_000) == b""
-        assert world.refused == {"PROTOCOL_VIOLATION": 1}
-
-    run(scene)
+    peer, server = await world.connect()
+    peer.send(PREFACE + frame(HEADERS, 0, 1, bytes(9_000)) + frame(CONTINUATION, 0, 1, bytes(9_000)))
+    assert await world.read(peer, 1) == b""
+    assert await world.read(server, 1_000) == b""
+    assert world.refused == {"PROTOCOL_VIOLATION": 1}
 
 
-def test_a_peer_that_reads_nothing_is_not_read(run: Callable[..., None]) -> None:
+@played_by(play)
+async def test_a_peer_that_reads_nothing_is_not_read(world: ProxiedServer) -> None:
     """The server has more to say than the peer's socket takes. What the peer asks then does not come through."""
-
-    async def scene(world: ProxiedServer) -> None:
-        peer, server = await world.connect()
-        peer.send(PREFACE)
-        assert await world.read(server, len(PREFACE)) == PREFACE
-        said = await world.fill(server, bytes(50_000))
-        asked = await world.fill(peer, _BODY)
-        with pytest.raises(BlockingIOError):
-            server.recv(1)
-        assert len(await world.read(peer, said)) == said
-        assert len(await world.read(server, asked)) == asked
-
-    run(scene)
+    peer, server = await world.connect()
+    peer.send(PREFACE)
+    assert await world.read(server, len(PREFACE)) == PREFACE
+    said = await world.fill(server, bytes(50_000))
+    asked = await world.fill(peer, _BODY)
+    with pytest.raises(BlockingIOError):
+        server.recv(1)
+    assert len(await world.read(peer, said)) == said
+    assert len(await world.read(server, asked)) == asked
 
 
-def test_a_server_that_reads_nothing_stops_the_peer(run: Callable[..., None]) -> None:
+@played_by(play)
+async def test_a_server_that_reads_nothing_stops_the_peer(world: ProxiedServer) -> None:
     """The proxy keeps what it has read at once, and no more. What the server says passes meanwhile."""
-
-    async def scene(world: ProxiedServer) -> None:
-        peer, server = await world.connect()
-        peer.send(PREFACE)
-        sent = await world.fill(peer, _BODY)
-        server.send(b"anything")
-        assert await world.read(peer, 8) == b"anything"
-        assert await world.read(server, len(PREFACE) + sent) == PREFACE + (_BODY * (sent // len(_BODY) + 1))[:sent]
-
-    run(scene)
+    peer, server = await world.connect()
+    peer.send(PREFACE)
+    sent = await world.fill(peer, _BODY)
+    server.send(b"anything")
+    assert await world.read(peer, 8) == b"anything"
+    assert await world.read(server, len(PREFACE) + sent) == PREFACE + (_BODY * (sent // len(_BODY) + 1))[:sent]
 
 
-def test_connections_are_bounded(run: Callable[..., None]) -> None:
+@played_by(play, max_connections=2)
+async def test_connections_are_bounded(world: ProxiedServer) -> None:
     """One more than the bound is ended at once; when another has gone, there is room again."""
-
-    async def scene(world: ProxiedServer) -> None:
-        (one, end), (_other, _) = await world.connect(), await world.connect()
-        assert await world.read(await world.peer(), 1) == b""
-        one.close()
-        assert await world.read(end, 1) == b""
-        await world.connect()
-
-    run(scene, 2)
+    (one, end), (_other, _) = await world.connect(), await world.connect()
+    assert await world.read(await world.peer(), 1) == b""
+    one.close()
+    assert await world.read(end, 1) == b""
+    await world.connect()
 
 
-def test_a_tenant_with_most_connections_makes_room_for_others(run: Callable[..., None]) -> None:
+@played_by(play)
+async def test_a_tenant_with_most_connections_makes_room_for_others(world: ProxiedServer) -> None:
     """Red has all four. Blue gets one for each of red's newest, until it has as many; then both are refused."""
-
-    async def scene(world: ProxiedServer) -> None:
-        reds = [await world.connect() for _ in range(4)]
+    reds = [await world.connect() for _ in range(4)]
+    assert await world.read(await world.peer(), 1) == b""
+    world.tenant = "blue"
+    for red, _ in reversed(reds[2:]):
+        await world.connect()
+        assert await world.read(red, 1) == b""
+    for tenant in ("blue", "red"):
+        world.tenant = tenant
         assert await world.read(await world.peer(), 1) == b""
-        world.tenant = "blue"
-        for red, _ in reversed(reds[2:]):
-            await world.connect()
-            assert await world.read(red, 1) == b""
-        for tenant in ("blue", "red"):
-            world.tenant = tenant
-            assert await world.read(await world.peer(), 1) == b""
-        for red, server in reds[:2]:
-            red.send(PREFACE)
-            assert await world.read(server, len(PREFACE)) == PREFACE
-
-    run(scene)
+    for red, server in reds[:2]:
+        red.send(PREFACE)
+        assert await world.read(server, len(PREFACE)) == PREFACE

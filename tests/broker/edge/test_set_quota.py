@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import pytest
+from tests.broker.coroutines import played_by
 from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.loop_world import World, play
 from tests.support.sizes import MIB
@@ -41,68 +42,56 @@ class Disk:
         return asyncio.create_task(self.service.SetQuota(pb.SetQuotaRequest(name="tenants/t", limit_bytes=limit), None))
 
 
-def test_a_slow_disk_delays_nobody_else() -> None:
+@played_by(play)
+async def test_a_slow_disk_delays_nobody_else(world: World) -> None:
     """Others borrow meanwhile. The number is in force once it is on the disk, and the next command waits its turn."""
-
-    async def story(world: World) -> None:
-        disk = Disk(world)
-        first, second = disk.set(8 * MIB), disk.set(4 * MIB)
-        await world.until(lambda: bool(disk.kept))
-        await world.open()
-        assert world.loop.broker.ledger.quotas == {}
-        disk.go_on.set()
-        assert [(await one).limit_bytes for one in (first, second)] == [8 * MIB, 4 * MIB]
-        assert disk.kept == [{KEY: Quota(8 * MIB)}, {KEY: Quota(4 * MIB)}]
-
-    play(story)
+    disk = Disk(world)
+    first, second = disk.set(8 * MIB), disk.set(4 * MIB)
+    await world.until(lambda: bool(disk.kept))
+    await world.open()
+    assert world.loop.broker.ledger.quotas == {}
+    disk.go_on.set()
+    assert [(await one).limit_bytes for one in (first, second)] == [8 * MIB, 4 * MIB]
+    assert disk.kept == [{KEY: Quota(8 * MIB)}, {KEY: Quota(4 * MIB)}]
 
 
-def test_an_operator_that_leaves_takes_nothing_back() -> None:
+@played_by(play)
+async def test_an_operator_that_leaves_takes_nothing_back(world: World) -> None:
     """Ctrl-C while the disk is slow: what is in the file at the next start is in force now, too."""
-
-    async def story(world: World) -> None:
-        disk = Disk(world)
-        command = disk.set(8 * MIB)
-        await world.until(lambda: bool(disk.kept))
-        command.cancel()
-        disk.go_on.set()
-        await world.until(lambda: world.loop.broker.ledger.quotas == {KEY: Quota(8 * MIB)})
-
-    play(story)
+    disk = Disk(world)
+    command = disk.set(8 * MIB)
+    await world.until(lambda: bool(disk.kept))
+    command.cancel()
+    disk.go_on.set()
+    await world.until(lambda: world.loop.broker.ledger.quotas == {KEY: Quota(8 * MIB)})
 
 
-def test_a_reload_that_rules_it_out_meanwhile() -> None:
+@played_by(play)
+async def test_a_reload_that_rules_it_out_meanwhile(world: World) -> None:
     """The file is reloaded with a guarantee above the new limit: what was in force stays in force, on the disk too."""
-
-    async def story(world: World) -> None:
-        disk, broker = Disk(world), world.loop.broker
-        command = disk.set(8 * MIB)
-        await world.until(lambda: bool(disk.kept))
-        broker.change_rules(dataclasses.replace(broker.books.rules, guarantees={KEY: 16 * MIB}))
-        disk.go_on.set()
-        with pytest.raises(Refused) as refused:
-            await command
-        assert refused.value.denied.reason is Reason.QUOTA_CONFLICT
-        assert disk.kept == [{KEY: Quota(8 * MIB)}, {}]
-        assert broker.ledger.quotas == {}
-
-    play(story)
+    disk, broker = Disk(world), world.loop.broker
+    command = disk.set(8 * MIB)
+    await world.until(lambda: bool(disk.kept))
+    broker.change_rules(dataclasses.replace(broker.books.rules, guarantees={KEY: 16 * MIB}))
+    disk.go_on.set()
+    with pytest.raises(Refused) as refused:
+        await command
+    assert refused.value.denied.reason is Reason.QUOTA_CONFLICT
+    assert disk.kept == [{KEY: Quota(8 * MIB)}, {}]
+    assert broker.ledger.quotas == {}
 
 
-def test_a_listing_of_many_quotas_lets_others_go_on() -> None:
+@played_by(play)
+async def test_a_listing_of_many_quotas_lets_others_go_on(world: World) -> None:
     """The event loop has a turn after each 256 of 1,000 quotas."""
-
-    async def story(world: World) -> None:
-        disk, turns = Disk(world), 0
-        names = [f"t{number}" for number in range(1_000)]
-        for name in names:
-            key: QuotaKey = (name, None, "device")
-            world.loop.broker.ledger.quotas[key] = Quota(8 * MIB)
-        listing = asyncio.create_task(disk.service.ListQuotas(pb.ListQuotasRequest(), None))
-        while not listing.done():
-            await asyncio.sleep(0)
-            turns += 1
-        assert [quota.name for quota in (await listing).quotas] == sorted(f"tenants/{name}" for name in names)
-        assert turns >= 4
-
-    play(story)
+    disk, turns = Disk(world), 0
+    names = [f"t{number}" for number in range(1_000)]
+    for name in names:
+        key: QuotaKey = (name, None, "device")
+        world.loop.broker.ledger.quotas[key] = Quota(8 * MIB)
+    listing = asyncio.create_task(disk.service.ListQuotas(pb.ListQuotasRequest(), None))
+    while not listing.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert [quota.name for quota in (await listing).quotas] == sorted(f"tenants/{name}" for name in names)
+    assert turns >= 4

@@ -12,6 +12,7 @@ import sys
 import time
 
 import pytest
+from tests.broker.coroutines import played_by
 from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.loop_world import MODEL, World, play
 from tests.support.sizes import MIB
@@ -47,48 +48,42 @@ def test_a_reply_that_fails_does_not_lose_the_effects_behind_it(
     assert "a fault of the broker" in caplog.text
 
 
-def test_a_request_does_not_wait_for_all_packets_of_another_tenant() -> None:
+@played_by(play)
+async def test_a_request_does_not_wait_for_all_packets_of_another_tenant(world: World) -> None:
     """Nine sessions of one tenant ask before it, while the driver is busy. Only the packet that is being made comes
     first, and one more."""
-
-    async def story(world: World) -> None:
-        busy = [await world.open() for _ in range(9)]
-        other = await world.open(ModelName("u", "m"))
-        world.keep_busy()
-        world.driver.go_on.clear()
-        answers = {session: world.allocate(session) for session in [*busy, other]}
-        order: list[int] = []
-        for session, answer in answers.items():
-            answer.add_done_callback(lambda _, session=session: order.append(session))
-        world.driver.go_on.set()
-        await world.until(lambda: len(order) == 10)
-        assert order.index(other) <= 2
-        assert [session for session in order if session != other] == busy
-        for session in order:
-            await world.give_back(session)
-
-    play(story)
+    busy = [await world.open() for _ in range(9)]
+    other = await world.open(ModelName("u", "m"))
+    world.keep_busy()
+    world.driver.go_on.clear()
+    answers = {session: world.allocate(session) for session in [*busy, other]}
+    order: list[int] = []
+    for session, answer in answers.items():
+        answer.add_done_callback(lambda _, session=session: order.append(session))
+    world.driver.go_on.set()
+    await world.until(lambda: len(order) == 10)
+    assert order.index(other) <= 2
+    assert [session for session in order if session != other] == busy
+    for session in order:
+        await world.give_back(session)
 
 
-def test_waits_end_when_their_time_has_come() -> None:
+@played_by(play)
+async def test_waits_end_when_their_time_has_come(world: World) -> None:
     """The first to end comes second; it is told without anybody's doing, and the other waits on."""
-
-    async def story(world: World) -> None:
-        writer, patient, hasty = await world.open(), await world.open(), await world.open()
-        made = await world.create(writer, 2 * MIB)
-        long, short = world.attach(patient, wait=DEADLINE_SECONDS), world.attach(hasty, wait=0.02)
-        assert (await short).reason is Reason.SEGMENT_NOT_SEALED
-        assert not long.done()
-        again = world.attach(hasty, wait=0.02)
-        assert (await again).reason is Reason.SEGMENT_NOT_SEALED
-        await world.seal(writer, made.segment)
-        assert (await long).sessions == 2
-        for session in (writer, patient):
-            await world.detach(session, made.segment)
-        await world.delete()
-        await world.until(lambda: not world.charged())
-
-    play(story)
+    writer, patient, hasty = await world.open(), await world.open(), await world.open()
+    made = await world.create(writer, 2 * MIB)
+    long, short = world.attach(patient, wait=DEADLINE_SECONDS), world.attach(hasty, wait=0.02)
+    assert (await short).reason is Reason.SEGMENT_NOT_SEALED
+    assert not long.done()
+    again = world.attach(hasty, wait=0.02)
+    assert (await again).reason is Reason.SEGMENT_NOT_SEALED
+    await world.seal(writer, made.segment)
+    assert (await long).sessions == 2
+    for session in (writer, patient):
+        await world.detach(session, made.segment)
+    await world.delete()
+    await world.until(lambda: not world.charged())
 
 
 def test_waits_for_memory_end_when_their_time_has_come() -> None:
@@ -116,82 +111,70 @@ def test_waits_for_memory_end_when_their_time_has_come() -> None:
     play(story, audit_seconds=3_600, on_wait=ended.append)
 
 
-def test_an_answer_that_is_known_is_on_its_way_before_the_books_hear_of_the_packet(
-    monkeypatch: pytest.MonkeyPatch,
+@played_by(play)
+async def test_an_answer_that_is_known_is_on_its_way_before_the_books_hear_of_the_packet(
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One packet is the whole of a small allocation. A large one's answer waits for the last of its packets."""
+    session = await world.open()
+    queue = world.queues[session]
+    made: list[bool] = []
 
-    async def story(world: World) -> None:
-        session = await world.open()
-        queue = world.queues[session]
-        made: list[bool] = []
+    def flush() -> None:
+        making = world.loop.broker.books.making["device"]
+        made.append(not making)
 
-        def flush() -> None:
-            making = world.loop.broker.books.making["device"]
-            made.append(not making)
-
-        queue.flush = flush  # type: ignore[method-assign]
-        await world.allocate(session)
-        assert made == [False], "it was flushed after the books had heard of it"
-        assert [packet.answer for packet in queue.packets] == [fx.Allocated(1, 2 * MIB)]  # type: ignore[union-attr]
-        (small,) = queue.packets
-        world.loop.tell(ev.Acknowledge(session, small.request_id, 0))
-        queue.packets.clear()
-        monkeypatch.setattr(policy, "PACKET_EXTENTS", 2)
-        await world.allocate(session, 4)
-        assert [packet.answer for packet in queue.packets] == [None, None]  # type: ignore[union-attr]
-        await world.give_back(session)
-
-    play(story)
+    queue.flush = flush  # type: ignore[method-assign]
+    await world.allocate(session)
+    assert made == [False], "it was flushed after the books had heard of it"
+    assert [packet.answer for packet in queue.packets] == [fx.Allocated(1, 2 * MIB)]  # type: ignore[union-attr]
+    (small,) = queue.packets
+    world.loop.tell(ev.Acknowledge(session, small.request_id, 0))
+    queue.packets.clear()
+    monkeypatch.setattr(policy, "PACKET_EXTENTS", 2)
+    await world.allocate(session, 4)
+    assert [packet.answer for packet in queue.packets] == [None, None]  # type: ignore[union-attr]
+    await world.give_back(session)
 
 
-def test_a_refusal_does_not_wait_for_ever_for_others() -> None:
+@played_by(play)
+async def test_a_refusal_does_not_wait_for_ever_for_others(world: World) -> None:
     """Somebody always has more to say than one turn takes."""
-
-    async def story(world: World) -> None:
-        session, other = await world.open(), await world.open()
-        world.queues[other].unread = 1
-        refused = await asyncio.wait_for(world.allocate(session, size=1 << 40), DEADLINE_SECONDS)
-        assert isinstance(refused, Denied)
-        assert refused.reason is Reason.CAPACITY
-
-    play(story)
+    session, other = await world.open(), await world.open()
+    world.queues[other].unread = 1
+    refused = await asyncio.wait_for(world.allocate(session, size=1 << 40), DEADLINE_SECONDS)
+    assert isinstance(refused, Denied)
+    assert refused.reason is Reason.CAPACITY
 
 
-def test_a_refusal_waits_for_what_was_queued_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+@played_by(play)
+async def test_a_refusal_waits_for_what_was_queued_and_no_longer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """One connection has 100 bytes queued when 30 are read, and more come as they are read. Another one is silent."""
     monkeypatch.setattr(deferrals, "HEARING_SECONDS", 10)
-
-    async def story(world: World) -> None:
-        session, other = await world.open(), await world.open()
-        talker = world.queues[other]
-        talker.unread = 100
-        refused = asyncio.ensure_future(world.allocate(session, size=1 << 40))
-        await asyncio.sleep(0)
-        talker.read(30)
-        await refused
-        assert 130 <= talker.heard < 130 + 2 * 30
-        talker.unread, before = 0, talker.heard
-        await world.allocate(session, size=1 << 40)
-        assert talker.heard == before, "nobody had anything to say, and it was waited for"
-
-    play(story)
+    session, other = await world.open(), await world.open()
+    talker = world.queues[other]
+    talker.unread = 100
+    refused = asyncio.ensure_future(world.allocate(session, size=1 << 40))
+    await asyncio.sleep(0)
+    talker.read(30)
+    await refused
+    assert 130 <= talker.heard < 130 + 2 * 30
+    talker.unread, before = 0, talker.heard
+    await world.allocate(session, size=1 << 40)
+    assert talker.heard == before, "nobody had anything to say, and it was waited for"
 
 
-def test_a_refusal_waits_for_what_was_queued_where_other_processes_have_the_cores() -> None:
+@played_by(play)
+async def test_a_refusal_waits_for_what_was_queued_where_other_processes_have_the_cores(world: World) -> None:
     """Each read takes twice as long on the clock as a call waits, and hardly any CPU time."""
-
-    async def story(world: World) -> None:
-        session, other = await world.open(), await world.open()
-        talker = world.queues[other]
-        talker.unread = 100
-        refused = asyncio.ensure_future(world.allocate(session, size=1 << 40))
-        await asyncio.sleep(0)
-        talker.read(30, lambda: time.sleep(2 * deferrals.HEARING_SECONDS))
-        await refused
-        assert talker.heard >= 130
-
-    play(story)
+    session, other = await world.open(), await world.open()
+    talker = world.queues[other]
+    talker.unread = 100
+    refused = asyncio.ensure_future(world.allocate(session, size=1 << 40))
+    await asyncio.sleep(0)
+    talker.read(30, lambda: time.sleep(2 * deferrals.HEARING_SECONDS))
+    await refused
+    assert talker.heard >= 130
 
 
 def test_a_seal_sends_to_those_who_wait_over_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,42 +266,36 @@ def test_a_timer_that_comes_early_is_set_again(monkeypatch: pytest.MonkeyPatch) 
     play(story)
 
 
-def test_grants_do_not_nest_in_grants() -> None:
+@played_by(play, audit_seconds=3600)
+async def test_grants_do_not_nest_in_grants(world: World) -> None:
     """A packet that is made at once is told to the core inside the step that granted it, which grants nothing more."""
-
-    async def story(world: World) -> None:
-        holder, waiters = await world.open(), [await world.open() for _ in range(32)]
-        await world.allocate(holder, 32)
-        waits = [world.allocate(one, wait=DEADLINE_SECONDS) for one in waiters]
-        given_back = asyncio.ensure_future(world.give_back(holder))
-        await asyncio.sleep(0)
-        assert world.charged() == 16 * 2 * MIB, "they have had their turn in one step"
-        await given_back
-        for one in waits:
-            assert (await one).count == 1
-        for session in waiters:
-            await world.give_back(session)
-
-    play(story, audit_seconds=3_600)
+    holder, waiters = await world.open(), [await world.open() for _ in range(32)]
+    await world.allocate(holder, 32)
+    waits = [world.allocate(one, wait=DEADLINE_SECONDS) for one in waiters]
+    given_back = asyncio.ensure_future(world.give_back(holder))
+    await asyncio.sleep(0)
+    assert world.charged() == 16 * 2 * MIB, "they have had their turn in one step"
+    await given_back
+    for one in waits:
+        assert (await one).count == 1
+    for session in waiters:
+        await world.give_back(session)
 
 
-def test_failures_do_not_nest_in_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+@played_by(play, audit_seconds=3600)
+async def test_failures_do_not_nest_in_failures(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A packet that fails at once makes room for the next that waits, whose packet fails as well."""
+    holder, waiters = await world.open(), [await world.open() for _ in range(32)]
+    await world.allocate(holder, 32)
+    waits = [world.allocate(one, 8, size=8 * MIB, wait=DEADLINE_SECONDS) for one in waiters]
 
-    async def story(world: World) -> None:
-        holder, waiters = await world.open(), [await world.open() for _ in range(32)]
-        await world.allocate(holder, 32)
-        waits = [world.allocate(one, 8, size=8 * MIB, wait=DEADLINE_SECONDS) for one in waiters]
+    def fail(*_: object, **__: object) -> list[int]:
+        raise OSError("the driver has a defect")
 
-        def fail(*_: object, **__: object) -> list[int]:
-            raise OSError("the driver has a defect")
-
-        monkeypatch.setattr(world.driver, "lend", fail)
-        given_back = asyncio.ensure_future(world.give_back(holder))
-        await asyncio.sleep(0)
-        assert sum(one.done() for one in waits) == 16, "they have failed in one step"
-        await given_back
-        for one in waits:
-            assert isinstance(await one, Denied)
-
-    play(story, audit_seconds=3_600)
+    monkeypatch.setattr(world.driver, "lend", fail)
+    given_back = asyncio.ensure_future(world.give_back(holder))
+    await asyncio.sleep(0)
+    assert sum(one.done() for one in waits) == 16, "they have failed in one step"
+    await given_back
+    for one in waits:
+        assert isinstance(await one, Denied)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 
 import pytest
+from tests.broker.coroutines import played_by
 from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.loop_world import Late, World, play
 from tests.support.sizes import MIB
@@ -20,35 +21,32 @@ SEALED = 0x0010
 """F_SEAL_FUTURE_WRITE, for which Python 3.11 has no name."""
 
 
-def test_a_segment_is_written_sealed_attached_and_dropped() -> None:
+@played_by(play)
+async def test_a_segment_is_written_sealed_attached_and_dropped(world: World) -> None:
     """Writer and reader get descriptors of their own; the memory is there once, freed with the last descriptor."""
-
-    async def story(world: World) -> None:
-        writer, reader = await world.open(), await world.open()
-        made = await world.create(writer, 6 * MIB)
-        assert (made.state, made.extents, made.size) == ("writing", 2, 6 * MIB)
-        store = world.loop.store
-        mine = world.queues[writer].descriptors
-        assert [os.fstat(one).st_size for one in mine] == [4 * MIB, 2 * MIB]
-        assert [packet.segment for packet in world.queues[writer].packets] == [made.segment] * 2
-        waiting = world.attach(reader, wait=DEADLINE_SECONDS)
-        assert (await world.seal(writer, made.segment)).state == "sealed"
-        assert all(fcntl.fcntl(one, fcntl.F_GET_SEALS) & SEALED for one in mine)
-        assert (await waiting).sessions == 2
-        theirs = world.queues[reader].descriptors
-        assert [os.fstat(one).st_ino for one in theirs] == [os.fstat(one).st_ino for one in mine]
-        assert not {*mine, *theirs} & {*store.lend(made.segment, range(made.segment + 1, made.segment + 3))}
-        assert not any(os.get_inheritable(one) for one in (*mine, *theirs))
-        assert (len(store), world.used(), world.charged()) == (2, 6 * MIB, 6 * MIB)
-        for session in (writer, reader):
-            world.queues[session].close()
-            await world.detach(session, made.segment)
-        assert world.used() == 6 * MIB, "the broker keeps it"
-        assert (await world.delete()).state == "ending"
-        await world.until(lambda: not world.charged())
-        assert world.used() == 0
-
-    play(story)
+    writer, reader = await world.open(), await world.open()
+    made = await world.create(writer, 6 * MIB)
+    assert (made.state, made.extents, made.size) == ("writing", 2, 6 * MIB)
+    store = world.loop.store
+    mine = world.queues[writer].descriptors
+    assert [os.fstat(one).st_size for one in mine] == [4 * MIB, 2 * MIB]
+    assert [packet.segment for packet in world.queues[writer].packets] == [made.segment] * 2
+    waiting = world.attach(reader, wait=DEADLINE_SECONDS)
+    assert (await world.seal(writer, made.segment)).state == "sealed"
+    assert all(fcntl.fcntl(one, fcntl.F_GET_SEALS) & SEALED for one in mine)
+    assert (await waiting).sessions == 2
+    theirs = world.queues[reader].descriptors
+    assert [os.fstat(one).st_ino for one in theirs] == [os.fstat(one).st_ino for one in mine]
+    assert not {*mine, *theirs} & {*store.lend(made.segment, range(made.segment + 1, made.segment + 3))}
+    assert not any(os.get_inheritable(one) for one in (*mine, *theirs))
+    assert (len(store), world.used(), world.charged()) == (2, 6 * MIB, 6 * MIB)
+    for session in (writer, reader):
+        world.queues[session].close()
+        await world.detach(session, made.segment)
+    assert world.used() == 6 * MIB, "the broker keeps it"
+    assert (await world.delete()).state == "ending"
+    await world.until(lambda: not world.charged())
+    assert world.used() == 0
 
 
 def test_nothing_is_delivered_before_the_store_has_it() -> None:
@@ -155,100 +153,91 @@ def scarce(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("at", [1, 2])
-def test_a_create_without_descriptors_for_its_copies_leaves_nothing(scarce: Callable[[int], None], at: int) -> None:
+@played_by(play)
+async def test_a_create_without_descriptors_for_its_copies_leaves_nothing(
+    world: World, scarce: Callable[[int], None], at: int
+) -> None:
     """The broker has the memory and no descriptor left to pass on: the create fails, and all of it goes back."""
-
-    async def story(world: World) -> None:
-        writer = await world.open()
-        scarce(at)
-        assert (await world.create(writer, 8 * MIB)).reason is Reason.DESCRIPTORS_EXHAUSTED
-        assert not world.queues[writer].packets
-        await world.until(lambda: not world.loop.broker.ledger.segments)
-
-    play(story)
+    writer = await world.open()
+    scarce(at)
+    assert (await world.create(writer, 8 * MIB)).reason is Reason.DESCRIPTORS_EXHAUSTED
+    assert not world.queues[writer].packets
+    await world.until(lambda: not world.loop.broker.ledger.segments)
 
 
-def test_a_packet_that_could_not_be_copied_is_not_kept(scarce: Callable[[int], None]) -> None:
+@played_by(play)
+async def test_a_packet_that_could_not_be_copied_is_not_kept(world: World, scarce: Callable[[int], None]) -> None:
     """The first packet was delivered, the second could not be copied and is credited: then it must not exist."""
-
-    async def story(world: World) -> None:
-        writer = await world.open()
-        scarce(2)
-        assert (await world.create(writer, 6 * MIB)).reason is Reason.DESCRIPTORS_EXHAUSTED
-        await world.until(lambda: world.used() == world.charged())
-        (segment,) = world.loop.broker.ledger.segments
-        world.queues[writer].close()
-        await world.detach(writer, segment)
-        await world.until(lambda: not world.loop.broker.ledger.segments)
-
-    play(story)
+    writer = await world.open()
+    scarce(2)
+    assert (await world.create(writer, 6 * MIB)).reason is Reason.DESCRIPTORS_EXHAUSTED
+    await world.until(lambda: world.used() == world.charged())
+    (segment,) = world.loop.broker.ledger.segments
+    world.queues[writer].close()
+    await world.detach(writer, segment)
+    await world.until(lambda: not world.loop.broker.ledger.segments)
 
 
 @pytest.mark.parametrize("at", [1, 2])
-def test_an_attach_without_descriptors_for_its_copies_holds_nothing(scarce: Callable[[int], None], at: int) -> None:
+@played_by(play)
+async def test_an_attach_without_descriptors_for_its_copies_holds_nothing(
+    world: World, scarce: Callable[[int], None], at: int
+) -> None:
     """The segment stays as it was, and the next attach gets it."""
-
-    async def story(world: World) -> None:
-        writer, reader = await world.open(), await world.open()
-        made = await world.create(writer, 8 * MIB)
-        await world.seal(writer, made.segment)
-        scarce(at)
-        assert (await world.attach(reader)).reason is Reason.DESCRIPTORS_EXHAUSTED
-        assert not world.queues[reader].packets
-        assert isinstance(await world.detach(reader, made.segment), Denied)
-        assert (await world.attach(reader)).sessions == 2
-        for session in (writer, reader):
-            await world.detach(session, made.segment)
-        await world.delete()
-        await world.until(lambda: not world.charged())
-
-    play(story)
+    writer, reader = await world.open(), await world.open()
+    made = await world.create(writer, 8 * MIB)
+    await world.seal(writer, made.segment)
+    scarce(at)
+    assert (await world.attach(reader)).reason is Reason.DESCRIPTORS_EXHAUSTED
+    assert not world.queues[reader].packets
+    assert isinstance(await world.detach(reader, made.segment), Denied)
+    assert (await world.attach(reader)).sessions == 2
+    for session in (writer, reader):
+        await world.detach(session, made.segment)
+    await world.delete()
+    await world.until(lambda: not world.charged())
 
 
-def test_a_segment_that_ends_while_copies_are_queued_leaks_nothing() -> None:
+@played_by(play)
+async def test_a_segment_that_ends_while_copies_are_queued_leaks_nothing(world: World) -> None:
     """The reader said that it has let go, and its packet waits for a full socket: the copies are its connection's."""
-
-    async def story(world: World) -> None:
-        writer, reader = await world.open(), await world.open()
-        made = await world.create(writer, 8 * MIB)
-        world.queues[writer].close()
-        await world.seal(writer, made.segment)
-        await world.attach(reader)
-        for session in (writer, reader):
-            await world.detach(session, made.segment)
-        await world.delete()
-        await world.until(lambda: not world.charged())
-        assert len(world.loop.store) == 0
-        assert [os.fstat(one).st_size for one in world.queues[reader].descriptors] == [4 * MIB] * 2
-        assert world.used() == 8 * MIB
-        world.queues[reader].close()
-
-    play(story)
+    writer, reader = await world.open(), await world.open()
+    made = await world.create(writer, 8 * MIB)
+    world.queues[writer].close()
+    await world.seal(writer, made.segment)
+    await world.attach(reader)
+    for session in (writer, reader):
+        await world.detach(session, made.segment)
+    await world.delete()
+    await world.until(lambda: not world.charged())
+    assert len(world.loop.store) == 0
+    assert [os.fstat(one).st_size for one in world.queues[reader].descriptors] == [4 * MIB] * 2
+    assert world.used() == 8 * MIB
+    world.queues[reader].close()
 
 
-def test_a_segment_that_ends_while_its_packet_is_queued_holds_no_dead_session(monkeypatch: pytest.MonkeyPatch) -> None:
+@played_by(play)
+async def test_a_segment_that_ends_while_its_packet_is_queued_holds_no_dead_session(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last session that held it dies between two turns, each of which has time for one packet."""
     monkeypatch.setattr(packets_module, "PORTION_SECONDS", 0)
-
-    async def story(world: World) -> None:
-        writer, other, reader = await world.open(), await world.open(), await world.open()
-        made = await world.create(writer, 8 * MIB)
-        await world.allocate(reader)
-        world.attach(other, wait=DEADLINE_SECONDS)
-        attached = world.attach(reader, wait=DEADLINE_SECONDS)
-        await world.seal(writer, made.segment)
-        assert len(world.loop.packets.unsent) == 1, "the reader's packet is to be sent in the next turn"
-        for session in (writer, other):
-            world.detach(session, made.segment)
-        world.delete()
-        world.lose(reader)
-        world.loop.process_died(reader)
-        for queue in world.queues.values():
-            queue.close()
-        assert (await attached).reason is Reason.DELIVERY_FAILED
-        await world.until(lambda: reader not in world.loop.broker.ledger.sessions and not world.charged())
-
-    play(story)
+    writer, other, reader = await world.open(), await world.open(), await world.open()
+    made = await world.create(writer, 8 * MIB)
+    await world.allocate(reader)
+    world.attach(other, wait=DEADLINE_SECONDS)
+    attached = world.attach(reader, wait=DEADLINE_SECONDS)
+    await world.seal(writer, made.segment)
+    assert len(world.loop.packets.unsent) == 1, "the reader's packet is to be sent in the next turn"
+    for session in (writer, other):
+        world.detach(session, made.segment)
+    world.delete()
+    world.lose(reader)
+    world.loop.process_died(reader)
+    for queue in world.queues.values():
+        queue.close()
+    assert (await attached).reason is Reason.DELIVERY_FAILED
+    await world.until(lambda: reader not in world.loop.broker.ledger.sessions and not world.charged())
 
 
 @pytest.mark.parametrize(
@@ -259,63 +248,54 @@ def test_a_segment_that_ends_while_its_packet_is_queued_holds_no_dead_session(mo
     ],
     ids=str,
 )
-def test_a_seal_that_fails_can_be_asked_for_again(failure: Exception, why: Reason) -> None:
+@played_by(play)
+async def test_a_seal_that_fails_can_be_asked_for_again(world: World, failure: Exception, why: Reason) -> None:
     """Attaches that wait for the seal wait on; the second seal serves them."""
-
-    async def story(world: World) -> None:
-        writer, reader = await world.open(), await world.open()
-        made = await world.create(writer, 8 * MIB)
-        waiting = world.attach(reader, wait=DEADLINE_SECONDS)
-        world.driver.seal_failure = failure
-        assert (await world.seal(writer, made.segment)).reason is why
-        assert not waiting.done()
-        assert (await world.seal(writer, made.segment)).state == "sealed"
-        assert (await waiting).state == "sealed"
-        for session in (writer, reader):
-            await world.detach(session, made.segment)
-        await world.delete()
-        await world.until(lambda: not world.charged())
-
-    play(story)
+    writer, reader = await world.open(), await world.open()
+    made = await world.create(writer, 8 * MIB)
+    waiting = world.attach(reader, wait=DEADLINE_SECONDS)
+    world.driver.seal_failure = failure
+    assert (await world.seal(writer, made.segment)).reason is why
+    assert not waiting.done()
+    assert (await world.seal(writer, made.segment)).state == "sealed"
+    assert (await waiting).state == "sealed"
+    for session in (writer, reader):
+        await world.detach(session, made.segment)
+    await world.delete()
+    await world.until(lambda: not world.charged())
 
 
-def test_a_segment_that_is_deleted_while_it_is_sealed_is_closed_behind_the_seal() -> None:
+@played_by(play)
+async def test_a_segment_that_is_deleted_while_it_is_sealed_is_closed_behind_the_seal(world: World) -> None:
     """The driver thread still has its descriptors in hand: they are closed after it, not under it."""
-
-    async def story(world: World) -> None:
-        writer = await world.open()
-        made = await world.create(writer, 8 * MIB)
-        sealing = world.seal(writer, made.segment)
-        deleted, left = world.delete(), world.detach(writer, made.segment)
-        assert (await sealing).reason is Reason.WRITER_DIED
-        assert (await deleted).state == "ending"
-        await left
-        await world.until(lambda: not world.loop.broker.ledger.segments)
-
-    play(story)
+    writer = await world.open()
+    made = await world.create(writer, 8 * MIB)
+    sealing = world.seal(writer, made.segment)
+    deleted, left = world.delete(), world.detach(writer, made.segment)
+    assert (await sealing).reason is Reason.WRITER_DIED
+    assert (await deleted).state == "ending"
+    await left
+    await world.until(lambda: not world.loop.broker.ledger.segments)
 
 
-def test_a_dead_holders_segment_is_settled_by_the_device() -> None:
+@played_by(play)
+async def test_a_dead_holders_segment_is_settled_by_the_device(world: World) -> None:
     """The packet lay in the dead reader's socket: it is charged until that is closed, and the device shows it."""
-
-    async def story(world: World) -> None:
-        writer, reader = await world.open(), await world.open()
-        made = await world.create(writer, 8 * MIB)
-        await world.seal(writer, made.segment)
-        await world.attach(reader)
-        world.queues[writer].close()
-        await world.detach(writer, made.segment)
-        await world.delete()
-        world.lose(reader)
-        world.loop.process_died(reader)
-        totals = world.loop.broker.ledger.totals["device"]
-        await world.until(lambda: totals.releasing == 8 * MIB)
-        assert len(world.loop.store) == 0
-        revision = world.loop.broker.ledger.revision
-        for _ in range(3):
-            await world.audit()
-        assert (totals.releasing, world.loop.broker.ledger.revision) == (8 * MIB, revision)
-        world.queues[reader].close()
-        await world.until(lambda: not totals.releasing)
-
-    play(story)
+    writer, reader = await world.open(), await world.open()
+    made = await world.create(writer, 8 * MIB)
+    await world.seal(writer, made.segment)
+    await world.attach(reader)
+    world.queues[writer].close()
+    await world.detach(writer, made.segment)
+    await world.delete()
+    world.lose(reader)
+    world.loop.process_died(reader)
+    totals = world.loop.broker.ledger.totals["device"]
+    await world.until(lambda: totals.releasing == 8 * MIB)
+    assert len(world.loop.store) == 0
+    revision = world.loop.broker.ledger.revision
+    for _ in range(3):
+        await world.audit()
+    assert (totals.releasing, world.loop.broker.ledger.revision) == (8 * MIB, revision)
+    world.queues[reader].close()
+    await world.until(lambda: not totals.releasing)

@@ -6,6 +6,7 @@ import logging
 import os
 
 import pytest
+from tests.broker.coroutines import played_by
 from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.loop_world import World, play, stock
 from tests.support.processes import descriptors
@@ -23,98 +24,83 @@ async def filled(world: World, count: int) -> None:
     assert world.loop.packets.stocked == count
 
 
-def test_the_second_of_a_size_is_there_already() -> None:
+@played_by(play, stock=4)
+async def test_the_second_of_a_size_is_there_already(world: World) -> None:
     """Nothing is made when it is asked for: it was, and what is given out is new, zero, and nobody else's."""
-
-    async def story(world: World) -> None:
-        session = await world.open()
-        await world.allocate(session)
-        await filled(world, 2)
-        assert (stock(world), world.used(), world.charged()) == (4 * MIB, 6 * MIB, 2 * MIB)
-        before = world.driver.lent
-        answer = world.allocate(session, count=2)
-        assert answer.done(), "it was not there"
-        assert (world.driver.lent, world.loop.packets.stocked, stock(world)) == (before, 0, 0)
-        mine = world.queues[session].descriptors
-        assert len({os.fstat(one).st_ino for one in mine}) == 3
-        assert not any(os.get_inheritable(one) for one in mine)
-        assert all(os.pread(one, 2 * MIB, 0) == bytes(2 * MIB) for one in mine)
-        await filled(world, 4)
-        await world.give_back(session)
-        assert world.used() == stock(world) == 8 * MIB
-
-    play(story, stock=4)
+    session = await world.open()
+    await world.allocate(session)
+    await filled(world, 2)
+    assert (stock(world), world.used(), world.charged()) == (4 * MIB, 6 * MIB, 2 * MIB)
+    before = world.driver.lent
+    answer = world.allocate(session, count=2)
+    assert answer.done(), "it was not there"
+    assert (world.driver.lent, world.loop.packets.stocked, stock(world)) == (before, 0, 0)
+    mine = world.queues[session].descriptors
+    assert len({os.fstat(one).st_ino for one in mine}) == 3
+    assert not any(os.get_inheritable(one) for one in mine)
+    assert all(os.pread(one, 2 * MIB, 0) == bytes(2 * MIB) for one in mine)
+    await filled(world, 4)
+    await world.give_back(session)
+    assert world.used() == stock(world) == 8 * MIB
 
 
-def test_what_is_in_the_way_is_closed_before_more_is_made() -> None:
+@played_by(play, stock=2)
+async def test_what_is_in_the_way_is_closed_before_more_is_made(world: World) -> None:
     """All of the device is wanted at once: the stock goes first, in the very order of the effects."""
-
-    async def story(world: World) -> None:
-        session = await world.open()
-        await world.allocate(session)
-        await filled(world, 2)
-        made = await world.allocate(session, count=31)
-        assert made.count == 31
-        assert (world.charged(), world.used(), world.loop.packets.stocked) == (64 * MIB, 64 * MIB, 0)
-        await world.give_back(session)
-        await world.look()
-
-    play(story, stock=2)
+    session = await world.open()
+    await world.allocate(session)
+    await filled(world, 2)
+    made = await world.allocate(session, count=31)
+    assert made.count == 31
+    assert (world.charged(), world.used(), world.loop.packets.stocked) == (64 * MIB, 64 * MIB, 0)
+    await world.give_back(session)
+    await world.look()
 
 
 @pytest.mark.parametrize("count", [1, 12])
-def test_a_full_device_gets_what_the_stock_holds(count: int) -> None:
+@played_by(play, stock=2)
+async def test_a_full_device_gets_what_the_stock_holds(world: World, count: int) -> None:
     """Another program took the GPU; the books have room, and what is ready, of another size, is what is missing."""
-
-    async def story(world: World) -> None:
-        session = await world.open()
-        await world.allocate(session, size=4 * MIB)
-        await filled(world, 2)
-        world.driver.stranger_bytes = 64 * MIB - 12 * MIB - count * 2 * MIB + 2 * MIB
-        made = await world.allocate(session, count=count)
-        assert made.count == count
-        assert world.loop.packets.stocked == 0 or stock(world) == world.loop.packets.stocked * 2 * MIB
-        world.driver.stranger_bytes = 0
-        await world.give_back(session)
-
-    play(story, stock=2)
+    session = await world.open()
+    await world.allocate(session, size=4 * MIB)
+    await filled(world, 2)
+    world.driver.stranger_bytes = 64 * MIB - 12 * MIB - count * 2 * MIB + 2 * MIB
+    made = await world.allocate(session, count=count)
+    assert made.count == count
+    assert world.loop.packets.stocked == 0 or stock(world) == world.loop.packets.stocked * 2 * MIB
+    world.driver.stranger_bytes = 0
+    await world.give_back(session)
 
 
-def test_stock_for_a_connection_that_is_gone_is_closed() -> None:
+@played_by(play, stock=2)
+async def test_stock_for_a_connection_that_is_gone_is_closed(world: World) -> None:
     """It left the stock for a session that nobody can reach by now: credited, closed, and not given to another."""
-
-    async def story(world: World) -> None:
-        session = await world.open()
-        await world.allocate(session)
-        await filled(world, 2)
-        queue = world.loop.connections.pop(session)
-        refused = await world.allocate(session)
-        assert refused.reason is Reason.DELIVERY_FAILED
-        assert (world.charged(), world.loop.packets.stocked, stock(world)) == (2 * MIB, 1, 2 * MIB)
-        assert world.used() == 4 * MIB
-        world.loop.connections[session] = queue
-        await world.give_back(session)
-
-    play(story, stock=2)
+    session = await world.open()
+    await world.allocate(session)
+    await filled(world, 2)
+    queue = world.loop.connections.pop(session)
+    refused = await world.allocate(session)
+    assert refused.reason is Reason.DELIVERY_FAILED
+    assert (world.charged(), world.loop.packets.stocked, stock(world)) == (2 * MIB, 1, 2 * MIB)
+    assert world.used() == 4 * MIB
+    world.loop.connections[session] = queue
+    await world.give_back(session)
 
 
-def test_a_stop_closes_what_is_ready_and_what_comes_to_it_late() -> None:
+@played_by(play, stock=4)
+async def test_a_stop_closes_what_is_ready_and_what_comes_to_it_late(world: World) -> None:
     """The thread was at one for the stock when the daemon was told to stop."""
-
-    async def story(world: World) -> None:
-        session = await world.open()
-        await world.allocate(session)
-        world.driver.go_on.clear()
-        world.keep_busy()
-        await world.until(lambda: world.driver.lent == 2)  # the first for the stock, on the thread
-        await world.loop.stop(DEADLINE_SECONDS)
-        world.driver.go_on.set()
-        await world.look()
-        assert stock(world) == world.loop.packets.stocked == 0
-        await world.look()
-        await world.give_back(session)
-
-    play(story, stock=4)
+    session = await world.open()
+    await world.allocate(session)
+    world.driver.go_on.clear()
+    world.keep_busy()
+    await world.until(lambda: world.driver.lent == 2)  # the first for the stock, on the thread
+    await world.loop.stop(DEADLINE_SECONDS)
+    world.driver.go_on.set()
+    await world.look()
+    assert stock(world) == world.loop.packets.stocked == 0
+    await world.look()
+    await world.give_back(session)
 
 
 def test_what_is_forgotten_after_a_stop_is_no_fault(

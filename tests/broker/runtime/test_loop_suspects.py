@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import pytest
+from tests.broker.coroutines import played_by
 from tests.support.loop_world import World, play
 from tests.support.sizes import MIB
 
@@ -113,33 +114,27 @@ def ask_who(world: World) -> asyncio.Task[Any]:
 
 
 @pytest.mark.usefixtures("heard")
-def test_an_operator_is_told_why_the_driver_names_nobody() -> None:
+@played_by(play)
+async def test_an_operator_is_told_why_the_driver_names_nobody(world: World) -> None:
     """No processes and no answer are two things."""
-
-    async def story(world: World) -> None:
-        assert not (await ask_who(world)).processes
-        world.driver.shown = DriverError("scandir", "EMFILE", errno.EMFILE)
-        with pytest.raises(Refused) as refused:
-            await ask_who(world)
-        assert refused.value.denied.reason is Reason.DRIVER_FAILED
-        assert "EMFILE" in str(refused.value.denied.numbers["driver_says"])
-
-    play(story)
+    assert not (await ask_who(world)).processes
+    world.driver.shown = DriverError("scandir", "EMFILE", errno.EMFILE)
+    with pytest.raises(Refused) as refused:
+        await ask_who(world)
+    assert refused.value.denied.reason is Reason.DRIVER_FAILED
+    assert "EMFILE" in str(refused.value.denied.numbers["driver_says"])
 
 
-def test_an_operator_that_leaves_before_the_driver_answers_harms_nothing() -> None:
+@played_by(play)
+async def test_an_operator_that_leaves_before_the_driver_answers_harms_nothing(world: World) -> None:
     """Ctrl-C while the driver is asked: its answer comes and is nobody's."""
-
-    async def story(world: World) -> None:
-        faults: list[Any] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
-        world.driver.go_on.clear()
-        asked = ask_who(world)
-        await world.until(lambda: bool(world.driver.asked_on))
-        asked.cancel()
-        await asyncio.wait([asked])
-        world.driver.go_on.set()
-        await world.look()
-        assert faults == []
-
-    play(story)
+    faults: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
+    world.driver.go_on.clear()
+    asked = ask_who(world)
+    await world.until(lambda: bool(world.driver.asked_on))
+    asked.cancel()
+    await asyncio.wait([asked])
+    world.driver.go_on.set()
+    await world.look()
+    assert faults == []

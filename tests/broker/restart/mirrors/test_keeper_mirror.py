@@ -37,6 +37,12 @@ print(listener.accept()[0].recv(100).decode() or "nothing")
 """Another user's process at the socket of a keeper; it says what it got."""
 
 
+async def opened(path: Path) -> tuple[KeeperMirror, Store]:
+    """Return the mirror that a daemon opens, and a store that it copies."""
+    mirror, _ = await open_keeper(path, OWNER)
+    return mirror, Store(mirror)
+
+
 def pid_of(mirror: KeeperMirror) -> int | None:
     """Return the pid of a mirror's keeper, or None while no keeper is connected."""
     return None if mirror._connection is None else mirror._connection.pid
@@ -100,8 +106,7 @@ def test_a_daemon_that_fails_at_its_start_leaves_all_or_nothing(path: Path) -> N
     with Keeper(path) as keeper:
 
         async def first() -> None:
-            mirror, _ = await open_keeper(path, OWNER)
-            store = Store(mirror)
+            _, store = await opened(path)
             keeper.process.send_signal(signal.SIGSTOP)
             os.waitpid(keeper.process.pid, os.WUNTRACED)
             file = memfd(b"")
@@ -175,8 +180,7 @@ def test_a_keeper_is_killed_during_puts(path: Path) -> None:
     """
 
     async def story() -> None:
-        mirror, _ = await open_keeper(path, OWNER)
-        store = Store(mirror)
+        mirror, store = await opened(path)
         await keeping(store, 1, {extent: b"before %d" % extent for extent in range(1, 201)})
         store.keep_process(7, store.lend(1, [1])[0])
         first = pid_of(mirror)
@@ -210,8 +214,7 @@ def test_what_was_dropped_without_a_keeper_is_not_put_again(path: Path) -> None:
     """A session begins and ends, and a segment is given up, while the keeper is dead: the next one never gets them."""
 
     async def story() -> None:
-        mirror, _ = await open_keeper(path, OWNER)
-        store = Store(mirror)
+        mirror, store = await opened(path)
         await keeping(store, 1, {1: b"goes"})
         await keeping(store, 2, {2: b"stays"})
         assert pid_of(mirror) is not None
@@ -235,8 +238,7 @@ def test_another_daemon_took_the_connection(path: Path) -> None:
     """The connection is lost but the keeper lives: it is filled again, and drops every other name."""
 
     async def story() -> None:
-        mirror, _ = await open_keeper(path, OWNER)
-        store = Store(mirror)
+        mirror, store = await opened(path)
         await keeping(store, 1, {1: b"goes"})
         await keeping(store, 2, {2: b"stays"})
         pid = pid_of(mirror)
@@ -266,8 +268,7 @@ def test_no_keeper_can_be_started(
         ]
 
     async def story() -> None:
-        mirror, _ = await open_keeper(path, OWNER)
-        store = Store(mirror)
+        mirror, store = await opened(path)
         await keeping(store, 1, {1: b"stays"})
         path.parent.chmod(0o755)
         assert pid_of(mirror) is not None
@@ -290,8 +291,7 @@ def test_a_keeper_that_does_not_answer(path: Path) -> None:
     """The keeper is stopped, not dead: a put fails in time and leaves nothing behind, and the keeper serves again."""
 
     async def story() -> None:
-        mirror, _ = await open_keeper(path, OWNER)
-        store = Store(mirror)
+        mirror, store = await opened(path)
         await keeping(store, 1, {1: b"stays"})
         pid = pid_of(mirror)
         assert pid is not None
@@ -313,8 +313,7 @@ def test_a_full_keeper_keeps_no_part_of_a_segment(path: Path) -> None:
     """Two packets fit and the third does not: the segment is refused, and what was put of it is dropped."""
 
     async def story() -> None:
-        mirror, _ = await open_keeper(path, OWNER)
-        store = Store(mirror)
+        _, store = await opened(path)
         await keeping(store, 1, {1: b"stays"})
         with pytest.raises(OSError, match=r"129 descriptors .* 150"):
             await keeping(store, 2, dict.fromkeys(range(1000, 1190), b"refused"))
@@ -349,8 +348,7 @@ def test_the_daemon_stops_during_puts(path: Path) -> None:
     """The put fails exactly once, and the caller owns its descriptors again."""
 
     async def story() -> None:
-        mirror, _ = await open_keeper(path, OWNER)
-        store = Store(mirror)
+        mirror, store = await opened(path)
         assert pid_of(mirror) is not None
         os.kill(pid_of(mirror), signal.SIGSTOP)
         put = keeping(store, 1, {1: b"late"})
@@ -366,8 +364,7 @@ def test_a_keeper_of_another_device_is_refused_at_once(path: Path) -> None:
     """Two daemons have one keeper_socket: the second is told what to do, and the first stays connected."""
 
     async def story() -> None:
-        mirror, _ = await open_keeper(path, OWNER)
-        store = Store(mirror)
+        _, store = await opened(path)
         await keeping(store, 1, {1: b"the first one's"})
         with pytest.raises(OwnedElsewhere, match=rf"{OWNER}: "):
             await open_keeper(path, "/run/membroker/host-1")
