@@ -18,7 +18,7 @@ from membrokerd.core import lifecycles
 from membrokerd.core.denied import Reason
 from membrokerd.core.snapshot import TenantLocationView, TenantView
 from membrokerd.observe import catalog
-from membrokerd.observe.metrics import Metrics
+from membrokerd.observe.metrics import Metrics, MetricsView
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -71,24 +71,61 @@ def test_a_models_series_begin_at_zero_and_end_with_it() -> None:
     assert values(after, "membroker_device_lent_bytes", location="device") == [0]
 
 
-def test_a_limit_that_does_not_exist_is_no_series() -> None:
-    """Neither 0 nor infinity: a dashboard divides by it."""
-    series = scrape(Metrics(Source(books(model("acme", "a", 0, limit=8 * MIB), model("acme", "b", 0))).view, UUID))
-    assert values(series, "membroker_model_limit_bytes", model="a") == [8 * MIB]
-    assert values(series, "membroker_model_limit_bytes", model="b") == []
+MODELS = books(model("acme", "a", 40 * MIB, limit=8 * MIB, segments=24 * MIB), model("acme", "b", MIB))
+TENANTS = books(
+    tenants=(
+        TenantView("acme", (TenantLocationView("device", 4 * MIB, 16 * MIB, 2 * MIB, 1, 0),), 1, 1, {}),
+        TenantView("umbra", (TenantLocationView("device", 0, None, 0, 1, 0),), 0, 0, {}),
+    )
+)
+TWO_OF_A_NAME = books(
+    model("acme", "a", 4 * MIB),
+    segments=tuple(replace(segment(1, "acme", "a", at), sessions=of) for at, of in (("ending", 2), ("sealed", 3))),
+)
+A_AT, A_HOST, B_AT = {"model": "a", "location": "device"}, {"model": "a", "location": "host"}, {"model": "b"}
 
 
-@pytest.mark.parametrize(("signed", "shown"), [(-5, [0]), (7 * MIB, [7 * MIB]), (None, [])])
-def test_unaccounted_is_shown_as_at_least_zero(signed: int | None, shown: list[float]) -> None:
-    """The figure is signed in the core; a device that cannot report it has no series."""
-    series = scrape(Metrics(Source(books(unaccounted=signed)).view, UUID))
-    assert values(series, "membroker_device_unaccounted_bytes", location="device") == shown
-
-
-def test_what_the_device_cannot_say_is_no_series() -> None:
-    series = scrape(Metrics(Source(books()).view, UUID))
-    assert values(series, "membroker_device_memory_used_bytes", location="device") == [1 << 29]
-    assert values(series, "membroker_device_memory_total_bytes", location="host") == []
+@pytest.mark.parametrize(
+    ("shown", "name", "labels", "expected"),
+    [
+        # A limit that does not exist is neither 0 nor infinity: a dashboard divides by it.
+        (MODELS, "model_limit_bytes", {"model": "a"}, [8 * MIB]),
+        (MODELS, "model_limit_bytes", B_AT, []),
+        (TENANTS, "tenant_used_bytes", {"tenant": "acme", "location": "device"}, [4 * MIB]),
+        (TENANTS, "tenant_limit_bytes", {"tenant": "acme", "location": "device"}, [16 * MIB]),
+        (TENANTS, "tenant_used_bytes", {"tenant": "umbra"}, [0]),
+        (TENANTS, "tenant_limit_bytes", {"tenant": "umbra"}, []),
+        # Signed in the core; a device that cannot report it has no series.
+        (books(unaccounted=-5), "device_unaccounted_bytes", {"location": "device"}, [0]),
+        (books(unaccounted=7 * MIB), "device_unaccounted_bytes", {"location": "device"}, [7 * MIB]),
+        (books(unaccounted=None), "device_unaccounted_bytes", {"location": "device"}, []),
+        (books(), "device_memory_used_bytes", {"location": "device"}, [1 << 29]),
+        (books(), "device_memory_total_bytes", {"location": "host"}, []),
+        # The bytes of segments are part of the bytes used: the two must not be added.
+        (MODELS, "model_segment_bytes", A_AT, [24 * MIB]),
+        (MODELS, "model_segment_bytes", A_HOST, [0]),
+        (MODELS, "model_segment_bytes", {"model": "b", "location": "device"}, [0]),
+        (MODELS, "model_used_bytes", A_AT, [40 * MIB]),
+        # A deleted segment lives on while it is attached, and its successor has the same labels: one series.
+        (TWO_OF_A_NAME, "segment_attachments", {"segment": "s1"}, [5]),
+        # What nobody waits for, declares or recalls is 0, so that a graph has no gaps.
+        *(
+            (MODELS, f"model_{name}", labels, [value])
+            for name, at_device in (
+                ("waiting_bytes", 6 * MIB),
+                ("waiting_requests", 2),
+                ("recallable_bytes", 3 * MIB),
+                ("late_bytes", MIB),
+                ("declared_bytes", 5),
+            )
+            for labels, value in ((A_AT, at_device), (A_HOST, 0))
+        ),
+    ],
+)
+def test_a_figure_is_shown_or_is_no_series(
+    shown: MetricsView, name: str, labels: dict[str, str], expected: list[float]
+) -> None:
+    assert values(scrape(Metrics(Source(shown).view, UUID)), f"membroker_{name}", **labels) == expected
 
 
 def test_sessions_are_counted_by_state_without_observers() -> None:
@@ -97,17 +134,6 @@ def test_sessions_are_counted_by_state_without_observers() -> None:
     assert counts == {"open": [1], "leaving": [0], "detached": [1], "releasing": [0], "ended": []}
     assert values(series, "membroker_observers") == [1]
     assert values(series, "membroker_sessions_limit") == [16]
-
-
-def test_segments_are_part_of_what_their_model_uses() -> None:
-    """The bytes of segments are part of the bytes used, even where they are all of them: the two must not be added."""
-    series = scrape(
-        Metrics(Source(books(model("acme", "a", 40 * MIB, segments=24 * MIB), model("acme", "b", MIB))).view, UUID)
-    )
-    assert values(series, "membroker_model_segment_bytes", model="a", location="device") == [24 * MIB]
-    assert values(series, "membroker_model_segment_bytes", model="a", location="host") == [0]
-    assert values(series, "membroker_model_segment_bytes", model="b", location="device") == [0]
-    assert values(series, "membroker_model_used_bytes", model="a", location="device") == [40 * MIB]
 
 
 def test_segments_are_counted_by_model_and_state() -> None:
@@ -174,29 +200,6 @@ def test_refusals_exist_before_the_first_one() -> None:
     assert values(series, "membroker_log_lines_dropped_total") == [0]
 
 
-def test_a_tenants_use_and_limit() -> None:
-    rows = (
-        TenantView("acme", (TenantLocationView("device", 4 * MIB, 16 * MIB, 2 * MIB, 1, 0),), 1, 1, {}),
-        TenantView("umbra", (TenantLocationView("device", 0, None, 0, 1, 0),), 0, 0, {}),
-    )
-    series = scrape(Metrics(Source(books(tenants=rows)).view, UUID))
-    assert values(series, "membroker_tenant_used_bytes", tenant="acme", location="device") == [4 * MIB]
-    assert values(series, "membroker_tenant_limit_bytes", tenant="acme", location="device") == [16 * MIB]
-    assert values(series, "membroker_tenant_used_bytes", tenant="umbra") == [0]
-    assert values(series, "membroker_tenant_limit_bytes", tenant="umbra") == []
-
-
-def test_segments_of_one_name_are_one_series() -> None:
-    """A deleted segment lives on while it is attached, and its successor has the same labels: a scrape fails if both
-    are shown.
-    """
-    rows = tuple(
-        replace(segment(1, "acme", "a", state), sessions=count) for state, count in (("ending", 2), ("sealed", 3))
-    )
-    series = scrape(Metrics(Source(books(model("acme", "a", 4 * MIB), segments=rows)).view, UUID))
-    assert values(series, "membroker_segment_attachments", segment="s1") == [5]
-
-
 UNITS = re.compile(
     r"_(bytes|seconds|total|info|sessions|segments|extents|requests|observers|limit|open|draining|full|lost|fallback|attachments|up|successful)$"
 )
@@ -256,14 +259,6 @@ def test_waits_are_counted_by_how_they_ended_up_to_a_minute() -> None:
     assert found == {"0.025": [1], "60.0": [2]}
 
 
-def test_what_a_model_waits_for() -> None:
-    """A model without a waiting request shows zeros, so that a graph has no gaps."""
-    series = scrape(Metrics(Source(books(model("acme", "a", 0))).view, UUID))
-    for name, at_device in ("membroker_model_waiting_bytes", 6 * MIB), ("membroker_model_waiting_requests", 2):
-        assert values(series, name, model="a", location="device") == [at_device]
-        assert values(series, name, model="a", location="host") == [0]
-
-
 def test_recalls_are_counted_by_how_they_ended() -> None:
     """Each result is there before the first recall, and a late one is seen by `increase()`."""
     made = Metrics(Source(books()).view, UUID)
@@ -274,20 +269,6 @@ def test_recalls_are_counted_by_how_they_ended() -> None:
     assert counts == {"returned": [0], "kept": [0], "late": [2]}
     found = {le: values(series, "membroker_recall_seconds_bucket", le=le, result="late") for le in ("0.025", "60.0")}
     assert found == {"0.025": [1], "60.0": [2]}
-
-
-def test_what_can_be_recalled_of_a_model_and_what_is_late() -> None:
-    series = scrape(Metrics(Source(books(model("acme", "a", 4 * MIB))).view, UUID))
-    for name, at_device in ("membroker_model_recallable_bytes", 3 * MIB), ("membroker_model_late_bytes", MIB):
-        assert values(series, name, model="a", location="device") == [at_device]
-        assert values(series, name, model="a", location="host") == [0]
-
-
-def test_what_a_model_declares() -> None:
-    """It explains memory that the device has in use, and no extent."""
-    series = scrape(Metrics(Source(books(model("acme", "a", 4 * MIB))).view, UUID))
-    assert values(series, "membroker_model_declared_bytes", model="a", location="device") == [5]
-    assert values(series, "membroker_model_declared_bytes", model="a", location="host") == [0]
 
 
 def test_histograms_lose_nothing_between_threads() -> None:
