@@ -27,12 +27,10 @@ from tests.fuzz.corpus import (
     SEGMENTS,
     UNSIGNED,
     WRITTEN,
-    bent,
     budget,
     lasting,
 )
 
-from membroker.v1 import handoff_pb2 as pb
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
 from membrokerd.core import policy
@@ -248,31 +246,6 @@ def test_whatever_happens_in_between_everybody_is_answered() -> None:
                 case (request_id, message):
                     _ask(bench, bench.red, "red", request_id, message)
         bench.end()
-
-    lasting(fuzz)
-
-
-def test_bent_frames_reach_the_core_unharmed() -> None:
-    """What of a bent frame still decodes to a request goes the same way as any."""
-    requests = ("allocate", "release", "declare")
-    requests += ("create_segment", "seal_segment", "attach_segment", "detach_segment", "delete_segment")
-
-    @budget(500)
-    @given(st.lists(bent(), max_size=6))
-    def fuzz(packets: list[bytes]) -> None:
-        bench = Bench()
-        for data in packets:
-            try:
-                frame = pb.Frame.FromString(data)
-            except Exception:  # noqa: BLE001 - test_fuzz_parsers holds what may be raised; here only frames matter
-                continue
-            if frame.WhichOneof("kind") in requests:
-                _ask(bench, bench.red, "red", frame.request_id, getattr(frame, frame.WhichOneof("kind")))
-            elif frame.HasField("ack"):
-                revision = bench.broker.ledger.revision
-                bench.tell(ev.Acknowledge(bench.red, frame.request_id, frame.ack.part))
-                bench.tell(ev.AcknowledgeUpTo(bench.red, frame.acknowledged))
-                assert bench.broker.ledger.revision == revision
 
     lasting(fuzz)
 
