@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import pytest
-from tests.simulation.shrink import Failed, run
 from tests.simulation.world import World
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 STEPS = 10_000
 NOWHERE: Mapping[str, int] = MappingProxyType({})
-SHORT_STORY = 80
-"""Commands of a transcript that have an outcome."""
-TOLD = 900
-"""Steps: what shows later has a story that takes minutes to be shortened. `make sim` would do it."""
 
 
 def replacing(name: str, owner: object, attribute: str, new: object) -> Fault:
@@ -67,25 +61,3 @@ def _first_to_fail(seeds: Iterable[int]) -> World:
             print(f"seed {seed}, after {world.referee.judged:,} steps: {type(error).__name__}: {error}")
             return world
     pytest.fail("nobody noticed")
-
-
-def find_out(fault: Fault, seeds: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Play a few worlds around a core with a fault: one of them fails, and the story of it is short."""
-    world = notice(fault, seeds, monkeypatch)
-    if world.referee.judged > TOLD:
-        return
-    fault(monkeypatch)
-    stories = []
-    for seed in seeds[seeds.index(world.seed) :]:
-        try:
-            run(seed, TOLD)
-        except Failed as failed:
-            stories.append(str(failed))
-            if _commands(stories[-1]) < SHORT_STORY:
-                break
-    print(stories[-1])
-    assert _commands(stories[-1]) < SHORT_STORY, "the story is not short"
-
-
-def _commands(story: str) -> int:
-    return len(re.findall(r"^    [=!]", story, re.MULTILINE))

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 from typing import Any
 
 import pytest
 from tests.broker.core.test_transcripts import Script
 from tests.simulation.driver_thread import loses_device
-from tests.simulation.faults import Fault, around, find_out, instead_of, replacing
-from tests.simulation.referee import EARLY_AT_MOST
-from tests.simulation.shrink import commands, run
+from tests.simulation.faults import STEPS, Fault, around, instead_of, notice, replacing
+from tests.simulation.shrink import Failed, commands, run
 from tests.simulation.world import World
 
 from membrokerd.core import attaches, books, ledger, lending, models, policy, segments, stock
@@ -31,24 +31,8 @@ pytestmark = pytest.mark.deep
 
 SEED = 20_260
 """Of a world without stock; that of the next one has some."""
-
-
-def _hold(world: World) -> None:
-    """A credit that the device is said to have proven is early now and then, and no oftener than that."""
-    referee = world.referee
-    print(referee.report())
-    assert referee.proven > 50
-    assert referee.timed_out > 10
-    assert referee.early.total() <= EARLY_AT_MOST * referee.proven
-    assert min(referee.sharing.ended[how] for how in ("certain", "proven", "in time")) >= 1
-
-
-@pytest.mark.parametrize("seed", [SEED, SEED + 1])
-def test_20_000_steps(seed: int) -> None:
-    """Without a stock, and with one: hundreds of sessions, most of which end in a way that nobody wished for."""
-    world = run(seed, 20_000)
-    _hold(world)
-    assert world.referee.sessions > 200
+SHORT_STORY = 80
+"""Commands of a transcript that have an outcome."""
 
 
 @pytest.mark.parametrize("seed", [SEED, SEED + 1])
@@ -314,7 +298,7 @@ def test_a_device_that_is_lost_and_comes_back() -> None:
     assert sum(isinstance(event, str) and event.startswith("device_lost G") for _, event in world.events) > 5
 
 
-@pytest.mark.timeout(300)  # a story can take a while to be shortened
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("fault", "seeds"),
     [(fault, [LOST, LOST + 16]) for fault in FAULTS_OF_DEVICE]
@@ -324,4 +308,16 @@ def test_a_device_that_is_lost_and_comes_back() -> None:
 )
 def test_a_core_with_a_fault_is_found_out(fault: Fault, seeds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """In one of a few worlds: a fault of the stock shows at its bounds only."""
-    find_out(fault, seeds, monkeypatch)
+    notice(fault, seeds, monkeypatch)
+
+
+@pytest.mark.timeout(300)  # a story can take a while to be shortened
+@pytest.mark.parametrize("name", ["wide_window", "drop_while_it_is_made", "charge_per_attach", "made_all_the_same"])
+def test_the_story_of_a_fault_is_short(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the shrinker leaves of a run fits on a screen or two, and ends where the core fails."""
+    (fault,) = [one for one in (*FAULTS, *FAULTS_OF_STOCK) if one.__name__.strip("_") == name]
+    fault(monkeypatch)
+    worlds = (run(SEED + more, STEPS) for more in (1, 0, 2, 3))
+    with pytest.raises(Failed) as failed:
+        list(worlds)
+    assert len(re.findall(r"^    [=!]", str(failed.value), re.MULTILINE)) < SHORT_STORY, "the story is not short"
