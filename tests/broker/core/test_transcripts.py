@@ -1,7 +1,7 @@
 """The core as stories: each file in transcripts/ is a script, and after every command what followed from it.
 
-A line has one command, or several with `; ` between them. What followed is indented: of each command the effects, then
-the facts (+), then how many requests wait and until when the core wants to be called (~), if that has changed; and at
+A line has one command, or several with `; ` between them. What followed is indented: of each command the effects, the
+facts (+), then how many requests wait and until when the core wants to be called (~), if that has changed; and at
 the end of a block and of its set-up the books (=), if they have changed. A line that begins with `given` is set-up:
 commands that must not be refused, of which only the books are shown. Sizes are in MiB, ids count from the epoch's first
 (#1; 2#1 in the second), times are seconds. Where no location stands it is the device, and a fact without a time is of
@@ -66,11 +66,15 @@ class Script:
         """Carry the commands of a line out and return their outcome; of a line that begins with `given`, nothing."""
         outcome: list[str] = []
         for command in line.removeprefix(GIVEN).split("; "):
-            outcome += self.do_one(command)
-            outcome += self.changed_waits()
+            told, waits = self.do_one(command), self.changed_waits()
+            if waits and told and len(told[-1]) + len(waits) < LINE:
+                told[-1] += f" {waits}"
+            elif waits:
+                told.append(waits)
+            outcome += told
         if not line.startswith(GIVEN):
             return outcome
-        assert not any(said.startswith("refuse ") for said in outcome), f"refused: {line}"
+        assert not any("refuse " in said for said in outcome), f"refused: {line}"
         return []
 
     def do_one(self, line: str) -> list[str]:
@@ -83,15 +87,15 @@ class Script:
             return []
         return outcome if isinstance(outcome, list) else self.play(outcome)
 
-    def changed_waits(self) -> list[str]:
-        """Return who waits and until when, if that has changed."""
+    def changed_waits(self) -> str:
+        """Return how many wait and until when, if that has changed."""
         requests = sum(self.broker.waiting.of_location(where)[1] for where in self.broker.ledger.totals)
         until = self.broker.deadline
         before, self.waits = self.waits, (requests, until)
         if self.waits == before:
-            return []
+            return ""
         said = [f"{requests} waiting"] * bool(requests) + ([f"until {until / SECOND:g}s"] if until is not None else [])
-        return ["~ " + (", ".join(said) or "no deadline")]
+        return "~ " + (", ".join(said) or "no deadline")
 
     def do_rules(self, **options: str) -> None:
         """Begin anew: device= host= settle= grace= sessions= per_process= models= calls= limits=tenant[/model]:MiB.
@@ -403,7 +407,7 @@ class Script:
         for row in self.broker.ledger.segments.values():
             busy = row.holders or self.broker.lending.making_segment(row.writer, row.segment)
             assert row.state != "ending" or busy, f"segment {row.segment} ends when nobody holds it"
-        return [*map(self.effect, step.effects), *in_lines(map(self.plain, step.facts))]
+        return [*in_lines("", map(self.effect, step.effects)), *in_lines("+ ", map(self.plain, step.facts))]
 
     def name(self, opened: fx.Answer) -> None:
         assert isinstance(opened.result, fx.SessionOpened)
@@ -588,14 +592,14 @@ def _run_text(first: int, last: int) -> str:
     return f"{'' if epoch == 1 else epoch}#{number}" + (f"..{number + last - first}" if last > first else "")
 
 
-def in_lines(facts: Iterable[str]) -> list[str]:
-    """Return facts, as many in a line as it has room for."""
+def in_lines(mark: str, items: Iterable[str]) -> list[str]:
+    """Return effects or facts, as many in a line as it has room for."""
     lines: list[str] = []
-    for fact in facts:
-        if lines and len(lines[-1]) + len(fact) <= LINE:
-            lines[-1] += f"; {fact}"
+    for item in items:
+        if lines and len(lines[-1]) + len(item) <= LINE:
+            lines[-1] += f"; {item}"
         else:
-            lines.append(f"+ {fact}")
+            lines.append(mark + item)
     return lines
 
 
@@ -632,6 +636,6 @@ def test_every_reason_of_the_core_is_told() -> None:
     """Every reason that the core's own code refuses with stands in a transcript."""
     core = Path(policy.__file__).parent
     used = {name for file in core.glob("*.py") for name in re.findall(r"Reason\.([A-Z_]+)", file.read_text())}
-    told = {word for path in FILES for word in re.findall(r"^ +refuse [^:]*: ([A-Z_]+)", path.read_text(), re.M)}
+    told = {word for path in FILES for word in re.findall(r"(?:^ +|; )refuse [^:]*: ([A-Z_]+)", path.read_text(), re.M)}
     assert used
     assert used <= told, f"no transcript shows {sorted(used - told)}"
