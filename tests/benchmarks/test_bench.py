@@ -12,50 +12,17 @@ from tests.benchmarks.commands import ROOT, bench
 
 pytestmark = pytest.mark.deep
 
-
 TIMINGS = {
-    "bare.echo.one_core",
-    "bare.echo",
-    "bare.lend.one_core",
-    "bare.lend",
-    "bare.grpc",
-    "raw.allocate",
-    "raw.release",
-    "raw",
-    "handoff.allocate",
-    "handoff.close",
-    "handoff",
-    "grpc.allocate",
-    "grpc.close",
-    "grpc",
-    "idle.alone",
-    "idle.among",
-    "extents.alone",
-    "extents.among",
-    "extents.scrape",
-    "extents.get_device",
-    "many.bare",
-    "many.allocate",
-    "many.close",
-    "many.both",
-    "models.scrape_one",
-    "models.scrape_quiet",
-    "models.scrape",
-    "models.alone",
-    "models.among",
-    "refused.alone",
-    "refused.among",
-    "refused.granted",
-    "floods.alone",
-    "floods.one",
-    "floods.sixteen",
-    "floods.most",
-    "recalled.spare",
-    "recalled.guaranteed",
-    "recalled.share",
-    "core.extent",
-    "core.guaranteed",
-    "core.schedule",
+    *(f"bare.{work}" for work in ("echo.one_core", "echo", "lend.one_core", "lend", "grpc")),
+    *(f"raw{work}" for work in ("", ".allocate", ".release")),
+    *(f"{transport}{work}" for transport in ("handoff", "grpc") for work in ("", ".allocate", ".close")),
+    *(f"many.{work}" for work in ("bare", "allocate", "close", "both")),
+    *(f"models.scrape{which}" for which in ("", "_one", "_quiet")),
+    *(f"{scene}.{where}" for scene in ("idle", "extents", "models", "refused") for where in ("alone", "among")),
+    *("extents.scrape", "extents.get_device", "refused.granted"),
+    *(f"floods.{flood}" for flood in ("alone", "one", "sixteen", "most")),
+    *(f"recalled.{within}" for within in ("spare", "guaranteed", "share")),
+    *("core.extent", "core.guaranteed", "core.schedule"),
 }
 COMPARED = TIMINGS - {
     *("bare.echo.one_core", "bare.echo", "bare.lend.one_core", "bare.lend", "bare.grpc"),
@@ -66,15 +33,12 @@ COMPARED = TIMINGS - {
 }
 FIGURES = {
     *(f"idle.{what}" for what in ("before.rss", "before.pss", "sessions", "cpu", "busy_cpu", "with.rss", "with.pss")),
-    *(
-        f"extents.{what}"
-        for what in ("count", "fill", "fill_each", "rss", "rss_each", "release", "release_each", "left")
-    ),
+    *(f"extents.{what}{each}" for what in ("fill", "rss", "release") for each in ("", "_each")),
+    *("extents.count", "extents.left", "core.divisions"),
     *(f"many.{what}" for what in ("cpu", "workers_cpu", "rss", "pss", "rate")),
     *(f"models.{what}" for what in ("count", "body", "rss", "pss")),
-    "core.divisions",
 }
-MAY_BE_ZERO = {f"{which}_cpu" for which in ("idle.busy", "many.workers")} | {"idle.cpu", "many.cpu", "core.divisions"}
+MAY_BE_ZERO = {"idle.cpu", "idle.busy_cpu", "many.cpu", "many.workers_cpu", "core.divisions"}
 MAY_BE_ZERO |= {"extents.left", "extents.rss_each"}
 """The kernel tells processor time in steps of 10 ms, and a daemon's memory can shrink."""
 
