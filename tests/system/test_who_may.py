@@ -204,53 +204,68 @@ def owned() -> Iterator[Scene]:
 
 
 @pytest.fixture
-def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
-    """The daemon that a cell needs; afterwards nothing is left of what was done."""
-    marked = request.node.get_closest_marker("root")
-    scene: Scene = request.getfixturevalue("owned" if marked else "plain")
-    yield scene
-    scene.tidy()
+def scene(request: pytest.FixtureRequest) -> Scene:
+    """The daemon that a row needs."""
+    scene: Scene = request.getfixturevalue("owned" if request.node.get_closest_marker("root") else "plain")
+    return scene
 
 
-# --- The cells ---
+# --- The rows ---
 
 
-def _cells() -> Iterator[Any]:
-    """Yield all cells; `make test` takes one of each outcome of a row, and `make test-deep` the others."""
+def _rows() -> Iterator[Any]:
+    """Yield each row with the cells that run together, as who does it by which way.
+
+    `make test` takes one cell of each outcome of a row, `make test-deep` the others, and `make test-system` what takes
+    root.
+    """
     for row in ROWS.values():
+        cells: dict[str, list[tuple[str, str]]] = {"": [], "deep": [], "root": []}
         seen: set[str] = set()
         for who, expected in row.cells.items():
             for transport in () if expected == "-" else row.transports_of(who):
                 if needs_root(row, who):
-                    marks = [pytest.mark.root]
+                    cells["root"].append((who, transport))
                 else:
-                    marks = [pytest.mark.deep] if expected in seen else []
+                    cells["deep" if expected in seen else ""].append((who, transport))
                     seen.add(expected)
-                yield pytest.param(row, who, transport, id=f"{row.number}-{who}-{transport}", marks=marks)
+        for mark, some in cells.items():
+            if some:
+                yield pytest.param(row, some, id=row.number, marks=[getattr(pytest.mark, mark)] if mark else [])
 
 
-@pytest.mark.parametrize(("row", "who", "transport"), list(_cells()))
-def test_cell(scene: Scene, row: who_may.Row, who: str, transport: str) -> None:
+@pytest.mark.parametrize(("row", "cells"), list(_rows()))
+def test_row(scene: Scene, row: who_may.Row, cells: list[tuple[str, str]]) -> None:
     """What the table says comes of it; what is refused changes nothing; and nothing that is said has S's token."""
-    with scene.s() as (session, target, descriptors):
-        party: Any = Oneself(session, scene.daemon.endpoint("red")) if who == "itself" else scene.actor(who)
-        order = {"row": row.number, "transport": transport, "target": vars(target)}
-        scene.tokens.add(party.tell({"do": "begin"}))
-        try:
-            if row.before:
-                party.tell({"do": "before", **order})
-            before = scene.books()
-            outcome, said = party.tell({"do": "deed", **order}, descriptors)
-            assert outcome == row.cells[who], said
-            assert target.token not in said
-            if outcome not in ("yes", "its-own", "S-gets-it"):
-                assert scene.books() == before, "what was refused changed the books"
-            if outcome == "S-gets-it":
-                delivered = handoff.receive(session.sock)
-                handoff.close_all(delivered.descriptors)
-                assert len(delivered.descriptors) == 1
-        finally:
-            party.tell({"do": "end"})
+    found = {(who, transport): _outcome(scene, row, who, transport) for who, transport in cells}
+    expected = {(who, transport): row.cells[who] for who, transport in cells}
+    assert {cell: outcome for cell, (outcome, _) in found.items()} == expected, found
+
+
+def _outcome(scene: Scene, row: who_may.Row, who: str, transport: str) -> tuple[str, str]:
+    """Have the deed done, and return what came of it; afterwards nothing is left of it."""
+    try:
+        with scene.s() as (session, target, descriptors):
+            party: Any = Oneself(session, scene.daemon.endpoint("red")) if who == "itself" else scene.actor(who)
+            order = {"row": row.number, "transport": transport, "target": vars(target)}
+            scene.tokens.add(party.tell({"do": "begin"}))
+            try:
+                if row.before:
+                    party.tell({"do": "before", **order})
+                before = scene.books()
+                outcome, said = party.tell({"do": "deed", **order}, descriptors)
+                assert target.token not in said
+                if outcome not in ("yes", "its-own", "S-gets-it"):
+                    assert scene.books() == before, f"{who} was refused ({said}), and the books changed"
+                if outcome == "S-gets-it":
+                    delivered = handoff.receive(session.sock)
+                    handoff.close_all(delivered.descriptors)
+                    assert len(delivered.descriptors) == 1
+            finally:
+                party.tell({"do": "end"})
+    finally:
+        scene.tidy()
+    return outcome, said
 
 
 class Oneself:
@@ -278,7 +293,8 @@ def test_each_call_is_made_over_grpc_in_make_test() -> None:
     """The doubles over gRPC are deep, so this table is where `make test` makes each call by gRPC, and not in vain."""
     shallow = {
         row.number
-        for row, who, transport in (cell.values for cell in _cells() if not cell.marks)
+        for row, cells in (one.values for one in _rows() if not one.marks)
+        for who, transport in cells
         if transport == "grpc" and row.cells[who] in ("yes", "its-own", "SESSION_NOT_DETACHED", "SESSION_NOT_EVICTABLE")
     }
     for service, admin in ((bpb.DESCRIPTOR.services_by_name["BrokerService"], False), (ADMIN_SERVICE, True)):
