@@ -231,7 +231,8 @@ def _rows() -> Iterator[Any]:
                     seen.add(expected)
         for mark, some in cells.items():
             if some:
-                yield pytest.param(row, some, id=row.number, marks=[getattr(pytest.mark, mark)] if mark else [])
+                marks = [getattr(pytest.mark, mark)] if mark else []
+                yield pytest.param(row, some, id=f"{row.number} {mark}".strip(), marks=marks)
 
 
 @pytest.mark.parametrize(("row", "cells"), list(_rows()))
@@ -305,7 +306,7 @@ def test_each_call_is_made_over_grpc_in_make_test() -> None:
 def test_every_call_has_a_row() -> None:
     """A call that is added to a service, or a frame, needs a row. Ack and Goodbye name nothing but their connection.
 
-    An answer to a recall of another session is in test_recall_input.py, and one to its operator in test_sleep.py.
+    An answer to a recall of another session is in test_recalls.py, and one to its operator in test_sleep.py.
     """
     for service, admin in ((bpb.DESCRIPTOR.services_by_name["BrokerService"], False), (ADMIN_SERVICE, True)):
         rows = [row for row in ROWS.values() if row.number.startswith("A") == admin]
