@@ -1,5 +1,7 @@
 """Recalls with a real daemon: what is guaranteed and not used is lent to sessions that answer, and comes back.
 
+The choice of sessions, the repeats and the marks of those that keep memory are in the transcripts `recall_*`.
+
 The workers are bare ones, so that each can answer, lie, fall silent or die between any two frames.
 """
 
@@ -15,15 +17,16 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.daemons import Daemon, running, until
-from tests.support.honest_worker import State
-from tests.support.raw import Session, admin_call, allocation, info, is_readable, reason
+from tests.support.honest_worker import State, check_turns, honest
+from tests.support.raw import Connection, Session, admin_call, allocation, info, is_readable, reason
 from tests.support.sizes import MIB
-from tests.support.workers import Worker, worker
+from tests.support.workers import worker
 from tests.system.test_reload import reload
 
 from membroker.cli import doctor
 from membroker.cli import main as cli
 from membroker.v1 import admin_pb2
+from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 
 UNIT = 16 * MIB
@@ -130,62 +133,6 @@ def test_a_guaranteed_request_is_granted_after_one_recall(stack: ExitStack, stat
         assert (blue.books(daemon).recalled_bytes, blue.books(daemon).late_bytes) == (0, 0)
 
 
-def test_one_that_keeps_everything_is_left_in_peace(stack: ExitStack, state: State) -> None:
-    """A liar answers at once and releases nothing. It is not asked again for 2 s."""
-    with lending() as daemon, stack:
-        blue, red = Borrower(stack, daemon, "blue", ALL), Borrower(stack, daemon, "red", answers=False)
-        red.ask(1)
-        recall = blue.recalled()
-        answered = time.monotonic()
-        blue.session.answer_recall(recall.recall_id)
-        until(lambda: not blue.books(daemon).recallable_bytes)
-        assert ended(daemon) == {"returned": 0, "kept": 1, "late": 0}
-        assert daemon.books().guarantee_shortfall_bytes == HALF * UNIT, "what is kept cannot be recalled"
-        blue.recalled()
-        waited = time.monotonic() - answered
-        state("a borrower that keeps all it is asked for", f"asked again after {waited:.1f} s")
-        assert waited > 1.9
-        blue.release(1)
-        assert red.get() == 1
-
-
-def test_a_guarantee_is_kept_by_those_who_release(stack: ExitStack) -> None:
-    """Blue answers each recall and releases nothing. Green, which has less, is asked, and blue borrows no more."""
-    with lending() as daemon, stack:
-        blue = [Borrower(stack, daemon, "blue", 3) for _ in range(3)]
-        green = Borrower(stack, daemon, "green", ALL - 9 - 1)
-        red = Borrower(stack, daemon, "red", answers=False)
-        red.ask(3)
-        blue[0].session.answer_recall(blue[0].recalled().recall_id)
-        recall = green.recalled()
-        green.release(recall.bytes // UNIT)
-        green.session.answer_recall(recall.recall_id)
-        assert red.get() == 3
-
-        newcomer = Borrower(stack, daemon, "blue")
-        refused = newcomer.session.call(allocate=allocation(newcomer.model, UNIT))
-        assert reason(refused) == "CAPACITY"
-        assert numbers(daemon)["model_late_bytes", "blue"] > 0
-        assert len(re.findall("WARNING a worker keeps all that was recalled", daemon.log())) == 1
-
-
-def test_a_lower_limit_is_recalled(stack: ExitStack) -> None:
-    """An operator lowers the limit of a tenant below what it has, by command. Nobody waits for it."""
-    with lending() as daemon, stack:
-        blue = Borrower(stack, daemon, "blue", ALL)
-        assert cli.main(["quota", "set", "blue", "--limit", "64MiB", "--endpoint", str(daemon.admin)]) == 0
-        recall = blue.recalled()
-        assert recall.bytes == (ALL - 4) * UNIT
-        blue.release(ALL - 4)
-        blue.session.answer_recall(recall.recall_id)
-        until(lambda: ended(daemon)["returned"] == 1)
-        assert blue.books(daemon).used_bytes == 64 * MIB
-        assert not is_readable(blue.session.notices)
-
-
-# --- Memory that nobody can ask for ---
-
-
 def test_a_tenant_whose_guarantee_is_never_lent(stack: ExitStack) -> None:
     """`lend_unused = false` keeps memory idle, so that nobody needs to be asked. A reload changes it."""
     unlent = {**TENANTS, "red": {**TENANTS["red"], "lend_unused": False}}
@@ -252,28 +199,6 @@ def test_a_silent_borrower_is_late_until_it_answers(stack: ExitStack, capsys: py
         assert len(re.findall("does not answer a recall", daemon.log())) == 1
 
 
-@contextmanager
-def borrowing(daemon: Daemon, units: int) -> Iterator[Worker]:
-    """A process of blue that has so many units and answers recalls, as far as it is told to."""
-    with worker() as one:
-        one.do("from tests.support.raw import *; from pathlib import Path")
-        one.do(f"session = Session(Path({str(daemon.endpoint('blue'))!r}))")
-        one.do("model = session.register('m', answers_recalls=True)")
-        one.do(f"ids = session.borrow(model, {UNIT}, {units})")
-        yield one
-
-
-def test_a_borrower_that_is_killed_amid_a_recall(stack: ExitStack) -> None:
-    """Its memory is free once the device shows it free, and goes to the request that waits."""
-    with lending() as daemon, borrowing(daemon, ALL) as blue, stack:
-        red = Borrower(stack, daemon, "red", answers=False)
-        red.ask(HALF)
-        assert blue.ask("session.recall().bytes") == HALF * UNIT
-        blue.kill()
-        assert red.get() == HALF
-        assert ended(daemon) == {"returned": 0, "kept": 0, "late": 0}
-
-
 def test_a_daemon_that_is_killed_amid_a_recall_and_a_wait(stack: ExitStack) -> None:
     """Its successor knows nothing of either. Both sessions resume, red asks once more, and blue is asked again."""
     with lending() as daemon, stack:
@@ -312,3 +237,104 @@ def test_a_recall_that_the_notices_had_no_room_for_comes_again(stack: ExitStack)
         blue.session.answer_recall(recall.recall_id)
         assert red.get() == HALF
         until(lambda: blue.books(daemon).late_bytes == 0)
+
+
+# --- What a hostile session says about recalls changes nothing of others, and delays nobody ---
+
+SESSIONS = 16
+ANSWERS = 20_000
+
+
+def answer(number: int) -> pb.Frame:
+    return pb.Frame(request_id=7, recall_answer=pb.RecallAnswer(recall_id=number))
+
+
+def test_an_answer_before_its_time_ends_the_connection(daemon: Daemon) -> None:
+    """Before the Hello, and between a resumed Welcome and the Holds."""
+    with Connection(daemon.endpoint()) as line:
+        line.send(answer(1))
+        refused = line.last_words()
+        assert (reason(refused), refused.message if refused else "") == (
+            "PROTOCOL_VIOLATION",
+            "the first frame must be a Hello, not recall_answer",
+        )
+    with Session(daemon.endpoint()) as session:
+        with Connection(daemon.endpoint()) as line:
+            line.send(pb.Frame(request_id=1, hello=pb.Hello(protocol_version=1, resume_token=session.token)))
+            assert line.receive().frame.welcome.resumed
+            line.send(answer(1))
+            assert reason(line.last_words()) == "PROTOCOL_VIOLATION"
+        session.resume()
+
+
+def test_an_answer_to_a_recall_of_another_session_ends_nothing(stack: ExitStack) -> None:
+    """Its number can be guessed. The recall stays open, and only the session that was asked can answer it."""
+    with lending() as daemon, stack:
+        blue, red = Borrower(stack, daemon, "blue", 16), Borrower(stack, daemon, "red", answers=False)
+        green = Borrower(stack, daemon, "green")
+        observer = stack.enter_context(Session(daemon.endpoint("blue"), observer=True))
+        red.ask(1)
+        recall = blue.recalled()
+        for liar in (green.session, observer, red.session):
+            for number in (recall.recall_id, recall.recall_id + 1, 0, (1 << 64) - 1):
+                liar.answer_recall(number)
+        for liar in (green.session, observer):
+            liar.call(release=bpb.ReleaseExtentsRequest(extent_ids=[1]))  # the daemon has read all that came before
+        assert blue.books(daemon).recalled_bytes == recall.bytes
+        assert ended(daemon) == {"returned": 0, "kept": 0, "late": 0}
+        blue.release(1)
+        assert red.get() == 1
+
+
+def test_a_foreign_model_in_holds_is_ignored(stack: ExitStack) -> None:
+    """Nobody answers for the model of another tenant, nor for one of its own that it has not registered."""
+    with lending() as daemon, stack:
+        blue, green = Borrower(stack, daemon, "blue", 2), Borrower(stack, daemon, "green", 2, answers=False)
+        other = stack.enter_context(Session(daemon.endpoint("blue")))
+        name = other.register("other")
+        other.borrow(name, 2 * MIB)
+        answered: Any = blue.session.resume(blue.ids, [blue.model, green.model, name, "tenants/blue/models/none"])
+        assert list(answered.models) == [blue.model]
+        shown = {model.name: model.books[0].recallable_bytes for model in daemon.models()}
+        assert shown == {blue.model: 32 * MIB, green.model: 0, name: 0}
+
+
+@pytest.mark.deep
+def test_a_flood_of_answers(stack: ExitStack, state: State) -> None:
+    """16 sessions answer recalls that never were, and not the one that each has, beside an honest worker.
+
+    A guaranteed request waits meanwhile, so each page that the honest worker gets is decided among waiting requests.
+    """
+    tenants = {
+        "red": {},
+        "blue": {"models": {"honest": {"guarantee": "16MiB"}}},
+        "green": {"models": {"m": {"guarantee": "128MiB"}}},
+    }
+    with lending(capacity="1GiB", tenants=tenants, log={"level": "info"}) as daemon, stack:
+        with honest(daemon) as one, worker() as flood:
+            flood.do("from tests.support.raw import *; from pathlib import Path")
+            flood.do(f"sessions = [Session(Path({str(daemon.endpoint('red'))!r})) for _ in range({SESSIONS})]")
+            flood.do("models = [session.register('m', answers_recalls=True) for session in sessions]")
+            flood.do(f"for session, model in zip(sessions, models): session.borrow(model, {62 * MIB})")
+            green = Borrower(stack, daemon, "green", answers=False)
+            green.ask(8)
+            until(lambda: daemon.books().waiting_requests == 1)
+            before = daemon.resident_bytes()
+            flood.do(f"frames = [pb.Frame(recall_answer=pb.RecallAnswer(recall_id=n)) for n in range({ANSWERS})]")
+            flood.do("frames = [frame.SerializeToString() for frame in frames]")
+            one.beside_flood(
+                state,
+                f"{SESSIONS} sessions that answer {ANSWERS:,} recalls that never were",
+                flood,
+                f"""
+for number, frame in enumerate(frames):
+    sessions[number % {SESSIONS}].sock.send(frame)
+answer = [reason(session.call(release=bpb.ReleaseExtentsRequest(extent_ids=[1]))) for session in sessions]
+""",
+            )
+            assert daemon.books().waiting_requests == 1
+            assert daemon.resident_bytes() - before < 4 * MIB
+            one.do("client.close()")
+            flood.kill()
+            assert green.get() == 8
+        check_turns(daemon, state, "a flood of answers to recalls")
