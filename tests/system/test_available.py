@@ -15,15 +15,15 @@ from membroker.v1 import broker_pb2 as bpb
 pytestmark = pytest.mark.shared_daemon
 
 
-def test_each_level_is_told_when_it_is_the_tightest(transport: str) -> None:
+def test_each_level_is_told_when_it_is_the_tightest() -> None:
     """A worker plans its KV cache: its own limit, then its tenant's, the capacity and the GPU bound what it can have.
 
     As much as it was told is granted, and a granule more is refused.
     """
     tenants = {"red": {"limit": "48MiB", "models": {"small": {"limit": "16MiB"}}}, "blue": {}}
     with running({"capacity": "64MiB", "tenants": tenants, "audit_seconds": 0.1}) as daemon, workers(2) as (red, blue):
-        red.connect(daemon, "red", transport)
-        blue.connect(daemon, "blue", transport)
+        red.connect(daemon, "red")
+        blue.connect(daemon, "blue")
         red.do("small, large = client.register_model('small', limit='12MiB'), client.register_model('large')")
         blue.do("other = client.register_model('other')")
         levels = "(lambda one: [one.now_bytes, one.limit_bytes, one.tenant_limit_bytes])({}.available())".format
@@ -108,13 +108,13 @@ def test_bad_input_is_refused(daemon: Daemon) -> None:
         assert daemon.device().revision == before
 
 
-def test_a_worker_looks_up_a_model_of_its_tenant(daemon: Daemon, transport: str) -> None:
+def test_a_worker_looks_up_a_model_of_its_tenant(daemon: Daemon) -> None:
     """An autoscaler reads one model's usage, by the name that it was registered under; it has not registered it."""
     with worker() as one, worker() as scaler:
-        one.connect(daemon, transport=transport)
+        one.connect(daemon)
         one.do("model = client.register_model('Qwen/Qwen3-8B', limit='16MiB'); held = model.allocate('4MiB')")
         one.do("for number in range(40): client.register_model(f'other{number}')")
-        scaler.connect(daemon, transport=transport)
+        scaler.connect(daemon)
         for name in ("Qwen/Qwen3-8B", "tenants/red/models/Qwen/Qwen3-8B"):
             scaler.do(f"found = client.model({name!r})")
             assert scaler.ask("[found.name, found.sessions]") == ["tenants/red/models/Qwen/Qwen3-8B", 1]

@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -31,7 +32,7 @@ from membroker.wire.sessions import descriptors_for, sessions_for
 NOBODY = 65_534
 
 
-def borrow(one: Worker, daemon: Daemon, transport: str, outage: float = 0.0) -> Worker:
+def borrow(one: Worker, daemon: Daemon, transport: str = "handoff", outage: float = 0.0) -> Worker:
     """Have a worker hold 24 MiB in a pool and 6 in a buffer, with something written in both.
 
     Its calls wait for a broker that is away for `outage` seconds.
@@ -114,10 +115,10 @@ def test_sigterm_ends_it_and_workers_compute_on(daemon: Daemon, transport: str) 
         assert engine.finish() == 0
 
 
-def test_sigkill_ends_it_and_workers_compute_on(daemon: Daemon, transport: str) -> None:
+def test_sigkill_ends_it_and_workers_compute_on(daemon: Daemon) -> None:
     """The daemon crashes. Its workers feel nothing until they ask for something, and can close all the same."""
     with worker() as engine:
-        borrow(engine, daemon, transport)
+        borrow(engine, daemon)
         daemon.kill()
         check_that_it_computes_on(engine)
         assert engine.finish() == 0
@@ -126,13 +127,13 @@ def test_sigkill_ends_it_and_workers_compute_on(daemon: Daemon, transport: str) 
 # A new one in its place
 
 
-def test_a_new_daemon_without_the_books_names_the_old_ones_workers(daemon: Daemon, transport: str) -> None:
+def test_a_new_daemon_without_the_books_names_the_old_ones_workers(daemon: Daemon) -> None:
     """After a crash somebody removes the journal: the log names who still maps memory, and the books begin empty.
 
     An old worker's session is lost, and it connects again in the same process.
     """
     with workers(2) as (holder, idle):
-        borrow(holder, daemon, transport, outage=30.0)
+        borrow(holder, daemon, outage=30.0)
         idle.connect(daemon)
         first_session = holder.ask("client.session")
         daemon.kill()
@@ -148,7 +149,7 @@ def test_a_new_daemon_without_the_books_names_the_old_ones_workers(daemon: Daemo
             assert holder.refused("pool.grow(PAGE)").error == "SessionLost"
             holder.do("view.release(); pool.close(); buffer.close(); client.close()")
             until(lambda: second.books().unaccounted_bytes == 0)
-            borrow(holder, second, transport)
+            borrow(holder, second)
             assert holder.ask("client.session") != first_session
             assert second.books().lent_bytes == 30 * MIB
             holder.kill()
@@ -158,7 +159,7 @@ def test_a_new_daemon_without_the_books_names_the_old_ones_workers(daemon: Daemo
 def test_a_second_daemon_for_the_device_refuses_and_names_the_first(daemon: Daemon) -> None:
     """Somebody starts it twice. The second says whose device it is and harms nothing of the first."""
     with worker() as engine:
-        borrow(engine, daemon, "handoff")
+        borrow(engine, daemon)
         for _ in range(2):
             said = refuse_to_start("--config", str(daemon.directory / "membrokerd.toml"))
             assert f"process {daemon.process.pid};" in said
@@ -208,26 +209,37 @@ def test_ctrl_c_is_quiet_while_it_waits_for_its_keeper(tmp_path: Path) -> None:
         shutil.rmtree(runtime)
 
 
-def test_a_metrics_port_in_use_is_told_in_a_sentence(tmp_path: Path) -> None:
-    """Two exporters want one port. It says which, and what to do; it does not run without its metrics."""
-    with socket.create_server(("127.0.0.1", 0)) as other, tempfile.TemporaryDirectory(prefix="mb-") as runtime:
-        port = other.getsockname()[1]
-        said = refuse_to_start("--runtime-directory", runtime, "--metrics-port", str(port))
-    assert f"127.0.0.1:{port}" in said
-    assert "--metrics-port" in said
+def test_where_it_cannot_serve_is_told_with_what_to_change(tmp_path: Path) -> None:
+    """Two exporters want one port; 192.0.2.1 belongs to no machine; a keeper's directory is one that others enter, too.
 
-
-def test_a_metrics_address_of_no_machine_is_told_with_the_key_to_change(tmp_path: Path) -> None:
-    """192.0.2.1 belongs to no machine, whatever the port; and a name that is invalid has no address."""
+    The daemon does not run without its metrics, or without its keeper.
+    """
     path = tmp_path / "membrokerd.toml"
-    for address in ("192.0.2.1", "2001:db8::1", "no such host"):
-        with tempfile.TemporaryDirectory(prefix="mb-") as runtime:
-            metrics = {"port": 0, "address": address}
-            path.write_text(to_toml({**DEFAULTS, "runtime_directory": runtime, "metrics": metrics}))
-            said = refuse_to_start("--config", str(path))
-        assert (f"[{address}]:0" if ":" in address else f"{address}:0") in said
-        assert "choose another metrics.address" in said
-        assert "--metrics-port" not in said
+    with socket.create_server(("127.0.0.1", 0)) as other, tempfile.TemporaryDirectory(prefix="mb-") as runtime:
+        port, shared = other.getsockname()[1], Path(runtime, "shared")
+        shared.mkdir(mode=0o755)
+        cases: list[tuple[dict[str, Any], str, str]] = [
+            ({"metrics": {"port": port}}, f"127.0.0.1:{port}", "--metrics-port"),
+            *(
+                ({"metrics": {"port": 0, "address": address}}, f"{shown}:0", "choose another metrics.address")
+                for address, shown in (
+                    ("192.0.2.1", "192.0.2.1"),
+                    ("2001:db8::1", "[2001:db8::1]"),
+                    ("no such host", "no such host"),
+                )
+            ),
+            (
+                {"keeper_socket": str(shared / "fdstore.sock")},
+                f"{shared} is not this user's alone",
+                "choose another with `keeper_socket`",
+            ),
+        ]
+        for number, (keys, what, advice) in enumerate(cases):
+            path.write_text(to_toml({**DEFAULTS, "runtime_directory": f"{runtime}/{number}", **keys}))
+            said = refuse_to_start("--config", str(path), warns="keeper_socket" in keys)
+            assert what in said
+            assert advice in said
+            assert ("--metrics-port" in said) == (advice == "--metrics-port")
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
@@ -236,21 +248,6 @@ def test_metrics_at_an_address_with_colons_can_be_fetched() -> None:
     with running({"metrics": {"port": 0, "address": "::1"}}) as daemon:
         assert daemon.device().metrics_url.startswith("http://[::1]:")
         assert "membroker_build_info" in daemon.metrics()
-
-
-def test_a_keeper_that_cannot_listen_is_told_with_the_key_to_change(tmp_path: Path) -> None:
-    """Its socket was put into a directory that others enter, too."""
-    runtime, path = Path(tempfile.mkdtemp(prefix="mb-")), tmp_path / "membrokerd.toml"
-    try:
-        shared = runtime / "shared"
-        shared.mkdir(mode=0o755)
-        places = {"runtime_directory": str(runtime / "run"), "keeper_socket": str(shared / "fdstore.sock")}
-        path.write_text(to_toml({**DEFAULTS, **places}))
-        said = refuse_to_start("--config", str(path), warns=True)
-        assert f"{shared} is not this user's alone" in said
-        assert said.endswith("choose another with `keeper_socket`")
-    finally:
-        shutil.rmtree(runtime)
 
 
 def test_an_owner_that_the_daemon_may_not_give_is_told_in_a_sentence() -> None:

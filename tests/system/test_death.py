@@ -24,6 +24,7 @@ from tests.support.workers import (
     until_clean,
     worker,
 )
+from tests.system.test_suspects import processes
 
 COUNT = 4
 """Extents of a raw worker's Allocate, of one granule each."""
@@ -42,7 +43,7 @@ STEPS = {
 
 
 @contextmanager
-def raw_worker(daemon: Daemon, transport: str, last_step: str = "") -> Iterator[Worker]:
+def raw_worker(daemon: Daemon, last_step: str = "", transport: str = "handoff") -> Iterator[Worker]:
     """Yield a worker without the library that has gone as far as `last_step`."""
     with worker() as one:
         one.do(f"raw = Raw({str(daemon.endpoint())!r}, {transport!r})")
@@ -59,9 +60,9 @@ def go(one: Worker, *steps: str) -> None:
         one.do(step)
 
 
-def borrow(one: Worker, daemon: Daemon, size: int, tenant: str = "red", transport: str = "handoff") -> Worker:
+def borrow(one: Worker, daemon: Daemon, size: int, tenant: str = "red") -> Worker:
     """Have a worker borrow `size` bytes through the library."""
-    one.connect(daemon, tenant, transport)
+    one.connect(daemon, tenant)
     one.do("model = client.register_model('m', virtual_capacity='1GiB'); pool = model.pool(page_size='2MiB')")
     one.do(f"pool.allocate(0, {size}); pool.view(0, {size})[:4] = b'mine'")
     return one
@@ -75,29 +76,31 @@ def states(daemon: Daemon) -> list[str]:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("step", STEPS)
-def test_a_worker_killed_at_a_step_leaves_nothing(daemon: Daemon, transport: str, step: str) -> None:
+def test_a_worker_killed_at_a_step_leaves_nothing(daemon: Daemon, transport: str) -> None:
     """The kernel's out-of-memory killer does not wait for a good moment."""
     at_start = descriptors_at_start(daemon)
-    with raw_worker(daemon, transport, step) as one:
-        one.kill()
-        until_clean(daemon, at_start)
+    for step in STEPS:
+        print(f"killed when it has {step}")
+        with raw_worker(daemon, step, transport) as one:
+            one.kill()
+            until_clean(daemon, at_start)
 
 
-@pytest.mark.parametrize("step", ["sent its Allocate", "acknowledged it", "sent its Release with the mappings kept"])
-def test_a_frame_and_the_death_of_its_sender_arrive_together(daemon: Daemon, transport: str, step: str) -> None:
+def test_a_frame_and_the_death_of_its_sender_arrive_together(daemon: Daemon, transport: str) -> None:
     """The daemon was busy; when it looks again there is a frame, an end of the connection, and a dead process."""
     at_start = descriptors_at_start(daemon)
-    *before, last = STEPS_UNTIL[step]
-    with raw_worker(daemon, transport) as one:
-        go(one, *before)
-        with hold_still(daemon):
-            one.do(last)
-            one.kill()
-        until_clean(daemon, at_start)
+    for step in ("sent its Allocate", "acknowledged it", "sent its Release with the mappings kept"):
+        print(f"killed when it has {step}")
+        *before, last = STEPS_UNTIL[step]
+        with raw_worker(daemon, transport=transport) as one:
+            go(one, *before)
+            with hold_still(daemon):
+                one.do(last)
+                one.kill()
+            until_clean(daemon, at_start)
 
 
-def test_a_worker_killed_with_its_window_full_leaves_nothing(transport: str) -> None:
+def test_a_worker_killed_with_its_window_full_leaves_nothing() -> None:
     """It asked for four packets and read none: two lie in the kernel with their memory, two wait in the daemon.
 
     A packet that nobody read keeps its memory until the socket is gone; and a worker that does not read is given no
@@ -105,7 +108,7 @@ def test_a_worker_killed_with_its_window_full_leaves_nothing(transport: str) -> 
     """
     with running({"capacity": "1GiB"}) as daemon:
         at_start = descriptors_at_start(daemon)
-        with raw_worker(daemon, transport, "said Hello") as one:
+        with raw_worker(daemon, "said Hello") as one:
             one.do("raw.send_allocate(256)")
             until(lambda: daemon.books().lent_bytes == 512 * MIB)
             until(lambda: device_used(daemon) == 256 * MIB)
@@ -119,13 +122,13 @@ def test_a_worker_killed_with_its_window_full_leaves_nothing(transport: str) -> 
 # Stopped
 
 
-def test_a_stopped_worker_keeps_its_charge_and_harms_nobody(daemon: Daemon, transport: str) -> None:
+def test_a_stopped_worker_keeps_its_charge_and_harms_nobody(daemon: Daemon) -> None:
     """Somebody debugs an engine. It holds what it holds, half of an answer unread; the others go on beside it."""
     at_start = descriptors_at_start(daemon)
-    with raw_worker(daemon, transport, "sent its Allocate") as stopped, worker() as other:
+    with raw_worker(daemon, "sent its Allocate") as stopped, worker() as other:
         until(lambda: device_used(daemon) == COUNT * PAGE)
         stopped.send(signal.SIGSTOP)
-        borrow(other, daemon, 200 * MIB, "blue", transport)
+        borrow(other, daemon, 200 * MIB, "blue")
         for _ in range(20):
             other.do("pool.deallocate(0, 100 * MIB); pool.allocate(0, 100 * MIB)")
         assert daemon.books().lent_bytes == 200 * MIB + COUNT * PAGE
@@ -141,7 +144,7 @@ def test_a_stopped_worker_keeps_its_charge_and_harms_nobody(daemon: Daemon, tran
 # Outlived by its memory
 
 
-def test_a_forked_child_keeps_its_dead_parents_charge(daemon: Daemon, transport: str) -> None:
+def test_a_forked_child_keeps_its_dead_parents_charge(daemon: Daemon) -> None:
     """A rank is killed, its child process inherited everything by a fork that Python never saw.
 
     Connection, descriptors and mapping live on in the child, so neither the socket nor the pidfd is proof: the bytes
@@ -149,8 +152,8 @@ def test_a_forked_child_keeps_its_dead_parents_charge(daemon: Daemon, transport:
     """
     at_start = descriptors_at_start(daemon)
     with worker() as parent, worker() as other:
-        borrow(parent, daemon, 64 * MIB, transport=transport)
-        other.connect(daemon, "blue", transport)
+        borrow(parent, daemon, 64 * MIB)
+        other.connect(daemon, "blue")
         other.do("model = client.register_model('n')")
         child = parent.ask("fork_unseen()")
         try:
@@ -172,11 +175,12 @@ def test_a_forked_child_keeps_its_dead_parents_charge(daemon: Daemon, transport:
             os.kill(child, signal.SIGKILL)
         until(lambda: daemon.books().releasing_bytes == 0)
         assert "proven=false" not in daemon.log()
+        assert daemon.figure("membroker_device_unproven_releases_total", location="device") == 0
         other.do("buffer = model.allocate('256MiB'); buffer.close(); client.close()")
         until_clean(daemon, at_start)
 
 
-def test_memory_that_never_comes_back_is_written_off_and_lent_to_nobody(transport: str) -> None:
+def test_memory_that_never_comes_back_is_written_off_and_lent_to_nobody() -> None:
     """The child lives for days. After `settle_seconds` its parent's charge ends, and the truth is in `unaccounted`.
 
     The books say free; the gate, which asks the device, says no: by its own reason, before the driver fails.
@@ -184,7 +188,7 @@ def test_memory_that_never_comes_back_is_written_off_and_lent_to_nobody(transpor
     with running({"settle_seconds": 0.3, "audit_seconds": 0.1}) as daemon:
         at_start = descriptors_at_start(daemon)
         with worker() as parent, worker() as other:
-            borrow(parent, daemon, 64 * MIB, transport=transport)
+            borrow(parent, daemon, 64 * MIB)
             child = parent.ask("fork_unseen()")
             try:
                 parent.kill()
@@ -192,7 +196,10 @@ def test_memory_that_never_comes_back_is_written_off_and_lent_to_nobody(transpor
                 books = daemon.books()
                 assert (books.lent_bytes, books.releasing_bytes, books.free_bytes) == (0, 0, 256 * MIB)
                 assert daemon.sessions() == []
-                other.connect(daemon, "blue", transport)
+                until(lambda: child in daemon.suspects())
+                shown = processes(daemon)[child]
+                assert (shown.used_bytes, shown.excess_bytes, list(shown.sessions)) == (64 * MIB, 64 * MIB, [])
+                other.connect(daemon, "blue")
                 other.do("model = client.register_model('n', virtual_capacity='1GiB')")
                 other.do("pool = model.pool(page_size='2MiB')")
                 for attempt in ("model.allocate('194MiB')", "pool.allocate(0, 194 * MIB)"):
@@ -214,16 +221,17 @@ def test_memory_that_never_comes_back_is_written_off_and_lent_to_nobody(transpor
             other.kill()
             until_clean(daemon, at_start)
             until(lambda: "proven=false" in daemon.log())
+            assert daemon.figure("membroker_device_unproven_releases_total", location="device") == 1
 
 
-def test_the_librarys_fork_hook_gives_the_memory_back(daemon: Daemon, transport: str) -> None:
+def test_the_librarys_fork_hook_gives_the_memory_back(daemon: Daemon) -> None:
     """A data loader is forked with Python's own fork: the library lets go in the child; the parent's death is enough.
 
     In the child every object says whose it is. What the child does there is not felt by the parent.
     """
     at_start = descriptors_at_start(daemon)
     with worker() as parent:
-        borrow(parent, daemon, 64 * MIB, transport=transport)
+        borrow(parent, daemon, 64 * MIB)
         child = parent.ask("fork_seen()")
         try:
             parent.do("pool.grow(2 * MIB)")
@@ -240,7 +248,7 @@ def test_the_librarys_fork_hook_gives_the_memory_back(daemon: Daemon, transport:
 
 
 def test_a_worker_that_says_released_and_keeps_its_mapping_is_found_out(
-    transport: str, state: Callable[[str, str], None]
+    state: Callable[[str, str], None],
 ) -> None:
     """By its word the bytes are free; the next audit sees that the device has them still. They are lent to nobody.
 
@@ -250,8 +258,8 @@ def test_a_worker_that_says_released_and_keeps_its_mapping_is_found_out(
     with running({"audit_seconds": audit}) as daemon:
         at_start = descriptors_at_start(daemon)
         with worker() as liar, worker() as other:
-            borrow(liar, daemon, 64 * MIB, transport=transport)
-            other.connect(daemon, "blue", transport)
+            borrow(liar, daemon, 64 * MIB)
+            other.connect(daemon, "blue")
             other.do("model = client.register_model('n')")
             until(lambda: device_used(daemon) == 64 * MIB)
             began = time.monotonic()
@@ -269,10 +277,10 @@ def test_a_worker_that_says_released_and_keeps_its_mapping_is_found_out(
             until_clean(daemon, at_start)
 
 
-def test_a_worker_that_only_keeps_descriptors_is_charged_until_it_dies(daemon: Daemon, transport: str) -> None:
+def test_a_worker_that_only_keeps_descriptors_is_charged_until_it_dies(daemon: Daemon) -> None:
     """It never imports, never maps and never acknowledges; it has the memory all the same, and pays for it."""
     at_start = descriptors_at_start(daemon)
-    with raw_worker(daemon, transport, "read the delivery") as keeper:
+    with raw_worker(daemon, "read the delivery") as keeper:
         keeper.do("raw.socket.close(); raw.notices.close()")
         until(lambda: states(daemon) == ["DETACHED"])
         until(lambda: device_used(daemon) == COUNT * PAGE)
@@ -285,7 +293,7 @@ def test_a_worker_that_only_keeps_descriptors_is_charged_until_it_dies(daemon: D
 def test_a_descriptor_passed_to_another_process_keeps_the_charge(daemon: Daemon) -> None:
     """A descriptor is a bearer capability: the borrower is dead, a process the broker never met holds its memory."""
     at_start = descriptors_at_start(daemon)
-    with raw_worker(daemon, "handoff", "acknowledged it") as borrower, worker() as stranger:
+    with raw_worker(daemon, "acknowledged it") as borrower, worker() as stranger:
         borrower.do("kept = [raw.driver._handles[handle].descriptor for handle in raw.handles]")
         stranger.do(f"kept = [os.open(f'/proc/{borrower.pid}/fd/{{n}}', os.O_RDWR) for n in {borrower.ask('kept')}]")
         borrower.kill()

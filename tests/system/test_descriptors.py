@@ -58,48 +58,45 @@ def test_an_honest_worker_while_the_broker_has_no_descriptor_left(daemon: Daemon
     until_clean(daemon, at_start)
 
 
-_SPARE = [
-    pytest.param(spare, first, marks=[] if spare in (0, 1, 4) else pytest.mark.deep)
-    for first in (False, True)
-    for spare in range(first, 5)
-]
+def test_a_connection_for_which_there_are_few_descriptors(daemon: Daemon) -> None:
+    """It is greeted, or told that the broker is out of descriptors, or waits; it leaves nothing that it did not get."""
+    with Session(daemon.endpoint("blue")) as standing:
+        for spare in range(5):
+            _connects_with(daemon, spare, [standing])
 
 
-@pytest.mark.parametrize(("spare", "is_first"), _SPARE)
-def test_a_connection_for_which_there_are_few_descriptors(daemon: Daemon, spare: int, is_first: bool) -> None:
-    """It is greeted, or told that the broker is out of descriptors, or waits; it leaves nothing that it did not get.
+@pytest.mark.parametrize("spare", [1, 2, 3, 4])
+def test_the_first_connection_for_which_there_are_few_descriptors(daemon: Daemon, spare: int) -> None:
+    """The first of all takes more: the daemon finds out what its kernel can tell of a process."""
+    _connects_with(daemon, spare, [])
 
-    The first of all takes more: the daemon finds out what its kernel can tell of a process.
-    """
-    at_start = descriptors_at_start(daemon)
-    with ExitStack() as stack:
-        standing = [] if is_first else [stack.enter_context(Session(daemon.endpoint("blue")))]
-        before = at_start + OF_A_SESSION * len(standing)
-        until(lambda: daemon.descriptors() == before)
-        spare_descriptors(daemon.process.pid, spare)
-        with Connection(daemon.endpoint()) as newcomer:
-            with suppress(BrokenPipeError):  # it may be refused before it has said anything
-                newcomer.send(hello())
-            if not spare:
-                until(lambda: "reason=DESCRIPTORS_EXHAUSTED" in daemon.log())
-                assert not raw.is_readable(newcomer.sock)
-                spare_descriptors(daemon.process.pid, None)
-            try:
-                packet = handoff.receive(newcomer.sock)
-            except ConnectionResetError:  # said once, before what is there to read
-                packet = handoff.receive(newcomer.sock)
-            handoff.close_all(packet.descriptors)
-            if packet.frame.HasField("welcome"):
-                newcomer.send(pb.Frame(request_id=2, goodbye=pb.Goodbye()))
-                assert newcomer.receive().frame.reply.HasField("goodbye")
-            else:
-                assert reason(packet.frame.reply.error) == "DESCRIPTORS_EXHAUSTED"
-        until(lambda: daemon.descriptors() == before)
-        spare_descriptors(daemon.process.pid, None)
-        assert [each.name for each in daemon.sessions()] == [each.welcome.session for each in standing]
-        with Session(daemon.endpoint()) as again:
-            assert again.borrow(again.register("m"), PAGE)
-    until_clean(daemon, at_start)
+
+def _connects_with(daemon: Daemon, spare: int, standing: list[Session]) -> None:
+    before = descriptors_at_start(daemon) if not standing else descriptors_at_rest(daemon)
+    spare_descriptors(daemon.process.pid, spare)
+    with Connection(daemon.endpoint()) as newcomer:
+        with suppress(BrokenPipeError):  # it may be refused before it has said anything
+            newcomer.send(hello())
+        if not spare:
+            until(lambda: "reason=DESCRIPTORS_EXHAUSTED" in daemon.log())
+            assert not raw.is_readable(newcomer.sock)
+            spare_descriptors(daemon.process.pid, None)
+        try:
+            packet = handoff.receive(newcomer.sock)
+        except ConnectionResetError:  # said once, before what is there to read
+            packet = handoff.receive(newcomer.sock)
+        handoff.close_all(packet.descriptors)
+        if packet.frame.HasField("welcome"):
+            newcomer.send(pb.Frame(request_id=2, goodbye=pb.Goodbye()))
+            assert newcomer.receive().frame.reply.HasField("goodbye")
+        else:
+            assert reason(packet.frame.reply.error) == "DESCRIPTORS_EXHAUSTED"
+    until(lambda: daemon.descriptors() == before)
+    spare_descriptors(daemon.process.pid, None)
+    assert [each.name for each in daemon.sessions()] == [each.welcome.session for each in standing]
+    with Session(daemon.endpoint()) as again:
+        assert again.borrow(again.register("m"), PAGE)
+    until(lambda: daemon.descriptors() == before and daemon.books().lent_bytes == 0)
 
 
 def test_a_grpc_connection_for_which_there_is_no_descriptor(daemon: Daemon) -> None:
@@ -267,7 +264,7 @@ PAGES = 100
 """Of an allocation: 64 and 36 descriptors, and one more for each import."""
 
 
-def test_an_allocation_for_which_the_worker_has_few_descriptors(daemon: Daemon, transport: str) -> None:
+def test_an_allocation_for_which_the_worker_has_few_descriptors(daemon: Daemon) -> None:
     """The kernel delivers what there is room for and drops the rest: the worker is told so, and charged for nothing.
 
     With none to spare, with one, with two, until all of it fits; at every step it is `DescriptorLimit` or granted, all
@@ -275,8 +272,8 @@ def test_an_allocation_for_which_the_worker_has_few_descriptors(daemon: Daemon, 
     """
     at_start = descriptors_at_start(daemon)
     outcomes = {}
-    with honest(daemon, transport) as beside, worker() as one:
-        one.connect(daemon, "red", transport)
+    with honest(daemon) as beside, worker() as one:
+        one.connect(daemon)
         one.do("model = client.register_model('m'); pool = model.pool(page_size=PAGE, virtual_capacity=300 * PAGE)")
         one.do("pool.allocate(0, PAGE)")
         one.do("pool.view(0, 4)[:] = b'mine'")
@@ -309,14 +306,14 @@ def tried(borrow):
 """
 
 
-def test_a_packet_cut_short_by_the_kernel(daemon: Daemon, transport: str) -> None:
+def test_a_packet_cut_short_by_the_kernel(daemon: Daemon) -> None:
     """What a client without the library sees: the ids are all there, the first descriptors, and MSG_CTRUNC.
 
     All of it is charged. It closes, acknowledges and releases every id, as the protocol's page says.
     """
     at_start = descriptors_at_start(daemon)
     with worker() as one:
-        one.do(f"raw = Raw({str(daemon.endpoint())!r}, {transport!r})")
+        one.do(f"raw = Raw({str(daemon.endpoint())!r}, 'handoff')")
         one.do("raw.hello()")
         one.do("from membroker.wire import frames as handoff")
         one.do(f"raw.send_allocate({PAGES})")

@@ -20,11 +20,11 @@ NAME = "Qwen/Qwen3-8B"
 FULL = f"tenants/red/models/{NAME}"
 
 
-def test_the_name_is_the_users_in_the_books_the_metrics_and_the_log(transport: str) -> None:
+def test_the_name_is_the_users_in_the_books_the_metrics_and_the_log() -> None:
     """A worker registers what it downloads from Hugging Face, under the limit that is configured for that name."""
     tenants = {"red": {"models": {NAME: {"limit": "8MiB"}}}, "blue": {}}
     with running({"tenants": tenants}) as daemon, worker() as one:
-        one.connect(daemon, transport=transport)
+        one.connect(daemon)
         one.do(f"model = client.register_model('{NAME}'); pool = model.pool(page_size='2MiB')")
         one.do("pool.allocate(0, 8 * MIB)")
         assert one.ask("[model.name, model.resource_name]") == [NAME, FULL]

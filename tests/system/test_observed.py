@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import signal
 import subprocess
 import time
 import urllib.error
@@ -219,23 +218,3 @@ def test_a_daemon_shows_every_figure_of_its_own(daemon: Daemon) -> None:
     for spec in own:
         value(text, f'{spec.name}{"_count" * (spec.kind == "histogram")}{{gpu_uuid="host"}}')
     assert {catalog.DRAINING, catalog.EVICTIONS, catalog.SLOW_TURNS} <= set(own)
-
-
-def test_memory_that_did_not_come_back_in_time_is_counted() -> None:
-    """One worker dies and its memory goes with it; of another a forked child keeps it, longer than is waited for."""
-    unproven = 'membroker_device_unproven_releases_total{gpu_uuid="host",location="device"}'
-    borrow = "model = client.register_model('m'); buffer = model.allocate(8 * PAGE)"
-    with running() as patient, worker() as one:
-        one.connect(patient).do(borrow)
-        one.kill()
-        until(lambda: not patient.sessions())
-        assert value(patient.metrics(), unproven) == 0
-    with running({"settle_seconds": 0.2}) as daemon, worker() as parent:
-        parent.connect(daemon).do(borrow)
-        child = parent.ask("fork_unseen()")
-        try:
-            parent.kill()
-            until(lambda: not daemon.sessions())
-            assert value(daemon.metrics(), unproven) == 1
-        finally:
-            os.kill(child, signal.SIGKILL)

@@ -67,7 +67,9 @@ def holders(daemon: Daemon) -> int:
     return int(one.sessions)
 
 
-def write(one: Worker, daemon: Daemon, transport: str, size: int = SIZE, location: str = "device") -> Worker:
+def write(
+    one: Worker, daemon: Daemon, transport: str = "handoff", *, size: int = SIZE, location: str = "device"
+) -> Worker:
     """Have a worker make the segment and write to both its ends."""
     one.connect(daemon, transport=transport)
     one.do("model = client.register_model('m')")
@@ -76,14 +78,14 @@ def write(one: Worker, daemon: Daemon, transport: str, size: int = SIZE, locatio
     return one
 
 
-def attach(one: Worker, daemon: Daemon, transport: str, outage: float | None = None) -> Worker:
+def attach(one: Worker, daemon: Daemon, transport: str = "handoff") -> Worker:
     """Have a worker attach the segment."""
-    one.connect(daemon, transport=transport, outage=outage)
+    one.connect(daemon, transport=transport)
     one.do("segment = client.attach('weights')")
     return one
 
 
-def wait_in_attach(one: Worker, daemon: Daemon, transport: str) -> Worker:
+def wait_in_attach(one: Worker, daemon: Daemon, transport: str = "handoff") -> Worker:
     """Have a worker attach the segment in a thread, which waits."""
     one.connect(daemon, transport=transport)
     one.do("attaching = Attaching(client.register_model('n'), client, 'weights')")
@@ -160,12 +162,12 @@ def test_bytes_are_charged_once_however_many_have_them_mapped(daemon: Daemon, tr
         assert [each.finish() for each in (writer, *readers)] == [0, 0, 0]
 
 
-def test_the_writers_end_is_told_to_all_who_wait(daemon: Daemon, transport: str) -> None:
+def test_the_writers_end_is_told_to_all_who_wait(daemon: Daemon) -> None:
     """Nothing will seal what it wrote: the waiting readers are told at once, and the bytes are free again."""
     with clean(daemon), workers(3) as (writer, *readers):
-        write(writer, daemon, transport)
+        write(writer, daemon)
         for each in readers:
-            wait_in_attach(each, daemon, transport)
+            wait_in_attach(each, daemon)
         writer.kill()
         for each in readers:
             refused = each.refused("attaching.result()")
@@ -180,7 +182,7 @@ def test_a_writer_without_a_connection_seals_by_grpc(daemon: Daemon) -> None:
     """Its token still does everything that brings no descriptors: seal, detach, delete."""
     with Session(daemon.endpoint()) as writer, worker() as reader:
         made = SegmentAsker(writer, "handoff").create(writer.register("m"), SIZE)
-        wait_in_attach(reader, daemon, "handoff")
+        wait_in_attach(reader, daemon)
         writer.sock.shutdown(socket.SHUT_RDWR)
         until(lambda: daemon.device().detached_sessions == 1)
         asker = SegmentAsker(writer, "grpc")
@@ -198,14 +200,14 @@ def test_a_writer_without_a_connection_seals_by_grpc(daemon: Daemon) -> None:
 # Deaths
 
 
-def test_a_dead_readers_child_keeps_the_bytes_charged(daemon: Daemon, transport: str) -> None:
+def test_a_dead_readers_child_keeps_the_bytes_charged(daemon: Daemon) -> None:
     """A reader is killed, and a child that was forked without the library's knowledge has the mapping still. The
     segment is deleted, and everybody else has left: only the device's own figure ends its charge.
     """
     with clean(daemon), workers(3) as (writer, reader, other):
-        write(writer, daemon, transport)
+        write(writer, daemon)
         writer.do("segment.seal()")
-        attach(reader, daemon, transport)
+        attach(reader, daemon)
         child = reader.ask("fork_unseen()")
         try:
             reader.kill()
@@ -214,7 +216,7 @@ def test_a_dead_readers_child_keeps_the_bytes_charged(daemon: Daemon, transport:
             until(lambda: state(daemon) == "RELEASING")
             books = daemon.books()
             assert (books.lent_bytes, books.releasing_bytes) == (0, SIZE)
-            other.connect(daemon, transport=transport)
+            other.connect(daemon)
             other.do("model = client.register_model('n')")
             assert other.refused("model.allocate('250MiB')").numbers == ("capacity", 250 * MIB, 248 * MIB, 256 * MIB)
             refused = other.refused("client.register_model('m').create_segment('weights', 1)")
@@ -239,7 +241,7 @@ def test_a_large_segment_comes_in_packets(transport: str) -> None:
     """
     with running({"capacity": "140GiB"}) as daemon, clean(daemon), workers(2) as (writer, reader):
         size = 130 * GIB
-        write(writer, daemon, transport, size)
+        write(writer, daemon, transport, size=size)
         marks = (
             "marks = {at - 4: at.to_bytes(8, 'little') for at in range(1 << 30, segment.size, 1 << 30)}\n"
             "assert len(marks) == 129\n"
@@ -256,7 +258,7 @@ def test_a_large_segment_comes_in_packets(transport: str) -> None:
         writer.do("segment.close()")
 
 
-def test_a_segment_of_host_memory(transport: str) -> None:
+def test_a_segment_of_host_memory() -> None:
     """Weights that are swapped in and out lie in host memory, with a capacity, books and limits of its own."""
     tenants = {"red": {"host_limit": "32MiB"}}
     with (
@@ -265,9 +267,9 @@ def test_a_segment_of_host_memory(transport: str) -> None:
         workers(2) as both,
     ):
         writer, reader = both
-        write(writer, daemon, transport, location="host")
+        write(writer, daemon, location="host")
         writer.do("segment.seal()")
-        attach(reader, daemon, transport)
+        attach(reader, daemon)
         assert reads(reader)
         assert [each.ask("segment.location") for each in both] == ["host", "host"]
         assert [books.lent_bytes for books in daemon.device().locations] == [0, SIZE]
@@ -282,11 +284,11 @@ def test_a_segment_of_host_memory(transport: str) -> None:
 # Limits
 
 
-def test_the_broker_keeps_only_so_many_extents(transport: str) -> None:
+def test_the_broker_keeps_only_so_many_extents() -> None:
     """With few descriptors of its own the daemon refuses a segment that would need too many, and serves on."""
     config = {"capacity": "400GiB", "max_sessions": 2}
     with running(config, descriptors=512) as daemon, clean(daemon), worker() as one:
-        one.connect(daemon, transport=transport).do("model = client.register_model('m')")
+        one.connect(daemon).do("model = client.register_model('m')")
         refused = one.refused("model.create_segment('weights', '300GiB')")
         assert (refused.error, refused.reason) == ("TooMany", "TOO_MANY_SEGMENTS")
         limit = int(refused.metadata["limit"])
@@ -299,10 +301,10 @@ def test_the_broker_keeps_only_so_many_extents(transport: str) -> None:
 # Nobody writes to what is sealed
 
 
-def test_a_reader_cannot_make_it_writable(daemon: Daemon, transport: str) -> None:
+def test_a_reader_cannot_make_it_writable(daemon: Daemon) -> None:
     """On the host driver the kernel keeps a reader from writing, by its descriptor or its mapping."""
     with clean(daemon), worker() as writer:
-        write(writer, daemon, transport)
+        write(writer, daemon)
         writer.do("segment.seal()")
         with Session(daemon.endpoint()) as session:
             answer, ids, (descriptor,) = session.take(attach_segment=pb.AttachSegmentRequest(name=FULL_NAME))
@@ -325,7 +327,7 @@ def test_a_reader_cannot_make_it_writable(daemon: Daemon, transport: str) -> Non
             with pytest.raises(TypeError):
                 mapping[0] = 1
             mapping.close()
-        attach(writer, daemon, transport)
+        attach(writer, daemon)
         writer.do("import ctypes; protect = ctypes.CDLL(None).mprotect")
         assert writer.ask("protect(ctypes.c_void_p(segment.address), 4096, 3)") == -1
         assert reads(writer)

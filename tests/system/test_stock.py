@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from tests.support.daemons import Daemon, running, until
 from tests.support.processes import mapped_extents, open_extents
-from tests.support.sizes import MIB
 from tests.support.workers import PAGE, Worker, worker
 
 PAGES = 16
@@ -33,9 +32,9 @@ def stocked() -> Iterator[Daemon]:
         yield one
 
 
-def begin(process: Worker, daemon: Daemon, transport: str = "handoff") -> Worker:
+def begin(process: Worker, daemon: Daemon) -> Worker:
     """Connect a worker, with a model and its tools."""
-    process.connect(daemon, "red", transport)
+    process.connect(daemon)
     process.do("model = client.register_model('m')")
     process.do(_TOOLS)
     return process
@@ -58,10 +57,10 @@ def settled(daemon: Daemon) -> Any:
     return daemon.books()
 
 
-def test_the_second_of_a_size_is_there_already(stocked: Daemon, transport: str) -> None:
+def test_the_second_of_a_size_is_there_already(stocked: Daemon) -> None:
     """Four pages are borrowed, eight are made ahead; the next four are of those, new, and zero."""
     with worker() as process:
-        begin(process, stocked, transport)
+        begin(process, stocked)
         process.do("pool = model.pool(page_size=PAGE, virtual_capacity='256MiB')")
         process.do("pool.allocate(0, 4 * PAGE); pool.view(0, 4 * PAGE)[:] = bytes([1]) * (4 * PAGE)")
         until_ready(stocked, 8)
@@ -117,12 +116,3 @@ def test_a_stop_leaves_nothing() -> None:
         assert "Traceback" not in daemon.log()
         assert mapped_extents(process.pid) == 40
         assert process.ask("bytes(pool.view(0, 8)) == bytes(8)")
-
-
-def test_without_one_nothing_is_kept() -> None:
-    """The host driver makes an extent in no time: by default it keeps no stock."""
-    with running({"capacity": f"{32 * MIB}"}) as daemon, worker() as process:
-        begin(process, daemon)
-        process.do("buffers = [model.allocate(PAGE) for _ in range(4)]")
-        assert daemon.books().stock_bytes == 0
-        assert "stock changed" not in daemon.log()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 from tests.support.command import good
@@ -22,13 +21,13 @@ def processes(daemon: Daemon) -> dict[int, Any]:
         return {one.pid: one for one in stub.ListProcesses(admin_pb2.ListProcessesRequest()).processes}
 
 
-def borrow(one: Worker, daemon: Daemon, tenant: str, transport: str, size: int) -> None:
-    one.connect(daemon, tenant, transport)
+def borrow(one: Worker, daemon: Daemon, tenant: str, size: int) -> None:
+    one.connect(daemon, tenant)
     one.do("model = client.register_model('m', virtual_capacity='1GiB'); pool = model.pool(page_size='2MiB')")
     one.do(f"pool.allocate(0, {size})")
 
 
-def test_a_liar_is_named_and_shown_and_the_honest_are_not(transport: str) -> None:
+def test_a_liar_is_named_and_shown_and_the_honest_are_not() -> None:
     """Three engines map 64 MiB each: one after it gave them back by its word, one as charged, one as a segment.
 
     The log names the first. Asked, the daemon shows all three, with what the books know of each; and when the
@@ -36,11 +35,11 @@ def test_a_liar_is_named_and_shown_and_the_honest_are_not(transport: str) -> Non
     """
     with running({"audit_seconds": 0.05, "host_capacity": "16MiB"}) as daemon, workers(3) as (liar, honest, reader):
         at_start = descriptors_at_start(daemon)
-        borrow(liar, daemon, "red", transport, 64 * MIB)
-        borrow(honest, daemon, "blue", transport, 64 * MIB)
+        borrow(liar, daemon, "red", 64 * MIB)
+        borrow(honest, daemon, "blue", 64 * MIB)
         honest.do("weights = model.create_segment('weights', '64MiB'); weights.seal()")
         honest.do("host = model.allocate('8MiB', location='host')")
-        reader.connect(daemon, "blue", transport)
+        reader.connect(daemon, "blue")
         reader.do("weights = client.attach('m/weights')")
         assert [processes(daemon)[each.pid].excess_bytes for each in (liar, honest, reader)] == [0, 0, 0]
         assert daemon.suspects() == []
@@ -75,11 +74,11 @@ def test_a_liar_is_named_and_shown_and_the_honest_are_not(transport: str) -> Non
         assert not {honest.pid, reader.pid} & {*daemon.suspects()}
 
 
-def test_two_brokers_of_a_machine_show_their_own_workers(transport: str) -> None:
+def test_two_brokers_of_a_machine_show_their_own_workers() -> None:
     """Two host drivers side by side, as on a developer's machine. One that lost its journal names its own worker."""
     with running() as mine, running() as other, workers(2) as (one, two):
-        borrow(one, mine, "red", transport, 64 * MIB)
-        borrow(two, other, "red", transport, 32 * MIB)
+        borrow(one, mine, "red", 64 * MIB)
+        borrow(two, other, "red", 32 * MIB)
         assert processes(mine).keys() == {one.pid}
         assert processes(other).keys() == {two.pid}
         mine.kill()
@@ -88,19 +87,3 @@ def test_two_brokers_of_a_machine_show_their_own_workers(transport: str) -> None
         until(lambda: f"counts as unaccounted until the worker ends pid={one.pid}" in mine.log())
         assert f"pid={two.pid}" not in mine.log()
         assert processes(mine).keys() == {one.pid}
-
-
-def test_a_forked_child_that_keeps_its_dead_parents_memory_is_named(transport: str) -> None:
-    """Its parent's charge ends after `settle_seconds`. The child has no session, and is named all the same."""
-    with running({"audit_seconds": 0.05, "settle_seconds": 0.3}) as daemon, workers(1) as (parent,):
-        at_start = descriptors_at_start(daemon)
-        borrow(parent, daemon, "red", transport, 64 * MIB)
-        child = parent.ask("fork_unseen()")
-        try:
-            parent.kill()
-            until(lambda: child in daemon.suspects())
-            shown = processes(daemon)[child]
-            assert (shown.used_bytes, shown.excess_bytes, list(shown.sessions)) == (64 * MIB, 64 * MIB, [])
-        finally:
-            os.kill(child, 9)
-        until_clean(daemon, at_start)
