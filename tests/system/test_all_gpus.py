@@ -49,7 +49,10 @@ def refused(*words: str) -> tuple[int, str]:
 
 
 def test_a_killed_daemon_starts_again_and_the_others_go_on(place: Path) -> None:
-    """Workers of both keep what they have and allocate more; the other daemon is the same process as before."""
+    """Workers of both keep what they have and allocate more; the other daemon is the same process as before.
+
+    The next one that dies is started again while systemd hangs, and nobody reads what the parent says.
+    """
     with running_all(place) as parent, worker() as first, worker() as second:
         parent.wait_until_ready()
         for uuid, one in zip(UUIDS, (first, second), strict=True):
@@ -67,6 +70,12 @@ def test_a_killed_daemon_starts_again_and_the_others_go_on(place: Path) -> None:
         until(lambda: parent.figure("membroker_daemon_restarts_total", "host") == 1)
         assert parent.figure("membroker_daemon_restarts_total", "host-1") == 0
         assert "a daemon has died gpu=host status=-9 restart_seconds=0.2" in parent.log()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as full, suppress(BlockingIOError):
+            full.setblocking(False)
+            while True:
+                full.sendto(b"STATUS=", str(place / "notify"))
+        os.kill(before[1], signal.SIGKILL)
+        until(lambda: parent.pids()[1] != before[1] and parent.get("/readyz")[0] == 200)
 
 
 def test_one_port_serves_the_metrics_and_the_status_pages_of_all(place: Path) -> None:
@@ -106,43 +115,15 @@ def test_one_port_serves_the_metrics_and_the_status_pages_of_all(place: Path) ->
         until(lambda: parent.figure("membroker_daemon_up", "host-1") == 1)
 
 
-def test_systemd_is_told_and_sigterm_ends_all(place: Path) -> None:
+def test_the_life_of_a_parent(place: Path) -> None:
+    """systemd is told, a second parent is refused, a reload reaches every daemon, and SIGTERM ends all."""
     with running_all(place) as parent:
         parent.wait_until_ready()
         assert re.search(r"^READY=1\nSTATUS=2 of 2 daemons are ready$", parent.told(), re.MULTILINE)
-        pids = parent.pids()
-        parent.process.terminate()
-        assert parent.process.wait(DEADLINE_SECONDS) == 0
-        assert all(map(is_gone, pids))
-        assert "STOPPING=1" in parent.told()
-        assert not list(place.glob("run/all/state/notify-*"))
-
-
-def test_a_service_that_would_lose_its_segments_says_so(place: Path) -> None:
-    """An operator writes a unit for `--all`. The keepers are in its control group, which systemd ends with it."""
-    code = "import os, sys; os.environ['SYSTEMD_EXEC_PID'] = str(os.getpid()); "
-    code += "from membrokerd.cli import main; sys.exit(main())"
-    with running_all(place, program=("-c", code), count=("1",)) as parent:
-        parent.wait_until_ready()
-        assert parent.log().count("a restart of the service loses all segments") == 1
-
-
-def test_a_daemon_starts_again_while_systemd_hangs(place: Path) -> None:
-    """Nobody reads what the parent says. It must not wait for that: it could not start a daemon that has died."""
-    with running_all(place) as parent:
-        parent.wait_until_ready()
-        before = parent.pids()
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as full, suppress(BlockingIOError):
-            full.setblocking(False)
-            while True:
-                full.sendto(b"STATUS=", str(place / "notify"))
-        os.kill(before[1], signal.SIGKILL)
-        until(lambda: parent.pids()[1] != before[1] and parent.get("/readyz")[0] == 200)
-
-
-def test_a_reload_reaches_every_daemon(place: Path) -> None:
-    with running_all(place) as parent:
-        parent.wait_until_ready()
+        status, said = refused("--config", str(place / "membrokerd.toml"), "--all", "2")
+        assert status == 1
+        assert f"process {parent.process.pid}; stop it first (kill {parent.process.pid})\n" in said, "no other --device"
+        assert parent.get("/readyz")[0] == 200
         write_config(place, tenants={"red": {}, "blue": {}})
         parent.process.send_signal(signal.SIGHUP)
         endpoints = [parent.endpoint(uuid).with_name("blue") for uuid in UUIDS]
@@ -150,6 +131,12 @@ def test_a_reload_reaches_every_daemon(place: Path) -> None:
         for endpoint in endpoints:
             with membroker.connect(endpoint) as client:
                 client.register_model("m").allocate("2MiB").close()
+        pids = parent.pids()
+        parent.process.terminate()
+        assert parent.process.wait(DEADLINE_SECONDS) == 0
+        assert all(map(is_gone, pids))
+        assert "STOPPING=1" in parent.told()
+        assert not list(place.glob("run/all/state/notify-*"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
@@ -258,15 +245,6 @@ def test_a_wrong_command_line_is_refused() -> None:
         assert "--all" in said
 
 
-def test_two_parents_are_refused(place: Path) -> None:
-    with running_all(place) as parent:
-        parent.wait_until_ready()
-        status, said = refused("--config", str(place / "membrokerd.toml"), "--all", "2")
-        assert status == 1
-        assert f"process {parent.process.pid}; stop it first (kill {parent.process.pid})\n" in said, "no other --device"
-        assert parent.get("/readyz")[0] == 200
-
-
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="this machine has a GPU")
 def test_a_machine_without_a_gpu_is_one_sentence() -> None:
     status, said = refused("--driver", "cuda", "--all")
@@ -283,12 +261,17 @@ def test_a_broker_that_found_no_gpu_says_so(place: Path) -> None:
         assert parent.log().count("no GPU is usable, so the host driver lends ordinary memory") == 1
 
 
-def test_a_file_whose_name_begins_with_a_dash(place: Path) -> None:
-    """The parent was given `--config=-broker.toml`; so is each daemon."""
+def test_a_service_whose_file_begins_with_a_dash(place: Path) -> None:
+    """An operator writes a unit with `--all --config=-broker.toml`; the daemons are given the file likewise.
+
+    The keepers are in the unit's control group, which systemd ends with it: the log says what that costs.
+    """
     shutil.copy(write_config(place), place / "-broker.toml")
-    code = f"import os, sys; os.chdir({str(place)!r}); from membrokerd import cli; sys.exit(cli.main())"
-    with running_all(place, ["-c", code], count=("2", "--config=-broker.toml")) as parent:
+    code = f"import os, sys; os.chdir({str(place)!r}); os.environ['SYSTEMD_EXEC_PID'] = str(os.getpid()); "
+    code += "from membrokerd import cli; sys.exit(cli.main())"
+    with running_all(place, ["-c", code], count=("1", "--config=-broker.toml")) as parent:
         parent.wait_until_ready()
+        assert parent.log().count("a restart of the service loses all segments") == 1
 
 
 def test_every_gpu_of_the_machine_is_found(tmp_path: Path) -> None:

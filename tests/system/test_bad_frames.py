@@ -149,28 +149,6 @@ def _state(daemon: Daemon, name: str) -> Any:
     return next((one.state for one in daemon.sessions() if one.name == name), None)
 
 
-def test_a_17th_call_and_an_id_that_is_in_flight(scene: Scene) -> None:
-    """A client that acknowledges nothing fills its own window and its own calls; then it is refused, and only it."""
-    with Session(scene.daemon.endpoint()) as session:
-        name = session.register("mine")
-        for request_id in range(1, 19):  # two go out, sixteen stand behind the window
-            session.send(pb.Frame(request_id=request_id, allocate=raw.allocation(name, PAGE)))
-            if request_id <= 2:
-                assert session.answer(request_id, acknowledge=False)[0].count == 1
-        before = scene.revision
-        for request_id, why in ((19, "TOO_MANY_REQUESTS"), (18, "REQUEST_ID_IN_USE"), (1, "REQUEST_ID_IN_USE")):
-            session.send(pb.Frame(request_id=request_id, allocate=raw.allocation(name, PAGE)))
-            assert reason(session.receive().frame.reply.error) == why
-        request = raw.allocation(name, PAGE)
-        for request_id, why in ((20, "TOO_MANY_REQUESTS"), (17, "REQUEST_ID_IN_USE")):
-            request.request_id = request_id
-            answer = raw.grpc_call(session.endpoint, session.token, "AllocateExtents", request)
-            assert reason(answer) == why
-        assert scene.revision == before
-        scene.unharmed()
-    assert all(model.books[0].used_bytes == 0 for model in scene.daemon.models())
-
-
 @pytest.mark.deep
 def test_a_peer_that_says_goodbye_and_does_not_read_is_cut() -> None:
     """A full socket may not keep a connection whose session is over: nobody would count it any more.

@@ -31,6 +31,9 @@ def test_a_client_name_forges_no_line(scene: Scene) -> None:
     lines = scene.daemon.log().splitlines()
     assert not [line for line in lines if line.startswith("2026-01-01T00:00:00Z")]
     assert "\x1b" not in scene.daemon.log()
+    cut = "\x01" * 127 + "a" + "b" * 60_000  # behind the first 128 characters nothing is looked at
+    with Session(scene.daemon.endpoint(), client=cut) as session:
+        assert [one.client for one in scene.daemon.sessions() if one.name == session.welcome.session] == ["a"]
 
 
 def test_a_dead_process_takes_no_others_watch_with_it() -> None:

@@ -146,19 +146,16 @@ def test_a_session_that_an_earlier_daemon_began(killing: Daemon) -> None:
         until(lambda: is_clean(killing))
 
 
-def test_asked_twice_it_is_signalled_once(daemon: Daemon, engine: Worker) -> None:
-    """Many programs take a second SIGTERM for an order to leave without tidying up."""
+def test_a_daemon_that_stops_meanwhile_leaves_the_process_alone(daemon: Daemon, engine: Worker) -> None:
+    """Many programs take a second SIGTERM for an order to leave without tidying up: asked twice, one is sent.
+
+    Neither the daemon's end nor the next daemon kills a worker that is tidying up.
+    """
     name = name_of(engine)
     for _ in range(2):
         assert evict(daemon, name).name == name
     assert engine.ask("got") == ["SIGTERM"]
     assert evictions(daemon) == 1
-
-
-def test_a_daemon_that_stops_meanwhile_leaves_the_process_alone(daemon: Daemon, engine: Worker) -> None:
-    """Neither its end nor the next daemon kills a worker that is tidying up."""
-    assert not isinstance(evict(daemon, name_of(engine)), Status)
-    assert engine.ask("got") == ["SIGTERM"]
     assert daemon.stop() == 0
     assert engine.ask("bytes(kept.view()[:4]).decode()") == "kept"
     daemon.start_again()

@@ -207,12 +207,18 @@ def test_the_welcome_has_the_daemons_version(daemon: Daemon) -> None:
 
 class TestCancel:
     def test_a_wait_ends(self, daemon: Daemon) -> None:
-        """Only that of the request; a Cancel that comes again, or of no request, changes nothing."""
-        with Session(daemon.endpoint()) as one:
+        """Only that of the request; a Cancel that comes again, or of no request, changes nothing.
+
+        Ids are a session's own: nobody ends another one's wait, nor on another connection of the same tenant.
+        """
+        with Session(daemon.endpoint()) as one, Session(daemon.endpoint()) as other:
             model = one.register("m")
             one.borrow(model, PAGE)
             first, second = waits(one, model), waits(one, model)
             until(lambda: waiting(daemon) == 2)
+            other.send(pb.Frame(request_id=first, cancel=pb.Cancel()))
+            other.register("other")  # it has been read
+            assert waiting(daemon) == 2
             for request_id in (first, first, 0, 1 << 60):
                 one.send(pb.Frame(request_id=request_id, cancel=pb.Cancel()))
             assert reason(one.answer(first)[0]) == "DELIVERY_FAILED"
@@ -221,19 +227,6 @@ class TestCancel:
             assert reason(one.answer(second)[0]) == "DELIVERY_FAILED"
             assert waiting(daemon) == 0
             assert len(one.borrow(model, PAGE)) == 1
-
-    def test_of_another_session(self, daemon: Daemon) -> None:
-        """Ids are a session's own: nobody ends another one's wait, nor on another connection of the same tenant."""
-        with Session(daemon.endpoint()) as one, Session(daemon.endpoint()) as other:
-            model = one.register("m")
-            one.borrow(model, PAGE)
-            request_id = waits(one, model)
-            until(lambda: waiting(daemon) == 1)
-            other.send(pb.Frame(request_id=request_id, cancel=pb.Cancel()))
-            other.register("other")  # it has been read
-            assert waiting(daemon) == 1
-            one.send(pb.Frame(request_id=request_id, cancel=pb.Cancel()))
-            assert reason(one.answer(request_id)[0]) == "DELIVERY_FAILED"
 
     def test_what_is_granted_already(self, daemon: Daemon) -> None:
         """It comes too late: the extent is delivered, and lent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -13,12 +14,12 @@ from google.protobuf.duration_pb2 import Duration
 from tests.support import raw
 from tests.support.daemons import Daemon, running, until
 from tests.support.sizes import MIB
+from tests.support.toy_engine import Request, ToyEngine
 from tests.system.test_reload import reload
 
 import membroker
 from membroker.cli import explain, tables
 from membroker.kv import ElasticCache, Layout, Sleeper, Strided
-from membroker.kv.engine import Over
 from membroker.v1 import handoff_pb2 as pb
 from membroker.v1.resources_pb2 import SleepStatus
 from membroker.wire import frames as handoff
@@ -155,39 +156,6 @@ def test_a_reload_changes_when_and_whether(daemon: Daemon) -> None:
         assert not row.HasField("idle_sleep_ms")
 
 
-class Idle:
-    """An engine without a request: all of its blocks are free. `wants` is how many it needs."""
-
-    wants = 0
-
-    def __init__(self) -> None:
-        self.free: set[int] = set()
-
-    def need(self) -> int:
-        return self.wants
-
-    def unused(self, blocks: Any) -> Any:
-        return list(blocks)
-
-    def warmth(self, blocks: Any) -> float:
-        return 0.0
-
-    def cost(self, blocks: Any) -> float:
-        return 0.0
-
-    def hold(self, blocks: Any) -> None:
-        self.free.difference_update(blocks)
-
-    def release(self, blocks: Any) -> None:
-        self.free.update(blocks)
-
-    def fence(self) -> Over:
-        return Over()
-
-    def preempt(self, blocks: Any) -> bool:
-        return True
-
-
 def test_an_engine_of_the_library_sleeps_for_another_and_wakes_by_its_request() -> None:
     """Its weights are no memory that can be recalled: the other one would wait forever. Then it is the other way."""
     config = {**CONFIG, "tenants": {"red": {"idle_sleep_seconds": 0.5}, "blue": {}}}
@@ -199,7 +167,7 @@ def test_an_engine_of_the_library_sleeps_for_another_and_wakes_by_its_request() 
         weights.view(0, 5)[:] = b"hello"
         assert address == weights.base_address
         layout = Layout(pool.base_address, PAGE, 8, [Strided(pool.base_address, PAGE, PAGE)])
-        engine = Idle()
+        engine = ToyEngine(8, random.Random(0))
         cache = ends.enter_context(ElasticCache(pool, layout))
         sleeper = ends.enter_context(Sleeper(cache, weights))
         cache.attach(engine)
@@ -209,7 +177,7 @@ def test_an_engine_of_the_library_sleeps_for_another_and_wakes_by_its_request() 
             with got.result():
                 until(lambda: sleeper.state == "asleep")
                 until(lambda: daemon.device().asleep_sessions == 1)
-                engine.wants = 4
+                engine.add(Request(4))
                 cache.grow()
                 sleeper.wake()
                 until(

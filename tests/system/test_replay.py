@@ -237,6 +237,7 @@ def test_a_journal_shows_which_loans_fit() -> None:
             model = client.register_model("chat")
             for size in (16, 64, 16):
                 model.allocate(size * MIB).close()
+        assert not trace_of(daemon).exists(), "nobody has asked for it"
         journal = daemon.root / "state" / "journal"
         (model_,) = replay(journal, "--capacity", "32MiB").values()
         assert model_["happened"]["granted"] == 3
@@ -266,13 +267,6 @@ def test_a_full_disk_stops_the_recording_and_nothing_else() -> None:
         (model_,) = replay(trace).values()
         assert model_["happened"]["requests"] > 0
         assert counted(model_["happened"]) == counted(model_["replayed"])
-
-
-def test_nothing_is_recorded_unless_it_is_asked_for() -> None:
-    with running() as daemon:
-        with membroker.connect(daemon.endpoint("red")) as client:
-            client.register_model("chat").allocate(PAGE).close()
-        assert not trace_of(daemon).exists()
 
 
 def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path) -> None:

@@ -295,11 +295,3 @@ def test_hellos_that_came_while_the_broker_was_stopped(daemon: Daemon, beside: H
         time.sleep(HELLO_SECONDS + 0.5)  # no state says it: the time itself is what must not count
     assert flood.ask("[one.receive().frame.HasField('welcome') for one in [*early, *late]]") == [True] * 16
     flood.kill()
-
-
-def test_a_name_is_cut_before_it_is_read(daemon: Daemon, beside: Honest, flood: Worker) -> None:
-    """A client calls itself something of 60 KB: of that nothing behind the first 128 characters is looked at."""
-    flood.do("one = Connection(endpoint)\none.send(hello(client='\\x01' * 127 + 'a' + 'b' * 60_000))\none.receive()")
-    (name,) = [session.client for session in daemon.sessions() if session.tenant == "tenants/red"]
-    assert name == "a"
-    flood.kill()

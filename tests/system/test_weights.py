@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -10,15 +9,13 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from google.protobuf.duration_pb2 import Duration
 from tests.support.daemons import Daemon, running, until
-from tests.support.raw import Session, info
+from tests.support.raw import Session, allocation, info
 from tests.support.sizes import MIB
 from tests.system.test_reload import reload
 
 from membroker.admin import Admin, QuotaStatus
 from membroker.cli import main as cli
-from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as pb
 from membroker.vmm import Location
 
@@ -28,9 +25,7 @@ TENANTS: dict[str, Any] = {
     "blue": {},
     "green": {},
 }
-MODEL = "tenants/{}/models/chat"
 HOURS = 7_200.0
-_ids = itertools.count(1_000)
 
 
 @pytest.fixture
@@ -46,43 +41,10 @@ def admin(daemon: Daemon) -> Iterator[Admin]:
     one.close()
 
 
-class Tenants:
-    """A session of each tenant, with a model `chat`."""
-
-    def __init__(self, daemon: Daemon, stack: ExitStack) -> None:
-        self.sessions = {name: stack.enter_context(Session(daemon.endpoint(name))) for name in TENANTS}
-        for session in self.sessions.values():
-            session.register("chat")
-
-    def ask(self, tenant: str, size: int, wait: float | None = None) -> int:
-        """Send a request, and return its id."""
-        request_id = next(_ids)
-        request = bpb.AllocateExtentsRequest(model=MODEL.format(tenant), extent_bytes=size, count=1)
-        if wait is not None:
-            request.wait.CopyFrom(Duration(seconds=int(wait), nanos=int(wait % 1 * 1e9)))
-        self.sessions[tenant].send(pb.Frame(request_id=request_id, allocate=request))
-        return request_id
-
-    def answer(self, tenant: str, request_id: int) -> Any:
-        """Return the answer to it: the ids that it got, or the Status that refuses it."""
-        answer, ids = self.sessions[tenant].answer(request_id)
-        return ids or answer
-
-    def borrow(self, tenant: str, size: int) -> list[int]:
-        """Return the ids of one extent."""
-        found: list[int] = self.answer(tenant, self.ask(tenant, size))
-        return found
-
-    def release(self, tenant: str, ids: list[int]) -> None:
-        """Give extents back."""
-        answer = self.sessions[tenant].call(release=bpb.ReleaseExtentsRequest(extent_ids=ids))
-        assert answer.released_bytes, answer
-
-
 @pytest.fixture
-def tenants(daemon: Daemon) -> Iterator[Tenants]:
-    with ExitStack() as stack:
-        yield Tenants(daemon, stack)
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as one:
+        yield one
 
 
 def waiting(admin: Admin) -> tuple[int, int]:
@@ -133,29 +95,36 @@ def test_a_reload_changes_weights(daemon: Daemon, admin: Admin) -> None:
     assert weights(admin) == {"red": 7, "blue": 0, "green": 1}
 
 
-def test_a_guaranteed_request_waits_as_configured(daemon: Daemon, admin: Admin, tenants: Tenants) -> None:
+def test_a_guaranteed_request_waits_as_configured(daemon: Daemon, admin: Admin) -> None:
     """Nothing is said about a wait by the worker: the operator decides, and a reload changes it."""
-    held = tenants.borrow("green", 250 * MIB)
-    admin.set_quota("tenants/red/models/chat", DEVICE, {"guarantee_bytes": 64 * MIB})
-    reload(daemon, guarantee_wait_seconds=0.02)
-    assert int(info(tenants.answer("red", tenants.ask("red", 64 * MIB))).metadata["waited_ms"]) >= 20
-    reload(daemon, guarantee_wait_seconds=0)
-    assert "waited_ms" not in info(tenants.answer("red", tenants.ask("red", 64 * MIB))).metadata
-    reload(daemon, guarantee_wait_seconds=HOURS)
-    assert "waited_ms" not in info(tenants.answer("red", tenants.ask("red", 66 * MIB))).metadata, "not guaranteed"
-    asked = tenants.ask("red", 64 * MIB)
-    until(lambda: waiting(admin) == (64 * MIB, 1))
-    tenants.release("green", held)
-    assert len(tenants.answer("red", asked)) == 1
+    with Session(daemon.endpoint("red")) as red, Session(daemon.endpoint("green")) as green:
+        held, model = green.borrow(green.register("chat"), 250 * MIB), red.register("chat")
+
+        def refused(size: int) -> dict[str, str]:
+            return dict(info(red.call(allocate=allocation(model, size))).metadata)
+
+        admin.set_quota("tenants/red/models/chat", DEVICE, {"guarantee_bytes": 64 * MIB})
+        reload(daemon, guarantee_wait_seconds=0.02)
+        assert int(refused(64 * MIB)["waited_ms"]) >= 20
+        reload(daemon, guarantee_wait_seconds=0)
+        assert "waited_ms" not in refused(64 * MIB)
+        reload(daemon, guarantee_wait_seconds=HOURS)
+        assert "waited_ms" not in refused(66 * MIB), "not guaranteed"
+        red.send(pb.Frame(request_id=1_000, allocate=allocation(model, 64 * MIB)))
+        until(lambda: waiting(admin) == (64 * MIB, 1))
+        green.release(held)
+        assert len(red.answer(1_000)[1]) == 1
 
 
 def test_the_command_sets_and_shows_weights_and_waits(
-    daemon: Daemon, admin: Admin, tenants: Tenants, capsys: pytest.CaptureFixture[str]
+    daemon: Daemon, admin: Admin, stack: ExitStack, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def say(*arguments: str) -> list[str]:
         assert cli.main([*arguments, "--endpoint", str(daemon.admin)]) == 0
         return capsys.readouterr().out.splitlines()
 
+    red, blue, green = (stack.enter_context(Session(daemon.endpoint(name))) for name in TENANTS)
+    models = [session.register("chat") for session in (red, blue, green)]
     assert say("quota", "set", "blue/chat", "--weight", "2") == [
         "blue/chat, device memory: limit as configured, guarantee as configured, weight 2, used 0 B"
     ]
@@ -173,15 +142,16 @@ def test_the_command_sets_and_shows_weights_and_waits(
     assert [(one["name"], one["weight"]) for one in json.loads(say("quota", "list", "--json")[0])] == [
         ("tenants/blue/models/chat", 2)
     ]
-    held = tenants.borrow("green", 250 * MIB)
-    asked = tenants.ask("blue", 32 * MIB, HOURS)
+    held = green.borrow(models[2], 250 * MIB)
+    request = allocation(models[1], 32 * MIB)
+    request.wait.FromSeconds(int(HOURS))
+    blue.send(pb.Frame(request_id=1_000, allocate=request))
     until(lambda: waiting(admin) == (32 * MIB, 1))
     assert any("32.0 MiB (1 request)" in line for line in say("status"))
-    blue = say("tenants")[1].split()
-    assert blue == ["blue", "0", "B", "-", "-", "1", "32.0", "MiB", "1", "1"]
-    (header, *models) = (re.split(r"\s{2,}", line) for line in say("models"))
+    assert say("tenants")[1].split() == ["blue", "0", "B", "-", "-", "1", "32.0", "MiB", "1", "1"]
+    (header, *rows) = (re.split(r"\s{2,}", line) for line in say("models"))
     waits = header.index("waiting")
-    assert {(row[0], row[waits]) for row in models} == {
+    assert {(row[0], row[waits]) for row in rows} == {
         ("red/chat", "-"),
         ("blue/chat", "32.0 MiB"),
         ("green/chat", "-"),
@@ -191,5 +161,5 @@ def test_the_command_sets_and_shows_weights_and_waits(
         assert [["weight", weight], ["waiting", waits_for]] == [
             row for row in figures if row[0] in ("weight", "waiting")
         ]
-    tenants.release("green", held)
-    assert len(tenants.answer("blue", asked)) == 1
+    green.release(held)
+    assert len(blue.answer(1_000)[1]) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import socket
@@ -194,24 +195,25 @@ def test_what_a_crash_left_of_an_epoch_is_replaced(tmp_path: Path) -> None:
     assert victim.read_text() == "mine"
 
 
-@pytest.mark.parametrize("name", ["lock", "epoch"])
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+_MAKES: list[Callable[[Path], None]] = [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)]
+_WRONG = [*itertools.product(("state/lock", "state/epoch"), _MAKES)]
+_WRONG += [(directory, os.mkfifo) for directory in ("tenants", "tenants/red", "state")]
+
+
+@pytest.mark.parametrize(("name", "make"), _WRONG)
 def test_what_is_no_file_is_named(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
-    """An operator's mistake, or an attempt to hang the daemon at its start."""
-    state = tmp_path / "host" / "state"
-    state.mkdir(parents=True)
-    make(state / name)
-    with pytest.raises(DirectoryError, match=rf"{name}.*: .*(FIFO|directory|symbolic link) "):
-        DeviceDirectory(tmp_path, "host").next_epoch()
-
-
-@pytest.mark.parametrize("where", ["tenants", "tenants/red", "state"])
-def test_a_file_where_a_directory_belongs_is_named(tmp_path: Path, where: str) -> None:
-    path = tmp_path / "host" / where
+    """An operator's mistake, or an attempt to hang the daemon at its start. Nor is a file taken for a directory."""
+    path = tmp_path / "host" / name
     path.parent.mkdir(parents=True)
-    os.mkfifo(path)
-    with pytest.raises(DirectoryError, match=f"host/{where} "):
-        DeviceDirectory(tmp_path, "host").endpoint("tenants", "red")
+    make(path)
+
+    def begin() -> None:
+        home = DeviceDirectory(tmp_path, "host")
+        home.next_epoch()
+        home.endpoint("tenants", "red")
+
+    with pytest.raises(DirectoryError, match=rf"{name}\b.*(FIFO|directory|symbolic link) "):
+        begin()
 
 
 def test_what_is_where_a_socket_belongs(tmp_path: Path) -> None:
@@ -342,24 +344,20 @@ def test_the_umask_opens_no_directory(tmp_path: Path, umask: int) -> None:
     assert set(modes.values()) == {0o755}, modes
 
 
-def test_a_directory_that_others_may_change_is_refused(tmp_path: Path) -> None:
-    """It is another user's temporary directory, perhaps a trap: its contents are not touched."""
-    tmp_path.chmod(0o777)
-    with pytest.raises(DirectoryError, match=str(tmp_path)):
-        DeviceDirectory(tmp_path, "host")
-    assert not list(tmp_path.iterdir())
-    tmp_path.chmod(0o1777)
-    DeviceDirectory(tmp_path, "host")
-
-
 def test_a_directory_below_one_that_others_may_change_is_refused(tmp_path: Path) -> None:
-    """They could rename ours, and put another in its place."""
+    """They could rename ours, and put another in its place; perhaps it is a trap. Its contents are not touched."""
     opened = tmp_path / "opened"
-    (opened / "run").mkdir(parents=True)
+    opened.mkdir()
     opened.chmod(0o777)
-    for runtime in (opened / "run", opened / "later"):
+    for runtime in (opened, opened / "later"):
         with pytest.raises(DirectoryError, match=rf"{opened} "):
             DeviceDirectory(runtime, "host")
+    assert not list(opened.iterdir())
+    (opened / "run").mkdir()
+    with pytest.raises(DirectoryError, match=rf"{opened} "):
+        DeviceDirectory(opened / "run", "host")
+    opened.chmod(0o1777)
+    DeviceDirectory(opened, "host")
 
 
 @pytest.mark.parametrize("part", ["host", "host/state"])
@@ -438,10 +436,7 @@ def test_a_directory_at_the_number_of_the_device_is_moved_away(tmp_path: Path) -
     home.write_index(0)
     assert (tmp_path / "run" / "0").resolve() == home.root
     assert [path.read_text() for path in home.state.glob("moved-*/tenants/acme/file")] == ["a tenant's"]
-
-
-def test_what_is_in_the_way_of_the_number_is_named(tmp_path: Path) -> None:
-    home = DeviceDirectory(tmp_path / "run", "gpu-12345678")
+    (home.root / "index").unlink()
     (home.root / "index").mkdir()
     with pytest.raises(DirectoryError, match=rf"{home.root}/index: Is a directory"):
         home.write_index(0)
