@@ -216,7 +216,7 @@ def _troubles(config: Config, path: Path | None) -> Iterator[str]:
     from .system.device_directory import try_runtime
 
     device, capacities, unasked = look_at_device(config)
-    try_runtime(config.runtime_directory, device, config.tenants or ("default",))
+    try_runtime(config.runtime_directory, device, config.endpoints)
     quotas.check_place(quotas.state_directory(config, device))
     check_keeper(config)
     if path is not None and (stranger := stranger_in(path)):

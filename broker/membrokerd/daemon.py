@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from membroker.wire.sessions import sessions_for
 
 from . import __version__
 from .config import quotas
+from .config.checks import OF_USERS
 from .config.config import Config, ConfigError, TenantConfig, without_guarantees
 from .config.descriptor_limits import raise_descriptor_limit, segment_extents_for, trouble
 from .core import effects as fx
@@ -36,11 +37,13 @@ from .core.names import Location
 from .device.executor import Executor
 from .device.plan import DeviceError, Plan, changed_rules, check_guarantees, warn_of_guarantees
 from .device.suspects import CONTEXT_BYTES
+from .edge.convert import Refused
 from .edge.dispatch import Dispatcher
 from .edge.endpoints import Endpoints
 from .edge.handoff.outbox import OutboxCounters
 from .edge.listings import BookMessages
 from .edge.rpc.admin_service import AdminService
+from .edge.tenants import Tenants
 from .observe import catalog, status_page
 from .observe.cached_text import CachedText
 from .observe.history import History
@@ -93,6 +96,7 @@ class Daemon:
         self._metrics = Metrics(self.view, plan.driver.device.uuid)
         self._decisions, self._history = Decisions(), History()
         self._recorder: Recorder | None = None
+        self._tenants: Tenants | None = None
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT."""
@@ -118,8 +122,8 @@ class Daemon:
     # --- start, in order; the stack stops the parts in reverse order ---
 
     async def _start(self, stack: AsyncExitStack, stop: Callable[[], None]) -> None:
+        commanded = self._open_directory()
         config = self._config
-        self._open_directory()
         journal = Journal(self._directory.state / "journal", Binding(boot_id(), self._plan.driver.device.uuid))
         stack.callback(journal.close)
         (books, is_whole), kept = self._read_journal(journal), await self._open_store(stack)
@@ -135,7 +139,7 @@ class Daemon:
         journal.epoch = self._directory.next_epoch(max(journal.epoch, books.epoch, last_epoch(kept)))
         # More may be lent already than is configured now: that must not hide what the next start would refuse.
         check_guarantees(replace(rules, capacities=plan.capacities))
-        broker = Broker(rules, journal.epoch, [*books.facts, *self._commanded()])
+        broker = Broker(rules, journal.epoch, [*books.facts, *commanded])
         warn_of_guarantees(broker.ledger.quotas, rules, config)
         self._begin_journal(journal, broker)
         writer = JournalWriter(broker, journal, self._metrics.journal.observe, self._directory.is_in_place)
@@ -180,13 +184,15 @@ class Daemon:
         stack.callback(FileWatch(self._directory, journal, writer.compact).close)
 
     def _commanded(self) -> list[ft.Fact]:
-        """Return the limits that an operator set by command, at any daemon of this device."""
+        """Return the quotas that an operator set by command, at any daemon of this device, and take the tenants."""
         self._kept = quotas.StateDirectory(quotas.state_directory(self._config, self._plan.directory))
         if trouble := self._kept.trouble():
             logs.warn(trouble)
+        kept = self._kept.read()
+        self._config = self._config.with_created(kept.tenants)
         return [
             ft.QuotaSet(tenant, model, location, quota.limit, quota.guarantee, quota.weight)
-            for (tenant, model, location), quota in self._kept.read().items()
+            for (tenant, model, location), quota in kept.quotas.items()
         ]
 
     def _read_journal(self, journal: Journal) -> tuple[PredecessorBooks, bool]:
@@ -211,7 +217,8 @@ class Daemon:
                 "Workers keep the memory they have meanwhile"
             ) from error
 
-    def _open_directory(self) -> None:
+    def _open_directory(self) -> list[ft.Fact]:
+        """Make the directory this daemon's, and return the quotas that were set by command."""
         self._directory = DeviceDirectory(self._config.runtime_directory, self._plan.directory)
         self._directory.clear_private()
         device = self._plan.driver.device
@@ -221,10 +228,12 @@ class Daemon:
                 number=device.index,
                 name=self._plan.directory,
             )
-        names = self._config.tenants or ("default",)
+        commanded = self._commanded()
+        names = self._config.endpoints
         for name in names:  # report a path that is too long for a socket first
             self._directory.endpoint("tenants", name)
         self._directory.clear_endpoints(names)
+        return commanded
 
     async def _open_store(self, stack: AsyncExitStack) -> StoredDescriptors:
         owner = os.path.realpath(self._directory.root)
@@ -264,7 +273,7 @@ class Daemon:
         watch_processes(ledger, self._watch, kept)
         for row in ledger.sessions.values():
             logs.know_session(row.session, row.tenant, row.pid, row.client, row.began_at)
-        warn_of_removed_tenants(ledger, self._config.tenants or ("default",))
+        warn_of_removed_tenants(ledger, self._config.endpoints)
         if ledger.sessions or ledger.segments:
             charged = sum(total.charged for total in ledger.totals.values())
             logs.log(
@@ -311,69 +320,78 @@ class Daemon:
         stack.push_async_callback(self._endpoints.close)
         if self._config.uid_tenants:
             mode = 0o666 if os.geteuid() == 0 else 0o660
-            await self._endpoints.open("default", None, TenantConfig(mode=mode))
+            await self._endpoints.open(OF_USERS, None, TenantConfig(mode=mode))
         for name, tenant in self._config.tenants.items():
             await self._endpoints.open(name, name, tenant)
-        service = AdminService(
-            self._loop,
-            self._views,
-            lambda: self._config.tenants,
-            self._kept.write,
-            self._drain,
-            self._evictions,
-            self._reloader,
-        )
+        tenants = Tenants(self._loop, lambda: self._config, self._apply, self._kept.write, self._endpoints)
+        stack.callback(tenants.close)
+        await tenants.resume()
+        self._tenants = tenants
+        service = AdminService(self._loop, self._views, tenants, self._drain, self._evictions, self._reloader)
         await self._endpoints.open_admin(service, stack)
+
+    def _apply(self, config: Config) -> None:
+        """Put into force what a configuration says of the rules of lending and of sleep."""
+        self._config = config
+        self._loop.broker.change_rules(changed_rules(self._loop.broker.books.rules, config))
+        self._loop.idle_sleep.rules = rules_of(config)
+        if self._recorder is not None:
+            self._recorder.begin("the rules have changed")
 
     # --- reload ---
 
     async def _reload(self, config: Config) -> list[str]:
         """Apply the changes that need no restart; log and return the keys that are not in force."""
-        changes = compare(self._config, config)
+        assert self._tenants is not None, "the daemon runs"
+        async with self._tenants.lock:
+            return await self._reload_tenants(config, self._tenants)
+
+    async def _reload_tenants(self, config: Config, commands: Tenants) -> list[str]:
+        changes, created = compare(self._config.of_file, config), self._config.created
+        made_by_command = len(created)
         try:
             check_guarantees(changed_rules(self._loop.broker.books.rules, changes.config))
         except DeviceError as error:
             raise ConfigError([str(error)]) from error
         tenants, pending = dict(changes.config.tenants), list(changes.fixed)
         for name in changes.removed:
-            holds = self._holdings(name)
-            if holds:
+            holds = commands.holdings(name)
+            if any(holds.values()):
                 tenants[name] = without_guarantees(self._config.tenants[name])
                 pending.append(f"tenants.{name}")
                 logs.warn(
-                    "a removed tenant stays while it has sessions or memory: end them, then reload again", **holds
+                    "a removed tenant stays while it has sessions or memory: end them, then reload again",
+                    tenant=name,
+                    sessions=holds["sessions"],
+                    charged=format_size(holds["charged_bytes"]),
                 )
             else:
                 await self._endpoints.close_one(name)
         for name in changes.added:
             try:
-                await self._endpoints.open(name, name, tenants[name])
+                if name not in created:
+                    await self._endpoints.open(name, name, tenants[name])
+                elif created[name].deleting:
+                    raise DirectoryError("a tenant of that name is being deleted: reload again when it is gone")
+                else:
+                    del created[name]
+                    logs.log("a tenant that was made by command is in the configuration now", tenant=name)
             except (DirectoryError, OSError, RuntimeError) as error:  # gRPC raises RuntimeError
                 del tenants[name]
                 pending.append(f"tenants.{name}")
                 logs.warn("a tenant is not added: its endpoint cannot be opened", tenant=name, error=str(error))
-        self._config = replace(changes.config, tenants=tenants)
+        self._apply(replace(changes.config, tenants=tenants).with_created(created))
+        if len(created) < made_by_command:
+            with suppress(Refused):  # the configuration goes before what the file of quotas has
+                await commands.keep_quotas({})
         for name, tenant in tenants.items():
             self._endpoints.admit(name, tenant.uids)
-        self._loop.broker.change_rules(changed_rules(self._loop.broker.books.rules, self._config))
-        self._loop.idle_sleep.rules = rules_of(self._config)
-        if self._recorder is not None:
-            self._recorder.begin("the rules have changed")
         warn_of_guarantees(self._loop.broker.ledger.quotas, self._loop.broker.books.rules, self._config)
         logs.set_level(self._config.log.level)
         if changes.fixed:
             logs.warn("these keys have changed and need a restart of the daemon", keys=list(changes.fixed))
         logs.log("configuration reloaded", tenants=list(tenants))
         return pending
-
-    def _holdings(self, tenant: str) -> dict[str, str | int]:
-        """Return the sessions and memory that keep a tenant from being removed, or {}."""
-        ledger = self._loop.broker.ledger
-        sessions = sum(row.tenant == tenant for row in ledger.sessions.values())
-        charged = sum(ledger.tenant_charged(tenant, where) for where in ledger.totals)
-        if not sessions and not charged:
-            return {}
-        return {"tenant": tenant, "sessions": sessions, "charged": format_size(charged)}
 
     # --- metrics ---
 
@@ -444,6 +462,8 @@ class Daemon:
 
     def _audited(self) -> None:
         self._metrics.count()
+        if self._tenants is not None:
+            self._tenants.look()
         self._history.look(self._loop.broker)
 
     def _request_noted(self, method: str, transport: str) -> Callable[[float], None]:

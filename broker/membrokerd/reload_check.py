@@ -20,7 +20,7 @@ from membroker.wire.names import MAX_PAGE_ROWS, parse_model, parse_tenant
 from membroker.wire.paths import grpc_target
 
 from .config import quotas
-from .config.checks import joined
+from .config.checks import OF_USERS, joined
 from .config.config import QUOTA_KEYS, Config
 from .core import policy
 from .core.names import Location
@@ -56,6 +56,8 @@ def reload_sentences(config: Config, device: str, capacities: dict[Location, int
         yield f"the daemon that runs here could not be asked what a reload would do: {error.code().name}"
         return
     running = {_LOCATIONS[books.location]: books for books in shown.locations}
+    kept = quotas.read_all(quotas.state_directory(config, device) / quotas.FILE)
+    config = config.with_created(kept.tenants)
     yield from _fixed(config, path.parents[1] / "tenants", running, capacities)
     rules = policy.Rules(granularity=1, capacities={where: books.capacity_bytes for where, books in running.items()})
     rules = changed_rules(rules, config)
@@ -63,11 +65,10 @@ def reload_sentences(config: Config, device: str, capacities: dict[Location, int
         check_guarantees(rules)
     except DeviceError as error:
         yield f"a reload of the running daemon would change nothing, because it lends less: {error}"
-    kept = quotas.read(quotas.state_directory(config, device) / quotas.FILE)
     for tenant in tenants:
         yield from _removed(config, tenant)
     for row in (*tenants, *models):
-        yield from _above(row, kept, rules)
+        yield from _above(row, kept.quotas, rules)
 
 
 class ReloadFailed(Exception):
@@ -138,7 +139,8 @@ def _fixed(
                 f"{_CAPACITY_KEYS[where]}: the running daemon lends {format_exact(books.capacity_bytes)}, and a reload "
                 f"does not change that; restart it to lend {format_exact(capacities[where])}{beyond}"
             )
-    by_user = os.listdir(endpoints) == ["default"] and "default" not in config.tenants
+    others = set(os.listdir(endpoints)) - set(config.created)
+    by_user = others == {OF_USERS} and OF_USERS not in config.tenants
     if by_user != config.uid_tenants:
         yield "tenants: a reload adds no first tenant and removes no last one; restart the running daemon"
 

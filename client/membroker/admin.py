@@ -59,13 +59,30 @@ class TenantBooks:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantSettings:
+    """The settings of a tenant that was made by command; `mode` has the permission bits of its sockets."""
+
+    uids: tuple[int, ...]
+    owner: int | None
+    group: int | None
+    mode: int | None
+    lend_unused: bool
+    idle_sleep_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class TenantStatus:
-    """A tenant: what it is charged by location, and how many models and sessions it has, without observers."""
+    """A tenant: what it is charged by location, and how many models and sessions it has, without observers.
+
+    `settings` is None if it was not made by command. `deleting`: it is gone when nothing of it is lent.
+    """
 
     name: str
     books: Mapping[str, TenantBooks]
     models: int
     sessions: int
+    settings: TenantSettings | None = None
+    deleting: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +159,31 @@ class Admin(Closing):
     def tenants(self) -> list[TenantStatus]:
         """Return the tenants by name: the configured ones, and others that have a session or are charged."""
         found = rows_of(self._call, "ListTenants", admin_pb2.ListTenantsRequest(), "tenants")
-        return [messages.value(TenantStatus, one, books=messages.by_location(TenantBooks, one.books)) for one in found]
+        return [_tenant(one) for one in found]
+
+    def create_tenant(self, name: str, settings: Mapping[str, Any], *, dry_run: bool = False) -> TenantStatus:
+        """Make a tenant, `tenants/…`, with these fields of `TenantSettings` on the wire, and return it.
+
+        With `dry_run` nothing is made: what would be refused is refused.
+        """
+        given = admin_pb2.TenantSettings(**settings)
+        request = admin_pb2.CreateTenantRequest(name=name, settings=given, validate_only=dry_run)
+        return _tenant(self._call("CreateTenant", request))
+
+    def update_tenant(self, name: str, settings: Mapping[str, Any], *, dry_run: bool = False) -> TenantStatus:
+        """Change settings of a tenant, as `create_tenant`; None removes one."""
+        given = admin_pb2.TenantSettings(**{field: value for field, value in settings.items() if value is not None})
+        request = admin_pb2.UpdateTenantRequest(name=name, settings=given, validate_only=dry_run)
+        request.update_mask.paths.extend(settings)
+        return _tenant(self._call("UpdateTenant", request))
+
+    def delete_tenant(self, name: str) -> TenantStatus:
+        """Begin to delete a tenant, `tenants/…`, and return how far it is. It is gone when nothing of it is lent."""
+        return _tenant(self._call("DeleteTenant", admin_pb2.DeleteTenantRequest(name=name)))
+
+    def endpoint_of(self, tenant: str) -> Path:
+        """Return the directory at which programs enter `tenants/…`."""
+        return self._path.parent.with_name("tenants") / tenant.removeprefix("tenants/")
 
     def delete_segment(self, name: str) -> None:
         """End a segment of any tenant, by its resource name."""
@@ -224,6 +265,15 @@ class Admin(Closing):
                 _knock(self._path)
                 raise BrokerUnavailable(not_answering(self._path)) from error
             raise
+
+
+def _tenant(message: admin_pb2.Tenant) -> TenantStatus:
+    return messages.value(
+        TenantStatus,
+        message,
+        books=messages.by_location(TenantBooks, message.books),
+        settings=messages.value(TenantSettings, message.settings) if message.HasField("settings") else None,
+    )
 
 
 def _knock(path: Path) -> None:

@@ -29,6 +29,8 @@ from ..core import policy
 CAPACITY_STEP = 2 * MIB
 """The granularity of every GPU so far, and of the host driver: capacity is a multiple of it."""
 MAX_DEVICE = 9_999
+OF_USERS = "default"
+"""The endpoint in which each user is a tenant."""
 
 _UUID = re.compile(r"(GPU-|MIG-)?[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -141,6 +143,17 @@ def _tenant_name(name: str) -> str:
     )
 
 
+def _created_name(name: str) -> str:
+    if name == OF_USERS or of_user(name):
+        raise ValueError(f"{OF_USERS!r} and 'uid-N' are the names of endpoint and tenants where each user is a tenant")
+    return _tenant_name(name)
+
+
+def of_user(name: str) -> bool:
+    """Say whether this is the name of a user's tenant, where each user is one."""
+    return re.fullmatch("uid-(0|[1-9][0-9]{0,9})", name) is not None
+
+
 def _model_name(name: str) -> str:
     if valid_model(name):
         return name
@@ -170,6 +183,8 @@ Group = Annotated[int, PlainValidator(functools.partial(_named_id, "group", lamb
 Mode = Annotated[int, PlainValidator(_mode)]
 """A file's mode, as octal text."""
 TenantName = Annotated[str, AfterValidator(_tenant_name)]
+CreatedName = Annotated[str, AfterValidator(_created_name)]
+"""The name of a tenant that is made by command."""
 ModelName = Annotated[str, AfterValidator(_model_name)]
 
 

@@ -118,6 +118,17 @@ class TenantConfig(TenantQuotas):
     mode: checks.Mode | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class CreatedTenant(TenantConfig):
+    """A tenant that was made by command: it is kept in the file of quotas, which has its numbers beside it.
+
+    `deleting`: it takes no new sessions, and is gone when nothing of it is lent.
+    """
+
+    uids: Annotated[checks.Uids, Field(max_length=64)] = frozenset()
+    deleting: Annotated[bool, Strict()] = False
+
+
 def without_guarantees(tenant: TenantConfig) -> TenantConfig:
     """Return a tenant's configuration without its guarantees."""
     models = {name: replace(model, guarantee=None, host_guarantee=None) for name, model in tenant.models.items()}
@@ -163,9 +174,29 @@ class Config(Table):
     tenants: Mapping[checks.TenantName, TenantConfig] = field(default_factory=dict)
 
     @property
+    def created(self) -> dict[str, CreatedTenant]:
+        """Return the tenants that were made by command."""
+        return {name: one for name, one in self.tenants.items() if isinstance(one, CreatedTenant)}
+
+    @property
+    def of_file(self) -> Config:
+        """Return the configuration without the tenants that were made by command."""
+        return self.with_created({})
+
+    def with_created(self, created: Mapping[str, CreatedTenant]) -> Config:
+        """Return the configuration with these tenants made by command. One of the file goes before them."""
+        kept = {name: one for name, one in self.tenants.items() if not isinstance(one, CreatedTenant)}
+        return replace(self, tenants={**kept, **{name: one for name, one in created.items() if name not in kept}})
+
+    @property
     def uid_tenants(self) -> bool:
-        """Say whether there is one endpoint, `default`, in which each uid is a tenant."""
-        return not self.tenants
+        """Say whether there is an endpoint, `default`, in which each uid is a tenant: the file has no tenants."""
+        return len(self.created) == len(self.tenants)
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Return the names of the endpoints: of the tenants, and of all users where each is a tenant."""
+        return (*[checks.OF_USERS] * self.uid_tenants, *self.tenants)
 
 
 def load(

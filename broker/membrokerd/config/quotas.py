@@ -1,4 +1,4 @@
-"""The quotas: limits, guarantees and weights that were set by command, in a file: they outlive the daemon.
+"""The quotas and the tenants that were set and made by command, in one file: they outlive the daemon.
 
 Owns the file's path and format. People may read it, and change it while no daemon runs. It is checked like the
 configuration, and refused as a whole if anything in it is wrong.
@@ -10,9 +10,11 @@ import errno
 import fcntl
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 from membroker.wire.names import SYSTEM_DIRECTORY
 from membroker.wire.ownership import stranger_in
@@ -21,8 +23,8 @@ from ..core.names import QuotaKey
 from ..core.rows import Quota
 from ..system import files
 from ..system.device_directory import DirectoryError
-from .checks import Table, TenantName, check, exact_size, joined
-from .config import QUOTA_KEYS, Config, TenantQuotas, quotas_of, systemd_directory
+from .checks import CreatedName, Table, TenantName, check, exact_size, joined
+from .config import QUOTA_KEYS, Config, CreatedTenant, TenantQuotas, quotas_of, systemd_directory
 
 Quotas = Mapping[QuotaKey, Quota]
 """What was set, as in the ledger."""
@@ -30,20 +32,30 @@ Quotas = Mapping[QuotaKey, Quota]
 SYSTEM = Path("/var/lib/membroker")
 """What belongs to the runtime directory /run/membroker, which does not outlive a reboot."""
 FILE = "quotas.toml"
+MAX_CREATED = 64
+"""Tenants that are made by command at a time: each has an endpoint, with the memory that docs/bounds.md says."""
 _WHAT_TO_DO = "put it right, or remove the file to end all that was set by command"
 _REFUSED = "quotas by command will be refused, since they are kept"
 _HEAD = """\
 # Limits, guarantees and weights that were set with `membroker quota set`. They have the keys of membrokerd.toml, and
-# override its numbers.
+# override its numbers. `created` are the tenants that were made with `membroker tenant create`.
 # membrokerd reads this file at its start and rewrites it at each command: change it only while no membrokerd runs.
 """
 
 
 @dataclass(frozen=True, slots=True)
-class _Quotas(Table):
+class _File(Table):
     """The file."""
 
     tenants: Mapping[TenantName, TenantQuotas] = field(default_factory=dict)
+    created: Mapping[CreatedName, CreatedTenant] = field(default_factory=dict)
+
+
+class Kept(NamedTuple):
+    """What was set and made by command. `tenants` have no numbers: these are among the quotas."""
+
+    quotas: Quotas
+    tenants: Mapping[str, CreatedTenant]
 
 
 def state_directory(config: Config, device: str, env: Mapping[str, str] = os.environ) -> Path:
@@ -147,15 +159,15 @@ class StateDirectory:
             f"of this device uses {self.path}: set another state_directory"
         )
 
-    def read(self) -> Quotas:
-        """Return the quotas of the file; none if another daemon has them. Raises `DirectoryError`."""
-        return {} if self.is_shared else read(self.quotas)
+    def read(self) -> Kept:
+        """Return what is in the file; nothing if another daemon has it. Raises `DirectoryError`."""
+        return Kept({}, {}) if self.is_shared else read_all(self.quotas)
 
-    def write(self, quotas: Quotas) -> None:
-        """Replace the quotas of the file, as `write` does. Raises `OSError`, also if another daemon has them."""
+    def write(self, quotas: Quotas, created: Mapping[str, CreatedTenant] | None = None) -> None:
+        """Replace what is in the file, as `write` does. Raises `OSError`, also if another daemon has it."""
         if self.is_shared:
             raise OSError(errno.EBUSY, "another membrokerd of this device uses it", str(self.quotas))
-        write(self.quotas, quotas)
+        write(self.quotas, quotas, created)
 
 
 # --- Reading ---
@@ -163,32 +175,54 @@ class StateDirectory:
 
 def read(path: Path) -> Quotas:
     """Return the quotas of the file, or none if there is no file. Raises `DirectoryError`."""
+    return read_all(path).quotas
+
+
+def read_all(path: Path) -> Kept:
+    """Return what is in the file, or nothing if there is no file. Raises `DirectoryError`."""
     _check_owner(path)
     try:
         document = tomllib.loads(files.read_file(path, files.MAX_TEXT_BYTES, follow=True).decode())
     except (FileNotFoundError, NotADirectoryError):
-        return {}
+        return Kept({}, {})
     except OSError as error:
         advice = "let this user read it" if error.errno in (errno.EACCES, errno.EPERM) else _WHAT_TO_DO
         raise DirectoryError(f"{path}: cannot be read: {error.strerror}; {advice}") from error
     except (ValueError, RecursionError) as error:  # as the configuration
         raise DirectoryError(f"{path}: is not TOML: {error}; {_WHAT_TO_DO}") from error
-    quotas, problems = check(_Quotas, document)
+    file, problems = check(_File, document)
+    for name, tenant in file.created.items():
+        for key in ("models", *chain.from_iterable(QUOTA_KEYS.values())):
+            if getattr(tenant, key) not in (None, {}):
+                problems[joined(("created", name, key))] = f"stands in [{joined(('tenants', name))}]"
+    if len(file.created) > MAX_CREATED:
+        problems["created"] = f"there are {len(file.created)} tenants, and {MAX_CREATED} is the maximum"
     if problems:
         raise DirectoryError("; ".join([*(f"{path}: {key}: {what}" for key, what in problems.items()), _WHAT_TO_DO]))
-    return dict(quotas_of(quotas.tenants))
+    return Kept(dict(quotas_of(file.tenants)), file.created)
+
+
+def made_tenant(name: str, settings: Mapping[str, object]) -> tuple[Kept, dict[str, str]]:
+    """Return the tenant and the quotas that these keys of a `[tenants.NAME]` make, and what is wrong, by key."""
+    numbers = set(chain.from_iterable(QUOTA_KEYS.values()))
+    document = {
+        "tenants": {name: {key: value for key, value in settings.items() if key in numbers}},
+        "created": {name: {key: value for key, value in settings.items() if key not in numbers}},
+    }
+    file, problems = check(_File, document)
+    return Kept(dict(quotas_of(file.tenants)), file.created), problems
 
 
 # --- Writing ---
 
 
-def write(path: Path, quotas: Quotas) -> None:
-    """Replace the quotas of the file, on the disk too, or change nothing. A link to it stays. Raises `OSError`."""
+def write(path: Path, quotas: Quotas, created: Mapping[str, CreatedTenant] | None = None) -> None:
+    """Replace what is in the file, on the disk too, or change nothing. A link to it stays. Raises `OSError`."""
     try:
         files.make_directory(path.parent)
         files.check_owner(path)
         place = Path(os.path.realpath(path))  # `read` follows a link, too
-        files.replace_file(place, _text(quotas).encode())
+        files.replace_file(place, _text(quotas, created or {}).encode())
     except OSError as error:
         error.filename = path  # a full disk's error names no file
         raise
@@ -199,8 +233,8 @@ def write(path: Path, quotas: Quotas) -> None:
         os.close(directory)
 
 
-def _text(quotas: Quotas) -> str:
-    tables: dict[str, list[str]] = {}
+def _text(quotas: Quotas, created: Mapping[str, CreatedTenant]) -> str:
+    tables = {joined(("created", name)): list(_settings(tenant)) for name, tenant in sorted(created.items())}
     for (tenant, model, location), quota in sorted(
         quotas.items(), key=lambda row: (row[0][0], row[0][1] or "", row[0][2])
     ):
@@ -209,3 +243,19 @@ def _text(quotas: Quotas) -> str:
         numbers = zip(QUOTA_KEYS[location], (limit, guarantee, quota.weight), strict=True)
         tables.setdefault(table, []).extend(f"{key} = {text}\n" for key, text in numbers if text is not None)
     return _HEAD + "".join(f"\n[{table}]\n{''.join(lines)}" for table, lines in tables.items())
+
+
+def _settings(tenant: CreatedTenant) -> Iterator[str]:
+    if tenant.uids:
+        yield f"uids = {sorted(tenant.uids)}\n"
+    for key, number in (("owner", tenant.owner), ("group", tenant.group)):
+        if number is not None:
+            yield f"{key} = {number}\n"
+    if tenant.mode is not None:
+        yield f'mode = "{tenant.mode:04o}"\n'
+    if tenant.idle_sleep_seconds is not None:
+        yield f"idle_sleep_seconds = {tenant.idle_sleep_seconds!r}\n"
+    if not tenant.lend_unused:
+        yield "lend_unused = false\n"
+    if tenant.deleting:
+        yield "deleting = true\n"

@@ -94,7 +94,7 @@ def changed_rules(rules: policy.Rules, config: Config) -> policy.Rules:
         recall_ns=int(config.recall_seconds * 1e9),
         slice_ns=int(config.slice_seconds * 1e9),
         unlent=frozenset(name for name, tenant in config.tenants.items() if not tenant.lend_unused),
-        max_sessions_per_tenant=_share(rules.max_sessions, len(config.tenants)),
+        max_sessions_per_tenant=_share(rules.max_sessions, len(config.endpoints) if config.tenants else 0),
         max_models_per_tenant=config.max_models_per_tenant,
         max_models=max(MAX_MODELS_OF_USERS, config.max_models_per_tenant) if config.uid_tenants else None,
     )
@@ -103,8 +103,8 @@ def changed_rules(rules: policy.Rules, config: Config) -> policy.Rules:
 def _share(sessions: int, tenants: int) -> int | None:
     """Return how many sessions one tenant may have, so that it cannot use up all of them.
 
-    Half of an equal share is reserved for each other configured tenant. If each uid is a tenant, a quarter is reserved
-    for the others.
+    Half of an equal share is reserved for each other tenant; the endpoint in which each uid is a tenant counts as one.
+    If there is no other, a quarter is reserved for the others in it.
     """
     if tenants == 1:
         return None
@@ -127,7 +127,7 @@ def warn_of_guarantees(quotas: Mapping[QuotaKey, Quota], rules: policy.Rules, co
     """Log which guarantees cannot be kept because of quotas that were set by command, and which are for no tenant."""
     for sentence in misfit_sentences(quotas, rules):
         logs.warn(f"{sentence}: see `membroker quota list --all`, and lower one by `membroker quota set`")
-    for (tenant, model, location), quota in sorted(quotas.items(), key=str) if config.tenants else ():
+    for (tenant, model, location), quota in () if config.uid_tenants else sorted(quotas.items(), key=str):
         if quota.guarantee and tenant not in config.tenants:
             name = tenant if model is None else f"{tenant}/{model}"
             where = "" if location == "device" else f" --location {location}"

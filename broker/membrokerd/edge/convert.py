@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from itertools import chain
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -13,7 +14,9 @@ from membroker.v1 import broker_pb2 as bpb
 from membroker.v1 import handoff_pb2 as hpb
 from membroker.v1 import resources_pb2 as rpb
 from membroker.wire import names
+from membroker.wire.paths import printable
 
+from ..config.config import QUOTA_KEYS
 from ..core import effects as fx
 from ..core import events as ev
 from ..core.denied import Denied, Reason, deny
@@ -79,6 +82,66 @@ def parse_quota_name(name: str) -> tuple[str, str | None]:
     """Return the tenant, and the model or None, that a quota is for, or raise `Refused`."""
     tenant = names.parse_tenant(name)
     return (tenant, None) if tenant else parse_model(name)
+
+
+NUMBERS_OF_TENANT = frozenset(chain.from_iterable(QUOTA_KEYS.values()))
+"""The keys of a tenant that are limits, guarantees and weights."""
+_SOCKET_KEYS = frozenset(("owner", "group", "mode"))
+_SETTINGS: Mapping[str, str] = {
+    field: field.removesuffix("_bytes") for field in apb.TenantSettings.DESCRIPTOR.fields_by_name
+}
+"""The key in the configuration for each field."""
+
+
+def parse_tenant(name: str) -> str:
+    """Return the tenant of `tenants/{tenant}`, or raise `Refused`."""
+    tenant = names.parse_tenant(name)
+    if tenant is None:
+        raise Refused(
+            deny(
+                Reason.INVALID_ARGUMENT,
+                what=f"{name[:_SHOWN_NAME]!r} does not name a tenant: tenants/TENANT, which is lower case letters, "
+                f"digits and -, at most {names.MAX_TENANT_CHARACTERS}",
+            )
+        )
+    return tenant
+
+
+def tenant_settings(settings: apb.TenantSettings) -> dict[str, Any]:
+    """Return the settings that are given, as the configuration has them."""
+    given: dict[str, Any] = {}
+    for descriptor, value in settings.ListFields():
+        key = _SETTINGS[descriptor.name]
+        given[key] = list(value) if key == "uids" else f"{value:04o}" if key == "mode" else value
+    return given
+
+
+def changed_settings(request: apb.UpdateTenantRequest) -> dict[str, Any]:
+    """Return the settings that the request's mask names; None for one that is removed. Raises `Refused`."""
+    named = list(request.update_mask.paths)
+    what = ""
+    if unknown := set(named) - _SETTINGS.keys():
+        what = f"update_mask: {sorted(unknown)[0][:_SHOWN_NAME]!r} is not a field of TenantSettings"
+    elif fixed := _SOCKET_KEYS.intersection(named):
+        what = (
+            f"{sorted(fixed)[0]} is of the endpoint's sockets, which are open: delete the tenant, and create it again"
+        )
+    elif not named:
+        what = "update_mask names nothing to change"
+    given = tenant_settings(request.settings)
+    if not what and (left := given.keys() - {_SETTINGS[field] for field in named}):
+        what = f"{sorted(left)[0]} is set, and update_mask does not name it"
+    if what:
+        raise Refused(deny(Reason.INVALID_ARGUMENT, what=what))
+    return {_SETTINGS[field]: given.get(_SETTINGS[field]) for field in named}
+
+
+def unkept(error: OSError) -> str:
+    """Return why a command could not be written down, and what to do."""
+    return (
+        f"the command cannot be kept in {printable(error.filename)}: {error.strerror}; let the daemon write there "
+        "(`state_directory` in its configuration), or make room"
+    )
 
 
 def changed_quota(quota: Quota, request: apb.SetQuotaRequest) -> Quota:

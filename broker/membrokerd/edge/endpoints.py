@@ -17,6 +17,7 @@ import grpc
 from membroker.v1 import admin_pb2_grpc, broker_pb2_grpc
 
 from ..config.config import TenantConfig
+from ..core.denied import Denied
 from ..restart.process_watch import Watch
 from ..system import logs
 from ..system.device_directory import DeviceDirectory, Ownership
@@ -26,7 +27,6 @@ from .handoff.endpoint import HandoffEndpoint
 from .handoff.listener import Listener
 from .handoff.outbox import OutboxCounters
 from .listings import BookMessages
-from .rpc.admin_service import AdminService
 from .rpc.broker_service import BrokerService
 from .rpc.interceptor import Calls, Guard
 from .rpc.proxy import CONNECTIONS_BESIDE, Proxy
@@ -62,6 +62,10 @@ class Endpoints:
         self._watch = watch
         self._open: dict[str, _OpenEndpoint] = {}
         self._calls = Calls(lambda: len(self._open) + 1)  # the operator's endpoint is not among the open ones
+
+    def check(self, name: str) -> None:
+        """Raise `DirectoryError` if a tenant's sockets cannot have their place."""
+        self._directory.check(name)
 
     async def open(self, name: str, tenant: str | None, config: TenantConfig) -> None:
         """Open the endpoint of a tenant; with `tenant=None` each uid is a tenant.
@@ -105,7 +109,7 @@ class Endpoints:
             self._open[name] = _OpenEndpoint(listener, stack.pop_all())
         logs.log("endpoint open", tenant=tenant or "each uid", directory=str(directory))
 
-    async def open_admin(self, service: AdminService, stack: AsyncExitStack) -> None:
+    async def open_admin(self, service: admin_pb2_grpc.AdminServiceServicer, stack: AsyncExitStack) -> None:
         """Open the operator's endpoint, which `stack` closes."""
         directory = self._directory.endpoint("admin", mode=0o700)
         stack.callback(self._directory.close, directory)
@@ -153,6 +157,10 @@ class Endpoints:
         stack.callback(proxy.close)
         stack.push_async_callback(server.stop, STOP_SECONDS)
 
+    def close_to_new(self, name: str, why: Denied) -> None:
+        """Open no session at a tenant's endpoint from now on; tell those that are open to release all."""
+        self._open[name].listener.close_to_new(why)
+
     def admit(self, name: str, uids: frozenset[int]) -> None:
         """Let only these users open sessions at a tenant's endpoint from now on. Open sessions stay."""
         self._open[name].listener.admit(uids)
@@ -161,6 +169,12 @@ class Endpoints:
         """Close the endpoint of a tenant."""
         await self._open.pop(name).parts.aclose()
         logs.log("endpoint closed", tenant=name)
+
+    async def remove(self, name: str) -> None:
+        """Close the endpoint of a tenant for good: its directory goes, too. It may be closed already."""
+        if name in self._open:
+            await self.close_one(name)
+        self._directory.remove(self._directory.root / "tenants" / name)
 
     async def close(self) -> None:
         """Close the endpoints of all tenants, the latest first."""

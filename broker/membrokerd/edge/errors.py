@@ -89,6 +89,17 @@ _TABLE: Mapping[Reason, _Row] = {
     ),
     Reason.SESSION_NOT_EVICTABLE: _Row(Code.FAILED_PRECONDITION, "{session} cannot be evicted: {what}"),
     Reason.TENANT_NOT_FOUND: _Row(Code.NOT_FOUND, "there is no tenant {tenant!r} in the broker's configuration{hint}"),
+    Reason.TENANT_EXISTS: _Row(Code.ALREADY_EXISTS, "there is a tenant {tenant!r} already{hint}"),
+    Reason.TENANT_CONFIGURED: _Row(
+        Code.FAILED_PRECONDITION,
+        "the tenant {tenant!r} is in the daemon's configuration file: change or remove it there, and reload the "
+        "daemon. By command its limits, guarantees and weights can be changed (`membroker quota set {tenant}`)",
+    ),
+    Reason.TENANT_DELETED: _Row(
+        Code.FAILED_PRECONDITION,
+        "the tenant {tenant!r} is being deleted: it takes no new sessions and no changes, and is gone when nothing of "
+        "it is lent",
+    ),
     Reason.SEGMENT_NOT_FOUND: _Row(Code.NOT_FOUND, "{missing}"),
     Reason.SEGMENT_EXISTS: _Row(Code.ALREADY_EXISTS, "{segment} exists and is {told}: {advice}", retry=True),
     Reason.SEGMENT_NOT_SEALED: _Row(
@@ -110,6 +121,11 @@ _TABLE: Mapping[Reason, _Row] = {
     Reason.TOO_MANY_SEGMENTS: _Row(
         Code.RESOURCE_EXHAUSTED,
         "the {of} may have at most {limit} {what}, and this segment would be more: delete some",
+        retry=True,
+    ),
+    Reason.TOO_MANY_TENANTS: _Row(
+        Code.RESOURCE_EXHAUSTED,
+        "there are {limit} tenants that were made by command, which is the maximum: delete some",
         retry=True,
     ),
     Reason.TOO_MANY_SESSIONS: _Row(

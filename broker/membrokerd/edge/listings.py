@@ -21,6 +21,7 @@ from membroker.wire import names
 from membroker.wire.build import version_text
 
 from .. import __version__
+from ..config.config import TenantConfig
 from ..core import policy, snapshot
 from ..core.denied import Reason, deny
 from ..core.names import Location, ModelName
@@ -196,11 +197,22 @@ class BookMessages:
         sessions, token = _page(rows, lambda row: f"{row.session:016x}", _ID_KEY.fullmatch, request, show)
         return pb.ListSessionsResponse(sessions=sessions, next_page_token=token)
 
-    def list_tenants(self, request: apb.ListTenantsRequest, configured: Iterable[str]) -> apb.ListTenantsResponse:
+    def list_tenants(
+        self, request: apb.ListTenantsRequest, configured: Mapping[str, TenantConfig]
+    ) -> apb.ListTenantsResponse:
         """Return a page of tenants, by name: the configured ones, and all that hold something."""
         rows = snapshot.take_tenants(self.loop.broker, configured)
-        tenants, token = _page(rows, lambda row: row.tenant, names.valid_tenant, request, messages.from_tenant)
+
+        def show(row: snapshot.TenantView) -> apb.Tenant:
+            return messages.from_tenant(row, configured.get(row.tenant))
+
+        tenants, token = _page(rows, lambda row: row.tenant, names.valid_tenant, request, show)
         return apb.ListTenantsResponse(tenants=tenants, next_page_token=token)
+
+    def get_tenant(self, name: str, configured: Mapping[str, TenantConfig]) -> apb.Tenant:
+        """Return one tenant, configured or not."""
+        (row,) = [row for row in snapshot.take_tenants(self.loop.broker, (name,)) if row.tenant == name]
+        return messages.from_tenant(row, configured.get(name))
 
     def list_segments(self, request: pb.ListSegmentsRequest, tenant: str | None = None) -> pb.ListSegmentsResponse:
         """Return a page of segments, in the order they began; `tenant` None means all tenants."""

@@ -12,6 +12,7 @@ from membroker.v1 import resources_pb2 as rpb
 from membroker.vmm import MemoryInfo
 from membroker.wire.names import session_name
 
+from ..config.config import CreatedTenant, TenantConfig
 from ..core import effects as fx
 from ..core.names import ModelName
 from ..core.snapshot import LocationView, ModelView, SessionView, TenantView
@@ -133,8 +134,9 @@ def from_session(row: SessionView, now_ns: int) -> rpb.Session:
     )
 
 
-def from_tenant(row: TenantView) -> apb.Tenant:
-    """Return a tenant's row as a message."""
+def from_tenant(row: TenantView, config: TenantConfig | None) -> apb.Tenant:
+    """Return a tenant's row as a message; `config` is None for one that is not configured."""
+    made = config if isinstance(config, CreatedTenant) else None
     return apb.Tenant(
         name=f"tenants/{row.tenant}",
         books=[
@@ -150,6 +152,19 @@ def from_tenant(row: TenantView) -> apb.Tenant:
         ],
         models=row.models,
         sessions=row.sessions,
+        settings=None if made is None else _from_settings(made),
+        deleting=made is not None and made.deleting,
+    )
+
+
+def _from_settings(made: CreatedTenant) -> apb.TenantSettings:
+    return apb.TenantSettings(
+        uids=sorted(made.uids),
+        owner=made.owner,
+        group=made.group,
+        mode=made.mode,
+        lend_unused=made.lend_unused,
+        idle_sleep_seconds=made.idle_sleep_seconds,
     )
 
 

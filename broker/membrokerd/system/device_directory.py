@@ -13,6 +13,7 @@ import secrets
 import socket
 import stat
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -257,6 +258,10 @@ class DeviceDirectory:
             raise DirectoryError(f"cannot create {error.filename or directory}: {error.strerror}; fix that") from error
         return directory
 
+    def check(self, tenant: str) -> None:
+        """Raise `DirectoryError` if the path of a tenant's sockets would be too long. Makes nothing."""
+        _check_path(self.root / "tenants" / tenant / "handoff.sock")
+
     @staticmethod
     def _ensure_directory(directory: Path, mode: int | None) -> None:
         """Create a directory, or accept one that belongs to this user or root; raises `DirectoryError` for any other.
@@ -361,6 +366,12 @@ class DeviceDirectory:
             self._sockets.pop(path, None)
             if path.is_socket() and self.is_in_place():
                 path.unlink(missing_ok=True)
+
+    def remove(self, endpoint: Path) -> None:
+        """Remove the empty directory of an endpoint that is closed for good, if it can be removed."""
+        if self.is_in_place():
+            with suppress(OSError):  # a program may have put a file there
+                endpoint.rmdir()
 
 
 def _refuse(directory: Path, why: str) -> None:

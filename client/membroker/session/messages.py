@@ -81,7 +81,7 @@ def _plain(message: Message, name: str) -> Any:
         return found.ToDatetime(UTC)
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         return dict(found)
-    return found if isinstance(found, str | int) else tuple(found)
+    return found if isinstance(found, str | int | float) else tuple(found)
 
 
 def by_location(kind: type[_T], books: Iterable[Any]) -> dict[str, _T]:

@@ -29,7 +29,7 @@ from membroker.v1 import broker_pb2 as membroker_dot_v1_dot_broker__pb2
 from membroker.v1 import resources_pb2 as membroker_dot_v1_dot_resources__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18membroker/v1/admin.proto\x12\x0cmembroker.v1\x1a\x1egoogle/protobuf/duration.proto\x1a google/protobuf/field_mask.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19membroker/v1/broker.proto\x1a\x1cmembroker/v1/resources.proto\";\n\x12ListTenantsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"U\n\x13ListTenantsResponse\x12%\n\x07tenants\x18\x01 \x03(\x0b\x32\x14.membroker.v1.Tenant\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"b\n\x06Tenant\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x05\x62ooks\x18\x03 \x03(\x0b\x32\x19.membroker.v1.TenantBooks\x12\x0e\n\x06models\x18\x04 \x01(\x05\x12\x10\n\x08sessions\x18\x05 \x01(\x05\"\xb5\x01\n\x0bTenantBooks\x12(\n\x08location\x18\x01 \x01(\x0e\x32\x16.membroker.v1.Location\x12\x12\n\nused_bytes\x18\x02 \x01(\x03\x12\x18\n\x0blimit_bytes\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x17\n\x0fguarantee_bytes\x18\x04 \x01(\x03\x12\x0e\n\x06weight\x18\x05 \x01(\r\x12\x15\n\rwaiting_bytes\x18\x06 \x01(\x03\x42\x0e\n\x0c_limit_bytes\"$\n\x14\x46orgetSessionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"#\n\x13\x45victSessionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"p\n\x11SleepModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04wake\x18\x02 \x01(\x08\x12\x14\n\x0ckeep_weights\x18\x03 \x01(\x08\x12)\n\x06within\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"B\n\x12SleepModelResponse\x12,\n\x08sessions\x18\x01 \x03(\x0b\x32\x1a.membroker.v1.SessionSleep\"i\n\x0cSessionSleep\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x05\x12)\n\x06status\x18\x03 \x01(\x0b\x32\x19.membroker.v1.SleepStatus\x12\x10\n\x08\x64\x65tached\x18\x04 \x01(\x08\"\\\n\x0c\x44rainRequest\x12\x31\n\x08\x64\x65\x61\x64line\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.TimestampH\x00\x88\x01\x01\x12\x0c\n\x04\x65xit\x18\x02 \x01(\x08\x42\x0b\n\t_deadline\"\x10\n\x0eUndrainRequest\"\x0f\n\rReloadRequest\"8\n\x0eReloadResponse\x12\x10\n\x08problems\x18\x01 \x03(\t\x12\x14\n\x0cpending_keys\x18\x02 \x03(\t\"\x8d\x02\n\x0fSetQuotaRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x08location\x18\x02 \x01(\x0e\x32\x16.membroker.v1.Location\x12\x18\n\x0blimit_bytes\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x1c\n\x0fguarantee_bytes\x18\x04 \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x06weight\x18\x05 \x01(\rH\x02\x88\x01\x01\x12/\n\x0bupdate_mask\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.FieldMask\x12\x15\n\rvalidate_only\x18\x07 \x01(\x08\x42\x0e\n\x0c_limit_bytesB\x12\n\x10_guarantee_bytesB\t\n\x07_weight\"\xe8\x01\n\x05Quota\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x08location\x18\x02 \x01(\x0e\x32\x16.membroker.v1.Location\x12\x18\n\x0blimit_bytes\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x12\n\nused_bytes\x18\x04 \x01(\x03\x12\x1c\n\x0fguarantee_bytes\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x06weight\x18\x06 \x01(\rH\x02\x88\x01\x01\x12\x17\n\x0fshortfall_bytes\x18\x07 \x01(\x03\x42\x0e\n\x0c_limit_bytesB\x12\n\x10_guarantee_bytesB\t\n\x07_weight\" \n\x11ListQuotasRequest\x12\x0b\n\x03\x61ll\x18\x01 \x01(\x08\"9\n\x12ListQuotasResponse\x12#\n\x06quotas\x18\x01 \x03(\x0b\x32\x13.membroker.v1.Quota\"\x16\n\x14ListProcessesRequest\"A\n\x15ListProcessesResponse\x12(\n\tprocesses\x18\x01 \x03(\x0b\x32\x15.membroker.v1.Process\"\xa1\x01\n\x07Process\x12\x0b\n\x03pid\x18\x01 \x01(\x05\x12\x0f\n\x07\x63ommand\x18\x02 \x01(\t\x12\x12\n\nused_bytes\x18\x03 \x01(\x03\x12\x15\n\rcharged_bytes\x18\x04 \x01(\x03\x12\x15\n\rsegment_bytes\x18\x05 \x01(\x03\x12\x14\n\x0c\x65xcess_bytes\x18\x06 \x01(\x03\x12\x10\n\x08sessions\x18\x07 \x03(\t\x12\x0e\n\x06models\x18\x08 \x03(\t2\xdb\t\n\x0c\x41\x64minService\x12\x41\n\tGetDevice\x12\x1e.membroker.v1.GetDeviceRequest\x1a\x14.membroker.v1.Device\x12O\n\nListModels\x12\x1f.membroker.v1.ListModelsRequest\x1a .membroker.v1.ListModelsResponse\x12U\n\x0cListSessions\x12!.membroker.v1.ListSessionsRequest\x1a\".membroker.v1.ListSessionsResponse\x12U\n\x0cListSegments\x12!.membroker.v1.ListSegmentsRequest\x1a\".membroker.v1.ListSegmentsResponse\x12R\n\x0bListTenants\x12 .membroker.v1.ListTenantsRequest\x1a!.membroker.v1.ListTenantsResponse\x12J\n\rDeleteSegment\x12\".membroker.v1.DeleteSegmentRequest\x1a\x15.membroker.v1.Segment\x12X\n\rListDecisions\x12\".membroker.v1.ListDecisionsRequest\x1a#.membroker.v1.ListDecisionsResponse\x12>\n\x08SetQuota\x12\x1d.membroker.v1.SetQuotaRequest\x1a\x13.membroker.v1.Quota\x12O\n\nListQuotas\x12\x1f.membroker.v1.ListQuotasRequest\x1a .membroker.v1.ListQuotasResponse\x12J\n\rForgetSession\x12\".membroker.v1.ForgetSessionRequest\x1a\x15.membroker.v1.Session\x12H\n\x0c\x45victSession\x12!.membroker.v1.EvictSessionRequest\x1a\x15.membroker.v1.Session\x12O\n\nSleepModel\x12\x1f.membroker.v1.SleepModelRequest\x1a .membroker.v1.SleepModelResponse\x12\x39\n\x05\x44rain\x12\x1a.membroker.v1.DrainRequest\x1a\x14.membroker.v1.Device\x12\x43\n\x06Reload\x12\x1b.membroker.v1.ReloadRequest\x1a\x1c.membroker.v1.ReloadResponse\x12=\n\x07Undrain\x12\x1c.membroker.v1.UndrainRequest\x1a\x14.membroker.v1.Device\x12X\n\rListProcesses\x12\".membroker.v1.ListProcessesRequest\x1a#.membroker.v1.ListProcessesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18membroker/v1/admin.proto\x12\x0cmembroker.v1\x1a\x1egoogle/protobuf/duration.proto\x1a google/protobuf/field_mask.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19membroker/v1/broker.proto\x1a\x1cmembroker/v1/resources.proto\";\n\x12ListTenantsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"U\n\x13ListTenantsResponse\x12%\n\x07tenants\x18\x01 \x03(\x0b\x32\x14.membroker.v1.Tenant\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xa4\x01\n\x06Tenant\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x05\x62ooks\x18\x03 \x03(\x0b\x32\x19.membroker.v1.TenantBooks\x12\x0e\n\x06models\x18\x04 \x01(\x05\x12\x10\n\x08sessions\x18\x05 \x01(\x05\x12.\n\x08settings\x18\x06 \x01(\x0b\x32\x1c.membroker.v1.TenantSettings\x12\x10\n\x08\x64\x65leting\x18\x07 \x01(\x08\"\xee\x03\n\x0eTenantSettings\x12\x18\n\x0blimit_bytes\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x1c\n\x0fguarantee_bytes\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x06weight\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x1d\n\x10host_limit_bytes\x18\x04 \x01(\x03H\x03\x88\x01\x01\x12!\n\x14host_guarantee_bytes\x18\x05 \x01(\x03H\x04\x88\x01\x01\x12\x18\n\x0bhost_weight\x18\x06 \x01(\rH\x05\x88\x01\x01\x12\x0c\n\x04uids\x18\x07 \x03(\r\x12\x12\n\x05owner\x18\x08 \x01(\rH\x06\x88\x01\x01\x12\x12\n\x05group\x18\t \x01(\rH\x07\x88\x01\x01\x12\x11\n\x04mode\x18\n \x01(\rH\x08\x88\x01\x01\x12\x18\n\x0blend_unused\x18\x0b \x01(\x08H\t\x88\x01\x01\x12\x1f\n\x12idle_sleep_seconds\x18\x0c \x01(\x01H\n\x88\x01\x01\x42\x0e\n\x0c_limit_bytesB\x12\n\x10_guarantee_bytesB\t\n\x07_weightB\x13\n\x11_host_limit_bytesB\x17\n\x15_host_guarantee_bytesB\x0e\n\x0c_host_weightB\x08\n\x06_ownerB\x08\n\x06_groupB\x07\n\x05_modeB\x0e\n\x0c_lend_unusedB\x15\n\x13_idle_sleep_seconds\"j\n\x13\x43reateTenantRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12.\n\x08settings\x18\x02 \x01(\x0b\x32\x1c.membroker.v1.TenantSettings\x12\x15\n\rvalidate_only\x18\x03 \x01(\x08\"\x9b\x01\n\x13UpdateTenantRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12.\n\x08settings\x18\x02 \x01(\x0b\x32\x1c.membroker.v1.TenantSettings\x12/\n\x0bupdate_mask\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.FieldMask\x12\x15\n\rvalidate_only\x18\x04 \x01(\x08\"#\n\x13\x44\x65leteTenantRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\xb5\x01\n\x0bTenantBooks\x12(\n\x08location\x18\x01 \x01(\x0e\x32\x16.membroker.v1.Location\x12\x12\n\nused_bytes\x18\x02 \x01(\x03\x12\x18\n\x0blimit_bytes\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x17\n\x0fguarantee_bytes\x18\x04 \x01(\x03\x12\x0e\n\x06weight\x18\x05 \x01(\r\x12\x15\n\rwaiting_bytes\x18\x06 \x01(\x03\x42\x0e\n\x0c_limit_bytes\"$\n\x14\x46orgetSessionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"#\n\x13\x45victSessionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"p\n\x11SleepModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04wake\x18\x02 \x01(\x08\x12\x14\n\x0ckeep_weights\x18\x03 \x01(\x08\x12)\n\x06within\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"B\n\x12SleepModelResponse\x12,\n\x08sessions\x18\x01 \x03(\x0b\x32\x1a.membroker.v1.SessionSleep\"i\n\x0cSessionSleep\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x05\x12)\n\x06status\x18\x03 \x01(\x0b\x32\x19.membroker.v1.SleepStatus\x12\x10\n\x08\x64\x65tached\x18\x04 \x01(\x08\"\\\n\x0c\x44rainRequest\x12\x31\n\x08\x64\x65\x61\x64line\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.TimestampH\x00\x88\x01\x01\x12\x0c\n\x04\x65xit\x18\x02 \x01(\x08\x42\x0b\n\t_deadline\"\x10\n\x0eUndrainRequest\"\x0f\n\rReloadRequest\"8\n\x0eReloadResponse\x12\x10\n\x08problems\x18\x01 \x03(\t\x12\x14\n\x0cpending_keys\x18\x02 \x03(\t\"\x8d\x02\n\x0fSetQuotaRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x08location\x18\x02 \x01(\x0e\x32\x16.membroker.v1.Location\x12\x18\n\x0blimit_bytes\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x1c\n\x0fguarantee_bytes\x18\x04 \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x06weight\x18\x05 \x01(\rH\x02\x88\x01\x01\x12/\n\x0bupdate_mask\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.FieldMask\x12\x15\n\rvalidate_only\x18\x07 \x01(\x08\x42\x0e\n\x0c_limit_bytesB\x12\n\x10_guarantee_bytesB\t\n\x07_weight\"\xe8\x01\n\x05Quota\x12\x0c\n\x04name\x18\x01 \x01(\t\x12(\n\x08location\x18\x02 \x01(\x0e\x32\x16.membroker.v1.Location\x12\x18\n\x0blimit_bytes\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x12\n\nused_bytes\x18\x04 \x01(\x03\x12\x1c\n\x0fguarantee_bytes\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x06weight\x18\x06 \x01(\rH\x02\x88\x01\x01\x12\x17\n\x0fshortfall_bytes\x18\x07 \x01(\x03\x42\x0e\n\x0c_limit_bytesB\x12\n\x10_guarantee_bytesB\t\n\x07_weight\" \n\x11ListQuotasRequest\x12\x0b\n\x03\x61ll\x18\x01 \x01(\x08\"9\n\x12ListQuotasResponse\x12#\n\x06quotas\x18\x01 \x03(\x0b\x32\x13.membroker.v1.Quota\"\x16\n\x14ListProcessesRequest\"A\n\x15ListProcessesResponse\x12(\n\tprocesses\x18\x01 \x03(\x0b\x32\x15.membroker.v1.Process\"\xa1\x01\n\x07Process\x12\x0b\n\x03pid\x18\x01 \x01(\x05\x12\x0f\n\x07\x63ommand\x18\x02 \x01(\t\x12\x12\n\nused_bytes\x18\x03 \x01(\x03\x12\x15\n\rcharged_bytes\x18\x04 \x01(\x03\x12\x15\n\rsegment_bytes\x18\x05 \x01(\x03\x12\x14\n\x0c\x65xcess_bytes\x18\x06 \x01(\x03\x12\x10\n\x08sessions\x18\x07 \x03(\t\x12\x0e\n\x06models\x18\x08 \x03(\t2\xb6\x0b\n\x0c\x41\x64minService\x12\x41\n\tGetDevice\x12\x1e.membroker.v1.GetDeviceRequest\x1a\x14.membroker.v1.Device\x12O\n\nListModels\x12\x1f.membroker.v1.ListModelsRequest\x1a .membroker.v1.ListModelsResponse\x12U\n\x0cListSessions\x12!.membroker.v1.ListSessionsRequest\x1a\".membroker.v1.ListSessionsResponse\x12U\n\x0cListSegments\x12!.membroker.v1.ListSegmentsRequest\x1a\".membroker.v1.ListSegmentsResponse\x12R\n\x0bListTenants\x12 .membroker.v1.ListTenantsRequest\x1a!.membroker.v1.ListTenantsResponse\x12G\n\x0c\x43reateTenant\x12!.membroker.v1.CreateTenantRequest\x1a\x14.membroker.v1.Tenant\x12G\n\x0cUpdateTenant\x12!.membroker.v1.UpdateTenantRequest\x1a\x14.membroker.v1.Tenant\x12G\n\x0c\x44\x65leteTenant\x12!.membroker.v1.DeleteTenantRequest\x1a\x14.membroker.v1.Tenant\x12J\n\rDeleteSegment\x12\".membroker.v1.DeleteSegmentRequest\x1a\x15.membroker.v1.Segment\x12X\n\rListDecisions\x12\".membroker.v1.ListDecisionsRequest\x1a#.membroker.v1.ListDecisionsResponse\x12>\n\x08SetQuota\x12\x1d.membroker.v1.SetQuotaRequest\x1a\x13.membroker.v1.Quota\x12O\n\nListQuotas\x12\x1f.membroker.v1.ListQuotasRequest\x1a .membroker.v1.ListQuotasResponse\x12J\n\rForgetSession\x12\".membroker.v1.ForgetSessionRequest\x1a\x15.membroker.v1.Session\x12H\n\x0c\x45victSession\x12!.membroker.v1.EvictSessionRequest\x1a\x15.membroker.v1.Session\x12O\n\nSleepModel\x12\x1f.membroker.v1.SleepModelRequest\x1a .membroker.v1.SleepModelResponse\x12\x39\n\x05\x44rain\x12\x1a.membroker.v1.DrainRequest\x1a\x14.membroker.v1.Device\x12\x43\n\x06Reload\x12\x1b.membroker.v1.ReloadRequest\x1a\x1c.membroker.v1.ReloadResponse\x12=\n\x07Undrain\x12\x1c.membroker.v1.UndrainRequest\x1a\x14.membroker.v1.Device\x12X\n\rListProcesses\x12\".membroker.v1.ListProcessesRequest\x1a#.membroker.v1.ListProcessesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,42 +40,50 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTTENANTSREQUEST']._serialized_end=257
   _globals['_LISTTENANTSRESPONSE']._serialized_start=259
   _globals['_LISTTENANTSRESPONSE']._serialized_end=344
-  _globals['_TENANT']._serialized_start=346
-  _globals['_TENANT']._serialized_end=444
-  _globals['_TENANTBOOKS']._serialized_start=447
-  _globals['_TENANTBOOKS']._serialized_end=628
-  _globals['_FORGETSESSIONREQUEST']._serialized_start=630
-  _globals['_FORGETSESSIONREQUEST']._serialized_end=666
-  _globals['_EVICTSESSIONREQUEST']._serialized_start=668
-  _globals['_EVICTSESSIONREQUEST']._serialized_end=703
-  _globals['_SLEEPMODELREQUEST']._serialized_start=705
-  _globals['_SLEEPMODELREQUEST']._serialized_end=817
-  _globals['_SLEEPMODELRESPONSE']._serialized_start=819
-  _globals['_SLEEPMODELRESPONSE']._serialized_end=885
-  _globals['_SESSIONSLEEP']._serialized_start=887
-  _globals['_SESSIONSLEEP']._serialized_end=992
-  _globals['_DRAINREQUEST']._serialized_start=994
-  _globals['_DRAINREQUEST']._serialized_end=1086
-  _globals['_UNDRAINREQUEST']._serialized_start=1088
-  _globals['_UNDRAINREQUEST']._serialized_end=1104
-  _globals['_RELOADREQUEST']._serialized_start=1106
-  _globals['_RELOADREQUEST']._serialized_end=1121
-  _globals['_RELOADRESPONSE']._serialized_start=1123
-  _globals['_RELOADRESPONSE']._serialized_end=1179
-  _globals['_SETQUOTAREQUEST']._serialized_start=1182
-  _globals['_SETQUOTAREQUEST']._serialized_end=1451
-  _globals['_QUOTA']._serialized_start=1454
-  _globals['_QUOTA']._serialized_end=1686
-  _globals['_LISTQUOTASREQUEST']._serialized_start=1688
-  _globals['_LISTQUOTASREQUEST']._serialized_end=1720
-  _globals['_LISTQUOTASRESPONSE']._serialized_start=1722
-  _globals['_LISTQUOTASRESPONSE']._serialized_end=1779
-  _globals['_LISTPROCESSESREQUEST']._serialized_start=1781
-  _globals['_LISTPROCESSESREQUEST']._serialized_end=1803
-  _globals['_LISTPROCESSESRESPONSE']._serialized_start=1805
-  _globals['_LISTPROCESSESRESPONSE']._serialized_end=1870
-  _globals['_PROCESS']._serialized_start=1873
-  _globals['_PROCESS']._serialized_end=2034
-  _globals['_ADMINSERVICE']._serialized_start=2037
-  _globals['_ADMINSERVICE']._serialized_end=3280
+  _globals['_TENANT']._serialized_start=347
+  _globals['_TENANT']._serialized_end=511
+  _globals['_TENANTSETTINGS']._serialized_start=514
+  _globals['_TENANTSETTINGS']._serialized_end=1008
+  _globals['_CREATETENANTREQUEST']._serialized_start=1010
+  _globals['_CREATETENANTREQUEST']._serialized_end=1116
+  _globals['_UPDATETENANTREQUEST']._serialized_start=1119
+  _globals['_UPDATETENANTREQUEST']._serialized_end=1274
+  _globals['_DELETETENANTREQUEST']._serialized_start=1276
+  _globals['_DELETETENANTREQUEST']._serialized_end=1311
+  _globals['_TENANTBOOKS']._serialized_start=1314
+  _globals['_TENANTBOOKS']._serialized_end=1495
+  _globals['_FORGETSESSIONREQUEST']._serialized_start=1497
+  _globals['_FORGETSESSIONREQUEST']._serialized_end=1533
+  _globals['_EVICTSESSIONREQUEST']._serialized_start=1535
+  _globals['_EVICTSESSIONREQUEST']._serialized_end=1570
+  _globals['_SLEEPMODELREQUEST']._serialized_start=1572
+  _globals['_SLEEPMODELREQUEST']._serialized_end=1684
+  _globals['_SLEEPMODELRESPONSE']._serialized_start=1686
+  _globals['_SLEEPMODELRESPONSE']._serialized_end=1752
+  _globals['_SESSIONSLEEP']._serialized_start=1754
+  _globals['_SESSIONSLEEP']._serialized_end=1859
+  _globals['_DRAINREQUEST']._serialized_start=1861
+  _globals['_DRAINREQUEST']._serialized_end=1953
+  _globals['_UNDRAINREQUEST']._serialized_start=1955
+  _globals['_UNDRAINREQUEST']._serialized_end=1971
+  _globals['_RELOADREQUEST']._serialized_start=1973
+  _globals['_RELOADREQUEST']._serialized_end=1988
+  _globals['_RELOADRESPONSE']._serialized_start=1990
+  _globals['_RELOADRESPONSE']._serialized_end=2046
+  _globals['_SETQUOTAREQUEST']._serialized_start=2049
+  _globals['_SETQUOTAREQUEST']._serialized_end=2318
+  _globals['_QUOTA']._serialized_start=2321
+  _globals['_QUOTA']._serialized_end=2553
+  _globals['_LISTQUOTASREQUEST']._serialized_start=2555
+  _globals['_LISTQUOTASREQUEST']._serialized_end=2587
+  _globals['_LISTQUOTASRESPONSE']._serialized_start=2589
+  _globals['_LISTQUOTASRESPONSE']._serialized_end=2646
+  _globals['_LISTPROCESSESREQUEST']._serialized_start=2648
+  _globals['_LISTPROCESSESREQUEST']._serialized_end=2670
+  _globals['_LISTPROCESSESRESPONSE']._serialized_start=2672
+  _globals['_LISTPROCESSESRESPONSE']._serialized_end=2737
+  _globals['_PROCESS']._serialized_start=2740
+  _globals['_PROCESS']._serialized_end=2901
+  _globals['_ADMINSERVICE']._serialized_start=2904
+  _globals['_ADMINSERVICE']._serialized_end=4366
 # @@protoc_insertion_point(module_scope)

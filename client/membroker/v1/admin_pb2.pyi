@@ -66,16 +66,26 @@ class Tenant(google.protobuf.message.Message):
     BOOKS_FIELD_NUMBER: builtins.int
     MODELS_FIELD_NUMBER: builtins.int
     SESSIONS_FIELD_NUMBER: builtins.int
+    SETTINGS_FIELD_NUMBER: builtins.int
+    DELETING_FIELD_NUMBER: builtins.int
     name: builtins.str
     """tenants/{tenant}"""
     models: builtins.int
     """Its registered models."""
     sessions: builtins.int
     """Its sessions, without observers."""
+    deleting: builtins.bool
+    """It is being deleted."""
     @property
     def books(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TenantBooks]:
         """2 is for a later version.
         One for each location at which the broker lends.
+        """
+
+    @property
+    def settings(self) -> global___TenantSettings:
+        """Of a tenant that was made by command, without its limits, guarantees and weights, which `books` and ListQuotas have.
+        Absent: it is of the configuration, or a user.
         """
 
     def __init__(
@@ -85,10 +95,167 @@ class Tenant(google.protobuf.message.Message):
         books: collections.abc.Iterable[global___TenantBooks] | None = ...,
         models: builtins.int = ...,
         sessions: builtins.int = ...,
+        settings: global___TenantSettings | None = ...,
+        deleting: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["books", b"books", "models", b"models", "name", b"name", "sessions", b"sessions"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["settings", b"settings"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["books", b"books", "deleting", b"deleting", "models", b"models", "name", b"name", "sessions", b"sessions", "settings", b"settings"]) -> None: ...
 
 global___Tenant = Tenant
+
+@typing.final
+class TenantSettings(google.protobuf.message.Message):
+    """The keys of a tenant in the configuration, with the same defaults. A field that is absent is not set."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LIMIT_BYTES_FIELD_NUMBER: builtins.int
+    GUARANTEE_BYTES_FIELD_NUMBER: builtins.int
+    WEIGHT_FIELD_NUMBER: builtins.int
+    HOST_LIMIT_BYTES_FIELD_NUMBER: builtins.int
+    HOST_GUARANTEE_BYTES_FIELD_NUMBER: builtins.int
+    HOST_WEIGHT_FIELD_NUMBER: builtins.int
+    UIDS_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
+    GROUP_FIELD_NUMBER: builtins.int
+    MODE_FIELD_NUMBER: builtins.int
+    LEND_UNUSED_FIELD_NUMBER: builtins.int
+    IDLE_SLEEP_SECONDS_FIELD_NUMBER: builtins.int
+    limit_bytes: builtins.int
+    guarantee_bytes: builtins.int
+    weight: builtins.int
+    host_limit_bytes: builtins.int
+    host_guarantee_bytes: builtins.int
+    host_weight: builtins.int
+    owner: builtins.int
+    """The user and the group that the sockets belong to. Absent: the daemon's."""
+    group: builtins.int
+    mode: builtins.int
+    """The permissions of the sockets. Absent: 0660."""
+    lend_unused: builtins.bool
+    """Absent: true."""
+    idle_sleep_seconds: builtins.float
+    """Absent: the daemon's."""
+    @property
+    def uids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The users that may open sessions, at most 64; empty: all that the sockets' mode lets in."""
+
+    def __init__(
+        self,
+        *,
+        limit_bytes: builtins.int | None = ...,
+        guarantee_bytes: builtins.int | None = ...,
+        weight: builtins.int | None = ...,
+        host_limit_bytes: builtins.int | None = ...,
+        host_guarantee_bytes: builtins.int | None = ...,
+        host_weight: builtins.int | None = ...,
+        uids: collections.abc.Iterable[builtins.int] | None = ...,
+        owner: builtins.int | None = ...,
+        group: builtins.int | None = ...,
+        mode: builtins.int | None = ...,
+        lend_unused: builtins.bool | None = ...,
+        idle_sleep_seconds: builtins.float | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_group", b"_group", "_guarantee_bytes", b"_guarantee_bytes", "_host_guarantee_bytes", b"_host_guarantee_bytes", "_host_limit_bytes", b"_host_limit_bytes", "_host_weight", b"_host_weight", "_idle_sleep_seconds", b"_idle_sleep_seconds", "_lend_unused", b"_lend_unused", "_limit_bytes", b"_limit_bytes", "_mode", b"_mode", "_owner", b"_owner", "_weight", b"_weight", "group", b"group", "guarantee_bytes", b"guarantee_bytes", "host_guarantee_bytes", b"host_guarantee_bytes", "host_limit_bytes", b"host_limit_bytes", "host_weight", b"host_weight", "idle_sleep_seconds", b"idle_sleep_seconds", "lend_unused", b"lend_unused", "limit_bytes", b"limit_bytes", "mode", b"mode", "owner", b"owner", "weight", b"weight"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_group", b"_group", "_guarantee_bytes", b"_guarantee_bytes", "_host_guarantee_bytes", b"_host_guarantee_bytes", "_host_limit_bytes", b"_host_limit_bytes", "_host_weight", b"_host_weight", "_idle_sleep_seconds", b"_idle_sleep_seconds", "_lend_unused", b"_lend_unused", "_limit_bytes", b"_limit_bytes", "_mode", b"_mode", "_owner", b"_owner", "_weight", b"_weight", "group", b"group", "guarantee_bytes", b"guarantee_bytes", "host_guarantee_bytes", b"host_guarantee_bytes", "host_limit_bytes", b"host_limit_bytes", "host_weight", b"host_weight", "idle_sleep_seconds", b"idle_sleep_seconds", "lend_unused", b"lend_unused", "limit_bytes", b"limit_bytes", "mode", b"mode", "owner", b"owner", "uids", b"uids", "weight", b"weight"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_group", b"_group"]) -> typing.Literal["group"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_guarantee_bytes", b"_guarantee_bytes"]) -> typing.Literal["guarantee_bytes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_host_guarantee_bytes", b"_host_guarantee_bytes"]) -> typing.Literal["host_guarantee_bytes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_host_limit_bytes", b"_host_limit_bytes"]) -> typing.Literal["host_limit_bytes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_host_weight", b"_host_weight"]) -> typing.Literal["host_weight"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_idle_sleep_seconds", b"_idle_sleep_seconds"]) -> typing.Literal["idle_sleep_seconds"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_lend_unused", b"_lend_unused"]) -> typing.Literal["lend_unused"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_limit_bytes", b"_limit_bytes"]) -> typing.Literal["limit_bytes"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_mode", b"_mode"]) -> typing.Literal["mode"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_owner", b"_owner"]) -> typing.Literal["owner"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_weight", b"_weight"]) -> typing.Literal["weight"] | None: ...
+
+global___TenantSettings = TenantSettings
+
+@typing.final
+class CreateTenantRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    SETTINGS_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """tenants/{tenant}"""
+    validate_only: builtins.bool
+    """Only say whether it would be refused: nothing changes."""
+    @property
+    def settings(self) -> global___TenantSettings: ...
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        settings: global___TenantSettings | None = ...,
+        validate_only: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["settings", b"settings"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "settings", b"settings", "validate_only", b"validate_only"]) -> None: ...
+
+global___CreateTenantRequest = CreateTenantRequest
+
+@typing.final
+class UpdateTenantRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    SETTINGS_FIELD_NUMBER: builtins.int
+    UPDATE_MASK_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """tenants/{tenant}"""
+    validate_only: builtins.bool
+    """Only say whether it would be refused: nothing changes."""
+    @property
+    def settings(self) -> global___TenantSettings: ...
+    @property
+    def update_mask(self) -> google.protobuf.field_mask_pb2.FieldMask:
+        """Which fields of `settings` are set or, if absent there, removed; at least one. `owner`, `group` and `mode` cannot
+        change while the endpoint is open.
+        """
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        settings: global___TenantSettings | None = ...,
+        update_mask: google.protobuf.field_mask_pb2.FieldMask | None = ...,
+        validate_only: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["settings", b"settings", "update_mask", b"update_mask"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "settings", b"settings", "update_mask", b"update_mask", "validate_only", b"validate_only"]) -> None: ...
+
+global___UpdateTenantRequest = UpdateTenantRequest
+
+@typing.final
+class DeleteTenantRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """tenants/{tenant}"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name"]) -> None: ...
+
+global___DeleteTenantRequest = DeleteTenantRequest
 
 @typing.final
 class TenantBooks(google.protobuf.message.Message):

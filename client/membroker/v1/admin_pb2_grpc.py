@@ -63,6 +63,21 @@ class AdminServiceStub(object):
                 request_serializer=membroker_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
                 response_deserializer=membroker_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
                 _registered_method=True)
+        self.CreateTenant = channel.unary_unary(
+                '/membroker.v1.AdminService/CreateTenant',
+                request_serializer=membroker_dot_v1_dot_admin__pb2.CreateTenantRequest.SerializeToString,
+                response_deserializer=membroker_dot_v1_dot_admin__pb2.Tenant.FromString,
+                _registered_method=True)
+        self.UpdateTenant = channel.unary_unary(
+                '/membroker.v1.AdminService/UpdateTenant',
+                request_serializer=membroker_dot_v1_dot_admin__pb2.UpdateTenantRequest.SerializeToString,
+                response_deserializer=membroker_dot_v1_dot_admin__pb2.Tenant.FromString,
+                _registered_method=True)
+        self.DeleteTenant = channel.unary_unary(
+                '/membroker.v1.AdminService/DeleteTenant',
+                request_serializer=membroker_dot_v1_dot_admin__pb2.DeleteTenantRequest.SerializeToString,
+                response_deserializer=membroker_dot_v1_dot_admin__pb2.Tenant.FromString,
+                _registered_method=True)
         self.DeleteSegment = channel.unary_unary(
                 '/membroker.v1.AdminService/DeleteSegment',
                 request_serializer=membroker_dot_v1_dot_broker__pb2.DeleteSegmentRequest.SerializeToString,
@@ -154,7 +169,35 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListTenants(self, request, context):
-        """The tenants, by name: the configured ones, and all others with a session, a model or a limit set by command.
+        """The tenants, by name: the configured ones, those made by command, and all others with a session, a model or a limit
+        set by command.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateTenant(self, request, context):
+        """Makes a tenant and opens its endpoint. It is kept on disk until it is deleted. Refused if there is one of that name
+        (TENANT_EXISTS), if there are 64 made by command (TOO_MANY_TENANTS), or if the guarantees would not fit
+        (QUOTA_CONFLICT).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateTenant(self, request, context):
+        """Changes settings of a tenant that was made by command. Of a tenant of the configuration it changes the limits,
+        guarantees and weights alone, as SetQuota does; anything else is refused (TENANT_CONFIGURED).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteTenant(self, request, context):
+        """Begins to delete a tenant that was made by command, and returns at once. From now on it takes no new sessions and
+        borrows nothing, its guarantees are free for others, its segments are deleted, and its sessions are told (Draining)
+        and asked for all that can be recalled. It is gone when nothing of it is lent any more; its sessions end then, too.
+        A second call changes nothing. There is no way back.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -275,6 +318,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListTenants,
                     request_deserializer=membroker_dot_v1_dot_admin__pb2.ListTenantsRequest.FromString,
                     response_serializer=membroker_dot_v1_dot_admin__pb2.ListTenantsResponse.SerializeToString,
+            ),
+            'CreateTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateTenant,
+                    request_deserializer=membroker_dot_v1_dot_admin__pb2.CreateTenantRequest.FromString,
+                    response_serializer=membroker_dot_v1_dot_admin__pb2.Tenant.SerializeToString,
+            ),
+            'UpdateTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateTenant,
+                    request_deserializer=membroker_dot_v1_dot_admin__pb2.UpdateTenantRequest.FromString,
+                    response_serializer=membroker_dot_v1_dot_admin__pb2.Tenant.SerializeToString,
+            ),
+            'DeleteTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteTenant,
+                    request_deserializer=membroker_dot_v1_dot_admin__pb2.DeleteTenantRequest.FromString,
+                    response_serializer=membroker_dot_v1_dot_admin__pb2.Tenant.SerializeToString,
             ),
             'DeleteSegment': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteSegment,
@@ -469,6 +527,87 @@ class AdminService(object):
             '/membroker.v1.AdminService/ListTenants',
             membroker_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
             membroker_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/membroker.v1.AdminService/CreateTenant',
+            membroker_dot_v1_dot_admin__pb2.CreateTenantRequest.SerializeToString,
+            membroker_dot_v1_dot_admin__pb2.Tenant.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/membroker.v1.AdminService/UpdateTenant',
+            membroker_dot_v1_dot_admin__pb2.UpdateTenantRequest.SerializeToString,
+            membroker_dot_v1_dot_admin__pb2.Tenant.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/membroker.v1.AdminService/DeleteTenant',
+            membroker_dot_v1_dot_admin__pb2.DeleteTenantRequest.SerializeToString,
+            membroker_dot_v1_dot_admin__pb2.Tenant.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,7 +53,36 @@ class AdminServiceStub:
         membroker.v1.admin_pb2.ListTenantsRequest,
         membroker.v1.admin_pb2.ListTenantsResponse,
     ]
-    """The tenants, by name: the configured ones, and all others with a session, a model or a limit set by command."""
+    """The tenants, by name: the configured ones, those made by command, and all others with a session, a model or a limit
+    set by command.
+    """
+
+    CreateTenant: grpc.UnaryUnaryMultiCallable[
+        membroker.v1.admin_pb2.CreateTenantRequest,
+        membroker.v1.admin_pb2.Tenant,
+    ]
+    """Makes a tenant and opens its endpoint. It is kept on disk until it is deleted. Refused if there is one of that name
+    (TENANT_EXISTS), if there are 64 made by command (TOO_MANY_TENANTS), or if the guarantees would not fit
+    (QUOTA_CONFLICT).
+    """
+
+    UpdateTenant: grpc.UnaryUnaryMultiCallable[
+        membroker.v1.admin_pb2.UpdateTenantRequest,
+        membroker.v1.admin_pb2.Tenant,
+    ]
+    """Changes settings of a tenant that was made by command. Of a tenant of the configuration it changes the limits,
+    guarantees and weights alone, as SetQuota does; anything else is refused (TENANT_CONFIGURED).
+    """
+
+    DeleteTenant: grpc.UnaryUnaryMultiCallable[
+        membroker.v1.admin_pb2.DeleteTenantRequest,
+        membroker.v1.admin_pb2.Tenant,
+    ]
+    """Begins to delete a tenant that was made by command, and returns at once. From now on it takes no new sessions and
+    borrows nothing, its guarantees are free for others, its segments are deleted, and its sessions are told (Draining)
+    and asked for all that can be recalled. It is gone when nothing of it is lent any more; its sessions end then, too.
+    A second call changes nothing. There is no way back.
+    """
 
     DeleteSegment: grpc.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.DeleteSegmentRequest,
@@ -171,7 +200,36 @@ class AdminServiceAsyncStub:
         membroker.v1.admin_pb2.ListTenantsRequest,
         membroker.v1.admin_pb2.ListTenantsResponse,
     ]
-    """The tenants, by name: the configured ones, and all others with a session, a model or a limit set by command."""
+    """The tenants, by name: the configured ones, those made by command, and all others with a session, a model or a limit
+    set by command.
+    """
+
+    CreateTenant: grpc.aio.UnaryUnaryMultiCallable[
+        membroker.v1.admin_pb2.CreateTenantRequest,
+        membroker.v1.admin_pb2.Tenant,
+    ]
+    """Makes a tenant and opens its endpoint. It is kept on disk until it is deleted. Refused if there is one of that name
+    (TENANT_EXISTS), if there are 64 made by command (TOO_MANY_TENANTS), or if the guarantees would not fit
+    (QUOTA_CONFLICT).
+    """
+
+    UpdateTenant: grpc.aio.UnaryUnaryMultiCallable[
+        membroker.v1.admin_pb2.UpdateTenantRequest,
+        membroker.v1.admin_pb2.Tenant,
+    ]
+    """Changes settings of a tenant that was made by command. Of a tenant of the configuration it changes the limits,
+    guarantees and weights alone, as SetQuota does; anything else is refused (TENANT_CONFIGURED).
+    """
+
+    DeleteTenant: grpc.aio.UnaryUnaryMultiCallable[
+        membroker.v1.admin_pb2.DeleteTenantRequest,
+        membroker.v1.admin_pb2.Tenant,
+    ]
+    """Begins to delete a tenant that was made by command, and returns at once. From now on it takes no new sessions and
+    borrows nothing, its guarantees are free for others, its segments are deleted, and its sessions are told (Draining)
+    and asked for all that can be recalled. It is gone when nothing of it is lent any more; its sessions end then, too.
+    A second call changes nothing. There is no way back.
+    """
 
     DeleteSegment: grpc.aio.UnaryUnaryMultiCallable[
         membroker.v1.broker_pb2.DeleteSegmentRequest,
@@ -299,7 +357,42 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: membroker.v1.admin_pb2.ListTenantsRequest,
         context: _ServicerContext,
     ) -> typing.Union[membroker.v1.admin_pb2.ListTenantsResponse, collections.abc.Awaitable[membroker.v1.admin_pb2.ListTenantsResponse]]:
-        """The tenants, by name: the configured ones, and all others with a session, a model or a limit set by command."""
+        """The tenants, by name: the configured ones, those made by command, and all others with a session, a model or a limit
+        set by command.
+        """
+
+    @abc.abstractmethod
+    def CreateTenant(
+        self,
+        request: membroker.v1.admin_pb2.CreateTenantRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[membroker.v1.admin_pb2.Tenant, collections.abc.Awaitable[membroker.v1.admin_pb2.Tenant]]:
+        """Makes a tenant and opens its endpoint. It is kept on disk until it is deleted. Refused if there is one of that name
+        (TENANT_EXISTS), if there are 64 made by command (TOO_MANY_TENANTS), or if the guarantees would not fit
+        (QUOTA_CONFLICT).
+        """
+
+    @abc.abstractmethod
+    def UpdateTenant(
+        self,
+        request: membroker.v1.admin_pb2.UpdateTenantRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[membroker.v1.admin_pb2.Tenant, collections.abc.Awaitable[membroker.v1.admin_pb2.Tenant]]:
+        """Changes settings of a tenant that was made by command. Of a tenant of the configuration it changes the limits,
+        guarantees and weights alone, as SetQuota does; anything else is refused (TENANT_CONFIGURED).
+        """
+
+    @abc.abstractmethod
+    def DeleteTenant(
+        self,
+        request: membroker.v1.admin_pb2.DeleteTenantRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[membroker.v1.admin_pb2.Tenant, collections.abc.Awaitable[membroker.v1.admin_pb2.Tenant]]:
+        """Begins to delete a tenant that was made by command, and returns at once. From now on it takes no new sessions and
+        borrows nothing, its guarantees are free for others, its segments are deleted, and its sessions are told (Draining)
+        and asked for all that can be recalled. It is gone when nothing of it is lent any more; its sessions end then, too.
+        A second call changes nothing. There is no way back.
+        """
 
     @abc.abstractmethod
     def DeleteSegment(

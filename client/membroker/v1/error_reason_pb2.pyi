@@ -83,7 +83,13 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     namespace. The message says which, and what to do.
     """
     ERROR_REASON_TENANT_NOT_FOUND: _ErrorReason.ValueType  # 45
-    """No such tenant in the configuration."""
+    """No such tenant in the configuration, nor by command."""
+    ERROR_REASON_TENANT_EXISTS: _ErrorReason.ValueType  # 54
+    """There is a tenant of that name. Retry: once it is deleted."""
+    ERROR_REASON_TENANT_CONFIGURED: _ErrorReason.ValueType  # 55
+    """The tenant is of the configuration file: a command changes its quotas alone."""
+    ERROR_REASON_TENANT_DELETED: _ErrorReason.ValueType  # 56
+    """The tenant is being deleted, and takes no new sessions and no changes."""
     ERROR_REASON_SEGMENT_NOT_FOUND: _ErrorReason.ValueType  # 46
     """No such segment at this tenant, or it is deleted, or this session does not hold it."""
     ERROR_REASON_SEGMENT_EXISTS: _ErrorReason.ValueType  # 47
@@ -101,6 +107,7 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_TOO_MANY_MODELS: _ErrorReason.ValueType  # 61
     ERROR_REASON_TOO_MANY_REQUESTS: _ErrorReason.ValueType  # 62
     ERROR_REASON_TOO_MANY_SEGMENTS: _ErrorReason.ValueType  # 63
+    ERROR_REASON_TOO_MANY_TENANTS: _ErrorReason.ValueType  # 64
     ERROR_REASON_TOKEN_REQUIRED: _ErrorReason.ValueType  # 80
     """--- Identity and protocol. Retry: no. ---
 
@@ -200,7 +207,13 @@ ERROR_REASON_SESSION_NOT_EVICTABLE: ErrorReason.ValueType  # 53
 namespace. The message says which, and what to do.
 """
 ERROR_REASON_TENANT_NOT_FOUND: ErrorReason.ValueType  # 45
-"""No such tenant in the configuration."""
+"""No such tenant in the configuration, nor by command."""
+ERROR_REASON_TENANT_EXISTS: ErrorReason.ValueType  # 54
+"""There is a tenant of that name. Retry: once it is deleted."""
+ERROR_REASON_TENANT_CONFIGURED: ErrorReason.ValueType  # 55
+"""The tenant is of the configuration file: a command changes its quotas alone."""
+ERROR_REASON_TENANT_DELETED: ErrorReason.ValueType  # 56
+"""The tenant is being deleted, and takes no new sessions and no changes."""
 ERROR_REASON_SEGMENT_NOT_FOUND: ErrorReason.ValueType  # 46
 """No such segment at this tenant, or it is deleted, or this session does not hold it."""
 ERROR_REASON_SEGMENT_EXISTS: ErrorReason.ValueType  # 47
@@ -218,6 +231,7 @@ ERROR_REASON_TOO_MANY_SESSIONS: ErrorReason.ValueType  # 60
 ERROR_REASON_TOO_MANY_MODELS: ErrorReason.ValueType  # 61
 ERROR_REASON_TOO_MANY_REQUESTS: ErrorReason.ValueType  # 62
 ERROR_REASON_TOO_MANY_SEGMENTS: ErrorReason.ValueType  # 63
+ERROR_REASON_TOO_MANY_TENANTS: ErrorReason.ValueType  # 64
 ERROR_REASON_TOKEN_REQUIRED: ErrorReason.ValueType  # 80
 """--- Identity and protocol. Retry: no. ---
 

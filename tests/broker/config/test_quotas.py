@@ -231,7 +231,9 @@ def test_a_second_daemon_overwrites_nothing(path: Path) -> None:
     assert (first.trouble(), first.is_shared, second.is_shared) == ("", False, True)
     first.write(QUOTAS)
     assert "another membrokerd" in second.trouble()
-    assert (dict(first.read()), second.read()) == (QUOTAS, {}), "what the first was commanded is not for the second"
+    assert (dict(first.read().quotas), second.read().quotas) == (QUOTAS, {}), (
+        "what the first was commanded is not for the second"
+    )
     with pytest.raises(OSError) as caught:
         second.write({})
     assert caught.value.filename == str(path)

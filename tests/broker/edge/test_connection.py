@@ -96,6 +96,7 @@ class Lender:
             tenant_of=lambda peer: "red",
             refusals=SimpleNamespace(note=lambda reason, **fields: None),
             traffic=self.traffic,
+            closed=None,
             views=SimpleNamespace(read=self._read),
         )
         pidfd, self._alive = os.pipe()

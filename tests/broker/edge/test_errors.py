@@ -80,6 +80,10 @@ NUMBERS: dict[Reason, list[dict[str, int | str]]] = {
     Reason.SESSION_NOT_DETACHED: [{"session": "sessions/1c", "what": "is open, its process is connected"}],
     Reason.SESSION_NOT_EVICTABLE: [{"session": "sessions/1c", "what": "its process is dead already"}],
     Reason.TENANT_NOT_FOUND: [{"tenant": "green"}, {"tenant": "acme", "hint": ", and each user is one here"}],
+    Reason.TENANT_EXISTS: [{"tenant": "green", "hint": ", in the configuration file"}],
+    Reason.TENANT_CONFIGURED: [{"tenant": "green"}],
+    Reason.TENANT_DELETED: [{"tenant": "green"}],
+    Reason.TOO_MANY_TENANTS: [{"limit": 64}],
     Reason.SEGMENT_NOT_FOUND: [{"segment": SEGMENT}, {"segment": (1 << 64) - 1}],
     Reason.SEGMENT_EXISTS: [
         {"segment": SEGMENT, "state": state} for state in ("writing", "sealed", "ending", "releasing")
@@ -127,6 +131,7 @@ RETRY = {
     Reason.SEGMENT_NOT_SEALED,
     Reason.WRITER_DIED,
     Reason.TOO_MANY_SEGMENTS,
+    Reason.TOO_MANY_TENANTS,
     Reason.STOPPING,
     Reason.DRAINING,
     Reason.JOURNAL_FULL,

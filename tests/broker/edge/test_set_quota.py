@@ -15,11 +15,13 @@ from tests.support.loop_world import World, play
 from tests.support.sizes import MIB
 
 from membroker.v1 import admin_pb2 as pb
+from membrokerd.config.config import Config, TenantConfig
 from membrokerd.core.denied import Reason
 from membrokerd.core.names import QuotaKey
 from membrokerd.core.rows import Quota
 from membrokerd.edge.convert import Refused
 from membrokerd.edge.rpc.admin_service import AdminService
+from membrokerd.edge.tenants import Tenants
 
 KEY: QuotaKey = ("t", None, "device")
 
@@ -30,11 +32,11 @@ class Disk:
     def __init__(self, world: World) -> None:
         self.kept: list[dict[QuotaKey, Quota]] = []
         self.go_on = threading.Event()
-        self.service = AdminService(
-            world.loop, cast(Any, None), lambda: {"t"}, self.keep, cast(Any, None), cast(Any, None), cast(Any, None)
-        )
+        config, unused = Config(tenants={"t": TenantConfig()}), cast(Any, None)
+        tenants = Tenants(world.loop, lambda: config, unused, self.keep, unused)
+        self.service = AdminService(world.loop, unused, tenants, unused, unused, unused)
 
-    def keep(self, quotas: Mapping[QuotaKey, Quota]) -> None:
+    def keep(self, quotas: Mapping[QuotaKey, Quota], _created: object) -> None:
         self.kept.append(dict(quotas))
         assert self.go_on.wait(DEADLINE_SECONDS)
 

@@ -109,7 +109,7 @@ def test_a_driver_that_cannot_list_processes_is_told_and_serves_on(
 def ask_who(world: World) -> asyncio.Task[Any]:
     """Ask as an operator does."""
     unused = cast(Any, None)
-    service = AdminService(world.loop, unused, frozenset, lambda: None, unused, unused, unused)
+    service = AdminService(world.loop, unused, unused, unused, unused, unused)
     return asyncio.create_task(service.ListProcesses(admin_pb2.ListProcessesRequest(), None))
 
 

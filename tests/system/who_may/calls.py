@@ -7,6 +7,7 @@ import functools
 import http.client
 import mmap
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import grpc
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.support import raw
-from tests.support.daemons import DEADLINE_SECONDS
+from tests.support.daemons import DEADLINE_SECONDS, until
 
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
@@ -299,6 +300,27 @@ admin_call(
     " of a session that has ended",
 )
 admin_call("A8", "yes", "SleepModel", lambda s: apb.SleepModelRequest(name=s.model))
+
+
+@row(
+    "A9",
+    "AdminService, CreateTenant, UpdateTenant and DeleteTenant",
+    _operators("yes"),
+    _SERVED,
+    calls=("CreateTenant", "UpdateTenant", "DeleteTenant"),
+)
+def make_and_delete_a_tenant(me: Party, target: Any) -> Any:
+    name = f"tenants/pod-{time.monotonic_ns()}"
+    change = apb.UpdateTenantRequest(name=name, settings=apb.TenantSettings(uids=[1]))
+    change.update_mask.paths.append("uids")
+    made = raw.admin_call(me.door, "CreateTenant", apb.CreateTenantRequest(name=name))
+    changed = raw.admin_call(me.door, "UpdateTenant", change)
+    deleted = raw.admin_call(me.door, "DeleteTenant", apb.DeleteTenantRequest(name=name))
+    assert type(made) is type(changed) is type(deleted)
+    if isinstance(deleted, apb.Tenant):
+        listed = apb.ListTenantsRequest(page_size=1000)
+        until(lambda: name not in str(raw.admin_call(me.door, "ListTenants", listed)))
+    return deleted
 
 
 @row(

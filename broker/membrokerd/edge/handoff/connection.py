@@ -428,6 +428,8 @@ class Handshake:
             return
         if hello.resume_token:
             self._resume(request_id, hello.resume_token, pair)
+        elif self._endpoint.closed is not None:
+            self._turn_away(request_id, pair, self._endpoint.closed)
         else:
             self._open(request_id, hello, pair)
 
@@ -516,6 +518,8 @@ class Handshake:
         self._connection.welcome(pb.Frame(request_id=request_id, welcome=welcome), pair)
         if self._loop.drain is not None:
             self._connection.notify(pb.Frame(notice=self._loop.drain))
+        elif self._endpoint.closed is not None:
+            self._connection.notify(pb.Frame(notice=pb.Notice(draining=pb.Draining())))
 
     # --- the Holds of a session that is resumed ---
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from membroker.vmm import DeviceInfo
 from membroker.wire.names import MAX_FRAME_BYTES
 
+from ...core.denied import Denied
 from ...restart.process_watch import Watch
 from ...system.accounts import Accounts
 from ..acceptor import Refusals
@@ -29,6 +30,8 @@ class HandoffEndpoint:
     refusals: Refusals
     buffer: bytearray = field(default_factory=lambda: bytearray(MAX_FRAME_BYTES))
     accounts: Accounts = field(default_factory=Accounts)
+    closed: Denied | None = None
+    """Why no session can be opened here any more; those that there are go on."""
 
     def tenant_of(self, uid: int) -> str:
         """Return the tenant of a user: the endpoint's tenant, or the user's account if the endpoint has no tenant."""

@@ -11,6 +11,7 @@ import socket
 from membroker.v1 import handoff_pb2 as pb
 from membroker.wire import frames as handoff
 
+from ...core.denied import Denied
 from ...system import logs
 from ..acceptor import Acceptor
 from ..convert import Refused
@@ -38,6 +39,12 @@ class Listener:
     def admit(self, uids: frozenset[int]) -> None:
         """Let only these users open sessions from now on. Open sessions stay."""
         self._uids = uids
+
+    def close_to_new(self, why: Denied) -> None:
+        """Open no session from now on. Open sessions stay, are told to release all, and can resume."""
+        self._endpoint.closed = why
+        for connection in list(self._greeted):
+            connection.notify(pb.Frame(notice=pb.Notice(draining=pb.Draining())))
 
     def _accept(self, sock: socket.socket) -> None:
         try:

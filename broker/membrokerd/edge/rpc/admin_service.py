@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from datetime import UTC
 from typing import Any
 
@@ -12,14 +11,13 @@ from membroker.v1 import admin_pb2 as pb
 from membroker.v1 import admin_pb2_grpc, broker_pb2, resources_pb2
 from membroker.v1.handoff_pb2 import Draining, Notice, Undrained
 from membroker.wire.names import session_name
-from membroker.wire.paths import printable
 
 from ...core import effects as fx
 from ...core import events as ev
 from ...core import policy, snapshot
 from ...core.denied import Denied, Reason, deny
 from ...core.models import only_removes
-from ...core.names import Location, ModelName, QuotaKey
+from ...core.names import Location, ModelName
 from ...core.rows import Quota
 from ...device.suspects import SeenProcess, command_of
 from ...runtime.drain import Drain
@@ -31,22 +29,20 @@ from .. import convert, messages
 from ..convert import Refused
 from ..listings import BookMessages
 from ..messages import LOCATION_NUMBERS
-
-_UID_TENANT = re.compile("uid-(0|[1-9][0-9]{0,9})")
+from ..tenants import Tenants
 
 QUOTAS_AT_ONCE = 256
 """How many quotas a listing looks at in one turn of the event loop: 2 ms."""
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """The service of the whole device. `tenants` returns the configured tenants, or nothing if each uid is one."""
+    """The service of the whole device."""
 
     def __init__(
         self,
         loop: Loop,
         views: BookMessages,
-        tenants: Callable[[], Collection[str]],
-        keep_quotas: Callable[[Mapping[QuotaKey, Quota]], None],
+        tenants: Tenants,
         drain: Drain,
         evictions: Evictions,
         reloader: Reloader,
@@ -54,9 +50,6 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._loop = loop
         self._views = views
         self._tenants = tenants
-        self._keep_quotas = keep_quotas
-        self._setting = asyncio.Lock()
-        """One command at a time: each writes all quotas."""
         self._drain = drain
         self._evictions = evictions
         self._reloader = reloader
@@ -96,7 +89,22 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def ListTenants(self, request: pb.ListTenantsRequest, context: Any) -> pb.ListTenantsResponse:
         """Return a page of the tenants."""
-        return self._views.list_tenants(request, self._tenants())
+        return self._views.list_tenants(request, self._tenants.config.tenants)
+
+    async def CreateTenant(self, request: pb.CreateTenantRequest, context: Any) -> pb.Tenant:
+        """Make a tenant."""
+        return self._tenant(await self._tenants.create(request))
+
+    async def UpdateTenant(self, request: pb.UpdateTenantRequest, context: Any) -> pb.Tenant:
+        """Change settings of a tenant."""
+        return self._tenant(await self._tenants.update(request))
+
+    async def DeleteTenant(self, request: pb.DeleteTenantRequest, context: Any) -> pb.Tenant:
+        """Begin to delete a tenant."""
+        return self._tenant(await self._tenants.delete(request))
+
+    def _tenant(self, name: str) -> pb.Tenant:
+        return self._views.get_tenant(name, self._tenants.config.tenants)
 
     async def DeleteSegment(self, request: broker_pb2.DeleteSegmentRequest, context: Any) -> resources_pb2.Segment:
         """End a segment of any tenant."""
@@ -114,11 +122,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         tenant, model = convert.parse_quota_name(request.name)
         location = convert.parse_location(request.location)
         broker, key = self._loop.broker, (tenant, model, location)
-        async with self._setting:
+        async with self._tenants.lock:
+            self._tenants.check_not_deleting(tenant)
             before = broker.ledger.quotas.get(key, Quota())
             after = convert.changed_quota(before, request)
             if before == Quota() or not only_removes(before, after):  # a quota of a removed tenant can still be removed
-                self._check_tenant(tenant)
+                self._tenants.check(tenant)
 
             def ordered(call: int) -> ev.SetQuota:
                 return ev.SetQuota(
@@ -135,21 +144,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 raise Refused(denied)
             if request.validate_only:
                 return self._quota(tenant, model, location, self._shortfalls(), would_be=after)
-            await self._keep({**broker.ledger.quotas, key: after})  # before the step: that may lend at once
+            await self._tenants.keep_quotas({key: after})  # before the step: that may lend at once
             try:
                 await self._ask(ordered)
             except Refused:  # a reload has changed the rules meanwhile
-                await self._keep(broker.ledger.quotas)
+                await self._tenants.keep_quotas({})
                 raise
         return self._quota(tenant, model, location, self._shortfalls())
-
-    async def _keep(self, quotas: Mapping[QuotaKey, Quota]) -> None:
-        """Write the quotas down on another thread, since a disk can be slow."""
-        rows = {key: quota for key, quota in quotas.items() if quota != Quota()}
-        try:
-            await asyncio.to_thread(self._keep_quotas, rows)
-        except OSError as error:
-            raise Refused(deny(Reason.INTERNAL, fault=_unkept(error))) from error
 
     async def ListQuotas(self, request: pb.ListQuotasRequest, context: Any) -> pb.ListQuotasResponse:
         """Return the quotas that were set. The event loop goes on in between: there may be many thousands."""
@@ -244,15 +245,6 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             raise Refused(found)
         return pb.ListProcessesResponse(processes=map(_from_process, found))
 
-    def _check_tenant(self, tenant: str) -> None:
-        """Refuse a name that cannot be a tenant. A tenant without sessions is fine."""
-        if tenants := self._tenants():
-            if tenant not in tenants:
-                raise Refused(deny(Reason.TENANT_NOT_FOUND, tenant=tenant))
-        elif not _UID_TENANT.fullmatch(tenant):
-            hint = ", and each user is one here, such as 'uid-1000'"
-            raise Refused(deny(Reason.TENANT_NOT_FOUND, tenant=tenant, hint=hint))
-
     async def _ask(self, make_event: MakeEvent) -> fx.Result:
         answer: asyncio.Future[fx.Result | Denied] = asyncio.get_running_loop().create_future()
         self._loop.ask(make_event, answer.set_result)
@@ -297,13 +289,6 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             used_bytes=used,
             shortfall_bytes=shortfalls.get(location, 0),
         )
-
-
-def _unkept(error: OSError) -> str:
-    return (
-        f"the command cannot be kept in {printable(error.filename)}: {error.strerror}; let the daemon write there "
-        "(`state_directory` in its configuration), or make room"
-    )
 
 
 def _from_process(process: SeenProcess) -> pb.Process:
