@@ -20,7 +20,7 @@ from ..errors import MembrokerError
 from ..ext import build, names
 from ..ext import endpoint as endpoints
 from ..vmm.driver import DriverError
-from . import commands, explain, launch, operate, replay, segments, sleeping, tables, top
+from . import commands, explain, launch, operate, replay, segments, sleeping, tables, tenant, top
 from .books import open_books
 from .commands import Command, Commands, Parser, add, add_bare, listing
 from .doctor import missing_packages, run_doctor
@@ -241,6 +241,7 @@ def _parser() -> Parser:
     top.add_command(subparsers)
     explain.add_command(subparsers)
     _add_quota(subparsers)
+    tenant.add_command(subparsers)
     sleeping.add_commands(subparsers)
     _add_ends(subparsers)
     replay.add_command(subparsers)
@@ -396,13 +397,13 @@ def _add_quota(subparsers: Commands) -> None:
 
 
 def _name(text: str) -> str:
-    tenant, slash, model = text.removeprefix("tenants/").partition("/")
+    owner, slash, model = text.removeprefix("tenants/").partition("/")
     model = model.removeprefix("models/")
-    if not names.valid_tenant(tenant) or (slash and not names.valid_model(model)):
+    if not names.valid_tenant(owner) or (slash and not names.valid_model(model)):
         raise argparse.ArgumentTypeError(
             f"{text!r} is not TENANT or TENANT/MODEL, as in acme or acme/llama-7b: {names.NAMES}"
         )
-    return f"tenants/{tenant}/models/{model}" if model else f"tenants/{tenant}"
+    return f"tenants/{owner}/models/{model}" if model else f"tenants/{owner}"
 
 
 if __name__ == "__main__":

@@ -7,22 +7,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 
 from ..admin import Admin, QuotaStatus
 from ..errors import BrokerUnavailable, NotFound
 from ..ext import arguments
-from ..types import SegmentStatus, SessionStatus
+from ..types import SessionStatus
 from ..vmm.sizes import format_exact
-from . import tables
+from . import holders, tables
 from .books import open_admin, open_device
 from .commands import did_you_mean
-
-LOOK_SECONDS = 0.5
-"""How often a drain that is waited for is looked at."""
 
 
 def quota_list(options: argparse.Namespace) -> int:
@@ -165,14 +160,23 @@ def drain(options: argparse.Namespace) -> int:
     waits = options.timeout if options.timeout is not None else options.deadline
     with open_device(options.endpoint) as admin:
         device = admin.drain(deadline, exits=options.exit)
-        held = _look(admin, exits=options.exit)
+
+        def look() -> holders.Held:
+            """Look; a daemon that has exited meanwhile, as it does when nothing is charged, holds nothing."""
+            try:
+                return holders.of_device(admin)
+            except BrokerUnavailable:
+                if not options.exit:
+                    raise
+                return holders.Held()
+
+        held = look()
         if not options.json:
             tables.answer(
                 False, None, "the device lends nothing more, and the workers are told", *_still(held, options)
             )
         if held and waits != 0:
-            say = (lambda _: None) if options.json else (lambda line: print(line, flush=True))
-            held = _wait(admin, held, waits, say, exits=options.exit)
+            held = holders.wait(look, held, waits, holders.sayer(options.json), exits=options.exit)
         if not held:
             said = ["nothing is charged" + (": the daemon exits" if options.exit else "")]
         elif waits == 0:
@@ -184,66 +188,15 @@ def drain(options: argparse.Namespace) -> int:
     return int(bool(held) and waits != 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """What is charged of the device, and the sessions and segments that have it; false if nothing is."""
-
-    charged: int = 0
-    sessions: Sequence[SessionStatus] = ()
-    segments: Sequence[SegmentStatus] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.charged)
-
-
-def _look(admin: Admin, *, exits: bool) -> _Held:
-    """Return what is charged now; nothing if the daemon has exited meanwhile, as it does when nothing is charged."""
-    try:
-        device, sessions, segments = admin.device(), admin.sessions(), admin.segments()
-    except BrokerUnavailable:
-        if not exits:
-            raise
-        return _Held()
-    holders = [one for one in sessions if one.segments or any(books.used_bytes for books in one.books.values())]
-    charged = sum(books.lent_bytes + books.releasing_bytes for books in device.locations.values())
-    return _Held(charged, holders, segments) if charged else _Held()
-
-
-def _still(held: _Held, options: argparse.Namespace) -> Iterator[str | tables.TextTable]:
+def _still(held: holders.Held, options: argparse.Namespace) -> Iterator[str | tables.TextTable]:
     if not held:
         return
-    yield "still holding memory:"
-    if held.sessions:
-        yield tables.sessions_table(held.sessions)
+    yield from holders.still(held)
     if held.segments:
-        yield tables.segments_table(held.segments)
         yield "a segment is charged until it is deleted: `membroker segments delete TENANT/MODEL/SEGMENT --admin`"
     if options.exit:
         late = "" if options.deadline is None else f", or in {options.deadline:g} s, whatever is charged then"
         yield f"the daemon exits when nothing is charged any more{late}"
-
-
-def _wait(admin: Admin, held: _Held, seconds: float | None, say: Callable[[str], None], *, exits: bool) -> _Held:
-    """Wait until nothing is charged, or for so long; say which sessions have released all. Return what is still held.
-
-    A daemon that is gone at the end of the wait may have exited at its deadline, with memory lent.
-    """
-    until = None if seconds is None else time.monotonic() + seconds
-    while held:
-        time.sleep(LOOK_SECONDS if until is None else max(0.0, min(LOOK_SECONDS, until - time.monotonic())))
-        before, held = held, _look(admin, exits=exits)
-        if until is not None and time.monotonic() >= until:
-            return held or (before if exits else held)
-        left = {one.name for one in held.sessions} | {one.name for one in held.segments}
-        for session in before.sessions:
-            if session.name not in left:
-                size = format_exact(sum(books.used_bytes for books in session.books.values()))
-                process = f"process {session.pid or '(in another pid namespace)'}"
-                say(f"{session.name} of {tables.short_name(session.tenant)}, {process}, has released {size}")
-        for segment in before.segments:
-            if segment.name not in left:
-                say(f"{tables.short_name(segment.name)} is gone: {format_exact(segment.size_bytes)}")
-    return held
 
 
 def undrain(options: argparse.Namespace) -> int:

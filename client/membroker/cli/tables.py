@@ -279,6 +279,23 @@ def tenants_table(tenants: Iterable[TenantStatus]) -> TextTable:
     return _table(rows, columns, "no tenant is configured, and no user has a session")
 
 
+def made_tenants_table(tenants: Iterable[TenantStatus]) -> TextTable:
+    """Return a row for each tenant that was made by command."""
+    columns: Columns = {
+        "tenant": lambda tenant, _: short_name(tenant.name) + " (being deleted)" * tenant.deleting,
+        ">guarantee": lambda tenant, _: _nonzero(tenant.books["device"].guarantee_bytes),
+        ">limit": lambda tenant, _: _size(tenant.books["device"].limit_bytes),
+        ">used": lambda tenant, _: format_size(tenant.books["device"].used_bytes),
+        ">sessions": lambda tenant, _: str(tenant.sessions),
+        "users": lambda _, made: " ".join(map(str, made.uids)) or NONE,
+        "owner": lambda _, made: NONE if made.owner is None else str(made.owner),
+        "group": lambda _, made: NONE if made.group is None else str(made.group),
+        "mode": lambda _, made: NONE if made.mode is None else f"{made.mode:04o}",
+    }
+    rows = [(tenant, tenant.settings) for tenant in tenants]
+    return _table(rows, columns, "no tenant was made by command; `membroker tenants` shows all")
+
+
 def _concerns(books: TenantBooks) -> bool:
     """Say whether a tenant uses a location, waits for memory there, or has a number of its own for it."""
     used = books.used_bytes or books.waiting_bytes or books.guarantee_bytes or books.limit_bytes is not None

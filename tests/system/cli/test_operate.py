@@ -467,6 +467,8 @@ def test_tenants_with_what_they_use_and_may(daemon: Daemon, engine: Worker) -> N
         "books": {"device": {"location": "device", **sizes}},
         "models": 1,
         "sessions": 1,
+        "settings": None,
+        "deleting": False,
     }
 
 
