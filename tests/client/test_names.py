@@ -29,7 +29,7 @@ def test_names_of_two_parts_are_for_models_alone() -> None:
 
 def test_a_tenants_name_is_also_a_directorys() -> None:
     for name, valid in zip(
-        ("red", "0-", "a" * 24, "a" * 25, "-a", "Red", "red\n"), [True] * 3 + [False] * 4, strict=True
+        ("red", "0-", "a" * 63, "a" * 64, "-a", "Red", "red\n"), [True] * 3 + [False] * 4, strict=True
     ):
         assert names.valid_tenant(name) is valid, name
         assert (names.parse_tenant(f"tenants/{name}") == name) is valid, name
