@@ -162,7 +162,7 @@ def daemon(request: pytest.FixtureRequest) -> Iterator[Daemon]:
 
 
 slow = pytest.mark.parametrize("daemon", [{"slice_seconds": 600.0}], indirect=True, ids=["slow"])
-"""Who has memory keeps it for ten minutes."""
+"""A program keeps its memory for ten minutes before it falls asleep for another."""
 
 
 @pytest.fixture
