@@ -20,6 +20,7 @@ MAX_SECONDS = 7 * 24 * 3600.0
 """The longest time that a user may ask for: a week. The kernel's own timeouts end at 24 days."""
 Progress = Callable[[int, int], object]
 """Called as `progress(done, total)`, in bytes, after each step of a copy."""
+_FRAMEWORKS = ("numpy", "torch", "jax")
 
 
 def location_of(location: Location | str) -> Location:
@@ -44,6 +45,8 @@ def access_of(access: AccessFlags | str) -> AccessFlags:
 
 def bytes_of(what: str, size: int | str, at_least: int = 0) -> int:
     """Return a size in bytes. Raises `InvalidRequest` about `what` for anything else, or for less than `at_least`."""
+    if type(size) is int and at_least <= size <= MAX_BYTES:  # the common case, in every allocation
+        return size
     try:
         value = parse_size(size)
     except (ValueError, TypeError) as error:
@@ -130,6 +133,12 @@ def check_progress(progress: Progress | None) -> None:
     """Raise `InvalidRequest` for a progress that cannot be called."""
     if progress is not None and not callable(progress):
         raise InvalidRequest(f"progress is a function of two numbers of bytes, not {progress!r}")
+
+
+def check_framework(framework: str) -> None:
+    """Raise `InvalidRequest` for a framework that the library makes no tensors of."""
+    if framework not in _FRAMEWORKS:
+        raise InvalidRequest(f"a framework is {', '.join(map(repr, _FRAMEWORKS))}, not {framework!r}")
 
 
 def contiguous_bytes(what: str, data: Any) -> memoryview:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .memory.lender import Placement as Placement  # takes the extents of one borrowing as they arrive
     from .memory.lender import Source as Source  # lends extents, and charges what a process allocates itself
     from .memory.local_source import Budget as Budget  # a limit within this process
+    from .pool.range import PoolRange as PoolRange  # what an allocation of a pool returns
     from .session import endpoint as endpoint  # where brokers have their endpoints, and which one is meant
     from .threads import start_thread as start_thread  # a thread, or `ThreadLimit`
     from .views import Span as Span  # bytes that stay mapped while it lives
@@ -44,6 +45,7 @@ _MODULES = {
     "Closing": "closing",
     "OPEN_PER_SESSION": "wire.sessions",
     "Placement": "memory.lender",
+    "PoolRange": "pool.range",
     "Source": "memory.lender",
     "Span": "views",
     "Views": "views",

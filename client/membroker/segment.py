@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from google.protobuf.duration_pb2 import Duration
 
 from . import arguments
-from .arguments import check_range, contiguous_bytes, location_of, rounded_up
+from .arguments import check_framework, check_range, contiguous_bytes, location_of, rounded_up
 from .dlpack import export
 from .dtypes import word_of
 from .errors import BrokerUnavailable, Cancelled, InvalidRequest, SegmentNotFound, SegmentNotWritable
@@ -42,7 +42,6 @@ from .wire.names import MAX_WAIT_SECONDS
 MAX_HEADER_BYTES = 16 * MIB
 """The longest header that is read: 80,000 to 160,000 tensors. Another process wrote it, so its length is bounded."""
 WRITTEN = "what is written to a segment"
-FRAMEWORKS = ("numpy", "torch", "jax")
 """Whose tensors `Segment.tensors` returns."""
 CHUNK_BYTES = 64 * MIB
 """The most bytes that `write` copies at once: large enough for a bus's full speed, small enough for `progress`."""
@@ -308,8 +307,7 @@ class Segment(ByteAccess):
         Raises `InvalidTensorIndex`; `InvalidRequest` for another framework, for a dtype that the framework does not
         have, or for NumPy on a GPU; `ClosedError`; and `ImportError` without the framework.
         """
-        if framework not in FRAMEWORKS:
-            raise InvalidRequest(f"a framework is {', '.join(map(repr, FRAMEWORKS))}, not {framework!r}")
+        check_framework(framework)
         if raw and framework != "numpy":
             raise InvalidRequest(f"raw is for NumPy, and {framework} has its own dtypes")
         if framework == "numpy":

@@ -19,6 +19,7 @@ from .vmm.driver import Driver, Location
 
 if TYPE_CHECKING:
     from . import Client, Model
+    from .ext import PoolRange
 
 
 class SharedMemoryPool(Closing):
@@ -109,8 +110,8 @@ class SharedMemoryPool(Closing):
         """
         return self._hosted(model_id).pool
 
-    def allocate_for_model(self, model_id: str, size: int | str, *, wait: float | None = None) -> int:
-        """Back `size` bytes for a model, and return their address. It is constant until they are deallocated or moved.
+    def allocate_for_model(self, model_id: str, size: int | str, *, wait: float | None = None) -> PoolRange:
+        """Back `size` bytes for a model, and return their range. Its address is constant until they are freed or moved.
 
         They begin at a page, in the lowest free run of pages that holds them. `wait` is that of
         `VirtualMemoryPool.allocate`: nothing waits for room within `physical_limit`. Raises `ModelNotFound`,
@@ -123,7 +124,7 @@ class SharedMemoryPool(Closing):
     def deallocate_for_model(self, model_id: str, offset: int, size: int | str) -> None:
         """Release every page that [offset, offset + size) of a model touches.
 
-        `offset` is the address minus `pool(model_id).base_address`, in bytes. Raises `ModelNotFound`, and what
+        `offset` is that of their range (`PoolRange.offset`), in bytes. Raises `ModelNotFound`, and what
         `VirtualMemoryPool.deallocate` raises.
         """
         self.pool(model_id).deallocate(offset, size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from operator import index, itemgetter
+from operator import itemgetter
 from typing import Literal
 
 from ..arguments import (
@@ -38,6 +38,7 @@ from .ahead import Ahead
 from .backing import Backing, Waitable
 from .page_store import PageStore, check_segment, runs_in, shapes
 from .page_table import Search
+from .range import PoolRange, range_of
 
 DEFAULT_PAGE_SIZE = 64 * MIB
 
@@ -162,8 +163,8 @@ class VirtualMemoryPool(Resource):
 
     # Backing addresses
 
-    def allocate(self, offset: int, size: int | str, *, wait: float | None = None) -> int:
-        """Back every page that [offset, offset + size) touches, and return the address of `offset`.
+    def allocate(self, offset: int, size: int | str, *, wait: float | None = None) -> PoolRange:
+        """Back every page that [offset, offset + size) touches, and return the range, an int: the address of `offset`.
 
         `wait` is how many seconds the call may wait until the broker has enough free memory for all missing pages
         together, from 0 (not at all) to 24 hours. By default a request within the model's guarantee waits as long as
@@ -180,12 +181,12 @@ class VirtualMemoryPool(Resource):
         try:
             until = None if wait is None else deadline_of(wait)
             self._holding.check_open()
-            pages, offset = self._touched(offset, size), index(offset)
+            offset, length, pages = self._checked(offset, size)
             self._backing.back([pages], size, until, within=(offset % self._page_size,))
         except SHORTENED as error:
             shorten(error)
             raise
-        return self._holding.region.address + offset
+        return range_of(self, self._holding.region.address + offset, offset, length)
 
     def allocate_ranges(
         self,
@@ -211,8 +212,8 @@ class VirtualMemoryPool(Resource):
             size = sum(map(len, runs)) * self._page_size
             self._backing.back(runs, size, until, within=within, ahead=ahead, wanted_bytes=wanted)
 
-    def allocate_anywhere(self, size: int | str, alignment: int | str = 0, *, wait: float | None = None) -> int:
-        """Back `size` bytes in the lowest free run of pages that holds them, and return its address.
+    def allocate_anywhere(self, size: int | str, alignment: int | str = 0, *, wait: float | None = None) -> PoolRange:
+        """Back `size` bytes in the lowest free run of pages that holds them, and return the range, an int: its address.
 
         The address is a multiple of the page size and of `alignment`, a power of two in bytes. Spare pages count as
         free, and a pool that borrows ahead uses a run of them first. `free` takes the address. `wait` is that of
@@ -232,10 +233,11 @@ class VirtualMemoryPool(Resource):
         except SHORTENED as error:
             shorten(error)
             raise
-        return base + pages.start * self._page_size
+        offset = pages.start * self._page_size
+        return range_of(self, base + offset, offset, length)
 
-    def grow(self, size: int | str, *, wait: float | None = None) -> int:
-        """Back the first `size` bytes after the highest allocated page, and return their address.
+    def grow(self, size: int | str, *, wait: float | None = None) -> PoolRange:
+        """Back the first `size` bytes after the highest allocated page, and return the range, an int: their address.
 
         Holes below stay as they are. A page that another thread is backing counts as allocated, so concurrent callers
         get neighbouring ranges. `wait` is that of `allocate`. Raises `OutOfVirtualMemory` beyond the capacity, and
@@ -249,7 +251,8 @@ class VirtualMemoryPool(Resource):
         except SHORTENED as error:
             shorten(error)
             raise
-        return self._holding.region.address + pages.start * self._page_size
+        offset = pages.start * self._page_size
+        return range_of(self, self._holding.region.address + offset, offset, length)
 
     def shrink(self, size: int | str) -> None:
         """Deallocate the pages of the last `size` bytes before the end of the highest allocated page.
@@ -300,7 +303,7 @@ class VirtualMemoryPool(Resource):
             self._holding.check_open()
             if after is not None:
                 _check_fence(after)
-            pages = self._touched(offset, size)
+            _, _, pages = self._checked(offset, size)
             self._backing.drop([pages], after)
         except SHORTENED as error:
             shorten(error)
@@ -321,7 +324,7 @@ class VirtualMemoryPool(Resource):
             self._backing.drop(runs, after)
 
     def free(self, address: int) -> None:
-        """Release the allocation at `address`, an address that `allocate`, `allocate_anywhere` or `grow` returned.
+        """Release the allocation at `address`: what `allocate`, `allocate_anywhere` or `grow` returned.
 
         It ends before a page that was deallocated: what lies behind such a page is an allocation of its own, and begins
         at its first page. Raises what `deallocate` raises, and `NotMapped` if no allocation begins there: a compaction
@@ -528,6 +531,10 @@ class VirtualMemoryPool(Resource):
 
     def _touched(self, offset: int, size: int | str) -> range:
         """Return the numbers of the pages that [offset, offset + size) touches, after checking both."""
+        return self._checked(offset, size)[2]
+
+    def _checked(self, offset: int, size: int | str) -> tuple[int, int, range]:
+        """Return both as ints, and the numbers of the pages that [offset, offset + size) touches."""
         length = bytes_of("a size", size, at_least=1)
         offset = whole_number("an offset", offset, InvalidOffset)
         # The comparison has no sum, so that it is also right in a language with 64-bit integers.
@@ -535,7 +542,8 @@ class VirtualMemoryPool(Resource):
             raise InvalidOffset(
                 f"{length} bytes at offset {offset} do not lie in the pool's virtual capacity of {self._capacity} bytes"
             )
-        return range(offset // self._page_size, (offset + length - 1) // self._page_size + 1)
+        pages = range(offset // self._page_size, (offset + length - 1) // self._page_size + 1)
+        return offset, length, pages
 
     def _touched_by(self, ranges: Iterable[tuple[int, int | str]]) -> tuple[list[int], list[range]]:
         """Return the offsets of ranges and the pages that each touches, both by address, after checking them."""
@@ -543,8 +551,8 @@ class VirtualMemoryPool(Resource):
         for given in ranges:
             if not isinstance(given, tuple) or len(given) != 2:
                 raise InvalidRequest(f"a range is an offset and a size, not {given!r}")
-            pages = self._touched(*given)
-            found.append((index(given[0]), pages))
+            offset, _, pages = self._checked(*given)
+            found.append((offset, pages))
         found.sort(key=itemgetter(0))
         for (_, before), (offset, pages) in pairwise(found):
             if pages.start < before.stop:

