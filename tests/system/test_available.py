@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from google.rpc.code_pb2 import Code
-from tests.support import raw
 from tests.support.daemons import Daemon, running, until
 from tests.support.sizes import MIB
 from tests.support.workers import worker, workers
 
 from membroker.v1 import admin_pb2 as apb
-from membroker.v1 import broker_pb2 as bpb
 
 pytestmark = pytest.mark.shared_daemon
 
@@ -79,33 +76,6 @@ def test_the_host_has_its_own_figure() -> None:
         assert one.refused("model.available('moon')").error == "InvalidRequest"
         one.do("model.unregister()")
         assert one.refused("model.available()").error == "ModelNotFound"
-
-
-def test_bad_input_is_refused(daemon: Daemon) -> None:
-    """Names and numbers from outside: a typed refusal, also of another tenant's model, and no move in the books."""
-    with raw.Session(daemon.endpoint("red")) as red, raw.Session(daemon.endpoint("blue")) as blue:
-        red.register("m")
-        blue.register("m")
-        before = daemon.device().revision
-        for name, reason in [
-            ("tenants/red/models/other", "MODEL_NOT_FOUND"),
-            ("tenants/blue/models/m", "MODEL_NOT_FOUND"),
-            ("tenants/red/models/-", "INVALID_NAME"),
-            ("m", "INVALID_NAME"),
-            ("", "INVALID_NAME"),
-            ("x" * 60_000, "INVALID_NAME"),
-        ]:
-            for method, request in (
-                ("GetAvailable", bpb.GetAvailableRequest(model=name)),
-                ("GetModel", bpb.GetModelRequest(name=name)),
-            ):
-                answer = raw.grpc_call(red.endpoint, red.token, method, request)
-                assert raw.reason(answer) == reason, (method, name)
-                assert answer.code in (Code.INVALID_ARGUMENT, Code.NOT_FOUND)
-        wrong = bpb.GetAvailableRequest(model="tenants/red/models/m")
-        wrong.location = 7  # type: ignore[assignment]  # not a number of the enumeration
-        assert raw.reason(raw.grpc_call(red.endpoint, red.token, "GetAvailable", wrong)) == "INVALID_ARGUMENT"
-        assert daemon.device().revision == before
 
 
 def test_a_worker_looks_up_a_model_of_its_tenant(daemon: Daemon) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 import grpc
 import pytest
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message_factory import GetMessageClass
 from tests.support import raw
 from tests.support.daemons import DEADLINE_SECONDS, until
@@ -34,22 +33,14 @@ MINE, BLUE = "tenants/red/models/mine", "tenants/blue/models/honest"
 
 
 REQUESTS: dict[str, tuple[str, Callable[[Asker], Any]]] = {
-    "size negative": ("INVALID_SIZE", lambda ask: ask.allocate(MINE, -PAGE, 1)),
     "size above capacity": ("CAPACITY", lambda ask: ask.allocate(MINE, 512 * MIB, 1)),
     "the product above int64": ("CAPACITY", lambda ask: ask.allocate(MINE, 1 << 62, 65_536)),
-    "count 65,537": ("INVALID_COUNT", lambda ask: ask.allocate(MINE, PAGE, 65_537)),
-    "location 77": ("INVALID_ARGUMENT", lambda ask: ask.allocate(MINE, PAGE, 1, 77)),
     "no host memory to declare": ("LOCATION_UNAVAILABLE", lambda ask: ask.declare(MINE, PAGE, HOST)),
     "declared 2^63-1": ("CAPACITY", lambda ask: ask.declare(MINE, MAX)),
     "another tenant's model": ("MODEL_NOT_FOUND", lambda ask: ask.allocate(BLUE, PAGE, 1)),
     "another tenant's model to declare": ("MODEL_NOT_FOUND", lambda ask: ask.declare(BLUE, PAGE)),
     "a bare model": ("INVALID_NAME", lambda ask: ask.allocate("mine", PAGE, 1)),
     "unprintable": ("INVALID_NAME", lambda ask: ask.allocate("\U000e0001" * 2000, PAGE, 1)),
-    "10 kB of quotes": ("INVALID_NAME", lambda ask: ask.declare('"\\' * 5_000, PAGE)),
-    "a wait of -1 s": (
-        "INVALID_ARGUMENT",
-        lambda ask: ask.wait(raw.allocation(MINE, PAGE), Duration(seconds=-1)),
-    ),
     "4,097 ids": ("INVALID_COUNT", lambda ask: ask.release(*range(1, 4_098))),
     "id 2^64-1": ("EXTENT_NOT_FOUND", lambda ask: ask.release((1 << 64) - 1)),
 }

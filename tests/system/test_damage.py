@@ -19,7 +19,7 @@ from tests.support.sizes import MIB
 from tests.support.template import run as run_python
 from tests.support.workers import PAGE, worker
 
-from membroker.v1 import admin_pb2, resources_pb2
+from membroker.v1 import admin_pb2
 from membroker.v1 import broker_pb2 as bpb
 
 
@@ -87,29 +87,6 @@ def test_no_id_is_lent_twice_where_the_epoch_was_removed(daemon: Daemon) -> None
 
 
 # --- the journal ---
-
-
-def test_a_flipped_length_hides_no_records(daemon: Daemon) -> None:
-    """One bit, in the midst of the journal: it is set aside whole, and the log names who may hold memory."""
-    with worker() as one:
-        one.connect(daemon)
-        one.do("model = client.register_model('m'); held = [model.allocate(PAGE) for _ in range(8)]")
-        daemon.kill()
-
-        def flip(data: bytearray) -> None:
-            data[records(bytes(data))[3] + 3] ^= 0x40
-
-        damaged = damage(daemon, flip)
-        daemon.start_again()
-        (aside,) = state(daemon).glob("journal.broken-*")
-        assert aside.read_bytes() == damaged
-        until(lambda: "is damaged at its byte" in daemon.log())
-        holder = (
-            "a worker of an earlier daemon may still hold memory, which counts as unaccounted until the worker ends "
-            f"pid={one.pid}"
-        )
-        until(lambda: holder in daemon.log())
-        assert daemon.books().lent_bytes == 0
 
 
 def test_a_torn_end_is_left_out_and_kept(daemon: Daemon) -> None:
@@ -212,19 +189,6 @@ def test_a_worker_that_starts_itself_anew_leaves_no_charge(daemon: Daemon) -> No
         until(lambda: daemon.log().count("a process started another program by exec()") == 3)
         until(lambda: daemon.books().lent_bytes + daemon.books().releasing_bytes == 0)
         assert process.poll() is None
-
-
-def test_a_connection_that_is_lost_is_no_exec(daemon: Daemon) -> None:
-    """The process lives, with what it has mapped: it is charged on, and may open another session."""
-    with worker() as one:
-        one.do("from pathlib import Path; from tests.support import raw")
-        one.do(f"endpoint = Path({str(daemon.endpoint())!r}); first = raw.Session(endpoint)")
-        one.do("name = first.register('m'); first.borrow(name, PAGE); first.sock.close()")
-        until(lambda: [session.state for session in daemon.sessions()] == [resources_pb2.Session.DETACHED])
-        one.do("second = raw.Session(endpoint); second.register('m'); second.borrow(name, PAGE)")
-        until(lambda: daemon.books().lent_bytes == 2 * PAGE)
-        assert len(daemon.sessions()) == 2
-        assert "exec()" not in daemon.log()
 
 
 def test_who_is_refused_learns_which_sessions_to_forget(daemon: Daemon) -> None:

@@ -236,8 +236,18 @@ def test_nothing_is_lent_under_a_number_that_cannot_be_written(daemon: Daemon, a
     assert daemon.log().count("quota set") == 2, "the others were never in force"
 
 
-def test_memory_that_is_kept_for_nobody_is_told_and_can_be_freed(daemon: Daemon, admin: Admin) -> None:
-    """A tenant that was guaranteed something by command is no longer configured."""
+def test_memory_that_is_kept_for_nobody_is_told_and_can_be_freed(daemon: Daemon, red: Client, admin: Admin) -> None:
+    """A tenant that was guaranteed something, by the file and by command, is no longer configured.
+
+    What it holds stays; what was configured for it may have been given to others by the same reload.
+    """
+    with red.register_model("other").allocate("2MiB"):
+        said = reload(daemon, tenants={"blue": {"guarantee": "192MiB"}})
+        assert "a removed tenant stays" in said
+        books = admin.device().locations["device"]
+        assert (books.reserved_bytes, books.guarantee_shortfall_bytes) == (192 * MIB, 0)
+        reload(daemon)
+    red.close()
     admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": 128 * MIB, "limit_bytes": 200 * MIB})
     said = reload(daemon, tenants={"blue": {}})
     assert "memory is kept for a tenant that is not configured" in said
@@ -249,15 +259,6 @@ def test_memory_that_is_kept_for_nobody_is_told_and_can_be_freed(daemon: Daemon,
         admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": MIB})
     assert caught.value.reason == "TENANT_NOT_FOUND"
     admin.set_quota("tenants/red", DEVICE, {"limit_bytes": None})
-
-
-def test_a_tenant_that_stays_after_its_removal_has_no_guarantee(daemon: Daemon, red: Client, admin: Admin) -> None:
-    """What it holds stays; what was kept for it may have been given to others by the same reload."""
-    with red.register_model("other").allocate("2MiB"):
-        said = reload(daemon, tenants={"blue": {"guarantee": "192MiB"}})
-        assert "a removed tenant stays" in said
-        books = admin.device().locations["device"]
-        assert (books.reserved_bytes, books.guarantee_shortfall_bytes) == (192 * MIB, 0)
 
 
 def test_numbers_that_no_memory_has(daemon: Daemon, admin: Admin) -> None:

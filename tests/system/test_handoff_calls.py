@@ -66,40 +66,6 @@ def test_a_model_is_registered_joined_and_left(daemon: Daemon, transport: str) -
         assert daemon.models() == []
 
 
-def test_a_registration_that_is_refused_changes_nothing(daemon: Daemon, transport: str) -> None:
-    """Each refusal has its reason, the connection lives on, and there is one model as before."""
-    device = rpb.Limit(location=rpb.LOCATION_DEVICE, limit_bytes=PAGE)
-    bad: list[tuple[str, dict[str, Any]]] = [
-        ("INVALID_NAME", {"model_id": "x" * 60_000}),
-        ("INVALID_ARGUMENT", {"model_id": "n", "limits": [device, device]}),
-        ("INVALID_SIZE", {"model_id": "n", "virtual_capacity_bytes": 0}),
-        ("MODEL_CONFLICT", {"model_id": "m", "virtual_capacity_bytes": 2 * GIB}),
-        ("MODEL_EXISTS", {"model_id": "m", "exclusive": True}),
-    ]
-    with Session(daemon.endpoint()) as session, Session(daemon.endpoint(), observer=True) as observer:
-        ask = asker(session, transport)
-        ask("RegisterModel", bpb.RegisterModelRequest(model_id="m", virtual_capacity_bytes=GIB))
-        for expected, fields in bad:
-            assert reason(ask("RegisterModel", bpb.RegisterModelRequest(**fields))) == expected, fields
-        refused = asker(observer, transport)("RegisterModel", bpb.RegisterModelRequest(model_id="m"))
-        assert reason(refused) == "OBSERVER"
-        (model,) = daemon.models()
-        assert (model.name, model.sessions) == ("tenants/red/models/m", 1)
-
-
-def test_a_registration_must_not_take_an_id_in_use(daemon: Daemon) -> None:
-    """As every request: the id of an Allocate whose packet is not acknowledged is refused."""
-    with Session(daemon.endpoint()) as session:
-        name = session.call(register_model=bpb.RegisterModelRequest(model_id="m")).name
-        session.send(pb.Frame(request_id=7, allocate=allocation(name, PAGE)))
-        session.answer(7, acknowledge=False)
-        session.send(pb.Frame(request_id=7, register_model=bpb.RegisterModelRequest(model_id="n")))
-        assert reason(session.answer(7)[0]) == "REQUEST_ID_IN_USE"
-        request = pb.Frame(request_id=7, acknowledged=1, register_model=bpb.RegisterModelRequest(model_id="n"))
-        session.send(request)
-        assert session.answer(7)[0].name == "tenants/red/models/n"
-
-
 def test_the_first_delivery_of_a_segment_has_its_size() -> None:
     """A client that attaches knows what to reserve before it maps anything: 1 GiB and 4 MiB come in two packets."""
     with running({"capacity": "2GiB"}) as daemon, Session(daemon.endpoint()) as session:

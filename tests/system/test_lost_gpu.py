@@ -21,7 +21,6 @@ if os.environ.get("MEMBROKER_REQUIRE_FAKE_CUDA") != "1":
     pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
 
 OFF_THE_BUS = "nvmlDeviceGetMemoryInfo 15\ncuMemCreate 999\n"
-ONLY_CUDA = "cuMemCreate 999\n"
 LOST, BACK = "the device does not answer: nothing more is lent", "the device answers again"
 
 
@@ -49,11 +48,6 @@ def probe(daemon: Daemon, path: str) -> tuple[int, str]:
 
 def lost(daemon: Daemon) -> float:
     return daemon.figure("membroker_device_lost")
-
-
-def proofs(daemon: Daemon) -> float:
-    """Return how often the driver was asked to make extents."""
-    return daemon.figure("membroker_driver_call_seconds_count", call="lend")
 
 
 def test_a_gpu_that_falls_off_the_bus_and_comes_back(daemon: Daemon, faults: Path) -> None:
@@ -92,25 +86,6 @@ def test_a_gpu_that_falls_off_the_bus_and_comes_back(daemon: Daemon, faults: Pat
     log = daemon.log()
     assert (log.count(LOST), log.count(BACK)) == (1, 1)
     assert log.count("GPU_IS_LOST") < 10
-
-
-def test_a_reset_gpu_is_lost_until_it_makes_an_extent(daemon: Daemon, faults: Path) -> None:
-    """NVML answers again, and the CUDA of this process does not: an operator has to start the daemon again."""
-    say_faults(faults, OFF_THE_BUS)
-    until(lambda: daemon.device().device_lost)
-    say_faults(faults, ONLY_CUDA)
-    tried = proofs(daemon)
-    until(lambda: proofs(daemon) > tried)
-    with worker() as one:
-        one.connect(daemon)
-        one.do("model = client.register_model('m')")
-        one.do("try: model.allocate(PAGE)\nexcept membroker.DeviceFailure as error: refused = error")
-        assert "the device does not answer" in one.ask("str(refused)")
-    assert daemon.device().device_lost
-    daemon.kill()
-    say_faults(faults, "")
-    daemon.start_again()
-    assert not daemon.device().device_lost
 
 
 def test_a_start_does_not_need_the_list_of_processes(daemon: Daemon, faults: Path) -> None:

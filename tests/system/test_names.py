@@ -21,7 +21,10 @@ FULL = f"tenants/red/models/{NAME}"
 
 
 def test_the_name_is_the_users_in_the_books_the_metrics_and_the_log() -> None:
-    """A worker registers what it downloads from Hugging Face, under the limit that is configured for that name."""
+    """A worker registers what it downloads from Hugging Face, under the limit that is configured for that name.
+
+    The journal and the file of commanded limits have it, and the next daemon goes on with both.
+    """
     tenants = {"red": {"models": {NAME: {"limit": "8MiB"}}}, "blue": {}}
     with running({"tenants": tenants}) as daemon, worker() as one:
         one.connect(daemon)
@@ -37,6 +40,13 @@ def test_the_name_is_the_users_in_the_books_the_metrics_and_the_log() -> None:
             daemon.metrics()
         )
         until(lambda: FULL in daemon.log())
+        with daemon.admin_stub() as admin:
+            admin.SetQuota(apb.SetQuotaRequest(name=FULL, limit_bytes=6 * MIB))
+        daemon.kill()
+        daemon.start_again()
+        assert one.refused("pool.grow(PAGE)").reason == "MODEL_LIMIT"
+        (model,) = daemon.models()
+        assert (model.name, model.books[0].used_bytes, model.books[0].limit_bytes) == (FULL, 8 * MIB, 6 * MIB)
         one.do("upper, lower = client.register_model('Llama'), client.register_model('llama')")
         assert one.ask("upper.resource_name != lower.resource_name")
 
@@ -62,17 +72,3 @@ def test_the_command_takes_and_shows_the_name(daemon: Daemon, tmp_path: Path) ->
     told = good("segments", "delete", f"red/{NAME}/weights", "--admin", at=daemon.admin)
     assert f"red/{NAME}/weights is deleted" in told
     until(lambda: not daemon.books().lent_bytes)
-
-
-def test_the_name_outlives_the_daemon(daemon: Daemon) -> None:
-    """The journal and the file of commanded limits have it, and the next daemon goes on with both."""
-    with worker() as one:
-        one.connect(daemon)
-        one.do(f"model = client.register_model('{NAME}'); held = model.allocate('4MiB')")
-        with daemon.admin_stub() as admin:
-            admin.SetQuota(apb.SetQuotaRequest(name=FULL, limit_bytes=6 * MIB))
-        daemon.kill()
-        daemon.start_again()
-        assert one.refused("model.allocate('4MiB')").reason == "MODEL_LIMIT"
-        (model,) = daemon.models()
-        assert (model.name, model.books[0].used_bytes, model.books[0].limit_bytes) == (FULL, 4 * MIB, 6 * MIB)

@@ -84,20 +84,6 @@ def test_a_tenant_is_added_beside_one_that_works(daemon: Daemon, engine: Worker)
     engine.do("model.allocate('2MiB').close()")
 
 
-def test_limits_change_and_nothing_is_taken_away(daemon: Daemon, engine: Worker) -> None:
-    """Below what is used: it stays, and nothing more is lent. Then a default for all that have none of their own."""
-    reload(daemon, tenants={"red": {"limit": "8MiB"}, "blue": {"models": {"probe": {"limit": "4MiB"}}}})
-    refusal = engine.refused("model.allocate(PAGE)")
-    assert (refusal.error, refusal.numbers) == ("OutOfMemory", ("tenant", 2 * MIB, 0, 8 * MIB))
-    with membroker.connect(daemon.endpoint("blue")) as client, pytest.raises(membroker.OutOfMemory) as caught:
-        client.register_model("probe").allocate("6MiB")
-    assert (caught.value.level, caught.value.limit_bytes) == ("model", 4 * MIB)
-    reload(daemon, default_limit="48MiB", tenants={"red": {}, "blue": {"limit": "96MiB"}})
-    engine.do("model.allocate('16MiB').close()")
-    assert engine.refused("model.allocate('18MiB')").numbers == ("tenant", 18 * MIB, 16 * MIB, 48 * MIB)
-    assert lent(daemon, "blue", "96MiB")
-
-
 def said_before(daemon: Daemon, **keys: Any) -> list[str]:
     """Return what `--check-config` says of the daemon that runs, if these keys of its file were changed."""
     known = ("capacity: the running", "tenants", "a reload of", "the daemon that runs")

@@ -7,16 +7,13 @@ on the device, and as many descriptors open in the daemon as before.
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import re
-import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 from tests.support.daemons import Daemon, running, until
 from tests.support.raw import Asker, Session, info, reason
 from tests.support.sizes import GIB, MIB
@@ -26,7 +23,6 @@ from tests.support.workers import (
     Worker,
     descriptors_at_start,
     device_used,
-    is_gone,
     until_clean,
     worker,
     workers,
@@ -35,7 +31,6 @@ from tests.support.workers import (
 from membroker.v1 import broker_pb2 as pb
 from membroker.v1.resources_pb2 import Segment as SegmentMessage
 from membroker.v1.resources_pb2 import Session as SessionMessage
-from membroker.wire import frames as handoff
 
 SIZE = 8 * MIB
 FULL_NAME = "tenants/red/models/m/segments/weights"
@@ -162,22 +157,6 @@ def test_bytes_are_charged_once_however_many_have_them_mapped(daemon: Daemon, tr
         assert [each.finish() for each in (writer, *readers)] == [0, 0, 0]
 
 
-def test_the_writers_end_is_told_to_all_who_wait(daemon: Daemon) -> None:
-    """Nothing will seal what it wrote: the waiting readers are told at once, and the bytes are free again."""
-    with clean(daemon), workers(3) as (writer, *readers):
-        write(writer, daemon)
-        for each in readers:
-            wait_in_attach(each, daemon)
-        writer.kill()
-        for each in readers:
-            refused = each.refused("attaching.result()")
-            assert (refused.error, refused.reason) == ("WriterDied", "WRITER_DIED")
-            assert "weights" in refused.message
-        until(lambda: not segments(daemon))
-        until(lambda: daemon.books().lent_bytes == 0 == device_used(daemon))
-        readers[0].do("again = client.register_model('m').create_segment('weights', '256MiB'); again.close()")
-
-
 def test_a_writer_without_a_connection_seals_by_grpc(daemon: Daemon) -> None:
     """Its token still does everything that brings no descriptors: seal, detach, delete."""
     with Session(daemon.endpoint()) as writer, worker() as reader:
@@ -195,40 +174,6 @@ def test_a_writer_without_a_connection_seals_by_grpc(daemon: Daemon) -> None:
         until(lambda: not segments(daemon))
         assert daemon.books().lent_bytes == 0
         assert [one.state for one in daemon.sessions()] == [SessionMessage.DETACHED], "it ends with this process"
-
-
-# Deaths
-
-
-def test_a_dead_readers_child_keeps_the_bytes_charged(daemon: Daemon) -> None:
-    """A reader is killed, and a child that was forked without the library's knowledge has the mapping still. The
-    segment is deleted, and everybody else has left: only the device's own figure ends its charge.
-    """
-    with clean(daemon), workers(3) as (writer, reader, other):
-        write(writer, daemon)
-        writer.do("segment.seal()")
-        attach(reader, daemon)
-        child = reader.ask("fork_unseen()")
-        try:
-            reader.kill()
-            until(lambda: holders(daemon) == 1)
-            writer.do("segment.delete(); segment.close()")
-            until(lambda: state(daemon) == "RELEASING")
-            books = daemon.books()
-            assert (books.lent_bytes, books.releasing_bytes) == (0, SIZE)
-            other.connect(daemon)
-            other.do("model = client.register_model('n')")
-            assert other.refused("model.allocate('250MiB')").numbers == ("capacity", 250 * MIB, 248 * MIB, 256 * MIB)
-            refused = other.refused("client.register_model('m').create_segment('weights', 1)")
-            assert (refused.error, refused.metadata["state"]) == ("SegmentExists", "releasing")
-            assert device_used(daemon) == SIZE
-            assert state(daemon) == "RELEASING", "credited while a child still held it"
-            assert not is_gone(child)
-        finally:
-            os.kill(child, signal.SIGKILL)
-        until(lambda: not segments(daemon))
-        assert "proven=false" not in daemon.log()
-        other.do("model.allocate('256MiB').close()")
 
 
 # Life
@@ -299,39 +244,6 @@ def test_the_broker_keeps_only_so_many_extents() -> None:
 
 
 # Nobody writes to what is sealed
-
-
-def test_a_reader_cannot_make_it_writable(daemon: Daemon) -> None:
-    """On the host driver the kernel keeps a reader from writing, by its descriptor or its mapping."""
-    with clean(daemon), worker() as writer:
-        write(writer, daemon)
-        writer.do("segment.seal()")
-        with Session(daemon.endpoint()) as session:
-            answer, ids, (descriptor,) = session.take(attach_segment=pb.AttachSegmentRequest(name=FULL_NAME))
-            assert (answer.generation, len(ids)) == (segments(daemon)[0].generation, 1)
-            with pytest.raises(PermissionError):
-                mmap.mmap(descriptor, SIZE)
-            with pytest.raises(PermissionError):
-                os.pwrite(descriptor, b"x", 0)
-            for change in (lambda: os.ftruncate(descriptor, 0), lambda: os.ftruncate(descriptor, 2 * SIZE)):
-                with pytest.raises(PermissionError):
-                    change()
-            with pytest.raises(PermissionError):
-                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
-            again = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
-            with pytest.raises(PermissionError):
-                mmap.mmap(again, SIZE)
-            mapping = mmap.mmap(descriptor, SIZE, mmap.MAP_SHARED, mmap.PROT_READ)
-            assert mapping[:5] == b"first"
-            handoff.close_all([again, descriptor])
-            with pytest.raises(TypeError):
-                mapping[0] = 1
-            mapping.close()
-        attach(writer, daemon)
-        writer.do("import ctypes; protect = ctypes.CDLL(None).mprotect")
-        assert writer.ask("protect(ctypes.c_void_p(segment.address), 4096, 3)") == -1
-        assert reads(writer)
-        writer.do("segment.delete()")
 
 
 def test_a_writer_that_spoils_its_own_seal_harms_nobody(daemon: Daemon, transport: str) -> None:

@@ -1,21 +1,29 @@
-"""`SleepModel`: a real daemon passes an operator's word on to sessions, honest or not, and keeps nothing of it."""
+"""`SleepModel`: a real daemon passes an operator's word on to sessions, honest or not, and keeps nothing of it.
+
+`idle_sleep_seconds`: it lets idle engines sleep when others want memory, or at once, and says so.
+"""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from tests.support import raw
-from tests.support.daemons import Daemon, until
+from tests.support.daemons import Daemon, running, until
 from tests.support.honest_worker import State, honest
 from tests.support.sizes import MIB
+from tests.support.toy_engine import Request, ToyEngine
 from tests.support.workers import worker
+from tests.system.test_reload import reload
 
 import membroker
+from membroker.cli import explain, tables
 from membroker.kv import ElasticCache, Layout, Sleeper, Strided
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import handoff_pb2 as pb
@@ -155,6 +163,128 @@ def an_idle_engine(model: membroker.Model) -> Iterator[Sleeper]:
         with ElasticCache(pool, layout) as cache, Sleeper(cache) as sleeper:
             yield sleeper
 
+
+# --- By itself, when others want memory or at once ---
+
+CAPACITY = 64 * MIB
+IDLE_CONFIG = {
+    "capacity": CAPACITY,
+    "host_capacity": CAPACITY,
+    "tenants": {"red": {"idle_sleep_seconds": 100.0}, "blue": {}},
+}
+
+
+@pytest.fixture
+def lulling() -> Iterator[Daemon]:
+    with running(IDLE_CONFIG) as daemon:
+        yield daemon
+
+
+def idle_question(session: raw.Session) -> pb.Sleep:
+    """Return what the daemon asks a session by itself; recalls before it are skipped."""
+    while True:
+        notice = handoff.receive(session.notices).frame.notice
+        if notice.HasField("sleep"):
+            assert notice.sleep.HasField("idle"), notice
+            assert not notice.sleep.HasField("within"), "a client that does not know the field would sleep"
+            assert not notice.sleep.wake
+            return notice.sleep
+
+
+def say(session: raw.Session, sleep_id: int, state: Any = SleepStatus.AWAKE, **times: Any) -> None:
+    session.send(pb.Frame(sleep_answer=pb.SleepAnswer(sleep_id=sleep_id, status=SleepStatus(state=state, **times))))
+
+
+def test_all_views_say_that_it_sleeps_and_since_when(lulling: Daemon) -> None:
+    """Listings, sentences and metrics; over a restart of the daemon, and until it wakes."""
+
+    def shows_asleep() -> bool:
+        return bool(lulling.device().asleep_sessions)
+
+    with raw.Session(lulling.endpoint()) as chat:
+        chat.register("chat")
+        number = idle_question(chat).sleep_id
+        with membroker.connect(str(lulling.endpoint())) as client:
+            (model,) = client.models()
+            assert (model.idle_sleep_ms, model.asleep_sessions, model.asleep_since) == (100_000, 0, None)
+            assert tables.sleeps(model) == "by itself, after 100 s without a request; awake now"
+            assert 'membroker_model_asleep_sessions{gpu_uuid="host",model="chat",tenant="red"} 0.0' in lulling.metrics()
+            say(chat, number, SleepStatus.ASLEEP, asleep_ms=60_000, by_itself=True)
+            until(shows_asleep)
+            (model,) = client.models()
+        assert model.asleep_since is not None
+        assert timedelta(seconds=59) < datetime.now(UTC) - model.asleep_since
+        assert tables.marks(model, "device") == " (asleep)"
+        assert tables.sleeps(model).endswith("Z, by itself")
+        assert any("sleeps by itself, after 100 s" in line for line in explain._now(model))
+        until(
+            lambda: (
+                'membroker_model_asleep_sessions{gpu_uuid="host",model="chat",tenant="red"} 1.0' in lulling.metrics()
+            )
+        )
+        lulling.kill()
+        lulling.start_again()
+        chat.resume()
+        assert not shows_asleep(), "a new daemon has not asked yet"
+        say(chat, idle_question(chat).sleep_id, SleepStatus.ASLEEP, asleep_ms=61_000)
+        until(shows_asleep)
+        (row,) = lulling.models()
+        assert not row.asleep_by_itself, "an operator had put it to sleep"
+        say(chat, idle_question(chat).sleep_id)
+        until(lambda: not shows_asleep())
+
+
+def test_a_reload_changes_when_and_whether(lulling: Daemon) -> None:
+    """At once, while no request waits; and not at all any more."""
+    with raw.Session(lulling.endpoint()) as chat:
+        chat.register("chat")
+        say(chat, idle_question(chat).sleep_id, idle_ms=150_000)
+        reload(lulling, idle_sleep="always", tenants={"red": {"idle_sleep_seconds": 7.5}, "blue": {}})
+        while not (asked := idle_question(chat)).HasField("idle") or not asked.idle.seconds:
+            say(chat, asked.sleep_id, idle_ms=150_000)
+        assert (asked.idle.seconds, asked.idle.nanos) == (7, 500_000_000)
+        say(chat, asked.sleep_id, SleepStatus.ASLEEP, asleep_ms=1)
+        until(lambda: lulling.device().asleep_sessions)
+        reload(lulling, idle_sleep_seconds=100.0, tenants={"red": {"idle_sleep_seconds": 0.0}, "blue": {}})
+        until(lambda: not lulling.device().asleep_sessions)
+        (row,) = lulling.models()
+        assert not row.HasField("idle_sleep_ms")
+
+
+def test_an_engine_of_the_library_sleeps_for_another_and_wakes_by_its_request() -> None:
+    """Its weights are no memory that can be recalled: the other one would wait forever. Then it is the other way."""
+    config = {**IDLE_CONFIG, "tenants": {"red": {"idle_sleep_seconds": 0.5}, "blue": {}}}
+    with running(config) as daemon, ExitStack() as ends, ThreadPoolExecutor(1) as threads:
+        client, beside = (ends.enter_context(membroker.connect(str(daemon.endpoint()))) for _ in range(2))
+        pool = ends.enter_context(client.register_model("chat").pool(page_size=PAGE, virtual_capacity=8 * PAGE))
+        weights = ends.enter_context(beside.register_model("chat").pool(page_size=PAGE, virtual_capacity=24 * PAGE))
+        address = weights.allocate_anywhere(24 * PAGE)
+        weights.view(0, 5)[:] = b"hello"
+        assert address == weights.base_address
+        layout = Layout(pool.base_address, PAGE, 8, [Strided(pool.base_address, PAGE, PAGE)])
+        engine = ToyEngine(8, random.Random(0))
+        cache = ends.enter_context(ElasticCache(pool, layout))
+        sleeper = ends.enter_context(Sleeper(cache, weights))
+        cache.attach(engine)
+        cache.rest()
+        with membroker.connect(str(daemon.endpoint("blue"))) as other:
+            got = threads.submit(other.register_model("big").allocate, 48 * MIB, wait=3_600)
+            with got.result():
+                until(lambda: sleeper.state == "asleep")
+                until(lambda: daemon.device().asleep_sessions == 1)
+                engine.add(Request(4))
+                cache.grow()
+                sleeper.wake()
+                until(
+                    lambda: "waits for memory" in sleeper.answer(membroker.types.SleepRequest(True, False, 0.0)).detail
+                )
+                assert not engine.free, "a request of a sleeping engine waits for blocks"
+        until(lambda: sleeper.state == "awake")
+        until(lambda: cache.grow() or len(engine.free) >= 4)
+        assert bytes(weights.view(0, 5)) == b"hello"
+
+
+# --- A flood ---
 
 _FLOOD = """
 from pathlib import Path

@@ -151,15 +151,6 @@ def test_it_needs_no_script_and_no_other_file(daemon: Daemon) -> None:
     assert ("http-equiv", "refresh") in shown.attributes
 
 
-@pytest.mark.deep
-def test_the_chart_grows_with_time(daemon: Daemon) -> None:
-    """A sample is taken every two seconds; what a tenant borrowed and returned since stays in the chart."""
-    with membroker.connect(daemon.endpoint("red")) as client, client.register_model("m").allocate("64MiB"):
-        until(lambda: Page(fetch(daemon)[0]).titles.get("bytes by tenant over the last minutes"))
-        until(lambda: "red" in Page(fetch(daemon)[0]).titles["bytes by tenant over the last minutes"])
-    assert "red" in Page(fetch(daemon)[0]).titles["bytes by tenant over the last minutes"]
-
-
 # --- A page of what was never seen ---
 
 HOSTILE = '"><script>alert(1)</script>&lt;'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import http.client
 import mmap
@@ -427,7 +428,10 @@ def map_sealed(me: Party, target: Any) -> Any:
     "kernel: the memfd's seals; on a GPU nothing",
 )
 def write_sealed(me: Party, target: Any) -> Any:
-    """By a mapping, by a write, by a hole, by a descriptor opened again: all are refused alike."""
+    """By a mapping, a write, a hole, another length, another seal, a descriptor opened again: all are refused alike.
+
+    A mapping to read does not become one to write either.
+    """
     descriptor, libc = target.sealed_descriptor, ctypes.CDLL(None, use_errno=True)
 
     def punch() -> None:
@@ -442,5 +446,11 @@ def write_sealed(me: Party, target: Any) -> Any:
             os.close(again)
 
     tries: list[Callable[[], Any]] = [lambda: mmap.mmap(descriptor, PAGE), lambda: os.pwrite(descriptor, b"mine", 0)]
+    tries += [lambda size=size: os.ftruncate(descriptor, size) for size in (0, 2 * PAGE)]
+    tries.append(lambda: fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE))
     (one,) = {outcome(each)[0] for each in [*tries, punch, anew]}
+    libc.mmap.restype = ctypes.c_void_p
+    address = ctypes.c_void_p(libc.mmap(None, ctypes.c_size_t(PAGE), mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0))
+    assert libc.mprotect(address, ctypes.c_size_t(PAGE), mmap.PROT_READ | mmap.PROT_WRITE) == -1
+    assert libc.munmap(address, ctypes.c_size_t(PAGE)) == 0
     return one
