@@ -1,4 +1,4 @@
-"""Tests that are coroutines: what plays a story gives it its first argument, and fixtures give it the others."""
+"""Tests that are stories in a world: what plays one gives it its first argument, and fixtures give it the others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def played_by(play: Callable[..., Any], **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Make a coroutine function a test: `play` is called with it and these options, and gives it a world."""
+    """Make a function, mostly a coroutine, a test: `play` is called with it and these options, and gives it a world."""
 
     def decorate(story: Callable[..., Any]) -> Callable[..., None]:
         signature = inspect.signature(story)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.broker.coroutines import played_by
 
 from membrokerd import all_gpus
 
@@ -50,54 +51,43 @@ def play(story: Callable[[OneDaemon], None]) -> None:
     asyncio.run(run())
 
 
-def test_a_daemon_that_says_nothing_is_killed_once() -> None:
+@played_by(play)
+def test_a_daemon_that_says_nothing_is_killed_once(one: OneDaemon) -> None:
     """A word of it begins the count again. It is killed again only after the same silence."""
-
-    def story(one: OneDaemon) -> None:
-        one.say("READY=1")
-        one.look(LOOKS)
-        one.say("WATCHDOG=1")
-        one.look(LOOKS)
-        assert one.sent == []
-        one.look(1)
-        assert one.sent == [signal.SIGKILL]
-        one.look(LOOKS)
-        assert one.sent == [signal.SIGKILL]
-
-    play(story)
+    one.say("READY=1")
+    one.look(LOOKS)
+    one.say("WATCHDOG=1")
+    one.look(LOOKS)
+    assert one.sent == []
+    one.look(1)
+    assert one.sent == [signal.SIGKILL]
+    one.look(LOOKS)
+    assert one.sent == [signal.SIGKILL]
 
 
-def test_one_that_starts_may_take_as_long_as_it_needs() -> None:
-    def story(one: OneDaemon) -> None:
-        one.look(10 * LOOKS)
-        assert one.sent == []
-
-    play(story)
+@played_by(play)
+def test_one_that_starts_may_take_as_long_as_it_needs(one: OneDaemon) -> None:
+    one.look(10 * LOOKS)
+    assert one.sent == []
 
 
-def test_a_machine_that_was_frozen_loses_no_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+@played_by(play)
+def test_a_machine_that_was_frozen_loses_no_daemon(one: OneDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """`docker pause`: no look was made meanwhile, whatever the clock says."""
-
-    def story(one: OneDaemon) -> None:
-        one.say("READY=1")
-        one.look(1)
-        monkeypatch.setattr(all_gpus.time, "monotonic", lambda: 1e9)
-        one.look(1)
-        assert one.sent == []
-
-    play(story)
+    one.say("READY=1")
+    one.look(1)
+    monkeypatch.setattr(all_gpus.time, "monotonic", lambda: 1e9)
+    one.look(1)
+    assert one.sent == []
 
 
-def test_a_daemon_is_not_blamed_for_a_socket_that_was_removed() -> None:
+@played_by(play)
+def test_a_daemon_is_not_blamed_for_a_socket_that_was_removed(one: OneDaemon) -> None:
     """Somebody tidies up the runtime directory. A daemon whose word does not arrive is not a daemon that hangs."""
-
-    def story(one: OneDaemon) -> None:
-        one.say("READY=1")
-        one.look(LOOKS)
-        one._address.unlink()
-        one.look(1 + LOOKS)
-        assert one.sent == []
-        one.say("WATCHDOG=1")
-        assert one._silent_seconds == 0.0
-
-    play(story)
+    one.say("READY=1")
+    one.look(LOOKS)
+    one._address.unlink()
+    one.look(1 + LOOKS)
+    assert one.sent == []
+    one.say("WATCHDOG=1")
+    assert one._silent_seconds == 0.0

@@ -102,9 +102,7 @@ def test_what_can_be_had_is_bounded_by_the_limit() -> None:
     assert broker.waiting.share(name, "device") == (8 * MIB, 2 * MIB)
 
 
-def _borrowers(
-    chance: random.Random, least: int = 2, answering: float = 0.7
-) -> tuple[Broker, policy.Rules, list[ModelName]]:
+def _borrowers(chance: random.Random, least: int, answering: float) -> tuple[Broker, policy.Rules, list[ModelName]]:
     """Models of two tenants that have borrowed and declared. Limits, guarantees and declarations may be odd sizes.
 
     A tenant's limit is more than 1/`least` of the memory; 0: anything. `answering` is the chance that a session answers
@@ -143,29 +141,18 @@ def _borrowers(
     return broker, rules, names
 
 
-def test_a_model_that_wants_more_has_no_smaller_share() -> None:
-    """A hold that makes a model want more takes nothing of its share, and all shares fit in the memory."""
+@pytest.mark.parametrize(
+    ("least", "answering"), [(2, 0.7), *(pytest.param(0, chance, marks=pytest.mark.deep) for chance in (0, 0.7))]
+)
+def test_a_model_that_wants_more_has_no_smaller_share(least: int, answering: float) -> None:
+    """A hold that makes a model want more takes nothing of its share, and all shares fit in the memory.
+
+    A limit that leaves no room for the guarantees bounds the shares, as far as memory is not firm.
+    """
     print(f"seed {(seed := secrets.randbelow(1 << 31))}")
     chance = random.Random(seed)
     for number in range(3_000):
-        broker, rules, names = _borrowers(chance)
-        divide = Shares(broker.ledger, rules, broker.books.admission, broker.books.recallable).divide
-        wanted = {name: chance.choice((0, chance.randint(0, 6))) * 2 * MIB for name in names}
-        shares = divide("device", wanted)
-        for name in names:
-            more = divide("device", {**wanted, name: wanted[name] + chance.randint(1, 6) * 2 * MIB})
-            assert more.get(name, 0) >= shares.get(name, 0), f"world {number}, {name}"
-            assert sum(more.values()) <= rules.capacities["device"]
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("answering", [0, 0.7])
-def test_a_guarantee_above_its_tenants_limit_is_no_share(answering: float) -> None:
-    """A limit that leaves no room for the guarantees bounds the shares, as far as memory is not firm."""
-    print(f"seed {(seed := secrets.randbelow(1 << 31))}")
-    chance = random.Random(seed)
-    for number in range(3_000):
-        broker, rules, names = _borrowers(chance, least=0, answering=answering)
+        broker, rules, names = _borrowers(chance, least=least, answering=answering)
         admission, ledger = broker.books.admission, broker.ledger
         divide = Shares(ledger, rules, admission, broker.books.recallable).divide
         wanted = {name: chance.choice((0, chance.randint(0, 6))) * 2 * MIB for name in names}
@@ -178,3 +165,4 @@ def test_a_guarantee_above_its_tenants_limit_is_no_share(answering: float) -> No
         for name in names:
             more = divide("device", {**wanted, name: wanted[name] + chance.randint(1, 6) * 2 * MIB})
             assert more.get(name, 0) >= shares.get(name, 0), f"world {number}, {name}"
+            assert least == 0 or sum(more.values()) <= rules.capacities["device"]
