@@ -1,4 +1,7 @@
-"""A core that errs about recalls is found out; and a world that comes to rest leaves no entitled request waiting."""
+"""A core that errs about recalls or about requests that wait is found out, in worlds where many ask for too much.
+
+And a world that comes to rest leaves no entitled request waiting.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ from tests.simulation.faults import Fault, around, instead_of, notice, replacing
 from tests.simulation.recalling import is_deaf
 from tests.simulation.world import World, is_crowded
 
-from membrokerd.core import schedule
+from membrokerd.core import policy, schedule
 from membrokerd.core.admission import Admission
 from membrokerd.core.books import Books
 from membrokerd.core.recallable import Borrower, Recallable
 from membrokerd.core.recalls import Recalls
-from membrokerd.core.request_lines import RequestLines
-from membrokerd.core.requests import DebitRequest
+from membrokerd.core.request_lines import RequestLines, call_of
+from membrokerd.core.requests import DebitRequest, Wait
 from membrokerd.core.schedule import Schedule
 from membrokerd.core.shares import Shares
 from membrokerd.core.waiting import Waiting
@@ -25,6 +28,7 @@ pytestmark = pytest.mark.deep
 
 SEEDS = [seed for seed in range(20_260, 20_340) if is_crowded(seed) and not is_deaf(seed)][:6]
 SEEDS.append(20_351)
+SEEDS_OF_WAITING = [seed for seed in range(20_260, 20_310) if is_crowded(seed)][:6]
 SHOWN_IN = {
     "a_lost_connection_ends_it": 20_261,
     "an_answer_may_be_for_less_than_the_first_notice": 20_311,
@@ -39,6 +43,8 @@ SHOWN_IN = {
     "raised_in_the_second_half": 20_303,
     "releasing_bytes_leave_room_in_a_limit": 20_711,
     "silence_is_forgiven_on_return": 20_311,
+    "the_newest_first": 20_279,
+    "without_shares": 20_311,
 }
 """The world in which a rare fault shows soon. It is played first."""
 REST = [seed for seed in range(20_260, 20_300) if not is_deaf(seed)]
@@ -335,11 +341,55 @@ FAULTS: tuple[Fault, ...] = (
 )
 
 
+# --- requests that wait: each name goes on behind "a request waits" ---
+
+
+@instead_of(schedule, "_oldest")
+def _the_newest_first(_was: Any, looks: Any, most: Any) -> Any:
+    fitting = [
+        request
+        for look, size in zip(looks, most, strict=True)
+        for request in look.line._requests.values()
+        if request.size <= size
+    ]
+    return max(fitting, key=call_of, default=None)
+
+
+FAULTS_OF_WAITING: tuple[Fault, ...] = (
+    around("for_ever", Waiting, "next", lambda following, self, now: following(self, -1)),
+    replacing("not_at_all", Waiting, "_wait_ns", lambda *_: 0),
+    around("twice_as_long", Waiting, "_wait_ns", lambda wait_ns, *of: 2 * wait_ns(*of)),
+    replacing("whatever_is_released", Schedule, "next", lambda *_: None),
+    _the_newest_first,
+    replacing("without_guarantees", Admission, "is_guaranteed", lambda *_: False),
+    replacing("without_shares", Schedule, "_within_share", lambda *_: -1),
+    replacing("without_weights", policy, "weight_of", lambda *_: 1),
+    replacing("after_the_connection", Waiting, "give_up", lambda self, session, now: None),
+    replacing(
+        "after_it_was_cancelled",
+        Waiting,
+        "cancel",
+        lambda self, event, now: self._remove(self._waiters[event.call], "given up"),
+    ),
+    replacing(
+        "for_a_limit",
+        Waiting,
+        "_wait",
+        lambda self, one, why: Wait(self._wait_ns(one, guaranteed=False), False, why),
+    ),
+    replacing("and_is_not_counted", Waiting, "_report", lambda *_: None),
+)
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda one: one.__name__.strip("_"))
-def test_a_core_with_a_fault_is_found_out(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("fault", "seeds"),
+    [*((fault, SEEDS) for fault in FAULTS), *((fault, SEEDS_OF_WAITING) for fault in FAULTS_OF_WAITING)],
+    ids=lambda one: "" if isinstance(one, list) else one.__name__.strip("_"),
+)
+def test_a_core_with_a_fault_is_found_out(fault: Fault, seeds: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """In 10,000 steps of one of a few crowded worlds."""
-    notice(fault, SEEDS, monkeypatch, SHOWN_IN)
+    notice(fault, seeds, monkeypatch, SHOWN_IN)
 
 
 def test_at_rest_no_entitled_request_waits() -> None:
