@@ -1,7 +1,8 @@
-"""A directory with a keeper, and the daemon's limit of descriptors in this process."""
+"""A directory with a keeper, and the daemon's limit of descriptors in this process. Tests may be coroutines."""
 
 from __future__ import annotations
 
+import inspect
 import resource
 import shutil
 import tempfile
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.keepers import end_keeper
+from tests.support.mirrors import play
 
 
 @pytest.fixture(autouse=True)
@@ -33,3 +35,12 @@ def directory() -> Iterator[Path]:
 @pytest.fixture
 def path(directory: Path) -> Path:
     return directory / "keeper.sock"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Play a test that is a coroutine."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    play(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}))
+    return True

@@ -159,102 +159,86 @@ def test_a_keeper_of_another_user_gets_nothing(path: Path) -> None:
     assert said == "nothing\n"
 
 
-def test_signals_to_the_daemon_do_not_reach_the_keeper(path: Path) -> None:
+async def test_signals_to_the_daemon_do_not_reach_the_keeper(path: Path) -> None:
     """Ctrl-C in the daemon's terminal, or the end of its log's reader, does not reach the keeper."""
-
-    async def story() -> None:
-        mirror, _ = await open_keeper(path, OWNER)
-        assert pid_of(mirror) is not None
-        assert os.getsid(pid_of(mirror)) == pid_of(mirror)
-        shared = files_of(pid_of(mirror)) & files_of(os.getpid())
-        assert shared <= {"/dev/null"}
-        mirror.close()
-
-    play(story())
+    mirror, _ = await open_keeper(path, OWNER)
+    assert pid_of(mirror) is not None
+    assert os.getsid(pid_of(mirror)) == pid_of(mirror)
+    shared = files_of(pid_of(mirror)) & files_of(os.getpid())
+    assert shared <= {"/dev/null"}
+    mirror.close()
 
 
-def test_a_keeper_is_killed_during_puts(path: Path) -> None:
+async def test_a_keeper_is_killed_during_puts(path: Path) -> None:
     """The keeper is stopped, then killed with 30 packets unanswered.
 
     The next gets what was there, then those, in order.
     """
-
-    async def story() -> None:
-        mirror, store = await opened(path)
-        await keeping(store, 1, {extent: b"before %d" % extent for extent in range(1, 201)})
-        store.keep_process(7, store.lend(1, [1])[0])
-        first = pid_of(mirror)
-        assert first is not None
-        os.kill(first, signal.SIGSTOP)
-        order: list[int] = []
-        puts = []
-        for segment in range(2, 32):
-            put = keeping(store, segment, {segment * 100 + extent: b"%d" % segment for extent in range(5)})
-            put.add_done_callback(lambda _, segment=segment: order.append(segment))
-            puts.append(put)
-        close_all(store.give_up(1, range(1, 101)))
-        assert not any(put.done() for put in puts)
-        os.kill(first, signal.SIGKILL)
-        await asyncio.gather(*puts)
-        assert order == list(range(2, 32))
-        assert pid_of(mirror) not in (None, first)
-        end(store)
-        kept = await left_at(path)
-        assert list(kept.processes) == [7]
-        contents = read(kept)
-        assert contents.pop(1) == {extent: b"before %d" % extent for extent in range(101, 201)}
-        assert contents == {
-            segment: {segment * 100 + extent: b"%d" % segment for extent in range(5)} for segment in range(2, 32)
-        }
-
-    play(story())
+    mirror, store = await opened(path)
+    await keeping(store, 1, {extent: b"before %d" % extent for extent in range(1, 201)})
+    store.keep_process(7, store.lend(1, [1])[0])
+    first = pid_of(mirror)
+    assert first is not None
+    os.kill(first, signal.SIGSTOP)
+    order: list[int] = []
+    puts = []
+    for segment in range(2, 32):
+        put = keeping(store, segment, {segment * 100 + extent: b"%d" % segment for extent in range(5)})
+        put.add_done_callback(lambda _, segment=segment: order.append(segment))
+        puts.append(put)
+    close_all(store.give_up(1, range(1, 101)))
+    assert not any(put.done() for put in puts)
+    os.kill(first, signal.SIGKILL)
+    await asyncio.gather(*puts)
+    assert order == list(range(2, 32))
+    assert pid_of(mirror) not in (None, first)
+    end(store)
+    kept = await left_at(path)
+    assert list(kept.processes) == [7]
+    contents = read(kept)
+    assert contents.pop(1) == {extent: b"before %d" % extent for extent in range(101, 201)}
+    assert contents == {
+        segment: {segment * 100 + extent: b"%d" % segment for extent in range(5)} for segment in range(2, 32)
+    }
 
 
-def test_what_was_dropped_without_a_keeper_is_not_put_again(path: Path) -> None:
+async def test_what_was_dropped_without_a_keeper_is_not_put_again(path: Path) -> None:
     """A session begins and ends, and a segment is given up, while the keeper is dead: the next one never gets them."""
-
-    async def story() -> None:
-        mirror, store = await opened(path)
-        await keeping(store, 1, {1: b"goes"})
-        await keeping(store, 2, {2: b"stays"})
-        assert pid_of(mirror) is not None
-        os.kill(pid_of(mirror), signal.SIGSTOP)
-        store.keep_process(5, store.lend(2, [2])[0])
-        store.keep_process(6, store.lend(2, [2])[0])
-        store.forget_process(5)
-        os.kill(pid_of(mirror), signal.SIGKILL)
-        await until(lambda: pid_of(mirror) is None)
-        close_all(store.give_up(1))
-        await keeping(store, 3, {3: b"later"})
-        end(store)
-        kept = await left_at(path)
-        assert list(kept.processes) == [6]
-        assert read(kept) == {2: {2: b"stays"}, 3: {3: b"later"}}
-
-    play(story())
+    mirror, store = await opened(path)
+    await keeping(store, 1, {1: b"goes"})
+    await keeping(store, 2, {2: b"stays"})
+    assert pid_of(mirror) is not None
+    os.kill(pid_of(mirror), signal.SIGSTOP)
+    store.keep_process(5, store.lend(2, [2])[0])
+    store.keep_process(6, store.lend(2, [2])[0])
+    store.forget_process(5)
+    os.kill(pid_of(mirror), signal.SIGKILL)
+    await until(lambda: pid_of(mirror) is None)
+    close_all(store.give_up(1))
+    await keeping(store, 3, {3: b"later"})
+    end(store)
+    kept = await left_at(path)
+    assert list(kept.processes) == [6]
+    assert read(kept) == {2: {2: b"stays"}, 3: {3: b"later"}}
 
 
-def test_another_daemon_took_the_connection(path: Path) -> None:
+async def test_another_daemon_took_the_connection(path: Path) -> None:
     """The connection is lost but the keeper lives: it is filled again, and drops every other name."""
-
-    async def story() -> None:
-        mirror, store = await opened(path)
-        await keeping(store, 1, {1: b"goes"})
-        await keeping(store, 2, {2: b"stays"})
-        pid = pid_of(mirror)
-        with Client(path) as other:
-            assert other.ask(1, own=OWNER) == {"number": 1}
-            other.put({"segment.9.9": b"another's"})
-            close_all(store.give_up(1))
-        await keeping(store, 3, {3: b"later"})
-        assert pid_of(mirror) == pid
-        end(store)
-        assert read(await left_at(path)) == {2: {2: b"stays"}, 3: {3: b"later"}}
-
-    play(story())
+    mirror, store = await opened(path)
+    await keeping(store, 1, {1: b"goes"})
+    await keeping(store, 2, {2: b"stays"})
+    pid = pid_of(mirror)
+    with Client(path) as other:
+        assert other.ask(1, own=OWNER) == {"number": 1}
+        other.put({"segment.9.9": b"another's"})
+        close_all(store.give_up(1))
+    await keeping(store, 3, {3: b"later"})
+    assert pid_of(mirror) == pid
+    end(store)
+    assert read(await left_at(path)) == {2: {2: b"stays"}, 3: {3: b"later"}}
 
 
-def test_no_keeper_can_be_started(
+async def test_no_keeper_can_be_started(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The directory is open to others: puts fail in time and say why, retries slow down, and it recovers by itself."""
@@ -267,46 +251,39 @@ def test_no_keeper_can_be_started(
             if record.getMessage().startswith("cannot reach or start a keeper of descriptors")
         ]
 
-    async def story() -> None:
-        mirror, store = await opened(path)
-        await keeping(store, 1, {1: b"stays"})
-        path.parent.chmod(0o755)
-        assert pid_of(mirror) is not None
-        os.kill(pid_of(mirror), signal.SIGKILL)
-        with pytest.raises(OSError, match="keeper"):
-            await keeping_not_long(store, 2, {2: b"refused"})
-        assert len(store) == 1
-        await until(lambda: len(pauses()) >= 4)
-        assert pauses()[:4] == [0.1, 0.2, 0.4, 0.4]
-        path.parent.chmod(0o700)
-        await until(lambda: pid_of(mirror) is not None)
-        await keeping(store, 3, {3: b"after"})
-        end(store)
-        assert read(await left_at(path)) == {1: {1: b"stays"}, 3: {3: b"after"}}
-
-    play(story())
+    mirror, store = await opened(path)
+    await keeping(store, 1, {1: b"stays"})
+    path.parent.chmod(0o755)
+    assert pid_of(mirror) is not None
+    os.kill(pid_of(mirror), signal.SIGKILL)
+    with pytest.raises(OSError, match="keeper"):
+        await keeping_not_long(store, 2, {2: b"refused"})
+    assert len(store) == 1
+    await until(lambda: len(pauses()) >= 4)
+    assert pauses()[:4] == [0.1, 0.2, 0.4, 0.4]
+    path.parent.chmod(0o700)
+    await until(lambda: pid_of(mirror) is not None)
+    await keeping(store, 3, {3: b"after"})
+    end(store)
+    assert read(await left_at(path)) == {1: {1: b"stays"}, 3: {3: b"after"}}
 
 
-def test_a_keeper_that_does_not_answer(path: Path) -> None:
+async def test_a_keeper_that_does_not_answer(path: Path) -> None:
     """The keeper is stopped, not dead: a put fails in time and leaves nothing behind, and the keeper serves again."""
-
-    async def story() -> None:
-        mirror, store = await opened(path)
-        await keeping(store, 1, {1: b"stays"})
-        pid = pid_of(mirror)
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(TimeoutError):
-            await keeping_not_long(store, 2, dict.fromkeys(range(1000, 2000), b"refused"))
-        assert pid_of(mirror) is None, "it would be sent the rest of the put, whose copies are closed"
-        os.kill(pid, signal.SIGCONT)
-        await until(lambda: pid_of(mirror) is not None)
-        await keeping(store, 3, {3: b"after"})
-        assert pid_of(mirror) == pid
-        end(store)
-        assert read(await left_at(path)) == {1: {1: b"stays"}, 3: {3: b"after"}}
-
-    play(story())
+    mirror, store = await opened(path)
+    await keeping(store, 1, {1: b"stays"})
+    pid = pid_of(mirror)
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(TimeoutError):
+        await keeping_not_long(store, 2, dict.fromkeys(range(1000, 2000), b"refused"))
+    assert pid_of(mirror) is None, "it would be sent the rest of the put, whose copies are closed"
+    os.kill(pid, signal.SIGCONT)
+    await until(lambda: pid_of(mirror) is not None)
+    await keeping(store, 3, {3: b"after"})
+    assert pid_of(mirror) == pid
+    end(store)
+    assert read(await left_at(path)) == {1: {1: b"stays"}, 3: {3: b"after"}}
 
 
 def test_a_full_keeper_keeps_no_part_of_a_segment(path: Path) -> None:
@@ -344,37 +321,29 @@ def test_names_that_no_broker_uses_are_dropped(path: Path, caplog: pytest.LogCap
     assert said == [{"names": names}]
 
 
-def test_the_daemon_stops_during_puts(path: Path) -> None:
+async def test_the_daemon_stops_during_puts(path: Path) -> None:
     """The put fails exactly once, and the caller owns its descriptors again."""
-
-    async def story() -> None:
-        mirror, store = await opened(path)
-        assert pid_of(mirror) is not None
-        os.kill(pid_of(mirror), signal.SIGSTOP)
-        put = keeping(store, 1, {1: b"late"})
-        os.kill(pid_of(mirror), signal.SIGCONT)
-        end(store)
-        with pytest.raises(ConnectionError):
-            await put
-
-    play(story())
+    mirror, store = await opened(path)
+    assert pid_of(mirror) is not None
+    os.kill(pid_of(mirror), signal.SIGSTOP)
+    put = keeping(store, 1, {1: b"late"})
+    os.kill(pid_of(mirror), signal.SIGCONT)
+    end(store)
+    with pytest.raises(ConnectionError):
+        await put
 
 
-def test_a_keeper_of_another_device_is_refused_at_once(path: Path) -> None:
+async def test_a_keeper_of_another_device_is_refused_at_once(path: Path) -> None:
     """Two daemons have one keeper_socket: the second is told what to do, and the first stays connected."""
-
-    async def story() -> None:
-        _, store = await opened(path)
-        await keeping(store, 1, {1: b"the first one's"})
-        with pytest.raises(OwnedElsewhere, match=rf"{OWNER}: "):
-            await open_keeper(path, "/run/membroker/host-1")
-        await keeping(store, 2, {2: b"more"})
-        end(store)
-        with pytest.raises(OwnedElsewhere):
-            await open_keeper(path, "/run/membroker/host-1")
-        assert read(await left_at(path)) == {1: {1: b"the first one's"}, 2: {2: b"more"}}
-
-    play(story())
+    _, store = await opened(path)
+    await keeping(store, 1, {1: b"the first one's"})
+    with pytest.raises(OwnedElsewhere, match=rf"{OWNER}: "):
+        await open_keeper(path, "/run/membroker/host-1")
+    await keeping(store, 2, {2: b"more"})
+    end(store)
+    with pytest.raises(OwnedElsewhere):
+        await open_keeper(path, "/run/membroker/host-1")
+    assert read(await left_at(path)) == {1: {1: b"the first one's"}, 2: {2: b"more"}}
 
 
 def test_a_keeper_that_an_older_daemon_started(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
