@@ -1,17 +1,26 @@
 """Guests among everything else: deaths, lost connections, daemons that die, quotas that move, segments, the stock.
 
-`tests/simulation/test_guests.py` has what is promised to guests among themselves. Here the referee follows each guest
-beside all others: what can be recalled of it, when, and that its model and tenant keep what they are guaranteed.
+The referee follows each guest beside all others: what can be recalled of it, when, and that its model and tenant keep
+what they are guaranteed. That each has its turn is asked where guests are alone.
 """
 
 from __future__ import annotations
 
+import itertools
+import random
+from typing import Any
+
 import pytest
 from tests.simulation.faults import Fault, around, instead_of, notice, replacing
 from tests.simulation.hosting import hosts_guests
-from tests.simulation.world import World
+from tests.simulation.world import SECOND, World
+from tests.support.sizes import MIB
 
-from membrokerd.core import admission, recallable, recalls, waiting
+from membrokerd.core import admission, policy, recallable, recalls, waiting
+from membrokerd.core import effects as fx
+from membrokerd.core import events as ev
+from membrokerd.core.machine import Broker
+from membrokerd.core.names import ModelName
 
 SEEDS = [seed for seed in range(21_000, 21_020) if hosts_guests(seed)]
 STEPS = 4_000
@@ -61,3 +70,79 @@ FAULTS = (
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.strip("_"))
 def test_a_core_with_a_fault_in_its_guests_is_found_out(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     notice(fault, SEEDS, monkeypatch)
+
+
+# --- guests alone ---
+
+
+class Guests:
+    """Four guests of two tenants that do not fit together, answer each recall at once, and always want to run."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.broker = Broker(policy.Rules(2 * MIB, {"device": 64 * MIB}, slice_ns=60 * SECOND), 1)
+        self.now, self.calls = 0, itertools.count(1)
+        self.sizes: dict[int, tuple[ModelName, int]] = {}
+        self.runs: dict[int, int] = {}
+        self.asking: dict[int, int] = {}
+        self.awake: set[int] = set()
+        self.recalled: dict[int, fx.SendRecall] = {}
+        for number in range(4):
+            name, call = ModelName(f"t{number % 2}", f"guest{number}"), next(self.calls)
+            opened: Any = self.step(ev.OpenSession(call, name.tenant, call, 1, name.model, observer=False, client=""))
+            session, call = opened[0].result.session, next(self.calls)
+            self.step(ev.RegisterModel(call, session, call, name, None, {}, exclusive=False, answers=True))
+            self.sizes[session] = name, 2 * MIB * self.random.randrange(4, 14)
+            self.runs[session] = 0
+
+    def step(self, event: ev.Event) -> list[fx.Effect]:
+        effects = self.broker.step(event, self.now).effects
+        for effect in effects:
+            match effect:
+                case fx.DrainInputs(call):
+                    self.step(ev.InputsDrained(call))
+                case fx.SendRecall():
+                    self.recalled[effect.session] = effect
+                case fx.Answer(call, result) if call in self.asking:
+                    session = self.asking.pop(call)
+                    if isinstance(result, fx.Declared):
+                        self.awake.add(session)
+                        self.runs[session] += 1
+        return effects
+
+    def declare(self, session: int, *, wants: bool) -> None:
+        (name, size), call = self.sizes[session], next(self.calls)
+        if wants:
+            self.asking[call] = session
+        self.awake.discard(session)
+        wait = 3_600 * SECOND if wants else None
+        self.step(ev.Declare(call, session, call, name, "device", size if wants else 0, True, wait))
+
+    def go_on(self, seconds: float) -> None:
+        """Each one that is asked gives back, and each one that sleeps asks; then time passes."""
+        for session in self.sizes:
+            if session in self.recalled:
+                recall = self.recalled.pop(session)
+                self.declare(session, wants=False)
+                self.step(ev.AnswerRecall(session, recall.recall, recall.size))
+            if session not in self.awake and session not in self.asking.values():
+                self.declare(session, wants=True)
+        self.now += int(seconds * SECOND)
+        while (deadline := self.broker.deadline) is not None and deadline <= self.now:
+            self.step(ev.Elapsed())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_each_guest_has_its_turn(seed: int) -> None:
+    guests = Guests(seed)
+    for _ in range(60):
+        guests.go_on(guests.random.choice((0.2, 3, 25)))
+        idle = guests.random.choice(sorted(guests.sizes))
+        if idle in guests.awake and guests.random.random() < 0.2:
+            guests.declare(idle, wants=False)
+    before = dict(guests.runs)
+    for _ in range(40):
+        guests.go_on(20)
+    had = {session for session, runs in guests.runs.items() if runs > before[session]} | guests.awake
+    starved = [name for session, (name, _) in guests.sizes.items() if session not in had]
+    assert not starved, f"never had their turn: {starved}"
