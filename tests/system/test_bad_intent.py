@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -80,18 +79,6 @@ def _process(daemon: Daemon, fork: bool = False) -> subprocess.Popen[str]:
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
-
-
-def test_a_uid_that_is_not_admitted_is_told_so() -> None:
-    """The endpoint of somebody else: refused with the uid, though its Hello was sent before the broker looked."""
-    with running({"tenants": {"red": {"uids": [os.getuid() + 1]}, "blue": {}}}) as other:
-        before = other.device().revision
-        for _ in range(20):
-            with Connection(other.endpoint()) as stranger:
-                with suppress(BrokenPipeError):
-                    stranger.send(raw.hello())
-                assert reason(stranger.receive().frame.reply.error) == "ENDPOINT_FORBIDDEN"
-        assert other.device().revision == before
 
 
 def test_many_that_say_nothing_make_room(scene: Scene) -> None:

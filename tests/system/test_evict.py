@@ -103,12 +103,17 @@ def test_a_worker_that_ends_by_sigterm(daemon: Daemon) -> None:
     ],
 )
 def test_a_worker_that_does_not_end_by_sigterm_is_killed(killing: Daemon, what: str) -> None:
-    """It ignores the signal, stops half-way, or hangs: what a session that is late for a recall may do."""
+    """It ignores the signal, stops half-way, or hangs: what a session that is late for a recall may do.
+
+    One hangs while the daemon is restarted: its session is detached, and its process can still be ended.
+    """
     with worker() as one:
         one.connect(killing).do(HOLD)
         name = name_of(one)
         if what == "SIGSTOP":
             one.send(signal.SIGSTOP)
+            killing.kill()
+            killing.start_again()
         else:
             one.do(f"import signal; signal.signal(signal.SIGTERM, {what})")
         assert evict(killing, name).name == name
@@ -131,19 +136,6 @@ def test_a_request_that_waits_gets_the_memory(killing: Daemon) -> None:
         until(lambda: killing.books().waiting_requests)
         assert evict(killing, name).name == name
         assert other.result() == 128 * MIB
-
-
-def test_a_session_that_an_earlier_daemon_began(killing: Daemon) -> None:
-    """An engine hangs while the daemon is restarted: its session is detached, and its process can still be ended."""
-    with worker() as one:
-        one.connect(killing).do(HOLD)
-        name = name_of(one)
-        one.send(signal.SIGSTOP)
-        killing.kill()
-        killing.start_again()
-        assert evict(killing, name).name == name
-        assert one.process.wait(DEADLINE_SECONDS) == -signal.SIGKILL
-        until(lambda: is_clean(killing))
 
 
 def test_a_daemon_that_stops_meanwhile_leaves_the_process_alone(daemon: Daemon, engine: Worker) -> None:

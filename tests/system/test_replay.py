@@ -172,8 +172,12 @@ def test_numbers_that_cannot_be(recorded: Path) -> None:
         assert sentence in refused("replay", recorded, *arguments, status=status)
 
 
-def test_a_replay_that_is_ended_takes_its_process_along(recorded: Path) -> None:
-    """Ctrl-C, or a scheduler's timeout, of a long replay: no traceback, and no process goes on alone."""
+@pytest.mark.parametrize("killed", [False, True], ids=["SIGTERM to all", "SIGKILL to the process that replays"])
+def test_a_replay_that_is_ended_takes_its_process_along(recorded: Path, killed: bool) -> None:
+    """Ctrl-C, or a scheduler's timeout, of a long replay: no traceback, and no process goes on alone.
+
+    Or the machine's memory was full, and the kernel chose the process that replays.
+    """
     command = [sys.executable, *COMMAND, "replay", *[str(recorded)] * 400]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -182,9 +186,13 @@ def test_a_replay_that_is_ended_takes_its_process_along(recorded: Path) -> None:
         until(lambda: "membrokerd.replay" in proc_of(child, "cmdline"))
         until(lambda: os.readlink(f"/proc/{child}/fd/0") not in links(process.pid))  # it has been told what to do
         end = os.pidfd_open(child)
-        os.killpg(process.pid, signal.SIGTERM)
+        if killed:
+            os.kill(child, signal.SIGKILL)
+        else:
+            os.killpg(process.pid, signal.SIGTERM)
         out, err = process.communicate(timeout=DEADLINE_SECONDS)
-    assert (process.returncode, out, err) == (143, "", "")
+    why = "membroker: the replay was ended by SIGKILL: was the memory full? `dmesg` says so\n" if killed else ""
+    assert (process.returncode, out, err) == (1 if killed else 143, "", why)
     assert select.select([end], [], [], DEADLINE_SECONDS)[0], "it has ended, too"
     os.close(end)
 
@@ -195,16 +203,6 @@ def links(pid: int) -> list[str]:
         with suppress(FileNotFoundError):  # closed meanwhile
             found.append(os.readlink(path))
     return found
-
-
-def test_a_replay_that_is_killed_is_a_sentence(recorded: Path) -> None:
-    """The machine's memory was full, and the kernel chose the process that replays."""
-    command = [sys.executable, *COMMAND, "replay", *[str(recorded)] * 400]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        os.kill(until(lambda: children(process.pid))[0], signal.SIGKILL)
-        out, err = process.communicate(timeout=DEADLINE_SECONDS)
-    assert (process.returncode, out) == (1, "")
-    assert err == "membroker: the replay was ended by SIGKILL: was the memory full? `dmesg` says so\n"
 
 
 def test_a_restart_begins_another_part() -> None:

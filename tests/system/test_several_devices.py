@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 from tests.support import raw
 from tests.support.command import run
-from tests.support.daemons import DEADLINE_SECONDS, Daemon, hold_still, running, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, hold_still, running
 from tests.support.keepers import end_keeper
-from tests.support.sizes import MIB
 from tests.support.template import run as run_python
 from tests.support.workers import PAGE, worker
 
@@ -122,23 +121,6 @@ def assert_refused(first: Daemon, place: Path) -> None:
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("membrokerd: ")]
     assert f"it keeps the descriptors of {place}/run/host: give each device a keeper of its own" in said
     assert "Traceback" not in done.stderr
-
-
-def test_two_devices_lend_apart(place: Path) -> None:
-    """A full device does not fill the other, and each has its own directory, number and metrics."""
-    with daemon_of(place, 0) as first, daemon_of(place, 1) as second:
-        assert [(daemon.root / "index").read_text() for daemon in (first, second)] == ["0\n", "1\n"]
-        assert [(place / "run" / number).resolve() for number in "01"] == [first.root, second.root]
-        with membroker.connect(place / "run" / "1" / "tenants" / "red") as client:
-            assert client.device_uuid == "host-1"
-        with membroker.connect(first.endpoint()) as client:
-            client.register_model("m").allocate("256MiB")
-            with membroker.connect(second.endpoint()) as other:
-                assert other.device_uuid == "host-1"
-                with other.register_model("m").allocate("256MiB"):
-                    assert second.books().lent_bytes == 256 * MIB
-        assert 'gpu_uuid="host-1"' in second.metrics()
-        until(lambda: first.books().lent_bytes == second.books().lent_bytes == 0)
 
 
 def command(place: Path, *words: str) -> tuple[int, str, str]:

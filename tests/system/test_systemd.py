@@ -305,20 +305,20 @@ def test_a_worker_that_dies_while_there_is_no_daemon_is_settled_by_the_next(mach
         scene.give_back()
 
 
-def test_a_commanded_limit_outlives_the_daemon(machine: Machine) -> None:
-    """It is kept in the unit's state directory, the only place on disk to which the unit lets it write."""
-    with closing(Operator(machine)) as operator:
+def test_systemctl_reload_changes_limits_of_the_running_daemon(machine: Machine) -> None:
+    """By the unit's ExecReload: the same process goes on, with the new file, or with the old one if that is wrong.
+
+    A limit by command outlives the daemon: it is in the unit's state directory, the only place on disk to which the
+    unit lets it write.
+    """
+    with closing(Operator(machine)) as operator, closing(Inside(machine, ALICE)) as worker:
         operator.tell("quota", "set", "red/m", "--limit", "64MiB")
         machine.run("systemctl", "stop", UNIT)
         machine.run("rm", "-r", "/run/membroker")
         machine.run("systemctl", "start", UNIT)
         (row,) = operator.tell("quota", "list")
         assert (row["name"], row["limit_bytes"]) == ("tenants/red/models/m", 64 * MIB)
-
-
-def test_systemctl_reload_changes_limits_of_the_running_daemon(machine: Machine) -> None:
-    """By the unit's ExecReload: the same process goes on, with the new file, or with the old one if that is wrong."""
-    with closing(Operator(machine)) as operator, closing(Inside(machine, ALICE)) as worker:
+        operator.tell("quota", "set", "red/m", "--limit", "none")
         worker.borrow("red").do("kept = model.allocate(PAGE)")
         daemon = machine.daemon()
 
