@@ -49,25 +49,22 @@ def test_out_of_memory_tells_the_numbers() -> None:
     assert isinstance(error, membroker.OutOfMemory)
     assert isinstance(error, MemoryError)
     assert (error.level, error.requested_bytes, error.available_bytes, error.limit_bytes) == ("model", 8, 5, 100)
+    full = errors.from_status(
+        status("a card that strangers filled", "DEVICE_FULL", level="device", requested_bytes="8")
+    )
+    assert isinstance(full, membroker.OutOfMemory)
+    assert (full.level, full.available_bytes, full.limit_bytes) == ("device", 0, None)
 
 
-def test_a_level_without_a_limit() -> None:
-    """A card that strangers filled has no limit to tell."""
-    error = errors.from_status(status("full", "DEVICE_FULL", level="device", requested_bytes="8"))
-    assert isinstance(error, membroker.OutOfMemory)
-    assert (error.level, error.available_bytes, error.limit_bytes) == ("device", 0, None)
-
-
-@pytest.mark.parametrize("unknown", [status("x", "FROM_A_LATER_BROKER"), status("x", "MODEL_LIMIT", domain="other")])
+@pytest.mark.parametrize(
+    "unknown",
+    [status("x", "FROM_A_LATER_BROKER"), status("x", "MODEL_LIMIT", domain="other"), status_pb2.Status(message="x")],
+)
 def test_an_unknown_reason(unknown: status_pb2.Status) -> None:
-    """A newer broker, or another service's error: still an error, with its message."""
+    """A newer broker, another service's error, or no details: still an error, with its message."""
     error = errors.from_status(unknown)
     assert type(error) is membroker.MembrokerError
     assert str(error) == "x"
-
-
-def test_no_details() -> None:
-    assert str(errors.from_status(status_pb2.Status(code=2, message="plain"))) == "plain"
 
 
 ENTRY = managed.PrefetchEntry(4096, 8, 0)

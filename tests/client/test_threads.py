@@ -82,6 +82,7 @@ def test_a_callback(broker: PlayedBroker, limit: Limit) -> None:
         refused(lambda: one.on_recall(lambda recall: None))
         assert descriptors() == before
         held, _ = buffer(broker, client)
+        line(client)._timeout = 0.01  # nobody is back for a goodbye
         broker.hang_up()
         held.close()
 
@@ -143,6 +144,7 @@ def test_a_rank(broker: PlayedBroker, limit: Limit) -> None:
             limit.left = 0
             refused(lambda: Rank(pool, lambda: 0))
             assert descriptors() == before
+        line(client)._timeout = 0.01
         broker.hang_up()
 
 
@@ -181,10 +183,17 @@ import membroker
 def work():
     with membroker.connect(sys.argv[1]) as client:
         model = client.register_model("small")
-        with model.allocate("2MiB"):
+        with model.allocate("2MiB"), model.pool(page_size="2MiB") as pool:
+            pool.allocate(0, "4MiB")
+            pool.deallocate(0, "4MiB")
             used = model.stats().books["device"].used_bytes
             print(model.available().now_bytes, used, client.device().uuid, client.model("small").sessions)
             print(len(client.models()), len(client.sessions()), len(client.segments()), len(client.decisions("small")))
+        model.unregister()
+        try:
+            model.allocate(1)
+        except membroker.ModelNotFound:
+            print("left")
 work()
 if not os.getuid():
     os.setgid(61235)
@@ -202,7 +211,7 @@ assert "grpc" not in sys.modules
         command = [sys.executable, "-c", code, str(endpoint)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
-    assert done.stdout.split() == [str(254 * MIB), str(PAGE), "host", "1", "1", "1", "0", "0"] * 2
+    assert done.stdout.split() == [str(254 * MIB), str(PAGE), "host", "1", "1", "1", "0", "0", "left"] * 2
 
 
 def test_a_daemon_says_so_at_its_start(tmp_path: Path) -> None:

@@ -60,9 +60,11 @@ class Bench:
 
 
 @contextmanager
-def opened(**options: Any) -> Iterator[Bench]:
+def opened(*, is_awake: bool = True, **options: Any) -> Iterator[Bench]:
     bench = Bench(**options)
     bench.door.open(cast("Guest", bench.guest))
+    bench.guest.is_awake = is_awake
+    until(lambda: bench.door._awake.is_set() == is_awake)
     try:
         yield bench
     finally:
@@ -72,9 +74,7 @@ def opened(**options: Any) -> Iterator[Bench]:
 
 def test_a_probe_wakes_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "FIRST_SECONDS", NEVER)
-    with opened() as bench:
-        bench.guest.is_awake = False
-        until(lambda: not bench.door._awake.is_set())
+    with opened(is_awake=False) as bench:
         for _ in range(20):
             bench.connect().close()
         with bench.connect() as client:
@@ -88,22 +88,17 @@ def test_a_probe_wakes_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_client_that_waits_for_the_server_to_speak_wakes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "FIRST_SECONDS", 0.01)
-    with opened() as bench:
-        bench.guest.is_awake = False
-        until(lambda: not bench.door._awake.is_set())
-        with bench.connect() as client:
-            assert bench.guest.came.wait(60)
-            bench.guest.is_awake = True
-            with bench.accept() as program:
-                program.sendall(b"220 hello")
-                assert client.recv(100) == b"220 hello"
+    with opened(is_awake=False) as bench, bench.connect() as client:
+        assert bench.guest.came.wait(60)
+        bench.guest.is_awake = True
+        with bench.accept() as program:
+            program.sendall(b"220 hello")
+            assert client.recv(100) == b"220 hello"
 
 
 def test_a_client_that_goes_while_it_waits_is_forgotten() -> None:
     """A client with a time-out asks again and again, while the broker has no room."""
-    with opened() as bench:
-        bench.guest.is_awake = False
-        until(lambda: not bench.door._awake.is_set())
+    with opened(is_awake=False) as bench:
         for _ in range(5):
             with bench.connect() as client:
                 client.sendall(b"GET")
@@ -144,24 +139,17 @@ def test_the_descriptors_that_connections_may_have_follow_the_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_silent_client_does_not_stay_when_the_program_has_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "SILENT_SECONDS", 0.05)
-    with opened() as bench, bench.connect() as client:
-        client.sendall(b"GET")
-        with bench.accept() as program:
-            assert program.recv(100) == b"GET"
-        assert client.recv(100) == b""
-        bench.is_left()
-
-
-def test_a_client_that_reads_nothing_does_not_stay_when_the_program_has_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("answer", [0, 1 << 16], ids=["silent", "reads nothing"])
+def test_a_client_does_not_stay_when_the_program_has_closed(monkeypatch: pytest.MonkeyPatch, answer: int) -> None:
     monkeypatch.setattr(door, "SILENT_SECONDS", 0.05)
     with opened() as bench, bench.connect() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.sendall(b"GET")
         with bench.accept() as program:
             assert program.recv(100) == b"GET"
-            program.sendall(bytes(1 << 16))
+            program.sendall(bytes(answer))
+        if not answer:
+            assert client.recv(100) == b""
         bench.is_left()
 
 

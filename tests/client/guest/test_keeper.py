@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tests.support.daemons import until
 from tests.support.fake_suspender import FakeProcess, FakeSuspender
 from tests.support.sizes import MIB
 
@@ -134,13 +135,31 @@ class Bench:
         assert self.model.ask(recall) is membroker.DEFERRED
         return recall
 
+    def operator(self, *, wake: bool = False) -> SleepStatus:
+        """An operator asks it to sleep, or to wake."""
+        return self.answers(SleepRequest(wake=wake, keep_weights=False, deadline=NEVER))
+
+    def answers(self, request: SleepRequest) -> SleepStatus:
+        assert self.model.answer is not None
+        status: SleepStatus = self.model.answer(request)
+        return status
+
+    def until_lent(self) -> None:
+        """The broker lends what it needs, and the thread that has asked has told the guest."""
+        while self.model.declared == 0:
+            self.guest.look()
+        until(lambda: "membroker-guest-wake" not in {thread.name for thread in threading.enumerate()})
+
+    def until_awake(self) -> None:
+        while not self.guest.is_awake and not self.ended:
+            self.guest.look()
+
     def states(self) -> list[str]:
         return [one.state for one in self.suspender.processes.values()]
 
     def wakes(self) -> None:
         self.guest.wake()
-        while not self.guest.is_awake and not self.ended:
-            self.guest.look()
+        self.until_awake()
 
 
 def test_a_recall_locks_all_processes_before_it_suspends_one_and_declares_nothing() -> None:
@@ -162,8 +181,7 @@ def test_nothing_is_restored_before_the_device_shows_the_room() -> None:
     bench.recall()
     bench.suspender.used = 80 * MIB
     bench.guest.wake()
-    while bench.model.declared == 0:
-        bench.guest.look()
+    bench.until_lent()
     for _ in range(50):
         bench.guest.look()
     assert bench.states() == ["suspended"]
@@ -191,8 +209,7 @@ def test_one_that_cannot_be_suspended_runs_on_and_is_firm(call: str, monkeypatch
     bench.suspender.processes[11].fails = call
     recall = bench.recall()
     assert recall.answers == 1
-    while not bench.guest.is_awake:
-        bench.guest.look()
+    bench.until_awake()
     assert bench.states() == ["running", "running"]
     assert bench.model.said[-1] == (40 * MIB, False)
     assert recall.answers == 1, "it keeps everything"
@@ -226,15 +243,6 @@ def test_one_that_dies_of_its_checkpoint_takes_no_other_with_it() -> None:
     assert not bench.ended
 
 
-def test_one_that_dies_asleep_is_not_restored() -> None:
-    bench = Bench(10, 20)
-    bench.recall()
-    del bench.suspender.processes[10]
-    bench.wakes()
-    assert bench.states() == ["running"]
-    assert not bench.ended
-
-
 def test_one_that_begins_to_compute_while_the_program_sleeps_is_suspended_too() -> None:
     bench = Bench(10)
     bench.recall()
@@ -246,35 +254,25 @@ def test_one_that_begins_to_compute_while_the_program_sleeps_is_suspended_too() 
     assert bench.states() == ["running", "running"]
 
 
-def test_the_declaration_follows_what_it_uses() -> None:
-    bench = Bench(10)
+@pytest.mark.parametrize("is_auto", [False, True])
+def test_the_declaration_follows_what_it_uses(is_auto: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less is declared only of a guest whose memory is auto, when it has used less for a while."""
+    bench = Bench(10, memory=0 if is_auto else 40 * MIB, is_auto=is_auto)
     bench.suspender.processes[10].size = 60 * MIB
     bench.guest.look()
     assert bench.model.said[-1] == (60 * MIB, True)
     bench.suspender.processes[10].size = 10 * MIB
     bench.guest.look()
-    assert bench.model.declared == 60 * MIB, "less is declared only of a guest whose memory is auto"
-
-
-def test_less_is_declared_when_it_has_used_less_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(60, memory=0, is_auto=True)
-    bench.guest.look()
-    assert bench.model.declared == 60 * MIB
-    bench.suspender.processes[10].size = 10 * MIB
-    bench.guest.look()
     assert bench.model.declared == 60 * MIB
     monkeypatch.setattr(keeper, "LESS_SECONDS", 0.0)
     bench.guest.look()
-    assert bench.model.declared == 10 * MIB
+    assert bench.model.declared == (10 * MIB if is_auto else 60 * MIB)
 
 
-def test_one_that_uses_more_than_there_is_sleeps_at_once() -> None:
+def test_one_that_uses_more_than_there_is_sleeps_at_once_or_is_ended() -> None:
     bench = Bench(60, free=50 * MIB)
     bench.guest.look()
     assert (bench.states(), bench.model.declared) == (["suspended"], 0)
-
-
-def test_one_that_uses_more_than_there_is_can_be_ended_instead() -> None:
     bench = Bench(60, free=50 * MIB, on_excess="kill")
     bench.guest.look()
     assert bench.states() == ["running"]
@@ -283,32 +281,26 @@ def test_one_that_uses_more_than_there_is_can_be_ended_instead() -> None:
 
 def test_an_operator_waits_until_its_connections_have_ended() -> None:
     bench = Bench(10)
-    assert bench.model.answer is not None
     bench.guest.connected(1)
-    request = SleepRequest(wake=False, keep_weights=False, deadline=NEVER)
-    assert bench.model.answer(request).state == "busy"
+    assert bench.operator().state == "busy"
     bench.guest.look()
     assert bench.states() == ["running"]
     bench.guest.connected(-1)
     bench.guest.look()
-    assert bench.model.answer(request).state == "asleep"
+    assert bench.operator().state == "asleep"
     bench.guest.connected(1)
-    while not bench.guest.is_awake:
-        bench.guest.look()
+    bench.until_awake()
 
 
 def test_a_guest_without_a_door_runs_again_unless_an_operator_has_put_it_to_sleep() -> None:
     bench = Bench(10, has_door=False)
     bench.recall()
-    while not bench.guest.is_awake:
-        bench.guest.look()
-    assert bench.model.answer is not None
-    bench.model.answer(SleepRequest(wake=False, keep_weights=False, deadline=NEVER))
+    bench.until_awake()
+    bench.operator()
     bench.guest.look()
     assert bench.guest.status().state == "asleep", "it does not ask to wake"
-    bench.model.answer(SleepRequest(wake=True, keep_weights=False, deadline=NEVER))
-    while not bench.guest.is_awake:
-        bench.guest.look()
+    bench.operator(wake=True)
+    bench.until_awake()
 
 
 def test_the_image_is_charged_as_host_memory_and_without_it_the_program_stays_awake() -> None:
@@ -332,11 +324,9 @@ def test_the_image_is_charged_as_host_memory_and_without_it_the_program_stays_aw
 def test_the_broker_lets_an_idle_one_sleep_and_no_other() -> None:
     """`idle_sleep_seconds`: 0 only asks how far it is."""
     bench = Bench(10)
-    assert bench.model.answer is not None
 
     def ask(idle: float) -> str:
-        assert bench.model.answer is not None
-        answer = bench.model.answer(SleepRequest(False, False, 0.0, idle))
+        answer = bench.answers(SleepRequest(False, False, 0.0, idle))
         bench.guest.look()
         assert (answer.idle_ms is None) == (not is_idle)
         return str(bench.guest.status().state)
@@ -352,8 +342,7 @@ def test_the_broker_lets_an_idle_one_sleep_and_no_other() -> None:
     assert bench.guest.status().by_itself
     assert bench.guest.status().asleep_ms is not None
     bench.guest.connected(1)
-    while not bench.guest.is_awake:
-        bench.guest.look()
+    bench.until_awake()
     bench.guest.connected(-1)
     bench.guest.look()
     assert bench.guest.is_awake, "it was asked for the last time before it slept"
@@ -376,16 +365,11 @@ def test_a_fault_of_its_own_is_told_and_does_not_end_the_look(monkeypatch: pytes
     assert bench.said == ["a fault of membroker: ZeroDivisionError('nobody has foreseen it')"]
 
 
-def test_who_has_a_session_of_a_broker_is_looked_at_while_it_runs() -> None:
-    """One that has ended its session when the program is to sleep would not be seen then."""
+def test_who_has_begun_a_session_since_the_last_look_is_not_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked for at each look, too: one that has ended its session by then would not be seen."""
     bench = Bench(10)
     bench.guest.look()
     assert bench.tree.looks == 1
-
-
-def test_who_has_begun_a_session_since_the_last_look_is_not_suspended(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(10)
-    bench.guest.look()
     monkeypatch.setattr(bench.tree, "look_at_sessions", lambda: bench.tree.reasons.update({10: "it would die of it"}))
     bench.recall()
     assert bench.states() == ["running"]
@@ -443,8 +427,7 @@ def test_one_that_cannot_be_suspended_beside_a_sleeping_program_leaves_nothing_a
     bench.recall()
     bench.suspender.processes[12] = FakeProcess(50 * MIB, fails=call)
     bench.guest.look()
-    while not bench.guest.is_awake:
-        bench.guest.look()
+    bench.until_awake()
     assert bench.states() == ["running", "running"]
     assert bench.model.declared == 60 * MIB
     assert not bench.ended
@@ -464,8 +447,7 @@ def test_what_is_half_suspended_is_put_back_only_when_the_device_shows_the_room(
     assert recall.answers == 1
     assert bench.model.said[-1] == (50 * MIB, False)
     bench.suspender.used = 0
-    while not bench.guest.is_awake:
-        bench.guest.look()
+    bench.until_awake()
     assert bench.states() == ["running", "running"]
 
 
@@ -475,16 +457,14 @@ def test_what_begins_to_compute_after_the_memory_is_lent_is_asked_for_too() -> N
     bench.recall()
     bench.suspender.used = 80 * MIB
     bench.guest.wake()
-    while bench.model.declared == 0:
-        bench.guest.look()
+    bench.until_lent()
     bench.suspender.processes[11] = FakeProcess(20 * MIB)
     bench.guest.look()
     assert bench.states() == ["suspended", "suspended"]
     lent: list[int] = []
     bench.model.watch = lambda size: lent.append(size) if "suspended" in bench.states() else None
     bench.suspender.used = 0
-    while not bench.guest.is_awake:
-        bench.guest.look()
+    bench.until_awake()
     assert lent[-1:] == [50 * MIB]
 
 
@@ -504,31 +484,25 @@ def test_one_that_can_start_no_thread_asks_again_when_it_can(monkeypatch: pytest
     assert bench.states() == ["running"]
 
 
-def test_a_wish_to_wake_while_it_falls_asleep_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "wish", [lambda guest: guest.wake(), lambda guest: guest.connected(1)], ids=["wake", "connection"]
+)
+def test_a_wish_to_wake_while_it_falls_asleep_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, wish: Callable[[Guest], None]
+) -> None:
     bench = Bench(10)
-    Between(bench, monkeypatch, "suspend", 10, bench.guest.wake)
-    bench.recall()
-    assert bench.states() == ["suspended"]
-    while not bench.guest.is_awake:
-        bench.guest.look()
-
-
-def test_a_connection_while_it_falls_asleep_wakes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(10)
-    Between(bench, monkeypatch, "suspend", 10, lambda: bench.guest.connected(1))
-    assert bench.model.answer is not None
-    bench.model.answer(SleepRequest(wake=False, keep_weights=False, deadline=NEVER))
+    Between(bench, monkeypatch, "suspend", 10, lambda: wish(bench.guest))
+    bench.operator()
     bench.guest.look()
-    while not bench.guest.is_awake:
-        bench.guest.look()
+    assert bench.states() == ["suspended"]
+    bench.until_awake()
 
 
 def test_a_wish_to_wake_ends_an_older_wish_to_sleep() -> None:
     bench = Bench(10)
     bench.guest.connected(1)
-    assert bench.model.answer is not None
-    bench.model.answer(SleepRequest(wake=False, keep_weights=False, deadline=NEVER))
-    bench.model.answer(SleepRequest(wake=True, keep_weights=False, deadline=NEVER))
+    bench.operator()
+    bench.operator(wake=True)
     bench.guest.connected(-1)
     bench.guest.look()
     assert bench.states() == ["running"]
@@ -557,7 +531,7 @@ def test_a_process_that_got_the_pid_of_a_suspended_one_is_not_restored(monkeypat
     assert (bench.states(), bench.ended) == (["running", "running"], [])
 
 
-def test_what_ended_asleep_is_not_asked_for() -> None:
+def test_what_ended_asleep_is_neither_asked_for_nor_restored() -> None:
     bench = Bench(10, 70)
     bench.guest.look()
     bench.recall()
@@ -565,6 +539,7 @@ def test_what_ended_asleep_is_not_asked_for() -> None:
     del bench.suspender.processes[11]
     bench.wakes()
     assert bench.model.said[-1] == (40 * MIB, True)
+    assert (bench.states(), bench.ended) == (["running"], [])
 
 
 def test_one_that_begins_to_compute_while_the_others_are_suspended_sleeps_before_the_memory_is_lent(
@@ -601,8 +576,7 @@ def test_one_that_begins_ever_more_processes_is_not_waited_for_forever(monkeypat
     monkeypatch.setattr(bench.suspender, "lock", begin)
     assert bench.recall().answers == 1
     assert any("more and more processes" in text for text in bench.said)
-    while not bench.guest.is_awake:
-        bench.guest.look()
+    bench.until_awake()
     assert set(bench.states()) == {"running"}
 
 
@@ -658,8 +632,7 @@ def test_one_that_must_not_sleep_any_more_wakes_and_stays_awake() -> None:
     bench = Bench(10)
     bench.recall()
     bench.guest.keep_awake("its warden was killed")
-    while not bench.guest.is_awake:
-        bench.guest.look()
+    bench.until_awake()
     bench.guest.look()
     assert bench.model.said[-1] == (40 * MIB, False)
     assert bench.recall().answers == 1

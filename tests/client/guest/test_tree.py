@@ -1,4 +1,4 @@
-"""The processes of a guest: real ones, children of this test."""
+"""The processes of a guest, and its warden: real ones, children of this test."""
 
 from __future__ import annotations
 
@@ -8,16 +8,30 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.support.daemons import until
+from tests.support.sizes import MIB
 from tests.support.workers import is_gone
 
+from membroker.guest import warden
+from membroker.guest.host_memory import of_groups
 from membroker.guest.tree import ProcessTree, kill, open_process, start_of
+from membroker.guest.warden import Warden
 
-PARENT = (
-    "import subprocess, sys; child = subprocess.Popen(['sleep', '1000']); print(child.pid, flush=True); child.wait()"
-)
+PARENT = "import subprocess; child = subprocess.Popen(['sleep', '1000']); print(child.pid, flush=True); child.wait()"
+
+
+@contextmanager
+def descriptors_limited(most: int) -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.fixture
@@ -55,20 +69,16 @@ def test_one_that_is_gone_has_no_start(family: tuple[int, int]) -> None:
 def test_one_that_cannot_be_looked_at_is_not_taken_for_gone(family: tuple[int, int]) -> None:
     """A program would be left asleep, because its processes seem to have ended."""
     tree = ProcessTree(list)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(map(int, os.listdir("/proc/self/fd")))
     fillers = [os.open("/dev/null", os.O_RDONLY)]
     while fillers[-1] < highest:
         fillers.append(os.open("/dev/null", os.O_RDONLY))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (fillers[-1] + 1, hard))
-    try:
+    with descriptors_limited(fillers[-1] + 1):
         for look in (tree.pids, lambda: tree.start_of(family[0]), lambda: tree.why_not(family[0])):
             with pytest.raises(OSError, match="Too many open files"):
                 look()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for file in fillers:
-            os.close(file)
+    for file in fillers:
+        os.close(file)
 
 
 def test_a_process_that_got_the_pid_of_another_one_is_not_killed(family: tuple[int, int]) -> None:
@@ -102,3 +112,60 @@ def test_all_are_ended_that_a_program_has_left_behind() -> None:
         pids = list(map(int, Path(said.name).read_text().split()))
     assert len(pids) == 2
     assert all(is_gone(pid) for pid in pids)
+
+
+# The warden
+
+
+def test_what_it_watches_ends_with_it_and_the_children_that_nobody_has_named() -> None:
+    watching = Warden()
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        watching.watch([parent.pid])
+        watching.close()
+        assert parent.wait(60) == -9
+        until(lambda: is_gone(child))
+
+
+def test_a_process_that_got_the_pid_of_one_that_it_watches_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warden, "start_of", lambda pid: "1")
+    watching = Warden()
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
+        watching.watch([other.pid])
+        watching.close()
+        assert other.poll() is None
+        other.communicate(b"", timeout=60)
+        assert other.returncode == 0
+
+
+def test_thousands_of_short_processes_leave_it_descriptors_for_the_next_one() -> None:
+    """A program that compiles, or calls nvidia-smi every second."""
+    with descriptors_limited(200):
+        watching = Warden()
+    for _ in range(300):
+        with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as short:
+            watching.watch([short.pid])
+    with subprocess.Popen(["sleep", "1000"]) as last:
+        watching.watch([last.pid])
+        watching.close()
+        assert last.wait(60) == -9
+
+
+# Host memory for an image
+
+
+def test_the_least_that_a_group_leaves_counts_and_memory_of_files_is_free(tmp_path: Path) -> None:
+    """A program in a container, or a service with MemoryMax, is killed at its own limit."""
+    own = tmp_path / "groups" / "slice" / "service"
+    own.mkdir(parents=True)
+    for path, limit, used in ((own.parent, str(100 * MIB), 90 * MIB), (own, str(80 * MIB), 60 * MIB)):
+        (path / "memory.max").write_text(f"{limit}\n")
+        (path / "memory.current").write_text(f"{used}\n")
+    (own / "memory.stat").write_text(f"anon 1\ninactive_file {15 * MIB}\n")
+    file = tmp_path / "cgroup"
+    file.write_text("0::/slice/service\n")
+    assert list(of_groups(tmp_path / "groups", file)) == [35 * MIB, 10 * MIB]
+    (own / "memory.max").write_text("max\n")
+    assert list(of_groups(tmp_path / "groups", file)) == [10 * MIB]
+    assert list(of_groups(tmp_path / "groups", tmp_path / "none")) == []

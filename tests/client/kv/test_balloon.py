@@ -30,9 +30,9 @@ def layer_major(layers: int, block: int, blocks: int) -> Layout:
     return Layout(BASE, PAGE, blocks, [Strided(BASE + n * step, block, block) for n in range(layers)])
 
 
-def with_memory(balloon: Balloon, groups: int) -> list[int]:
-    """Map the lowest groups, and return the blocks that this makes usable."""
-    for group in range(groups):
+def with_memory(balloon: Balloon, groups: int, first: int = 0) -> list[int]:
+    """Map the lowest groups from `first` on, and return the blocks that this makes usable."""
+    for group in range(first, groups):
         balloon.groups.move(group, "asked")
         balloon.groups.move(group, "mapped")
     return balloon.groups.take()
@@ -46,9 +46,13 @@ def cold(blocks: Sequence[int]) -> float:
     return 0.0
 
 
-def asking(unused: Any = all_unused, warmth: Any = cold, cost: Any = len) -> Any:
-    """An engine that answers what the balloon asks."""
-    return SimpleNamespace(unused=unused, warmth=warmth, cost=cost)
+def asking(used: Collection[int] = (), unused: Any = None, warmth: Any = cold, cost: Any = len) -> Any:
+    """An engine that answers what the balloon asks; requests use these blocks."""
+
+    def not_used(blocks: Sequence[int]) -> list[int]:
+        return [block for block in blocks if block not in used]
+
+    return SimpleNamespace(unused=unused or not_used, warmth=warmth, cost=cost)
 
 
 def test_a_straddling_block_comes_with_its_second_page() -> None:
@@ -69,19 +73,12 @@ def test_what_is_mapped_next() -> None:
     assert with_memory(balloon, 1) == [1]
     assert balloon.next_to_map(3) == (1, True)
     assert balloon.next_to_map(1) == (1, True), "below the floor"
-    with_memory_of(balloon, 1)
+    with_memory(balloon, 2, 1)
     assert balloon.next_to_map(2) is None
     assert balloon.next_to_map(3) == (2, False), "2 blocks ahead"
-    with_memory_of(balloon, 2)
-    with_memory_of(balloon, 3)
+    with_memory(balloon, 4, 2)
     assert balloon.next_to_map(100) is None, "the ceiling"
     balloon.check()
-
-
-def with_memory_of(balloon: Balloon, group: int) -> None:
-    balloon.groups.move(group, "asked")
-    balloon.groups.move(group, "mapped")
-    balloon.groups.take()
 
 
 def test_a_refusal_changes_nothing() -> None:
@@ -99,17 +96,14 @@ def test_free_groups_go_first_and_the_highest_of_them() -> None:
     with_memory(balloon, 5)
     used, warm = {2, 3}, {4: 7.0, 9: 3.0}
 
-    def unused(blocks: Sequence[int]) -> list[int]:
-        return [block for block in blocks if block not in used]
-
     def warmth(blocks: Sequence[int]) -> float:
         return max((warm.get(block, 0.0) for block in blocks), default=0.0)
 
-    assert balloon.choose(3, 0, asking(unused, warmth)) == [3, 4], "one cached page is kept"
-    assert balloon.choose(3, 4 * PAGE, asking(unused, warmth)) == [2, 1], (
+    assert balloon.choose(3, 0, asking(used, warmth=warmth)) == [3, 4], "one cached page is kept"
+    assert balloon.choose(3, 4 * PAGE, asking(used, warmth=warmth)) == [2, 1], (
         "a recall takes that too, and what is busy last"
     )
-    assert balloon.choose(3, 9 * PAGE, asking(unused, warmth)) == [], "never the group of block 0"
+    assert balloon.choose(3, 9 * PAGE, asking(used, warmth=warmth)) == [], "never the group of block 0"
 
 
 def test_what_the_engine_wants_stays_but_for_a_recall() -> None:
@@ -126,13 +120,10 @@ def test_a_recall_takes_the_busy_groups_that_cost_least() -> None:
     with_memory(balloon, 5)
     used = {2: 9.0, 4: 2.0, 5: 2.0, 6: 5.0, 7: 5.0, 8: 2.0}
 
-    def unused(blocks: Sequence[int]) -> list[int]:
-        return [block for block in blocks if block not in used]
-
     def cost(blocks: Sequence[int]) -> float:
         return max((used[block] for block in blocks if block in used), default=0.0)
 
-    assert balloon.choose(10, 3 * PAGE, asking(unused, cost=cost)) == [4, 2, 3]
+    assert balloon.choose(10, 3 * PAGE, asking(used, cost=cost)) == [4, 2, 3]
 
 
 def test_what_has_become_free_goes_instead_of_what_drains() -> None:
@@ -141,11 +132,8 @@ def test_what_has_become_free_goes_instead_of_what_drains() -> None:
     with_memory(balloon, 5)
     used = {2, 4, 6, 8}
 
-    def unused(blocks: Sequence[int]) -> list[int]:
-        return [block for block in blocks if block not in used]
-
     def choose() -> list[int]:
-        return balloon.choose(10, PAGE, asking(unused), most=2)
+        return balloon.choose(10, PAGE, asking(used), most=2)
 
     assert choose() == [4], "all are busy"
     used.discard(4)
@@ -170,15 +158,15 @@ def test_a_sweep_looks_at_few_groups_at_a_time() -> None:
 
     looks = []
     for _ in range(3):
-        balloon.choose(1, 0, asking(unused), most=6)
+        balloon.choose(1, 0, asking(unused=unused), most=6)
         looks.append((asked[:], balloon.is_sweeping))
         asked.clear()
     assert looks == [([18, 19, 16, 17, 14, 15], True), ([12, 13, 10, 11, 8, 9], True), ([6, 7, 4, 5, 2, 3], True)]
-    balloon.choose(1, 0, asking(unused), most=6)
+    balloon.choose(1, 0, asking(unused=unused), most=6)
     assert (asked, balloon.is_sweeping) == ([], False), "block 0 is always there"
-    balloon.choose(1, 0, asking(unused), most=1)
+    balloon.choose(1, 0, asking(unused=unused), most=1)
     assert asked == [18, 19]
-    balloon.choose(20, 0, asking(unused))
+    balloon.choose(20, 0, asking(unused=unused))
     assert not balloon.is_sweeping, "there is nothing to spare now"
 
 
@@ -188,20 +176,15 @@ def test_a_busy_group_goes_when_its_last_request_ends() -> None:
     with_memory(balloon, 4)
     used = {8}
 
-    def unused(blocks: Sequence[int]) -> list[int]:
-        return [block for block in blocks if block not in used]
-
-    assert balloon.choose(10, 0, asking(unused)) == [3], "a request of 10 blocks more would miss those of the group 2"
+    assert balloon.choose(10, 0, asking(used)) == [3], "a request of 10 blocks more would miss those of the group 2"
     balloon.groups.held([12, 13, 14, 15])
     assert balloon.groups.retire(balloon.groups.groups_in(DRAINING)) == [3]
-    assert balloon.choose(9, 0, asking(unused)) == [2]
+    assert balloon.choose(9, 0, asking(used)) == [2]
     assert balloon.groups.draining_blocks(balloon.groups.groups_in(DRAINING)) == [8, 9, 10, 11]
     balloon.groups.held([9, 10, 11])
-    assert (
-        balloon.groups.retire(balloon.groups.groups_in(DRAINING)),
-        balloon.groups.draining_blocks(balloon.groups.groups_in(DRAINING)),
-        balloon.groups.take(),
-    ) == ([], [8], [])
+    draining = balloon.groups.groups_in(DRAINING)
+    assert (balloon.groups.retire(draining), balloon.groups.draining_blocks(draining)) == ([], [8])
+    assert balloon.groups.take() == []
     balloon.check()
     balloon.groups.held([8])
     assert balloon.groups.retire(balloon.groups.groups_in(DRAINING)) == [2]
@@ -217,7 +200,7 @@ def test_draining_groups_are_looked_at_in_turn() -> None:
     balloon = Balloon(block_major(512 << 10, 40))
     with_memory(balloon, 10)
     used = set(range(4, 40, 4))
-    chosen = balloon.choose(15, 0, asking(lambda blocks: [block for block in blocks if block not in used]))
+    chosen = balloon.choose(15, 0, asking(used))
     assert chosen == [9, 8, 7, 6, 5, 4, 3, 2]
     assert [balloon.next_draining(12) for _ in range(4)] == [[2, 3, 4], [5, 6, 7], [8, 9, 2], [3, 4, 5]]
     assert balloon.next_draining(1000) == [6, 7, 8, 9, 2, 3, 4, 5]

@@ -9,9 +9,10 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, until
@@ -25,6 +26,26 @@ from membroker.kv import ElasticCache, Layout, Strided, state
 from membroker.kv import cache as cache_module
 from membroker.pool.pool import VirtualMemoryPool
 from membroker.vmm.driver import DriverError
+
+
+class Silent:
+    """What a lender does before it lends: it notes that it is asked, and waits for the test."""
+
+    def __init__(self) -> None:
+        self.asked, self.answer = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.asked.set()
+        assert self.answer.wait(DEADLINE_SECONDS)
+
+
+@contextmanager
+def idle(lender: Recalled, engine: ToyEngine, blocks: int, **bounds: Any) -> Iterator[ElasticCache]:
+    """A cache whose engine has finished a request of so many blocks."""
+    with serving(lender, engine, **bounds) as cache:
+        engine.add(Request(blocks, decode_left=1))
+        steps(cache, engine, lambda: engine.finished)
+        yield cache
 
 
 def broken(*_: object) -> Fence:
@@ -49,23 +70,15 @@ def test_it_grows_and_shrinks(lender: Recalled) -> None:
 
 def test_the_scheduler_never_waits_for_the_broker(lender: Recalled) -> None:
     """The broker is silent. The engine serves on in what it has, and gets the rest when the broker answers."""
-    answer, asked = threading.Event(), threading.Event()
-
-    def silent() -> None:
-        asked.set()
-        assert answer.wait(DEADLINE_SECONDS)
-
-    engine = an_engine()
-    with serving(lender, engine) as cache:
-        engine.add(Request(1))
-        steps(cache, engine, lambda: engine.finished)
+    silent, engine = Silent(), an_engine()
+    with idle(lender, engine, 1) as cache:
         lender.before_borrow = silent
         engine.add(Request(30))
-        steps(cache, engine, asked.is_set)
+        steps(cache, engine, silent.asked.is_set)
         for _ in range(100):
             step(cache, engine)
         assert (engine.finished, len(engine.waiting)) == (1, 1)
-        answer.set()
+        silent.answer.set()
         steps(cache, engine, lambda: engine.finished == 2)
 
 
@@ -112,9 +125,7 @@ def test_nothing_goes_before_its_fence(lender: Recalled) -> None:
     """Work that was queued before may still use the pages. What is wanted meanwhile comes back without a request."""
     engine = an_engine()
     engine.make_fence = lambda: Fence(passed=False)
-    with serving(lender, engine) as cache:
-        engine.add(Request(20, decode_left=1))
-        steps(cache, engine, lambda: engine.finished)
+    with idle(lender, engine, 20) as cache:
         lent = lender.lent_bytes
         steps(cache, engine, lambda: cache.stats().going_bytes)
         looks = engine.fences[-1].looks
@@ -140,9 +151,7 @@ class Unrecorded(Fence):
 def test_a_fence_that_cannot_be_recorded_is_recorded_later(lender: Recalled) -> None:
     """The turn fails, and has held the blocks already. The next one records the fence, and their pages go."""
     engine = an_engine()
-    with serving(lender, engine) as cache:
-        engine.add(Request(20, decode_left=1))
-        steps(cache, engine, lambda: engine.finished)
+    with idle(lender, engine, 20) as cache:
         engine.make_fence = broken
 
         def fails() -> bool:
@@ -180,9 +189,7 @@ def test_an_engine_that_fails_at_rest_keeps_no_page_of_a_step_that_is_over(lende
         failed.set()
         raise RuntimeError("a bug")
 
-    with serving(lender, engine) as cache:
-        engine.add(Request(20, decode_left=1))
-        steps(cache, engine, lambda: engine.finished)
+    with idle(lender, engine, 20) as cache:
         steps(cache, engine, lambda: cache.stats().going_bytes == lender.lent_bytes - PAGE > 0)
         cache.rest()
         engine.need = need
@@ -269,9 +276,7 @@ def test_an_engine_at_rest_shrinks_by_itself(lender: Recalled, monkeypatch: pyte
     """It looks again as soon as memory may go, and does not wait for the next look of an engine that works."""
     monkeypatch.setattr(state, "LOOK_SECONDS", 3600.0)
     engine = an_engine()
-    with serving(lender, engine) as cache:
-        engine.add(Request(40))
-        steps(cache, engine, lambda: engine.finished)
+    with idle(lender, engine, 40) as cache:
         cache.rest()
         until(lambda: lender.lent_bytes == PAGE)
         cache.wake()
@@ -295,31 +300,29 @@ def test_bounds(lender: Recalled) -> None:
 
 
 def test_shrink(lender: Recalled) -> None:
-    """An engine is told to sleep: all but the first page goes, whatever its requests want."""
-    engine = an_engine()
-    with serving(lender, engine, block=MIB) as cache:
-        for _ in range(3):
-            engine.add(Request(6, decode_left=10_000))
-        steps(cache, engine, lambda: len(engine.running) == 3)
-        cache.shrink("1GiB")
-        until(lambda: cache.turn() or lender.lent_bytes == PAGE)
-        assert engine.preempted == 3
+    """The second call comes before anything was released for the first: both are met.
 
-
-def test_shrink_twice(lender: Recalled) -> None:
-    """The second call comes before anything was released for the first: both are met."""
+    An engine is told to sleep: all but the first page goes, whatever its requests want.
+    """
     engine = an_engine()
     with serving(lender, engine, block=MIB) as cache:
         engine.add(Request(40, decode_left=1 << 60))
         steps(cache, engine, lambda: engine.running)
-        lent = lender.lent_bytes
-        lender.capacity = 0
+        lent, lender.capacity = lender.lent_bytes, 0
         cache.shrink(6 * PAGE)
         cache.shrink(2 * PAGE)
         steps(cache, engine, lambda: lender.lent_bytes == lent - 8 * PAGE)
         engine.waiting[0].blocks_left = 1
         engine.waiting[0].decode_left = 1
         steps(cache, engine, lambda: engine.finished)
+        lender.capacity = 1 << 40
+        for _ in range(3):
+            engine.add(Request(6, decode_left=10_000))
+        steps(cache, engine, lambda: len(engine.running) == 3)
+        before = engine.preempted
+        cache.shrink("1GiB")
+        until(lambda: cache.turn() or lender.lent_bytes == PAGE)
+        assert engine.preempted == before + 3
 
 
 def test_prepare_and_attach(lender: Recalled) -> None:
@@ -379,9 +382,7 @@ def test_the_driver_fails_to_unmap(lender: Recalled, monkeypatch: pytest.MonkeyP
         unmap(address, size)
 
     engine = an_engine()
-    with serving(lender, engine) as cache:
-        engine.add(Request(10))
-        steps(cache, engine, lambda: engine.finished)
+    with idle(lender, engine, 10) as cache:
         monkeypatch.setattr(lender.driver, "unmap", flaky)
         steps(cache, engine, lambda: lender.lent_bytes == PAGE)
         assert failures == [0]
@@ -403,9 +404,7 @@ def test_what_has_lost_a_part_of_its_memory_is_not_used_again(
         unmapped.append(address)
 
     engine = an_engine()
-    with serving(lender, engine, block=64 * KIB, layers=4, keep=0) as cache:
-        engine.add(Request(40))
-        steps(cache, engine, lambda: engine.finished)
+    with idle(lender, engine, 40, block=64 * KIB, layers=4, keep=0) as cache:
         monkeypatch.setattr(lender.driver, "unmap", flaky)
         steps(cache, engine, lambda: lender.lent_bytes == 6 * PAGE)
         engine.add(Request(40))
@@ -469,20 +468,14 @@ def test_it_says_that_its_thread_has_ended(lender: Recalled, caplog: pytest.LogC
 def test_what_comes_after_the_end_is_released(lender: Recalled, monkeypatch: pytest.MonkeyPatch) -> None:
     """The broker answers a question when the cache has been closed. The pool stays open, and has nothing."""
     monkeypatch.setattr(cache_module, "CLOSE_SECONDS", 0.01)
-    answer, asked = threading.Event(), threading.Event()
-
-    def silent() -> None:
-        asked.set()
-        assert answer.wait(DEADLINE_SECONDS)
-
-    engine = an_engine()
+    silent, engine = Silent(), an_engine()
     with serving(lender, engine) as cache:
         lender.before_borrow = silent
         engine.add(Request(10))
-        steps(cache, engine, asked.is_set)
+        steps(cache, engine, silent.asked.is_set)
         cache.close()
         assert lender.lent_bytes == 0
-        answer.set()
+        silent.answer.set()
         until(lambda: not cache._threads[0].is_alive())
         assert lender.lent_bytes == 0
 

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 from tests.support.daemons import until
 from tests.support.fake_lender import PAGE
 from tests.support.sizes import MIB
-from tests.support.toy_engine import Request
+from tests.support.toy_engine import Request, ToyEngine
 from tests.support.toy_serving import BLOCKS, Recall, Recalled, an_engine, serving, step, steps
 
 from membroker.kv import ElasticCache, Layout, Strided
 from membroker.kv.balloon import Balloon
 from membroker.kv.state import CacheState
 from membroker.pool.pool import VirtualMemoryPool
+
+
+@contextmanager
+def busy(lender: Recalled, engine: ToyEngine, *, requests: int = 1, blocks: int = 20) -> Iterator[ElasticCache]:
+    """A cache whose engine runs these requests, which do not end by themselves."""
+    with serving(lender, engine, block=MIB) as cache:
+        for _ in range(requests):
+            engine.add(Request(blocks, decode_left=1 << 60))
+        steps(cache, engine, lambda: len(engine.running) == requests)
+        yield cache
 
 
 def test_free_pages_go_first(lender: Recalled) -> None:
@@ -34,10 +47,7 @@ def test_free_pages_go_first(lender: Recalled) -> None:
 
 def test_requests_are_preempted_and_finish_later(lender: Recalled) -> None:
     engine = an_engine()
-    with serving(lender, engine, block=MIB) as cache:
-        for _ in range(4):
-            engine.add(Request(6, decode_left=10_000))
-        steps(cache, engine, lambda: len(engine.running) == 4)
+    with busy(lender, engine, requests=4, blocks=6) as cache:
         recall = lender.recall(8 * PAGE)
         step(cache, engine)
         until(lambda: recall.answers)
@@ -66,9 +76,7 @@ def test_a_recall_may_come_at_once(lender: Recalled, monkeypatch: pytest.MonkeyP
 def test_without_preemption_it_is_answered_in_time(lender: Recalled) -> None:
     """The pages stay busy. The answer comes before the deadline, and the rest is kept."""
     engine = an_engine(preempts=False)
-    with serving(lender, engine, block=MIB) as cache:
-        engine.add(Request(20, decode_left=1 << 60))
-        steps(cache, engine, lambda: engine.running)
+    with busy(lender, engine) as cache:
         lent = lender.lent_bytes
         recall = lender.recall(8 * PAGE, seconds=1.0)
         steps(cache, engine, lambda: recall.answers)
@@ -92,9 +100,7 @@ def test_an_engine_at_rest(lender: Recalled) -> None:
 def test_an_engine_that_makes_no_step(lender: Recalled) -> None:
     """It hangs in a step. The recall is answered before the deadline, with nothing released."""
     engine = an_engine()
-    with serving(lender, engine, block=MIB) as cache:
-        engine.add(Request(20, decode_left=1 << 60))
-        steps(cache, engine, lambda: engine.running)
+    with busy(lender, engine):
         recall = lender.recall(6 * PAGE, seconds=1.0)
         until(lambda: recall.answers)
         assert recall.answered_at < recall.deadline
@@ -103,9 +109,7 @@ def test_an_engine_that_makes_no_step(lender: Recalled) -> None:
 
 def test_nothing_is_borrowed_meanwhile(lender: Recalled) -> None:
     engine = an_engine(preempts=False)
-    with serving(lender, engine, block=MIB) as cache:
-        engine.add(Request(10, decode_left=1 << 60))
-        steps(cache, engine, lambda: engine.running)
+    with busy(lender, engine, blocks=10) as cache:
         recall = lender.recall(6 * PAGE)
         step(cache, engine)
         grants = cache.stats().grants
@@ -121,10 +125,7 @@ def test_nothing_is_borrowed_meanwhile(lender: Recalled) -> None:
 def test_a_recall_that_is_raised(lender: Recalled) -> None:
     """The broker wants more before the first pages have gone. One answer, when all of it is released."""
     engine = an_engine()
-    with serving(lender, engine, block=MIB) as cache:
-        for _ in range(4):
-            engine.add(Request(6, decode_left=10_000))
-        steps(cache, engine, lambda: len(engine.running) == 4)
+    with busy(lender, engine, requests=4, blocks=6) as cache:
         recall = lender.recall(2 * PAGE)
         recall.size += 6 * PAGE
         assert lender.recall_callback is not None
@@ -203,9 +204,7 @@ def test_a_recall_that_is_open_at_the_end_is_answered(lender: Recalled, what: st
 def test_a_deadline_that_is_over(lender: Recalled, seconds: float) -> None:
     """It is answered at once, and what goes has gone a little later: no page is stuck between."""
     engine = an_engine()
-    with serving(lender, engine, block=MIB) as cache:
-        engine.add(Request(20, decode_left=1 << 60))
-        steps(cache, engine, lambda: engine.running)
+    with busy(lender, engine) as cache:
         recall = lender.recall(4 * PAGE, seconds=seconds)
         steps(cache, engine, lambda: recall.answers)
         for request in engine.running + engine.waiting:

@@ -1,13 +1,14 @@
-"""How a rank finds its scheduler: any other program of the same user can connect to it, too."""
+"""How a rank finds its scheduler, where any other program of the same user can connect; and how their lines end."""
 
 from __future__ import annotations
 
+import resource
 import socket
 import struct
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from multiprocessing import AuthenticationError, current_process
+from multiprocessing import AuthenticationError, Pipe, current_process
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_broker import Caller
 
+from membroker.kv.lines import hang_up
 from membroker.kv.rank import CONNECTIONS, _accept_scheduler
 
 STRANGERS = {
@@ -79,3 +81,21 @@ def test_a_second_scheduler_with_the_key_is_hung_up_on(listener: socket.socket) 
         Client(listener.getsockname(), "AF_UNIX", bytes(current_process().authkey))
     for connection in (*ours, *theirs):
         connection.close()
+
+
+def test_a_connection_is_ended_by_a_process_without_a_free_descriptor() -> None:
+    """An engine that has used up its descriptors must be able to end: a thread waits for this connection."""
+    ours, theirs = Pipe()
+    waits = threading.Thread(target=lambda: ours.poll(None), daemon=True)
+    waits.start()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        hang_up(ours)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    waits.join(DEADLINE_SECONDS)
+    assert not waits.is_alive()
+    assert theirs.poll(0)
+    ours.close()
+    theirs.close()

@@ -84,6 +84,14 @@ class Scene:
 
 
 @contextmanager
+def asleep(lender: Slept) -> Iterator[Scene]:
+    with scene(lender) as one:
+        one.cache.rest()
+        one.until_asleep()
+        yield one
+
+
+@contextmanager
 def scene(lender: Slept, *, caches: bool = False, **bounds: object) -> Iterator[Scene]:
     engine = an_engine(caches=caches)
     with VirtualMemoryPool(lender, WEIGHTS, PAGE) as weights, serving(lender, engine, **bounds) as cache:
@@ -234,9 +242,7 @@ def test_no_sleep_where_a_lone_request_would_pay_more_than_it_brings(
 ) -> None:
     """The last wake took a minute: it is idle for ten before it sleeps again. An operator's word does not ask."""
     clock = Clock(monkeypatch)
-    with scene(lender) as one:
-        one.cache.rest()
-        one.until_asleep()
+    with asleep(lender) as one:
         lender.capacity = PAGE
         one.ask(wake=True)
         until(lambda: "waits for memory: " in one.ask(wake=True).detail)
@@ -329,9 +335,7 @@ def test_a_request_waits_while_the_weights_go(lender: Slept) -> None:
 
 def test_it_wakes_when_there_is_memory(lender: Slept) -> None:
     """While the broker refuses, it says what it waits for. The scheduler's thread goes on."""
-    with scene(lender) as one:
-        one.cache.rest()
-        one.until_asleep()
+    with asleep(lender) as one:
         lender.capacity = PAGE
         assert one.ask(wake=True).state in ("asleep", "waking")
         until(lambda: "waits for memory: " in one.ask(wake=True).detail)
@@ -346,9 +350,7 @@ def test_it_wakes_when_there_is_memory(lender: Slept) -> None:
 def test_it_holds_nothing_that_it_cannot_use_for_long(lender: Slept, monkeypatch: pytest.MonkeyPatch) -> None:
     """The broker lends the weights, and not the first page of the cache. Another engine may wait for these."""
     monkeypatch.setattr(sleeper, "GIVE_WAY_SECONDS", 3.0)
-    with scene(lender) as one:
-        one.cache.rest()
-        one.until_asleep()
+    with asleep(lender) as one:
         lender.capacity = WEIGHTS
         one.ask(wake=True)
         until(lambda: lender.lent_bytes == WEIGHTS)
@@ -373,9 +375,7 @@ def test_it_holds_them_if_they_cannot_go_to_the_host(
         tried.append(True)
         raise error
 
-    with scene(lender) as one:
-        one.cache.rest()
-        one.until_asleep()
+    with asleep(lender) as one:
         monkeypatch.setattr(lender, "charge", refuse)
         lender.capacity = WEIGHTS
         one.ask(wake=True)
@@ -402,9 +402,7 @@ def test_weights_stay_if_the_host_has_no_room(lender: Slept) -> None:
 
 def test_it_says_that_it_can_wake_no_more(lender: Slept, caplog: pytest.LogCaptureFixture) -> None:
     """The pool of the weights was closed in its sleep. What waits for them ends, and an operator reads why."""
-    with scene(lender) as one:
-        one.cache.rest()
-        one.until_asleep()
+    with asleep(lender) as one:
         one.sleeper._weights.close()
         with pytest.raises(ClosedError), one.sleeper.awake():
             pass
@@ -412,9 +410,8 @@ def test_it_says_that_it_can_wake_no_more(lender: Slept, caplog: pytest.LogCaptu
         assert (answer.state, "can no longer sleep or wake: " in answer.detail) == ("unsupported", True)
     assert "can no longer sleep or wake: " in caplog.text
     caplog.clear()
-    with scene(lender) as one:
-        one.cache.rest()
-        one.until_asleep()
+    with asleep(lender):
+        pass
     assert not caplog.records
 
 
@@ -424,9 +421,7 @@ def test_a_sleeping_engine_ends_whose_session_is_unknown(lender: Slept) -> None:
     def unknown() -> None:
         raise SessionLost("the broker does not know this session")
 
-    with scene(lender) as one:
-        one.cache.rest()
-        one.until_asleep()
+    with asleep(lender) as one:
         lender.before_borrow = unknown
         one.cache.wake()
         one.sleeper.wake()
@@ -472,9 +467,7 @@ def test_a_cache_alone_can_sleep(lender: Slept) -> None:
 
 def test_what_uses_weights_wakes_it_and_keeps_it_awake(lender: Slept) -> None:
     """`awake` in any thread. And it ends with the sleeper."""
-    with scene(lender) as one:
-        one.cache.rest()
-        one.until_asleep()
+    with asleep(lender) as one:
         with one.sleeper.awake():
             assert one.sleeper.state == "awake"
             assert one.ask().state == "busy"

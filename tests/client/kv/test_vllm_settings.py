@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +16,7 @@ import pytest
 
 import membroker.kv.vllm
 from membroker import InvalidRequest
+from membroker.kv.vllm import last_line
 from membroker.kv.vllm.settings import (
     UNI,
     VllmSettings,
@@ -274,3 +278,53 @@ def test_the_package_is_imported_without_vllm() -> None:
     assert membroker.kv.vllm.__all__ == ["Membroker", "Worker"]
     with pytest.raises(AttributeError, match="no attribute 'Connector'"):
         membroker.kv.vllm.Connector
+
+
+# Which process says why an engine did not start
+
+ENGINE = """
+import multiprocessing
+from membroker import InvalidRequest
+from membroker.kv.vllm import last_line
+
+def engine():
+    last_line.begin()
+    last_line.tell(InvalidRequest("no"))
+
+if __name__ == "__main__":
+    last_line.begin()
+    process = multiprocessing.get_context("spawn").Process(target=engine)
+    process.start()
+    process.join()
+    print("and what vLLM says of it", flush=True)
+"""
+
+
+def test_a_server_that_another_program_with_vllm_starts_says_it_itself(tmp_path: Path) -> None:
+    """That program has the variable in its environment. The server's engine is a process of `multiprocessing`."""
+    file = tmp_path / "serve.py"
+    file.write_text(ENGINE)
+    others = os.memfd_create("membroker-last-line")
+    try:
+        done = subprocess.run(
+            [sys.executable, file],
+            env={**os.environ, last_line.VARIABLE: f"/proc/{os.getpid()}/fd/{others}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=True,
+        )
+        assert os.fstat(others).st_size == 0
+    finally:
+        os.close(others)
+    assert done.stdout.splitlines() == ["and what vLLM says of it", "membroker: no"]
+
+
+def test_a_file_that_is_none_of_it_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's process has ended, and another one has its pid: the variable leads to a file of that one."""
+    file = tmp_path / "data"
+    file.write_text("data")
+    with file.open() as opened:
+        monkeypatch.setenv(last_line.VARIABLE, f"/proc/{os.getpid()}/fd/{opened.fileno()}")
+        last_line.tell(InvalidRequest("no"))
+    assert file.read_text() == "data"

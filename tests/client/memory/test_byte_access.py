@@ -1,4 +1,4 @@
-"""A buffer as other code takes one: NumPy, DLPack, slices, `len`, and what pickle says."""
+"""A buffer as other code takes one: NumPy, DLPack, slices, `len`, what pickle says; and when its memory is released."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.fake_lender import PAGE, Lender
+from tests.support.garbage import collect
 
 from membroker.errors import ClosedError, InvalidRequest
 from membroker.memory.buffer import Buffer
@@ -97,3 +98,36 @@ def test_pickle_says_what_to_do(lender: Lender, make: Callable[[Lender], Any], c
     """It was "cannot pickle '_thread.lock' object"."""
     with make(lender) as made, pytest.raises(TypeError, match=r"belongs to this process .* attach\(\) a segment"):
         call(made)
+
+
+# In which thread its memory is released, and when
+
+
+def test_a_buffer_that_is_forgotten_is_given_back_and_one_that_was_closed_wakes_nobody() -> None:
+    """A worker that allocates and closes without a pause would wake its background thread each time, for nothing."""
+    lender = Lender()
+    buffer = Buffer(lender, "2MiB")
+    buffer.close()
+    del buffer
+    collect()
+    assert not lender.work
+    buffer = Buffer(lender, "2MiB")
+    del buffer
+    collect()
+    assert lender.lent_bytes == 2 << 20
+    (give_back,) = lender.work
+    give_back()
+    assert lender.lent_bytes == 0
+
+
+def test_a_buffer_that_is_garbage_together_with_its_lender_is_given_back() -> None:
+    """A worker object that knows both, and itself, is dropped: the memory may not wait for the end of the process."""
+    lender = Lender()
+    work, lent = lender.work, lender.lent
+    worker: dict[str, Any] = {"lender": lender, "buffer": Buffer(lender, "2MiB")}
+    worker["self"] = worker
+    del lender, worker
+    collect()
+    work.popleft()()
+    assert not lent
+    assert not work

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 
 import pytest
-from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.fake_lender import PAGE, Lender
 from tests.support.sizes import MIB
 from tests.support.threads import held_up, together
@@ -269,39 +266,3 @@ class TestThreads:
         together([partial(churn, number) for number in range(6)])
         pages = -(-buffer.size // PAGE)
         assert buffer.physical_usage_bytes == lender.lent_bytes == lender.used_bytes == pages * PAGE
-
-
-_FORKS = """
-import os
-from membroker import ClosedError, GrowableBuffer, LocalSource, SparseArray
-
-source = LocalSource("host")
-buffer = GrowableBuffer(source, 5, "64MiB", "2MiB")
-table = SparseArray(source, (1000, 4), "F32")
-buffer.view()[:] = b"hello"
-table.write(7, bytes(16))
-child = os.fork()
-if not child:
-    for call in (lambda: buffer.grow(1), buffer.view, lambda: table.read(7), lambda: table.write(8, bytes(16))):
-        try:
-            call()
-        except ClosedError:
-            continue
-        os._exit(1)
-    buffer.close()
-    table.close()
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-buffer.grow(3)
-assert bytes(buffer.view()) == b"hello" + bytes(3)
-table.write(8, b"x" * 16)
-assert table.read(7, 2) == bytes(16) + b"x" * 16
-"""
-
-
-def test_a_fork() -> None:
-    """A worker forks: the child's copies of both say whose they are, and the parent feels nothing of its end."""
-    done = subprocess.run(
-        [sys.executable, "-c", _FORKS], capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")

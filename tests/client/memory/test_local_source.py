@@ -106,12 +106,12 @@ def test_a_limit_is_kept(driver: FlakyDriver) -> None:
 
 def test_locations_have_limits_of_their_own(driver: FlakyDriver) -> None:
     with LocalSource(driver, limit=0, host_limit=PAGE) as source:
-        with VirtualMemoryPool(source, 4 * PAGE, PAGE) as pool, pytest.raises(OutOfMemory):
-            pool.allocate(0, 1)
-        with VirtualMemoryPool(source, 4 * PAGE, PAGE, "host") as pool:
-            pool.allocate(0, PAGE)
-            with pytest.raises(OutOfMemory):
-                pool.allocate(PAGE, PAGE)
+        for location, page in (("device", 0), ("host", PAGE)):
+            with VirtualMemoryPool(source, 4 * PAGE, PAGE, location) as pool:
+                if page:
+                    pool.allocate(0, PAGE)
+                with pytest.raises(OutOfMemory):
+                    pool.allocate(page, PAGE)
 
 
 def test_a_full_device(driver: FlakyDriver) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, until
@@ -52,10 +54,23 @@ class Held:
 
 
 @pytest.fixture
-def asked_ahead(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead_module, "LOOK_SECONDS", 0.02)
+
+
+@contextmanager
+def a_pool(lender: Lender, ahead: int = 4, *, is_ready: bool = True, **options: Any) -> Iterator[VirtualMemoryPool]:
+    """A pool that borrows ahead, and has done so."""
+    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=ahead, **options) as pool:
+        if is_ready:
+            until(lambda: spare(pool) == ahead)
+        yield pool
+
+
+@pytest.fixture
+def asked_ahead(lender: Lender, monkeypatch: pytest.MonkeyPatch, looks_often: None) -> Iterator[Held]:
     """The thread that borrows ahead, stopped while it asks."""
     held, borrow = Held(monkeypatch), lender.borrow
-    monkeypatch.setattr(ahead_module, "LOOK_SECONDS", 0.02)
 
     def slow(*args: object, ahead: bool = False, **options: object) -> None:
         if ahead:
@@ -70,8 +85,7 @@ def asked_ahead(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hel
 
 def test_pages_are_there_before_they_are_wanted(lender: Lender) -> None:
     """Taking some lets the thread borrow as many again; the lowest free addresses come first."""
-    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=4) as pool:
-        until(lambda: spare(pool) == 4)
+    with a_pool(lender) as pool:
         assert [pool.allocate_anywhere(PAGE) - pool.base_address for _ in range(3)] == [0, PAGE, 2 * PAGE]
         until(lambda: spare(pool) == 4)
         assert pool.stats().mapped_pages == 7
@@ -117,12 +131,10 @@ def looks_again(pool: VirtualMemoryPool) -> None:
 
 @pytest.mark.parametrize("call", [VirtualMemoryPool.trim, VirtualMemoryPool.offload])
 def test_what_releases_the_spare_pages_lets_it_rest(
-    lender: Lender, monkeypatch: pytest.MonkeyPatch, call: Callable[[VirtualMemoryPool], int]
+    lender: Lender, looks_often: None, call: Callable[[VirtualMemoryPool], int]
 ) -> None:
     """Until the next page is taken: the pool sleeps, or others need the memory."""
-    monkeypatch.setattr(ahead_module, "LOOK_SECONDS", 0.02)
-    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=4) as pool:
-        until(lambda: spare(pool) == 4)
+    with a_pool(lender) as pool:
         call(pool)
         looks_again(pool)
         assert lender.lent_bytes == 0
@@ -137,9 +149,8 @@ def a_hole(pool: VirtualMemoryPool) -> list[Move]:
     return [Move(4 * PAGE, 0, 2 * PAGE), Move(10 * PAGE, 2 * PAGE, 2 * PAGE)]
 
 
-def test_a_compaction_lets_it_rest(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compaction_lets_it_rest(lender: Lender, looks_often: None) -> None:
     """It borrows at the lowest free addresses, into which runs are to move."""
-    monkeypatch.setattr(ahead_module, "LOOK_SECONDS", 0.02)
     with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=4) as pool:
         moves = a_hole(pool)
         until(lambda: spare(pool) == 4)
@@ -152,7 +163,7 @@ def test_a_compaction_lets_it_rest(lender: Lender, monkeypatch: pytest.MonkeyPat
 
 def test_a_compaction_waits_for_pages_that_are_on_their_way(lender: Lender, asked_ahead: Held) -> None:
     """They lie in a hole. Ctrl-C ends the wait, because the broker may be away; then they come, and go back."""
-    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=4) as pool:
+    with a_pool(lender, is_ready=False) as pool:
         assert asked_ahead.began.wait(DEADLINE_SECONDS)
         moves = a_hole(pool)
         assert not asked_ahead.waited.is_set()
@@ -310,7 +321,7 @@ def test_shrink_undoes_a_grow_beside_pages_on_their_way(lender: Lender, asked_ah
 
 def test_what_another_page_refuses_is_refused_at_once(lender: Lender, asked_ahead: Held) -> None:
     """Pages on their way change nothing about a page that is allocated."""
-    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=4) as pool:
+    with a_pool(lender, is_ready=False) as pool:
         assert asked_ahead.began.wait(DEADLINE_SECONDS)
         pool.allocate(8 * PAGE, PAGE)
         with pytest.raises(AlreadyMapped):
@@ -320,7 +331,7 @@ def test_what_another_page_refuses_is_refused_at_once(lender: Lender, asked_ahea
 
 def test_ctrl_c_ends_the_wait(lender: Lender, asked_ahead: Held) -> None:
     """The broker may be away."""
-    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=4) as pool:
+    with a_pool(lender, is_ready=False) as pool:
         assert asked_ahead.began.wait(DEADLINE_SECONDS)
         asked_ahead.on_wait = lambda: signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
@@ -332,8 +343,7 @@ def test_ctrl_c_ends_the_wait(lender: Lender, asked_ahead: Held) -> None:
 
 def test_pages_that_are_asked_for_are_not_borrowed_again_at_once(lender: Lender) -> None:
     """Others need the memory."""
-    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=4) as pool:
-        until(lambda: spare(pool) == 4)
+    with a_pool(lender) as pool:
         assert pool._ahead is not None
         pool._holding.give_spare(PAGE, lambda _: False)
         assert not pool._ahead._pause
@@ -364,9 +374,8 @@ def test_auto_follows_the_busiest_moment(monkeypatch: pytest.MonkeyPatch) -> Non
     assert ahead.work_out() == 1
 
 
-def test_what_is_too_many_goes_back(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_too_many_goes_back(lender: Lender, looks_often: None) -> None:
     """When the busiest moment is over, without a wait for the device."""
-    monkeypatch.setattr(ahead_module, "LOOK_SECONDS", 0.02)
     with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead="auto") as pool:
         assert pool._ahead is not None
         pool._ahead.took(12, 0)
@@ -379,11 +388,9 @@ def test_what_is_too_many_goes_back(lender: Lender, monkeypatch: pytest.MonkeyPa
         lender.driver.before_synchronize = lambda: None
 
 
-def test_prepared_pages_are_no_surplus(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepared_pages_are_no_surplus(lender: Lender, looks_often: None) -> None:
     """They are kept until they are taken, beside those that are borrowed ahead."""
-    monkeypatch.setattr(ahead_module, "LOOK_SECONDS", 0.02)
-    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, ahead=4) as pool:
-        until(lambda: spare(pool) == 4)
+    with a_pool(lender) as pool:
         pool.allocate(32 * PAGE, PAGE)
         pool.prepare(16 * PAGE)
         looks_again(pool)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 
 import pytest
 from tests.support.fake_lender import PAGE, Lender, state
@@ -17,9 +21,12 @@ from membroker.errors import (
     InvalidPageSize,
     InvalidRequest,
     NotMapped,
+    OutOfMemory,
     OutOfVirtualMemory,
 )
+from membroker.memory.local_source import LocalSource
 from membroker.pool.pool import VirtualMemoryPool
+from membroker.vmm.driver import DriverError
 
 
 class TestSeed:
@@ -161,19 +168,247 @@ class TestThreads:
                 pool.allocate(0, 1)
         assert pool.physical_usage_bytes == 0
 
-    def test_racing_for_one_page(self, pool: VirtualMemoryPool) -> None:
-        """Many threads want the same page and give it back: exactly one has it at a time."""
-        owned = threading.Semaphore(1)
 
-        def churn() -> None:
-            for _ in range(100):
+# Several unconnected ranges by one request, release after a fence, and addresses that stay while pages come and go
+
+LAYERS = [(at * PAGE, PAGE) for at in (3, 13, 23, 33)]
+"""The same page of four tensors."""
+
+
+class Fence:
+    """An event that counts the waits for it, or fails as the device does."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.waits = 0
+        self.failure = failure
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        if self.failure is not None:
+            raise self.failure
+
+
+class TestAllocateRanges:
+    def test_far_more_than_there_is(self) -> None:
+        """8 TiB in two ranges: refused at once, before anything is made for each page."""
+        with LocalSource("host", limit="64MiB") as source, VirtualMemoryPool(source, "16TiB", PAGE) as pool:
+            with pytest.raises(OutOfMemory):
+                pool.allocate_ranges([(0, "4TiB"), (1 << 43, "4TiB")])
+            assert pool.physical_usage_bytes == 0
+
+    @pytest.mark.parametrize(
+        ("ranges", "error"),
+        [
+            ([(0, PAGE), (64 * PAGE, PAGE)], InvalidOffset),
+            ([(0, PAGE), (PAGE - 1, 1)], InvalidRequest),
+            ([(0, PAGE), (0, PAGE)], InvalidRequest),
+            ([(0, PAGE), (5 * PAGE, 0)], InvalidRequest),
+            ([(0, PAGE), 5], InvalidRequest),
+            ([(0, PAGE), (60 * PAGE, PAGE)], AlreadyMapped),
+        ],
+    )
+    def test_one_wrong_range(
+        self, pool: VirtualMemoryPool, lender: Lender, ranges: list[tuple[int, int]], error: type[Exception]
+    ) -> None:
+        pool.allocate(60 * PAGE, PAGE)
+        before = state(pool, lender)
+        with pytest.raises(error):
+            pool.allocate_ranges(ranges)
+        assert state(pool, lender) == before
+
+
+class TestDeallocateRanges:
+    def test_a_fence_that_fails(self, pool: VirtualMemoryPool, lender: Lender) -> None:
+        pool.allocate_ranges(LAYERS)
+        before = state(pool, lender)
+        for call in self.calls(pool, Fence(ValueError("the device is lost"))):
+            with pytest.raises(ValueError, match="the device is lost"):
+                call()
+            assert state(pool, lender) == before
+
+    def test_what_is_no_fence(self, pool: VirtualMemoryPool, lender: Lender) -> None:
+        pool.allocate_ranges(LAYERS)
+        before = state(pool, lender)
+        for call in self.calls(pool, 7):
+            with pytest.raises(InvalidRequest, match="synchronize"):
+                call()
+            assert state(pool, lender) == before
+
+    @staticmethod
+    def calls(pool: VirtualMemoryPool, fence: object) -> list[Callable[[], None]]:
+        return [
+            lambda: pool.deallocate(3 * PAGE, PAGE, after=fence),
+            lambda: pool.deallocate_ranges(LAYERS, after=fence),
+        ]
+
+    @pytest.mark.parametrize("wrong", [(40 * PAGE, PAGE), (3 * PAGE, 1)])
+    def test_one_wrong_range(self, pool: VirtualMemoryPool, lender: Lender, wrong: tuple[int, int]) -> None:
+        pool.allocate_ranges(LAYERS)
+        before = state(pool, lender)
+        with pytest.raises((NotMapped, InvalidRequest)):
+            pool.deallocate_ranges([*LAYERS, wrong])
+        assert state(pool, lender) == before
+
+    def test_the_driver_fails_half_way(
+        self, pool: VirtualMemoryPool, lender: Lender, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Two of four ranges are unmapped before the driver fails: those are free, and the others can be retried."""
+        pool.allocate_ranges(LAYERS)
+        unmap, left = lender.driver.unmap, [2]
+
+        def flaky(address: int, size: int) -> None:
+            if not left[0]:
+                raise DriverError("cuMemUnmap", "CUDA_ERROR_UNKNOWN", 999)
+            left[0] -= 1
+            unmap(address, size)
+
+        monkeypatch.setattr(lender.driver, "unmap", flaky)
+        with pytest.raises(DeviceFailure):
+            pool.deallocate_ranges(LAYERS)
+        assert [pool.is_mapped(offset) for offset, _ in LAYERS] == [False, False, True, True]
+        assert lender.lent_bytes == 2 * PAGE
+        monkeypatch.undo()
+        pool.deallocate_ranges(LAYERS[2:])
+        assert lender.lent_bytes == 0
+
+
+class TestAddresses:
+    def test_the_addresses_outlive_the_pool(self, lender: Lender) -> None:
+        with VirtualMemoryPool(lender, 64 * PAGE, PAGE) as pool:
+            span = pool.addresses(0, PAGE)
+            with pytest.raises(InvalidOffset):
+                pool.addresses(64 * PAGE, 1)
+        assert lender.holdings, "the addresses are reserved still"
+        del span
+        lender.settle()
+        assert not lender.holdings
+
+
+# Spare pages: a pool keeps released pages for its next allocation
+
+
+class TestSpare:
+    """Pages that stay mapped and charged while nobody uses them."""
+
+    @pytest.fixture
+    def keeping(self, lender: Lender) -> Iterator[VirtualMemoryPool]:
+        """A pool that keeps up to four spare pages, and everything that it asks of the lender counted."""
+        with VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=4) as pool:
+            yield pool
+
+    @pytest.mark.parametrize("spare_pages", [-1, -64, "4", 1.5, None, True])
+    def test_less_than_none(self, lender: Lender, spare_pages: int) -> None:
+        with pytest.raises(InvalidRequest, match="spare"):
+            VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=spare_pages)
+
+    def test_threads_race_for_one_spare_page(self, keeping: VirtualMemoryPool) -> None:
+        """Sixteen threads want the same page, again and again: exactly one gets it each time."""
+        for _ in range(50):
+            keeping.allocate(0, PAGE)
+            keeping.deallocate(0, PAGE)
+            won: list[int] = []
+
+            def race(won: list[int] = won) -> None:
+                with suppress(AlreadyMapped):
+                    won.append(keeping.allocate(0, PAGE))
+
+            together([race] * 16)
+            assert won == [keeping.base_address]
+            keeping.deallocate(0, PAGE)
+
+    @pytest.mark.parametrize("pages", [1, 2])
+    def test_what_another_call_is_about_to_use(self, keeping: VirtualMemoryPool, lender: Lender, pages: int) -> None:
+        """One thread waits for the page between two spare ones: nobody else gets those, and nobody trims them away."""
+        keeping.allocate(0, 5 * PAGE)
+        keeping.deallocate(0, 2 * PAGE)
+        keeping.deallocate(3 * PAGE, 2 * PAGE)
+        keeping._backing.spare_pages = 0
+        keeping.deallocate(2 * PAGE, PAGE)
+        keeping._backing.spare_pages = 4
+        with held_up(lender, lambda: keeping.allocate(0, 5 * PAGE)):
+            with pytest.raises(AlreadyMapped):
+                keeping.allocate(0, pages * PAGE)
+            with pytest.raises(AlreadyMapped):
+                keeping.allocate(3 * PAGE, pages * PAGE)
+            assert keeping.trim() == 0
+            assert not keeping.is_mapped(0)
+        assert all(keeping.is_mapped(page * PAGE) for page in range(5))
+        keeping.view(0, 5 * PAGE)[:] = bytes(5 * PAGE)
+        assert (keeping.stats().mapped_pages, keeping.stats().spare_pages) == (5, 0)
+
+    def test_trim_while_another_call_borrows(self, keeping: VirtualMemoryPool, lender: Lender) -> None:
+        """Elsewhere in the pool somebody waits for memory; what is given back here may be what he waits for."""
+        keeping.allocate(0, 4 * PAGE)
+        keeping.deallocate(0, 4 * PAGE)
+        with held_up(lender, lambda: keeping.allocate(8 * PAGE, 4 * PAGE)):
+            assert keeping.trim() == 4 * PAGE
+            assert lender.lent_bytes == 0
+        assert (keeping.stats().mapped_pages, keeping.stats().spare_pages) == (4, 0)
+
+    def test_allocate_while_another_call_trims(self, keeping: VirtualMemoryPool, lender: Lender) -> None:
+        """The trim waits for the device with a page in hand: that page is being changed, and then it is nobody's."""
+        keeping.allocate(0, 2 * PAGE)
+        keeping.deallocate(0, PAGE)
+        with held_up(lender, keeping.trim, at_the_device=True):
+            with pytest.raises(AlreadyMapped):
+                keeping.allocate(0, PAGE)
+            keeping.deallocate(PAGE, PAGE)
+            keeping.allocate(PAGE, PAGE)
+        assert not keeping.is_mapped(0)
+        keeping.allocate(0, PAGE)
+        assert (keeping.stats().mapped_pages, keeping.stats().spare_pages) == (2, 0)
+
+    @pytest.mark.parametrize("spare_pages", [0, 4])
+    def test_churn(self, keeping: VirtualMemoryPool, lender: Lender, spare_pages: int) -> None:
+        """Threads take, write, give back, prepare and trim on few pages: each owns what it has, and the sums agree."""
+        keeping._backing.spare_pages = spare_pages
+        owned = [threading.Semaphore(1) for _ in range(64)]
+
+        def churn(seed: int) -> None:
+            choose = random.Random(seed)
+            for _ in range(300):
+                first, count = choose.randrange(8), choose.choice((1, 1, 2, 3))
+                if choose.random() < 0.1:
+                    keeping.trim()
                 try:
-                    pool.allocate(0, PAGE)
+                    keeping.allocate(first * PAGE, count * PAGE)
                 except AlreadyMapped:
                     continue
-                assert owned.acquire(blocking=False)
-                owned.release()
-                pool.deallocate(0, PAGE)
+                for page in range(first, first + count):
+                    assert owned[page].acquire(blocking=False), "a page has two owners"
+                view = keeping.view(first * PAGE, count * PAGE)
+                view[:8] = b"%08d" % seed
+                assert bytes(view[:8]) == b"%08d" % seed
+                view.release()
+                del view
+                for page in range(first, first + count):
+                    owned[page].release()
+                keeping.deallocate(first * PAGE, count * PAGE)
 
-        together([churn] * 8)
-        assert pool.physical_usage_bytes == 0
+        together([partial(churn, seed) for seed in range(6)])
+        stats = keeping.stats()
+        assert stats.mapped_pages == stats.spare_pages <= spare_pages
+        assert lender.lent_bytes == stats.physical_usage_bytes
+        assert keeping.trim() == stats.physical_usage_bytes
+        assert lender.used_bytes == 0
+
+
+def test_a_driver_that_fails_keeps_spare_pages(lender: Lender) -> None:
+    """They are asked for on a device that computes. A closed pool has none to give."""
+    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=4) as pool:
+        pool._backing._is_never_busy = False
+        pool.prepare(2 * PAGE)
+        unmap = lender.driver.unmap
+
+        def stuck(address: int, size: int) -> None:
+            lender.driver.lost = True
+            lender.driver._check_alive("cuMemUnmap")
+
+        lender.driver.unmap = stuck  # type: ignore[method-assign]
+        with pytest.raises(DeviceFailure):
+            pool._holding.give_spare(64 * PAGE, lambda _: True)
+        lender.driver.unmap, lender.driver.lost = unmap, False  # type: ignore[method-assign]
+        assert pool.stats().spare_pages == 2
+        pool._holding.give_spare(64 * PAGE, lambda _: True)
+        assert pool.stats().spare_pages == 0
+    pool._holding.give_spare(PAGE, lambda _: True)

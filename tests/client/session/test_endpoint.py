@@ -203,32 +203,27 @@ class TestDevices:
             endpoint.find_device(name, env)
 
     def test_two_of_one_number(self, env: dict[str, str], place: Path) -> None:
-        """A GPU and a device of the host driver: the one that lives is meant, and of two living ones neither."""
-        twin = place / "membroker" / "host"
+        """A GPU and a device of the host driver: the one that lives is meant, and of two living ones neither.
+
+        A device's directory is its default endpoint. A pipe in the place of a number is not waited for.
+        """
+        twin, card = place / "membroker" / "host", place / "membroker" / "gpu-1234abcd"
+        assert endpoint.find_endpoint(twin, env) == twin / "tenants" / "default"
+        assert endpoint.find_endpoint(twin / "admin", env) == twin / "admin"
+        os.mkfifo(twin / "index")
+        with pytest.raises(BrokerUnavailable):
+            endpoint.find_device("5", env)
+        (twin / "index").unlink()
         (twin / "index").write_text("0\n")
-        with listening(place / "membroker" / "gpu-1234abcd" / "tenants" / "red" / "handoff.sock"):
-            assert endpoint.find_device("0", env).name == "gpu-1234abcd"
+        assert endpoint.living_devices(env) == []
+        with listening(card / "tenants" / "red" / "handoff.sock"):
+            assert endpoint.living_devices(env) == [card]
+            assert endpoint.find_device("0", env) == card
             with (
                 listening(twin / "tenants" / "red" / "handoff.sock"),
                 pytest.raises(InvalidRequest, match=r"^2 devices .* 0: .*--endpoint"),
             ):
                 endpoint.find_device("0", env)
-
-    def test_a_pipe_in_the_place_of_its_number(self, env: dict[str, str], place: Path) -> None:
-        """Nobody is waited for."""
-        os.mkfifo(place / "membroker" / "host" / "index")
-        with pytest.raises(BrokerUnavailable):
-            endpoint.find_device("5", env)
-
-    def test_those_that_live(self, env: dict[str, str], place: Path) -> None:
-        assert endpoint.living_devices(env) == []
-        with listening(place / "membroker" / "host" / "tenants" / "red" / "handoff.sock"):
-            assert endpoint.living_devices(env) == [place / "membroker" / "host"]
-
-    def test_a_devices_directory_is_its_default_endpoint(self, env: dict[str, str], place: Path) -> None:
-        device = place / "membroker" / "host"
-        assert endpoint.find_endpoint(device, env) == device / "tenants" / "default"
-        assert endpoint.find_endpoint(device / "admin", env) == device / "admin"
 
 
 class TestDiagnosis:

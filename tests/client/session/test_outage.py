@@ -81,20 +81,6 @@ class TestOutage:
         one.close()
         assert list(broker.hear("release").release.extent_ids) == [extent_id]
 
-    def test_again_and_again(self, broker: PlayedBroker, client: Client) -> None:
-        """A daemon in a crash loop: a call outlives five of them."""
-        caller = Caller(lambda: model(client).allocate(PAGE))
-        ids = [broker.hear("allocate").request_id]
-        for _ in range(5):
-            broker.hang_up()
-            broker.resume()
-            ids.append(broker.hear("allocate").request_id)
-        assert ids == sorted(set(ids))
-        broker.hang_up()
-        broker.resume()
-        broker.lend()
-        assert caller.value().size == PAGE
-
     def test_nobody_calls(self, broker: PlayedBroker, client: Client, caplog: pytest.LogCaptureFixture) -> None:
         """A worker computes for hours: its session is taken up again all the same, with two lines in the log."""
         one, extent_id = buffer(broker, client)

@@ -149,23 +149,17 @@ class TestCallsInFlight:
         broker.hang_up()
         assert sorted(broker.resume().extent_ids) == ids
 
-    def test_refused_at_the_second_time(self, broker: PlayedBroker, client: Client) -> None:
-        """Another tenant was quicker after the restart: the refusal is the call's."""
+    @pytest.mark.parametrize("first", ["", "STOPPING"])
+    def test_refused_at_the_second_time(self, broker: PlayedBroker, client: Client, first: str) -> None:
+        """The old daemon took nothing new in its last second, or died. Another tenant was quicker after the restart."""
         caller = Caller(lambda: model(client).allocate(PAGE))
-        broker.hear("allocate")
+        request_id = broker.hear("allocate").request_id
+        if first:
+            broker.refuse(request_id, first)
         broker.hang_up()
         broker.resume()
         broker.refuse(broker.hear("allocate").request_id, "MODEL_LIMIT")
         assert isinstance(caller.end().error, membroker.OutOfMemory)
-
-    def test_refused_because_it_stops(self, broker: PlayedBroker, client: Client) -> None:
-        """An upgrade: the old daemon takes nothing new in its last second, and the call is for the new one."""
-        caller = Caller(lambda: model(client).allocate(PAGE))
-        broker.refuse(broker.hear("allocate").request_id, "STOPPING")
-        broker.hang_up()
-        broker.resume()
-        broker.lend()
-        assert caller.value().size == PAGE
 
     def test_a_segment_is_attached_anew(self, broker: PlayedBroker, client: Client) -> None:
         """It had arrived, and its answer not."""

@@ -202,25 +202,6 @@ class TestByGrpc:
         broker.hang_up()
         assert list(broker.resume().extent_ids) == ids
 
-    def test_given_back_during_the_outage(self, broker: PlayedBroker, client: Client, service: PlayedService) -> None:
-        """By omission, as on the handoff; what is released later is said on the handoff socket, and answered."""
-        ids: list[int] = []
-        service.answers["AllocateExtents"] = self.allocation(broker, ids)
-        one, two = model(client).allocate(PAGE), model(client).allocate(PAGE)
-        service.stop()
-        broker.die()
-        until(lambda: is_away(client))
-        one.close()
-        broker.listen()
-        assert list(broker.resume().extent_ids) == ids[1:]
-        until(lambda: not is_away(client))
-        caller = Caller(two.close)
-        release = broker.hear("release")
-        assert list(release.release.extent_ids) == ids[1:]
-        assert caller.is_alive()
-        broker.reply(release.request_id, release=broker_pb2.ReleaseExtentsResponse())
-        caller.value()
-
     def test_a_release_ends_before_the_holds(
         self, broker: PlayedBroker, client: Client, service: PlayedService
     ) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.client.session.taking import Begun, Pair, Slow, Taker, allocate, attach, granted
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.fake_broker import Caller, PlayedEnd
-from tests.support.processes import ends, heard, is_settled, worker
+from tests.support.processes import is_settled
 
 import membroker
 from membroker.v1 import broker_pb2
@@ -191,25 +191,3 @@ def test_a_session_goes_on_counting_after_an_outage(daemon: Daemon) -> None:
         for one in kept:
             one.close()
         until(lambda: is_settled(daemon))
-
-
-def test_borrowing_needs_no_grpc(daemon: Daemon) -> None:
-    """A worker registers, borrows and leaves without a gRPC channel, whose import takes a tenth of a second."""
-    script = """
-client = connect()
-model = client.register_model("m", limit="8MiB", exclusive=True)
-assert (model.limit, model.name) == (8 << 20, "m")
-with model.pool(page_size=PAGE) as pool:
-    pool.allocate(0, 2 * PAGE)
-model.unregister()
-try:
-    model.allocate(1)
-except membroker.ModelNotFound:
-    say("left")
-client.close()
-say(sorted(name for name in sys.modules if name == "grpc" or name.startswith("grpc.")))
-"""
-    with worker(script, daemon, "handoff") as process:
-        assert heard(process) == "left"
-        assert heard(process) == "[]"
-        ends(process)

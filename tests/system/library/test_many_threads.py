@@ -1,6 +1,6 @@
 """Many threads share one client, as the handlers of a web service do: more than the broker lets a session have calls.
 
-Those that would be too many wait in front of the broker, the oldest first (`tests/client/session/test_places.py`).
+Those that would be too many wait in front of the broker, the oldest first (`test_calls_in_front.py`).
 """
 
 from __future__ import annotations

@@ -48,6 +48,31 @@ def model(client: Client) -> Model:
     return client.register_model("m")
 
 
+def filled(model: Model, pages: int) -> membroker.VirtualMemoryPool:
+    """Return a pool whose last page begins with a word."""
+    pool = model.pool(page_size=PAGE)
+    pool.allocate(0, pages * PAGE)
+    fill(pool, (pages - 1) * PAGE, b"last")
+    return pool
+
+
+def is_whole(pool: membroker.VirtualMemoryPool, pages: int) -> bool:
+    return bytes(pool.view((pages - 1) * PAGE, 4)) == b"last"
+
+
+def room_for(pool: membroker.VirtualMemoryPool, model: Model, name: str = "s") -> membroker.Segment:
+    """Return a segment at the host that the pool fits into."""
+    return model.create_segment(name, pool.offload_size(), "host")
+
+
+def offloaded(model: Model, pages: int = 4) -> tuple[membroker.VirtualMemoryPool, membroker.Segment]:
+    """Return a pool, and the segment to which it was offloaded."""
+    pool = filled(model, pages)
+    segment = room_for(pool, model)
+    pool.offload(to=segment)
+    return pool, segment
+
+
 class TestSegments:
     def test_another_worker_goes_on_where_one_was_killed(self, daemon: Daemon, transport: str) -> None:
         """What is in a segment outlives its writer: the bytes are at the same offsets of another process's pool."""
@@ -96,7 +121,7 @@ wait()
         fill(pool, 0, random_bytes(6 * PAGE))
         every = range(0, 6 * PAGE, PAGE)
         before = digest(pool, *every)
-        segment = model.create_segment("s", pool.offload_size(), "host")
+        segment = room_for(pool, model)
         pool.offload(to=segment)
         assert model.stats().books["host"].declared_bytes == 0
         segment.delete()
@@ -113,7 +138,7 @@ wait()
             small = model.create_segment("small", 2 * PAGE, "host")
             with pytest.raises(InvalidRequest):
                 pool.offload(to=small)
-            sealed = model.create_segment("sealed", pool.offload_size(), "host")
+            sealed = room_for(pool, model, "sealed")
             with pytest.raises(InvalidRequest, match="device"):
                 pool.offload(to=model.create_segment("wrong", pool.offload_size()))
             sealed.seal()
@@ -124,7 +149,7 @@ wait()
             with pytest.raises(InvalidRequest):
                 pool.offload(to=theirs)
             assert sizes(pool) == (2, 0)
-            closed = model.create_segment("closed", pool.offload_size(), "host")
+            closed = room_for(pool, model, "closed")
             closed.close()
             with pytest.raises(ClosedError):
                 pool.offload(to=closed)
@@ -162,7 +187,7 @@ wait()
     def test_a_pool_of_nothing(self, client: Client, model: Model) -> None:
         """A worker that waits for the segment of a pool without pages gets an error at once, and waits for no seal."""
         pool = model.pool(page_size=PAGE)
-        with model.create_segment("s", pool.offload_size(), "host") as segment:
+        with room_for(pool, model) as segment:
             assert pool.offload(to=segment) == 0
             assert not segment.writable
             with client.attach("m/s", timeout=DEADLINE_SECONDS) as attached:
@@ -174,11 +199,7 @@ wait()
 
     def test_the_place_is_taken(self, model: Model) -> None:
         """A page of the range is in use, or offloaded: nothing has changed. Then it is freed, and all comes."""
-        pool, other = model.pool(page_size=PAGE, spare_pages=2), model.pool(page_size=PAGE)
-        other.allocate(0, 4 * PAGE)
-        fill(other, 3 * PAGE, b"last")
-        segment = model.create_segment("s", other.offload_size(), "host")
-        other.offload(to=segment)
+        pool, (_, segment) = model.pool(page_size=PAGE, spare_pages=2), offloaded(model)
         pool.allocate(3 * PAGE, PAGE)
         with pytest.raises(AlreadyMapped):
             pool.restore_from(segment)
@@ -190,17 +211,14 @@ wait()
         pool.deallocate(3 * PAGE, PAGE)
         assert pool.stats().spare_pages == 1
         assert pool.restore_from(segment) == 4 * PAGE
-        assert bytes(pool.view(3 * PAGE, 4)) == b"last"
+        assert is_whole(pool, 4)
         segment.delete()
 
     def test_a_new_pool_borrows_ahead(self, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
         """What the library borrows at the segment's offsets meanwhile is in nobody's way."""
         began, waited, wait = threading.Event(), threading.Event(), Condition.wait
         model = client.register_model("m", virtual_capacity="1GiB")
-        first = model.pool(page_size=PAGE)
-        first.allocate(0, 4 * PAGE)
-        segment = model.create_segment("s", first.offload_size(), "host")
-        first.offload(to=segment)
+        _, segment = offloaded(model)
         pool = model.pool(page_size=PAGE, ahead=8)
         source, borrow = pool._backing._source, pool._backing._source.borrow
 
@@ -223,11 +241,7 @@ wait()
     def test_no_room_to_come_back(self, client: Client) -> None:
         """What has not come back is the new pool's, offloaded, and lies in the segment until there is room."""
         model = client.register_model("small", limit="8MiB")
-        first = model.pool(page_size=PAGE)
-        first.allocate(0, 4 * PAGE)
-        fill(first, 3 * PAGE, b"last")
-        segment = model.create_segment("s", first.offload_size(), "host")
-        first.offload(to=segment)
+        first, segment = offloaded(model)
         segment.delete()
         pool = model.pool(page_size=PAGE)
         with model.allocate(PAGE):
@@ -238,16 +252,14 @@ wait()
         segment.close()
         first.close()
         assert pool.restore() == 2 * PAGE
-        assert bytes(pool.view(3 * PAGE, 4)) == b"last"
+        assert is_whole(pool, 4)
 
     def test_a_pool_that_is_not_offloaded_to_the_end_leaves_its_segment_unsealed(
         self, client: Client, model: Model
     ) -> None:
         """Nobody else can take half of a pool for all of it; the worker itself has every byte."""
-        pool = model.pool(page_size=PAGE)
-        pool.allocate(0, 8 * PAGE)
-        fill(pool, 7 * PAGE, b"last")
-        segment = model.create_segment("s", pool.offload_size(), "host")
+        pool = filled(model, 8)
+        segment = room_for(pool, model)
         with pytest.raises(ZeroDivisionError):
             pool.offload(to=segment, progress=lambda *_: 1 / 0)
         assert segment.writable
@@ -256,15 +268,13 @@ wait()
         assert offloaded
         segment.close()
         assert pool.restore() == offloaded * PAGE
-        assert bytes(pool.view(7 * PAGE, 4)) == b"last"
+        assert is_whole(pool, 8)
         until(lambda: not client.segments())
 
     def test_a_living_view_of_the_segment(self, model: Model) -> None:
         """It would refuse the seal, when all has been copied: so it is told before. Without it the same call goes."""
-        pool = model.pool(page_size=PAGE)
-        pool.allocate(0, 4 * PAGE)
-        fill(pool, 0, b"first")
-        segment = model.create_segment("s", pool.offload_size(), "host")
+        pool = filled(model, 4)
+        segment = room_for(pool, model)
         view = segment.view()
         with pytest.raises(BufferError):
             pool.offload(to=segment)
@@ -277,10 +287,8 @@ wait()
 
     def test_a_view_that_is_taken_meanwhile(self, model: Model) -> None:
         """The seal is refused, and everything is in the segment: who lets the view go seals it himself."""
-        pool = model.pool(page_size=PAGE)
-        pool.allocate(0, 4 * PAGE)
-        fill(pool, 0, b"first")
-        segment = model.create_segment("s", pool.offload_size(), "host")
+        pool = filled(model, 4)
+        segment = room_for(pool, model)
         views: list[memoryview] = []
         with pytest.raises(BufferError):
             pool.offload(to=segment, progress=lambda *_: views.append(segment.view()))
@@ -288,7 +296,7 @@ wait()
         views.clear()
         segment.seal()
         assert pool.restore() == 4 * PAGE
-        assert bytes(pool.view(0, 5)) == b"first"
+        assert is_whole(pool, 4)
 
     def test_what_lies_in_a_segment_is_not_written_over(
         self, model: Model, random_bytes: Callable[[int], bytes]
@@ -300,7 +308,7 @@ wait()
         fill(pool, 0, random_bytes(12 * PAGE))
         every = range(0, 12 * PAGE, PAGE)
         before = digest(pool, *every)
-        segment = model.create_segment("s", pool.offload_size(), "host")
+        segment = room_for(pool, model)
         with pytest.raises(ZeroDivisionError):
             pool.offload(to=segment, progress=lambda *_: 1 / 0)
         mapped, offloaded = sizes(pool)

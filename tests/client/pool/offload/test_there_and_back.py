@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from tests.client.pool.offload.pages import PAGES, digest, fill, pinned_bytes, sizes
@@ -11,7 +17,8 @@ from tests.support.fake_lender import PAGE, Lender
 from tests.support.garbage import collect
 from tests.support.sizes import MIB
 
-from membroker.errors import ClosedError
+from membroker.dlpack import export
+from membroker.errors import ClosedError, DeviceFailure, InvalidRequest, NotMapped, Offloaded
 from membroker.pool import offload
 from membroker.pool.pool import VirtualMemoryPool
 from membroker.vmm import libc as _libc
@@ -159,3 +166,123 @@ class TestAnOffloadedPage:
             collect()
             lender.settle()
             assert lender.declared_bytes == pinned_bytes(lender) == lender.lent_bytes == 0
+
+
+# Under living views: a captured graph, or a tensor in a module, is there again after `restore`
+
+
+def test_a_view_is_the_same_after_it(
+    pool: VirtualMemoryPool, lender: Lender, random_bytes: Callable[[int], bytes]
+) -> None:
+    """The page's promise is that tensors stay valid; `tensor` of any page blocked `offload` until it was gone."""
+    pool.allocate(0, PAGES * PAGE)
+    data = random_bytes(PAGES * PAGE)
+    pool.view(0, len(data))[:] = data
+    view, exported = pool.view(0, 3 * PAGE), export(pool, "U8", (PAGE,), 5 * PAGE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    with pytest.raises(BufferError, match="2 views"):
+        pool.offload()
+    assert pool.offload(despite_views=True) == len(data)
+    assert lender.lent == {}
+    with pytest.raises(Offloaded):
+        pool.view(0, 1)
+    pool.restore()
+    assert ctypes.addressof(ctypes.c_char.from_buffer(view)) == address
+    assert bytes(view) == data[: 3 * PAGE]
+    assert bytes(pool.view(5 * PAGE, PAGE)) == data[5 * PAGE : 6 * PAGE]
+    with pytest.raises(BufferError, match="1 view"):
+        pool.deallocate(5 * PAGE, PAGE)
+    del view, exported
+
+
+def test_a_pool_that_is_closed_meanwhile(pool: VirtualMemoryPool, lender: Lender) -> None:
+    """Its addresses stay until the view is gone, so nothing else comes to lie there; its bytes are dropped then."""
+    pool.allocate(0, 2 * PAGE)
+    view = pool.view(0, PAGE)
+    pool.offload(despite_views=True)
+    pool.close()
+    assert lender.holdings
+    del view
+    lender.settle()
+    assert not lender.holdings
+
+
+def test_an_access_meanwhile_ends_the_process() -> None:
+    """As the docstring says: it never reads what another program has there."""
+    script = f"""
+from tests.support.fake_lender import PAGE, Lender
+from membroker.pool.pool import VirtualMemoryPool
+pool = VirtualMemoryPool(Lender(), {PAGES} * PAGE, PAGE)
+pool.allocate(0, PAGE)
+view = pool.view(0, PAGE)
+pool.offload(despite_views=True)
+print(view[0])
+"""
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": "."})
+    assert (done.returncode, done.stdout) == (-signal.SIGSEGV, b"")
+
+
+# What cannot be offloaded is refused before anything has changed
+
+
+def test_the_host_has_no_memory_to_pin(
+    pool: VirtualMemoryPool, lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second block is refused by the driver: the first is freed, and nothing is declared."""
+    pin = lender.driver.pin
+
+    def scarce(size: int) -> int:
+        if pinned_bytes(lender):
+            raise DriverError("cuMemHostRegister", "CUDA_ERROR_OUT_OF_MEMORY", 2)
+        return pin(size)
+
+    monkeypatch.setattr(lender.driver, "pin", scarce)
+    pool.allocate(0, 6 * PAGE)
+    with pytest.raises(DeviceFailure, match="cuMemHostRegister"):
+        pool.offload()
+    assert sizes(pool) == (6, 0)
+    assert lender.declared_bytes == pinned_bytes(lender) == 0
+
+
+def test_a_pool_of_the_hosts_memory(lender: Lender) -> None:
+    with VirtualMemoryPool(lender, PAGES * PAGE, PAGE, location="host") as pool:
+        pool.allocate(0, PAGE)
+        with pytest.raises(InvalidRequest):
+            pool.offload()
+
+
+@pytest.mark.parametrize(("offset", "size"), [(-1, 1), (PAGES * PAGE, None), (0, PAGES * PAGE + 1), (0, 0)])
+def test_ranges_outside(pool: VirtualMemoryPool, offset: int, size: int | None) -> None:
+    for call in (pool.offload, pool.restore):
+        with pytest.raises(InvalidRequest):
+            call(offset, size)
+
+
+@pytest.mark.parametrize(("words", "message"), [({"progress": True}, "progress"), ({"to": "llama/kv"}, "'llama/kv'")])
+def test_words_that_are_none(pool: VirtualMemoryPool, words: dict[str, Any], message: str) -> None:
+    """As other libraries take them: a bar that is to be shown, a segment by its name. Nothing is copied."""
+    pool.allocate(0, 4 * PAGE)
+    with pytest.raises(InvalidRequest, match=message):
+        pool.offload(**words)
+    assert sizes(pool) == (4, 0)
+    segment = words.get("to", "llama/kv")
+    with pytest.raises(InvalidRequest, match=message):
+        pool.restore_from(segment, progress=words.get("progress"))
+
+
+def test_another_call_is_at_a_page(pool: VirtualMemoryPool, lender: Lender) -> None:
+    """While one thread offloads, no other takes its pages away, brings them back, or offloads them again."""
+    pool.allocate(0, 8 * PAGE)
+    refused: list[str] = []
+
+    def disturb(done: int, total: int) -> None:
+        for call in (pool.offload, pool.restore, lambda: pool.deallocate(0, 8 * PAGE), lambda: pool.view(0, 1)):
+            try:
+                call()
+            except NotMapped as error:
+                refused.append(str(error))
+
+    pool.offload(progress=disturb)
+    assert len(refused) == 4 * 4 - 1  # when the last chunk has gone there is nothing left to offload
+    assert all("another call" in told or "is offloaded" in told for told in refused)
+    assert sizes(pool) == (0, 8)

@@ -9,8 +9,8 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,24 @@ from membroker.vmm import AccessFlags, DriverError, DriverLimit, Location, open_
 from membroker.vmm import libc as _libc
 from membroker.vmm.host.driver import GRANULARITY, HostDriver
 from membroker.vmm.mappings import MARGIN, mapping_count
+
+
+@contextmanager
+def descriptors_limited(most: int) -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def two_extents(driver: HostDriver, pages: int) -> int:
+    """Return addresses with an extent at the first and at the second page, to which no access is given yet."""
+    address = driver.reserve(pages * GRANULARITY)
+    for number in range(2):
+        driver.map(address + number * GRANULARITY, driver.create(GRANULARITY))
+    return address
 
 
 def links() -> list[str]:
@@ -103,9 +121,7 @@ def test_extents_are_found_by_their_name_in_proc(driver: HostDriver) -> None:
 
 
 def test_a_view_shows_the_mapped_bytes_across_mappings(driver: HostDriver) -> None:
-    address = driver.reserve(2 * GRANULARITY)
-    for number in range(2):
-        driver.map(address + number * GRANULARITY, driver.create(GRANULARITY))
+    address = two_extents(driver, 2)
     driver.set_access(address, 2 * GRANULARITY, AccessFlags.READ_WRITE)
     view = driver.view(address + GRANULARITY - 2, 4)
     view[:] = b"both"
@@ -114,9 +130,7 @@ def test_a_view_shows_the_mapped_bytes_across_mappings(driver: HostDriver) -> No
 
 
 def test_a_view_is_as_weak_as_its_weakest_mapping(driver: HostDriver) -> None:
-    address = driver.reserve(3 * GRANULARITY)
-    for number in range(2):
-        driver.map(address + number * GRANULARITY, driver.create(GRANULARITY))
+    address = two_extents(driver, 3)
     driver.set_access(address, GRANULARITY, AccessFlags.READ_WRITE)
     with pytest.raises(DriverError, check=named("EACCES")):
         driver.view(address, GRANULARITY + 1)
@@ -140,9 +154,7 @@ def test_access_is_set_on_whole_mappings_only(driver: HostDriver) -> None:
 
 
 def test_access_that_fails_half_way_is_as_before(driver: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    address = driver.reserve(2 * GRANULARITY)
-    for number in range(2):
-        driver.map(address + number * GRANULARITY, driver.create(GRANULARITY))
+    address = two_extents(driver, 2)
     real = _libc.mprotect
 
     def second_fails(place: int, size: int, protection: int) -> None:
@@ -203,10 +215,7 @@ def test_too_few_watches_is_a_limit_with_a_name(
 
 def test_too_few_descriptors_is_a_limit_with_a_name(driver: HostDriver) -> None:
     handle = driver.create(GRANULARITY)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with ExitStack() as stack:
-        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    with descriptors_limited(3):
         for call in (partial(driver.create, GRANULARITY), partial(driver.export, handle)):
             with pytest.raises(DriverLimit, match="RLIMIT_NOFILE"):
                 call()
@@ -217,12 +226,8 @@ def test_a_table_that_cannot_be_made_leaves_no_inotify_instance(driver: HostDriv
     """One descriptor is left, and a driver needs two before its first extent."""
     before, lowest = descriptors(), os.dup(0)
     os.close(lowest)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with ExitStack() as stack:
-        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, hard))
-        with pytest.raises(DriverLimit, check=named("EMFILE")):
-            driver.survivors()
+    with descriptors_limited(lowest + 1), pytest.raises(DriverLimit, check=named("EMFILE")):
+        driver.survivors()
     assert descriptors() == before
 
 
