@@ -248,6 +248,7 @@ def test_memory_that_is_kept_for_nobody_is_told_and_can_be_freed(daemon: Daemon,
         assert (books.reserved_bytes, books.guarantee_shortfall_bytes) == (192 * MIB, 0)
         reload(daemon)
     red.close()
+    until(lambda: not daemon.sessions())
     admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": 128 * MIB, "limit_bytes": 200 * MIB})
     said = reload(daemon, tenants={"blue": {}})
     assert "memory is kept for a tenant that is not configured" in said

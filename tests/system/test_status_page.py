@@ -250,7 +250,7 @@ def test_a_browser_draws_it(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     complaints = [line for line in done.stderr.splitlines() if "CONSOLE" in line or "Content Security" in line]
     assert complaints == []
-    if printed.exists():
+    if not os.environ.get("MEMBROKER_REWRITE"):
         colours = {tuple(map(float, one.split())) for one in re.findall(rb"([\d.]+ [\d.]+ [\d.]+) rg", _drawn(printed))}
         found = {tuple(round(part * 255) for part in colour) for colour in colours}
         assert found >= {(0x3B, 0x76, 0xB5), (0xE0, 0x8A, 0x2C), (0x4A, 0x9A, 0x5B)}, "the tenants' colours"
