@@ -68,11 +68,15 @@ class Sleeping:
 
 
 def bounded(status: SleepStatus) -> SleepStatus:
-    """Return what a session says, without what cannot be."""
+    """Return what a session says, without what cannot be or what this broker does not know: a copy.
+
+    It is kept and shown, and what is unknown or too long in it, or in the frame around it, could be 64 KiB.
+    """
+    status.DiscardUnknownFields()
     for name in ("cache_bytes", "weight_bytes", "needed_bytes"):
         setattr(status, name, max(0, getattr(status, name)))
     for field, value in status.ListFields():
         if field.name.endswith("_ms"):
             setattr(status, field.name, min(max(0, value), MOST_MS))
     status.detail = status.detail[:MAX_DETAIL]
-    return status
+    return SleepStatus.FromString(status.SerializeToString())
