@@ -3,7 +3,8 @@
 `python -m benchmarks.load.core COUNT [guaranteed]` prints the times of one extent as JSON, so that the core of another
 tree can be measured by the same lines, in a process of its own. Without `guaranteed` it must use nothing that an older
 core lacks. `python -m benchmarks.load.core COUNT waits` prints how long the first release takes beside so many waiting
-models of 16 tenants, and each of all others that grant them.
+models of 16 tenants, and each of all others that grant them. With `recalls` all that is lent can be recalled from one
+moment on: the step of that moment comes before, and there are 64 releases.
 """
 
 from __future__ import annotations
@@ -84,15 +85,23 @@ def extent_times(count: int, *, guaranteed: bool = False) -> array[int]:
     return times
 
 
-def wait_times(models: int) -> array[int]:
-    """Return how long each release takes that is enough for one of many requests, each of another model."""
+def wait_times(models: int, *, recalls: bool = False) -> array[int]:
+    """Return how long each release takes that is enough for one of many requests, each of another model.
+
+    `recalls`: and how long the step before took, from which on all that is lent can be recalled.
+    """
     core = Core(models, max_sessions=2 * models, max_models_per_tenant=models, max_waiting_per_tenant=models)
     lender = core.open("lender", "m")
     lent = [core.allocate(*lender) for _ in range(models)]
     for number in range(models):
         assert not core.allocate(*core.open(f"t{number % 16}", f"m{number}"), wait_ns=WAIT_NS), "there was room"
     times = array("Q")
-    for ids in lent:
+    if recalls:
+        begun = thread_time_ns()
+        effects = core.step(ev.RegisterModel(1 << 40, lender[0], 1 << 40, lender[1], None, {}, False, True))
+        times.append(thread_time_ns() - begun)
+        assert any(isinstance(effect, fx.SendRecall) for effect in effects), "nothing was recalled"
+    for ids in lent[: 64 if recalls else None]:
         begun = thread_time_ns()
         effects = core.release(lender[0], ids)
         times.append(thread_time_ns() - begun)
@@ -147,7 +156,7 @@ def crowd() -> Callable[[], list[Any]]:
 
 if __name__ == "__main__":
     if "waits" in sys.argv:
-        first, *others = [time / 1e6 for time in wait_times(int(sys.argv[1]))]
+        first, *others = [time / 1e6 for time in wait_times(int(sys.argv[1]), recalls="recalls" in sys.argv)]
         print(f"first {first:.1f} ms, then {sorted(others)[len(others) // 2]:.2f}, at most {max(others):.1f}")
         sys.exit()
     extent_times(1_000)

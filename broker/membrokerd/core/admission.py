@@ -68,6 +68,10 @@ class Admission:
         self._recallable = recallable
         self._sums: dict[tuple[str, Location], tuple[TenantCharge | None, int, int, int]] = {}
         """What `_by_models` returns, and the charge and the revision that it holds for."""
+        self._reserved: dict[Location, tuple[tuple[int, int], int]] = {}
+        """What `reserved` returns, and the revisions that it holds for."""
+        self._unlent: dict[Location, tuple[int, int]] = {}
+        """The unused guarantees that are never lent, and the revision that they hold for."""
         self._limits: dict[tuple[ModelName, Location], tuple[int | None, int | None]] = {}
         """The limits in force of a model and of its tenant: a cache, filled when they are asked for."""
         self._guarantees = {where: _guarantees_of_tenants(ledger.quotas, rules, where) for where in ledger.totals}
@@ -87,6 +91,8 @@ class Admission:
                 limit = policy.model_limit(self._ledger, self._rules, name, location)
                 row.models[name] = size if limit is None else min(size, limit)
                 self._sums.pop((name.tenant, location), None)
+                self._reserved.pop(location, None)
+                self._unlent.pop(location, None)
 
     # --- guarantees ---
 
@@ -135,8 +141,16 @@ class Admission:
         return own + slack
 
     def reserved(self, location: Location) -> int:
-        """Return the bytes that are kept for unused guarantees: they are lent only so that they can be recalled."""
-        return min(policy.MAX_BYTES, sum(self._reserved_for(tenant, location) for tenant in self._guarantees[location]))
+        """Return the bytes that are kept for unused guarantees: they are lent only so that they can be recalled.
+
+        They are kept until something changes: a look at many tenants asks for each of them.
+        """
+        revisions = self._ledger.revision, self._recallable.revision
+        known = self._reserved.get(location)
+        if known is None or known[0] != revisions:
+            size = sum([self._reserved_for(tenant, location) for tenant in self._guarantees[location]])
+            known = self._reserved[location] = revisions, min(policy.MAX_BYTES, size)
+        return known[1]
 
     def shortfall(self, location: Location) -> int:
         """Return how many bytes of the unused guarantees are neither free nor can be recalled."""
@@ -172,7 +186,13 @@ class Admission:
 
     def unlent_beside(self, tenant: str | None, location: Location) -> int:
         """Return the unused guarantees that are never lent, except those of one tenant."""
-        return sum(self.unlent(one, location) for one in self._rules.unlent if one != tenant)
+        if not self._rules.unlent:
+            return 0
+        known = self._unlent.get(location)
+        if known is None or known[0] != self._ledger.revision:
+            size = sum([self.unlent(one, location) for one in self._rules.unlent])
+            known = self._unlent[location] = self._ledger.revision, size
+        return known[1] - (self.unlent(tenant, location) if tenant is not None else 0)
 
     def unlent(self, tenant: str, location: Location) -> int:
         """Return a tenant's unused guarantee, if it is never lent: no more than its limit lets it borrow."""

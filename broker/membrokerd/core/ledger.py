@@ -7,6 +7,7 @@ them. Holds no rule: whether a debit is allowed is `policy`'s business.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -24,6 +25,8 @@ class Ledger:
         self.totals = {location: Total(capacity) for location, capacity in capacities.items()}
         self.sessions: dict[int, SessionRow] = {}
         self.models: dict[ModelName, ModelRow] = {}
+        self.models_of: Counter[str] = Counter()
+        """How many models each tenant has. No entry is zero."""
         self.segments: dict[int, SegmentRow] = {}
         self.labels: dict[SegmentName, int] = {}
         self.tenants: dict[tuple[str, Location], TenantCharge] = {}
@@ -86,6 +89,7 @@ class Ledger:
         assert fact.name not in self.models
         charges = {location: ModelCharge() for location in self.totals}
         self.models[fact.name] = ModelRow(fact.name, fact.virtual_capacity, dict(fact.limits), charges=charges)
+        self.models_of[fact.name.tenant] += 1
 
     def _model_asked(self, fact: facts.ModelAsked) -> None:
         row = self.models[fact.name]
@@ -105,6 +109,9 @@ class Ledger:
 
     def _model_ended(self, fact: facts.ModelEnded) -> None:
         row = self.models.pop(fact.name)
+        self.models_of[fact.name.tenant] -= 1
+        if not self.models_of[fact.name.tenant]:
+            del self.models_of[fact.name.tenant]
         assert not row.used(), "a model ended that is still charged"
         assert not row.sessions, "a model ended that is still used"
         assert not any(segment.name == fact.name for segment in self.segments.values()), "a model ended with a segment"

@@ -5,6 +5,8 @@ A model begins with the first session that registers it, and ends a while after 
 
 from __future__ import annotations
 
+import itertools
+
 from membroker.wire.names import valid_model
 
 from . import effects as fx
@@ -16,6 +18,9 @@ from .books import Books
 from .denied import Denied, Reason, deny
 from .recalls import Recalls
 from .rows import ModelRow, Quota
+
+MOST_ENDED = 256
+"""How many models end at one audit because nobody uses them any more."""
 
 
 class Models:
@@ -76,7 +81,7 @@ class Models:
 
     def _refuse_new_model(self, event: ev.RegisterModel) -> Denied | None:
         limit = self._books.rules.max_models_per_tenant
-        if sum(1 for name in self._books.ledger.models if name.tenant == event.name.tenant) >= limit:
+        if self._books.ledger.models_of[event.name.tenant] >= limit:
             return deny(Reason.TOO_MANY_MODELS, limit=limit, tenant=event.name.tenant)
         most = self._books.rules.max_models
         if most is not None and len(self._books.ledger.models) >= most:
@@ -108,12 +113,13 @@ class Models:
             self._books.denials.pop(row.name, None)
 
     def end_idle(self, now: int) -> None:
-        """End the models that have had no session for their grace period."""
-        grace = self._books.rules.model_grace_ns
-        with_segments = {segment.name for segment in self._books.ledger.segments.values()}
-        for row in list(self._books.ledger.models.values()):
-            if not row.sessions and now - row.idle_since >= grace and row.name not in with_segments:
-                self._end_if_idle(row)
+        """End models that have had no session for their grace period: a portion, and others at the next audit."""
+        ledger, grace = self._books.ledger, self._books.rules.model_grace_ns
+        with_segments = {segment.name for segment in ledger.segments.values()}
+        idle = (row for row in ledger.models.values() if not row.sessions and now - row.idle_since >= grace)
+        able = (row for row in idle if not row.used() and row.name not in with_segments)
+        for row in list(itertools.islice(able, MOST_ENDED)):
+            self._end_if_idle(row)
 
     def set_quota(self, event: ev.SetQuota) -> None:
         """Set or remove the limit, the guarantee and the weight of a model or a tenant, as an operator orders."""

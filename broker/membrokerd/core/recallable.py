@@ -342,6 +342,10 @@ class Recallable:
         """Say whether a session of a model can be asked for something now."""
         return any(self.more_of(borrower, now) for borrower in self.borrowers(name, location))
 
+    def models(self, location: Location) -> list[ModelName]:
+        """Return the models of which something can be recalled."""
+        return [name for name in self._answering if (name, location) in self._bytes]
+
     def of_model(self, name: ModelName, location: Location) -> int:
         """Return the bytes of a model that can be recalled."""
         return self._bytes.get((name, location), 0)
@@ -385,6 +389,14 @@ class Recallable:
         mark, coming = self.marks.get((name, location)), self.asked_of_model(name, location)
         kept = mark.size if mark is not None and (mark.in_force or coming) else 0
         return self.asked_of_model(name, location, late=True) + kept
+
+    def asked_of_tenants(self, location: Location) -> Counter[str]:
+        """Return what the sessions of each tenant are asked for by recalls in time, and have not released."""
+        found = Counter[str]()
+        for borrower, recall in self.recalls.items():
+            if borrower.location == location and not recall.late:
+                found[borrower.name.tenant] += recall.left
+        return found
 
     def coming(self, location: Location) -> int:
         """Return what the recalls at a location that are not late will bring."""

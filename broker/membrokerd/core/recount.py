@@ -5,6 +5,8 @@ For the tests and the simulator, and for the books that a daemon takes over. Mus
 
 from __future__ import annotations
 
+from collections import Counter
+
 from .ledger import Ledger
 from .names import Location
 from .rows import Charge, SegmentRow, SessionRow
@@ -14,7 +16,8 @@ def check(ledger: Ledger) -> None:
     """Assert that the running sums agree with each other. Cost grows with models and tenants, not extents."""
     for location, total in ledger.totals.items():
         models = [model.charges[location] for model in ledger.models.values()]
-        tenants = {name.tenant for name in ledger.models}
+        tenants = Counter([name.tenant for name in ledger.models])
+        assert tenants == ledger.models_of, "the models of each tenant"
         _same("lent + releasing, by model", total.charged, sum(charge.bytes for charge in models))
         _same("releasing, by model", total.releasing, sum(charge.releasing for charge in models))
         _same(

@@ -3,23 +3,28 @@
 All requests of a line have the same bounds and differ in size and age only. What there is room for is the same for most
 models of a tenant, so their lines are one group. A group answers for all of them which is the oldest request that fits
 in so many bytes, and what those that fit want together, also of those alone that stay within the shares of their
-models: a look at thousands of requests, of as many models, costs as much as one at their tenants. Owns what waits.
-Must never decide: `schedule` does.
+models: a look at thousands of requests, of as many models, costs as much as one at their tenants. Owns what waits, and
+which models have a share for it. Must never decide: `schedule` does.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import operator
 from bisect import bisect_left, insort
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import NamedTuple
 
 from . import policy
 from .books import Books
 from .names import Location, ModelName
 from .requests import DebitRequest
+
+MOST_SHARERS = 1_024
+"""How many models have a share for what they wait for, so that a division costs no more however many wait."""
 
 
 class LineKey(NamedTuple):
@@ -77,11 +82,20 @@ class BySize:
 
     def remove(self, request: DebitRequest) -> None:
         """Take a request out."""
-        self._remove(request.size, request.event.call)
-
-    def _remove(self, size: int, call: int) -> None:
-        del self._entries[bisect_left(self._entries, (size, call))]
+        call = request.event.call
+        del self._entries[bisect_left(self._entries, (request.size, call))]
         del self._requests[call]
+        self._oldest, self._sums = [], []
+
+    def replace(self, gone: Collection[int], new: Collection[DebitRequest]) -> None:
+        """Take out the requests of these calls, and others in: at once, since they may be many."""
+        if not gone and not new:
+            return
+        left = [entry for entry in self._entries if entry[1] not in gone] if gone else self._entries
+        self._entries = sorted(left + [(one.size, one.event.call) for one in new])
+        for call in gone:
+            del self._requests[call]
+        self._requests.update({one.event.call: one for one in new})
         self._oldest, self._sums = [], []
 
     @property
@@ -140,37 +154,37 @@ class LineGroup(BySize):
     def __init__(self, key: GroupKey) -> None:
         super().__init__()
         self.key = key
-        self.lines: dict[LineKey, RequestLine] = {}
+        self.lines: dict[ModelName, RequestLine] = {}
         self._entitled = Entitled()
 
     @property
     def name(self) -> ModelName:
         """One of the models. What is asked about room has the same answer for all."""
-        return next(iter(self.lines)).name
+        return next(iter(self.lines))
 
-    def entitled(self, shares: Mapping[ModelName, int], left: Callable[[ModelName], int]) -> BySize:
-        """Return the requests that stay within the shares of their models, of each of which so much is left.
+    def entitled(self, shares: Mapping[ModelName, int], lent: Callable[..., int]) -> BySize:
+        """Return the requests that stay within the shares of their models, to which so much is lent.
 
         What was found for a line is kept until its share changes, or `changed` is told.
         """
-        self._entitled.follow(self.lines, shares, left)
+        self._entitled.follow(self.lines, shares, lent)
         return self._entitled
 
     def changed(self, line: RequestLine) -> None:
         """Note that a line has other requests, or its model another charge."""
-        self._entitled.stale[line.key] = None
+        self._entitled.stale[line.key.name] = None
 
     def join(self, line: RequestLine) -> None:
         """Take in a line, with its requests."""
         line.group = self
-        self.lines[line.key] = line
+        self.lines[line.key.name] = line
         for request in line.up_to(policy.MAX_BYTES):
             self.add(request)
         self.changed(line)
 
     def leave(self, line: RequestLine) -> None:
         """Take out a line, with its requests."""
-        del self.lines[line.key]
+        del self.lines[line.key.name]
         for request in line.up_to(policy.MAX_BYTES):
             self.remove(request)
         self.changed(line)
@@ -181,33 +195,38 @@ class Entitled(BySize):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stale: dict[LineKey, None] = {}
-        """The lines that must be looked at again."""
+        self.stale: dict[ModelName, None] = {}
+        """The models whose lines must be looked at again."""
         self._shares: Mapping[ModelName, int] = {}
-        self._found: dict[LineKey, list[tuple[int, int]]] = {}
-        """By line: the sizes and calls of its requests that are among these. No entry is empty."""
+        self._found: dict[ModelName, list[DebitRequest]] = {}
+        """By model: its requests that are among these. No entry is empty."""
 
     def follow(
-        self, lines: Mapping[LineKey, RequestLine], shares: Mapping[ModelName, int], left: Callable[[ModelName], int]
+        self, lines: Mapping[ModelName, RequestLine], shares: Mapping[ModelName, int], lent: Callable[..., int]
     ) -> None:
-        """Look again at the lines that are stale, or that have another share."""
+        """Look again at the lines that are stale, or whose models have another share."""
         before, self._shares = self._shares, shares
         if shares is not before:
-            for key in lines:
-                if shares.get(key.name, 0) != before.get(key.name, 0):
-                    self.stale[key] = None
-        if not self.stale:
-            return
-        for key in self.stale:
-            for entry in self._found.pop(key, ()):
-                self._remove(*entry)
-            line = lines.get(key)
-            found = line.up_to(left(key.name)) if line is not None else []
-            for request in found:
-                self.add(request)
+            self.stale.update(dict.fromkeys(_changes(before, shares)))
+        gone, new = set[int](), list[DebitRequest]()
+        for name in self.stale:
+            line, share = lines.get(name), shares.get(name)
+            found = [] if line is None or share is None else line.up_to(share - lent(name, line.key.location))
+            known = self._found.pop(name, [])
             if found:
-                self._found[key] = [(request.size, request.event.call) for request in found]
+                self._found[name] = found
+            if found != known:
+                gone.update([one.event.call for one in known])
+                new += found
         self.stale.clear()
+        self.replace(gone, new)
+
+
+def _changes(before: Mapping[ModelName, int], after: Mapping[ModelName, int]) -> Collection[ModelName]:
+    """Return the models whose shares are not the same."""
+    if len(before) == len(after) and all(map(operator.is_, before, after)):  # no name is hashed
+        return [name for name, old, new in zip(after, before.values(), after.values(), strict=True) if old != new]
+    return [name for name in {**before, **after} if before.get(name, 0) != after.get(name, 0)]
 
 
 def wanted_by(requests: Collection[DebitRequest]) -> tuple[int, int]:
@@ -217,6 +236,77 @@ def wanted_by(requests: Collection[DebitRequest]) -> tuple[int, int]:
         size, most = sessions.get(request.event.session, (0, 0))
         sessions[request.event.session] = size + request.size, max(most, request.wanted)
     return sum([size for size, _ in sessions.values()]), sum([max(both) for both in sessions.values()])
+
+
+class Sharers:
+    """The models that have a share for what they wait for: of each tenant those that have waited longest.
+
+    All tenants have equally many, as far as so many wait, at least one each, and together at most MOST_SHARERS.
+    """
+
+    def __init__(self, changed: Callable[[ModelName], None]) -> None:
+        self._changed = changed
+        """Told of each model that has one from now on, or has none any more, because of others."""
+        self._each = MOST_SHARERS
+        """How many models of a tenant may have one."""
+        self._count = 0
+        self._first: defaultdict[str, OrderedDict[ModelName, None]] = defaultdict(OrderedDict)
+        """By tenant: those that have one, in the order of their coming. No entry is empty."""
+        self._behind: defaultdict[str, OrderedDict[ModelName, None]] = defaultdict(OrderedDict)
+        """By tenant: the others, in the order of their coming. No entry is empty."""
+
+    def __contains__(self, name: ModelName) -> bool:
+        return name.tenant in self._first and name in self._first[name.tenant]
+
+    def add(self, name: ModelName) -> None:
+        """Take in a model that begins to wait."""
+        if name.tenant in self._behind or len(self._first[name.tenant]) >= self._each:
+            self._behind[name.tenant][name] = None
+            self._let_in()
+            return
+        self._first[name.tenant][name] = None
+        self._count += 1
+        if self._count > MOST_SHARERS:
+            self._each = max(1, max(map(len, self._first.values())) - 1)
+            for tenant, own in self._first.items():
+                if len(own) > self._each:
+                    last, _ = own.popitem()
+                    self._behind[tenant][last] = None
+                    self._behind[tenant].move_to_end(last, last=False)
+                    self._count -= 1
+                    self._changed(last)
+
+    def remove(self, name: ModelName) -> None:
+        """Take out a model that waits no more, if it did."""
+        tenant = name.tenant
+        if name in self:
+            del self._first[tenant][name]
+            self._count -= 1
+            if tenant in self._behind:
+                self._promote(tenant)
+            elif not self._first[tenant]:
+                del self._first[tenant]
+        elif tenant in self._behind:
+            self._behind[tenant].pop(name, None)
+            if not self._behind[tenant]:
+                del self._behind[tenant]
+        self._let_in()
+
+    def _let_in(self) -> None:
+        """Let one more model of each tenant have a share, as long as there is room for all of them."""
+        while self._behind and self._count + len(self._behind) <= MOST_SHARERS:
+            self._each += 1
+            for tenant in list(self._behind):
+                self._promote(tenant)
+
+    def _promote(self, tenant: str) -> None:
+        """Let the model have a share that has waited longest of those of a tenant that have none."""
+        name, _ = self._behind[tenant].popitem(last=False)
+        if not self._behind[tenant]:
+            del self._behind[tenant]
+        self._first[tenant][name] = None
+        self._count += 1
+        self._changed(name)
 
 
 class RequestLines:
@@ -237,6 +327,7 @@ class RequestLines:
         """By session and call, in the order of their coming. No entry is empty."""
         self.wanted: defaultdict[Location, Counter[ModelName]] = defaultdict(Counter)
         """The bytes that all requests of a model want. No entry is zero."""
+        self._sharers = {where: Sharers(partial(self._touch, where)) for where in books.ledger.totals}
         self.above_limit: defaultdict[Location, dict[LineKey, RequestLine]] = defaultdict(dict)
         """The lines with a request that the limit of its model does not allow. It may not wait."""
         self.to_end: dict[int, DebitRequest] = {}
@@ -264,9 +355,18 @@ class RequestLines:
                 found[line].append(request)
         return found
 
+    def shared(self, name: ModelName, location: Location) -> int:
+        """Return the bytes that a model wants, if it has a share for them."""
+        return self.wanted[location][name] if name in self._sharers[location] else 0
+
+    def _touch(self, location: Location, name: ModelName) -> None:
+        self._books.ledger.touched.add((name, location))
+
     def add(self, request: DebitRequest) -> None:
         """Let a request wait."""
         self._of_session[request.event.session][request.event.call] = request
+        if request.name not in self.wanted[request.location]:
+            self._sharers[request.location].add(request.name)
         self.wanted[request.location][request.name] += request.size
         self._place(request)
 
@@ -280,6 +380,7 @@ class RequestLines:
         wanted[request.name] -= request.size
         if not wanted[request.name]:
             del wanted[request.name]
+            self._sharers[request.location].remove(request.name)
 
     def place_again(self, request: DebitRequest) -> None:
         """Place a request again: it is tried again after it met a full device."""

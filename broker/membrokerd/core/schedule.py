@@ -183,7 +183,8 @@ class Schedule:
     def follow(self) -> None:
         """Follow all that has changed about models."""
         books, touched = self._books, self._books.ledger.touched
-        if books.admission is not self._admission or len(touched) > MOST_CHANGES:
+        is_many = len(touched) > MOST_CHANGES and not any(self._lines.wanted.values())
+        if books.admission is not self._admission or is_many:
             self._admission, self._shares = books.admission, self._new_shares()
             touched.clear()  # all models that are charged are worked out again
             touched.update(self._holds)
@@ -198,8 +199,10 @@ class Schedule:
         return Shares(books.ledger, books.rules, books.admission, books.recallable, self._wanted)
 
     def next(self, location: Location, now: int) -> tuple[DebitRequest, bool] | None:
-        """Return the request to decide next, and whether its turn has come; None if all go on waiting."""
-        self.follow()
+        """Return the request to decide next, and whether its turn has come; None if all go on waiting.
+
+        `follow` was called before.
+        """
         looks, over = [], [*self._lines.above_limit[location].values()]
         for group in self._lines.at(location):
             look, limit = self._look(group)
@@ -352,21 +355,15 @@ class Schedule:
         """Say whether a recall will bring bytes, or this step has asked as many sessions as one step may."""
         return self._books.recallable.coming(location) > 0 or self.is_left_over
 
-    def _within_share(self, name: ModelName, location: Location, bound: int, shares: Mapping[ModelName, int]) -> int:
-        """Return how much more a session with this bound can have within its model's share, if there is room."""
-        return min(bound, shares.get(name, 0) - self._books.admission.lent(name, location))
-
     def _entitled(self, group: LineGroup, shares: Division) -> BySize:
         """Return the requests of a group that stay within their models' shares, if there is room."""
-        _, location, *_ = group.key
-        own = shares.of_tenant(group.key.tenant)
-        return group.entitled(own, lambda name: self._within_share(name, location, policy.MAX_BYTES, own))
+        return group.entitled(shares.of_tenant(group.key.tenant), self._books.admission.lent)
 
     def _is_entitled(self, one: DebitRequest, shares: Mapping[ModelName, int]) -> bool:
         """Say whether a request stays within its model's share, and only the room is missing for it."""
         is_trusted = self._books.recallable.is_trusted(one.borrower, one.name, one.location)
         bound = self._books.admission.bound(one.name, one.location, is_trusted)
-        return one.size <= self._within_share(one.name, one.location, bound, shares)
+        return one.size <= min(bound, shares.get(one.name, 0) - self._books.admission.lent(one.name, one.location))
 
     def _held(self, location: Location, shares: Mapping[ModelName, int]) -> Counter[ModelName]:
         """Return what the hold of each model keeps from requests of others that are beyond their shares."""
@@ -456,7 +453,7 @@ class Schedule:
 
     def _wanted(self, name: ModelName, location: Location, more: int = 0) -> int:
         """Return what a model wants: for its requests, and `more`, or for its hold."""
-        wanted = self._lines.wanted[location][name] + more
+        wanted = self._lines.shared(name, location) + more
         hold = self._holds.get((name, location))
         return wanted if hold is None else max(wanted, hold.size - self._books.admission.lent(name, location))
 
@@ -543,10 +540,9 @@ class Schedule:
 
     def _excess(self, location: Location, shares: Mapping[ModelName, int], now: int) -> list[tuple[int, ModelName]]:
         """Return how much models have above their shares, the most first; only models that can be asked for it now."""
-        is_able = self._books.recallable.is_able
-        charged = [name for name, row in self._books.ledger.models.items() if row.charges[location].bytes]
-        excess = [(self._not_asked(name, location) - shares.get(name, 0), name) for name in charged]
-        found = [one for one in excess if one[0] > 0 and is_able(one[1], location, now)]
+        state = self._books.recallable
+        excess = [(self._not_asked(name, location) - shares.get(name, 0), name) for name in state.models(location)]
+        found = [one for one in excess if one[0] > 0 and state.is_able(one[1], location, now)]
         return sorted(found, key=lambda one: (-one[0], one[1]))
 
     def _short(self, location: Location, demand: Demand, shares: Mapping[ModelName, int]) -> int:
@@ -633,17 +629,22 @@ class Schedule:
         books.limits_changed = False
         if not books.recallable.is_possible:
             return
+        state, ledger = books.recallable, books.ledger
         for location in books.rules.capacities:
-            above: Counter[str] = Counter()
-            for name in books.ledger.models:
-                limit = policy.model_limit(books.ledger, books.rules, name, location)
+            possible = set(state.models(location))
+            names = [name for name in ledger.models if name in possible]
+            for name in names:
+                limit = policy.model_limit(ledger, books.rules, name, location)
                 if limit is not None:
                     self._ask_above(name, location, self._not_asked(name, location) - limit, now)
-                above[name.tenant] += self._not_asked(name, location)
-            for name in sorted(books.ledger.models, key=lambda name: -books.recallable.of_model(name, location)):
-                limit = policy.limit_of(books.ledger.quotas, books.rules, (name.tenant, None, location))
-                if limit is not None and above[name.tenant] > limit:
-                    above[name.tenant] -= self._ask_above(name, location, above[name.tenant] - limit, now)
+            asked, above = state.asked_of_tenants(location), Counter[str]()
+            for tenant in {name.tenant for name in names}:
+                limit = policy.limit_of(ledger.quotas, books.rules, (tenant, None, location))
+                if limit is not None:
+                    above[tenant] = ledger.tenant_lent(tenant, location) - asked[tenant] - limit
+            for name in sorted(names, key=lambda name: -state.of_model(name, location)):
+                if above[name.tenant] > 0:
+                    above[name.tenant] -= self._ask_above(name, location, above[name.tenant], now)
         books.limits_changed = self.is_left_over
 
     def _not_asked(self, name: ModelName, location: Location) -> int:

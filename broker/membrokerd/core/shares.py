@@ -3,7 +3,8 @@
 A model's share is what it could have now: its guarantee, what it has already, and its part of the rest, up to what it
 has and waits for. Tenants are divided first, then each tenant's models: a tenant gains nothing by more models. What is
 lent and cannot be recalled is never part of somebody else's share, so all that a model has above its own share can be
-recalled. While sessions answer recalls, guarantees that are not used are divided too. Shares are whole granules, and
+recalled. While sessions answer recalls, guarantees that are not used are divided too. What too many models wait for
+counts only for those of each tenant that have waited longest: `request_lines.Sharers`. Shares are whole granules, and
 what rounding leaves goes to those that lost the most by it: a model that wants more never has a smaller share.
 
 This is why a request within its share never starves. All shares fit in the capacity, and firm bytes are a lower bound

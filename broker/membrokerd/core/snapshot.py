@@ -247,7 +247,6 @@ def each_holder(broker: Broker) -> Iterator[tuple[int, HolderView]]:
 def take_tenants(broker: Broker, configured: Iterable[str]) -> tuple[TenantView, ...]:
     """Return the configured tenants, and every other that has a session, a model or a commanded limit, by name."""
     ledger = broker.ledger
-    models = Counter(name.tenant for name in ledger.models)
     sessions = Counter(row.tenant for row in ledger.sessions.values() if not row.observer)
     others = {row.tenant for row in ledger.sessions.values()} | {tenant for tenant, _, _ in ledger.quotas}
     return tuple(
@@ -264,11 +263,11 @@ def take_tenants(broker: Broker, configured: Iterable[str]) -> tuple[TenantView,
                 )
                 for where in ledger.totals
             ),
-            models[tenant],
+            ledger.models_of[tenant],
             sessions[tenant],
             dict(broker.books.tenant_denials.get(tenant, {})),
         )
-        for tenant in sorted({*configured, *models, *others})
+        for tenant in sorted({*configured, *ledger.models_of, *others})
     )
 
 

@@ -38,11 +38,11 @@ from .traffic import Call
 
 MOST_AT_ONCE = 16
 """How many requests are granted or time out in one step. The others follow in the next: see `deadline`."""
-MOST_LOOKS = 20_000
+MOST_LOOKS = 2_000
 """How many models with requests one step may look at to decide those. One decision is always made.
 
-A decision looks at the tenants, and at those models of which something has changed. It may divide the memory of their
-tenants again: that is 1 to 2 us of CPU for each model that waits.
+A decision looks at the tenants, and at those models of which something has changed. It may divide the memory of all
+tenants again, and again when it has recalled some: that is up to 10 us of CPU for each model that has a share.
 """
 
 
@@ -69,6 +69,8 @@ class Waiting:
         """How many of them have a deadline at a location. A location without any has no entry."""
         self._sums: dict[tuple[ModelName, Location], tuple[int, int]] = {}
         """The bytes that requests with a deadline want, and how many such requests there are. No entry is zero."""
+        self._totals: dict[tuple[str | None, Location], tuple[int, int]] = {}
+        """The same of all models of a tenant; None: of all tenants."""
         self.busy = False
         """Whether `next` has something to do: a request waits with a deadline, or a hold lasts."""
         self._looked_at: object = None
@@ -365,10 +367,10 @@ class Waiting:
         return waiter is not None and waiter.deadline == deadline
 
     def _count(self, waiter: DebitRequest, one: int) -> None:
-        key = (waiter.name, waiter.event.location)
-        size, count = self._sums.pop(key, (0, 0))
-        if count + one:
-            self._sums[key] = size + one * waiter.size, count + one
+        name, location = waiter.name, waiter.event.location
+        _sum(self._sums, (name, location), one * waiter.size, one)
+        _sum(self._totals, (name.tenant, location), one * waiter.size, one)
+        _sum(self._totals, (None, location), one * waiter.size, one)
 
     # --- whose turn it is ---
 
@@ -463,8 +465,13 @@ class Waiting:
 
     def of_location(self, location: Location, tenant: str | None = None) -> tuple[int, int]:
         """Return the bytes that all requests at a location, or those of a tenant, wait for, and how many wait."""
-        found = [one for (name, at), one in self._sums.items() if at == location and tenant in (None, name.tenant)]
-        return sum(size for size, _ in found), sum(count for _, count in found)
+        return self._totals.get((tenant, location), (0, 0))
+
+
+def _sum(sums: dict[Any, tuple[int, int]], key: object, more: int, one: int) -> None:
+    size, count = sums.pop(key, (0, 0))
+    if count + one:
+        sums[key] = size + more, count + one
 
 
 def _count_down(counts: Counter[Any], key: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections import Counter
 from types import FrameType
@@ -12,9 +13,9 @@ from benchmarks.load import core
 
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
-from membrokerd.core import policy, shares
+from membrokerd.core import policy, request_lines, shares
 from membrokerd.core.machine import Broker
-from membrokerd.core.names import ModelName
+from membrokerd.core.names import ModelName, QuotaKey
 
 MOST_CALLS = 1_600
 
@@ -160,6 +161,147 @@ def test_a_decision_costs_nothing_for_each_model_that_waits(*, answers: bool) ->
         costs.append(min(most))
     assert broker.waiting.of_location("device")[1] > 1_000
     assert costs[1] <= costs[0] + 2_000, costs  # 256 models at most have holds
+
+
+def calls_of_a_recall(models: int) -> tuple[int, int]:
+    """Return the Python calls of the step that can recall for so many models of 16 tenants, and of the next release."""
+    crowd = core.Core(models, max_sessions=2 * models)
+    lender = crowd.open("lender", "m")
+    lent = [crowd.allocate(*lender) for _ in range(models)]
+    for number in range(models):
+        crowd.allocate(*crowd.open(f"t{number % 16}", f"m{number}"), wait_ns=core.WAIT_NS)
+    found = []
+
+    def count_calls(_: FrameType, event: str, __: Any) -> None:
+        found[-1] += event == "call"
+
+    for event in (
+        ev.RegisterModel(1 << 40, lender[0], 1 << 40, lender[1], None, {}, False, True),
+        ev.Release(1 << 41, lender[0], 1 << 41, lent[0]),
+    ):
+        found.append(0)
+        sys.setprofile(count_calls)
+        try:
+            effects = crowd.step(event)
+        finally:
+            sys.setprofile(None)
+        assert any(isinstance(effect, fx.SendRecall | fx.Make) for effect in effects)
+    return found[0], found[1]
+
+
+def test_a_division_costs_nothing_for_models_without_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where recalls are possible one step divides the memory of all: beside 128 models that wait, and beside 1,024."""
+    monkeypatch.setattr(request_lines, "MOST_SHARERS", 64)
+    few, many = calls_of_a_recall(128), calls_of_a_recall(1_024)
+    assert many[0] <= few[0] + 200, (few, many)
+    assert many[1] <= few[1] + 200, (few, many)
+
+
+def test_those_have_a_share_that_have_waited_longest_of_each_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many of each tenant as all together may be, whoever comes and goes; and each change is told."""
+    monkeypatch.setattr(request_lines, "MOST_SHARERS", 12)
+    chance, told = random.Random(36), set[ModelName]()
+    sharers, waiting = request_lines.Sharers(told.add), dict[ModelName, None]()
+    before = set[ModelName]()
+    for number in range(20_000):
+        growing = number % 2_000 < 1_000
+        if chance.random() < (0.6 if growing else 0.4) or not waiting:
+            one = ModelName(f"t{chance.randrange(1 + number % 7 * 3)}", str(number))
+            waiting[one] = None
+            sharers.add(one)
+        else:
+            one = chance.choice(list(waiting))
+            del waiting[one]
+            sharers.remove(one)
+            sharers.remove(one)
+        by_tenant: dict[str, list[ModelName]] = {}
+        for name in waiting:
+            by_tenant.setdefault(name.tenant, []).append(name)
+        each = max(
+            [each for each in range(1, 13) if sum(min(each, len(own)) for own in by_tenant.values()) <= 12], default=1
+        )
+        after = {name for own in by_tenant.values() for name in own[:each]}
+        assert {name for name in waiting if name in sharers} == after
+        assert (before ^ after) - {one} <= told <= (before ^ after) | {one}
+        before = after
+        told.clear()
+
+
+def test_all_are_served_although_few_have_a_share_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """30 models of three tenants wait. A guarantee needs no share; the others are recalled for and served in turns."""
+    monkeypatch.setattr(request_lines, "MOST_SHARERS", 4)
+    key = ("t2", "guaranteed", "device")
+    crowd = core.Core(44, {key: 4 * GRANULE}, recall_ns=10**12)
+    lender, name = crowd.open("lender", "m", answers=True)
+    lent = [one for _ in range(44) for one in crowd.allocate(lender, name)]
+    waiting = {crowd.open(f"t{number % 3}", f"m{number}") for number in range(30)}
+    for session, model in waiting:
+        assert not crowd.allocate(session, model, wait_ns=core.WAIT_NS)
+    first = crowd.open("t2", "guaranteed")
+    assert not crowd.allocate(*first, 4 * GRANULE, wait_ns=core.WAIT_NS)
+    granted: list[int] = []
+    for _ in range(44):
+        if len(granted) == 31:
+            break
+        for effect in crowd.release(lender, (lent.pop(),)):
+            if isinstance(effect, fx.Make):
+                granted.append(effect.session)
+                crowd.step(ev.Made(effect.session, effect.request_id, effect.part))
+                crowd.step(ev.Acknowledge(effect.session, effect.request_id, effect.part))
+    assert granted[0] == first[0]
+    assert set(granted[1:]) == {session for session, _ in waiting}
+    asked = sum(one.left for one in crowd.broker.books.recallable.recalls.values())
+    assert len(lent) == 10, "each of the four tenants has a quarter of what is not guaranteed"
+    assert not asked, "nobody is lacking anything"
+
+
+@pytest.mark.parametrize("unlent", [False, True])
+def test_a_look_at_a_tenant_does_not_add_up_the_guarantees_of_all(*, unlent: bool) -> None:
+    """A release is enough for one request, beside those of as many tenants with guarantees: of 16, and of 128."""
+    costs = []
+    for tenants in (16, 128):
+        names = [f"t{number}" for number in range(tenants)]
+        guarantees: dict[QuotaKey, int] = {(name, None, "device"): 2 * GRANULE for name in names}
+        more = {"guarantees": guarantees, "unlent": frozenset(names[1:] if unlent else ())}
+        capacity = {"device": 4 * tenants * GRANULE}
+        crowd = core.Core(4 * tenants)
+        crowd.broker = Broker(policy.Rules(GRANULE, capacity, max_sessions=4 * tenants, **more), 1)
+        lender = crowd.open("lender", "m", answers=True)
+        lent = [ids for _ in range(4 * tenants) if (ids := crowd.allocate(*lender))]
+        assert lent
+        for name in names:
+            session, model = crowd.open(name, "m")
+            crowd.allocate(session, model, 8 * GRANULE, wait_ns=core.WAIT_NS)
+        calls = Counter[str]()
+
+        def count_calls(frame: FrameType, event: str, _: Any, calls: Counter[str] = calls) -> None:
+            if event == "call":
+                calls[frame.f_code.co_qualname] += 1
+
+        sys.setprofile(count_calls)
+        try:
+            crowd.release(lender[0], lent[0])
+        finally:
+            sys.setprofile(None)
+        costs.append(calls.total())
+    assert costs[1] <= 10 * costs[0], costs
+
+
+def test_models_that_nobody_uses_end_in_portions() -> None:
+    """600 models have no session any more; those before them are charged for what a dead process had."""
+    crowd = core.Core(1_024, max_sessions=2_048, max_models_per_tenant=2_048, settle_ns=10**15)
+    seen = {"device": 1_024 * GRANULE}
+    left = [crowd.open("t", f"m{number}") for number in range(900)]
+    for session, name in left[:300]:
+        crowd.allocate(session, name)
+    for session, _ in left:
+        crowd.step(ev.ProcessDied(session, seen))
+    models = []
+    for _ in range(4):
+        crowd.now += 100 * 10**9
+        crowd.step(ev.Audit(seen))
+        models.append(len(crowd.broker.ledger.models))
+    assert models == [900 - 256, 900 - 512, 300, 300]
 
 
 def test_declarations_that_waited_are_granted_by_shares_of_one_division(monkeypatch: pytest.MonkeyPatch) -> None:
