@@ -188,7 +188,7 @@ class Daemon:
         self._kept = quotas.StateDirectory(quotas.state_directory(self._config, self._plan.directory))
         if trouble := self._kept.trouble():
             logs.warn(trouble)
-        kept = self._kept.read()
+        kept = self._kept.read().beside(self._config)
         self._config = self._config.with_created(kept.tenants)
         return [
             ft.QuotaSet(tenant, model, location, quota.limit, quota.guarantee, quota.weight)

@@ -350,8 +350,9 @@ class SleepStatus:
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """An operator drains the device: the broker lends nothing more. `deadline` is in UTC, or None.
+    """An operator drains the device, or deletes the tenant: the broker lends nothing more.
 
+    `deadline` is in UTC, or None.
     What is lent stays. Finish the work, close what can be closed, and go elsewhere.
     """
 

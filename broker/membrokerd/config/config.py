@@ -32,6 +32,8 @@ QUOTA_KEYS: Mapping[Location, tuple[str, str, str]] = {
     "host": ("host_limit", "host_guarantee", "host_weight"),
 }
 """The keys of each number of a `Quota`."""
+MAX_UIDS = 64
+"""Users that may open sessions of a tenant that is made by command."""
 
 
 class ConfigError(ValueError):
@@ -125,7 +127,7 @@ class CreatedTenant(TenantConfig):
     `deleting`: it takes no new sessions, and is gone when nothing of it is lent.
     """
 
-    uids: Annotated[checks.Uids, Field(max_length=64)] = frozenset()
+    uids: Annotated[checks.Uids, Field(max_length=MAX_UIDS)] = frozenset()
     deleting: Annotated[bool, Strict()] = False
 
 

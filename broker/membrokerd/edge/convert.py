@@ -16,7 +16,7 @@ from membroker.v1 import resources_pb2 as rpb
 from membroker.wire import names
 from membroker.wire.paths import printable
 
-from ..config.config import QUOTA_KEYS
+from ..config.config import MAX_UIDS, QUOTA_KEYS
 from ..core import effects as fx
 from ..core import events as ev
 from ..core.denied import Denied, Reason, deny
@@ -112,7 +112,7 @@ def tenant_settings(settings: apb.TenantSettings) -> dict[str, Any]:
     given: dict[str, Any] = {}
     for descriptor, value in settings.ListFields():
         key = _SETTINGS[descriptor.name]
-        given[key] = list(value) if key == "uids" else f"{value:04o}" if key == "mode" else value
+        given[key] = list(value[: MAX_UIDS + 1]) if key == "uids" else f"{value:04o}" if key == "mode" else value
     return given
 
 

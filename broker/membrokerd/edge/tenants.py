@@ -33,7 +33,7 @@ from .convert import Refused
 RETRY_SECONDS = 10.0
 """When a deletion goes on whose last step has failed, for want of room on a disk."""
 _AT_ONCE = 64
-"""Quotas that are set, and segments that are deleted, in one turn of the event loop."""
+"""Segments that are deleted in one turn of the event loop."""
 
 
 class TenantEndpoints(Protocol):
@@ -205,11 +205,10 @@ class Tenants:
 
     async def _set(self, changes: Mapping[QuotaKey, Quota]) -> None:
         """Put quotas into force that are in the file: they are not refused any more."""
-        for number, (key, quota) in enumerate(changes.items(), 1):
+        for key, quota in changes.items():
             if quota != self._loop.broker.ledger.quotas.get(key, Quota()):
                 await self._try(partial(_event, key=key, quota=quota, undo=True))
-            if not number % _AT_ONCE:
-                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # each looks at all quotas that there are
 
     def _refuse_misfit(self, changes: Mapping[QuotaKey, Quota]) -> None:
         """Refuse numbers that do not fit, each location by itself. Raises `Refused`."""

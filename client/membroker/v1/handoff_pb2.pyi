@@ -682,6 +682,8 @@ global___Stopping = Stopping
 
 @typing.final
 class Draining(google.protobuf.message.Message):
+    """The broker lends nothing more: the device is drained, or the tenant of the session is being deleted."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     DEADLINE_FIELD_NUMBER: builtins.int

@@ -302,6 +302,17 @@ def test_users_are_tenants_beside_those_made_by_command() -> None:
     assert config.of_file == Config()
 
 
+def test_a_tenant_that_was_being_deleted_is_in_the_file_at_the_next_start() -> None:
+    """It is the file's, and its limit is not the 0 of the deletion. Others are still deleted."""
+    deleting, nothing = CreatedTenant(deleting=True), Quota(limit=0)
+    kept = quotas.Kept({KEY: nothing, ("a", None, "device"): nothing}, {"t": deleting, "a": deleting})
+    assert kept.beside(Config(tenants={"t": TenantConfig()})) == (
+        {("a", None, "device"): nothing},
+        {"a": deleting},
+    )
+    assert kept.beside(Config()) == kept
+
+
 def test_an_operator_that_leaves_ends_no_command() -> None:
     """Ctrl-C while the disk is slow: what is in the file at the next start is so now, too."""
 
