@@ -52,7 +52,7 @@ class Recorder:
         self._stop_is_recorded = False
         self._incomplete = False
         """Whether rows were left out, so that a new part must begin."""
-        self._file = _File(directory, max_bytes)
+        self._file = _RecordFile(directory, max_bytes)
         logs.log("requests and decisions are recorded", path=str(self._file.path))
         self.begin("the daemon started")
         threading.Thread(target=self._file.write_all, name="recorder", daemon=True).start()
@@ -192,7 +192,7 @@ def _rows_of(said: Iterable[ev.Event | ft.Fact]) -> Iterator[trace.Row]:
                 yield row
 
 
-class _File:
+class _RecordFile:
     """The two files, and the thread that writes them."""
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
