@@ -68,11 +68,3 @@ def test_another_loads_when_the_first_is_killed(daemon: Daemon) -> None:
     verbs = sorted(finish(worker)[-1].split()[0] for worker in waiting)
     assert verbs == ["attached", "attached", "made"]
     assert daemon.books().lent_bytes == 2 * MIB
-
-
-def test_the_page_says_where_it_leads() -> None:
-    """Each link of the page leads to a file."""
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", PAGE.read_text())
-    local = [link for link in links if "://" not in link]
-    assert local
-    assert [link for link in local if not (PAGE.parent / link).exists()] == []

@@ -14,6 +14,7 @@ from tests.support.processes import (
     is_settled,
     mapped_extents,
 )
+from tests.support.segments import one_transport
 from tests.support.sizes import MIB
 from tests.support.threads import together
 from tests.support.workers import worker
@@ -38,6 +39,7 @@ class TestMainJob:
             pool.deallocate(PAGE, 126 * PAGE)
             until(lambda: daemon.books().lent_bytes == 2 * PAGE)
 
+    @one_transport
     def test_more_extents_than_a_request_may_have(self, daemon: Daemon, transport: str) -> None:
         """A page size that is much too small is refused in words, without asking the broker."""
         with membroker.connect(daemon.endpoint(), transport=transport) as client:
@@ -55,6 +57,7 @@ class TestMainJob:
             with pytest.raises(membroker.InvalidRequest, match="location"):
                 model.allocate(1, location="moon")
 
+    @one_transport
     def test_a_buffer_is_rounded_up_and_says_so(self, daemon: Daemon, transport: str) -> None:
         with membroker.connect(daemon.endpoint(), transport=transport) as client:
             buffer = client.register_model("m").allocate("3MiB")
@@ -142,6 +145,7 @@ class TestThreads:
 
 
 class TestGarbage:
+    @one_transport
     def test_a_view_keeps_a_forgotten_client(self, daemon: Daemon, transport: str) -> None:
         """A function returns an array over borrowed memory, and everything else of its own is garbage."""
 
@@ -159,6 +163,7 @@ class TestGarbage:
         until(lambda: is_settled(daemon) and not daemon.sessions())
         until(lambda: mapped_extents() == 0)
 
+    @one_transport
     def test_a_view_keeps_a_closed_client(self, daemon: Daemon, transport: str) -> None:
         """Results are read after the `with`: the session ends, and says so, when they are gone."""
         with membroker.connect(daemon.endpoint(), transport=transport) as client:
@@ -172,6 +177,7 @@ class TestGarbage:
         del view
         until(lambda: is_settled(daemon) and not daemon.sessions())
 
+    @one_transport
     def test_a_forgotten_client(self, daemon: Daemon, transport: str) -> None:
         """A program that loses its client without closing it ends its session, and its descriptors are closed."""
         before = descriptors()

@@ -15,6 +15,7 @@ from tests.support.processes import (
     mapped_extents,
     worker,
 )
+from tests.support.segments import one_transport
 from tests.support.sizes import MIB
 
 import membroker
@@ -45,6 +46,7 @@ say("end")
             ends(process)
         until(lambda: is_settled(daemon) and not daemon.sessions())
 
+    @one_transport
     def test_exit_with_threads_in_a_call(self, daemon: Daemon, transport: str) -> None:
         """Daemon threads still borrow while the interpreter ends."""
         script = """
@@ -99,6 +101,7 @@ class TestBrokerGone:
             until(lambda: daemon.books().lent_bytes == 0)
         assert not caplog.records, "what comes late is no fault of the broker"
 
+    @one_transport
     @pytest.mark.deep
     def test_stopped_while_a_client_closes(self, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """It waits once, for the goodbye, and not for each piece of memory."""

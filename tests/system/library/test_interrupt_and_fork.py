@@ -17,6 +17,7 @@ from tests.support.processes import (
     tell,
     worker,
 )
+from tests.support.segments import one_transport
 from tests.support.sizes import MIB
 
 import membroker
@@ -65,6 +66,7 @@ client.close()
             ends(process)
         until(lambda: is_settled(daemon))
 
+    @one_transport
     @pytest.mark.parametrize("outage", [30.0, 0.0])
     def test_other_threads_go_on(self, daemon: Daemon, transport: str, outage: float) -> None:
         """One thread's Ctrl-C drops the connection again and again: the others' calls are repeated, each done once."""

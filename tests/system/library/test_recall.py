@@ -6,12 +6,16 @@ answers recalls.
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Iterator
 
 import pytest
 from tests.support.daemons import Daemon, running, until
+from tests.support.fake_broker import Caller
 from tests.support.sizes import MIB
 from tests.support.workers import Worker, worker, workers
+
+import membroker
 
 CAPACITY = 256 * MIB
 CONFIG = {"tenants": {"red": {"guarantee": "128MiB"}, "blue": {}}, "recall_seconds": 1.0}
@@ -46,11 +50,11 @@ def daemon() -> Iterator[Daemon]:
 
 
 @pytest.fixture
-def pair(daemon: Daemon, transport: str) -> Iterator[tuple[Worker, Worker]]:
+def pair(daemon: Daemon) -> Iterator[tuple[Worker, Worker]]:
     """Red's worker and blue's. Both have a model, and nothing borrowed."""
     with workers(2) as (red, blue):
         for name, one in (("red", red), ("blue", blue)):
-            one.connect(daemon, name, transport)
+            one.connect(daemon, name)
             one.do(PREPARE)
         yield red, blue
 
@@ -184,3 +188,34 @@ def test_a_model_with_a_name_as_on_hugging_face_is_asked(daemon: Daemon, pair: t
     }
     blue.do("model.on_recall(None)")
     assert blue.ask("len(client.models())") == 2
+
+
+def test_a_guest_is_asked_for_all_that_it_has() -> None:
+    """It can release only all that it has declared. What it declares less counts for the recall."""
+    config = {"capacity": CAPACITY, "tenants": {"red": {}}, "slice_seconds": 0.0, "recall_seconds": 600.0}
+    recalls: queue.Queue[membroker.Recall] = queue.Queue()
+
+    def asked(recall: membroker.Recall) -> object:
+        recalls.put(recall)
+        return membroker.DEFERRED
+
+    with (
+        running(config) as daemon,
+        membroker.connect(daemon.endpoint()) as client,
+        membroker.connect(daemon.endpoint()) as other,
+    ):
+        one, two = client.register_model("one"), other.register_model("two")
+        for model in (one, two):
+            model.on_recall(asked)
+        one.declare("200MiB", recallable=True)
+        with pytest.raises(membroker.OutOfMemory):
+            two.declare("200MiB", recallable=True)
+        waiting = Caller(lambda: two.declare("200MiB", recallable=True, wait=600))
+        recall = recalls.get()
+        assert (recall.model, recall.size, recall.remaining) == (one, 200 * MIB, 200 * MIB)
+        one.declare(0)
+        assert recall.remaining == 0
+        recall.done()
+        waiting.value()
+        declared = [model.stats().books["device"].declared_bytes for model in (one, two)]
+        assert declared == [0, 200 * MIB]

@@ -242,6 +242,7 @@ def test_closing_the_client_ends_its_waits(daemon: Daemon, asker: Worker) -> Non
         assert daemon.books().lent_bytes == CAPACITY
 
 
+@one_transport
 def test_a_drain_ends_all_waits(daemon: Daemon, asker: Worker) -> None:
     """An operator empties the device: a call that waits is told why it is refused."""
     with full(daemon), daemon.admin_stub() as admin:
@@ -301,6 +302,7 @@ def test_a_wait_goes_on_after_the_daemons_death(daemon: Daemon, asker: Worker) -
         assert asker.ask("granted.result()[0]") == "NoneType"
 
 
+@one_transport
 def test_no_time_is_left_after_a_long_outage(daemon: Daemon, asker: Worker) -> None:
     """The daemon is away for longer than the call may wait. The next one is still asked, and refuses it at once."""
     with full(daemon):

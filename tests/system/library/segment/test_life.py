@@ -11,10 +11,8 @@ from tests.support.daemons import Daemon, until
 from tests.support.fake_broker import Caller
 from tests.support.garbage import collect
 from tests.support.processes import (
-    descriptors,
     is_settled,
     mapped_extents,
-    open_extents,
 )
 from tests.support.segments import holders, one_transport, protections, sealed
 from tests.support.sizes import MIB
@@ -190,17 +188,6 @@ class TestLife:
         until(lambda: holders(client) == {"weights": 0})
         until(lambda: mapped_extents() == 0)
         until(lambda: daemon.books().lent_bytes == PAGE)
-
-    @one_transport
-    def test_no_descriptor_is_left_behind(self, client: membroker.Client, model: membroker.Model) -> None:
-        before = descriptors()
-        for turn in range(60):
-            with model.create_segment(f"s{turn}", 1) as segment:
-                segment.seal()
-                client.attach(segment.name).close()
-                segment.delete()
-        assert open_extents() == 0
-        assert descriptors() < before + 30
 
     @one_transport
     def test_of_a_card(self, client: membroker.Client, model: membroker.Model, monkeypatch: pytest.MonkeyPatch) -> None:
