@@ -16,7 +16,7 @@ from functools import partial
 
 import pytest
 
-from membroker.testing import CHECKS, MakeDriver, wait_until
+from membroker.testing import CHECKS, MakeDriver
 from membroker.vmm import DriverError, DriverUnavailable, Location, open_driver
 from membroker.vmm.cuda.driver import CudaDriver
 from membroker.vmm.sizes import MIB
@@ -81,12 +81,6 @@ def expect_word(started: subprocess.Popen[str], word: str) -> None:
     assert started.stdout.readline().strip() == word
 
 
-def go_on(started: subprocess.Popen[str]) -> None:
-    assert started.stdin is not None
-    started.stdin.write("\n")
-    started.stdin.flush()
-
-
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_a_gpu_keeps_a_drivers_promises(check: Callable[[MakeDriver], None]) -> None:
     check(partial(open_driver, "cuda", context=True))
@@ -126,11 +120,6 @@ def test_a_process_without_a_context_costs_under_5_mib(broker: CudaDriver) -> No
         assert dict(broker.processes()).get(started.pid, 0) < 5 * MIB
 
 
-def test_the_granularity_is_2_mib(broker: CudaDriver) -> None:
-    """Fact: the host driver has the GPU's granularity, so a size that is valid there is valid here."""
-    assert broker.device.granularity == 2 * MIB
-
-
 def test_an_imported_extent_cannot_be_exported_again(broker: CudaDriver) -> None:
     """Fact: CUDA_ERROR_INVALID_VALUE. A worker cannot lend what it has borrowed."""
     handle = broker.create(broker.device.granularity)
@@ -164,34 +153,3 @@ def test_an_exported_descriptor_is_nvidias(broker: CudaDriver) -> None:
 def test_16_tib_of_addresses_are_reserved_in_one_call(worker: CudaDriver) -> None:
     address = worker.reserve(16 << 40)
     worker.unreserve(address, 16 << 40)
-
-
-def test_a_child_that_abandons_the_driver_gives_a_dead_workers_memory_back(broker: CudaDriver) -> None:
-    """Fact: a forked child keeps its dead parent's memory and context until its nvidia descriptors are closed."""
-    size = 1024 * MIB
-    code = f"""
-        driver = CudaDriver(context=True)
-        handle, address = driver.create({size}), driver.reserve({size})
-        driver.map(address, handle)
-        driver.set_access(address, {size}, AccessFlags.READ_WRITE)
-        driver.release(handle)
-        child = os.fork()
-        if child == 0:
-            say("forked")
-            wait()
-            driver.abandon()
-            say("abandoned")
-            wait()
-            os._exit(0)
-        os.waitpid(child, 0)
-    """
-    before = used(broker)
-    with process(code) as started:
-        expect_word(started, "forked")
-        started.kill()
-        started.wait()
-        assert used(broker) - before >= size, "the child holds the memory of its dead parent"
-        go_on(started)
-        expect_word(started, "abandoned")
-        wait_until(lambda: used(broker) - before < size // 4, "the dead worker's memory and context are back")
-        go_on(started)

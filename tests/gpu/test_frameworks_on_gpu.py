@@ -92,43 +92,10 @@ def take(model: Model, address: int, size: int) -> bytes:
     return model.driver.read(address, size)
 
 
-def warm_up(torch: Any, tensor: Any) -> None:
-    """Load the kernels: the first launch of each waits for all that runs."""
-    torch.cuda._sleep(1)
-    tensor.add_(0)
-    torch.cuda.synchronize()
-
-
 class TestTorch:
     @pytest.fixture
     def torch(self) -> Any:
         return package("torch")
-
-    @pytest.mark.parametrize(
-        ("dtype", "name", "bits"),
-        [
-            ("F32", "float32", "0000803f"),
-            ("F16", "float16", "003c"),
-            ("BF16", "bfloat16", "803f"),
-            ("F8_E4M3", "float8_e4m3fn", "38"),
-            ("F8_E5M2", "float8_e5m2", "3c"),
-            ("I64", "int64", "01" + "00" * 7),
-        ],
-    )
-    def test_both_sides_see_the_same_bytes(self, model: Model, torch: Any, dtype: str, name: str, bits: str) -> None:
-        """The driver writes ones and torch reads them; torch writes fours and the driver reads them."""
-        one = bytes.fromhex(bits)
-        with model.allocate(PAGE) as buffer:
-            put(model, buffer.address + 256, one)
-            tensor = torch.from_dlpack(export(buffer, dtype, (2, 4), offset=256))
-            assert tensor.device.type == "cuda"
-            assert tensor.dtype == getattr(torch, name)
-            assert tensor.data_ptr() == buffer.address + 256
-            assert tensor.to(torch.float32)[0, 0].item() == 1
-            tensor[1, 3:] = torch.ones(1, device="cuda").to(tensor.dtype)
-            torch.cuda.synchronize()
-            assert take(model, buffer.address + 256 + 7 * len(one), len(one)) == one
-            del tensor
 
     def test_the_cuda_array_interface(self, model: Model, torch: Any) -> None:
         with model.allocate(PAGE) as buffer:
@@ -150,41 +117,6 @@ class TestTorch:
             assert tensor.double().sum().item() == (1 << 20) * ((1 << 20) - 1) / 2
             del tensor
         client.delete_segment("llama/weights")
-
-    def test_closing_waits_for_the_work_on_every_stream(self, daemon: Daemon, model: Model, torch: Any) -> None:
-        """A kernel still runs on a stream of its own after the last reference to its tensor is gone."""
-        buffer = model.allocate(PAGE)
-        tensor = torch.from_dlpack(export(buffer, "F32", (1024,)))
-        stream, done = torch.cuda.Stream(), torch.cuda.Event()
-        warm_up(torch, tensor)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(LONG_CYCLES)
-            tensor.add_(1)
-            done.record()
-        del tensor
-        assert not done.query(), "the kernel ended too early: the test shows nothing"
-        buffer.close()
-        assert done.query()
-        torch.cuda.synchronize()
-        until(lambda: daemon.books().lent_bytes == 0)
-
-    def test_the_last_tensor_gives_the_memory_back_after_its_work(
-        self, daemon: Daemon, model: Model, torch: Any
-    ) -> None:
-        buffer = model.allocate(PAGE)
-        tensor = torch.from_dlpack(export(buffer, "F32", (1024,)))
-        warm_up(torch, tensor)
-        buffer.close()
-        done = torch.cuda.Event()
-        torch.cuda._sleep(LONG_CYCLES)
-        tensor.add_(1)
-        done.record()
-        assert daemon.books().lent_bytes >= PAGE
-        del tensor
-        until(lambda: daemon.books().lent_bytes == 0)
-        assert done.query()
-        torch.cuda.synchronize()
 
     def test_an_exception_survives_the_tensor_that_it_throws_away(self, model: Model, torch: Any) -> None:
         with model.allocate(PAGE) as buffer, pytest.raises(ZeroDivisionError):

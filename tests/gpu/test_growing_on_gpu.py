@@ -6,10 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +23,6 @@ from membroker.vmm.cuda.driver import CudaDriver
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 PAGE = 2 * MIB
-EXAMPLES = Path(__file__).parents[2] / "examples"
 LONG_CYCLES = 400_000_000
 """What torch's sleeping kernel is given: some 200 ms on an H200."""
 
@@ -244,20 +240,3 @@ class TestSparseArray:
             array.drop(3)
             assert done.query()
             torch.cuda.synchronize()
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("growable_torch.py", ["2200 tokens, 6 MiB are charged", "unchanged: True", "its first answer again: True"]),
-        ("sparse_torch.py", ["two requests on cuda: 32 MiB", "a third is refused: 16 MiB asked", "unchanged: True"]),
-    ],
-)
-def test_the_examples(daemon: Daemon, torch: Any, name: str, words: list[str]) -> None:
-    """The examples run on the GPU as they do on the host driver."""
-    environment = {**os.environ, "MEMBROKER_ENDPOINT": str(daemon.endpoint())}
-    command = [sys.executable, str(EXAMPLES / name)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert all(word in done.stdout for word in words), done.stdout
-    until(lambda: daemon.books().lent_bytes == 0)

@@ -170,9 +170,7 @@ def test_streams_of_the_driver_and_of_frameworks(
 
 
 def test_a_plan_stops_at_a_bad_entry(worker: CudaDriver, buffer: UnifiedBuffer) -> None:
-    """Borrowed memory cannot be prefetched: the error names that entry of the plan, and the entry before it is
-    queued.
-    """
+    """Borrowed memory does not migrate: the error names that entry of the plan, and the entry before it is queued."""
     granule = worker.device.granularity
     with (
         AddressRange(worker, granule) as addresses,
@@ -183,24 +181,14 @@ def test_a_plan_stops_at_a_bad_entry(worker: CudaDriver, buffer: UnifiedBuffer) 
         plan.add(buffer.address + MIB, MIB, 0)
         with pytest.raises(PrefetchFailed) as caught:
             plan.execute(worker)
+        with pytest.raises(DeviceFailure, match=r"cuMemPrefetchAsync\S* failed"):
+            ManagedMemoryHints.for_buffer(worker, mapped.address, granule).prefetch_to("host")
+        worker.write(mapped.address, b"alive")
+        assert worker.read(mapped.address, 5) == b"alive", "the context did not survive it"
     assert (caught.value.index, caught.value.entry, caught.value.queued) == (1, plan.entries[1], plan.entries[:1])
     assert "cuMemPrefetchAsync" in str(caught.value)
     assert attribute(buffer, "LAST_PREFETCH_LOCATION", 0, MIB) == 0
     assert attribute(buffer, "LAST_PREFETCH_LOCATION", MIB, MIB) == NOWHERE
-
-
-def test_borrowed_memory_takes_no_hints(worker: CudaDriver) -> None:
-    """Borrowed memory does not migrate: CUDA refuses the prefetch, and the context survives it."""
-    granule = worker.device.granularity
-    with (
-        AddressRange(worker, granule) as addresses,
-        PhysicalMemory.create(worker, granule) as memory,
-        MappedRange(addresses, memory) as mapped,
-    ):
-        with pytest.raises(DeviceFailure, match=r"cuMemPrefetchAsync\S* failed"):
-            ManagedMemoryHints.for_buffer(worker, mapped.address, granule).prefetch_to("host")
-        worker.write(mapped.address, b"alive")
-        assert worker.read(mapped.address, 5) == b"alive"
 
 
 def test_a_view_outlives_the_block_and_then_the_memory_goes(worker: CudaDriver) -> None:

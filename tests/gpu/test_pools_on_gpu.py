@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from tests.support.gpu import SLACK, at_rest, enter, on_gpu, used
@@ -18,8 +17,6 @@ from membroker.vmm import DriverError, Location
 from membroker.vmm.cuda.driver import CudaDriver
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.usefixtures("gpu")]
-
-State = Callable[[str, str], None]
 
 
 @pytest.fixture
@@ -81,26 +78,6 @@ def test_compaction_waits_for_what_runs(source: LocalSource) -> None:
         assert (move.old_offset, move.new_offset, move.size) == (size, 0, size)
         for offset in (0, size // 2, size - MIB):
             assert source.driver.read(pool.base_address + offset, MIB) == b"\x5a" * MIB
-
-
-def test_what_compaction_costs(source: LocalSource, state: State) -> None:
-    """1 GiB in pages, every second one a hole. The report has the cost of mapping beside it; bytes are what a copy
-    would move.
-    """
-    for page_size in (2 * MIB, 64 * MIB):
-        count = GIB // page_size
-        with VirtualMemoryPool(source, 4 * GIB, page_size) as pool:
-            began = time.perf_counter()
-            pool.allocate(0, 2 * GIB)
-            mapped = (time.perf_counter() - began) / 2
-            for page in range(0, 2 * count, 2):
-                pool.deallocate(page * page_size, page_size)
-            began = time.perf_counter()
-            moves = pool.compact()
-            took = time.perf_counter() - began
-            assert len(moves) == count
-            what = f"compact 1 GiB of {page_size // MIB} MiB pages in {count} moves"
-            state(what, f"{1000 * took:.1f} ms (to borrow it: {1000 * mapped:.1f} ms)")
 
 
 def test_a_gpu_that_is_full(source: LocalSource, gpu: CudaDriver) -> None:
