@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.support import crashing_daemon
+from tests.support import faulty_daemon
 from tests.support.daemons import Daemon, until
 from tests.support.gpu import (
     CAPACITY,
@@ -412,22 +412,22 @@ def test_the_daemon_dies_at_a_point(
     gpu: CudaDriver, point: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A sample of tests/system/test_crash_points.py on the GPU: the bytes are the same afterwards."""
-    monkeypatch.setenv(crashing_daemon.FILE, str(tmp_path / "armed"))
+    monkeypatch.setenv(faulty_daemon.ARMED, str(tmp_path / "armed"))
     calls = {
         "credited": "spare.close()",
         "stored": "segment = model.create_segment('weights', GIB)",
         "sealed": "segment = model.create_segment('weights', GIB); write_blocks(segment, 1); segment.seal()",
     }
-    with on_gpu(gpu, module="tests.support.crashing_daemon") as daemon, worker() as one:
+    with on_gpu(gpu, module="tests.support.faulty_daemon crash") as daemon, worker() as one:
         enter(one, daemon)
         borrow(one, GIB)
         one.do("spare = model.allocate('64MiB')")
         if point == "reconcile":
             daemon.kill()
-            crashing_daemon.arm(crashing_daemon.path(), point, 0)
+            faulty_daemon.arm(point, 0)
             daemon.start_again()
         else:
-            crashing_daemon.arm(crashing_daemon.path(), point, 0)
+            faulty_daemon.arm(point, 0)
         one.begin(calls.get(point, "more = model.allocate('64MiB')"))
         daemon.process.wait(60)
         daemon.start_again()

@@ -88,7 +88,7 @@ class Daemon:
             address = self.directory / "notify"
             address.unlink(missing_ok=True)
             notified.bind(str(address))
-            arguments = ["-m", self.module, "--config", str(path), "--log-level", "debug"]
+            arguments = ["-m", *self.module.split(), "--config", str(path), "--log-level", "debug"]
             if self.device_number:
                 arguments += ["--device", str(self.device_number)]
             if descriptors is not None:
@@ -108,16 +108,13 @@ class Daemon:
             assert time.monotonic() < end, f"membrokerd did not become ready:\n{self.log()}"
 
     def endpoint(self, tenant: str = "red") -> Path:
-        """Return the directory of a tenant's endpoint."""
         return self.root / "tenants" / tenant
 
     @property
     def admin(self) -> Path:
-        """Return the directory of the admin endpoint."""
         return self.root / "admin"
 
     def log(self) -> str:
-        """Return what the daemon wrote."""
         return self.log_path.read_text()
 
     def suspects(self) -> list[int]:
@@ -126,26 +123,21 @@ class Daemon:
 
     @contextmanager
     def admin_stub(self) -> Iterator[admin_pb2_grpc.AdminServiceStub]:
-        """Yield AdminService of this daemon."""
         with grpc.insecure_channel(f"unix:{self.admin}/grpc.sock") as channel:
             yield admin_pb2_grpc.AdminServiceStub(channel)
 
     def device(self) -> Any:
-        """Return the Device message."""
         with self.admin_stub() as stub:
             return stub.GetDevice(broker_pb2.GetDeviceRequest(), wait_for_ready=True, timeout=DEADLINE_SECONDS)
 
     def books(self) -> Any:
-        """Return the books of the device's own memory."""
         return self.device().locations[0]
 
     def sessions(self) -> list[Any]:
-        """Return every session that is no observer."""
         with self.admin_stub() as stub:
             return list(stub.ListSessions(broker_pb2.ListSessionsRequest(page_size=1000)).sessions)
 
     def models(self) -> list[Any]:
-        """Return every model."""
         with self.admin_stub() as stub:
             return list(stub.ListModels(broker_pb2.ListModelsRequest(page_size=1000)).models)
 
@@ -193,7 +185,6 @@ class Daemon:
                             raise
 
     def descriptors(self) -> int:
-        """Return how many descriptors the daemon has open."""
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     def resident_bytes(self) -> int:
@@ -204,12 +195,10 @@ class Daemon:
         raise AssertionError("no RssAnon")
 
     def stop(self) -> int:
-        """Send SIGTERM and return the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(DEADLINE_SECONDS)
 
     def kill(self) -> None:
-        """Send SIGKILL."""
         self.process.kill()
         self.process.wait(DEADLINE_SECONDS)
 

@@ -1,37 +1,194 @@
-"""A daemon with faults where it has a token in its hands: `python -m tests.support.faulty_daemon` for `membrokerd`.
+"""A daemon with one fault: `python -m tests.support.faulty_daemon FAULT …` in the place of `membrokerd`.
 
-It fails as it looks a token up, and as it answers one, on both transports.
+FAULT is the name of a function below, which plants it. What a test tells the fault is in a file or a word that a
+variable of the environment names.
 """
 
 from __future__ import annotations
 
+import ctypes
+import json
+import os
+import signal
 import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType, SimpleNamespace
 from typing import Any, NoReturn
 
+from membrokerd import daemon
 from membrokerd.cli import main
 from membrokerd.edge import dispatch, listings
+from membrokerd.edge.endpoints import Endpoints
 from membrokerd.edge.handoff import connection
+from membrokerd.restart.journal import Journal
+from membrokerd.runtime import eviction, loop
+from membrokerd.system import failpoints, turns
 
-_find, _request = dispatch.Dispatcher.find, dispatch.Dispatcher.request
+ARMED = "MEMBROKER_TEST_CRASH"
+HANG = "MEMBROKER_TEST_HANG"
+CALLS = "MEMBROKER_TEST_CALLS"
+CONFINED = "MEMBROKER_TEST_CONFINED"
+HOUR = 3600.0
+_CLONE_NEWPID, _PR_SET_PDEATHSIG = 0x20000000, 1
 
 
-def _planted(*_: Any, **__: Any) -> NoReturn:
-    raise RuntimeError("planted")
+def armed_path() -> Path:
+    """Return the file that says where the daemons of this test crash."""
+    return Path(os.environ[ARMED])
 
 
-def _find_or_fault(self: Any, token: Any, endpoint: Any) -> Any:
-    ticket = _find(self, token, endpoint)
-    return _planted(token) if ticket.tenant == "blue" else ticket
+def arm(point: str, pid: int, after: int = 0) -> None:
+    """Let the daemon kill `pid` (0: itself) at `point`, after it has passed that so many times."""
+    assert point in failpoints.POINTS + failpoints.TENANT_POINTS, point
+    fresh = armed_path().with_suffix(".new")
+    fresh.write_text(json.dumps({"point": point, "pid": pid, "after": after}))
+    fresh.rename(armed_path())
 
 
-def _request_or_fault(self: Any, session: Any, tenant: Any, *rest: Any) -> Any:
-    faults = type(rest[1]).__name__ == "DeclareMemoryRequest"
-    return _planted(self, rest) if faults else _request(self, session, tenant, *rest)
+def _at_failpoints(reach: Callable[[str], None]) -> None:
+    """Call `reach` with the name of each point that this process comes to. Every module has its own `reach`."""
+    taken = failpoints.reach
+    for module in list(sys.modules.values()):
+        if vars(module).get("reach") is taken:
+            vars(module)["reach"] = reach
+
+
+def crash() -> None:
+    """At each failpoint it looks for a file: when that names the point, the process that it names is killed, once."""
+
+    def reach(point: str) -> None:
+        try:
+            wanted = json.loads(armed_path().read_text())
+        except FileNotFoundError:
+            return
+        if wanted["point"] != point:
+            return
+        if wanted["after"]:
+            arm(point, wanted["pid"], wanted["after"] - 1)
+            return
+        armed_path().unlink()
+        os.kill(wanted["pid"] or os.getpid(), signal.SIGKILL)
+
+    _at_failpoints(reach)
+    # Small enough for a test to fill.
+    daemon.Journal = partial(Journal, compact_bytes=1_024)  # type: ignore[assignment, misc]
+
+
+def hang() -> None:
+    """At each failpoint its event loop waits for as long as a file is there."""
+
+    def reach(point: str) -> None:
+        while Path(os.environ[HANG]).exists():
+            time.sleep(0.01)
+
+    _at_failpoints(reach)
+
+
+def count() -> None:
+    """For each frame it appends a line to a file: by function, the Python calls until its answer is noted, as JSON.
+
+    What follows the answer, as the refill of the stock, is not counted: no client waits for it.
+    """
+    read, noted = connection.HandoffConnection.read, loop.Loop.answer.__code__
+
+    def counted(self: connection.HandoffConnection) -> bool:
+        calls: Counter[str] = Counter()
+
+        def note(frame: FrameType, event: str, _: Any) -> None:
+            if event == "call":
+                calls[f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_qualname}"] += 1
+            elif event == "return" and frame.f_code is noted:
+                sys.setprofile(None)
+
+        sys.setprofile(note)
+        try:
+            return read(self)
+        finally:
+            sys.setprofile(None)
+            if len(calls) > 2:  # else there was no frame
+                with open(os.environ[CALLS], "a") as file:
+                    file.write(json.dumps(calls) + "\n")
+
+    connection.HandoffConnection.read = counted  # type: ignore[method-assign]
+    quiet()
+
+
+def quiet() -> None:
+    """It is without the `--log-level debug` that tests start every daemon with: the file alone decides."""
+    del sys.argv[-2:]
+
+
+def raise_at_tokens() -> None:
+    """It fails where it has a token in its hands: as it looks one up, and as it answers one, on both transports."""
+    find, request = dispatch.Dispatcher.find, dispatch.Dispatcher.request
+
+    def planted(*_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError("planted")
+
+    def find_or_fault(self: Any, token: Any, endpoint: Any) -> Any:
+        ticket = find(self, token, endpoint)
+        return planted(token) if ticket.tenant == "blue" else ticket
+
+    def request_or_fault(self: Any, session: Any, tenant: Any, *rest: Any) -> Any:
+        faults = type(rest[1]).__name__ == "DeclareMemoryRequest"
+        return planted(self, rest) if faults else request(self, session, tenant, *rest)
+
+    dispatch.Dispatcher.find = find_or_fault  # type: ignore[method-assign]
+    dispatch.Dispatcher.request = request_or_fault  # type: ignore[method-assign]
+    listings.BookMessages.list_models = planted  # type: ignore[method-assign, assignment]
+    connection.HandoffConnection._goodbye = planted  # type: ignore[method-assign, assignment]
+
+
+def kill_soon() -> None:
+    """It sends SIGKILL soon after SIGTERM, and may not signal every process if a test wants so."""
+    confined = os.environ.pop(CONFINED, "")
+    if confined == "without CAP_KILL":
+        again = [sys.executable, "-m", "tests.support.faulty_daemon", "kill_soon", *sys.argv[1:]]
+        os.execvp("setpriv", ["setpriv", "--bounding-set=-kill", *again])
+    if confined == "in a pid namespace":
+        _enter_pid_namespace()
+    eviction.KILL_SECONDS = 0.3
+
+
+def _enter_pid_namespace() -> None:
+    """Go on as the first process of a new pid namespace; this process passes SIGTERM on, and waits for that one."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWPID):
+        raise OSError(ctypes.get_errno(), "unshare")
+    child = os.fork()
+    if not child:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        return
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+def start_slowly() -> None:
+    """Its start takes an hour: the clocks by which turns are measured leap when its admin endpoint is opened, which is
+    in the event loop, and near the end of the start.
+    """
+    open_admin, passed = Endpoints.open_admin, [0.0]
+
+    async def open_slowly(self: Endpoints, *rest: Any) -> None:
+        passed[0] += HOUR
+        await open_admin(self, *rest)
+
+    Endpoints.open_admin = open_slowly  # type: ignore[method-assign]
+    turns.time = SimpleNamespace(  # type: ignore[attr-defined]
+        perf_counter=lambda: time.perf_counter() + passed[0],
+        thread_time=lambda: time.thread_time() + passed[0],
+    )
+
+
+def in_user_namespace() -> None:
+    """It is in a user namespace that maps this user alone."""
+    os.execvp("unshare", ["unshare", "-Ur", sys.executable, "-m", "membrokerd.cli", *sys.argv[1:]])
 
 
 if __name__ == "__main__":
-    dispatch.Dispatcher.find = _find_or_fault  # type: ignore[method-assign]
-    dispatch.Dispatcher.request = _request_or_fault  # type: ignore[method-assign]
-    listings.BookMessages.list_models = _planted  # type: ignore[method-assign, assignment]
-    connection.HandoffConnection._goodbye = _planted  # type: ignore[method-assign, assignment]
-    sys.exit(main())
+    globals()[sys.argv.pop(1)]()
+    sys.exit(main(sys.argv[1:]))

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from tests.support import crashing_daemon
+from tests.support import faulty_daemon
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, worker
 
@@ -41,13 +41,13 @@ IN_RESUME = ("resume", "reconcile", "reconciled")
 @pytest.fixture
 def crashed(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """A daemon that can be told to kill somebody at a point."""
-    monkeypatch.setenv(crashing_daemon.FILE, str(tmp_path_factory.mktemp("crash") / "armed"))
-    with running(CONFIG, module="tests.support.crashing_daemon") as daemon:
+    monkeypatch.setenv(faulty_daemon.ARMED, str(tmp_path_factory.mktemp("crash") / "armed"))
+    with running(CONFIG, module="tests.support.faulty_daemon crash") as daemon:
         yield daemon
 
 
 def arm(point: str, pid: int) -> None:
-    crashing_daemon.arm(crashing_daemon.path(), point, pid)
+    faulty_daemon.arm(point, pid)
 
 
 @contextmanager
@@ -140,7 +140,7 @@ def test_the_keeper_is_killed(crashed: Daemon, point: str) -> None:
             arm(point, before)
         one.begin(CALLS[point])
         one.result()
-        until(lambda: not crashing_daemon.path().exists())
+        until(lambda: not faulty_daemon.armed_path().exists())
         until(lambda: crashed.keeper() not in (0, before))
         until(lambda: "the keeper of descriptors has all descriptors again" in crashed.log())
         crashed.kill()

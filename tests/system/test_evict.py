@@ -14,7 +14,7 @@ import pytest
 from google.rpc.status_pb2 import Status
 from tests.support import raw
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
-from tests.support.killing_daemon import CONFINED
+from tests.support.faulty_daemon import CONFINED
 from tests.support.sizes import MIB
 from tests.support.workers import Worker, is_clean, is_gone, worker, workers
 
@@ -29,7 +29,7 @@ HOLD = "model = client.register_model('chat'); kept = model.allocate('16MiB'); k
 @pytest.fixture
 def killing() -> Iterator[Daemon]:
     """A daemon that sends SIGKILL 0.3 s after SIGTERM."""
-    with running(module="tests.support.killing_daemon") as daemon:
+    with running(module="tests.support.faulty_daemon kill_soon") as daemon:
         yield daemon
 
 
@@ -183,7 +183,7 @@ def test_another_users_process_without_cap_kill(monkeypatch: pytest.MonkeyPatch)
     """As under the systemd unit: root without CAP_KILL signals root's processes alone."""
     monkeypatch.setenv(CONFINED, "without CAP_KILL")
     tenants = {"red": {"owner": USER, "mode": "0600"}, "blue": {}}
-    with running({"tenants": tenants}, module="tests.support.killing_daemon") as daemon:
+    with running({"tenants": tenants}, module="tests.support.faulty_daemon kill_soon") as daemon:
         daemon.directory.chmod(0o755)
         with closing(Worker(user=USER)) as theirs, worker() as roots:
             theirs.connect(daemon).do(HOLD)
@@ -200,7 +200,7 @@ def test_another_users_process_without_cap_kill(monkeypatch: pytest.MonkeyPatch)
 def test_a_process_outside_of_the_daemons_pid_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in Kubernetes without hostPID: the daemon has a pidfd, and the kernel lets it signal nothing by it."""
     monkeypatch.setenv(CONFINED, "in a pid namespace")
-    with running(module="tests.support.killing_daemon") as daemon, worker() as one:
+    with running(module="tests.support.faulty_daemon kill_soon") as daemon, worker() as one:
         one.connect(daemon).do(HOLD)
         said = why_not(daemon, name_of(one))
         assert said.startswith("its process is in a pid namespace that the daemon cannot signal into")
@@ -212,7 +212,7 @@ def test_a_process_outside_of_the_daemons_pid_namespace(monkeypatch: pytest.Monk
 def test_a_process_whose_pidfd_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The keeper of the descriptors ended with the daemon, as in one container, and nobody can name the process."""
     monkeypatch.setenv(CONFINED, "in a pid namespace")
-    with running(module="tests.support.killing_daemon") as daemon, worker() as one:
+    with running(module="tests.support.faulty_daemon kill_soon") as daemon, worker() as one:
         one.connect(daemon).do(HOLD)
         name = name_of(one)
         one.send(signal.SIGSTOP)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support import daemons, hanging_daemon, slow_start_daemon
+from tests.support import daemons, faulty_daemon
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.honest_worker import State, check_turns, honest
 from tests.support.template import PythonProcess
@@ -176,8 +176,8 @@ def test_sigterm_ends_a_daemon_whose_stderr_nobody_reads(state: State) -> None:
 def test_probes_and_scrapes_fail_while_the_loop_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver call, or a bug, hangs the event loop. Its HTTP threads live, and must not say that all is well."""
     hang = tmp_path / "hang"
-    monkeypatch.setenv(hanging_daemon.FILE, str(hang))
-    with running(module="tests.support.hanging_daemon") as daemon, worker() as one:
+    monkeypatch.setenv(faulty_daemon.HANG, str(hang))
+    with running(module="tests.support.faulty_daemon hang") as daemon, worker() as one:
         one.connect(daemon)
         one.do("model = client.register_model('m')")
         url = daemon.device().metrics_url.removesuffix("/metrics")
@@ -202,10 +202,10 @@ def test_probes_and_scrapes_fail_while_the_loop_hangs(tmp_path: Path, monkeypatc
 
 def test_the_start_is_no_turn_that_a_peer_has_waited_for() -> None:
     """An hour at the start, in which nobody could connect: the longest turn is one of the later turns."""
-    with running(module="tests.support.slow_start_daemon") as daemon:
+    with running(module="tests.support.faulty_daemon start_slowly") as daemon:
         text = daemon.metrics()
         for name in ("seconds", "cpu_seconds"):
-            assert value(text, f'membroker_loop_longest_turn_{name}{{gpu_uuid="host"}}') < slow_start_daemon.HOUR
+            assert value(text, f'membroker_loop_longest_turn_{name}{{gpu_uuid="host"}}') < faulty_daemon.HOUR
 
 
 # --- On the host driver, for want of a GPU ---

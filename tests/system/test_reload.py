@@ -165,7 +165,7 @@ def test_what_needs_a_restart_is_named(daemon: Daemon, engine: Worker) -> None:
 
 def test_the_level_of_the_log_changes() -> None:
     """The command line goes before the file, also at a reload: here it says nothing of the level."""
-    with running(BASE, module="tests.support.quiet_daemon") as daemon:
+    with running(BASE, module="tests.support.faulty_daemon quiet") as daemon:
         assert " DEBUG " not in daemon.log()
         reload(daemon, log={"level": "debug"})
         assert lent(daemon, "red", "2MiB")

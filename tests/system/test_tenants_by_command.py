@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from tests.support import crashing_daemon, raw
+from tests.support import faulty_daemon, raw
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.sizes import MIB
 from tests.support.workers import Worker, worker
@@ -164,13 +164,13 @@ def test_the_daemon_is_killed(
     point: str, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Between any two steps: the tenant is there as a whole or not at all, and a deletion that is in the file ends."""
-    monkeypatch.setenv(crashing_daemon.FILE, str(tmp_path_factory.mktemp("crash") / "armed"))
-    with running(module="tests.support.crashing_daemon") as daemon, worker() as one:
+    monkeypatch.setenv(faulty_daemon.ARMED, str(tmp_path_factory.mktemp("crash") / "armed"))
+    with running(module="tests.support.faulty_daemon crash") as daemon, worker() as one:
         if point not in ("tenant kept", "tenant open"):
             create(daemon, guarantee_bytes=64 * MIB)
             enter(one, daemon)
             one.do("segment = model.create_segment('weights', PAGE); segment.write(0, b'w'); segment.seal()")
-        crashing_daemon.arm(crashing_daemon.path(), point, 0)
+        faulty_daemon.arm(point, 0)
         with pytest.raises(grpc.RpcError):
             command_until_the_end(daemon, point, one)
         daemon.process.wait(DEADLINE_SECONDS)

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from tests.support import counting_daemon as counting
+from tests.support import faulty_daemon
 from tests.support.daemons import running, until
 from tests.support.sizes import MIB
 
@@ -23,7 +23,7 @@ def test_a_page_that_is_ready_takes_at_most_so_many_calls(
 ) -> None:
     """A worker grows and shrinks its pool by a page that the daemon has in stock; the last time counts."""
     path = tmp_path / "calls"
-    monkeypatch.setenv(counting.FILE, str(path))
+    monkeypatch.setenv(faulty_daemon.CALLS, str(path))
 
     def frames_of(what: str) -> list[Counter[str]]:
         frames = [Counter(json.loads(line)) for line in path.read_text().splitlines()]
@@ -31,7 +31,7 @@ def test_a_page_that_is_ready_takes_at_most_so_many_calls(
 
     config = {"stock": "64MiB"}
     with (
-        running(config, module="tests.support.counting_daemon") as daemon,
+        running(config, module="tests.support.faulty_daemon count") as daemon,
         membroker.connect(daemon.endpoint()) as client,
     ):
         pool = client.register_model("m").pool(page_size=PAGE, virtual_capacity=64 * MIB)

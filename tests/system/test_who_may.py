@@ -411,7 +411,7 @@ def test_whose_the_paths_are(owned: Scene) -> None:
 @pytest.fixture
 def faulty() -> Iterator[Daemon]:
     """A daemon with faults, at the level debug. It is killed: it may not be well."""
-    with running(module="tests.support.faulty_daemon") as daemon:
+    with running(module="tests.support.faulty_daemon raise_at_tokens") as daemon:
         try:
             yield daemon
         finally:
