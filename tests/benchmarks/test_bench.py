@@ -61,7 +61,6 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
 
 
 def test_every_row_is_there(quick: tuple[Any, str]) -> None:
-    """Every row has plausible numbers."""
     document, _ = quick
     assert {"processor", "cores", "kernel", "python", "grpc", "protobuf"} <= document["machine"].keys()
     assert all(0 <= percent <= 100 for section in document["sections"] for percent in section["others_percent"])

@@ -122,7 +122,6 @@ def test_targets_stand_beside_their_figures(quick: tuple[Any, str]) -> None:
 
 
 def test_the_table_is_plain_text(quick: tuple[Any, str]) -> None:
-    """Every work is a line of it."""
     document, printed = quick
     assert "\x1b" not in printed
     for section in document["sections"]:
@@ -186,7 +185,6 @@ def _lives(session: int) -> bool:
 
 
 def test_a_machine_without_a_card_is_told_what_to_do() -> None:
-    """An unusable driver is one sentence, without a traceback."""
     done = bench("gpu", "--quick", FAKE_CUDA_INIT="100", CUDA_VISIBLE_DEVICES="")
     if done.returncode == 0:
         pytest.skip("this machine has a GPU that cannot be hidden")

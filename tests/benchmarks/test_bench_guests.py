@@ -14,7 +14,6 @@ pytestmark = pytest.mark.deep
 
 
 def played(tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    """Run the benchmark, and return what it wrote."""
     file = tmp_path / "figures.json"
     done = bench("guests", *arguments, "--device", "host", "--json", str(file))
     assert done.returncode == 0, done.stdout + done.stderr

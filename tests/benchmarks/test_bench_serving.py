@@ -67,7 +67,6 @@ def _run(arm: str, first: float = 0.1, *, trace: str = "a2", load: float = 1.0, 
 
 
 def _write(path: Path, facts: dict[str, str], runs: Sequence[Run]) -> None:
-    """Write what `--json` does."""
     write_json(path, machine=facts, targets=goals(runs), failures={"sleep": "failed"}, runs=runs)
 
 
@@ -421,17 +420,19 @@ def test_an_engine_that_does_not_start_is_not_left_behind(
     assert "--rounds is at least 1" in capsys.readouterr().err
 
 
-def test_a_site_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    for site in ("kvcached=/nowhere", "nothing=/tmp", "kvcached"):
-        with pytest.raises(SystemExit):
-            serving.main(["--device", "host", "--site", site])
-        assert "--site takes ARM=PLACE" in capsys.readouterr().err
-
-
-def test_without_vllm_one_sentence_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--site", "kvcached=/nowhere"], "--site takes ARM=PLACE"),
+        (["--site", "nothing=/tmp"], "--site takes ARM=PLACE"),
+        (["--site", "kvcached"], "--site takes ARM=PLACE"),
+        ([], "needs vLLM (for --device host its CPU build)"),
+    ],
+)
+def test_what_is_missing_is_named(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        serving.main(["--device", "host"])
-    assert "needs vLLM (for --device host its CPU build)" in capsys.readouterr().err
+        serving.main(["--device", "host", *arguments])
+    assert said in capsys.readouterr().err
 
 
 def test_the_help_names_every_arm_and_trace(capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,9 +144,3 @@ def test_the_requirements_are_those_of_pyproject() -> None:
         name, _, version = requirement.partition(">=")
         row = next(line for line in text.splitlines() if line.startswith("|") and name in line)
         assert version.partition(",")[0] in row, requirement
-
-
-def test_a_wrong_page_is_found_out() -> None:
-    """The lines of a block are the page's, text between blocks is not run, and a missing package omits a block."""
-    text = "# A page\n\n```python run\nx = 1\n```\n```python\nno code\n```\n```python run no_such_package\nraise\n```\n"
-    assert program(text).splitlines() == ["", "", "", "x = 1"] + [""] * 6

@@ -10,7 +10,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def check(*arguments: Path) -> subprocess.CompletedProcess[str]:
-    """Run the check as `make check` does."""
     return subprocess.run(
         [sys.executable, "-m", "tools.prose", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
     )

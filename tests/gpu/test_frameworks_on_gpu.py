@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.support.daemons import Daemon, running, until
+from tests.support.daemons import Daemon, find_root, running, until
 from tests.support.sizes import MIB
 
 import membroker
@@ -25,13 +25,12 @@ from membroker.dlpack import CUDA, export
 from membroker.errors import InvalidRequest
 from membroker.model import Model
 from membroker.segment import publish_arrays
-from membroker.vmm import DriverUnavailable
 from membroker.vmm.cuda.driver import CudaDriver
 
 # XLA takes three quarters of the GPU otherwise.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
 PAGE = 2 * MIB
 LONG_CYCLES = 400_000_000
@@ -54,19 +53,10 @@ def package(name: str) -> Any:
     return module
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _a_gpu() -> None:
-    try:
-        CudaDriver().close()
-    except DriverUnavailable as error:
-        pytest.skip(f"no NVIDIA GPU to test on: {error}")
-
-
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
+def daemon(gpu: CudaDriver) -> Iterator[Daemon]:
     with running({"driver": "cuda", "capacity": "4GiB"}) as daemon:
-        (daemon.root,) = (daemon.directory / "run").glob("gpu-*")
-        yield daemon
+        yield find_root(daemon)
 
 
 @pytest.fixture(scope="module")

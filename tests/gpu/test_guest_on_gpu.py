@@ -47,7 +47,6 @@ def guests(gpu: CudaDriver) -> Iterator[Daemon]:
 
 
 def program(daemon: Daemon, model: str) -> Guest:
-    """Start a program as a guest."""
     return Guest(daemon, model, "--memory", "3GiB", program=[sys.executable, "-c", PROGRAM])
 
 

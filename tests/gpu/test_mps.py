@@ -62,7 +62,6 @@ class Mps:
         return "" if self._run(["-d"]) == 0 else self.said()
 
     def ask(self, line: str) -> str:
-        """Return the control daemon's answer to a line."""
         self._run([], line + "\n")
         return self._answer.read_text(errors="replace").strip()
 

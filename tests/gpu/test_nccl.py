@@ -135,7 +135,6 @@ def test_one_rank_on_one_gpu(gpu: CudaDriver, state: State) -> None:
 
 
 def test_a_rank_on_each_of_two_gpus(daemons: list[Daemon], state: State) -> None:
-    """Two brokers and two processes, as in tensor parallelism."""
     found = table(daemons, state, "a process for each GPU")
     assert "works" in found.values(), found
 

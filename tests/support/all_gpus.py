@@ -64,7 +64,6 @@ class Parent:
         return None
 
     def pids(self, uuids: Sequence[str] = UUIDS) -> list[int]:
-        """Return the last process of each device."""
         started = dict(re.findall(r"a daemon was started gpu=(\S+) child=(\d+)", self.log()))
         return [int(started[uuid]) for uuid in uuids]
 
@@ -81,7 +80,6 @@ class Parent:
 
 
 def write_config(place: Path, **changed: object) -> Path:
-    """Write the configuration of a parent, and return its path."""
     path = place / "membrokerd.toml"
     config = {"driver": "host", "capacity": "64MiB", "metrics": {"port": 0}, "tenants": {"red": {}}, **changed}
     places = {"runtime_directory": str(place / "run"), "state_directory": str(place / "kept")}

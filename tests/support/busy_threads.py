@@ -69,7 +69,6 @@ class Computing(Busy):
         super().__init__()
 
     def step(self) -> None:
-        """Look at everything, and write something new."""
         for buffer, written in zip(self._buffers, self._written, strict=False):
             with buffer.view() as view:
                 assert bytes(view) == written, "memory that was lent is not what it was"
@@ -90,7 +89,6 @@ class Calling(Busy):
         super().__init__()
 
     def step(self) -> None:
-        """Borrow and release once."""
         with self._model.allocate(self._size) as buffer, buffer.view() as view:
             view[:4] = b"mine"
             assert bytes(view[:4]) == b"mine"

@@ -41,7 +41,6 @@ def refused(*arguments: object, at: Path | None = None, env: Mapping[str, str] |
 
 
 def rows(out: str) -> list[list[str]]:
-    """Return the cells of a table."""
     return [re.split(r"\s{2,}", line) for line in out.splitlines()]
 
 

@@ -41,7 +41,6 @@ def host_driver() -> Iterator[Driver]:
 
 @contextmanager
 def cuda_driver() -> Iterator[Driver]:
-    """Open the first GPU as a worker does."""
     try:
         driver = open_driver("cuda", 0, context=True)
     except DriverUnavailable as error:

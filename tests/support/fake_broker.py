@@ -42,7 +42,6 @@ MODEL = "tenants/red/models/m"
 
 
 def refusal(reason: str) -> status_pb2.Status:
-    """Return a broker's Status."""
     info = any_pb2.Any()
     info.Pack(error_details_pb2.ErrorInfo(reason=reason, domain="membroker"))
     return status_pb2.Status(code=8, message=f"refused: {reason}", details=[info])
@@ -65,7 +64,6 @@ class Caller(threading.Thread):
             self.error = error
 
     def end(self) -> Caller:
-        """Wait for its end."""
         self.join(DEADLINE_SECONDS)
         assert not self.is_alive()
         return self
@@ -89,12 +87,10 @@ class PlayedEnd:
 
     @property
     def end(self) -> socket.socket:
-        """The socket of the connection, which must be there."""
         assert self._end is not None
         return self._end
 
     def hear_any(self) -> pb.Frame:
-        """Return the next frame."""
         return handoff.receive_without_descriptors(self.end, self._buffer)[0]
 
     def hear(self, kind: str) -> pb.Frame:
@@ -104,15 +100,12 @@ class PlayedEnd:
         return frame
 
     def hears_nothing(self) -> bool:
-        """Say whether no frame lies there."""
         return not select.select([self.end], [], [], 0)[0]
 
     def reply(self, request_id: int, **result: Any) -> None:
-        """Answer a call."""
         self.end.send(handoff.encode(pb.Frame(request_id=request_id, reply=pb.Reply(**result))))
 
     def refuse(self, request_id: int, reason: str) -> None:
-        """Answer a call by a refusal."""
         self.reply(request_id, error=refusal(reason))
 
     def deliver(self, request_id: int, *extent_ids: int, descriptors: Sequence[int] | None = None, **more: Any) -> None:
@@ -180,7 +173,6 @@ class PlayedBroker(PlayedEnd):
         return self.hear("hello").hello
 
     def welcome(self, *, resumed: bool = False) -> None:
-        """Answer the Hello."""
         welcome = pb.Welcome(
             session="sessions/1",
             token=TOKEN,
@@ -223,7 +215,6 @@ class PlayedBroker(PlayedEnd):
         return frames[0].request_id, [frame.holds for frame in frames]
 
     def agree(self, request_id: int, **answer: Any) -> None:
-        """Answer the last Holds."""
         self.reply(request_id, resume=pb.ResumeResponse(**answer))
 
     def resume(self, **answer: Any) -> pb.Holds:
@@ -239,7 +230,6 @@ class PlayedBroker(PlayedEnd):
     # Frames
 
     def notice(self, **kind: Any) -> None:
-        """Say something on the socket of notices."""
         assert self._notices is not None
         self._notices.send(handoff.encode(pb.Frame(notice=pb.Notice(**kind))))
 
@@ -290,7 +280,6 @@ def playing() -> Iterator[PlayedBroker]:
 
 
 def model(client: Client) -> Model:
-    """Return a model of the client's, as if it had been registered."""
     return Model(client._session, resources_pb2.Model(name=MODEL, virtual_capacity_bytes=1 << 30))
 
 
@@ -351,14 +340,12 @@ class PlayedService:
 
 
 def abort(context: Any, reason: str) -> None:
-    """Refuse a call by gRPC, as the broker does."""
     status = refusal(reason)
     context.set_trailing_metadata((("grpc-status-details-bin", status.SerializeToString()),))
     context.abort(grpc.StatusCode.ABORTED, status.message)
 
 
 def open_sockets() -> int:
-    """Return how many sockets this process has open."""
     found = 0
     for name in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):

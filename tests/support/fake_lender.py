@@ -167,10 +167,8 @@ def state(pool: VirtualMemoryPool, lender: Lender) -> tuple[object, ...]:
 
 
 def put(pool: VirtualMemoryPool, page: int, text: bytes) -> None:
-    """Write into a page of a pool."""
     pool.view(page * PAGE, len(text))[:] = text
 
 
 def text(pool: VirtualMemoryPool, page: int, size: int = 4) -> bytes:
-    """Return the first bytes of a page."""
     return bytes(pool.view(page * PAGE, size))

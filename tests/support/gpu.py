@@ -102,7 +102,6 @@ def near(figure: int, expected: int) -> bool:
 
 
 def states(daemon: Daemon) -> list[str]:
-    """The state of each session, in the order they began."""
     return [type(session).State.Name(session.state) for session in daemon.sessions()]
 
 
@@ -127,7 +126,6 @@ def kill_and_time(one: Worker, daemon: Daemon, left: int = 0) -> float:
 
 
 def milliseconds(times: list[float]) -> str:
-    """Return times as text."""
     return ", ".join(f"{1000 * each:.0f}" for each in times) + " ms"
 
 
@@ -148,7 +146,6 @@ def run(*command: str, status: int = 0, seconds: float = 60, **environment: str)
 
 
 def nvidia_descriptors(pid: int) -> list[str]:
-    """What a process has open of the GPU."""
     links = []
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile

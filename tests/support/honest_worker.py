@@ -63,7 +63,6 @@ class Honest:
         self._alone = self.turns(CYCLES)
 
     def turns(self, count: int) -> list[float]:
-        """Return the seconds of so many turns."""
         seconds: list[float] = self._worker.ask(f"cycles({count})")
         return seconds
 
@@ -72,11 +71,9 @@ class Honest:
         self._worker.do(code)
 
     def ask(self, code: str) -> Any:
-        """Return the value of an expression."""
         return self._worker.ask(code)
 
     def refused(self, code: str) -> Refused:
-        """Run what must be refused, and return how it was."""
         return self._worker.refused(code)
 
     def beside(self, state: State, what: str, is_over: Callable[[], bool] = lambda: True) -> float:

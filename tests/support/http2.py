@@ -112,12 +112,10 @@ class Peer:
             self.ended.add(stream)
 
     def close(self) -> None:
-        """Hang up."""
         self.sock.close()
 
 
 def frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
-    """Return one frame."""
     return len(body).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + body
 
 

@@ -48,7 +48,6 @@ class Keeper:
         self.process.send_signal(signal.SIGUSR1)
 
     def descriptors(self) -> int:
-        """Return how many descriptors it has open."""
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     def ended(self) -> tuple[int, str]:
@@ -92,7 +91,6 @@ class Client:
         return answer
 
     def put(self, contents: dict[str, bytes]) -> None:
-        """Put a file for each name."""
         files = [memfd(content) for content in contents.values()]
         assert self.ask(1, files, put=list(contents)) == {"number": 1}
         close_all(files)
@@ -132,12 +130,10 @@ def end_keeper(path: Path) -> None:
 
 
 def memfd(content: bytes) -> int:
-    """Return a descriptor of a file with this content."""
     descriptor = os.memfd_create("kept")
     os.write(descriptor, content)
     return descriptor
 
 
 def content_of(descriptor: int) -> bytes:
-    """Return what is in a file."""
     return os.pread(descriptor, 4096, 0)

@@ -76,7 +76,6 @@ def keeping_not_long(store: Store, segment: int, contents: dict[int, bytes]) -> 
 
 
 async def left_at(path: Path) -> StoredDescriptors:
-    """Return what the next daemon finds in the keeper at this path."""
     mirror, kept = await open_keeper(path, OWNER)
     mirror.close()
     return kept

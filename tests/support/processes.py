@@ -16,7 +16,6 @@ EXTENT = "membroker-extent"
 
 
 def descriptors() -> int:
-    """Return how many descriptors this process has open."""
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -26,7 +25,6 @@ def mapped_extents(pid: int | str = "self") -> int:
 
 
 def open_extents(pid: int | str = "self") -> int:
-    """Return how many descriptors of extents a process has open."""
     links = []
     for name in os.listdir(f"/proc/{pid}/fd"):
         with suppress(FileNotFoundError):

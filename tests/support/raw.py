@@ -44,7 +44,6 @@ def info(status: Status) -> ErrorInfo:
 
 
 def reason(answer: Any) -> str:
-    """Return why it was refused."""
     assert isinstance(answer, Status), f"not refused: {answer}"
     return str(info(answer).reason)
 
@@ -58,15 +57,12 @@ class Connection:
         self.sock.connect(os.fspath(endpoint / "handoff.sock"))
 
     def send(self, frame: pb.Frame) -> None:
-        """Send a frame."""
         self.sock.send(frame.SerializeToString())
 
     def send_bytes(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send a packet of anything."""
         handoff.send(self.sock, data, descriptors)
 
     def receive(self) -> handoff.Packet:
-        """Return the next packet; its descriptors are closed."""
         packet = handoff.receive(self.sock)
         handoff.close_all(packet.descriptors)
         return packet
@@ -82,7 +78,6 @@ class Connection:
         return last
 
     def close(self) -> None:
-        """Hang up."""
         self.sock.close()
 
     def __enter__(self) -> Any:
@@ -155,7 +150,6 @@ class Session(Connection):
                 return getattr(reply, reply.WhichOneof("result")), ids, descriptors
 
     def borrow(self, model: str, size: int, count: int = 1) -> list[int]:
-        """Return the ids of extents that were granted."""
         request_id = next(_ids)
         self.send(pb.Frame(request_id=request_id, allocate=allocation(model, size, count)))
         answer, ids = self.answer(request_id)
@@ -163,13 +157,11 @@ class Session(Connection):
         return ids
 
     def register(self, model: str, **numbers: Any) -> str:
-        """Register a model and return its resource name."""
         answer = self.call(register_model=bpb.RegisterModelRequest(model_id=model, **numbers))
         assert not isinstance(answer, Status), answer
         return str(answer.name)
 
     def release(self, ids: Sequence[int]) -> None:
-        """Give extents back."""
         answer = self.call(release=bpb.ReleaseExtentsRequest(extent_ids=ids))
         assert not isinstance(answer, Status), answer
 
@@ -197,7 +189,6 @@ class Session(Connection):
         return self.call(holds=pb.Holds(extent_ids=ids, answering_models=answering, last=True))
 
     def close(self) -> None:
-        """Say Goodbye, if anybody listens, and close."""
         with suppress(OSError, handoff.EndOfConnection):
             self.send(pb.Frame(request_id=next(_ids), goodbye=pb.Goodbye()))
             while True:
@@ -254,7 +245,6 @@ class Steps(Connection):
             os.close(self.descriptors.pop(0))
 
     def acknowledge(self) -> None:
-        """Acknowledge what was delivered."""
         for part in self.parts:
             self.send(pb.Frame(request_id=3, ack=pb.Ack(part=part)))
 
@@ -276,7 +266,6 @@ class Steps(Connection):
         self.handles.clear()
 
     def unmap_all(self) -> None:
-        """Unmap everything."""
         while self.addresses:
             self.driver.unmap(self.addresses.pop(), GRANULARITY)
 
@@ -285,7 +274,6 @@ class Steps(Connection):
         self._ask("release", "ReleaseExtents", bpb.ReleaseExtentsRequest(extent_ids=self.extent_ids), 4)
 
     def read_release(self) -> None:
-        """Wait for the answer to the Release."""
         if self.transport == "grpc":
             self.future.result()
         else:
@@ -312,15 +300,12 @@ class Asker:
         self.session, self.transport = session, transport
 
     def allocate(self, model: str, size: int, count: int, location: Any = 0) -> Any:
-        """AllocateExtents."""
         return self._ask("allocate", "AllocateExtents", allocation(model, size, count, location))
 
     def release(self, *ids: int) -> Any:
-        """ReleaseExtents."""
         return self._ask("release", "ReleaseExtents", bpb.ReleaseExtentsRequest(extent_ids=ids))
 
     def declare(self, model: str, size: int, location: Any = 0) -> Any:
-        """DeclareMemory."""
         request = bpb.DeclareMemoryRequest(model=model, declared_bytes=size, location=location)
         return self._ask("declare", "DeclareMemory", request)
 
@@ -339,17 +324,14 @@ class Asker:
 
 
 def hello(version: int = 1, *, observer: bool = False, client: str = "raw") -> pb.Frame:
-    """Return a Hello."""
     return pb.Frame(request_id=next(_ids), hello=pb.Hello(protocol_version=version, observer=observer, client=client))
 
 
 def allocation(model: str, size: int, count: int = 1, location: Any = 0) -> bpb.AllocateExtentsRequest:
-    """Return an Allocate."""
     return bpb.AllocateExtentsRequest(model=model, extent_bytes=size, count=count, location=location)
 
 
 def segment_of(model: str, segment_id: str, size: int, location: Any = 0) -> bpb.CreateSegmentRequest:
-    """Return a CreateSegment."""
     return bpb.CreateSegmentRequest(model=model, segment_id=segment_id, size_bytes=size, location=location)
 
 
@@ -385,5 +367,4 @@ def _call(directory: Path, stub_class: Any, method: str, request: Any, metadata:
 
 
 def is_readable(sock: socket.socket) -> bool:
-    """Say whether something arrived already."""
     return bool(select.select([sock], [], [], 0)[0])

@@ -43,7 +43,6 @@ def _patch(broker: Broker, **methods: Any) -> None:
 
 
 def recorded(seed: int, turns: int, directory: Path, max_bytes: int = MAX_FILE_BYTES) -> Path:
-    """Play a world, and return its trace."""
     world = World(seed)
     recording = RecordedSimulation(world, directory, max_bytes)
     for number in range(turns):
@@ -53,7 +52,6 @@ def recorded(seed: int, turns: int, directory: Path, max_bytes: int = MAX_FILE_B
 
 
 def replayed(path: Path, changes: Changes | None = None) -> tuple[Tally, Tally]:
-    """Return what happened, and what happens."""
     happened, again = Tally(), Tally()
     for part in read(path):
         Replayer(part, Recording(part, happened), changes or Changes(), again).run(lambda _: None)

@@ -35,6 +35,5 @@ def make_ready(tree: Path) -> None:
 
 
 def commit(tree: Path) -> None:
-    """Commit all that has changed."""
     git(tree, "add", "--all")
     git(tree, "commit", "--quiet", "--message=release: all of it")

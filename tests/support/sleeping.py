@@ -15,7 +15,6 @@ from tests.support.daemons import DEADLINE_SECONDS, Daemon
 
 
 def command(daemon: Daemon, *arguments: str) -> subprocess.Popen[str]:
-    """Start the command at the daemon's admin endpoint."""
     return subprocess.Popen(
         [sys.executable, "-m", "membroker.cli.main", *arguments],
         stdout=subprocess.PIPE,

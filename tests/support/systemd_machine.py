@@ -167,7 +167,6 @@ class Machine:
         self.version = int(self.run("systemctl", "--version").split()[1])
 
     def path(self, inside: str) -> Path:
-        """Return where a path of the machine is for this process."""
         return Path(f"/proc/{self.init}/root{inside}")
 
     def command(self, command: Sequence[str], user: int = 0) -> list[str]:
@@ -186,13 +185,11 @@ class Machine:
         return done.stdout
 
     def show(self, *properties: str) -> list[str]:
-        """Return properties of the daemon's unit."""
         told = self.run("systemctl", "show", UNIT, f"--property={','.join(properties)}")
         values = dict(line.split("=", 1) for line in told.splitlines())
         return [values[name] for name in properties]
 
     def configure(self, configuration: Mapping[str, Any]) -> None:
-        """Write the daemon's own configuration."""
         self.path("/etc/membroker/membrokerd.toml").write_text(to_toml(configuration))
 
     def override(self, settings: str) -> None:
@@ -208,7 +205,6 @@ class Machine:
         return int(pid) if (active, state) == ("active", "running") else 0
 
     def log(self, *options: str) -> str:
-        """Return what the daemons wrote; `options` are journalctl's."""
         return self.run("journalctl", f"--unit={UNIT}", "--output=cat", "--no-pager", *options)
 
 

@@ -138,7 +138,6 @@ def _template(modules: tuple[str, ...], early: tuple[tuple[str, str], ...]) -> _
 
 
 def end_all() -> None:
-    """End the templates of this process."""
     while _templates:
         _templates.popitem()[1].end()
 

@@ -108,11 +108,9 @@ class Terminal:
             return [line.rstrip() for line in self._screen.display]
 
     def text(self) -> str:
-        """Return the screen as one text."""
         return "\n".join(self.lines())
 
     def press(self, keys: str) -> None:
-        """Type."""
         os.write(self._master, keys.encode())
 
     def resize(self, columns: int, lines: int) -> None:
@@ -125,17 +123,14 @@ class Terminal:
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def wait(self, seconds: float) -> int:
-        """Return the exit status."""
         status = self.process.wait(seconds)
         self._reader.join()
         return status
 
     def attributes(self) -> list[Any]:
-        """Return the terminal's modes."""
         return termios.tcgetattr(self._slave)
 
     def close(self) -> None:
-        """End the program, if it runs, and the terminal."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()

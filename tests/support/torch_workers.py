@@ -62,7 +62,6 @@ def finish(worker: subprocess.Popen[str]) -> list[str]:
 
 
 def run(daemon: Daemon, code: str, environment: Mapping[str, str] | None = None) -> list[str]:
-    """Run a worker to its end; afterwards nothing of it is lent."""
     lines = finish(start(daemon, code, environment))
     until(lambda: not daemon.sessions())
     until(lambda: daemon.books().lent_bytes + daemon.books().releasing_bytes == 0)

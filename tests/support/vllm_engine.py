@@ -254,7 +254,6 @@ class Engine(Closing):
         print(json.dumps({"prompts": prompts, "tokens": tokens, "lora": lora}), file=self.process.stdin, flush=True)
 
     def answer(self, seconds: float = ANSWER_SECONDS) -> Any:
-        """Return the answer to what was asked."""
         out = self.process.stdout
         assert out is not None
         assert select.select([out], [], [], seconds)[0], (
@@ -266,11 +265,9 @@ class Engine(Closing):
 
     @property
     def is_busy(self) -> bool:
-        """Return whether the answer to what was asked is still to come."""
         return not select.select([self.process.stdout], [], [], 0)[0]
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int, lora: str | None = None) -> Any:
-        """Return the tokens that follow each prompt."""
         self.ask(prompts, tokens, lora)
         return self.answer()
 
@@ -281,23 +278,19 @@ class Engine(Closing):
         return self.answer()
 
     def call(self, name: str, **keywords: Any) -> None:
-        """Call a method of each of its workers."""
         assert self.process.stdin is not None
         print(json.dumps({"call": name, "keywords": keywords}), file=self.process.stdin, flush=True)
         self.answer()
 
     def log(self) -> str:
-        """Return what it has logged."""
         self._log.flush()
         return Path(self._log.name).read_text()
 
     def kill(self) -> None:
-        """Send SIGKILL to it and to its engine's process."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def close(self) -> None:
-        """End it, and its engine's process."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()

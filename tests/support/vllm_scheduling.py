@@ -169,12 +169,10 @@ class Scheduling:
             pass
 
     def add(self, requests: int, prompt: int, answer: int) -> None:
-        """Let so many requests come."""
         for number in range(requests):
             self.ask(str(number), [1] * prompt, answer)
 
     def ask(self, name: str, prompt: list[int], answer: int, priority: int = 0) -> None:
-        """Let a request come."""
         options = SamplingParams(max_tokens=answer, ignore_eos=True, detokenize=False)
         self.scheduler.add_request(Request(name, prompt, options, None, block_hasher=self._hasher, priority=priority))
 

@@ -79,12 +79,10 @@ class Worker:
         return self
 
     def do(self, code: str) -> None:
-        """Run statements."""
         self.begin(code)
         self.result()
 
     def ask(self, code: str) -> Any:
-        """Return the value of an expression."""
         self.begin(f"answer = ({code})")
         return self.result()
 
@@ -122,7 +120,6 @@ class Worker:
         return line
 
     def kill(self) -> None:
-        """Send SIGKILL and reap it."""
         self.process.kill()
         self.process.wait(DEADLINE_SECONDS)
 
@@ -160,7 +157,6 @@ def workers(count: int) -> Iterator[list[Worker]]:
 
 @contextmanager
 def worker() -> Iterator[Worker]:
-    """Yield one worker process."""
     with workers(1) as (only,):
         yield only
 
@@ -210,7 +206,6 @@ def children(pid: int) -> list[int]:
 
 
 def is_gone(pid: int) -> bool:
-    """Say whether a process is dead, reaped or not."""
     return state_of(pid) in ("", "Z", "X")
 
 
@@ -307,7 +302,6 @@ class Attaching:
             self.error = error
 
     def is_waiting(self) -> bool:
-        """Say whether the broker has not answered."""
         return self._thread.is_alive()
 
     def result(self) -> Any:

@@ -209,7 +209,6 @@ def a_version_of(table: object) -> str:
 
 @pytest.fixture
 def index(tmp_path: Path) -> Index:
-    """An index with what was tested, published long ago."""
     (tmp_path / "index").mkdir()
     made = Index(tmp_path / "index")
     made.add("vllm", a_version_of(vllm), package("vllm", vllm), days=500)
@@ -296,16 +295,15 @@ def test_an_index_without_lists_of_files_is_named(index: Index) -> None:
 
 
 def test_the_smallest_file_of_a_release_is_taken_and_its_first_date() -> None:
+    kinds = (
+        ("-py3-none-any.whl", 9, "2026-10-05T07:47:02.078366Z", "a"),
+        (".tar.gz", 5, "2026-10-06T07:47:02Z", "b"),
+        ("-cp312-cp312-win_amd64.whl", 1, "2026-10-06T07:47:02Z", "c"),
+        (".zip", 1, "2026-10-06T07:47:02Z", "c"),
+    )
     files = [
-        {"filename": "vllm-1.0-py3-none-any.whl", "size": 9, "upload-time": "2026-10-05T07:47:02.078366Z", "url": "a"},
-        {"filename": "vllm-1.0.tar.gz", "size": 5, "upload-time": "2026-10-06T07:47:02Z", "url": "b"},
-        {
-            "filename": "vllm-1.0-cp312-cp312-win_amd64.whl",
-            "size": 1,
-            "upload-time": "2026-10-06T07:47:02Z",
-            "url": "c",
-        },
-        {"filename": "vllm-1.0.zip", "size": 1, "upload-time": "2026-10-06T07:47:02Z", "url": "c"},
+        {"filename": f"vllm-1.0{kind}", "size": size, "upload-time": time, "url": url}
+        for kind, size, time, url in kinds
     ]
     (found,) = read_index({"files": [{**file, "hashes": {"sha256": "0"}} for file in files]}, "https://index/vllm/")
     assert (found.url, found.date.day, found.filename) == ("https://index/vllm/b", 5, "vllm-1.0.tar.gz")
@@ -315,14 +313,14 @@ def test_the_python_of_a_source_archive(tmp_path: Path) -> None:
     """Of the package, and not of tests or other languages beside it."""
     path = tmp_path / "vllm-1.0.tar.gz"
     with tarfile.open(path, "w:gz") as archive:
-        for name in (
+        for name in [
             "vllm/a.py",
             "tests/vllm/b.py",
             "python/vllm/c.py",
             "vllm/d.cu",
             "../vllm/e.py",
             "other/vllm/f.py",
-        ):
+        ]:
             member = tarfile.TarInfo(f"vllm-1.0/{name}")
             member.size = 1
             archive.addfile(member, io.BytesIO(b"1"))
@@ -338,10 +336,5 @@ def test_which_versions_are_tested() -> None:
     class Table:
         TESTED = ("0.31.", "0.5.1")
 
-    assert [is_tested(Table, Version(one)) for one in ("0.31.2", "0.5.1", "0.5.10", "0.3.1", "0.31rc1")] == [
-        True,
-        True,
-        False,
-        False,
-        False,
-    ]
+    versions = ("0.31.2", "0.5.1", "0.5.10", "0.3.1", "0.31rc1")
+    assert [one for one in versions if is_tested(Table, Version(one))] == ["0.31.2", "0.5.1"]
