@@ -75,7 +75,7 @@ def test_a_core_with_a_fault_in_its_guests_is_found_out(fault: Fault, monkeypatc
 # --- guests alone ---
 
 
-class Guests:
+class FourGuests:
     """Four guests of two tenants that do not fit together, answer each recall at once, and always want to run."""
 
     def __init__(self, seed: int) -> None:
@@ -134,7 +134,7 @@ class Guests:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_each_guest_has_its_turn(seed: int) -> None:
-    guests = Guests(seed)
+    guests = FourGuests(seed)
     for _ in range(60):
         guests.go_on(guests.random.choice((0.2, 3, 25)))
         idle = guests.random.choice(sorted(guests.sizes))
