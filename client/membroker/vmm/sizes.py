@@ -30,12 +30,16 @@ _UNITS = {
     "PB": 10**15,
     "EB": 10**18,
 }
+_SHORT = {letter + i: 1 << 10 * (n + 1) for n, letter in enumerate("KMGTPE") for i in ("", "i")}
+_SHORT |= {letter.lower(): 1000 ** (n + 1) for n, letter in enumerate("KMGTPE")}
+"""Kubernetes' `8Gi`, and what vLLM's flags mean by `8G` and `8g`: 2^30 and 10^9. Only here does the case matter."""
 _TEXT = re.compile(r"\s*(\d{1,20})(?:\.(\d{1,9}))?\s*([A-Za-z]*)\s*")
 
 
 def parse_size(size: int | str) -> int:
     """Return `size` in bytes; text is a number and a unit, as in `"8GiB"`, `"1.5 GiB"` or `"500MB"`.
 
+    One letter means what vLLM's flags mean by it: `"8G"` is `"8Gi"`, which is `"8GiB"`, and `"8g"` is `"8GB"`.
     NumPy's integers and other objects with `__index__` count as ints; a bool or a float does not. Raises `ValueError`
     for a negative number, an unknown unit, a fraction of a byte, or more than 2^63-1, and `TypeError` for another type.
     """
@@ -49,7 +53,7 @@ def parse_size(size: int | str) -> int:
 
 def _parse_text(text: str) -> int:
     match = _TEXT.fullmatch(text)
-    unit = _UNITS.get(match[3].upper()) if match else None
+    unit = (_SHORT.get(match[3]) or _UNITS.get(match[3].upper())) if match else None
     if match is None or unit is None:
         raise ValueError(f'cannot read {text!r} as a size: write a number and a unit, such as "8GiB" or "500MB"')
     whole, fraction = match[1], match[2] or ""

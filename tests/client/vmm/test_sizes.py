@@ -28,6 +28,12 @@ from membroker.vmm.sizes import GIB, MAX_BYTES, MIB, format_exact, format_size, 
         ("1 EiB", 1 << 60),
         ("2PB", 2 * 10**15),
         ("1EB", 10**18),
+        ("8Gi", 8 * GIB),
+        ("1.5G", 3 * GIB // 2),
+        ("1.5g", 1_500_000_000),
+        ("25.6k", 25_600),
+        ("1K", 1024),
+        ("2Ti", 2 << 40),
         (MAX_BYTES, MAX_BYTES),
         (str(MAX_BYTES), MAX_BYTES),
     ],
@@ -38,7 +44,7 @@ def test_sizes_are_read(text: int | str, size: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "GiB", "8 Gib b", "-1", "8G", "1e9", "8,5GiB", "0.3B", "1.5", "²", "9223372036854775808", "99999999TiB"],
+    ["", "GiB", "8 Gib b", "-1", "8gi", "1e9", "8,5GiB", "0.3B", "1.5", "²", "9223372036854775808", "99999999TiB"],
 )
 def test_what_is_no_size_is_refused_with_a_sentence(text: str) -> None:
     with pytest.raises(ValueError, match=r"size|bytes"):
