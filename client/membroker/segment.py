@@ -25,6 +25,7 @@ from .errors import BrokerUnavailable, Cancelled, InvalidRequest, SegmentNotFoun
 from .interrupts import Operation, device_failures, uninterrupted
 from .memory.byte_access import ByteAccess
 from .memory.lifetime import MappedMemory
+from .recording import State
 from .safetensors import ALIGNMENT, TensorIndex, numpy_array, read_index, segment_size, write_index
 from .session import messages
 from .session.messages import location_name, location_to_wire
@@ -501,6 +502,8 @@ class _Hold(SessionOwner):
         with Operation(memory) as operation:  # it delays the end if the client closes meanwhile
             operation.undo.append(memory.end)
             memory.region.bind(0, self._ids, self._handles, access)
+            if State.recording is not None:
+                State.recording.changed("segment", sum(handle.size for handle in self._handles))
             self.undo()  # here, because the driver is still open
             operation.undo.clear()
         return memory

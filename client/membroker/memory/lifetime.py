@@ -16,6 +16,7 @@ from typing import ClassVar, Final
 from ..closing import Closing
 from ..errors import ClosedError, ProtocolError
 from ..interrupts import Operation, Step, completed, device_failures, settle, uninterrupted
+from ..recording import State
 from ..reentry import in_a_finalizer
 from ..tracebacks import ends_at_the_caller
 from ..views import Span, Views
@@ -250,6 +251,8 @@ class MappedMemory:
     def release(self, offsets: Sequence[int]) -> None:
         """Release the extents at these offsets, which are unmapped, and forget them. Safe to run again."""
         self.source.give_back([self.region.extents[offset][0] for offset in offsets])
+        if State.recording is not None:
+            State.recording.changed(self.what, -sum(self.region.extents[offset][1] for offset in offsets))
         # Forget from the end: after an interrupt the rest starts at the run's offset, so a second run finds it.
         self.region.forget(reversed(offsets))
 
@@ -287,15 +290,21 @@ class Placing:
             raise ProtocolError("the broker delivered more extents than were requested")
         self._placed += offsets
         self._ids.extend(extent_ids)
+        if State.recording is not None:
+            State.recording.changed(self._memory.what, len(offsets) * extent_bytes)
         self._memory.region.bind_descriptors(offsets, extent_ids, descriptors, extent_bytes)
 
     def undo(self) -> None:
         """Unmap them all. They are unused so far, so there is no work to wait for. Safe to run again."""
         region = self._memory.region
+        undone = 0
         for offset in self._placed:
             if offset in region.extents:
                 region.unbind(offset, region.extents[offset][1])
+                undone += region.extents[offset][1]
         region.forget(self._placed)
+        if State.recording is not None and undone:
+            State.recording.changed(self._memory.what, -undone)
         self._rest, self._placed = chain.from_iterable(self._offsets), []
 
     def take_back(self) -> None:

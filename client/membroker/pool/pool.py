@@ -569,6 +569,14 @@ class VirtualMemoryPool(Resource):
         held = self._holding.views.held_by(", kept by ")
         return f"<membroker.VirtualMemoryPool of {all_of_it}, {used} backed{', closed' * self.closed}{held}>"
 
+    def __str__(self) -> str:
+        """Return the `repr`, and below it the map of the pages up to the highest allocated one."""
+        return repr(self) if self.closed else f"{self!r}\n{report.text_map(self.mappings(), self._page_size)}"
+
+    def _repr_html_(self) -> str:
+        """Return the map for a notebook."""
+        return report.html_map(repr(self), [] if self.closed else self.mappings())
+
 
 def _check_fence(after: object) -> None:
     """Raise `InvalidRequest` for an object that cannot wait."""

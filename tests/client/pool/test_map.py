@@ -1,0 +1,35 @@
+"""What `print(pool)` and a notebook draw."""
+
+from __future__ import annotations
+
+from tests.support.fake_lender import PAGE, Lender
+
+from membroker.pool.pool import VirtualMemoryPool
+
+
+def test_a_cell_for_each_page(lender: Lender) -> None:
+    with VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=1) as pool:
+        assert str(pool) == f"{pool!r}\nnothing is allocated"
+        pool.allocate(PAGE, 5 * PAGE)
+        pool.offload(2 * PAGE, PAGE)
+        pool.deallocate(5 * PAGE, PAGE)
+        span = pool.span(3 * PAGE, 1)
+        assert str(pool).splitlines() == [
+            repr(pool),
+            "|.#oP#s| # used, P pinned, s spare, o offloaded; a cell is 2.0 MiB",
+        ]
+        html = pool._repr_html_()
+        assert html.count("<rect") == 5
+        assert "&lt;membroker.VirtualMemoryPool" in html
+        del span
+    assert str(pool) == repr(pool)
+    assert "<rect" not in pool._repr_html_()
+
+
+def test_a_cell_shows_what_most_of_it_is(lender: Lender) -> None:
+    """At most 64 of them, however large the pool."""
+    with VirtualMemoryPool(lender, 512 * PAGE, PAGE) as pool:
+        pool.allocate(0, 257 * PAGE)
+        pool.deallocate(10 * PAGE, 5 * PAGE)
+        line = str(pool).splitlines()[1]
+        assert line == f"|##.{'#' * 49}| # used; a cell is 10.0 MiB"
