@@ -13,7 +13,7 @@ from typing import Any
 
 from .errors import InvalidPageSize, InvalidRequest
 from .vmm.driver import AccessFlags, Location
-from .vmm.sizes import MAX_BYTES, format_size, is_power_of_two, parse_size, round_up
+from .vmm.sizes import MAX_BYTES, Size, format_size, is_power_of_two, parse_size, round_up
 from .wire.names import MAX_WAIT_SECONDS
 
 MAX_SECONDS = 7 * 24 * 3600.0
@@ -43,7 +43,7 @@ def access_of(access: AccessFlags | str) -> AccessFlags:
     raise InvalidRequest(f'an access is "none", "read" or "read_write", not {access!r}')
 
 
-def bytes_of(what: str, size: int | str, at_least: int = 0) -> int:
+def bytes_of(what: str, size: Size, at_least: int = 0) -> int:
     """Return a size in bytes. Raises `InvalidRequest` about `what` for anything else, or for less than `at_least`."""
     if type(size) is int and at_least <= size <= MAX_BYTES:  # the common case, in every allocation
         return size
@@ -56,7 +56,7 @@ def bytes_of(what: str, size: int | str, at_least: int = 0) -> int:
     return value
 
 
-def rounded_up(what: str, size: int | str, step: int) -> int:
+def rounded_up(what: str, size: Size, step: int) -> int:
     """Return a size of 1 byte or more, rounded up to a multiple of `step`. Raises `InvalidRequest` about `what`."""
     rounded = round_up(bytes_of(what, size, at_least=1), step)
     check_total(f"{what} of {size!r}", rounded)
@@ -158,7 +158,7 @@ def check_range(offset: int, size: int, total: int, what: str) -> tuple[int, int
     return offset, size
 
 
-def check_page_size(page_size: int | str, granularity: int) -> int:
+def check_page_size(page_size: Size, granularity: int) -> int:
     """Return a page size in bytes. Raises `InvalidPageSize` unless it is a power of two, at least `granularity`."""
     try:
         value = bytes_of("a page size", page_size)

@@ -31,6 +31,7 @@ from .v1 import broker_pb2 as pb
 from .v1.resources_pb2 import Limit
 from .versions import attach_newest, newest_name
 from .vmm.driver import Driver, Location
+from .vmm.sizes import Size
 from .wire.names import LIMIT_VARIABLE, MODEL_VARIABLE
 
 logger = logging.getLogger("membroker")
@@ -162,9 +163,9 @@ class Client(Closing):
         self,
         name: str | None = None,
         *,
-        virtual_capacity: int | str | None = None,
-        limit: int | str | None = None,
-        host_limit: int | str | None = None,
+        virtual_capacity: Size | None = None,
+        limit: Size | None = None,
+        host_limit: Size | None = None,
         exclusive: bool = False,
     ) -> Model:
         """Register the model `name` of this tenant, or join it. This charges nothing.

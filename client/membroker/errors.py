@@ -29,7 +29,7 @@ class MembrokerError(Exception):
     def __init__(self, message: str, reason: str = "", metadata: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.reason = reason
-        self.metadata = dict(metadata or {})
+        self.metadata: dict[str, str] = dict(metadata or {})
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By default pickle calls the class with its message, and some classes take other arguments.
@@ -237,7 +237,7 @@ class CompactionFailed(DeviceFailure):
 
     def __init__(self, message: str, moves: Sequence[Move]) -> None:
         super().__init__(message)
-        self.moves = tuple(moves)
+        self.moves: tuple[Move, ...] = tuple(moves)
 
 
 class Cancelled(MembrokerError):

@@ -34,7 +34,7 @@ from .v1 import resources_pb2
 from .v1.handoff_pb2 import Frame
 from .versions import create_version
 from .vmm.driver import Driver, Location
-from .vmm.sizes import format_exact
+from .vmm.sizes import Size, format_exact
 from .wire.names import MAX_BYTES, MAX_EXTENTS_PER_CALL
 
 
@@ -75,7 +75,7 @@ class Model:
         return self._limit("device")
 
     @limit.setter
-    def limit(self, size: int | str | None) -> None:
+    def limit(self, size: Size | None) -> None:
         self._change_limit(Location.DEVICE, size)
 
     @property
@@ -84,11 +84,11 @@ class Model:
         return self._limit("host")
 
     @host_limit.setter
-    def host_limit(self, size: int | str | None) -> None:
+    def host_limit(self, size: Size | None) -> None:
         self._change_limit(Location.HOST, size)
 
     @contextmanager
-    def limited(self, limit: int | str | None, location: Location | str = Location.DEVICE) -> Iterator[None]:
+    def limited(self, limit: Size | None, location: Location | str = Location.DEVICE) -> Iterator[None]:
         """Change the limit at a location during a block, and then set it again to what was asked for before.
 
         It is the model's limit, for all its sessions and threads. Raises what setting `limit` raises.
@@ -101,7 +101,7 @@ class Model:
         finally:
             self._change_limit(place, before)
 
-    def _change_limit(self, location: Location, size: int | str | None) -> None:
+    def _change_limit(self, location: Location, size: Size | None) -> None:
         limit = MAX_BYTES if size is None else arguments.bytes_of("a limit", size)
         self._session.check_open()
         frame = Frame()
@@ -127,9 +127,9 @@ class Model:
 
     def pool(
         self,
-        virtual_capacity: int | str | None = None,
+        virtual_capacity: Size | None = None,
         *,
-        page_size: int | str = DEFAULT_PAGE_SIZE,
+        page_size: Size = DEFAULT_PAGE_SIZE,
         location: Location | str = Location.DEVICE,
         spare_pages: int = 0,
         ahead: int | Literal["auto"] = 0,
@@ -147,9 +147,7 @@ class Model:
             self, capacity, page_size=page_size, location=location, spare_pages=spare_pages, ahead=ahead
         )
 
-    def allocate(
-        self, size: int | str, location: Location | str = Location.DEVICE, *, wait: float | None = None
-    ) -> Buffer:
+    def allocate(self, size: Size, location: Location | str = Location.DEVICE, *, wait: float | None = None) -> Buffer:
         """Borrow one contiguous extent of at least `size` bytes, map it, and return it as a buffer.
 
         `wait` is how many seconds the call may wait until the broker has enough free memory, from 0 (not at all) to 24
@@ -166,9 +164,9 @@ class Model:
 
     def growable_buffer(
         self,
-        size: int | str,
-        capacity: int | str,
-        page_size: int | str = GROWABLE_PAGE_SIZE,
+        size: Size,
+        capacity: Size,
+        page_size: Size = GROWABLE_PAGE_SIZE,
         location: Location | str = Location.DEVICE,
         *,
         wait: float | None = None,
@@ -201,7 +199,7 @@ class Model:
     def create_segment(
         self,
         name: str,
-        size: int | str,
+        size: Size,
         location: Location | str = Location.DEVICE,
         *,
         wait: float | None = None,
@@ -227,7 +225,7 @@ class Model:
 
     def declare(
         self,
-        size: int | str,
+        size: Size,
         location: Location | str = Location.DEVICE,
         *,
         recallable: bool = False,

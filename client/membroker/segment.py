@@ -37,7 +37,7 @@ from .v1 import resources_pb2
 from .v1.handoff_pb2 import Frame
 from .views import Span
 from .vmm.driver import AccessFlags, Driver, Handle, Location
-from .vmm.sizes import MIB, format_size
+from .vmm.sizes import MIB, Size, format_size
 from .wire.names import MAX_WAIT_SECONDS
 
 MAX_HEADER_BYTES = 16 * MIB
@@ -73,7 +73,7 @@ class Segment(ByteAccess):
         session: Session,
         model: str,
         name: str,
-        size: int | str,
+        size: Size,
         location: Location | str,
         wait: float | None,
         *,
@@ -420,9 +420,7 @@ def _copy_tensor(target: Any, first: int, some: Any) -> None:
 class SegmentMaker(Protocol):
     """The part of a `Model` that publishing uses."""
 
-    def create_segment(
-        self, name: str, size: int | str, location: Location | str = ..., *, replace: bool = ...
-    ) -> Segment:
+    def create_segment(self, name: str, size: Size, location: Location | str = ..., *, replace: bool = ...) -> Segment:
         """Create a segment; see `Model.create_segment`."""
         ...
 

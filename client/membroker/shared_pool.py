@@ -16,6 +16,7 @@ from .errors import BrokerUnavailable, ClosedError, InvalidRequest, ModelAlready
 from .ext import Budget, Closing, Placement, Source, arguments, uninterrupted
 from .types import GlobalMemoryStats, MemoryStats
 from .vmm.driver import Driver, Location
+from .vmm.sizes import Size
 
 if TYPE_CHECKING:
     from . import Client, Model
@@ -35,8 +36,8 @@ class SharedMemoryPool(Closing):
     def __init__(
         self,
         lender: Client | LocalSource,
-        physical_limit: int | str | None = None,
-        page_size: int | str = "64MiB",
+        physical_limit: Size | None = None,
+        page_size: Size = "64MiB",
         location: Location | str = Location.DEVICE,
     ) -> None:
         self._lender = lender
@@ -50,7 +51,7 @@ class SharedMemoryPool(Closing):
         self._lock = threading.Lock()
         self._closed = False
 
-    def register_model(self, model_id: str, virtual_capacity: int | str, limit: int | str | None = None) -> None:
+    def register_model(self, model_id: str, virtual_capacity: Size, limit: Size | None = None) -> None:
         """Reserve addresses for a model; it holds no memory yet. `limit` is the most that it may hold, in bytes.
 
         With a client, the model is registered with the broker, or joined there. Raises `ModelAlreadyExists`, and what
@@ -62,7 +63,7 @@ class SharedMemoryPool(Closing):
         self._check_open()
         uninterrupted(lambda: self._register(model_id, virtual_capacity, limit))
 
-    def _register(self, model_id: str, virtual_capacity: int | str, limit: int | str | None) -> None:
+    def _register(self, model_id: str, virtual_capacity: Size, limit: Size | None) -> None:
         with self._lock:
             self._check_open()
             if model_id in self._models:
@@ -81,7 +82,7 @@ class SharedMemoryPool(Closing):
         hosted.end()
         raise ClosedError("this shared pool was closed meanwhile")
 
-    def _host(self, model_id: str, virtual_capacity: int | str, limit: int | str | None) -> _Hosted:
+    def _host(self, model_id: str, virtual_capacity: Size, limit: Size | None) -> _Hosted:
         if isinstance(self._lender, LocalSource):
             own = [] if limit is None else [Budget(arguments.bytes_of("limit", limit), "model")]
             return _Hosted(self._pool(self._lender, virtual_capacity, own), None)
@@ -99,7 +100,7 @@ class SharedMemoryPool(Closing):
             undo.pop_all()
         return hosted
 
-    def _pool(self, lender: Model | LocalSource, virtual_capacity: int | str, own: list[Budget]) -> VirtualMemoryPool:
+    def _pool(self, lender: Model | LocalSource, virtual_capacity: Size, own: list[Budget]) -> VirtualMemoryPool:
         counted = _Counted(lender, [self._budget, *own])
         return VirtualMemoryPool(counted, virtual_capacity, self._page_size, self._location)
 
@@ -110,7 +111,7 @@ class SharedMemoryPool(Closing):
         """
         return self._hosted(model_id).pool
 
-    def allocate_for_model(self, model_id: str, size: int | str, *, wait: float | None = None) -> PoolRange:
+    def allocate_for_model(self, model_id: str, size: Size, *, wait: float | None = None) -> PoolRange:
         """Back `size` bytes for a model, and return their range. Its address is constant until they are freed or moved.
 
         They begin at a page, in the lowest free run of pages that holds them. `wait` is that of
@@ -121,7 +122,7 @@ class SharedMemoryPool(Closing):
         """
         return self.pool(model_id).allocate_anywhere(size, wait=wait)
 
-    def deallocate_for_model(self, model_id: str, offset: int, size: int | str) -> None:
+    def deallocate_for_model(self, model_id: str, offset: int, size: Size) -> None:
         """Release every page that [offset, offset + size) of a model touches.
 
         `offset` is that of their range (`PoolRange.offset`), in bytes. Raises `ModelNotFound`, and what

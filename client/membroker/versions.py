@@ -23,6 +23,7 @@ from .session.session import Session
 from .v1 import broker_pb2 as pb
 from .v1 import resources_pb2
 from .vmm.driver import Location
+from .vmm.sizes import Size
 
 LOOK_SECONDS = 0.2
 """How often a wait for a newer version looks: no notice tells of one that is not being written yet."""
@@ -34,7 +35,7 @@ def create_version(
     session: Session,
     model: str,
     name: str,
-    size: int | str,
+    size: Size,
     location: Location | str,
     wait: float | None,
     *,

@@ -15,7 +15,7 @@ from contextlib import suppress
 from .. import Model
 from ..errors import DeviceFailure, OutOfMemory
 from ..ext import Span, arguments, device_failures, uninterrupted
-from ..vmm.sizes import MIB, joined, round_up
+from ..vmm.sizes import MIB, Size, joined, round_up
 
 logger = logging.getLogger("membroker")
 
@@ -32,7 +32,7 @@ class BlockLending:
     Blocks that the framework has not freed stay mapped after the client is closed, as live views do.
     """
 
-    def __init__(self, model: Model, chunk_bytes: int | str = CHUNK_BYTES) -> None:
+    def __init__(self, model: Model, chunk_bytes: Size = CHUNK_BYTES) -> None:
         self._model = model
         self._chunk_bytes = arguments.bytes_of("a chunk", chunk_bytes, at_least=1)
         self._chunks: list[_Chunk] = []

@@ -13,6 +13,7 @@ from typing import Any
 from .. import Model
 from ..dlpack import DlpackTensor, Exportable, export, is_numpys
 from ..errors import InvalidRequest, OutOfMemory
+from ..vmm.sizes import Size
 from ._packages import check_card, framework
 from .blocks import CHUNK_BYTES, BlockLending
 
@@ -48,7 +49,7 @@ def _native(tensor: DlpackTensor) -> Any:
     return framework("ml_dtypes", "ml_dtypes for BF16", "pip install ml_dtypes").bfloat16
 
 
-def memory_pool(model: Model, chunk_bytes: int | str = CHUNK_BYTES) -> Any:
+def memory_pool(model: Model, chunk_bytes: Size = CHUNK_BYTES) -> Any:
     """Return a `cupy.cuda.MemoryPool` whose memory is borrowed from `model`.
 
     `cupy.cuda.set_allocator(memory_pool(model).malloc)` uses it for the whole process. After a refusal by the broker,
@@ -75,7 +76,7 @@ def memory_pool(model: Model, chunk_bytes: int | str = CHUNK_BYTES) -> Any:
 
 
 @contextmanager
-def use(model: Model, chunk_bytes: int | str = CHUNK_BYTES) -> Iterator[Any]:
+def use(model: Model, chunk_bytes: Size = CHUNK_BYTES) -> Iterator[Any]:
     """Make this thread's arrays inside the block from memory borrowed from `model`; yields the pool.
 
     Arrays stay valid after the block. At its end the pool releases what no array uses.

@@ -17,6 +17,7 @@ from .. import Model
 from ..dlpack import Exportable, export, is_numpys
 from ..errors import InvalidRequest
 from ..vmm.driver import Location
+from ..vmm.sizes import Size
 from ._packages import check_card, framework
 from .blocks import CHUNK_BYTES, BlockLending
 
@@ -40,7 +41,7 @@ def array(source: Exportable, dtype: Any, shape: Sequence[int], offset: int = 0)
     return cuda.as_cuda_array(tensor)
 
 
-def use(model: Model, chunk_bytes: int | str = CHUNK_BYTES) -> None:
+def use(model: Model, chunk_bytes: Size = CHUNK_BYTES) -> None:
     """Make Numba allocate from `model` in this process, from its first use of the GPU on. It cannot be undone.
 
     A refusal by the broker raises `OutOfMemory` with the numbers. Raises `InvalidRequest` if the broker's device is not
@@ -49,7 +50,7 @@ def use(model: Model, chunk_bytes: int | str = CHUNK_BYTES) -> None:
     _numba_cuda().set_memory_manager(memory_manager(model, chunk_bytes))
 
 
-def memory_manager(model: Model, chunk_bytes: int | str = CHUNK_BYTES) -> Any:
+def memory_manager(model: Model, chunk_bytes: Size = CHUNK_BYTES) -> Any:
     """Return the class that `numba.cuda.set_memory_manager` takes."""
     numba_cuda = _numba_cuda()
     check_card("Numba", on_card=model.driver.device.driver == "cuda")

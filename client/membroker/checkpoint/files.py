@@ -81,8 +81,8 @@ class Checkpoint(Closing):
         self, path: str, tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str], files: ExitStack
     ) -> None:
         self.path = path
-        self.tensors = dict(tensors)
-        self.metadata = dict(metadata)
+        self.tensors: dict[str, StoredTensor] = dict(tensors)
+        self.metadata: dict[str, str] = dict(metadata)
         self._files = files
 
     @property

@@ -107,7 +107,7 @@ class Guest:
         self._connections = 0
         self._idle_since = self._declared_at = self._less_since = time.monotonic()
         self._declared, self._is_firm = 0, False
-        self.most_used = 0
+        self.most_used: int = 0
         """The most that was seen, in bytes."""
         self._firm_until, self._must_run = 0.0, ""
         """Until when it is not put to sleep, and why it never is again."""

@@ -34,7 +34,7 @@ class Warden:
     def __init__(self) -> None:
         reading, self._writing = os.pipe2(os.O_CLOEXEC)
         self._watched: set[int] = set()
-        self.pid = os.fork()
+        self.pid: int = os.fork()
         if not self.pid:
             status = 1
             try:

@@ -17,6 +17,7 @@ from ..ext import Closing, Views, arguments, device_failures
 from ..vmm.cuda.driver import CudaDriver
 from ..vmm.cuda.managed import CudaManaged
 from ..vmm.driver import Driver
+from ..vmm.sizes import Size
 
 
 class UnifiedBuffer(Closing):
@@ -27,7 +28,7 @@ class UnifiedBuffer(Closing):
     driver and on a device without managed memory, `InvalidRequest`, and `DeviceFailure` when CUDA refuses.
     """
 
-    def __init__(self, driver: Driver, size: int | str) -> None:
+    def __init__(self, driver: Driver, size: Size) -> None:
         self._driver = driver
         self._size = arguments.bytes_of("a managed buffer", size, at_least=1)
         with device_failures():

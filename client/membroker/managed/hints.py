@@ -27,6 +27,7 @@ from ..errors import InvalidRequest, ManagedMemoryUnavailable, MembrokerError
 from ..ext import arguments, device_failures
 from ..vmm.cuda.managed import HOST, CudaManaged
 from ..vmm.driver import Driver, DriverError, Location
+from ..vmm.sizes import Size
 from .buffer import UnifiedBuffer, managed_calls
 
 _LAST_ADDRESS = (1 << 64) - 1
@@ -104,7 +105,7 @@ class ManagedMemoryHints:
         self._calls, self._address, self._size, self._in_use = calls, address, size, in_use
 
     @classmethod
-    def for_buffer(cls, driver: Driver, address: int, size: int | str) -> ManagedMemoryHints:
+    def for_buffer(cls, driver: Driver, address: int, size: Size) -> ManagedMemoryHints:
         """Return hints about memory that other code allocated (`cudaMallocManaged`) and keeps allocated.
 
         Raises `InvalidRequest` for an invalid range, and `ManagedMemoryUnavailable` on the host driver.
@@ -157,9 +158,7 @@ class ManagedMemoryHints:
         """Queue on `stream` a move of all bytes to `location`. It returns before the move is complete."""
         self.prefetch_range(0, self._size, location, stream)
 
-    def prefetch_range(
-        self, offset: int | str, size: int | str, location: int | Location | str, stream: Any = 0
-    ) -> None:
+    def prefetch_range(self, offset: int | str, size: Size, location: int | Location | str, stream: Any = 0) -> None:
         """Prefetch `size` bytes at `offset`, as `prefetch_to` does. Raises `InvalidRequest` for a range outside."""
         start, length = arguments.bytes_of("an offset", offset), arguments.bytes_of("a prefetch", size, at_least=1)
         if start > self._size or length > self._size - start:
@@ -181,7 +180,7 @@ class ManagedMemoryHints:
         return f"<membroker.ManagedMemoryHints for {self._size} bytes at {self._address:#x}>"
 
 
-def apply_migration_policy(driver: Driver, address: int, size: int | str, policy: MigrationPolicy) -> None:
+def apply_migration_policy(driver: Driver, address: int, size: Size, policy: MigrationPolicy) -> None:
     """Give a policy's advice about `size` bytes at `address`, as `ManagedMemoryHints.apply_policy` does.
 
     `MigrationPolicy.Default` does not use `driver`, so it works with any.
@@ -221,7 +220,7 @@ class PrefetchPlan:
     def __init__(self) -> None:
         self._entries: list[PrefetchEntry] = []
 
-    def add(self, address: int, size: int | str, location: int | Location | str) -> PrefetchPlan:
+    def add(self, address: int, size: Size, location: int | Location | str) -> PrefetchPlan:
         """Add a move of `size` bytes at `address` to `location`, and return the plan. Raises `InvalidRequest`.
 
         The caller must keep the memory allocated until the plan is executed.
@@ -264,7 +263,7 @@ class PrefetchPlan:
 # Checks
 
 
-def _range(address: int, size: int | str) -> tuple[int, int]:
+def _range(address: int, size: Size) -> tuple[int, int]:
     """Return a range as (address, bytes). Raises `InvalidRequest` unless it has a byte, and its last is below 2^64."""
     length = arguments.bytes_of("managed memory", size, at_least=1)
     address = arguments.whole_number("an address", address)

@@ -14,6 +14,7 @@ from ..interrupts import Operation, device_failures
 from ..tracebacks import ends_at_the_caller
 from ..views import Span
 from ..vmm.driver import Location
+from ..vmm.sizes import Size
 from .byte_access import ByteAccess
 from .lender import Lender, Source, source_of
 from .lifetime import MappedMemory, Placing
@@ -34,7 +35,7 @@ class Buffer(ByteAccess):
     def __init__(
         self,
         source: Source | Lender,
-        size: int | str,
+        size: Size,
         location: Location | str = Location.DEVICE,
         *,
         wait: float | None = None,

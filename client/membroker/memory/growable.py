@@ -17,7 +17,7 @@ from ..interrupts import KeyedLocks, Operation, device_failures
 from ..tracebacks import ends_at_the_caller
 from ..views import Span
 from ..vmm.driver import Location
-from ..vmm.sizes import MIB, format_size, round_up
+from ..vmm.sizes import MIB, Size, format_size, round_up
 from .byte_access import ByteAccess
 from .lender import Lender, Source, source_of
 from .lifetime import MappedMemory, Placing
@@ -51,9 +51,9 @@ class GrowableBuffer(ByteAccess):
     def __init__(
         self,
         source: Source | Lender,
-        size: int | str,
-        capacity: int | str,
-        page_size: int | str = DEFAULT_PAGE_SIZE,
+        size: Size,
+        capacity: Size,
+        page_size: Size = DEFAULT_PAGE_SIZE,
         location: Location | str = Location.DEVICE,
         *,
         wait: float | None = None,
@@ -102,7 +102,7 @@ class GrowableBuffer(ByteAccess):
 
     # Growing and shrinking
 
-    def resize(self, size: int | str, *, wait: float | None = None) -> None:
+    def resize(self, size: Size, *, wait: float | None = None) -> None:
         """Grow or shrink the buffer at its end to `size` bytes. All or nothing.
 
         `wait` is how many seconds growing may wait for memory, as in `Model.allocate`. Another call that resizes waits
@@ -124,7 +124,7 @@ class GrowableBuffer(ByteAccess):
                 )
             self._become(target, operation, until)
 
-    def grow(self, by: int | str, *, wait: float | None = None) -> int:
+    def grow(self, by: Size, *, wait: float | None = None) -> int:
         """Add `by` bytes at the end, and return the offset of the first one. Concurrent callers get disjoint ranges.
 
         `wait` is that of `resize`. Raises what `resize` raises.
@@ -141,7 +141,7 @@ class GrowableBuffer(ByteAccess):
             self._become(offset + more, operation, until)
             return offset
 
-    def shrink(self, by: int | str) -> None:
+    def shrink(self, by: Size) -> None:
         """Remove `by` bytes from the end. Raises what `resize` raises, and `InvalidRequest` if `size` is less."""
         less = bytes_of("a reduction", by)
         with self._resizing() as operation:

@@ -56,13 +56,13 @@ class MappedMemory:
     def __init__(self, source: Owner, user: object, size: int, what: str, alignment: int = 0) -> None:
         self.source = source
         self.what = what
-        self.state = "making"
-        self.views = Views(self, MappedMemory._used_less)
+        self.state: str = "making"
+        self.views: Views = Views(self, MappedMemory._used_less)
         self.beside: Step | None = None
         """A step that the release also runs. It runs again after a failure."""
         self.spare: Callable[[int, Callable[[int], bool]], object] | None = None
         """What `give_spare` does, for memory that can have spare pages."""
-        self.region = Region(source.driver, size, alignment)
+        self.region: Region = Region(source.driver, size, alignment)
         self._lock = threading.Lock()
         self._calls: dict[weakref.ref[Operation], tuple[list[Step], list[Step]]] = {}
         self._releasing = 0

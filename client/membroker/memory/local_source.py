@@ -20,7 +20,7 @@ from ..interrupts import device_failures
 from ..threads import start_thread
 from ..vmm import open_driver
 from ..vmm.driver import Driver, DriverOutOfMemory, DriverUnavailable, Location
-from ..vmm.sizes import format_exact
+from ..vmm.sizes import Size, format_exact
 from ..wire.descriptors import close_each
 from .lender import Placement
 from .owner import MemoryOwner
@@ -98,7 +98,7 @@ def out_of_memory(level: str, requested: int, available: int, limit: int | None 
     return OutOfMemory(message, "DEVICE_FULL" if level == "device" else "CAPACITY", numbers)
 
 
-def add_asked(error: OutOfMemory, asked: int | str, parts: str, part_bytes: int) -> None:
+def add_asked(error: OutOfMemory, asked: Size, parts: str, part_bytes: int) -> None:
     """Add to the error the size that the user asked for, and that it was rounded up to whole `parts`."""
     size = bytes_of("a size", asked)
     if error.requested_bytes and error.requested_bytes != size:
@@ -132,8 +132,8 @@ class LocalSource(MemoryOwner["_LocalLink"], Closing):
         driver: Driver | str = "cuda",
         device: int | str = 0,
         *,
-        limit: int | str | None = None,
-        host_limit: int | str | None = None,
+        limit: Size | None = None,
+        host_limit: Size | None = None,
     ) -> None:
         limits = {Location.DEVICE: ("limit", limit), Location.HOST: ("host_limit", host_limit)}
         self._budgets = {

@@ -29,7 +29,7 @@ class Region:
         self.extents: dict[int, tuple[int, int]] = {}
         """The id and the size in bytes of each extent, by its offset in bytes."""
         self.size = size
-        self.address = 0
+        self.address: int = 0
 
     def reserve(self) -> None:
         """Reserve the addresses. Raises `DriverError`."""

@@ -42,11 +42,11 @@ class Ahead:
         self._taken = 0
         self._history: dict[int, int] = {}
         """Pages that were taken in each slice before this one."""
-        self.target = 1 if fixed is None else fixed
+        self.target: int = 1 if fixed is None else fixed
         """How many spare pages are to be there, as last worked out."""
         self._pause = 0.0
         self._resume_at = 0.0
-        self.is_resting = False
+        self.is_resting: bool = False
         """Whether nothing is borrowed ahead until the next page is taken."""
         self._wake = threading.Event()
 

@@ -29,6 +29,7 @@ from ..reentry import in_a_finalizer
 from ..types import Move
 from ..views import Span
 from ..vmm.driver import AccessFlags, Location
+from ..vmm.sizes import Size
 from . import compaction
 from .ahead import MOST_PER_CALL, Ahead
 from .claims import Claims
@@ -63,9 +64,9 @@ class Backing:
         spare_pages: int,
         ahead: Ahead | None,
     ) -> None:
-        self.holding = MappedMemory(source, user, count * page_size, "pool", alignment=page_size)
+        self.holding: MappedMemory = MappedMemory(source, user, count * page_size, "pool", alignment=page_size)
         self._table = PageTable(count, page_size)
-        self.claims = Claims(self._table, self.holding)
+        self.claims: Claims = Claims(self._table, self.holding)
         self._lock = self.claims.lock
         self.spare_pages = spare_pages
         self._source = source
@@ -90,7 +91,7 @@ class Backing:
     def back(
         self,
         runs: Sequence[range],
-        asked: int | str,
+        asked: Size,
         until: float | None,
         *,
         within: Sequence[int],

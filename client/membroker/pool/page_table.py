@@ -62,7 +62,7 @@ class PageTable:
     def __init__(self, count: int, page_size: int) -> None:
         self.count = count
         self.page_size = page_size
-        self.spare = 0
+        self.spare: int = 0
         self.restricted: dict[int, AccessFlags] = {}
         self.begins: dict[int, int] = {}
         self.fresh: set[int] = set()

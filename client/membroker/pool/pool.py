@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from operator import itemgetter
-from typing import Literal
+from typing import Literal, SupportsIndex
 
 from ..arguments import (
     Progress,
@@ -32,7 +32,7 @@ from ..tracebacks import SHORTENED, ends_at_the_caller, shorten
 from ..types import MemoryStats, Move, PoolMapping
 from ..views import Span
 from ..vmm.driver import AccessFlags, Location
-from ..vmm.sizes import MIB, format_size, is_power_of_two
+from ..vmm.sizes import MIB, Size, format_size, is_power_of_two
 from . import compaction, report
 from .ahead import Ahead
 from .backing import Backing, Waitable
@@ -69,8 +69,8 @@ class VirtualMemoryPool(Resource):
     def __init__(
         self,
         source: Source | Lender,
-        virtual_capacity: int | str,
-        page_size: int | str = DEFAULT_PAGE_SIZE,
+        virtual_capacity: Size,
+        page_size: Size = DEFAULT_PAGE_SIZE,
         location: Location | str = Location.DEVICE,
         spare_pages: int = 0,
         ahead: int | Literal["auto"] = 0,
@@ -137,7 +137,7 @@ class VirtualMemoryPool(Resource):
         """The bytes of memory that are mapped and charged: whole pages."""
         return len(self._holding.region.extents) * self._page_size
 
-    def is_mapped(self, offset: int, size: int | str = 1) -> bool:
+    def is_mapped(self, offset: SupportsIndex, size: Size = 1) -> bool:
         """Return whether all pages that [offset, offset + size) touches are allocated and have their memory.
 
         It is False if a page is offloaded, or if another call is changing it. Raises `InvalidOffset` for a range that
@@ -163,7 +163,7 @@ class VirtualMemoryPool(Resource):
 
     # Backing addresses
 
-    def allocate(self, offset: int, size: int | str, *, wait: float | None = None) -> PoolRange:
+    def allocate(self, offset: SupportsIndex, size: Size, *, wait: float | None = None) -> PoolRange:
         """Back every page that [offset, offset + size) touches, and return the range, an int: the address of `offset`.
 
         `wait` is how many seconds the call may wait until the broker has enough free memory for all missing pages
@@ -190,11 +190,11 @@ class VirtualMemoryPool(Resource):
 
     def allocate_ranges(
         self,
-        ranges: Iterable[tuple[int, int | str]],
+        ranges: Iterable[tuple[SupportsIndex, Size]],
         *,
         wait: float | None = None,
         ahead: bool = False,
-        wanted_bytes: int | str = 0,
+        wanted_bytes: Size = 0,
     ) -> None:
         """Back every page that any of the ranges touches, in one request: all of them, or none.
 
@@ -212,7 +212,7 @@ class VirtualMemoryPool(Resource):
             size = sum(map(len, runs)) * self._page_size
             self._backing.back(runs, size, until, within=within, ahead=ahead, wanted_bytes=wanted)
 
-    def allocate_anywhere(self, size: int | str, alignment: int | str = 0, *, wait: float | None = None) -> PoolRange:
+    def allocate_anywhere(self, size: Size, alignment: Size = 0, *, wait: float | None = None) -> PoolRange:
         """Back `size` bytes in the lowest free run of pages that holds them, and return the range, an int: its address.
 
         The address is a multiple of the page size and of `alignment`, a power of two in bytes. Spare pages count as
@@ -236,7 +236,7 @@ class VirtualMemoryPool(Resource):
         offset = pages.start * self._page_size
         return range_of(self, base + offset, offset, length)
 
-    def grow(self, size: int | str, *, wait: float | None = None) -> PoolRange:
+    def grow(self, size: Size, *, wait: float | None = None) -> PoolRange:
         """Back the first `size` bytes after the highest allocated page, and return the range, an int: their address.
 
         Holes below stay as they are. A page that another thread is backing counts as allocated, so concurrent callers
@@ -254,7 +254,7 @@ class VirtualMemoryPool(Resource):
         offset = pages.start * self._page_size
         return range_of(self, self._holding.region.address + offset, offset, length)
 
-    def shrink(self, size: int | str) -> None:
+    def shrink(self, size: Size) -> None:
         """Deallocate the pages of the last `size` bytes before the end of the highest allocated page.
 
         It undoes a `grow` of that size. Raises what `deallocate` raises: `NotMapped` when there is a hole among the
@@ -264,7 +264,7 @@ class VirtualMemoryPool(Resource):
         length = bytes_of("a size", size, at_least=1)
         self._backing.drop_below(length)
 
-    def prepare(self, size: int | str, *, wait: float | None = None) -> None:
+    def prepare(self, size: Size, *, wait: float | None = None) -> None:
         """Back the next `size` bytes after the highest allocated page ahead of need, as spare pages.
 
         The next `grow`, or `allocate` there, needs no call to the broker. The pages are charged from now on, in
@@ -284,7 +284,7 @@ class VirtualMemoryPool(Resource):
         self._holding.check_open()
         return self._backing.trim_all() * self._page_size
 
-    def deallocate(self, offset: int, size: int | str, *, after: Waitable | None = None) -> None:
+    def deallocate(self, offset: SupportsIndex, size: Size, *, after: Waitable | None = None) -> None:
         """Release every page that [offset, offset + size) touches. The pool keeps the addresses.
 
         The bytes of offloaded pages are dropped, and freed on the host.
@@ -309,7 +309,7 @@ class VirtualMemoryPool(Resource):
             shorten(error)
             raise
 
-    def deallocate_ranges(self, ranges: Iterable[tuple[int, int | str]], *, after: Waitable | None = None) -> None:
+    def deallocate_ranges(self, ranges: Iterable[tuple[SupportsIndex, Size]], *, after: Waitable | None = None) -> None:
         """Release every page that any of the ranges touches, after a single wait for the device.
 
         `ranges` are those of `allocate_ranges`, and `after` is that of `deallocate`. Raises what `deallocate` raises;
@@ -333,7 +333,7 @@ class VirtualMemoryPool(Resource):
         self._holding.check_open()
         self._backing.drop_allocation(whole_number("an address", address, InvalidOffset))
 
-    def protect(self, offset: int, size: int | str, access: AccessFlags | str) -> None:
+    def protect(self, offset: SupportsIndex, size: Size, access: AccessFlags | str) -> None:
         """Set the access of every page that [offset, offset + size) touches: `"read"`, `"none"` or `"read_write"`.
 
         It prevents mistakes of this process, not misuse. It lasts until the pages are deallocated, and compaction
@@ -379,8 +379,8 @@ class VirtualMemoryPool(Resource):
 
     def offload(
         self,
-        offset: int = 0,
-        size: int | str | None = None,
+        offset: SupportsIndex = 0,
+        size: Size | None = None,
         *,
         to: PageStore | None = None,
         progress: Progress | None = None,
@@ -418,7 +418,7 @@ class VirtualMemoryPool(Resource):
             lambda: self._backing.offload(pages, to, progress, despite_views=despite_views), self._holding.interrupted
         )
 
-    def offload_size(self, offset: int = 0, size: int | str | None = None) -> int:
+    def offload_size(self, offset: SupportsIndex = 0, size: Size | None = None) -> int:
         """Return the bytes that a segment needs, header included, for an `offload` of this range now.
 
         Raises `NotMapped` when another call is changing a page, `InvalidOffset`, `InvalidRequest` and `ClosedError`.
@@ -429,8 +429,8 @@ class VirtualMemoryPool(Resource):
 
     def restore(
         self,
-        offset: int = 0,
-        size: int | str | None = None,
+        offset: SupportsIndex = 0,
+        size: Size | None = None,
         *,
         progress: Progress | None = None,
         keep_pinned: bool = False,
@@ -475,7 +475,7 @@ class VirtualMemoryPool(Resource):
 
     # Using it
 
-    def view(self, offset: int, size: int | str) -> memoryview:
+    def view(self, offset: SupportsIndex, size: Size) -> memoryview:
         """Return [offset, offset + size) as a memoryview, on the host driver. It is writable if all its pages are.
 
         While it, or an object made from it, lives, the range cannot be deallocated, and a closed pool keeps its memory.
@@ -489,7 +489,7 @@ class VirtualMemoryPool(Resource):
         pages = self._touched(offset, length)
         return self._backing.view(self, pages, offset, length)
 
-    def span(self, offset: int, size: int | str) -> Span:
+    def span(self, offset: SupportsIndex, size: Size) -> Span:
         """Keep [offset, offset + size) mapped while the result lives: for code that passes on its addresses.
 
         Like a view, it prevents deallocating the range, and a closed pool keeps its memory. An empty range keeps the
@@ -501,7 +501,7 @@ class VirtualMemoryPool(Resource):
         pages = self._touched(offset, length or 1)
         return self._backing.span(self, pages, offset, length)
 
-    def addresses(self, offset: int, size: int | str) -> Span:
+    def addresses(self, offset: SupportsIndex, size: Size) -> Span:
         """Keep the addresses [offset, offset + size) reserved while the result lives, whatever memory is there.
 
         Pages of the range can be allocated, deallocated and offloaded meanwhile, but `compact` moves nothing from or
@@ -515,7 +515,7 @@ class VirtualMemoryPool(Resource):
         return self._holding.span(self, offset, length, keeps_memory=False)
 
     @contextmanager
-    def pin(self, offset: int, size: int | str) -> Iterator[int]:
+    def pin(self, offset: SupportsIndex, size: Size) -> Iterator[int]:
         """Keep [offset, offset + size) at its address during a block; `as` gives the address.
 
         As with a living span, the range cannot be deallocated or moved, and its access cannot be reduced. Raises what
@@ -529,11 +529,11 @@ class VirtualMemoryPool(Resource):
 
     # What the user gives
 
-    def _touched(self, offset: int, size: int | str) -> range:
+    def _touched(self, offset: SupportsIndex, size: Size) -> range:
         """Return the numbers of the pages that [offset, offset + size) touches, after checking both."""
         return self._checked(offset, size)[2]
 
-    def _checked(self, offset: int, size: int | str) -> tuple[int, int, range]:
+    def _checked(self, offset: SupportsIndex, size: Size) -> tuple[int, int, range]:
         """Return both as ints, and the numbers of the pages that [offset, offset + size) touches."""
         length = bytes_of("a size", size, at_least=1)
         offset = whole_number("an offset", offset, InvalidOffset)
@@ -545,7 +545,7 @@ class VirtualMemoryPool(Resource):
         pages = range(offset // self._page_size, (offset + length - 1) // self._page_size + 1)
         return offset, length, pages
 
-    def _touched_by(self, ranges: Iterable[tuple[int, int | str]]) -> tuple[list[int], list[range]]:
+    def _touched_by(self, ranges: Iterable[tuple[SupportsIndex, Size]]) -> tuple[list[int], list[range]]:
         """Return the offsets of ranges and the pages that each touches, both by address, after checking them."""
         found: list[tuple[int, range]] = []
         for given in ranges:
@@ -559,7 +559,7 @@ class VirtualMemoryPool(Resource):
                 raise InvalidRequest(f"two of the ranges touch the page of offset {offset}")
         return [offset for offset, _ in found], [pages for _, pages in found]
 
-    def _touched_or_all(self, offset: int, size: int | str | None) -> range:
+    def _touched_or_all(self, offset: SupportsIndex, size: Size | None) -> range:
         """Return the pages of a range. Without a size the range ends at the end of the pool."""
         pages = self._touched(offset, 1 if size is None else size)
         return pages if size is not None else range(pages.start, self._capacity // self._page_size)

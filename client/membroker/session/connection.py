@@ -107,7 +107,7 @@ class Taken:
     __slots__ = ("_arrived", "count")
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count: int = 0
         self._arrived: dict[tuple[int, int], bool] = {}
 
     def arrived(self, frame: pb.Frame) -> None:
@@ -148,11 +148,11 @@ class Connection:
         on_lost: Callable[[Connection], None] = lambda _: None,
     ) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _PATIENCE)
-        self.models = frozenset(models)
+        self.models: frozenset[str] = frozenset(models)
         self.revision = revision
         self.closing = False
         """Whether the client is closing: no call may ask for memory or a seal any more."""
-        self.interrupted = False
+        self.interrupted: bool = False
         """Whether this side ended it, because an interrupt left a call half done."""
         self._socket = connection
         self._name = name

@@ -61,7 +61,7 @@ class Notices:
         self.recalls: Callable[[], RecallListener | None] = lambda: None
         """Returns the object that hears the broker's recalls, if it is alive: only the user's objects keep it."""
         self._recalling: Background | None = None
-        self.callback_thread = 0
+        self.callback_thread: int = 0
         """The number of the thread that runs callbacks of recalls; 0 before the first one."""
         self.draining: Draining | None = None
         """The drain that has not ended, as far as the present connection knows."""

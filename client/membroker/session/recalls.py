@@ -53,12 +53,12 @@ class OpenRecall:
     """
 
     def __init__(self, recalls: SessionRecalls, message: pb.Recall, connection: Connection) -> None:
-        self.recall_id = message.recall_id
+        self.recall_id: int = message.recall_id
         self.place = (message.model, message.location)
-        self.location = _LOCATIONS[message.location]
-        self.size = message.bytes
+        self.location: str = _LOCATIONS[message.location]
+        self.size: int = message.bytes
         self.called_for = 0
-        self.deadline = time.monotonic() + max(0.0, message.within.seconds + message.within.nanos / 1e9)
+        self.deadline: float = time.monotonic() + max(0.0, message.within.seconds + message.within.nanos / 1e9)
         self.connection = connection
         self.shown: Any = None
         self._recalls = recalls

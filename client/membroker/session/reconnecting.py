@@ -78,7 +78,7 @@ class ReconnectingConnection:
     """
 
     def __init__(self, endpoint: Path, hello: pb.Hello, *, timeout: float, outage: float, by_grpc: bool) -> None:
-        self.inventory = Inventory()
+        self.inventory: Inventory = Inventory()
         self._path = endpoint / "handoff.sock"
         self._timeout = timeout
         self._outage = outage

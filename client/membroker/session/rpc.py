@@ -101,7 +101,7 @@ class GrpcCalls:
         self._stub: Any = None
         self._frames: set[Any] = set()
         """The calls of frames that have no answer yet."""
-        self.patient = False
+        self.patient: bool = False
         """Whether a call waits until a broker is there: after a resume, up to the first answer."""
 
     def call(self, method: str, request: Message, timeout: float | None = None) -> Any:

@@ -91,11 +91,11 @@ class Session(MemoryOwner[_SessionLink]):
         if isinstance(driver, str):
             raise InvalidRequest(f"a driver is one that is open, not {driver!r}: without it the broker's is opened")
         hello = pb.Hello(protocol_version=PROTOCOL_VERSION, observer=observer, client=name[:MAX_CLIENT_CHARACTERS])
-        self.reconnecting = ReconnectingConnection(
+        self.reconnecting: ReconnectingConnection = ReconnectingConnection(
             self.endpoint, hello, timeout=timeout, outage=outage, by_grpc=transport == "grpc"
         )
         self.welcome = self.reconnecting.welcome
-        self.declarations = Declarations(self.reconnecting)
+        self.declarations: Declarations = Declarations(self.reconnecting)
         self._recalls: Callable[[], SessionRecalls | None] = lambda: None
         super().__init__(_SessionLink(self.reconnecting, driver))
 

@@ -195,7 +195,7 @@ def follow_one_extent(driver: Driver, keep: Callable[..., None], make_driver: Ma
 class ChildProcess:
     def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket) -> None:
         self._process, self._channel = process, channel
-        self.pid = process.pid
+        self.pid: int = process.pid
 
     def receive_descriptor(self) -> int:
         data, descriptors, _flags, _peer = socket.recv_fds(self._channel, 1, 1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .sizes import format_exact
 
@@ -21,7 +21,8 @@ class Location(enum.Enum):
     DEVICE = "device"
     HOST = "host"
 
-    __hash__ = object.__hash__  # an Enum's own hashes the name, by a call of Python
+    if not TYPE_CHECKING:  # an Enum's own hashes the name, by a call of Python
+        __hash__ = object.__hash__
 
 
 class AccessFlags(enum.Enum):
@@ -34,7 +35,8 @@ class AccessFlags(enum.Enum):
     READ = 1
     READ_WRITE = 3
 
-    __hash__ = object.__hash__  # as above
+    if not TYPE_CHECKING:  # as above
+        __hash__ = object.__hash__
 
     def __str__(self) -> str:
         """Return `None`, `Read` or `ReadWrite`."""

@@ -20,7 +20,7 @@ from typing import Self
 from ..closing import Closing
 from ..errors import AlreadyMapped, ClosedError, InvalidOffset, InvalidRequest, NotMapped
 from .driver import AccessFlags, Driver, Handle, Location
-from .sizes import MAX_BYTES, is_power_of_two, parse_size, round_up
+from .sizes import MAX_BYTES, Size, is_power_of_two, parse_size, round_up
 
 
 def allocation_granularity(driver: Driver, recommended: bool = False) -> int:
@@ -88,14 +88,14 @@ class AddressRange(Closable):
     Addresses belong to the process: memory of any device of `driver`'s kind may be mapped there.
     """
 
-    def __init__(self, driver: Driver, size: int | str, alignment: int = 0) -> None:
+    def __init__(self, driver: Driver, size: Size, alignment: int = 0) -> None:
         granularity = driver.device.granularity
         self.driver = driver
-        self.size = _granules("a range of addresses", size, granularity)
+        self.size: int = _granules("a range of addresses", size, granularity)
         if alignment and not (is_power_of_two(alignment) and alignment <= MAX_BYTES):
             raise InvalidRequest(f"an alignment is a power of two below 2^63, or 0, not {alignment}")
-        self.alignment = max(alignment, granularity)
-        self.base = driver.reserve(self.size, alignment)
+        self.alignment: int = max(alignment, granularity)
+        self.base: int = driver.reserve(self.size, alignment)
         # By offset; None while the mapping is being made.
         self._mapped: dict[int, MappedRange | None] = {}
         self._unreserved = False
@@ -182,7 +182,7 @@ class PhysicalMemory(Closable):
         self._open()
 
     @classmethod
-    def create(cls, driver: Driver, size: int | str, location: Location = Location.DEVICE) -> Self:
+    def create(cls, driver: Driver, size: Size, location: Location = Location.DEVICE) -> Self:
         """Create an extent of `size` bytes, or text, rounded up to the granularity, zero-filled.
 
         Raises `InvalidRequest`, `DriverError` (`DriverOutOfMemory`).
@@ -324,7 +324,7 @@ def lies_within(total: int, offset: int, size: int) -> bool:
     return 0 <= size <= total and 0 <= offset <= total - size
 
 
-def _granules(what: str, size: int | str, granularity: int) -> int:
+def _granules(what: str, size: Size, granularity: int) -> int:
     try:
         wanted = parse_size(size)
     except (ValueError, TypeError) as error:

@@ -8,8 +8,12 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable
+from typing import SupportsIndex, TypeAlias
 
 from ..wire.names import MAX_BYTES as MAX_BYTES
+
+Size: TypeAlias = SupportsIndex | str
+"""Bytes, as an int of Python's or NumPy's, or as text: what `parse_size` reads."""
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -36,7 +40,7 @@ _SHORT |= {letter.lower(): 1000 ** (n + 1) for n, letter in enumerate("KMGTPE")}
 _TEXT = re.compile(r"\s*(\d{1,20})(?:\.(\d{1,9}))?\s*([A-Za-z]*)\s*")
 
 
-def parse_size(size: int | str) -> int:
+def parse_size(size: Size) -> int:
     """Return `size` in bytes; text is a number and a unit, as in `"8GiB"`, `"1.5 GiB"` or `"500MB"`.
 
     One letter means what vLLM's flags mean by it: `"8G"` is `"8Gi"`, which is `"8GiB"`, and `"8g"` is `"8GB"`.

@@ -8,6 +8,7 @@ import pickle
 import weakref
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from tests.support.fake_lender import PAGE, Lender
 from tests.support.garbage import collect
@@ -88,6 +89,16 @@ class TestTensors:
     def test_other_frameworks_are_refused(self, pool: VirtualMemoryPool) -> None:
         with pytest.raises(InvalidRequest, match=r"'numpy', 'torch', 'jax', not 'tensorflow'"):
             pool.grow(PAGE).tensor((1,), "F32", "tensorflow")
+
+
+def test_a_size_may_be_the_product_of_a_shape(pool: VirtualMemoryPool) -> None:
+    """What `np.prod` returns is no int, for Python and for mypy."""
+    shape = (1024, 512)
+    size = np.prod(shape) * np.dtype("float32").itemsize
+    first, second = pool.allocate_anywhere(size), pool.allocate(size, size)
+    assert (first.nbytes, second.offset, second.nbytes) == (PAGE, PAGE, PAGE)
+    pool.deallocate(np.int64(0), size)
+    assert pool.stats().mapped_pages == 1
 
 
 def test_it_keeps_the_pool(lender: Lender) -> None:

@@ -25,7 +25,7 @@ class TensorImage:
         entries = {key: (_text_of(key, value), _stored_shape(value)) for key, value in tensors.items()}
         self._header, self.index = write_index(entries, metadata, alignment=ALIGNMENT)
         check_header(self._header)
-        self.size = self.index.size
+        self.size: int = self.index.size
 
     def write(
         self,

@@ -53,9 +53,9 @@ class TorchLending:
         self, model: Model, device: int, alive: Callable[[], set[int]], empty: Callable[[], bool] = lambda: False
     ) -> None:
         self.last_denial: MembrokerError | None = None
-        self.refusals = 0
-        self.reclaimed_bytes = 0
-        self.released_bytes = 0
+        self.refusals: int = 0
+        self.reclaimed_bytes: int = 0
+        self.released_bytes: int = 0
         self._alive = alive
         self._empty = empty
         self._model = model

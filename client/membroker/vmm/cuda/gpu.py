@@ -21,10 +21,10 @@ class Gpu:
 
     def __init__(self, device: int | str) -> None:
         _refuse_wsl()
-        self.cuda = load_bindings()
-        self.ordinal = self._find(device)
+        self.cuda: Any = load_bindings()
+        self.ordinal: Any = self._find(device)
         self._check_abilities()
-        self.descriptor_kind = self.cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        self.descriptor_kind: Any = self.cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
     def uuid(self) -> str:
         """Return the UUID, of a MIG slice if this is one."""

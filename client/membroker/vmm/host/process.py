@@ -35,10 +35,10 @@ class HostProcess:
     here: ClassVar[HostProcess]
 
     def __init__(self) -> None:
-        self.pid = os.getpid()
+        self.pid: int = os.getpid()
         self.lock = threading.Lock()
-        self.addresses = AddressTable()
-        self.budget = MappingBudget()
+        self.addresses: AddressTable = AddressTable()
+        self.budget: MappingBudget = MappingBudget()
 
     @classmethod
     def begin(cls) -> None:

@@ -37,7 +37,7 @@ class ExtentWatch:
         self._descriptors: dict[str, int] = {}
         """`watches` and `table`, once they are made."""
         self._entries: dict[int, tuple[int, Location]] = {}
-        self.counted = dict.fromkeys(Location, 0)
+        self.counted: dict[Location, int] = dict.fromkeys(Location, 0)
         """Bytes by location, those included whose end was not read yet: see `used`."""
         if survivors:
             self._take_over(survivors)
