@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.support.sizes import MIB
@@ -17,30 +18,14 @@ pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 500
-SMALL = ["--device", "host", "--time", "0.05", "--load", "0.2", "--drain", "60"]
+SMALL = ["--time", "0.05", "--load", "0.2", "--drain", "60"]
 
 
-def test_three_engines_over_a_broker_answer_as_one_alone(tmp_path: Path) -> None:
-    """Ramps that overlap, then turns: all is answered, the sample has plain vLLM's tokens, and the memory goes."""
-    file = tmp_path / "figures.json"
-    command = [
-        "--arms",
-        "alone",
-        "membroker",
-        "--traces",
-        "a2",
-        "t3",
-        "--json",
-        str(file),
-        "--logs",
-        str(tmp_path / "logs"),
-        "--engine",
-        "max_num_batched_tokens=1500",
-        *SMALL,
-    ]
+def benchmark(tmp_path: Path, module: str, *arguments: str) -> tuple[Any, subprocess.CompletedProcess[str]]:
+    """Run a benchmark, and return what it wrote and how it ended."""
     path = os.pathsep.join([str(ROOT / "client"), str(ROOT / "broker"), str(ROOT)])
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.serving", *command],
+        [sys.executable, "-m", module, "--device", "host", *arguments, "--json", str(tmp_path / "figures.json")],
         env={**os.environ, **BUILDS["cpu"].environment, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path)},
         cwd=tmp_path,
         capture_output=True,
@@ -48,7 +33,14 @@ def test_three_engines_over_a_broker_answer_as_one_alone(tmp_path: Path) -> None
         timeout=SECONDS,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    runs = json.loads(file.read_text())["runs"]
+    return json.loads((tmp_path / "figures.json").read_text()), done
+
+
+def test_three_engines_over_a_broker_answer_as_one_alone(tmp_path: Path) -> None:
+    """Ramps that overlap, then turns: all is answered, the sample has plain vLLM's tokens, and the memory goes."""
+    played = ("--arms", "alone", "membroker", "--traces", "a2", "t3", "--engine", "max_num_batched_tokens=1500")
+    found, done = benchmark(tmp_path, "benchmarks.serving", *played, *SMALL, "--logs", str(tmp_path / "logs"))
+    runs = found["runs"]
     assert [(run["trace"], run["arm"], len(run["models"])) for run in runs] == [
         *(("a2", "alone", 1), ("t3", "alone", 1)),
         *(("a2", "membroker", 3), ("t3", "membroker", 3)),
@@ -75,20 +67,9 @@ def test_three_engines_over_a_broker_answer_as_one_alone(tmp_path: Path) -> None
 
 def test_sleep_is_timed_over_a_broker(tmp_path: Path) -> None:
     """One round with the weights kept: what is released comes back, with the same tokens."""
-    file = tmp_path / "sleep.json"
-    path = os.pathsep.join([str(ROOT / "client"), str(ROOT / "broker"), str(ROOT)])
-    command = ["--device", "host", "--ways", "vllm", "kept", "--rounds", "1", "--json", str(file)]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.serving.sleep", *command],
-        env={**os.environ, **BUILDS["cpu"].environment, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    found, done = benchmark(tmp_path, "benchmarks.serving.sleep", "--ways", "vllm", "kept", "--rounds", "1")
     assert "vllm is left out" in done.stderr
-    row = json.loads(file.read_text())["rows"]["kept"]
+    row = found["rows"]["kept"]
     assert min(row["released_bytes"]) >= 20 * MIB
     assert 0 < max(row["left_bytes"]) < 20 * MIB, "the weights were to stay, and nothing else"
     assert len(row["wake_seconds"]) == len(row["request_seconds"]) == 1

@@ -8,16 +8,13 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.support.daemons import Daemon, hold_still, until
-from tests.support.engine_batches import Batch, batch_of, batches_of, compare
-from tests.support.sglang_engine import BUILDS, Build, Engine
+from tests.support.daemons import hold_still, until
+from tests.support.engine_batches import Story, batch_of, batches_of, peak, story_of, used
+from tests.support.sglang_engine import BUILDS, Engine
 from tests.support.sleeping import books, command, done, refused_at_once
 from tests.support.vllm_engine import START_SECONDS, write_model
 
@@ -30,48 +27,6 @@ import torch
 pytestmark = pytest.mark.timeout(600)
 
 
-@dataclass(frozen=True, slots=True)
-class Story:
-    """A build with its model, and what plain SGLang answers to each batch."""
-
-    build: Build
-    model: Path
-    batches: dict[str, Batch]
-    expected: dict[str, Any]
-    plain: Engine
-    seconds: dict[str, float]
-    """How long plain SGLang took for each batch."""
-    state: Callable[[str, str], None]
-
-    def engine(self, *args: Any, **options: Any) -> Engine:
-        return Engine(self.build, self.model, *args, **options)
-
-    def check(self, engine: Engine, name: str) -> float:
-        """Let an engine answer a batch, and compare the tokens; return how many seconds it took."""
-        began = time.monotonic()
-        answer = engine.generate(*self.batches[name])
-        seconds = time.monotonic() - began
-        self.compare(answer, name)
-        return seconds
-
-    def compare(self, answer: Any, name: str) -> None:
-        """Compare answers with plain SGLang's. It composes other batches of them, and kernels round by that."""
-        compare(name, answer, self.expected[name], self.plain, self.batches[name][0], self.state)
-
-    @property
-    def unit(self) -> int:
-        return self.build.unit
-
-    @property
-    def group(self) -> int:
-        return self.build.group
-
-    @property
-    def burst(self) -> int:
-        """Bytes of KV cache that the burst fills."""
-        return 16 * 548 * self.build.times * self.build.token_bytes
-
-
 @pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     build = BUILDS[request.param]
@@ -80,31 +35,14 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     batches, model = batches_of(build.times), write_model(tmp_path_factory.mktemp("model"), build.config)
     if build.on_gpu:
         batches["long"] = batch_of(5, 32, 100, 1600)
-    with ExitStack() as stack:
-        # Plain SGLang sleeps when it has nothing to do, because on a CPU it would take the time of the others.
-        plain = stack.enter_context(Engine(build, model, disable_radix_cache=True, sleep_on_idle=True)).ready()
-        expected, seconds = dict[str, Any](), dict[str, float]()
-        for name, batch in batches.items():
-            began = time.monotonic()
-            expected[name] = plain.generate(*batch)
-            seconds[name] = time.monotonic() - began
-        assert len({tuple(one) for one in expected["burst"]}) > len(expected["burst"]) / 2, "the answers are all alike"
-        yield Story(build, model, batches, expected, plain, seconds, print)
+    # Plain SGLang sleeps when it has nothing to do, because on a CPU it would take the time of the others.
+    with Engine(build, model, disable_radix_cache=True, sleep_on_idle=True) as plain:
+        yield story_of(Engine, build, model, batches, plain.ready())
 
 
 @pytest.fixture
 def story(whole: Story, state: Callable[[str, str], None]) -> Story:
     return replace(whole, state=state)
-
-
-def used(daemon: Daemon, model: str) -> int:
-    """Bytes that a model has borrowed."""
-    return sum(one.books[0].used_bytes for one in daemon.models() if one.name.endswith(f"/{model}"))
-
-
-def peak(daemon: Daemon, model: str) -> int:
-    """The most bytes that a model has borrowed: a burst fills its cache for a moment only."""
-    return max(one.books[0].peak_bytes for one in daemon.models() if one.name.endswith(f"/{model}"))
 
 
 def test_the_tokens_are_the_same_while_memory_comes_and_goes(story: Story) -> None:

@@ -95,14 +95,12 @@ def key(*tokens: int) -> RadixKey:
 
 
 def cache(tree: UnifiedRadixCache, allocator: Allocator, *tokens: int) -> list[int]:
-    """Cache a prompt, and return its pages."""
     slots = allocator.alloc(len(tokens))
     tree.insert(InsertParams(key=key(*tokens), value=slots))
     return [int(slot) // PAGE for slot in slots[::PAGE]]
 
 
 def matched(tree: UnifiedRadixCache, *tokens: int) -> Any:
-    """Return where a cached prompt is in the KV cache."""
     found = tree.match_prefix(MatchPrefixParams(key=key(*tokens)))
     is_old = hasattr(found, "device_indices")  # 0.5.21
     return found.device_indices if is_old else tree.path_device_indices(found.last_device_node)

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.support.daemons import Daemon, hold_still, until
-from tests.support.engine_batches import Batch, batches_of, compare
-from tests.support.vllm_engine import BUILDS, START_SECONDS, Build, Engine, write_model
+from tests.support.engine_batches import Story, batches_of, peak, story_of, used
+from tests.support.vllm_engine import BUILDS, START_SECONDS, Engine, write_model
 
 import membroker
 
@@ -25,61 +21,14 @@ from vllm.platforms import current_platform
 pytestmark = pytest.mark.timeout(600)
 
 
-@dataclass(frozen=True, slots=True)
-class Story:
-    """A build with its model, and what plain vLLM answers to each batch."""
-
-    build: Build
-    model: Path
-    batches: dict[str, Batch]
-    expected: dict[str, Any]
-    plain: Engine
-
-    def engine(self, *args: Any, **options: Any) -> Engine:
-        return Engine(self.build, self.model, *args, **options)
-
-    def check(self, engine: Engine, name: str) -> None:
-        """Let an engine answer a batch, and compare the tokens."""
-        self.compare(engine.generate(*self.batches[name]), name)
-
-    def compare(self, answer: Any, name: str) -> None:
-        compare(name, answer, self.expected[name], self.plain, self.batches[name][0])
-
-    @property
-    def unit(self) -> int:
-        return self.build.unit
-
-    @property
-    def group(self) -> int:
-        return self.build.group
-
-    @property
-    def burst(self) -> int:
-        """Bytes of KV cache that the burst fills."""
-        return 16 * 548 * self.build.times * self.build.token_bytes
-
-
 @pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def story(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     build = BUILDS[request.param]
     if build.on_gpu == current_platform.is_cpu():
         pytest.skip("this vLLM was built for another device")
     batches, model = batches_of(build.times), write_model(tmp_path_factory.mktemp("model"), build.config)
-    with ExitStack() as stack:
-        plain = stack.enter_context(Engine(build, model, enable_prefix_caching=False)).ready()
-        expected = {name: plain.generate(*batch) for name, batch in batches.items()}
-        assert len({tuple(one) for one in expected["burst"]}) > len(expected["burst"]) / 2, "the answers are all alike"
-        yield Story(build, model, batches, expected, plain)
-
-
-def used(daemon: Daemon, model: str) -> int:
-    """Bytes that a model has borrowed."""
-    return sum(one.books[0].used_bytes for one in daemon.models() if one.name.endswith(f"/{model}"))
-
-
-def peak(daemon: Daemon, model: str) -> int:
-    """The most bytes that a model has borrowed: a burst fills its cache for a moment only."""
-    return max(one.books[0].peak_bytes for one in daemon.models() if one.name.endswith(f"/{model}"))
+    with Engine(build, model, enable_prefix_caching=False) as plain:
+        yield story_of(Engine, build, model, batches, plain.ready())
 
 
 @pytest.fixture(scope="module")

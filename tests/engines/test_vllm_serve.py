@@ -43,7 +43,6 @@ BURST = 16 * 548 * CPU.token_bytes
 
 
 def flags_of_the_page() -> list[str]:
-    """Return the flags that the page gives every engine."""
     text = PAGE.read_text()
     array = text[text.index("elastic=(") : text.index("\n\n", text.index("elastic=("))]
     done = subprocess.run(
@@ -91,7 +90,6 @@ class Server:
             return False
 
     def complete(self, prompt: list[int]) -> Any:
-        """Return the tokens that follow a prompt."""
         body = {"model": self.name, "prompt": prompt, "max_tokens": 48, "ignore_eos": True, "temperature": 0}
         request = urllib.request.Request(
             f"http://127.0.0.1:{self._port}/v1/completions",
@@ -102,7 +100,6 @@ class Server:
             return json.load(answer)["choices"][0]["token_ids"]
 
     def burst(self) -> list[Any]:
-        """Answer all prompts at a time."""
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             return list(pool.map(self.complete, PROMPTS))
 

@@ -385,15 +385,6 @@ def captured() -> Any:
     return model
 
 
-def processed(process: Callable[[Any], None]) -> Callable[[], Any]:
-    def build() -> Any:
-        model = Small()
-        model.quant_method = Method(process)
-        return model
-
-    return build
-
-
 def write(layer: Any) -> None:
     layer.wide[3:5] = 1.0
 
@@ -445,12 +436,14 @@ class Unknown(AutoGPTQLinearMethod):
 @pytest.mark.parametrize(
     ("build", "says"),
     [
-        pytest.param(processed(write), r"writes to a weight of \[2, 512\]", id="written in place"),
-        pytest.param(processed(write_out), r"writes to a weight of \[256, 512\]", id="an output"),
-        pytest.param(processed(repack), "repacks the weights .* a copy of each engine's own", id="repacked"),
-        pytest.param(processed(take_away), "repacks the weights .* a copy of each engine's own", id="taken away"),
+        pytest.param(quantized(write, Method), r"writes to a weight of \[2, 512\]", id="written in place"),
+        pytest.param(quantized(write_out, Method), r"writes to a weight of \[256, 512\]", id="an output"),
+        pytest.param(quantized(repack, Method), "repacks the weights .* a copy of each engine's own", id="repacked"),
+        pytest.param(
+            quantized(take_away, Method), "repacks the weights .* a copy of each engine's own", id="taken away"
+        ),
         pytest.param(captured, r"keeps weights in views .*, which cannot be shared", id="a hidden view of a weight"),
-        pytest.param(processed(renew), "makes another layer of embed while it loads", id="another layer"),
+        pytest.param(quantized(renew, Method), "makes another layer of embed while it loads", id="another layer"),
         pytest.param(lazily, "wide is a UninitializedParameter that is quantized", id="without memory"),
         pytest.param(quantized(lambda _: None, Unknown), "layer <root>: Unknown does not support", id="unknown"),
         pytest.param(quantized(compile_kernel), "makes a function of the weights of .*kernel.run", id="a function"),
@@ -555,7 +548,7 @@ def test_layers_that_know_of_processed_weights_restore_what_they_have_besides(st
         layer.largest = layer.wide.max().item()
 
     def build() -> Any:
-        model = processed(process)()
+        model = quantized(process, Method)()
         model.quant_method.kernel = Kernel()
         return model
 

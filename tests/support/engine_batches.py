@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
+
+from tests.support.daemons import Daemon
 
 ROUNDING = {"bfloat16": 0.25, "float32": 0.001}
 """How much less likely than the likeliest a token may be, as a difference of logarithms. A wrong one is far off.
@@ -62,3 +67,66 @@ def compare(
         tell(f"{name}: {len(wrong)} of {len(answer)} answers differ, by rounding", f"{max(gaps):.6f} at most")
         wrong = [at for at, gap in zip(wrong, gaps, strict=True) if gap > plain.rounding]
     assert not wrong, f"{len(wrong)} of {len(answer)} answers to {name!r} differ, the first of them {wrong[:5]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A build with its model, and what the plain engine answers to each batch. `start` makes an engine."""
+
+    start: Callable[..., Any]
+    build: Any
+    model: Path
+    batches: Mapping[str, Batch]
+    expected: Mapping[str, Any]
+    plain: Any
+    seconds: Mapping[str, float]
+    """How long the plain engine took for each batch."""
+    state: Callable[[str, str], object] = print
+
+    def engine(self, *args: Any, **options: Any) -> Any:
+        return self.start(self.build, self.model, *args, **options)
+
+    def check(self, engine: Any, name: str) -> float:
+        """Let an engine answer a batch, and compare the tokens; return how many seconds it took."""
+        began = time.monotonic()
+        answer = engine.generate(*self.batches[name])
+        seconds = time.monotonic() - began
+        self.compare(answer, name)
+        return seconds
+
+    def compare(self, answer: Any, name: str) -> None:
+        """Compare answers with the plain engine's. It composes other batches of them, and kernels round by that."""
+        compare(name, answer, self.expected[name], self.plain, self.batches[name][0], self.state)
+
+    @property
+    def unit(self) -> int:
+        return int(self.build.unit)
+
+    @property
+    def group(self) -> int:
+        return int(self.build.group)
+
+    @property
+    def burst(self) -> int:
+        """Bytes of KV cache that the burst fills."""
+        return 16 * 548 * int(self.build.times * self.build.token_bytes)
+
+
+def story_of(start: Callable[..., Any], build: Any, model: Path, batches: Mapping[str, Batch], plain: Any) -> Story:
+    """Let the plain engine answer all batches. The caller ends it."""
+    expected, seconds = dict[str, Any](), dict[str, float]()
+    for name, batch in batches.items():
+        began = time.monotonic()
+        expected[name] = plain.generate(*batch)
+        seconds[name] = time.monotonic() - began
+    assert len({tuple(one) for one in expected["burst"]}) > len(expected["burst"]) / 2, "the answers are all alike"
+    return Story(start, build, model, batches, expected, plain, seconds)
+
+
+def used(daemon: Daemon, model: str) -> int:
+    return sum(one.books[0].used_bytes for one in daemon.models() if one.name.endswith(f"/{model}"))
+
+
+def peak(daemon: Daemon, model: str) -> int:
+    """The most bytes that a model has borrowed: a burst fills its cache for a moment only."""
+    return max(one.books[0].peak_bytes for one in daemon.models() if one.name.endswith(f"/{model}"))
