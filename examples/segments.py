@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable
 
 import membroker
-from membroker.segment import segment_size
+from membroker.safetensors import segment_size
 
 TENSORS = {"embed": ("F32", (1000, 256)), "norm": ("F32", (256,))}
 """The tensors with their dtypes, as safetensors names them, and shapes."""

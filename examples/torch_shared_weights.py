@@ -78,7 +78,8 @@ def answer(module: Any, device: Any) -> list[int]:
         said = module.generate(
             tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=8, do_sample=False, use_cache=True
         )
-    return said[0].tolist()
+    answered: list[int] = said[0].tolist()
+    return answered
 
 
 def worker(number: int, answers: Any) -> None:

@@ -30,7 +30,8 @@ def build() -> Any:
 def answer(module: Any) -> list[int]:
     """Return the tokens that follow a prompt."""
     prompt = torch.tensor([[11, 7, 42, 3]], device=module.device)
-    return module.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 4:].tolist()
+    tokens: list[int] = module.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 4:].tolist()
+    return tokens
 
 
 def main() -> None:

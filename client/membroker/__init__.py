@@ -5,7 +5,12 @@
     with membroker.connect() as client:
         model = client.register_model("llama-7b", virtual_capacity="64GiB", limit="8GiB")
         with model.pool(page_size="2MiB") as pool:
-            address = pool.allocate(0, "1GiB")
+            memory = pool.allocate(0, "1GiB")       # an int, its address; memory.tensor(shape, dtype), memory.free()
+
+A size is an int or text, and a call that does not fit raises an error that has the numbers. `help(membroker.Client)`,
+`help(membroker.Model)` and `help(membroker.VirtualMemoryPool)` say what each call does. Beside the names listed here
+there are `membroker.adapters` (torch, JAX, CuPy, Numba, RMM), `aio` (coroutines), `checkpoint` and `segment` (weights
+that processes share), `recording` (a timeline of the memory), `errors`, `types`, `testing` and `vmm`.
 
 Owns the list of public names, and the module from which each is imported at its first use (PEP 562). It must never
 import grpc, protobuf, torch or cuda, so that a program that only imports membroker does not load them.
