@@ -193,8 +193,10 @@ for peer in peers[16:]:
 _LENT = """
 for number in range({models}):
     name = sessions[0].register(f'lent{{number}}', answers_recalls=True)
-    sessions[0].borrow(name, PAGE, {pages})
+    sessions[0].borrow(name, {size}, {extents})
+    sessions[0].register(f'lent{{number}}', answers_recalls=False)
 """
+_RECALLABLE = "for number in range({models}): sessions[0].register(f'lent{{number}}', answers_recalls=True)"
 _WAITS = """
 for session in sessions:
     for number in range({waits}):
@@ -214,44 +216,60 @@ for peer in peers:
 """
 
 
-@pytest.mark.parametrize("descriptors", [1_024, 6_000])
-def test_the_worst_mix_of_so_many_descriptors_stays_within_the_bound(state: State, descriptors: int) -> None:
-    """All at once: recalls that nobody answers, waits of many models of five tenants, and unfinished frames.
+@pytest.mark.timeout(1_200)
+@pytest.mark.parametrize(
+    ("descriptors", "sessions", "tenants"),
+    [(1_024, sessions_for(1_024), 5), (6_000, sessions_for(6_000), 5), (20_000, 1_025, 16)],
+)
+def test_the_worst_mix_of_so_many_descriptors_stays_within_the_bound(
+    state: State, descriptors: int, sessions: int, tenants: int
+) -> None:
+    """All at once: recalls that nobody answers, waits of many models of all tenants, and unfinished frames.
 
-    Each session has a request of as many models as it may wait for, within a guarantee that another tenant has
-    borrowed model by model. At each endpoint up to 32 connections have calls without an end, and a header block
-    without. The daemon serves on, the books are right, and nothing is left when all have gone. Descriptors bound the
-    sessions: 1,024 are what distributions give a process.
+    Each session has a request of as many models as it may wait for, half of them within a guarantee that another tenant
+    has borrowed; then all of that can be recalled. At six endpoints up to 32 connections each have calls without an
+    end, and a header block without. The daemon serves on, the books are right, and nothing is left when all have gone.
+
+    Descriptors bound the sessions: 1,024 are what distributions give a process. 16,384 waits, as many as there can be
+    by default, need a daemon that counts fewer for each session: see `faulty_daemon.wait_only`.
     """
-    sessions, reds, lent = sessions_for(descriptors), [f"red{number}" for number in range(5)], 60
+    reds, lent, extents = [f"red{number}" for number in range(tenants)], 60, 8
     waits = (sessions - 1) * 16
-    pages = max(8, -(-2 * waits // lent))
+    size = -(-2 * waits // (lent * extents)) * 2 * MIB
+    capacity = lent * extents * size
+    fits = sessions <= sessions_for(descriptors)
     config = {
-        "capacity": lent * pages * 2 * MIB,
-        "tenants": {"blue": {}, **{red: {"guarantee": lent * pages * MIB // len(reds)} for red in reds}},
+        "capacity": capacity,
+        "tenants": {"blue": {}, **{red: {"guarantee": capacity // 2 // tenants} for red in reds}},
+        "max_sessions": None if fits else sessions,
         "max_models_per_tenant": 65_536,
         "recall_seconds": 3_600.0,
+        "model_grace_seconds": 0,
         "log": {"level": "info"},
     }
-    with running(config, descriptors=descriptors) as daemon, ExitStack() as stack:
+    module = "membrokerd.cli" if fits else "tests.support.faulty_daemon wait_only"
+    with running(config, descriptors, module) as daemon, ExitStack() as stack:
         at_start, before = daemon.resident_bytes(), daemon.descriptors()
         assert f"max_sessions={sessions}" in daemon.log()
-        size = {"models": lent + waits, "segments": 0, "extents": lent * pages}
-        most = bound(sessions=sessions, endpoints=2 + len(reds), **size)
+        books = {"models": lent + waits, "segments": 0, "extents": lent * extents}
+        most = bound(sessions=sessions, endpoints=2 + len(reds), **books)
         blue, *others = stack.enter_context(workers(1 + -(-(sessions - 1) // 16)))
         blue.do(BEGIN.format(endpoint=str(daemon.endpoint("blue"))))
         blue.do("sessions = [Session(endpoint)]")
-        blue.do(_LENT.format(models=lent, pages=pages))
+        blue.do(_LENT.format(models=lent, size=size, extents=extents))
         left = sessions - 1
         for number, each in enumerate(others):
             each.do(BEGIN.format(endpoint=str(daemon.endpoint(reds[number % len(reds)]))))
             each.do(f"sessions = [Session(endpoint) for _ in range({min(16, left)})]\nplace = {16 * number}")
-            each.do(_WAITS.format(waits=16))
+            each.begin(_WAITS.format(waits=16))
             left -= 16
+        for each in others:
+            each.result()
         until(lambda: daemon.books().waiting_requests == waits)
+        blue.do(_RECALLABLE.format(models=lent))
         recalled = [row for row in daemon.models() if any(one.recalled_bytes for one in row.books)]
         connections = min(32, sessions + CONNECTIONS_BESIDE - 16)
-        flooding = [blue, *others[: len(reds)]]
+        flooding = [blue, *others[:5]]
         for each in flooding:
             each.do(_UNFINISHED.format(connections=connections, streams=MAX_STREAMS))
         peak = max(_resident_while(daemon, 100))
@@ -270,10 +288,13 @@ def test_the_worst_mix_of_so_many_descriptors_stays_within_the_bound(state: Stat
         assert daemon.books().waiting_requests == waits
         blue.do("sessions[0].close()")  # what it had borrowed is granted
         until(lambda: daemon.books().waiting_requests < waits)
-        check_turns(daemon, state, f"the worst mix of {descriptors:,} descriptors")
         stack.close()
-        until(lambda: daemon.books().lent_bytes == 0 and not daemon.sessions())
-        until(lambda: daemon.descriptors() <= before)
+        until(lambda: daemon.is_unused() and daemon.descriptors() <= before)
+        if fits:
+            check_turns(daemon, state, f"the worst mix of {descriptors:,} descriptors")
+        else:  # see docs/bounds.md: what a step costs beside as many waits is counted in test_looks.py
+            longest = daemon.figure("membroker_loop_longest_turn_cpu_seconds")
+            state("CPU time of the longest turn beside 16,384 waits", f"{longest * 1e3:.1f} ms")
 
 
 _ENDLESS = {
