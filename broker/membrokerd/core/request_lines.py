@@ -9,6 +9,7 @@ which models have a share for it. Must never decide: `schedule` does.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import operator
 from bisect import bisect_left, insort
@@ -59,9 +60,6 @@ class GroupKey(NamedTuple):
 
 class BySize:
     """Requests by size: which is the oldest of those up to a size, and how many bytes they want together."""
-
-    names: Collection[ModelName] = ()
-    """The models of requests of a group."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[int, int]] = []
@@ -127,9 +125,9 @@ class BySize:
         """Return all requests of at most so many bytes."""
         return [self._requests[call] for _, call in self._entries[: self._count(most)]]
 
-    def of_line(self, line: RequestLine, most: int) -> list[DebitRequest]:
-        """Return those requests of a line that are among these and have at most so many bytes."""
-        return [one for one in line.up_to(most) if one.event.call in self._requests]
+    def size_of(self, line: RequestLine, most: int) -> int:
+        """Return the bytes of those requests of a line that are among these and have at most so many bytes."""
+        return sum([one.size for one in line.up_to(most) if one.event.call in self._requests])
 
     def _count(self, most: int) -> int:
         if not self._entries or most < self._entries[0][0]:
@@ -157,7 +155,6 @@ class LineGroup(BySize):
         super().__init__()
         self.key = key
         self.lines: dict[ModelName, RequestLine] = {}
-        self.names = self.lines.keys()
         self._entitled = Entitled()
 
     @property
@@ -203,7 +200,6 @@ class Entitled(BySize):
         self._shares: Mapping[ModelName, int] = {}
         self._found: dict[ModelName, list[DebitRequest]] = {}
         """By model: its requests that are among these. No entry is empty."""
-        self.names = self._found.keys()
 
     def follow(
         self, lines: Mapping[ModelName, RequestLine], shares: Mapping[ModelName, int], lent: Callable[..., int]
@@ -348,6 +344,16 @@ class RequestLines:
     def of_session(self, session: int) -> list[DebitRequest]:
         """Return the requests of a session, the oldest first."""
         return sorted(self._of_session[session].values(), key=call_of) if session in self._of_session else []
+
+    def by_line(self, requests: Collection[DebitRequest], most: int) -> dict[RequestLine, list[DebitRequest]]:
+        """Return requests by their lines, in the order of the lines, and only of the first `most` lines."""
+        places = [self._places[request.event.call] for request in requests]
+        lines = heapq.nsmallest(most, {line for line in places if line is not None}, key=lambda line: line.number)
+        found: dict[RequestLine, list[DebitRequest]] = {line: [] for line in lines}
+        for request, line in zip(requests, places, strict=True):
+            if line in found:
+                found[line].append(request)
+        return found
 
     def shared(self, name: ModelName, location: Location) -> int:
         """Return the bytes that a model wants, if it has a share for them."""

@@ -27,7 +27,6 @@ Owns the holds. Must never keep a request: `waiting` owns them.
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -561,7 +560,7 @@ class Schedule:
                 for line in self._lines.of_model(name, location)
                 if line.group.key in reaches
             ]
-            wanted = sum([one.size for line, reach in found for one in reach.requests.of_line(line, reach.most)])
+            wanted = sum([reach.requests.size_of(line, reach.most) for line, reach in found])
             if demand.beside is not None and demand.beside.name == name:
                 wanted += demand.beside.size
             by_tenant[name.tenant] += max(0, size - wanted)
@@ -577,17 +576,10 @@ class Schedule:
         if demand.beside is not None:
             return {demand.beside.name: (demand.beside.size, demand.beside.wanted)}
         models: dict[ModelName, tuple[int, int]] = {}
-        lines = [
-            (reach.group.lines[name].number, name, reach) for reach in demand.reaches for name in reach.requests.names
-        ]
-        heapq.heapify(lines)
-        count = 0
-        while lines and count < MOST_HELD:
-            _, name, reach = heapq.heappop(lines)
-            if own := reach.requests.of_line(reach.group.lines[name], reach.most):
-                before, (size, wanted) = models.get(name, (0, 0)), wanted_by(own)
-                models[name] = before[0] + size, before[1] + wanted
-                count += 1
+        requests = [one for reach in demand.reaches for one in reach.requests.up_to(reach.most)]
+        for line, own in self._lines.by_line(requests, MOST_HELD).items():
+            before, (size, wanted) = models.get(line.key.name, (0, 0)), wanted_by(own)
+            models[line.key.name] = before[0] + size, before[1] + wanted
         return models
 
     def _hold(self, name: ModelName, location: Location, requested: int, wanted: int, now: int) -> None:
