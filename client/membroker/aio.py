@@ -50,7 +50,10 @@ _Undo = Callable[[Any], object]
 
 
 class AsyncCall(Generic[_T]):
-    """A call that is made when it is awaited, or by `async with`, which closes its result at the end of the block."""
+    """A call that is made when it is awaited, or by `async with`, which takes it back at the end of the block.
+
+    What the call returned is closed, or freed where it is a pool's range; `register_model` leaves the model.
+    """
 
     def __init__(self, make: Callable[[], _T], undo: _Undo | None = None) -> None:
         self._make = make
@@ -68,9 +71,13 @@ class AsyncCall(Generic[_T]):
         return result
 
     async def __aexit__(self, *_: object) -> None:
-        """Close what the call has returned."""
+        """Take back what the call did."""
         result, self._result = self._result, None
-        await run(getattr(result, "sync", result).close)
+        await run(self._undo or _close, result)
+
+
+def _close(result: Any) -> None:
+    getattr(result, "sync", result).close()
 
 
 def run(call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> AsyncCall[_T]:

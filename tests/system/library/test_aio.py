@@ -78,6 +78,12 @@ def test_a_program(daemon: Daemon, run: Run) -> None:
                 assert await pool.offload() == 4 * PAGE
                 assert await pool.restore() == 4 * PAGE
                 await pool.free(address)
+                async with pool.allocate_anywhere(PAGE):
+                    assert daemon.books().lent_bytes == PAGE
+                assert daemon.books().lent_bytes == 0
+            async with client.register_model("other"):
+                assert [one.sessions for one in await client.models()] == [1, 1]
+            assert sum(one.sessions for one in await client.models()) == 1
             segment = await model.create_segment("weights", PAGE)
             await aio.run(segment.seal)
             async with client.attach("weights") as attached:
