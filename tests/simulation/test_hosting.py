@@ -92,7 +92,7 @@ class FourGuests:
             opened: Any = self.step(ev.OpenSession(call, name.tenant, call, 1, name.model, observer=False, client=""))
             session, call = opened[0].result.session, next(self.calls)
             self.step(ev.RegisterModel(call, session, call, name, None, {}, exclusive=False, answers=True))
-            self.sizes[session] = name, 2 * MIB * self.random.randrange(4, 14)
+            self.sizes[session] = name, 2 * MIB * self.random.randrange(4, 30)
             self.runs[session] = 0
 
     def step(self, event: ev.Event) -> list[fx.Effect]:

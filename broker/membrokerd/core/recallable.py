@@ -236,15 +236,17 @@ class Recallable:
                 del self.guests[borrower]
             self.count(borrower)
 
-    def can_go(self, borrower: Borrower, wanted_by: str | None = None) -> bool:
+    def can_go(self, borrower: Borrower, wanted_by: str | None = None, *, after_slices: bool = False) -> bool:
         """Say whether a guest can be asked for what it has; for its own tenant, whatever is guaranteed to that.
 
-        Those that are asked already go first, then the idlest, as long as the guarantees hold.
+        Those that are asked already go first, then the idlest, as long as the guarantees hold. `after_slices`: as if
+        all slices were over.
         """
         _, name, location = borrower
         of_models, of_tenant = Counter[ModelName](), 0
         for other in sorted(self.idlest(location), key=lambda one: one not in self.recalls):
-            is_free = self.guests[other].slice_until is None and other not in self.kept
+            is_over = after_slices or self.guests[other].slice_until is None
+            is_free = is_over and other not in self.kept
             if other.name.tenant != name.tenant or not is_free:
                 continue
             size = self.extents_of(other)

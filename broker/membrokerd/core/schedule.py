@@ -13,8 +13,9 @@ Guests are recalled as a whole, and only when all pieces that models have beyond
 have declared nothing for the longest time, as many as suffice. Of these, a guest is left alone if the later ones
 suffice without it. Then only those pieces are recalled that are lacking besides. A guest that waits beyond its share
 has its turn after all requests within theirs: other guests whose slices are over are recalled for it, if it can run
-then. So guests that do not fit together divide the time. A guest is lent nothing that is guaranteed to others: while
-its slice lasts, it is firm.
+then. Once it has waited longer than two slices, guests that came later wait until it has had its turn, also those
+within their shares, if it can run when all slices are over. So guests that do not fit together divide the time. A guest
+is lent nothing that is guaranteed to others: while its slice lasts, it is firm.
 
 A model that grows page by page would recall page by page. So others are asked for more than it wants now: for 1/64 of
 the capacity, doubled with each further recall, up to 1/8; or for what the session says that it will want, within the
@@ -250,6 +251,7 @@ class Schedule:
             if self._keeps_its_place(location, demand, now):
                 return None
             looks = self._without_keepers(location, looks)
+        looks = self._behind_an_aged_guest(looks, now)
         passed_over = demand is not None
         shares = self._current(location)
         ready = self._ready_within(looks, shares)
@@ -315,28 +317,55 @@ class Schedule:
         guests = [(one.event.call, one, look) for one, look in found if one is not None and one.size > look.room]
         return any(self._has_its_turn(one, look, now) for _, one, look in sorted(guests, key=lambda each: each[0]))
 
+    def _behind_an_aged_guest(self, looks: Sequence[Look], now: int) -> Sequence[Look]:
+        """Leave out guests that came after one that has waited longer than two slices, if it can run after them."""
+        found = [(look.group.oldest(look.most), look) for look in looks if look.group.key.is_guest]
+        guests = sorted([(one.event.call, number) for number, (one, _) in enumerate(found) if one is not None])
+        for call, number in guests:
+            one, look = found[number]
+            assert one is not None
+            if now - one.since <= 2 * self._books.rules.slice_ns:
+                break
+            short = self._short_of(one)
+            if short <= 0 or self._in_its_way(one, look, short, after_slices=True):
+                later = {found[other][1].group.key for after, other in guests if after > call}
+                return [look for look in looks if look.group.key not in later]
+        return looks
+
     def _has_its_turn(self, one: DebitRequest, look: Look, now: int) -> bool:
         """Recall guests whose slices are over for a guest that waits, if it can run then. Say whether it can."""
-        books, location, tenant = self._books, one.location, one.name.tenant
-        state = books.recallable
-        short = one.size - books.ledger.totals[location].free + books.admission.unlent_beside(tenant, location)
-        short -= state.coming(location)
+        short = self._short_of(one)
         if short <= 0:  # what was asked for its turn is not all there yet, or is held for others
-            return self._is_on_its_way(location)
+            return self._is_on_its_way(one.location)
+        asked = self._in_its_way(one, look, short)
+        for guest in asked:
+            self._recalls.ask_guest(guest.borrower, now, one.name)
+        return bool(asked) and self._is_on_its_way(one.location)
+
+    def _short_of(self, one: DebitRequest) -> int:
+        """Return how many bytes a request lacks that are neither free nor recalled already."""
+        books, location = self._books, one.location
+        unlent = books.admission.unlent_beside(one.name.tenant, location)
+        return one.size - books.ledger.totals[location].free + unlent - books.recallable.coming(location)
+
+    def _in_its_way(
+        self, one: DebitRequest, look: Look, short: int, *, after_slices: bool = False
+    ) -> Sequence[GuestToAsk]:
+        """Return which guests must go so that a guest can run that is `short` of so many bytes; none if it cannot.
+
+        They are those whose slices are over; `after_slices`: or will be.
+        """
+        state, location, tenant = self._books.recallable, one.location, one.name.tenant
         beyond = one.size - look.bound - state.coming(location)
         found = []
         for borrower in state.idlest(location):
             is_able = state.answers(borrower.session, borrower.name) and borrower not in state.recalls
-            if is_able and borrower.session != one.event.session and state.can_go(borrower, tenant):
+            is_other = borrower.session != one.event.session
+            if is_able and is_other and state.can_go(borrower, tenant, after_slices=after_slices):
                 size = state.extents_of(borrower)
                 firm = 0 if state.bytes_of(borrower) else size  # but not for its own tenant
                 found.append(GuestToAsk(borrower, size, firm))
-        asked = _fewest(found, short, beyond)
-        if not asked:
-            return False
-        for guest in asked:
-            self._recalls.ask_guest(guest.borrower, now, one.name)
-        return self._is_on_its_way(location)
+        return _fewest(found, short, beyond)
 
     def _without_keepers(self, location: Location, looks: Sequence[Look]) -> list[Look]:
         """Leave out the lines of tenants that keep some of what was recalled: they do not borrow what came of it."""
