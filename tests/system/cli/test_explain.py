@@ -203,7 +203,7 @@ def test_a_tenant_neither_sees_nor_writes_anothers_record(
             session.send(request)
             assert reason(session.answer(number)[0]) == why
         stub.Undrain(admin_pb2.UndrainRequest())
-    assert [one.request_id for one in red.decisions("chat")] == [caught.value.request]
+    assert [one.request for one in red.decisions("chat")] == [caught.value.request]
     (told,) = blue.decisions("own")
     assert (told.result, told.size_bytes) == ("DRAINING", (1 << 63) - 1)
 
