@@ -18,7 +18,7 @@ from membrokerd.core.admission import Admission
 from membrokerd.core.books import Books
 from membrokerd.core.recallable import Borrower, Recallable
 from membrokerd.core.recalls import Recalls
-from membrokerd.core.request_lines import RequestLines, call_of
+from membrokerd.core.request_lines import BySize, RequestLines, call_of
 from membrokerd.core.requests import DebitRequest, Wait
 from membrokerd.core.schedule import Schedule
 from membrokerd.core.shares import Shares
@@ -362,7 +362,7 @@ FAULTS_OF_WAITING: tuple[Fault, ...] = (
     replacing("whatever_is_released", Schedule, "next", lambda *_: None),
     _the_newest_first,
     replacing("without_guarantees", Admission, "is_guaranteed", lambda *_: False),
-    replacing("without_shares", Schedule, "_within_share", lambda *_: -1),
+    replacing("without_shares", Schedule, "_entitled", lambda *_: BySize()),
     replacing("without_weights", policy, "weight_of", lambda *_: 1),
     replacing("after_the_connection", Waiting, "give_up", lambda self, session, now: None),
     replacing(
