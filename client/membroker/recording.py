@@ -88,7 +88,7 @@ class Timeline:
 
 
 class State:
-    """The recording that is on in this process."""
+    """The recording that is on in this process. Read it once: it may end in another thread meanwhile."""
 
     recording: Timeline | None = None
 

@@ -500,8 +500,8 @@ class _Hold(SessionOwner):
         with Operation(memory) as operation:  # it delays the end if the client closes meanwhile
             operation.undo.append(memory.end)
             memory.region.bind(0, self._ids, self._handles, access)
-            if State.recording is not None:
-                State.recording.changed("segment", sum(handle.size for handle in self._handles))
+            if (recording := State.recording) is not None:
+                recording.changed("segment", sum(handle.size for handle in self._handles))
             self.undo()  # here, because the driver is still open
             operation.undo.clear()
         return memory

@@ -251,8 +251,8 @@ class MappedMemory:
     def release(self, offsets: Sequence[int]) -> None:
         """Release the extents at these offsets, which are unmapped, and forget them. Safe to run again."""
         self.source.give_back([self.region.extents[offset][0] for offset in offsets])
-        if State.recording is not None:
-            State.recording.changed(self.what, -sum(self.region.extents[offset][1] for offset in offsets))
+        if (recording := State.recording) is not None:
+            recording.changed(self.what, -sum(self.region.extents[offset][1] for offset in offsets))
         # Forget from the end: after an interrupt the rest starts at the run's offset, so a second run finds it.
         self.region.forget(reversed(offsets))
 
@@ -290,8 +290,8 @@ class Placing:
             raise ProtocolError("the broker delivered more extents than were requested")
         self._placed += offsets
         self._ids.extend(extent_ids)
-        if State.recording is not None:
-            State.recording.changed(self._memory.what, len(offsets) * extent_bytes)
+        if (recording := State.recording) is not None:
+            recording.changed(self._memory.what, len(offsets) * extent_bytes)
         self._memory.region.bind_descriptors(offsets, extent_ids, descriptors, extent_bytes)
 
     def undo(self) -> None:
@@ -303,8 +303,8 @@ class Placing:
                 region.unbind(offset, region.extents[offset][1])
                 undone += region.extents[offset][1]
         region.forget(self._placed)
-        if State.recording is not None and undone:
-            State.recording.changed(self._memory.what, -undone)
+        if undone and (recording := State.recording) is not None:
+            recording.changed(self._memory.what, -undone)
         self._rest, self._placed = chain.from_iterable(self._offsets), []
 
     def take_back(self) -> None:
