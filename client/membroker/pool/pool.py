@@ -23,7 +23,7 @@ from ..arguments import (
     rounded_up,
     whole_number,
 )
-from ..errors import InvalidOffset, InvalidRequest
+from ..errors import InvalidOffset, InvalidRequest, NotMapped
 from ..interrupts import device_failures, uninterrupted
 from ..memory.lender import Lender, Source, lender_of, source_of
 from ..memory.lifetime import Resource
@@ -328,10 +328,15 @@ class VirtualMemoryPool(Resource):
 
         It ends before a page that was deallocated: what lies behind such a page is an allocation of its own, and begins
         at its first page. Raises what `deallocate` raises, and `NotMapped` if no allocation begins there: a compaction
-        moves allocations, and so changes their addresses.
+        moves allocations, and so changes their addresses. Raises `NotMapped` for a `PoolRange` that was freed, too.
         """
         self._holding.check_open()
+        made = address if isinstance(address, PoolRange) else None
+        if made is not None and made.freed:
+            raise NotMapped(f"{made!r} was freed already")
         self._backing.drop_allocation(whole_number("an address", address, InvalidOffset))
+        if made is not None:
+            made.freed = True
 
     def protect(self, offset: SupportsIndex, size: Size, access: AccessFlags | str) -> None:
         """Set the access of every page that [offset, offset + size) touches: `"read"`, `"none"` or `"read_write"`.

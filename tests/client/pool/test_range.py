@@ -48,14 +48,21 @@ class TestFacts:
         assert f"{made} {made:#x} {made}" == f"{number} {number:#x} {number}"
         assert (json.dumps(made), {number: 1}[made]) == (str(number), 1)
 
-    def test_it_frees_itself_once(self, pool: VirtualMemoryPool, way: Callable[[VirtualMemoryPool], PoolRange]) -> None:
+    @pytest.mark.parametrize("by_the_pool", [False, True])
+    def test_it_is_freed_once(
+        self, pool: VirtualMemoryPool, way: Callable[[VirtualMemoryPool], PoolRange], by_the_pool: bool
+    ) -> None:
         """A second `free` would release what another call has allocated there meanwhile."""
         made = way(pool)
-        made.free()
+        if by_the_pool:
+            pool.free(made)
+        else:
+            made.free()
         assert pool.physical_usage_bytes == 0
         pool.allocate(made.offset, made.nbytes)
-        with pytest.raises(NotMapped, match="was freed already"):
-            made.free()
+        for again in (made.free, lambda: pool.free(made)):
+            with pytest.raises(NotMapped, match="was freed already"):
+                again()
         assert pool.is_mapped(made.offset)
 
 
