@@ -20,7 +20,7 @@ from ..config.config import MAX_UIDS, QUOTA_KEYS
 from ..core import effects as fx
 from ..core import events as ev
 from ..core.denied import Denied, Reason, deny
-from ..core.names import Location, ModelName, SegmentName
+from ..core.names import Location, ModelName, QuotaKey, SegmentName
 from ..core.rows import Quota
 from ..runtime.loop import clock
 from .messages import LOCATION_NUMBERS, from_segment
@@ -160,6 +160,21 @@ def changed_quota(quota: Quota, request: apb.SetQuotaRequest) -> Quota:
         limit if "limit_bytes" in named else quota.limit,
         guarantee if "guarantee_bytes" in named else quota.guarantee,
         weight if "weight" in named else quota.weight,
+    )
+
+
+def quota_event(call: int, key: QuotaKey, quota: Quota, *, undo: bool = False) -> ev.SetQuota:
+    """Return the event that puts a quota into force."""
+    tenant, model, location = key
+    return ev.SetQuota(
+        call=call,
+        tenant=tenant,
+        model=model,
+        location=location,
+        limit=quota.limit,
+        guarantee=quota.guarantee,
+        weight=quota.weight,
+        undo=undo,
     )
 
 

@@ -207,13 +207,13 @@ class Tenants:
         """Put quotas into force that are in the file: they are not refused any more."""
         for key, quota in changes.items():
             if quota != self._loop.broker.ledger.quotas.get(key, Quota()):
-                await self._try(partial(_event, key=key, quota=quota, undo=True))
+                await self._try(partial(convert.quota_event, key=key, quota=quota, undo=True))
                 await asyncio.sleep(0)  # each looks at all quotas that there are
 
     def _refuse_misfit(self, changes: Mapping[QuotaKey, Quota]) -> None:
         """Refuse numbers that do not fit, each location by itself. Raises `Refused`."""
         for key, quota in changes.items():
-            if denied := self._loop.broker.models.refuse_quota(_event(0, key, quota)):
+            if denied := self._loop.broker.models.refuse_quota(convert.quota_event(0, key, quota)):
                 raise Refused(denied)
 
     def _without_quotas(self, tenant: str) -> dict[QuotaKey, Quota]:
@@ -338,20 +338,6 @@ async def _made(name: str, settings: Mapping[str, object]) -> quotas.Kept:
         what = "; ".join(f"{key.rpartition('.')[2]}: {sentence}"[:200] for key, sentence in list(problems.items())[:4])
         raise Refused(deny(Reason.INVALID_ARGUMENT, what=what))
     return kept
-
-
-def _event(call: int, key: QuotaKey, quota: Quota, *, undo: bool = False) -> ev.SetQuota:
-    tenant, model, location = key
-    return ev.SetQuota(
-        call=call,
-        tenant=tenant,
-        model=model,
-        location=location,
-        limit=quota.limit,
-        guarantee=quota.guarantee,
-        weight=quota.weight,
-        undo=undo,
-    )
 
 
 def _nothing(tenant: str) -> dict[QuotaKey, Quota]:

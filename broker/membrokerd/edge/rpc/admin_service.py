@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from datetime import UTC
+from functools import partial
 from typing import Any
 
 from membroker.v1 import admin_pb2 as pb
@@ -128,25 +129,13 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             after = convert.changed_quota(before, request)
             if before == Quota() or not only_removes(before, after):  # a quota of a removed tenant can still be removed
                 self._tenants.check(tenant)
-
-            def ordered(call: int) -> ev.SetQuota:
-                return ev.SetQuota(
-                    call=call,
-                    tenant=tenant,
-                    model=model,
-                    location=location,
-                    limit=after.limit,
-                    guarantee=after.guarantee,
-                    weight=after.weight,
-                )
-
-            if denied := broker.models.refuse_quota(ordered(0)):
+            if denied := broker.models.refuse_quota(convert.quota_event(0, key, after)):
                 raise Refused(denied)
             if request.validate_only:
                 return self._quota(tenant, model, location, self._shortfalls(), would_be=after)
             await self._tenants.keep_quotas({key: after})  # before the step: that may lend at once
             try:
-                await self._ask(ordered)
+                await self._ask(partial(convert.quota_event, key=key, quota=after))
             except Refused:  # a reload has changed the rules meanwhile
                 await self._tenants.keep_quotas({})
                 raise
