@@ -198,7 +198,7 @@ def test_a_division_costs_nothing_for_models_without_a_share(monkeypatch: pytest
 
 
 def test_those_have_a_share_that_have_waited_longest_of_each_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many of each tenant as all together may be, whoever comes and goes; and each change is told."""
+    """Each tenant has at most as many as any other, 12 in all. Each model that gains or loses its share is told."""
     monkeypatch.setattr(request_lines, "MOST_SHARERS", 12)
     chance, told = random.Random(36), set[ModelName]()
     sharers, waiting = request_lines.Sharers(told.add), dict[ModelName, None]()

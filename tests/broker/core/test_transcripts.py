@@ -5,7 +5,7 @@ facts (+), then how many requests wait and until when the core wants to be calle
 the end of a block and of its set-up the books (=), if they have changed. A line that begins with `given` is set-up:
 commands that must not be refused, of which only the books are shown. Sizes are in MiB, ids count from the epoch's first
 (#1; 2#1 in the second), times are seconds. Where no location stands it is the device, and a fact without a time is of
-now. MEMBROKER_REWRITE=1 writes the outcomes anew.
+now. With MEMBROKER_REWRITE=1 the test writes the outcomes into the files.
 """
 
 from __future__ import annotations

@@ -265,7 +265,7 @@ class TestThreads:
 
     @pytest.mark.parametrize("half_way", [False, True])
     def test_the_broker_dies(self, pair: Pair, half_way: bool) -> None:
-        """Every thread that waits is told, and so is whoever calls later; there is nobody to release to."""
+        """Every call that waits ends with BrokerUnavailable, and so does every later one, a release included."""
         connection, broker = pair
         calls = [Begun(pair) for _ in range(1 if half_way else 4)]
         if half_way:
