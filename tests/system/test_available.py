@@ -63,6 +63,20 @@ def test_nothing_while_the_device_is_drained(daemon: Daemon) -> None:
         assert one.ask("model.available().now_bytes") == 256 * MIB
 
 
+def test_what_was_released_since_the_last_audit_is_available() -> None:
+    """An engine that starts again asks at once whether its cache fits: an old figure of the device must not deny it."""
+    with running({"audit_seconds": 3600}) as daemon, workers(2) as (one, dying):
+        one.connect(daemon)
+        dying.connect(daemon, "blue")
+        one.do("model = client.register_model('m'); held = model.allocate('40MiB')")
+        dying.do("held = client.register_model('m').allocate('2MiB')")
+        dying.kill()
+        until(lambda: daemon.books().lent_bytes == 40 * MIB)
+        assert one.ask("model.available().now_bytes") == 216 * MIB
+        one.do("held.close()")
+        assert one.ask("model.available().now_bytes") == 256 * MIB
+
+
 def test_the_host_has_its_own_figure() -> None:
     """Offloading asks for room on the host; a broker that lends none says so, as it does to an allocation."""
     with running({"host_capacity": "32MiB"}) as daemon, worker() as one:

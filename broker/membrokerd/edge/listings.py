@@ -143,11 +143,17 @@ class BookMessages:
         )
 
     def _device_room(self, location: Location) -> int | None:
-        """Return the device's room for more extents at the last audit. Stock counts, since it makes way for them."""
-        info = self.loop.figures.get(location)
-        if info is None:
+        """Return what the device could hold more of extents; None where it cannot say. Stock makes way for them.
+
+        What others use is known from the last audit. What is lent is known now: memory that came or went since that
+        audit must not pass for memory of others.
+        """
+        broker, info = self.loop.broker, self.loop.figures.get(location)
+        others = broker.releasing.shown(location)
+        if info is None or others is None:
             return None
-        return info.free - self.plan.gate_reserve + self.loop.broker.ledger.totals[location].stock
+        anchor = broker.books.rules.anchor_bytes if location == "device" else 0
+        return info.total - others - anchor - broker.ledger.totals[location].charged - self.plan.gate_reserve
 
     def get_model(self, request: pb.GetModelRequest, tenant: str) -> rpb.Model:
         """Return one of a tenant's models."""
