@@ -113,7 +113,7 @@ def test_a_recall_takes_memory_from_an_idle_engine_and_from_a_busy_one(story: St
     unit = story.unit
     tenants = {"red": {}, "blue": {"guarantee": 96 * unit}}
     with (
-        story.build.running({"capacity": 144 * unit, "tenants": tenants, "recall_seconds": 30.0}) as daemon,
+        story.build.running({"capacity": 144 * unit, "tenants": tenants, "recall_seconds": 600.0}) as daemon,
         story.engine(daemon.endpoint("red"), {"model": "chat", "keep": 1024 * unit}) as engine,
         membroker.connect(daemon.endpoint("blue")) as blue,
     ):
@@ -124,7 +124,7 @@ def test_a_recall_takes_memory_from_an_idle_engine_and_from_a_busy_one(story: St
         story.check(engine, "burst")
         assert used(daemon, "chat") > 96 * unit
         began = time.monotonic()
-        with owner.allocate(96 * unit, wait=60.0):
+        with owner.allocate(96 * unit, wait=600.0):
             story.state("recalled from an idle engine in", f"{time.monotonic() - began:.2f} s")
             assert used(daemon, "chat") <= 48 * unit
             story.check(engine, "few")
@@ -132,7 +132,7 @@ def test_a_recall_takes_memory_from_an_idle_engine_and_from_a_busy_one(story: St
         engine.ask(*story.batches["long"])
         until(lambda: in_use(engine, before) * story.build.token_bytes > 64 * unit, 60.0)
         began = time.monotonic()
-        with owner.allocate(96 * unit, wait=60.0):
+        with owner.allocate(96 * unit, wait=600.0):
             story.state("recalled from a busy engine in", f"{time.monotonic() - began:.2f} s")
             assert used(daemon, "chat") <= 48 * unit
             assert engine.is_busy, "the memory came when the requests had ended"

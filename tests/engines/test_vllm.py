@@ -85,7 +85,7 @@ def test_a_recall_takes_memory_from_an_idle_engine_and_from_a_busy_one(story: St
     tenants = {"red": {}, "blue": {"guarantee": 96 * unit}}
     lent = {"capacity": 128 * unit, "host_capacity": 64 * unit}
     with (
-        story.build.running({**lent, "tenants": tenants, "recall_seconds": 30.0}) as daemon,
+        story.build.running({**lent, "tenants": tenants, "recall_seconds": 600.0}) as daemon,
         story.engine(
             daemon.endpoint("red"),
             {"model": "chat", "keep": 1024 * unit, "swap_space": 64 * unit},
@@ -101,12 +101,12 @@ def test_a_recall_takes_memory_from_an_idle_engine_and_from_a_busy_one(story: St
         assert 63 * unit < books[1].declared_bytes <= 64 * unit, "the host memory for preempted requests is charged"
         story.check(engine, "burst")
         assert used(daemon, "chat") > 96 * unit
-        with owner.allocate(96 * unit, wait=60.0):
+        with owner.allocate(96 * unit, wait=600.0):
             assert used(daemon, "chat") <= 32 * unit
             story.check(engine, "few")
         engine.ask(*story.batches["long"])
         until(lambda: used(daemon, "chat") > 64 * unit)
-        with owner.allocate(96 * unit, wait=60.0):
+        with owner.allocate(96 * unit, wait=600.0):
             assert used(daemon, "chat") <= 32 * unit
             assert engine.is_busy, "the memory came when the requests had ended"
             story.compare(engine.answer(), "long")

@@ -529,7 +529,7 @@ for major in (9, 10):
     found.append(resolve_kv_cache_layout(config, [supported]).name)
 print(*found)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1:] == ["BLNHC BLHNC"], done.stdout + done.stderr
 
 

@@ -69,7 +69,7 @@ class Ranks:
     def take_guarantee(self, stack: ExitStack) -> None:
         """Let another tenant of the second broker have what it is guaranteed, until the stack is closed."""
         owner = stack.enter_context(membroker.connect(self.daemons[1].endpoint("blue"))).register_model("owner")
-        stack.enter_context(owner.allocate(48 * self.story.unit, wait=60.0))
+        stack.enter_context(owner.allocate(48 * self.story.unit, wait=600.0))
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -91,7 +91,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     }
     tenants = {"red": {}, "blue": {"guarantee": 48 * build.unit}}
     lent = {"capacity": 64 * build.unit, "host_capacity": 32 * build.unit}
-    config = {**lent, "tenants": tenants, "recall_seconds": 30.0}
+    config = {**lent, "tenants": tenants, "recall_seconds": 600.0}
     with ExitStack() as stack:
         daemons = [stack.enter_context(build.running(config, device)) for device in range(2)]
         endpoints = {"endpoint": [str(one.endpoint()) for one in daemons]}

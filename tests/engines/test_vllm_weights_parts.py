@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.support.daemons import Daemon, until
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.sizes import MIB
 
 import membroker
@@ -309,7 +309,7 @@ def test_an_engine_takes_no_memory_for_weights_while_another_one_loads(
         return Small()
 
     def load(model: Any) -> None:
-        assert may_load.wait(60)
+        assert may_load.wait(DEADLINE_SECONDS)
         fill(model)
 
     files, models = Files(load), []
@@ -320,7 +320,7 @@ def test_an_engine_takes_no_memory_for_weights_while_another_one_loads(
     assert len(built) == 1
     may_load.set()
     for one in threads:
-        one.join(60)
+        one.join(DEADLINE_SECONDS)
     assert (files.loads, len(built), len(models)) == (1, 4, 3), "the first builds one to load into, and one to keep"
     assert segments(daemon) == [("sealed", 3)]
     assert all(torch.equal(models[0].wide, one.wide) for one in models)
@@ -335,10 +335,10 @@ def test_an_engine_says_that_it_waits_for_memory(
     with membroker.connect(daemon.endpoint("blue")) as blue:
         most = blue.capacities["device"]
         with blue.register_model("owner").allocate(most - 2 * MIB):  # a page is left, for the claim
-            thread = threading.Thread(target=lambda: models.append(start(wait=50.0)))
+            thread = threading.Thread(target=lambda: models.append(start(wait=600.0)))
             thread.start()
             until(lambda: re.search(r"waits up to \d+ s for the broker to lend", caplog.text))
-    thread.join(60)
+    thread.join(DEADLINE_SECONDS)
     assert models
 
 

@@ -219,7 +219,7 @@ def index(tmp_path: Path) -> Index:
 def check_engines(index: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tools.engines", *arguments]
     environment = {**os.environ, "PIP_INDEX_URL": index, "PIP_NO_INDEX": "0", "NO_PROXY": "*", "no_proxy": "*"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_a_tree_that_nobody_changed_passes_whatever_is_published(index: Index, tmp_path: Path) -> None:
