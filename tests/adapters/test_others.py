@@ -19,6 +19,7 @@ import pytest
 from tests.support.daemons import Daemon, until
 from tests.support.driver_errors import named
 from tests.support.garbage import collect
+from tests.support.seeds import chosen_seed
 from tests.support.sizes import MIB
 
 import membroker
@@ -217,8 +218,7 @@ class TestLending:
 
     def test_blocks_never_overlap(self, model: Model) -> None:
         """Four threads allocate and free at random; each block keeps the bytes that its owner wrote."""
-        seed = random.randrange(1 << 32)
-        print(f"seed {seed}")
+        seed = chosen_seed()
         lending = BlockLending(model, "4MiB")
         faults: list[str] = []
 

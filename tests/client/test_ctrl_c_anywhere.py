@@ -8,7 +8,6 @@ on the host driver, where what is left is what docs/vmm.md says. `MEMBROKER_SEED
 from __future__ import annotations
 
 import os
-import random
 import signal
 import threading
 import warnings
@@ -25,6 +24,7 @@ from tests.support.forks import in_a_child
 from tests.support.garbage import collect
 from tests.support.interrupts import interrupted_at, sampled
 from tests.support.processes import EXTENT, open_extents
+from tests.support.seeds import chosen_seed
 
 import membroker
 from membroker import MembrokerError
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.deep
 PAGE = 2 << 20
 POINTS = int(os.environ.get("MEMBROKER_POINTS") or 14)
 VMM_POINTS = int(os.environ.get("MEMBROKER_POINTS") or 40)
-SEED = int(os.environ.get("MEMBROKER_SEED") or random.randrange(1 << 30))
+SEED = chosen_seed()
 
 Call = Callable[[], object]
 

@@ -130,7 +130,7 @@ def test_a_recall_takes_memory_from_an_idle_engine_and_from_a_busy_one(story: St
             story.check(engine, "few")
         before = len(engine.log())
         engine.ask(*story.batches["long"])
-        until(lambda: in_use(engine, before) * story.build.token_bytes > 64 * unit, 60.0)
+        until(lambda: in_use(engine, before) * story.build.token_bytes > 64 * unit)
         began = time.monotonic()
         with owner.allocate(96 * unit, wait=600.0):
             story.state("recalled from a busy engine in", f"{time.monotonic() - began:.2f} s")

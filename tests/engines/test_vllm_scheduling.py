@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import running, until
+from tests.support.seeds import chosen_seed
 from tests.support.sizes import MIB
 
 import membroker
@@ -234,8 +235,7 @@ def test_no_block_is_lost_while_memory_comes_and_goes(
     swap_space: int | None, window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests with common prefixes come, end and are aborted, amid recalls. Each step every reference is counted."""
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
+    seed = chosen_seed()
     dice, text = random.Random(seed), [7] * 400
     with running({"capacity": 2 * LIMIT}) as daemon, membroker.connect(daemon.endpoint()) as client:
         model = client.register_model("chat", limit=LIMIT)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 
 import pytest
 from tests.support.daemons import until
 from tests.support.gpu import SLACK, at_rest, borrow, enter, near, on_gpu, still_has, until_lendable, used
+from tests.support.seeds import chosen_seed
 from tests.support.sizes import GIB, MIB
 from tests.support.workers import Worker, worker, workers
 
@@ -22,8 +22,7 @@ CONFIG = {"capacity": 2 * GIB, "host_capacity": 3 * GIB, "settle_seconds": 2.0}
 
 def fill(one: Worker, size: int) -> int:
     """Have a worker back and fill the first `size` bytes of its pool with random bytes; return their checksum."""
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
+    seed = chosen_seed()
     one.do("from tests.support.gpu_offload import *")
     one.do(f"pool.allocate(0, {size}); fill_random(pool, driver, {size}, {seed})")
     return int(one.ask(f"sum_of(pool, driver, {size})"))

@@ -32,6 +32,7 @@ from tests.support.gpu import (
     until_lendable,
     used,
 )
+from tests.support.seeds import chosen_seed
 from tests.support.sizes import GIB, MIB
 from tests.support.workers import PAGE, Worker, is_gone, worker, workers
 
@@ -148,8 +149,7 @@ def test_the_deaths_of_many_at_once_are_settled_by_the_gpu(gpu: CudaDriver, stat
 
 def test_workers_killed_at_any_moment_leave_nothing(gpu: CudaDriver) -> None:
     """Three engines allocate and free, and are killed at any point. Some memory may wait for the time limit."""
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
+    seed = chosen_seed()
     choose = random.Random(seed)
     churn = "while True:\n    pool.allocate(0, 512 * MIB)\n    pool.deallocate(0, 512 * MIB)\n"
     with on_gpu(gpu, {"settle_seconds": 3.0, **DEFAULT_STOCK}) as daemon:

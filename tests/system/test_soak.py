@@ -5,12 +5,12 @@ The fault to find is the slow one: a descriptor for each export, a row for each 
 
 from __future__ import annotations
 
-import random
 import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.daemons import Daemon, running, until
+from tests.support.seeds import chosen_seed
 from tests.support.sizes import MIB
 from tests.support.workers import Worker, descriptors_at_start, until_clean, workers
 
@@ -73,8 +73,7 @@ def test_the_daemon_is_as_it_was_after_thousands_of_loans(transport: str) -> Non
     After the first round, which warms up, the daemon has its size; after the second it has the same. Its
     descriptors are exactly those of its start, after both.
     """
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
+    seed = chosen_seed()
     with running({"capacity": "64MiB", "model_grace_seconds": 3600, "log": {"level": "info"}}) as daemon:
         at_start = descriptors_at_start(daemon)
         with workers(WORKERS) as engines:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.support.seeds import chosen_seed
 from tests.support.sizes import MIB
 from tests.support.toy_engine import Request, ToyEngine
 
@@ -364,8 +364,7 @@ def test_random_traces(number: int) -> None:
 
     At the end all requests finish, and no group stays that nobody wants.
     """
-    seed = int(os.environ.get("MEMBROKER_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
-    print(f"MEMBROKER_SEED={seed} and the case {number}")
+    seed = chosen_seed()
     machine = Machine(seed + number)
     for _ in range(250):
         machine.step()

@@ -5,7 +5,6 @@ A block that is used without memory ends the test process, as a GPU would end th
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 from tests.support.daemons import DEADLINE_SECONDS, until
 from tests.support.fake_lender import PAGE
+from tests.support.seeds import chosen_seed
 from tests.support.sizes import KIB, MIB
 from tests.support.toy_engine import Fence, Request, ToyEngine
 from tests.support.toy_serving import BLOCKS, Recall, Recalled, an_engine, serving, step, steps
@@ -551,8 +551,7 @@ def test_random_traffic(lender: Recalled, number: int) -> None:
 
     The time that a step of the scheduler takes is printed.
     """
-    seed = int(os.environ.get("MEMBROKER_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
-    print(f"MEMBROKER_SEED={seed} and the case {number}")
+    seed = chosen_seed()
     rng = random.Random(seed + number)
     engine = ToyEngine(BLOCKS, rng, caches=rng.random() < 0.5, preempts=rng.random() < 0.7)
     kind = rng.choice([{"block": 768 * KIB}, {"block": 3000 * KIB}, {"block": 96 * KIB, "layers": 5}])

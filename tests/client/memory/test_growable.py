@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 from tests.support.fake_lender import PAGE, Lender
+from tests.support.seeds import chosen_seed
 from tests.support.sizes import MIB
 from tests.support.threads import held_up, together
 
@@ -250,8 +251,7 @@ class TestThreads:
 
     def test_churn(self, buffer: GrowableBuffer, lender: Lender) -> None:
         """Threads grow, shrink and look, at random: no view is ever cut short, and the sums agree."""
-        seed = random.randrange(2**32)
-        print("seed", seed)
+        seed = chosen_seed()
 
         def churn(number: int) -> None:
             choose = random.Random(seed + number)

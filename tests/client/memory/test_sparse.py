@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.fake_lender import PAGE, Lender
+from tests.support.seeds import chosen_seed
 from tests.support.sparse_table import COUNT, ROW, ROWS, row
 from tests.support.threads import held_up, together
 
@@ -360,8 +361,7 @@ class TestThreads:
 
     def test_churn(self, zeros: SparseArray, lender: Lender) -> None:
         """Threads write, read and drop at random: a row is whole, or zero, and the sums agree."""
-        seed = random.randrange(2**32)
-        print("seed", seed)
+        seed = chosen_seed()
 
         def churn(number: int) -> None:
             choose = random.Random(seed + number)

@@ -14,6 +14,7 @@ from itertools import pairwise
 import pytest
 from tests.support.driver_errors import named
 from tests.support.fake_lender import PAGE, Lender, put, state, text
+from tests.support.seeds import chosen_seed
 from tests.support.threads import held_up
 
 from membroker.errors import AlreadyMapped, CompactionFailed, InvalidRequest, NotMapped
@@ -203,8 +204,7 @@ class TestThreads:
         The referee is a table of who owns which offset. It is changed by `on_move`, before anybody else can get the
         addresses, and read with the range pinned, so an owner that reads foreign bytes has met a fault of the pool.
         """
-        seed = random.randrange(1 << 32)
-        print(f"seed {seed}")
+        seed = chosen_seed()
         table: dict[int, tuple[int, int]] = {}  # by the owner's mark: offset and size
         lock, done, errors, moved = threading.Lock(), threading.Event(), [], [0]
         pool = VirtualMemoryPool(lender, 64 * PAGE, PAGE, spare_pages=3)
@@ -289,8 +289,7 @@ def test_every_page_follows_its_extent(lender: Lender, seed: int | None) -> None
 
     The model is a dict of pages; it knows the calls' promises and nothing of how they are kept.
     """
-    seed = seed or random.randrange(1 << 32)
-    print(f"seed {seed}")
+    seed = seed or chosen_seed()
     choose = random.Random(seed)
     model: dict[int, tuple[bytes, str]] = {}
     spare = 4 if seed % 2 else 0

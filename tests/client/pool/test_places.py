@@ -11,6 +11,7 @@ import pytest
 from tests.support.driver_errors import named
 from tests.support.fake_lender import PAGE, Lender, put, state, text
 from tests.support.garbage import collect
+from tests.support.seeds import chosen_seed
 from tests.support.sizes import MIB
 
 from membroker.errors import (
@@ -148,8 +149,7 @@ def test_a_refusal_names_the_page_and_what_is_with_it() -> None:
 @pytest.mark.parametrize("seed", [1, 2, None])
 def test_the_table_against_a_plain_one(seed: int | None) -> None:
     """Three thousand random changes of a table of forty pages; every question is answered as by a dict of states."""
-    seed = seed or random.randrange(1 << 32)
-    print(f"seed {seed}")
+    seed = seed or chosen_seed()
     choose, table = random.Random(seed), PageTable(40, PAGE)
     states, claimed = dict.fromkeys(range(40), FREE), set()
 

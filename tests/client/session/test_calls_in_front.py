@@ -9,6 +9,7 @@ import pytest
 from tests.client.session.taking import Begun, Pair, Taker, allocate, granted
 from tests.support.daemons import until
 from tests.support.fake_broker import Caller, PlayedEnd
+from tests.support.seeds import chosen_seed
 
 from membroker.errors import BrokerUnavailable, OutOfMemory
 from membroker.session.connection import Connection
@@ -194,8 +195,7 @@ def test_another_model_is_not_held_up() -> None:
 
 def test_any_order() -> None:
     """Never more than the broker accepts; every call gets its place; and in each line the oldest is first."""
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
+    seed = chosen_seed()
     chance = random.Random(seed)
     places, calls, admitted = Places(), range(300), list[int]()
     coming, under_way, lines = list(calls), list[int](), {call: chance.choice("aaaab" + "0") for call in calls}

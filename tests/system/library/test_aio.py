@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.support import daemons
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running
+from tests.support.seeds import chosen_seed
 from tests.support.sizes import MIB
 from tests.system.library.test_waiting import waiting
 
@@ -177,8 +178,7 @@ def test_tasks_are_cancelled(daemon: Daemon, run: Run) -> None:
 @both_loops
 def test_tasks_are_cancelled_at_any_moment(daemon: Daemon, run: Run) -> None:
     """Memory is free: the call is made, or not, or taken back; nothing is lent for a result that nobody has."""
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
+    seed = chosen_seed()
     chance = random.Random(seed)
 
     async def main() -> None:

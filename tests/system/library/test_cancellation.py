@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.support.daemons import Daemon, running, until
 from tests.support.fake_broker import Caller
+from tests.support.seeds import chosen_seed
 from tests.support.segments import one_transport
 from tests.support.sizes import MIB
 from tests.system.library.test_waiting import waiting
@@ -190,8 +191,7 @@ def test_while_the_broker_is_away(daemon: Daemon) -> None:
 @pytest.mark.deep
 def test_grants_and_cancellations_cross(daemon: Daemon, client: membroker.Client) -> None:
     """Threads give up at any moment while memory comes and goes: in the end all of it is there."""
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
+    seed = chosen_seed()
     chance = random.Random(seed)
     model = client.register_model("m")
     outcomes = set()

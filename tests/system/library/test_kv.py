@@ -6,7 +6,6 @@ ends the process.
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import threading
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 from tests.support.daemons import Daemon, running, until
+from tests.support.seeds import chosen_seed
 from tests.support.sizes import MIB
 from tests.support.toy_engine import Memory, Request, ToyEngine
 
@@ -106,9 +106,7 @@ def serving(daemon: Daemon, tenant: str, seed: int) -> Iterator[Server]:
 
 @pytest.fixture
 def seed() -> int:
-    seed = int(os.environ.get("MEMBROKER_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
-    print(f"MEMBROKER_SEED={seed}")
-    return seed
+    return chosen_seed()
 
 
 def lent(server: Server) -> int:

@@ -9,6 +9,7 @@ import pytest
 from tests.client.pool.offload.pages import PAGES, pinned_bytes
 from tests.support.fake_lender import PAGE, Lender
 from tests.support.garbage import collect
+from tests.support.seeds import chosen_seed
 
 from membroker.pool import offload
 from membroker.pool.pool import VirtualMemoryPool
@@ -44,6 +45,5 @@ def pool(lender: Lender) -> Iterator[VirtualMemoryPool]:
 @pytest.fixture
 def random_bytes() -> Callable[[int], bytes]:
     """Bytes of a seed that is printed."""
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
+    seed = chosen_seed()
     return random.Random(seed).randbytes

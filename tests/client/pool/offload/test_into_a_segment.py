@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -14,6 +13,7 @@ from tests.client.pool.offload.pages import digest, fill, sizes
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.fake_lender import PAGE
 from tests.support.processes import heard, worker
+from tests.support.seeds import chosen_seed
 
 import membroker
 from membroker import Client, Model
@@ -76,8 +76,7 @@ def offloaded(model: Model, pages: int = 4) -> tuple[membroker.VirtualMemoryPool
 class TestSegments:
     def test_another_worker_goes_on_where_one_was_killed(self, daemon: Daemon, transport: str) -> None:
         """What is in a segment outlives its writer: the bytes are at the same offsets of another process's pool."""
-        seed = random.randrange(1 << 32)
-        print(f"seed {seed}")
+        seed = chosen_seed()
         script = f"""
 import hashlib, random
 client = connect()

@@ -15,6 +15,7 @@ import pytest
 from tests.client.pool.offload.pages import PAGES, digest, fill, pinned_bytes, sizes
 from tests.support.fake_lender import PAGE, Lender
 from tests.support.garbage import collect
+from tests.support.seeds import chosen_seed
 from tests.support.sizes import MIB
 
 from membroker.dlpack import export
@@ -96,8 +97,7 @@ class TestThereAndBack:
 
     def test_every_way_at_random(self, pool: VirtualMemoryPool, lender: Lender) -> None:
         """Hundreds of calls in any order: each page has its own bytes or none, and the books are the pages."""
-        seed = random.randrange(1 << 32)
-        print(f"seed {seed}")
+        seed = chosen_seed()
         dice = random.Random(seed)
         there: dict[int, bytes] = {}
         away: set[int] = set()
