@@ -25,8 +25,8 @@ HEAD = "# Rendered from deploy/helm/membroker by `make manifests`. Change the ch
 ADMISSION = "admission.yaml"
 FILES = ("prometheus/alerts.yml", "prometheus/rules.yml", "grafana/membroker.json", "grafana/membroker-fleet.json")
 SCHEMA = CHART / "values.schema.json"
-OF_HELM = {"check.yaml", "NOTES.txt"}
-"""What only Helm makes use of: a hook, and the notes after an installation."""
+OF_HELM = {"check.yaml", "doctor.yaml", "NOTES.txt"}
+"""What only Helm makes use of: its hooks, and the notes after an installation."""
 EXAMPLE = {"tenants": {"acme": {"group": 10001, "mode": "0660"}}}
 """The tenant of the plain manifests, and of examples/kubernetes: the chart itself has none."""
 OF_CHART = frozenset(

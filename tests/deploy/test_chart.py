@@ -62,6 +62,10 @@ def one(values: Mapping[str, Any], kind: str, name: str = "") -> Any:
     return found
 
 
+def is_hook(document: Any) -> bool:
+    return "helm.sh/hook" in document["metadata"].get("annotations", {})
+
+
 def test_the_plain_manifests_are_those_of_the_chart() -> None:
     for path, text in (*manifests.sources().items(), *manifests.manifests().items()):
         assert path.read_text() == text, "make manifests"
@@ -174,6 +178,13 @@ def test_an_upgrade_is_preceded_by_a_check_of_its_configuration(tmp_path: Path) 
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DEADLINE_SECONDS)
     assert done.returncode == 1
     assert "900GiB" in done.stderr
+
+
+def test_the_plain_manifests_have_nothing_that_only_helm_runs() -> None:
+    assert {each["metadata"]["annotations"]["helm.sh/hook"] for each in documents({}) if is_hook(each)} == {
+        "pre-upgrade",
+        "test",
+    }
     assert "helm.sh/hook" not in (ROOT / "deploy" / "kubernetes" / "membroker.yaml").read_text()
 
 
@@ -362,6 +373,32 @@ def test_an_upgrade_ends_no_segment_and_refuses_no_call(place: Path) -> None:
             each.do("kept.close(); client.close()")
         assert "keeper of descriptors started" not in node.log(), "a daemon has started one of its own"
         assert "Traceback" not in node.log()
+
+
+def test_helm_test_fails_while_a_gpu_has_no_daemon(place: Path) -> None:
+    """Its pod has the daemons' directory of the node, read-only, and no other right than its user."""
+    (pod,) = [each for each in documents({}) if is_hook(each) and each["kind"] == "Pod"]
+    (container,) = pod["spec"]["containers"]
+    assert [(mount["name"], mount["readOnly"]) for mount in container["volumeMounts"]] == [("runtime", True)]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    command = [part.replace("/run/membroker", f"{place}/membroker") for part in container["command"]]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "MEMBROKER_SYSTEM_DIRECTORY": f"{place}/membroker"}
+
+    def helm_test() -> tuple[bool, list[str]]:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=DEADLINE_SECONDS
+        )
+        brokers = re.findall(r"^(ok|warn|fail) +broker: ", done.stdout, re.MULTILINE)
+        return done.returncode == 0, brokers
+
+    with ExitStack() as stack:
+        assert helm_test() == (False, ["fail"])
+        node = Node(stack, place, {"acme": {}})
+        assert helm_test() == (True, ["ok", "ok"]), node.log()
+        node.daemons.send_signal(signal.SIGTERM)
+        assert node.daemons.wait(DEADLINE_SECONDS) == 0
+        assert helm_test() == (False, ["fail", "fail"])
 
 
 @pytest.mark.root
