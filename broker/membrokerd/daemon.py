@@ -93,7 +93,7 @@ class Daemon:
         self._plan = plan
         self._reloader = reloader
         self._traffic = OutboxCounters()
-        self._metrics = Metrics(self.view, plan.driver.device.uuid)
+        self._metrics = Metrics(self.view, plan.driver.device.uuid, model_reasons=config.metrics.model_reasons)
         self._decisions, self._history = Decisions(), History()
         self._recorder: Recorder | None = None
         self._tenants: Tenants | None = None

@@ -199,7 +199,8 @@ def test_the_notes_say_how_to_see_whether_it_runs() -> None:
 
 def test_our_own_parsers_accept_what_is_rendered(tmp_path: Path) -> None:
     """The command line and the configuration, with tenants, models and more keys."""
-    values = {"tenants": TENANTS, "config": {"headroom": "4GiB"}, "runtimeDirectory": "/run/mb", "metrics": {"port": 9}}
+    values = {"tenants": TENANTS, "config": {"headroom": "4GiB"}, "runtimeDirectory": "/run/mb"}
+    values["metrics"] = {"port": 9, "modelReasons": False}
     daemonset = one(values, "DaemonSet", "membrokerd")
     (container,) = daemonset["spec"]["template"]["spec"]["containers"]
     given = cli._parser().parse_args(container["args"])
@@ -207,7 +208,8 @@ def test_our_own_parsers_accept_what_is_rendered(tmp_path: Path) -> None:
     path = tmp_path / given.config.name
     path.write_text(one(values, "ConfigMap", "membrokerd")["data"][given.config.name])
     found = load(path, {}, env={}, uid=0)
-    assert (found.driver, found.headroom, found.metrics.port) == ("cuda", 4 << 30, 9)
+    assert (found.driver, found.headroom) == ("cuda", 4 << 30)
+    assert (found.metrics.port, found.metrics.model_reasons) == (9, False)
     assert str(found.runtime_directory) == "/run/membroker"  # where `kubectl exec … membroker status` looks
     assert found.tenants["acme"].models["a.b"].weight == 2
     assert found.tenants["acme"].uids == {7}

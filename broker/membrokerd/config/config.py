@@ -46,11 +46,15 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class MetricsConfig(Table):
-    """Where Prometheus finds the figures. `port` 0 is any free one, None 9710 and the number of the GPU."""
+    """Where Prometheus finds the figures. `port` 0 is any free one, None 9710 and the number of the GPU.
+
+    Without `model_reasons` a model's refusals are one sum.
+    """
 
     enabled: Annotated[bool, Strict()] = True
     address: Annotated[str, Strict(), Field(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Strict(), Field(ge=0, le=65_535)] | None = None
+    model_reasons: Annotated[bool, Strict()] = True
 
 
 @dataclass(frozen=True, slots=True)

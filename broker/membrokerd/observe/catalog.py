@@ -136,7 +136,7 @@ MODEL_RELEASES = Spec(
 MODEL_DENIALS = Spec(
     "membroker_model_denials_total",
     "counter",
-    "Requests refused since the model began or this daemon started, whichever was later.",
+    "Requests refused since the model or this daemon began; without reasons if metrics.model_reasons is false.",
     (*_MODEL, "reason"),
 )
 DEVICE_CAPACITY = Spec("membroker_device_capacity_bytes", "gauge", "Bytes that the broker may lend.", _AT)

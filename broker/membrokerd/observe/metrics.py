@@ -63,11 +63,13 @@ class MetricsView:
 class Metrics:
     """The registry of one daemon: one collector over one view, the process's own figures, and the histograms.
 
-    `take_view` is called on a thread of the HTTP server, and may raise `TimeoutError`.
+    `take_view` is called on a thread of the HTTP server, and may raise `TimeoutError`. Without `model_reasons` the
+    refusals of a model are one series, with an empty reason.
     """
 
-    def __init__(self, take_view: Callable[[], MetricsView], gpu_uuid: str) -> None:
+    def __init__(self, take_view: Callable[[], MetricsView], gpu_uuid: str, *, model_reasons: bool = True) -> None:
         disable_created_metrics()
+        self._model_reasons = model_reasons
         self._take_view = take_view
         self._gpu_uuid = gpu_uuid
         self.registry = CollectorRegistry()
@@ -121,6 +123,13 @@ class Metrics:
                 families.add(catalog.TENANT_GUARANTEE, row.guarantee, tenant.tenant, row.location)
         for model in view.models:
             _add_model(families, model)
+            refused = (
+                _from_the_start(catalog.DENIAL_REASONS, model.denials)
+                if self._model_reasons
+                else [("", sum(model.denials.values()))]
+            )
+            for reason, count in refused:
+                families.add(catalog.MODEL_DENIALS, count, *model.name, reason)
             families.add(catalog.MODEL_ASLEEP, view.asleep.get(model.name), *model.name)
             _add_guests(families, model.name, view.guests.get(model.name, ()))
         _add_segments(families, view.segments)
@@ -215,8 +224,6 @@ def _add_model(families: _Families, model: snapshot.ModelView) -> None:
     families.add(catalog.MODEL_SESSIONS, model.sessions, *name)
     families.add(catalog.MODEL_ALLOCATIONS, model.allocations, *name)
     families.add(catalog.MODEL_RELEASES, model.releases, *name)
-    for reason, count in _from_the_start(catalog.DENIAL_REASONS, model.denials):
-        families.add(catalog.MODEL_DENIALS, count, *name, reason)
     for books in model.locations:
         families.add(catalog.MODEL_USED, books.used, *name, books.location)
         families.add(catalog.MODEL_PEAK, books.peak, *name, books.location)

@@ -179,6 +179,16 @@ def test_counters_have_their_reasons() -> None:
     assert values(series, "membroker_notices_dropped_total") == [5]
 
 
+def test_a_models_reasons_can_be_left_out() -> None:
+    """With a thousand models they are a sixth of a scrape. The sum begins at 0, too, and the tenants keep theirs."""
+    tenants = (TenantView("acme", (), 1, 1, {"MODEL_LIMIT": 4}),)
+    shown = books(model("acme", "a", 0, MODEL_LIMIT=4, INVALID_SIZE=2), model("acme", "b", 0), tenants=tenants)
+    series = scrape(Metrics(Source(shown).view, UUID, model_reasons=False))
+    assert values(series, "membroker_model_denials_total", model="a") == [6]
+    assert values(series, "membroker_model_denials_total", model="b", reason="") == [0]
+    assert values(series, "membroker_tenant_denials_total", tenant="acme", reason="MODEL_LIMIT") == [4]
+
+
 def test_refusals_exist_before_the_first_one() -> None:
     """`increase()` sees no step from nothing to 1: a first refusal for want of room would be invisible.
 

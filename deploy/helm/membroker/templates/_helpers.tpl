@@ -122,6 +122,9 @@ keeper_socket = "/run/membroker-keeper/{index}/fdstore.sock"
 # outside the cluster.
 address = "*"
 port = {{ .Values.metrics.port }}
+{{- if not .Values.metrics.modelReasons }}
+model_reasons = false
+{{- end }}
 
 [log]
 format = {{ .Values.log.format | quote }}
