@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.client.session.taking import take_leave
 from tests.support.daemons import DEADLINE_SECONDS, running, until
 from tests.support.fake_broker import Caller, PlayedBroker, buffer, drop_all, is_away, line, model, playing
 from tests.support.processes import descriptors
@@ -103,8 +104,11 @@ def test_a_lost_connection(broker: PlayedBroker, limit: Limit) -> None:
     caller.value().close()
     held.close()
     assert line(client).connection.has_calls is False
-    Caller(client.close)
-    broker.hear("release")
+    for _ in range(2):
+        broker.hear("release")
+    closing = Caller(client.close)
+    take_leave(broker)
+    closing.value()
 
 
 def test_a_source_without_a_broker(limit: Limit) -> None:

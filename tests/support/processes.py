@@ -9,14 +9,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tests.support.daemons import DEADLINE_SECONDS, Daemon
+from tests.support.daemons import DEADLINE_SECONDS, Daemon, until
 from tests.support.workers import proc_of, state_of
 
 EXTENT = "membroker-extent"
+GRPC_THREADS = ("event_engine", "grpc_", "lifeguard")
+GRPC_SECONDS = 2.0
 
 
 def descriptors() -> int:
+    """Return how many descriptors this process has open, without those that gRPC is about to close."""
+    wait_for_grpc()
     return len(os.listdir("/proc/self/fd"))
+
+
+def wait_for_grpc() -> None:
+    """Wait until gRPC has closed its own descriptors, which it does on a thread, some time after its last channel.
+
+    If a channel is open, this returns after GRPC_SECONDS.
+    """
+    with suppress(AssertionError):
+        until(_has_no_thread_of_grpc, GRPC_SECONDS)
+
+
+def _has_no_thread_of_grpc() -> bool:
+    """Say whether all threads of gRPC have ended. One that ends just now may have started the last one."""
+    names = (Path(f"/proc/self/task/{thread}/comm") for thread in os.listdir("/proc/self/task"))
+    try:
+        return not any(name.read_text().startswith(GRPC_THREADS) for name in names)
+    except OSError:
+        return False
 
 
 def mapped_extents(pid: int | str = "self") -> int:

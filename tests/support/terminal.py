@@ -92,13 +92,13 @@ class Terminal:
 
     def _read(self) -> None:
         while True:
-            ready = select.select([self._master], [], [], 0.2)[0]
-            if ready:
+            is_over = self.process.poll() is not None  # first: what it writes before its end is read
+            if select.select([self._master], [], [], 0 if is_over else 0.2)[0]:
                 data = os.read(self._master, 1 << 16)
                 with self._lock:
                     self.output += data
                     self._stream.feed(data)
-            elif self.process.poll() is not None:
+            elif is_over:
                 return
 
     def lines(self) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 
 import pytest
+from tests.support.daemons import DEADLINE_SECONDS
 
 from membrokerd.observe import merged
 from membrokerd.observe.merged import Merged
@@ -20,6 +21,12 @@ GOOD = b"# HELP membroker_x A figure.\n# TYPE membroker_x gauge\nmembroker_x 1.0
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a test that says so gives a daemon less time than a busy machine may take."""
+    monkeypatch.setattr(merged, "FETCH_SECONDS", DEADLINE_SECONDS)
 
 
 @pytest.fixture

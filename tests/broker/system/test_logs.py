@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from grpc._cython import cygrpc
-from tests.support.daemons import until
+from tests.support.daemons import DEADLINE_SECONDS, until
 
 from membrokerd.core import effects as fx
 from membrokerd.core import facts as ft
@@ -74,7 +74,10 @@ Capture = Callable[..., Lines]
 
 @pytest.fixture
 def capture(tmp_path: Path) -> Iterator[Capture]:
-    """Return a function that sets the log up into a text, and puts pytest's own handlers back afterwards."""
+    """Return a function that sets the log up into a text, and puts pytest's own handlers back afterwards.
+
+    A flush waits for the writer's thread, however late that has a core.
+    """
     root, own = logging.getLogger(), logging.getLogger("membrokerd")
     before = root.handlers, root.level, own.level
 
@@ -85,8 +88,10 @@ def capture(tmp_path: Path) -> Iterator[Capture]:
         logs.configure(level, format, made[-1].file.fileno())
         return made[-1]
 
-    yield begin
-    logs.flush()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log_writer, "FLUSH_SECONDS", DEADLINE_SECONDS)
+        yield begin
+        logs.flush()
     if logs._writer is not None:
         logs._writer.close()
     logs._writer = None

@@ -11,6 +11,7 @@ import pytest
 from tests.client.session.taking import Pair
 from tests.support.fake_broker import PlayedEnd
 from tests.support.garbage import collect
+from tests.support.processes import wait_for_grpc
 
 from membroker.session.connection import Connection
 from membroker.session.inventory import Inventory
@@ -37,6 +38,7 @@ def pair(options: dict[str, Any]) -> Iterator[Pair]:
 
 
 def descriptors() -> set[str]:
-    """Return this process's open descriptors, after garbage of earlier tests has closed its own."""
+    """Return this process's open descriptors, after garbage and gRPC of earlier tests have closed their own."""
     collect()
+    wait_for_grpc()
     return {name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")}

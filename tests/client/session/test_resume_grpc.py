@@ -143,12 +143,16 @@ class TestControlCalls:
     def test_a_stranger_answers_first(self, broker: PlayedBroker, client: Client, service: PlayedService) -> None:
         """A daemon without the old one's state is up: by gRPC too the session is lost, and not the access denied."""
 
+        dead = threading.Event()
+
         def reject(_: object, context: object) -> None:
             broker.die()
+            dead.set()
             abort(context, "TOKEN_REJECTED")
 
         service.answers["GetDevice"] = reject
         caller = Caller(client.device)
+        assert dead.wait(DEADLINE_SECONDS)
         until(lambda: is_away(client))
         broker.listen()
         broker.accept()

@@ -78,6 +78,7 @@ def test_the_count_has_no_gap(pair: Pair) -> None:
     assert slow.entered.wait(DEADLINE_SECONDS)
     broker.deliver(two.id, 7, parts=2, segment=77)
     until(lambda: two.taker.taken == [7])
+    until(lambda: len(pair[0]._unclosed) == 1)  # it is closed and counted under one lock
     assert broker.hears_nothing()
     slow.go_on.set()
     assert broker.hear("ack").acknowledged == 2
