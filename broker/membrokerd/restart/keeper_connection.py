@@ -78,7 +78,7 @@ class KeeperConnection:
         except OSError:
             self._sock.close()
             raise
-        self._retry = Retry(self._sock, self._flush)
+        self._retry = Retry(self._sock)
         self._io.add_reader(self._sock, self._readable)
 
     def ask(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> asyncio.Future[_Answer]:
@@ -100,7 +100,7 @@ class KeeperConnection:
             try:
                 fdstore.send(self._sock, {"number": request.number, **request.message}, request.descriptors)
             except OSError as error:
-                if not self._retry.after(error):
+                if not self._retry.after(error, self._flush):
                     self.lose(error)
                 return
             self._unanswered.append(self._unsent.popleft())

@@ -61,7 +61,7 @@ class SystemdMirror:
         self._io = asyncio.get_running_loop()
         self._sock = connection
         self._sock.setblocking(False)
-        self._retry = Retry(self._sock, self._flush)
+        self._retry = Retry(self._sock)
         self._maximum = maximum
         self._names = set(names)
         self._unsent: deque[_Message] = deque()
@@ -115,7 +115,7 @@ class SystemdMirror:
             try:
                 send(self._sock, message.text.encode(), message.descriptors)
             except OSError as error:
-                if not self._retry.after(error):
+                if not self._retry.after(error, self._flush):
                     self._io.call_soon(self._fail, error)
                 return
             self._unsent.popleft()

@@ -13,23 +13,22 @@ those of all processes of the user, so the peer may not be the cause, and its so
 
 
 class Retry:
-    """Calls `again` when a packet may be sent that `sock` did not take. The socket does not block."""
+    """Says when a packet may be sent that `sock` did not take. The socket does not block."""
 
-    def __init__(self, sock: socket.socket, again: Callable[[], None]) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         self.is_pending = False
         """Whether a packet waits. It does until `stop`, also while `again` runs."""
         self._sock = sock
-        self._again = again
         self._io = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
-    def after(self, error: OSError) -> bool:
-        """Call `again` later if this error of a send is a matter of time. Return whether it is."""
+    def after(self, error: OSError, again: Callable[[], None]) -> bool:
+        """Call `again` when it may be sent, if this error of a send is a matter of time. Return whether it is."""
         self.stop()
         if isinstance(error, BlockingIOError):
-            self._io.add_writer(self._sock, self._again)
+            self._io.add_writer(self._sock, again)
         elif error.errno == errno.ETOOMANYREFS:
-            self._timer = self._io.call_later(IN_FLIGHT_SECONDS, self._again)
+            self._timer = self._io.call_later(IN_FLIGHT_SECONDS, again)
         else:
             return False
         self.is_pending = True

@@ -10,6 +10,7 @@ import errno
 import itertools
 import os
 import socket
+import weakref
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from typing import Any, cast
 import pytest
 from google.protobuf.message import Message
 from tests.broker.coroutines import played_by
+from tests.broker.garbage import without_collections
 from tests.support import raw
 from tests.support.daemons import DEADLINE_SECONDS, Daemon
 from tests.support.processes import descriptors
@@ -478,3 +480,21 @@ async def test_a_long_answer_is_not_kept_for_a_peer_that_does_not_read(lender: L
     assert [packet.frame.request_id for packet in found] == list(range(2, 13))
     assert [packet.frame.reply.model.name[:1] for packet in found] == [*"abcdefghij", ""]
     assert not lender.connection._aside
+
+
+@pytest.mark.parametrize("fills", [False, True])
+def test_a_connection_that_has_ended_is_freed_with_its_last_reference(*, fills: bool) -> None:
+    """No garbage collection is needed: those of the daemon exclude what lives long. `fills`: its socket is full."""
+
+    async def story(lender: Lender) -> None:
+        await lender.begin(1)
+        if fills:
+            lender.fill()
+        lender.connection.close("the test is over")
+        lender.answer(1)
+        ended, lender.connection = weakref.ref(lender.connection), cast(Any, SimpleNamespace(close=lambda why: None))
+        lender.connections.clear()
+        await lender.until(lambda: ended() is None)
+
+    with without_collections():
+        play(story)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import tempfile
 from collections import Counter
@@ -12,11 +13,12 @@ from typing import TypeVar
 
 import pytest
 from tests.broker.coroutines import played_by
+from tests.broker.garbage import without_collections
 from tests.support.daemons import DEADLINE_SECONDS
 from tests.support.http2 import CONTINUATION, DATA, HEADERS, PREFACE, frame
 
 from membrokerd.edge.acceptor import Refusals
-from membrokerd.edge.rpc.proxy import Proxy
+from membrokerd.edge.rpc.proxy import ProxiedConnection, Proxy
 from membrokerd.system.turns import Turns, TurnSelector
 
 _T = TypeVar("_T")
@@ -191,3 +193,25 @@ async def test_a_tenant_with_most_connections_makes_room_for_others(world: Proxi
     for red, server in reds[:2]:
         red.send(PREFACE)
         assert await world.read(server, len(PREFACE)) == PREFACE
+
+
+@pytest.mark.parametrize("unsent", [False, True])
+def test_a_connection_that_has_ended_is_freed_with_its_last_reference(*, unsent: bool) -> None:
+    """No garbage collection is needed: those of the daemon exclude what lives long. `unsent`: its peer did not read."""
+
+    def connections() -> int:
+        return sum(isinstance(one, ProxiedConnection) for one in gc.get_objects())
+
+    async def story(world: ProxiedServer) -> None:
+        before = connections()
+        peer, server = await world.connect()
+        assert connections() == before + 1
+        if unsent:
+            await world.fill(server, _BODY)
+        peer.close()
+        await world.read(server, 1)
+        while connections() > before:
+            await asyncio.sleep(0.001)
+
+    with without_collections():
+        play(story)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -114,3 +116,27 @@ def test_what_is_ready_is_served_in_the_same_turn() -> None:
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(CountingSelector(turns))) as runner:
         readable, first, second, later = runner.run(main())
     assert (readable, first, second, later) == (readable, readable, readable, readable + 1)
+
+
+_COLLECTIONS = """
+import gc
+from membrokerd.system import turns
+turns.spare_collections()
+looked_at = []
+def count(phase, info):
+    if phase == "start" and info["generation"] == 2:
+        looked_at.append(len(gc.get_objects()))
+gc.callbacks.append(count)
+kept = [[number] for number in range(500_000)]
+for _ in range(20):
+    ended = [[number] for number in range(30_000)]
+print(len(looked_at), max(looked_at))
+"""
+
+
+def test_a_full_garbage_collection_looks_at_few_objects() -> None:
+    """However many live on: 500,000 here. Those of the start are never looked at again."""
+    done = subprocess.run([sys.executable, "-c", _COLLECTIONS], check=True, capture_output=True, text=True)
+    collections, most = map(int, done.stdout.split())
+    assert collections > 5
+    assert most < 80_000

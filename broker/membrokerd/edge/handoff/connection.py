@@ -383,6 +383,7 @@ class HandoffConnection:
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
+        del self._handshake  # the last object that refers to this one: see `spare_collections`
         if self.session is None:
             return
         logs.debug("connection ended", session=session_name(self.session), why=why)

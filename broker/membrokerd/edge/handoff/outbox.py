@@ -19,6 +19,10 @@ from ...system.failpoints import reach
 from ...system.retry import Retry
 
 
+def _ignore(_why: str = "") -> None:
+    """Do nothing."""
+
+
 class OutboxCounters:
     """The counters of all connections of the daemon together."""
 
@@ -47,7 +51,7 @@ class Outbox:
         self._traffic = traffic
         self._end = end
         self._io = asyncio.get_running_loop()
-        self.retry = Retry(sock, self._send_all)
+        self.retry = Retry(sock)
 
     @property
     def is_full(self) -> bool:
@@ -76,7 +80,7 @@ class Outbox:
                 if descriptors:
                     reach("delivered")
             except OSError as error:
-                if self.retry.after(error):
+                if self.retry.after(error, self._send_all):
                     self._io.remove_reader(self._sock)
                 else:
                     self._end(error.strerror or "broken")
@@ -104,8 +108,9 @@ class Outbox:
         return self.packets.popleft()[0] if self.packets else None
 
     def stop(self) -> None:
-        """Send nothing more: the socket is about to be closed."""
+        """Send nothing more, and forget the connection: its socket is about to be closed."""
         self.retry.stop()
+        self._read = self._end = _ignore
 
     def drop_all(self) -> list[pb.Frame]:
         """Close everything that is queued, and return the frames that are not sent."""

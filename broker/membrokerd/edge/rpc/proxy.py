@@ -186,4 +186,5 @@ class ProxiedConnection:
             self._io.remove_reader(sock)
             self._io.remove_writer(sock)
             sock.close()
+        self._work.clear()  # what is there refers to this object: see `spare_collections`
         self._on_ended(self)
