@@ -7,6 +7,7 @@ them. Holds no rule: whether a debit is allowed is `policy`'s business.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -25,6 +26,8 @@ class Ledger:
         self.totals = {location: Total(capacity) for location, capacity in capacities.items()}
         self.sessions: dict[int, SessionRow] = {}
         self.models: dict[ModelName, ModelRow] = {}
+        self.model_names: list[ModelName] = []
+        """The models, by tenant and name: a page of them costs as much as its rows."""
         self.models_of: Counter[str] = Counter()
         """How many models each tenant has. No entry is zero."""
         self.segments: dict[int, SegmentRow] = {}
@@ -89,6 +92,7 @@ class Ledger:
         assert fact.name not in self.models
         charges = {location: ModelCharge() for location in self.totals}
         self.models[fact.name] = ModelRow(fact.name, fact.virtual_capacity, dict(fact.limits), charges=charges)
+        insort(self.model_names, fact.name)
         self.models_of[fact.name.tenant] += 1
 
     def _model_asked(self, fact: facts.ModelAsked) -> None:
@@ -109,6 +113,7 @@ class Ledger:
 
     def _model_ended(self, fact: facts.ModelEnded) -> None:
         row = self.models.pop(fact.name)
+        del self.model_names[bisect_left(self.model_names, fact.name)]
         self.models_of[fact.name.tenant] -= 1
         if not self.models_of[fact.name.tenant]:
             del self.models_of[fact.name.tenant]

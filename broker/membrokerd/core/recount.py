@@ -14,6 +14,7 @@ from .rows import Charge, SegmentRow, SessionRow
 
 def check(ledger: Ledger) -> None:
     """Assert that the running sums agree with each other. Cost grows with models and tenants, not extents."""
+    assert ledger.model_names == sorted(ledger.models), "the models by name"
     for location, total in ledger.totals.items():
         models = [model.charges[location] for model in ledger.models.values()]
         tenants = Counter([name.tenant for name in ledger.models])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -45,8 +46,7 @@ DEFAULT_PAGE = 100
 MAX_PAGE_BYTES = names.MAX_FRAME_BYTES - 1_024
 """The size of one page, so that it fits into a frame with room for its head. One row alone is smaller, too."""
 SHARES_NS = 1_000_000_000
-"""How long shares are shown before they are computed again: to divide memory among 16,384 models takes 70 ms of a
-turn, and a list has 60 pages."""
+"""How long shares are shown before they are computed again: a list of 16,384 models has 60 pages."""
 _ROW_HEAD_BYTES = 4
 """What a row takes in its page besides: the number of its field, and its length."""
 MOST_WAITING = 16
@@ -54,6 +54,7 @@ MOST_WAITING = 16
 _REQUEST = re.compile(r"sessions/([0-9a-f]{1,16})/requests/([0-9]{1,20})")
 _ID_KEY = re.compile(r"[0-9a-f]{16}")
 
+_ListRequest = pb.ListModelsRequest | pb.ListSessionsRequest | pb.ListSegmentsRequest | apb.ListTenantsRequest
 _Row = TypeVar("_Row")
 _Shown = TypeVar("_Shown", bound=Message)
 
@@ -173,12 +174,17 @@ class BookMessages:
         return found
 
     def list_models(self, request: pb.ListModelsRequest, tenant: str | None = None) -> pb.ListModelsResponse:
-        """Return a page of models, by name; `tenant` None means all tenants."""
-        broker = self.loop.broker
-        found = [name for name in broker.ledger.models if tenant in (None, name.tenant)]
-        shares = {str(where): self._shares_at(where) for where in broker.ledger.totals}
-
-        models, token = _page(found, str, names.parse_model, request, lambda name: self._model(name, shares))
+        """Return a page of models, by tenant and name; `tenant` None means all tenants."""
+        ledger = self.loop.broker.ledger
+        shares = {str(where): self._shares_at(where) for where in ledger.totals}
+        all_names, end = ledger.model_names, len(ledger.model_names)
+        token = _token(request, names.parse_model)
+        first = bisect_right(all_names, convert.parse_model(token)) if token else 0
+        if tenant is not None:
+            first = max(first, bisect_left(all_names, (tenant,)))
+            end = max(first, bisect_left(all_names, (f"{tenant}\0",)))
+        behind = all_names[first : min(end, first + names.MAX_PAGE_ROWS + 1)]
+        models, token = _first_page(behind, str, request, lambda name: self._model(name, shares))
         return pb.ListModelsResponse(models=models, next_page_token=token)
 
     def _shares_at(self, location: Location) -> Mapping[ModelName, int]:
@@ -254,21 +260,36 @@ def _page(
     rows: Sequence[_Row],
     key: Callable[[_Row], str],
     is_key: Callable[[str], object],
-    request: pb.ListModelsRequest | pb.ListSessionsRequest | pb.ListSegmentsRequest | apb.ListTenantsRequest,
+    request: _ListRequest,
     show: Callable[[_Row], _Shown],
 ) -> tuple[list[_Shown], str]:
-    """Return a page of the rows that follow the request's token, and the token of the next page.
+    """Return a page of the rows that follow the request's token, and the token of the next page."""
+    token = _token(request, is_key)
+    behind = sorted((row for row in rows if key(row) > token), key=key)
+    return _first_page(behind, key, request, show)
 
-    A token is the key of the last row of the page before. That row may have ended since: the page begins after the
-    place where it was. A page that grows too long ends early, but has at least one row.
+
+def _token(request: _ListRequest, is_key: Callable[[str], object]) -> str:
+    """Return the key of the last row of the page before; "": the first page is asked for.
+
+    That row may have ended since: the page begins after the place where it was.
     """
     size, token = request.page_size, request.page_token
     if size < 0:
         raise convert.Refused(deny(Reason.INVALID_ARGUMENT, what=f"a page has at least one row, not {size}"))
     if token and not is_key(token):
         raise convert.Refused(deny(Reason.INVALID_PAGE_TOKEN))
-    wanted = min(size or DEFAULT_PAGE, names.MAX_PAGE_ROWS)
-    behind = sorted((row for row in rows if key(row) > token), key=key)
+    return token
+
+
+def _first_page(
+    behind: Sequence[_Row], key: Callable[[_Row], str], request: _ListRequest, show: Callable[[_Row], _Shown]
+) -> tuple[list[_Shown], str]:
+    """Return a page of these rows, and the token of the next one.
+
+    A page that grows too long ends early, but has at least one row.
+    """
+    wanted = min(request.page_size or DEFAULT_PAGE, names.MAX_PAGE_ROWS)
     page = _fitting(map(show, behind[:wanted]))
     return page, key(behind[len(page) - 1]) if len(behind) > len(page) else ""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from types import SimpleNamespace
+import sys
+from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -120,3 +121,43 @@ def test_the_memory_is_divided_once_for_all_pages(monkeypatch: pytest.MonkeyPatc
     now[0] += views.SHARES_NS
     shares()
     assert divided == ["device"] * 2
+
+
+def test_a_page_of_models_costs_no_more_beside_thousands() -> None:
+    """A tenant's page of 16 models, and the admin's, beside 32 of a tenant before and behind, and beside 2,048."""
+    costs = []
+    for others in (32, 2_048):
+        broker = Broker(Rules(2 * MIB, {"device": 4 * GIB, "host": 0}, max_models_per_tenant=others), epoch=1)
+        for session, (tenant, count) in enumerate((("m", 32), ("a", others), ("z", others), ("m-z", 5)), 1):
+            opened = broker.step(ev.OpenSession(session, tenant, 1, 1, f"process {session}", False, "test"), 0).effects
+            number = opened[0].result.session  # type: ignore[attr-defined]
+            for model in range(count):
+                name = ModelName(tenant, f"m{model:04}")
+                broker.step(ev.RegisterModel(9, number, model, name, None, {}, False), 0)
+        sleep, guests = SimpleNamespace(of_model=lambda name: None), SimpleNamespace(of_model=lambda name, now: [])
+        loop: Any = SimpleNamespace(broker=broker, idle_sleep=sleep, guests=guests)
+        shown, calls = views.BookMessages(loop, cast(Any, None), Decisions()), 0
+
+        def count_calls(_: FrameType, event: str, __: Any) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(count_calls)
+        try:
+            first = shown.list_models(pb.ListModelsRequest(page_size=16), "m")
+            second = shown.list_models(pb.ListModelsRequest(page_size=17, page_token=first.next_page_token), "m")
+            of_all = shown.list_models(pb.ListModelsRequest(page_size=16, page_token=second.models[-1].name))
+        finally:
+            sys.setprofile(None)
+        assert [one.name for one in [*first.models, *second.models]] == [
+            f"tenants/m/models/m{number:04}" for number in range(32)
+        ]
+        assert not second.next_page_token
+        assert [one.name for one in of_all.models][:6] == [
+            *[f"tenants/m-z/models/m{number:04}" for number in range(5)],
+            "tenants/z/models/m0000",
+        ]
+        assert len(of_all.models) == 16
+        assert not shown.list_models(pb.ListModelsRequest(), "n").models
+        costs.append(calls)
+    assert costs[1] <= costs[0] + 100, costs
