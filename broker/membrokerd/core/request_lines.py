@@ -9,12 +9,11 @@ which models have a share for it. Must never decide: `schedule` does.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import operator
 from bisect import bisect_left, insort
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -103,6 +102,11 @@ class BySize:
         """The largest request."""
         return self._requests[self._entries[-1][1]]
 
+    @property
+    def least(self) -> int:
+        """The bytes of the smallest request."""
+        return self._entries[0][0]
+
     def oldest(self, most: int) -> DebitRequest | None:
         """Return the oldest request of at most so many bytes."""
         count = self._count(most)
@@ -125,9 +129,9 @@ class BySize:
         """Return all requests of at most so many bytes."""
         return [self._requests[call] for _, call in self._entries[: self._count(most)]]
 
-    def size_of(self, line: RequestLine, most: int) -> int:
-        """Return the bytes of those requests of a line that are among these and have at most so many bytes."""
-        return sum([one.size for one in line.up_to(most) if one.event.call in self._requests])
+    def of(self, line: RequestLine, most: int) -> list[DebitRequest]:
+        """Return those requests of a line that are among these and have at most so many bytes."""
+        return [one for one in line.up_to(most) if one.event.call in self._requests]
 
     def _count(self, most: int) -> int:
         if not self._entries or most < self._entries[0][0]:
@@ -155,20 +159,26 @@ class LineGroup(BySize):
         super().__init__()
         self.key = key
         self.lines: dict[ModelName, RequestLine] = {}
-        self._entitled = Entitled()
+        self._in_order: list[RequestLine] = []
+        """The lines by their numbers."""
+        self._entitled = Entitled(self.lines)
 
     @property
     def name(self) -> ModelName:
         """One of the models. What is asked about room has the same answer for all."""
         return next(iter(self.lines))
 
-    def entitled(self, shares: Mapping[ModelName, int], lent: Callable[..., int]) -> BySize:
+    def entitled(self, shares: Mapping[ModelName, int], lent: Callable[..., int]) -> Entitled:
         """Return the requests that stay within the shares of their models, to which so much is lent.
 
         What was found for a line is kept until its share changes, or `changed` is told.
         """
-        self._entitled.follow(self.lines, shares, lent)
+        self._entitled.follow(shares, lent)
         return self._entitled
+
+    def lines_up_to(self, most: int) -> Iterator[RequestLine]:
+        """Yield the lines with a request of at most so many bytes, in the order of their coming."""
+        return (line for line in self._in_order if line.least <= most)
 
     def changed(self, line: RequestLine) -> None:
         """Note that a line has other requests, or its model another charge."""
@@ -178,6 +188,7 @@ class LineGroup(BySize):
         """Take in a line, with its requests."""
         line.group = self
         self.lines[line.key.name] = line
+        insort(self._in_order, line, key=number_of)
         for request in line.up_to(policy.MAX_BYTES):
             self.add(request)
         self.changed(line)
@@ -185,6 +196,7 @@ class LineGroup(BySize):
     def leave(self, line: RequestLine) -> None:
         """Take out a line, with its requests."""
         del self.lines[line.key.name]
+        del self._in_order[bisect_left(self._in_order, line.number, key=number_of)]
         for request in line.up_to(policy.MAX_BYTES):
             self.remove(request)
         self.changed(line)
@@ -193,24 +205,24 @@ class LineGroup(BySize):
 class Entitled(BySize):
     """The requests of a group that stay within the shares of their models."""
 
-    def __init__(self) -> None:
+    def __init__(self, lines: Mapping[ModelName, RequestLine]) -> None:
         super().__init__()
+        self._lines = lines
+        """All lines of the group, by model."""
         self.stale: dict[ModelName, None] = {}
         """The models whose lines must be looked at again."""
         self._shares: Mapping[ModelName, int] = {}
         self._found: dict[ModelName, list[DebitRequest]] = {}
         """By model: its requests that are among these. No entry is empty."""
 
-    def follow(
-        self, lines: Mapping[ModelName, RequestLine], shares: Mapping[ModelName, int], lent: Callable[..., int]
-    ) -> None:
+    def follow(self, shares: Mapping[ModelName, int], lent: Callable[..., int]) -> None:
         """Look again at the lines that are stale, or whose models have another share."""
         before, self._shares = self._shares, shares
         if shares is not before:
             self.stale.update(dict.fromkeys(_changes(before, shares)))
         gone, new = set[int](), list[DebitRequest]()
         for name in self.stale:
-            line, share = lines.get(name), shares.get(name)
+            line, share = self._lines.get(name), shares.get(name)
             found = [] if line is None or share is None else line.up_to(share - lent(name, line.key.location))
             known = self._found.pop(name, [])
             if found:
@@ -220,6 +232,12 @@ class Entitled(BySize):
                 new += found
         self.stale.clear()
         self.replace(gone, new)
+
+    def lines_up_to(self, most: int) -> Iterator[RequestLine]:
+        """Yield the lines with one of these of at most so many bytes, in the order of their coming."""
+        lines = map(self._lines.get, self._found)
+        found = [line for line in lines if line is not None and line.least <= most]
+        return iter(sorted(found, key=number_of))
 
 
 def _changes(before: Mapping[ModelName, int], after: Mapping[ModelName, int]) -> Collection[ModelName]:
@@ -344,16 +362,6 @@ class RequestLines:
     def of_session(self, session: int) -> list[DebitRequest]:
         """Return the requests of a session, the oldest first."""
         return sorted(self._of_session[session].values(), key=call_of) if session in self._of_session else []
-
-    def by_line(self, requests: Collection[DebitRequest], most: int) -> dict[RequestLine, list[DebitRequest]]:
-        """Return requests by their lines, in the order of the lines, and only of the first `most` lines."""
-        places = [self._places[request.event.call] for request in requests]
-        lines = heapq.nsmallest(most, {line for line in places if line is not None}, key=lambda line: line.number)
-        found: dict[RequestLine, list[DebitRequest]] = {line: [] for line in lines}
-        for request, line in zip(requests, places, strict=True):
-            if line in found:
-                found[line].append(request)
-        return found
 
     def shared(self, name: ModelName, location: Location) -> int:
         """Return the bytes that a model wants, if it has a share for them."""
@@ -481,6 +489,10 @@ class RequestLines:
         if key not in groups:
             groups[key] = LineGroup(key)
         return groups[key]
+
+
+number_of = operator.attrgetter("number")
+"""Returns the number of a line."""
 
 
 def call_of(request: DebitRequest) -> int:

@@ -28,6 +28,8 @@ Owns the holds. Must never keep a request: `waiting` owns them.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -38,7 +40,7 @@ from .denied import Reason
 from .names import Location, ModelName
 from .recallable import Borrower
 from .recalls import Recalls, doubled
-from .request_lines import BySize, LineGroup, RequestLines, call_of, wanted_by
+from .request_lines import Entitled, LineGroup, RequestLines, call_of, number_of, wanted_by
 from .requests import DebitRequest
 from .shares import Division, Shares
 
@@ -91,10 +93,10 @@ class Look(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """Requests of a group, and of how many bytes they are at most."""
+    """Requests of a group, and of how many bytes they are at most: all, or those within the shares of their models."""
 
     group: LineGroup
-    requests: BySize
+    requests: LineGroup | Entitled
     most: int
 
 
@@ -276,7 +278,7 @@ class Schedule:
             return None
         if self._takes_turns(location, looks, now):
             return None
-        ready = _oldest(self._beside_holds(location, looks, shares))
+        ready = self._beside_holds(location, looks, shares)
         if ready is not None:
             self.divide_again()  # a grant beyond a share changes the shares of the others
         return ready
@@ -298,18 +300,18 @@ class Schedule:
                 found = one
         return found
 
-    def _beside_holds(self, location: Location, looks: Sequence[Look], shares: Division) -> list[Reach]:
-        """Return which requests have room beside what the holds of other models keep."""
+    def _beside_holds(self, location: Location, looks: Sequence[Look], shares: Division) -> DebitRequest | None:
+        """Return the oldest request that has room beside what the holds of other models keep."""
         free, held = self._books.ledger.totals[location].free, self._held(location, shares)
         beside = free - self._held_beside(None, held)
-        found = [Reach(look.group, look.group, min(look.room, beside)) for look in looks]
+        found = [look.group.oldest(min(look.room, beside)) for look in looks]
         by_group = {look.group.key: look for look in looks}
         for name in held:
             beside = free - self._held_beside(name, held)
             for line in self._lines.of_model(name, location):
                 if line.group.key in by_group:
-                    found.append(Reach(line.group, line, min(by_group[line.group.key].room, beside)))
-        return found
+                    found.append(line.oldest(min(by_group[line.group.key].room, beside)))
+        return _first_of(found)
 
     def _takes_turns(self, location: Location, looks: Sequence[Look], now: int) -> bool:
         """Recall other guests for the oldest guest that can run without them. Say whether others must wait for it."""
@@ -384,7 +386,7 @@ class Schedule:
         """Say whether a recall will bring bytes, or this step has asked as many sessions as one step may."""
         return self._books.recallable.coming(location) > 0 or self.is_left_over
 
-    def _entitled(self, group: LineGroup, shares: Division) -> BySize:
+    def _entitled(self, group: LineGroup, shares: Division) -> Entitled:
         """Return the requests of a group that stay within their models' shares, if there is room."""
         return group.entitled(shares.of_tenant(group.key.tenant), self._books.admission.lent)
 
@@ -589,7 +591,7 @@ class Schedule:
                 for line in self._lines.of_model(name, location)
                 if line.group.key in reaches
             ]
-            wanted = sum([reach.requests.size_of(line, reach.most) for line, reach in found])
+            wanted = sum([one.size for line, reach in found for one in reach.requests.of(line, reach.most)])
             if demand.beside is not None and demand.beside.name == name:
                 wanted += demand.beside.size
             by_tenant[name.tenant] += max(0, size - wanted)
@@ -605,9 +607,11 @@ class Schedule:
         if demand.beside is not None:
             return {demand.beside.name: (demand.beside.size, demand.beside.wanted)}
         models: dict[ModelName, tuple[int, int]] = {}
-        requests = [one for reach in demand.reaches for one in reach.requests.up_to(reach.most)]
-        for line, own in self._lines.by_line(requests, MOST_HELD).items():
-            before, (size, wanted) = models.get(line.key.name, (0, 0)), wanted_by(own)
+        reaches = {reach.group.key: reach for reach in demand.reaches}
+        in_order = heapq.merge(*[reach.requests.lines_up_to(reach.most) for reach in demand.reaches], key=number_of)
+        for line in itertools.islice(in_order, MOST_HELD):
+            reach = reaches[line.group.key]
+            before, (size, wanted) = models.get(line.key.name, (0, 0)), wanted_by(reach.requests.of(line, reach.most))
             models[line.key.name] = before[0] + size, before[1] + wanted
         return models
 
@@ -660,8 +664,7 @@ class Schedule:
             return
         state, ledger = books.recallable, books.ledger
         for location in books.rules.capacities:
-            possible = set(state.models(location))
-            names = [name for name in ledger.models if name in possible]
+            names = sorted(state.models(location))
             for name in names:
                 limit = policy.model_limit(ledger, books.rules, name, location)
                 if limit is not None:
@@ -683,7 +686,11 @@ class Schedule:
 
 def _oldest(reaches: Sequence[Reach]) -> DebitRequest | None:
     """Return the oldest of these requests."""
-    found = [each.requests.oldest(each.most) for each in reaches]
+    return _first_of([each.requests.oldest(each.most) for each in reaches])
+
+
+def _first_of(found: Sequence[DebitRequest | None]) -> DebitRequest | None:
+    """Return the oldest of these requests, if there is one."""
     return min([one for one in found if one is not None], key=call_of, default=None)
 
 

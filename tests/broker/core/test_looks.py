@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -13,7 +14,7 @@ from benchmarks.load import core
 
 from membrokerd.core import effects as fx
 from membrokerd.core import events as ev
-from membrokerd.core import policy, request_lines, shares
+from membrokerd.core import policy, request_lines, schedule, shares
 from membrokerd.core.machine import Broker
 from membrokerd.core.names import ModelName, QuotaKey
 
@@ -195,6 +196,51 @@ def test_a_division_costs_nothing_for_models_without_a_share(monkeypatch: pytest
     few, many = calls_of_a_recall(128), calls_of_a_recall(1_024)
     assert many[0] <= few[0] + 200, (few, many)
     assert many[1] <= few[1] + 200, (few, many)
+
+
+def bytecodes_of(work: Callable[[], Any]) -> int:
+    """Return how many bytecodes of Python some work takes: also loops that call nothing count."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_what_a_recall_looks_at_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that recalls for the models that wait, of 16 tenants, begins holds for 16 of 256, or of 2,048."""
+    monkeypatch.setattr(request_lines, "MOST_SHARERS", 32)
+    monkeypatch.setattr(schedule, "MOST_HELD", 16)
+    costs = []
+    for models in (256, 2_048):
+        guarantees: dict[QuotaKey, int] = {
+            (f"t{number}", None, "device"): models * GRANULE // 16 for number in range(16)
+        }
+        crowd = core.Core(models, guarantees, max_sessions=2 * models)
+        lender = crowd.open("lender", "m", answers=True)
+        lent = [crowd.allocate(*lender) for _ in range(models)]
+        crowd.step(ev.RegisterModel(1 << 40, lender[0], 1 << 40, lender[1], None, {}, False, False))
+        for number in range(models):
+            crowd.allocate(*crowd.open(f"t{number % 16}", f"m{number}"), wait_ns=core.WAIT_NS)
+        answers = ev.RegisterModel(1 << 41, lender[0], 1 << 41, lender[1], None, {}, False, True)
+        crowd.step(answers)
+        (recall,) = crowd.broker.books.recallable.recalls.values()
+        crowd.step(ev.AnswerRecall(lender[0], recall.number, recall.size))
+        crowd.now += 10**11
+        assert lent
+        costs.append(bytecodes_of(lambda: crowd.step(ev.Elapsed())))  # noqa: B023 - it is called at once
+        assert crowd.broker.books.recallable.recalls, "it is asked again"
+    assert costs[1] <= 1.1 * costs[0], costs
 
 
 def test_those_have_a_share_that_have_waited_longest_of_each_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
