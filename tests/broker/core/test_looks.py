@@ -82,7 +82,7 @@ def test_one_look_asks_once_for_each_model_how_much_it_may_have(*, answers: bool
 
 
 @pytest.mark.parametrize("answers", [False, True])
-@pytest.mark.parametrize("more", [7, pytest.param(63, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("more", [7, pytest.param(63, marks=[pytest.mark.deep, pytest.mark.timeout(1200)])])
 def test_a_look_costs_nothing_for_each_request_that_waits(more: int, *, answers: bool) -> None:
     """An honest session borrows beside 256 requests of 16 models, and beside 2,048 or 16,384 of them."""
     most = {"max_sessions": 2_048, "max_sessions_per_process": 64}

@@ -291,7 +291,7 @@ def test_bounds(lender: Recalled) -> None:
         until(lambda: lender.lent_bytes == 3 * PAGE)
         engine.add(Request(7, decode_left=300))
         engine.add(Request(7))
-        steps(cache, engine, lambda: lender.lent_bytes == 5 * PAGE)
+        steps(cache, engine, lambda: lender.lent_bytes == 5 * PAGE and engine.running)
         assert len(engine.running) == 1
         engine.running[0].decode_left = 1
         steps(cache, engine, lambda: engine.finished == 2)
