@@ -89,7 +89,7 @@ def test_a_worker_that_ends_by_sigterm(daemon: Daemon) -> None:
             stub.DeleteSegment(broker_pb2.DeleteSegmentRequest(request_id=1, name=segment.name))
         until(lambda: is_clean(daemon) and daemon.descriptors() == before)
         assert evictions(daemon) == 1
-        said = [line for line in daemon.log().splitlines() if "evict" in line]
+        said = until(lambda: [line for line in daemon.log().splitlines() if "evict" in line])
         assert len(said) == 1
         assert re.search(rf"WARNING an operator evicts a process: SIGTERM .*pid={one.pid} ", said[0])
 
@@ -119,6 +119,7 @@ def test_a_worker_that_does_not_end_by_sigterm_is_killed(killing: Daemon, what: 
         assert evict(killing, name).name == name
         assert one.process.wait(DEADLINE_SECONDS) == -signal.SIGKILL
         until(lambda: is_clean(killing))
+        until(lambda: "SIGKILL" in killing.log())
         said = [line for line in killing.log().splitlines() if "evict" in line]
         assert [line.rpartition(": ")[2].split()[0] for line in said] == ["SIGTERM", "SIGKILL"]
         assert all(f"session={name} tenant=red pid={one.pid} " in line and " WARNING " in line for line in said)
@@ -235,4 +236,4 @@ def test_a_containers_first_process_is_killed(killing: Daemon) -> None:
         assert not isinstance(evict(killing, session.name), Status)
         one.process.wait(DEADLINE_SECONDS)
         until(lambda: is_clean(killing))
-        assert "SIGKILL" in killing.log()
+        until(lambda: "SIGKILL" in killing.log())

@@ -103,7 +103,7 @@ def test_a_user_namespace_that_does_not_map_every_user_is_told(tmp_path: Path) -
         pytest.skip("this machine allows no user namespace")
     told = "this user namespace does not map every user"
     with running(module="tests.support.faulty_daemon in_user_namespace") as daemon:
-        assert told in daemon.log()
+        until(lambda: told in daemon.log())
         inside = [sys.executable, "-c", "import membroker, sys; membroker.connect(sys.argv[1]).close()"]
         subprocess.run([*inside, str(daemon.endpoint())], check=True)  # this user is the one that is mapped
     options = ["--driver", "host", "--runtime-directory", str(tmp_path / "run"), "--check-config"]

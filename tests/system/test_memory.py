@@ -250,7 +250,7 @@ def test_the_worst_mix_of_so_many_descriptors_stays_within_the_bound(
     module = "membrokerd.cli" if fits else "tests.support.faulty_daemon wait_only"
     with running(config, descriptors, module) as daemon, ExitStack() as stack:
         at_start, before = daemon.resident_bytes(), daemon.descriptors()
-        assert f"max_sessions={sessions}" in daemon.log()
+        until(lambda: f"max_sessions={sessions}" in daemon.log())
         books = {"models": lent + waits, "segments": 0, "extents": lent * extents}
         most = bound(sessions=sessions, endpoints=2 + len(reds), **books)
         blue, *others = stack.enter_context(workers(1 + -(-(sessions - 1) // 16)))

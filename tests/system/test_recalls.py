@@ -171,8 +171,7 @@ def test_a_silent_borrower_is_late_until_it_answers(stack: ExitStack, capsys: py
         assert red.get() == HALF
 
         assert ended(daemon)["late"] == 1
-        late = re.findall("WARNING a worker does not answer a recall of memory (.*)", daemon.log())
-        (line,) = late
+        (line,) = until(lambda: re.findall("WARNING a worker does not answer a recall of memory (.*)\n", daemon.log()))
         fields = f"session={blue.session.welcome.session} model={blue.model} location=device"
         assert line.startswith(f"{fields} asked_bytes=67108864 returned_bytes=0 result=late after_ms=")
         assert numbers(daemon)["model_late_bytes", "blue"] == 4 * UNIT

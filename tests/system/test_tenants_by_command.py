@@ -89,7 +89,7 @@ def test_a_pod_gets_a_tenant_and_loses_it(daemon: Daemon) -> None:
         one.do("segment.close()")
         until(lambda: is_gone(daemon))
     assert "[" not in kept_file(daemon)
-    lines = [line for line in daemon.log().splitlines() if "method=DeleteTenant" in line]
+    lines = until(lambda: [line for line in daemon.log().splitlines() if "method=DeleteTenant" in line])
     assert f"result=OK by_uid={os.geteuid()} by_pid=" in lines[0]
     assert create(daemon).name == NAME, "the name is free again"
 

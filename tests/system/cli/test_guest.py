@@ -303,7 +303,7 @@ def test_a_program_that_uses_membroker_itself_is_never_suspended(daemon: Daemon)
     with Guest(daemon, "one", program=program) as one:
         pid = one.ready()
         assert one.order("sleep", "one", "--timeout", "2") == 1
-        assert f"process {pid} has used memory of a broker" in one.said.read_text()
+        until(lambda: f"process {pid} has used memory of a broker" in one.said.read_text())
         assert one.held() == SIZE
         one.is_right()
         assert one.end() == 7
@@ -325,7 +325,7 @@ def test_it_sleeps_when_nobody_has_come_for_a_while(daemon: Daemon) -> None:
         until(lambda: one.held() == 0)
         one.answers()
         until(lambda: one.held() == 0)
-        assert "because it had no connection for" in one.said.read_text()
+        until(lambda: "because it had no connection for" in one.said.read_text())
 
 
 def test_a_door_that_is_taken_is_said_before_anything_starts(daemon: Daemon) -> None:
@@ -445,7 +445,8 @@ def test_one_whose_warden_is_killed_wakes_and_stays_awake(one: Guest) -> None:
     wardens = [each for each in children(one.process.pid) if each != one.pid]
     os.kill(wardens[0], signal.SIGKILL)
     until(lambda: one.held() == SIZE)
-    assert "it does not sleep any more: the process was killed that would end the program" in one.said.read_text()
+    said = "it does not sleep any more: the process was killed that would end the program"
+    until(lambda: said in one.said.read_text())
     assert one.order("sleep", "one", "--timeout", "1") == 1
     assert one.end() == 7
 
