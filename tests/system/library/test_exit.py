@@ -87,10 +87,10 @@ class TestBrokerGone:
             segment = model.create_segment("weights", PAGE)
             segment.seal()
             again = client.attach("m/weights")
-            monkeypatch.setattr(reconnecting, "CONTROL_SECONDS", 0.2)
-            if transport == "grpc":  # a release by gRPC waits for its answer
-                monkeypatch.setattr(client._session.reconnecting, "_answer_within", 0.2)
-            with hold_still(daemon):
+            with monkeypatch.context() as impatient, hold_still(daemon):
+                impatient.setattr(reconnecting, "CONTROL_SECONDS", 0.2)
+                if transport == "grpc":  # a release by gRPC waits for its answer
+                    impatient.setattr(client._session.reconnecting, "_answer_within", 0.2)
                 buffer.close()
                 pool.close()
                 segment.close()

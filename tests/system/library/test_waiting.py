@@ -143,18 +143,25 @@ def test_what_meets_a_full_device_waits_on(daemon: Daemon, asker: Worker, transp
 
 
 def test_a_refusal_comes_at_the_deadline_with_its_numbers(daemon: Daemon, asker: Worker) -> None:
-    """Nobody releases anything. The call is refused when its time is over, and at once if it has none."""
+    """Nobody releases anything. The call is refused when its time is over, and at once if it has none.
+
+    The broker is told what is left of the time when the call is sent: on a busy machine that may be nothing.
+    """
+
+    def waited(code: str, wait: float) -> bool:
+        """Make the call, and return whether the broker has let it wait."""
+        began = time.monotonic()
+        refused = asker.refused(code.format(wait=wait))
+        assert time.monotonic() - began >= wait
+        assert (refused.error, refused.reason) == ("OutOfMemory", "CAPACITY"), code
+        # Nobody releases memory: a wait could bring nothing.
+        assert (refused.metadata["share_bytes"], refused.metadata["obtainable_bytes"]) == ("0", "0")
+        return int(refused.metadata.get("waited_ms", 0)) > 0
+
     with full(daemon):
-        for what, code in CALLS.items():
-            for wait in (0, 0.1):
-                began = time.monotonic()
-                refused = asker.refused(code.format(wait=wait))
-                assert time.monotonic() - began >= wait
-                assert (refused.error, refused.reason) == ("OutOfMemory", "CAPACITY"), what
-                waited = int(refused.metadata.get("waited_ms", 0)) / 1000
-                assert (waited > 0) == (wait > 0)  # by gRPC the broker is told what is left of it
-                # Nobody releases memory: a wait could bring nothing.
-                assert (refused.metadata["share_bytes"], refused.metadata["obtainable_bytes"]) == ("0", "0")
+        for code in CALLS.values():
+            assert not waited(code, 0)
+            until(lambda code=code: waited(code, 0.1))
         assert daemon.books().lent_bytes == CAPACITY
 
 
@@ -168,14 +175,19 @@ def test_an_error_has_the_numbers_of_the_share(daemon: Daemon, asker: Worker) ->
         third.begin(f"third.allocate({CAPACITY}, wait={LONG})")
         until(lambda: waiting(daemon) == 1)
         assert asker.ask(numbers) == [CAPACITY // 2, CAPACITY // 2, CAPACITY // 2], "red has borrowed nothing yet"
-        asker.begin(
-            "try:\n    model.allocate(200 * MIB, wait=0.2)\n"
-            "except membroker.OutOfMemory as error:\n"
-            "    answer = [error.share_bytes, error.obtainable_bytes, error.waited_seconds, error.available_bytes]\n"
-        )
-        share, obtainable, waited, available = asker.result()
-        assert (share, obtainable, available) == (CAPACITY // 2, CAPACITY // 2, CAPACITY // 2)
-        assert waited > 0
+
+        def refused() -> Any:
+            """Return the numbers, if the call was sent before its time was over."""
+            asker.begin(
+                "try:\n    model.allocate(200 * MIB, wait=0.2)\n"
+                "except membroker.OutOfMemory as error:\n"
+                "    answer = [error.share_bytes, error.obtainable_bytes, error.available_bytes]\n"
+                "    answer.append(error.waited_seconds)\n"
+            )
+            *numbers, waited = asker.result()
+            return numbers if waited > 0 else None
+
+        assert until(refused) == [CAPACITY // 2, CAPACITY // 2, CAPACITY // 2]
         asker.do("model.declare(0); limited = client.register_model('limited', limit='16MiB')")
         asker.begin(
             "try:\n    limited.allocate('20MiB', wait=600)\n"
@@ -286,39 +298,47 @@ def test_a_grpc_call_that_ends_waits_no_more(daemon: Daemon) -> None:
 
 
 @pytest.mark.deep
-def test_a_wait_goes_on_after_the_daemons_death(daemon: Daemon, asker: Worker) -> None:
+def test_a_wait_goes_on_after_the_daemons_death(daemon: Daemon, patient: Worker) -> None:
     """The daemon is killed under two calls. Each asks the next one again, for the rest of its time."""
     with full(daemon) as holder:
-        asker.do(f"granted = Thread(lambda: model.allocate(64 * MIB, wait={LONG}))")
-        asker.do("refused = Thread(lambda: model.allocate(128 * MIB, wait=6))")
+        patient.do(f"granted = Thread(lambda: model.allocate(64 * MIB, wait={2 * LONG}))")
+        patient.do(f"refused = Thread(lambda: model.allocate(128 * MIB, wait={LONG}))")
         until(lambda: waiting(daemon) == 2)
-        away(daemon, 1)
-        until(lambda: waiting(daemon) == 2)
-        kind, reason, waited = asker.ask("refused.result()")
+        away(daemon, patient, LONG - 2)
+        kind, reason, waited = patient.ask("refused.result()")
         assert (kind, reason) == ("OutOfMemory", "CAPACITY")
-        assert 0 < waited < 5.1, "the second daemon let it wait for all of its time"
-        assert waiting(daemon) == 1
+        assert waited < 2.1, "the second daemon let it wait for all of its time"
+        until(lambda: waiting(daemon) == 1)
         holder.do("buffers.pop().close()")
-        assert asker.ask("granted.result()[0]") == "NoneType"
+        assert patient.ask("granted.result()[0]") == "NoneType"
 
 
 @one_transport
-def test_no_time_is_left_after_a_long_outage(daemon: Daemon, asker: Worker) -> None:
+def test_no_time_is_left_after_a_long_outage(daemon: Daemon, patient: Worker) -> None:
     """The daemon is away for longer than the call may wait. The next one is still asked, and refuses it at once."""
     with full(daemon):
-        asker.do("thread = Thread(lambda: model.allocate(64 * MIB, wait=1))")
+        patient.do(f"thread = Thread(lambda: model.allocate(64 * MIB, wait={LONG}))")
         until(lambda: waiting(daemon) == 1)
-        away(daemon, 1)
-        assert asker.ask("thread.result()") == ["OutOfMemory", "CAPACITY", 0.0]
+        away(daemon, patient, LONG)
+        assert patient.ask("thread.result()") == ["OutOfMemory", "CAPACITY", 0.0]
         denied = [model.denials_total["CAPACITY"] for model in daemon.models() if model.name == "tenants/red/models/m"]
         assert denied == [1]
 
 
-def away(daemon: Daemon, seconds: float) -> None:
-    """Kill the daemon, and start the next one so many seconds later."""
+@pytest.fixture
+def patient(daemon: Daemon, transport: str) -> Iterator[Worker]:
+    """An asker whose calls wait for a daemon for hours, and whose clock the test can put forward."""
+    with worker() as one:
+        one.connect(daemon, "red", transport, outage=24 * LONG)
+        one.do(PREPARE)
+        one.do("clock, passed = time.monotonic, 0; time.monotonic = lambda: clock() + passed")
+        yield one
+
+
+def away(daemon: Daemon, asker: Worker, seconds: float) -> None:
+    """Kill the daemon, and start the next one so many seconds later by the worker's clock."""
     daemon.kill()
-    killed = time.monotonic()
-    until(lambda: time.monotonic() >= killed + seconds)
+    asker.do(f"passed += {seconds}")
     daemon.start_again()
 
 
