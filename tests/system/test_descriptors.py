@@ -131,21 +131,24 @@ def test_a_scrape_for_which_there_is_no_descriptor(daemon: Daemon) -> None:
     until(lambda: daemon.descriptors() == at_start)
     spare_descriptors(daemon.process.pid, 0)
     with socket.create_connection((address[0], int(address[1]))) as scrape:
-        before = _busy_seconds(daemon)
-        # Nothing announces that it stays idle, so for some moments it is looked for in vain.
-        with pytest.raises(AssertionError):
-            until(lambda: _busy_seconds(daemon) - before > 1.0, seconds=1.5)
+        until(lambda: _is_idle(daemon))
         spare_descriptors(daemon.process.pid, None)
         scrape.settimeout(DEADLINE_SECONDS)
         scrape.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
         assert scrape.recv(12) == b"HTTP/1.0 200"
 
 
-def _busy_seconds(daemon: Daemon) -> float:
-    """Return for how long the daemon's threads ran or would have, had a core been free: no load of others hides it."""
-    pid = daemon.process.pid
-    threads = [proc_of(pid, f"task/{thread}/schedstat") for thread in os.listdir(f"/proc/{pid}/task")]
-    return sum(int(number) for thread in threads for number in thread.split()[:2]) / 1e9
+def _is_idle(daemon: Daemon) -> bool:
+    """Say whether all threads of the daemon sleep, and none has run since a look before: no load of others hides it."""
+
+    def look() -> list[tuple[str, str]]:
+        pid = daemon.process.pid
+        threads = sorted(os.listdir(f"/proc/{pid}/task"))
+        stats = [proc_of(pid, f"task/{one}/stat").rpartition(") ")[2][:1] for one in threads]
+        return list(zip(stats, [proc_of(pid, f"task/{one}/schedstat") for one in threads], strict=True))
+
+    before = look()
+    return {state for state, _ in before} == {"S"} and look() == before
 
 
 LIMIT = descriptors_for(3)
