@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +203,15 @@ def children(pid: int) -> list[int]:
     except FileNotFoundError:
         return []
     return [int(child) for thread in threads for child in proc_of(pid, f"task/{thread}/children").split()]
+
+
+def links(pid: int) -> list[str]:
+    """Return what the descriptors of a process lead to."""
+    found = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found.append(os.readlink(path))
+    return found
 
 
 def is_gone(pid: int) -> bool:

@@ -12,7 +12,6 @@ import select
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import pytest
 from tests.support.command import COMMAND, good, refused, run
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.sizes import MIB
-from tests.support.workers import PAGE, children, proc_of, worker, workers
+from tests.support.workers import PAGE, children, links, proc_of, worker, workers
 
 import membroker
 
@@ -197,14 +196,6 @@ def test_a_replay_that_is_ended_takes_its_process_along(recorded: Path, killed: 
     os.close(end)
 
 
-def links(pid: int) -> list[str]:
-    found = []
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile
-            found.append(os.readlink(path))
-    return found
-
-
 def test_a_restart_begins_another_part() -> None:
     """A daemon is killed, and the next one goes on with the books and with the trace: all of it is replayed."""
     with running(CONFIG) as daemon:
@@ -274,4 +265,4 @@ def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     with running({"record": True, "state_directory": str(blocked)}) as daemon:
         with membroker.connect(daemon.endpoint("red")) as client:
             client.register_model("chat").allocate(PAGE).close()
-        assert "the trace cannot be written" in daemon.log()
+        until(lambda: "the trace cannot be written" in daemon.log())

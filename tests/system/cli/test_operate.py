@@ -310,7 +310,7 @@ def test_the_daemon_exits_at_the_deadline_whatever_is_lent(daemon: Daemon, engin
     assert daemon.process.wait(DEADLINE_SECONDS) == 0
     assert (datetime.now(UTC) - begun).total_seconds() >= 1.5
     until(lambda: "the drain's deadline has passed: workers keep the memory they have" in daemon.log())
-    (deadline,) = engine.ask("deadlines")
+    (deadline,) = until(lambda: engine.ask("deadlines"))
     assert 1.5 <= deadline - begun.timestamp() <= 1.5 + DEADLINE_SECONDS
     daemon.start_again()
     until(lambda: "Resumed" in told(engine))

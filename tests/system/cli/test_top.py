@@ -227,7 +227,7 @@ def test_numbers_of_a_silent_broker_are_marked(daemon: Daemon, red: membroker.Cl
             told = datetime.combine(before.date(), time.fromisoformat(found[1]), UTC)
             since = (told - before + timedelta(seconds=2)) % timedelta(days=1)  # midnight may have passed
             assert since <= timedelta(seconds=DEADLINE_SECONDS), "not the time of the last answer"
-            assert row(terminal, "red/chat")[1:2] == ["64.0MiB"]
+            until(lambda: row(terminal, "red/chat")[1:2] == ["64.0MiB"])
         until(lambda: not SILENT.search(terminal.text()))
         until(lambda: row(terminal, "red/chat")[1:2] == ["64.0MiB"])
 

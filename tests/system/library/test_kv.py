@@ -45,6 +45,8 @@ class Server:
         self.error: BaseException | None = None
         self.longest = 0.0
         """Seconds of the longest call of the cache."""
+        self.peak = 0
+        """The most bytes that it was charged."""
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
@@ -66,6 +68,7 @@ class Server:
                     if not self.engine.running:
                         self.cache.wait(0.001)
                     self._timed(self.cache.turn)
+                    self.peak = max(self.peak, lent(self))
                     time.sleep(0.001)  # the GPU computes
                 else:
                     self.cache.rest()
@@ -118,11 +121,11 @@ def test_two_engines_trade_memory(daemon: Daemon, seed: int) -> None:
     with serving(daemon, "red", seed) as red, serving(daemon, "blue", seed + 1) as blue:
         for turn in range(3):
             for server, other in ((red, blue), (blue, red)):
-                before = server.engine.finished
+                before, server.peak = server.engine.finished, 0
                 for _ in range(4):
                     server.add(Request(30, decode_left=200))
-                until(lambda server=server: lent(server) > 160 * MIB)
                 until(lambda server=server, before=before: server.engine.finished == before + 4)
+                assert server.peak > 160 * MIB
                 until(lambda server=server: lent(server) == PAGE)
                 assert other.engine.finished == 4 * (turn + (server is blue))
         assert daemon.books().lent_bytes == 2 * PAGE
@@ -212,7 +215,7 @@ def test_a_model_whose_cache_went_with_its_pool_answers_recalls() -> None:
         other.allocate(0, 56 * MIB)
         with membroker.connect(daemon.endpoint("blue")) as blue, pytest.raises(membroker.OutOfMemory):
             blue.register_model("m").allocate(32 * MIB, wait=2)
-        assert model.pending_recall is None
+        until(lambda: model.pending_recall is None)
         other.deallocate(0, PAGE)
         other.allocate(0, PAGE, wait=600)  # a moment later: what was kept counts as late at first
 
