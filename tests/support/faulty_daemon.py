@@ -27,7 +27,7 @@ from membrokerd.edge import dispatch, listings
 from membrokerd.edge.endpoints import Endpoints
 from membrokerd.edge.handoff import connection
 from membrokerd.restart.journal import Journal
-from membrokerd.runtime import eviction, loop
+from membrokerd.runtime import eviction, loop, sleeping
 from membrokerd.system import failpoints, turns
 
 ARMED = "MEMBROKER_TEST_CRASH"
@@ -190,6 +190,11 @@ def start_slowly() -> None:
         perf_counter=lambda: time.perf_counter() + passed[0],
         thread_time=lambda: time.thread_time() + passed[0],
     )
+
+
+def wait_for_answers() -> None:
+    """It waits so long for an answer whether an engine sleeps that no busy machine misses it."""
+    sleeping.ANSWER_SECONDS = 20.0
 
 
 def in_user_namespace() -> None:

@@ -156,7 +156,7 @@ def test_a_tenant_whose_guarantee_is_never_lent(stack: ExitStack) -> None:
 
 def test_a_silent_borrower_is_late_until_it_answers(stack: ExitStack, capsys: pytest.CaptureFixture[str]) -> None:
     """Another borrower is asked in its place. An operator sees in three places which session is late."""
-    with lending(recall_seconds=0.3) as daemon, stack:
+    with lending(recall_seconds=2.0) as daemon, stack:  # green must answer in that time
         blue, green = Borrower(stack, daemon, "blue", HALF), Borrower(stack, daemon, "green", HALF)
         red = Borrower(stack, daemon, "red", answers=False)
         red.ask(HALF)

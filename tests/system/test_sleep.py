@@ -41,6 +41,12 @@ def ask(daemon: Daemon, name: str = CHAT, **fields: Any) -> Any:
 
 
 @pytest.fixture
+def daemon() -> Iterator[Daemon]:
+    with running(module="tests.support.faulty_daemon wait_for_answers") as one:
+        yield one
+
+
+@pytest.fixture
 def threads() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(4) as threads:
         yield threads
