@@ -40,7 +40,7 @@ def test_a_dead_process_takes_no_others_watch_with_it() -> None:
 
     The second's pidfd has the number that the first's had. Its own death must still be noticed.
     """
-    with running() as daemon, ExitStack() as stack:
+    with running({"settle_seconds": 600.0}) as daemon, ExitStack() as stack:
         first = stack.enter_context(_process(daemon, fork=True))
         first.kill()
         first.wait()

@@ -144,12 +144,20 @@ def test_a_stopped_worker_keeps_its_charge_and_harms_nobody(daemon: Daemon) -> N
 # Outlived by its memory
 
 
-def test_a_forked_child_keeps_its_dead_parents_charge(daemon: Daemon) -> None:
+@pytest.fixture
+def patient() -> Iterator[Daemon]:
+    """A daemon that credits the dead by the device's figure alone, however long a test takes."""
+    with running({"settle_seconds": 600.0}) as one:
+        yield one
+
+
+def test_a_forked_child_keeps_its_dead_parents_charge(patient: Daemon) -> None:
     """A rank is killed, its child process inherited everything by a fork that Python never saw.
 
     Connection, descriptors and mapping live on in the child, so neither the socket nor the pidfd is proof: the bytes
     are releasing, charged and lent to nobody, and come back when the child dies.
     """
+    daemon = patient
     at_start = descriptors_at_start(daemon)
     with worker() as parent, worker() as other:
         borrow(parent, daemon, 64 * MIB)
@@ -290,8 +298,9 @@ def test_a_worker_that_only_keeps_descriptors_is_charged_until_it_dies(daemon: D
         until_clean(daemon, at_start)
 
 
-def test_a_descriptor_passed_to_another_process_keeps_the_charge(daemon: Daemon) -> None:
+def test_a_descriptor_passed_to_another_process_keeps_the_charge(patient: Daemon) -> None:
     """A descriptor is a bearer capability: the borrower is dead, a process the broker never met holds its memory."""
+    daemon = patient
     at_start = descriptors_at_start(daemon)
     with raw_worker(daemon, "acknowledged it") as borrower, worker() as stranger:
         borrower.do("kept = [raw.driver._handles[handle].descriptor for handle in raw.handles]")

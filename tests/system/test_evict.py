@@ -165,9 +165,9 @@ def test_a_session_that_is_not_known(daemon: Daemon) -> None:
     assert why_not(daemon, "sessions/1") == "it is not known, or has ended (`membroker sessions --admin` lists all)"
 
 
-def test_a_process_that_is_dead_already(daemon: Daemon) -> None:
+def test_a_process_that_is_dead_already() -> None:
     """Its forked child keeps the memory: there is nothing more to end that the broker knows of."""
-    with worker() as one:
+    with running({"settle_seconds": 600.0}) as daemon, worker() as one:
         one.connect(daemon).do(HOLD)
         name, child = name_of(one), int(one.ask("fork_unseen()"))
         try:

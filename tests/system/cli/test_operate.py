@@ -122,9 +122,9 @@ def test_a_session_whose_process_closed_its_connection(daemon: Daemon) -> None:
     assert "evict" not in said
 
 
-def test_a_dead_process_needs_no_forgetting(daemon: Daemon) -> None:
+def test_a_dead_process_needs_no_forgetting() -> None:
     """A forked child keeps the memory of a worker that died: its session settles by itself."""
-    with worker() as one:
+    with running({"settle_seconds": 600.0}) as daemon, worker() as one:
         one.connect(daemon)
         one.do("kept = client.register_model('chat').allocate('16MiB'); kept.view()[:4] = b'kept'")
         name, child = str(one.ask("client.session")), int(one.ask("fork_unseen()"))
@@ -134,7 +134,7 @@ def test_a_dead_process_needs_no_forgetting(daemon: Daemon) -> None:
             assert f"{name} is of a dead process, and ends by itself" in refused("forget", name, at=daemon.admin)
         finally:
             os.kill(child, signal.SIGKILL)
-    until(lambda: state(daemon, name) == "ended")
+        until(lambda: state(daemon, name) == "ended")
 
 
 # --- quota ---

@@ -35,8 +35,8 @@ pool = model.pool(page_size=PAGE, virtual_capacity="256MiB")
 pool.allocate(0, PAGE)
 say("before")
 wait()
-say("calls")
 try:
+    say("calls")
     pool.allocate(PAGE, 100 * PAGE)
     raise SystemExit("it was not interrupted")
 except KeyboardInterrupt:

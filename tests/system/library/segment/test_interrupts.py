@@ -32,8 +32,8 @@ class TestInterrupt:
         script = """
 client = connect()
 model = client.register_model("m")
-say("attaches")
 try:
+    say("attaches")
     client.attach("weights", timeout=24 * 3600)
     raise SystemExit("it was not interrupted")
 except KeyboardInterrupt:
