@@ -628,7 +628,11 @@ class Connection:
         self._unclosed.remove(packet)
 
     def _route(self, packet: handoff.Packet) -> PendingCall | None:
-        """Give a packet to its call, and return that; None when no call waits for it. The lock is held."""
+        """Give a packet to its call, and return that; None when no call waits for it. The lock is held.
+
+        A violation that the broker tells of ends the connection here, before any thread can read the end behind it:
+        what was wrong would be wrong again, so the session must not resume.
+        """
         frame = packet.frame
         kind = frame.WhichOneof("kind")
         if kind == "delivery":
@@ -638,6 +642,10 @@ class Connection:
             reply = frame.reply
         call = self._calls.get(frame.request_id)
         if call is None or kind not in ("delivery", "reply"):
+            if kind == "reply" and frame.reply.HasField("error"):
+                error = from_status(frame.reply.error)
+                if error.reason == "PROTOCOL_VIOLATION":
+                    self._end_with(ProtocolError, f"the broker at {self._name} ended the connection: {error}")
             return None
         if kind == "delivery":
             call.inbox.append(packet)
@@ -662,12 +670,6 @@ class Connection:
             return
         with self._changed.lock:
             self._close_packet(packet)
-        if kind == "reply" and frame.reply.HasField("error"):
-            error = from_status(frame.reply.error)
-            if error.reason == "PROTOCOL_VIOLATION":
-                # The broker closes now, and what was wrong would be wrong again.
-                self._break_off(ProtocolError, f"the broker at {self._name} ended the connection: {error}")
-                return
         # Once the connection has ended its calls have gone, and their answers may still be on the way here.
         if self._end is None and (kind != "reply" or frame.reply.WhichOneof("result") not in _LATE):
             logger.warning("the broker sent a frame that no call waits for: %s", kind)
@@ -725,13 +727,17 @@ class Connection:
     def _break_off(self, kind: type[MembrokerError], why: str, *, interrupted: bool = False) -> None:
         """End the connection, unless it has ended: calls raise this error from now on."""
         with self._changed.lock:
-            if self._end is None:
-                self._end = (kind, why)
-                self.interrupted = interrupted
-                with suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)
-            self._changed.tell_all()
-            self._admitted.tell_all()
+            self._end_with(kind, why, interrupted=interrupted)
+
+    def _end_with(self, kind: type[MembrokerError], why: str, *, interrupted: bool = False) -> None:
+        """As `_break_off`. The lock is held."""
+        if self._end is None:
+            self._end = (kind, why)
+            self.interrupted = interrupted
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+        self._changed.tell_all()
+        self._admitted.tell_all()
 
     def _lose(self, error: Exception) -> None:
         """Note that the connection is lost, and why."""

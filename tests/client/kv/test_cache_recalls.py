@@ -32,7 +32,7 @@ def test_free_pages_go_first(lender: Recalled) -> None:
     """Prefixes stay cached as long as free pages are enough, then the coldest goes."""
     engine = an_engine(caches=True)
     with serving(lender, engine, block=MIB, ahead=8 * PAGE) as cache:
-        until(lambda: lender.lent_bytes >= 9 * PAGE)
+        until(lambda: cache.stats().blocks >= 9 * PAGE // MIB)  # lent, and there for the engine
         engine.add(Request(5, prefix=1, decode_left=1))
         steps(cache, engine, lambda: engine.finished)
         lender.capacity = 0
