@@ -130,7 +130,8 @@ class DemoGuest:
 
     def __init__(self, endpoint: Path, model: str, size: int) -> None:
         self.model = model
-        self._door, port = _free_port(), _free_port()
+        self._reserved = [_reserve_port() for _ in range(2)]
+        self._door, port = (int(one.getsockname()[1]) for one in self._reserved)
         program = [sys.executable, "-m", "membroker.cli.demo.guest", str(size), str(port)]
         options = ["--model", model, "--memory", str(size), "--door", f"{self._door}:{port}"]
         self.process = subprocess.Popen(
@@ -167,11 +168,16 @@ class DemoGuest:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        for one in self._reserved:
+            one.close()
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+def _reserve_port() -> socket.socket:
+    """Return a socket with a port that the kernel gives to no other program. A server that is told it can bind it."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # servers set it, too
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 class DemoBroker:
