@@ -204,6 +204,8 @@ def test_memory_that_never_comes_back_is_written_off_and_lent_to_nobody() -> Non
                 books = daemon.books()
                 assert (books.lent_bytes, books.releasing_bytes, books.free_bytes) == (0, 0, 256 * MIB)
                 assert daemon.sessions() == []
+                until(lambda: "proven=false" in daemon.log())
+                assert daemon.figure("membroker_device_unproven_releases_total", location="device") == 1
                 until(lambda: child in daemon.suspects())
                 shown = processes(daemon)[child]
                 assert (shown.used_bytes, shown.excess_bytes, list(shown.sessions)) == (64 * MIB, 64 * MIB, [])
@@ -228,8 +230,6 @@ def test_memory_that_never_comes_back_is_written_off_and_lent_to_nobody() -> Non
             other.do("rest = model.allocate('64MiB')")
             other.kill()
             until_clean(daemon, at_start)
-            until(lambda: "proven=false" in daemon.log())
-            assert daemon.figure("membroker_device_unproven_releases_total", location="device") == 1
 
 
 def test_the_librarys_fork_hook_gives_the_memory_back(daemon: Daemon) -> None:
