@@ -50,8 +50,9 @@ class Recalled(Lender):
         self.released_bytes = 0
 
     def give_back(self, extent_ids: Sequence[int]) -> None:
-        self.released_bytes += sum(self.lent.get(extent_id, 0) for extent_id in extent_ids)
+        size = sum(self.lent.get(extent_id, 0) for extent_id in extent_ids)
         super().give_back(extent_ids)
+        self.released_bytes += size  # last: who sees that a recall is answered sees that nothing more is lent
 
     def on_recall(self, callback: Callable[[object], object] | None) -> None:
         self.recall_callback = callback
