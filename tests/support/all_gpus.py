@@ -16,7 +16,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.daemons import DEADLINE_SECONDS, to_toml, until
+from tests.support.daemons import DEADLINE_SECONDS, has_traceback, to_toml, until
 
 CLI = ("-m", "membrokerd.cli")
 UUIDS = ["host", "host-1"]
@@ -96,7 +96,7 @@ def running_all(place: Path, program: Sequence[str] = CLI, **more: Any) -> Itera
         if parent.process.poll() is None:
             parent.process.terminate()
             assert parent.process.wait(DEADLINE_SECONDS) == 0, parent.log()
-        assert "Traceback" not in parent.log(), parent.log()
+        assert not has_traceback(parent.log()), parent.log()
     finally:
         parent.process.kill()
         parent.process.wait(DEADLINE_SECONDS)
