@@ -433,7 +433,7 @@ def test_a_sleeping_engine_ends_whose_session_is_unknown(lender: Slept) -> None:
         one.engine.add(Request(10))
         with pytest.raises(ClosedError):
             one.cache.wait(DEADLINE_SECONDS)
-        assert "the broker does not know this session" in one.ask(wake=True).detail
+        until(lambda: "the broker does not know this session" in one.ask(wake=True).detail)
 
 
 def test_the_driver_fails_while_it_falls_asleep(lender: Slept, monkeypatch: pytest.MonkeyPatch) -> None:
