@@ -16,7 +16,7 @@ from tests.support import raw
 from tests.support.daemons import DEADLINE_SECONDS, Daemon, running, until
 from tests.support.faulty_daemon import CONFINED
 from tests.support.sizes import MIB
-from tests.support.workers import Worker, is_clean, is_gone, worker, workers
+from tests.support.workers import Worker, descriptors_at_start, is_clean, is_gone, worker, workers
 
 from membroker import errors
 from membroker.v1 import admin_pb2, broker_pb2
@@ -73,7 +73,7 @@ def evictions(daemon: Daemon) -> int:
 def test_a_worker_that_ends_by_sigterm(daemon: Daemon) -> None:
     """All its sessions end with it, those of another tenant too; what it has sealed stays."""
     with worker() as one:
-        before = daemon.descriptors()
+        before = descriptors_at_start(daemon)
         one.connect(daemon).do(HOLD)
         one.do("segment = model.create_segment('weights', '2MiB'); segment.seal()")
         other = f"membroker.connect({str(daemon.endpoint('blue'))!r})"

@@ -22,6 +22,7 @@ from tests.support.workers import (
     ANCHOR_BYTES,
     PAGE,
     Worker,
+    descriptors_at_rest,
     descriptors_at_start,
     device_used,
     until_clean,
@@ -65,7 +66,7 @@ class Scene(NamedTuple):
 def lasting() -> Iterator[Scene]:
     config = {"capacity": "1GiB", "settle_seconds": 1.0, "max_sessions": 64, "log": {"level": "info"}}
     with running(config) as daemon, honest(daemon) as one, honest(daemon, "grpc") as other:
-        yield Scene(daemon, {"handoff": one, "grpc": other}, daemon.descriptors())
+        yield Scene(daemon, {"handoff": one, "grpc": other}, descriptors_at_rest(daemon))
 
 
 @pytest.fixture

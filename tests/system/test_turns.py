@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 from tests.support.daemons import Daemon, hold_still, running, until
 from tests.support.honest_worker import Honest, State, check_turns, honest
-from tests.support.workers import PAGE, Worker, worker, workers
+from tests.support.workers import PAGE, Worker, descriptors_at_rest, worker, workers
 
 from membroker.v1 import admin_pb2 as apb
 from membroker.v1 import broker_pb2 as bpb
@@ -288,7 +288,7 @@ def test_256_sessions_die_at_once(daemon: Daemon, beside: Honest, state: State) 
 
 def test_hellos_that_came_while_the_broker_was_stopped(daemon: Daemon, beside: Honest, flood: Worker) -> None:
     """The daemon is stopped for longer than a connection may be silent. Who said Hello meanwhile is greeted."""
-    at_rest = daemon.descriptors()
+    at_rest = descriptors_at_rest(daemon)
     flood.do("early = [Connection(endpoint) for _ in range(8)]")
     until(lambda: daemon.descriptors() == at_rest + 2 * 8)
     with hold_still(daemon):
