@@ -162,6 +162,11 @@ def kill_soon() -> None:
     eviction.KILL_SECONDS = 0.3
 
 
+def kill_late() -> None:
+    """It waits an hour after SIGTERM before it sends SIGKILL."""
+    eviction.KILL_SECONDS = HOUR
+
+
 def _enter_pid_namespace() -> None:
     """Go on as the first process of a new pid namespace; this process passes SIGTERM on, and waits for that one."""
     libc = ctypes.CDLL(None, use_errno=True)

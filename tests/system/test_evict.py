@@ -34,10 +34,17 @@ def killing() -> Iterator[Daemon]:
 
 
 @pytest.fixture
-def engine(daemon: Daemon) -> Iterator[Worker]:
+def patient() -> Iterator[Daemon]:
+    """A daemon that sends no SIGKILL, however long a test takes."""
+    with running(module="tests.support.faulty_daemon kill_late") as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def engine(patient: Daemon) -> Iterator[Worker]:
     """A worker of red that holds 16 MiB and notes each SIGTERM, and does nothing about it."""
     with worker() as one:
-        one.connect(daemon).do(HOLD)
+        one.connect(patient).do(HOLD)
         one.do("import signal; got = []; signal.signal(signal.SIGTERM, lambda *_: got.append('SIGTERM'))")
         yield one
 
@@ -139,23 +146,23 @@ def test_a_request_that_waits_gets_the_memory(killing: Daemon) -> None:
         assert other.result() == 128 * MIB
 
 
-def test_a_daemon_that_stops_meanwhile_leaves_the_process_alone(daemon: Daemon, engine: Worker) -> None:
+def test_a_daemon_that_stops_meanwhile_leaves_the_process_alone(patient: Daemon, engine: Worker) -> None:
     """Many programs take a second SIGTERM for an order to leave without tidying up: asked twice, one is sent.
 
     Neither the daemon's end nor the next daemon kills a worker that is tidying up.
     """
     name = name_of(engine)
     for _ in range(2):
-        assert evict(daemon, name).name == name
+        assert evict(patient, name).name == name
     assert engine.ask("got") == ["SIGTERM"]
-    assert evictions(daemon) == 1
-    assert daemon.stop() == 0
+    assert evictions(patient) == 1
+    assert patient.stop() == 0
     assert engine.ask("bytes(kept.view()[:4]).decode()") == "kept"
-    daemon.start_again()
+    patient.start_again()
     engine.do("model.allocate(PAGE).close()")
     assert engine.ask("got") == ["SIGTERM"]
-    assert evictions(daemon) == 0
-    assert "SIGKILL" not in daemon.log()
+    assert evictions(patient) == 0
+    assert "SIGKILL" not in patient.log()
 
 
 # --- What is refused ---
