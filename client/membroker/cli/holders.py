@@ -71,19 +71,14 @@ def sayer(json: bool) -> Callable[[str], None]:
     return (lambda _: None) if json else (lambda line: print(line, flush=True))
 
 
-def wait(
-    look: Callable[[], Held], held: Held, seconds: float | None, say: Callable[[str], None], *, exits: bool = False
-) -> Held:
-    """Wait until nothing is held, or for so long; say which sessions have released all. Return what is still held.
-
-    With `exits`, a daemon that is gone at the end of the wait may have exited at its deadline, with memory lent.
-    """
+def wait(look: Callable[[], Held], held: Held, seconds: float | None, say: Callable[[str], None]) -> Held:
+    """Wait until nothing is held, or for so long; say which sessions have released all. Return what is still held."""
     until = None if seconds is None else time.monotonic() + seconds
     while held:
         time.sleep(LOOK_SECONDS if until is None else max(0.0, min(LOOK_SECONDS, until - time.monotonic())))
         before, held = held, look()
         if until is not None and time.monotonic() >= until:
-            return held or (before if exits else held)
+            return held
         left = {one.name for one in held.sessions} | {one.name for one in held.segments}
         for session in before.sessions:
             if session.name not in left:

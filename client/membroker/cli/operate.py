@@ -6,7 +6,9 @@ Owns what they print. The command line is in `main`, the calls are in `admin`.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+import time
 from collections.abc import Collection, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 
@@ -156,19 +158,24 @@ def _is_confirmed(sessions: list[SessionStatus]) -> bool:
 
 def drain(options: argparse.Namespace) -> int:
     """Stop lending, list the sessions and segments that still hold memory, and wait until none does."""
-    deadline = None if options.deadline is None else datetime.now(UTC) + timedelta(seconds=options.deadline)
     waits = options.timeout if options.timeout is not None else options.deadline
     with open_device(options.endpoint) as admin:
+        last = holders.of_device(admin)
+        ends = math.inf if options.deadline is None else time.monotonic() + options.deadline
+        deadline = None if options.deadline is None else datetime.now(UTC) + timedelta(seconds=options.deadline)
         device = admin.drain(deadline, exits=options.exit)
 
         def look() -> holders.Held:
-            """Look; a daemon that has exited meanwhile, as it does when nothing is charged, holds nothing."""
+            """Look. A daemon that has exited holds nothing, or after its deadline what it held when last seen."""
+            nonlocal last
             try:
-                return holders.of_device(admin)
+                last = holders.of_device(admin)
             except BrokerUnavailable:
                 if not options.exit:
                     raise
-                return holders.Held()
+                if time.monotonic() < ends:
+                    last = holders.Held()
+            return last
 
         held = look()
         if not options.json:
@@ -176,7 +183,7 @@ def drain(options: argparse.Namespace) -> int:
                 False, None, "the device lends nothing more, and the workers are told", *_still(held, options)
             )
         if held and waits != 0:
-            held = holders.wait(look, held, waits, holders.sayer(options.json), exits=options.exit)
+            held = holders.wait(look, held, waits, holders.sayer(options.json))
         if not held:
             said = ["nothing is charged" + (": the daemon exits" if options.exit else "")]
         elif waits == 0:

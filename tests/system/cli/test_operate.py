@@ -27,6 +27,9 @@ from tests.support.terminal import Terminal
 from tests.support.workers import ANCHOR_BYTES, PAGE, Worker, worker
 
 import membroker
+from membroker.admin import Admin
+from membroker.cli import holders
+from membroker.cli import main as cli
 from membroker.v1 import admin_pb2
 
 
@@ -240,6 +243,25 @@ def test_a_drain_that_is_not_over_in_time_fails(daemon: Daemon, engine: Worker) 
     status, out, _ = run("drain", "--deadline", "0.5", "--exit", at=daemon.admin)
     assert status == 1, "it has exited at its deadline, with memory lent"
     assert daemon.process.wait(DEADLINE_SECONDS) == 0
+    daemon.start_again()
+    engine.do("kept.close()")
+
+
+def test_a_daemon_that_exits_at_its_deadline_before_it_is_looked_at(
+    daemon: Daemon, engine: Worker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command is slow. It must not say that nothing is charged, and succeed: an uninstall would go on."""
+    look, looks = holders.of_device, []
+
+    def late(admin: Admin) -> holders.Held:
+        looks.append(admin)
+        if len(looks) > 1:
+            daemon.process.wait(DEADLINE_SECONDS)
+        return look(admin)
+
+    monkeypatch.setattr(holders, "of_device", late)
+    assert cli.main(["drain", "--deadline", "0.1", "--exit", "--endpoint", str(daemon.admin)]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("16.0 MiB were still charged")
     daemon.start_again()
     engine.do("kept.close()")
 
