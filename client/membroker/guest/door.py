@@ -144,7 +144,7 @@ class Door:
         return bool(early)
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, early: bytearray) -> None:
-        program = self._loop.create_task(self._connect())
+        program, side = self._loop.create_task(self._connect()), None
         try:
             while not program.done():  # so much is read, to see whether the client goes away
                 if len(early) >= _CHUNK:
@@ -159,9 +159,11 @@ class Door:
                     early += read.result()
                     if not read.result() and not program.done():
                         return
-            back, forth = await program
+            back, forth = side = await program
         finally:
-            program.cancel()
+            # The door may be closed at the moment at which this connection has been made.
+            if side is None and not program.cancel() and not program.cancelled() and program.exception() is None:
+                program.result()[1].transport.abort()
         try:
             forth.write(early)
             await _exchange((reader, writer), (back, forth))
