@@ -339,7 +339,7 @@ class AsyncClient(_Wrapper[library.Client]):
     delete_segment = _call(library.Client.delete_segment)
     segments = _call(library.Client.segments)
     device = _call(library.Client.device)
-    model = _call(library.Client.model)
+    model_status = _call(library.Client.model_status)
     models = _call(library.Client.models)
     sessions = _call(library.Client.sessions)
     decisions = _call(library.Client.decisions)

@@ -254,8 +254,8 @@ class Client(Closing):
         """Return the device and its books, as they are now."""
         return messages.value(DeviceStatus, self._session.ask("get_device", pb.GetDeviceRequest()))
 
-    def model(self, name: str) -> ModelStatus:
-        """Return one model of this tenant, by its own name or its resource name, as it is now.
+    def model_status(self, name: str) -> ModelStatus:
+        """Return the figures of one model of this tenant, by its own name or its resource name, as they are now.
 
         The session need not have registered it. Raises `ModelNotFound`, `InvalidRequest` for a name that no model may
         have, and `BrokerUnavailable`.

@@ -191,7 +191,7 @@ def work():
             pool.allocate(0, "4MiB")
             pool.deallocate(0, "4MiB")
             used = model.stats().books["device"].used_bytes
-            print(model.available().now_bytes, used, client.device().uuid, client.model("small").sessions)
+            print(model.available().now_bytes, used, client.device().uuid, client.model_status("small").sessions)
             print(len(client.models()), len(client.sessions()), len(client.segments()), len(client.decisions("small")))
         model.unregister()
         try:

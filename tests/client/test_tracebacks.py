@@ -50,7 +50,7 @@ REFUSED: dict[str, Callable[[Any], object]] = {
     "connect, an argument": lambda at: membroker.connect(at.client.endpoint, transport="post"),
     "register": lambda at: at.client.register_model("m", limit="1MiB"),
     "unregister": lambda at: at.model.unregister(),
-    "model": lambda at: at.client.model("none"),
+    "model_status": lambda at: at.client.model_status("none"),
     "attach": lambda at: at.client.attach("m/none"),
     "available": lambda at: at.model.available("moon"),
     "declare": lambda at: at.model.declare("32MiB"),

@@ -113,7 +113,7 @@ def test_engines_that_start_at_once_have_one_copy_and_outlive_its_writer(
             assert segments(daemon) == [("sealed", 2)]
             with membroker.connect(daemon.endpoint(), observer=True) as client:
                 (there,) = client.segments()
-                books = client.model(model_of(there.name)).books["device"]
+                books = client.model_status(model_of(there.name)).books["device"]
                 assert books.used_bytes == books.segment_bytes == there.size_bytes
             writer, other = (one, two) if how(one) == ["published"] else (two, one)
             writer.kill()

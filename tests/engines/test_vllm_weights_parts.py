@@ -242,7 +242,7 @@ def test_the_second_engine_maps_what_the_first_has_loaded(daemon: Daemon, start:
         model.scale.fill_(5.0)
         model.angles.fill_(5.0)
     with membroker.connect(daemon.endpoint(), observer=True) as client:
-        books = client.model("org/small").books["device"]
+        books = client.model_status("org/small").books["device"]
         assert books.used_bytes == books.segment_bytes == client.segments()[0].size_bytes
     del first, model
     gc.collect()

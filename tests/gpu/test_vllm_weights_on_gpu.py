@@ -75,7 +75,7 @@ def test_engines_compute_with_one_copy_of_the_weights(
                     with membroker.connect(daemon.endpoint(), observer=True) as client:
                         (there,) = client.segments()
                         model_of = there.name.partition("/models/")[2].partition("/segments/")[0]
-                        assert client.model(model_of).books["device"].used_bytes == there.size_bytes
+                        assert client.model_status(model_of).books["device"].used_bytes == there.size_bytes
                         assert (there.state, there.sessions) == ("sealed", 2)
                     first, second = figures[1] - figures[0], figures[2] - figures[1]
                     published, attached = seconds(one, "published the weights"), seconds(two, "attached the weights")

@@ -100,15 +100,15 @@ def test_a_worker_looks_up_a_model_of_its_tenant(daemon: Daemon) -> None:
         one.do("for number in range(40): client.register_model(f'other{number}')")
         scaler.connect(daemon)
         for name in ("Qwen/Qwen3-8B", "tenants/red/models/Qwen/Qwen3-8B"):
-            scaler.do(f"found = client.model({name!r})")
+            scaler.do(f"found = client.model_status({name!r})")
             assert scaler.ask("[found.name, found.sessions]") == ["tenants/red/models/Qwen/Qwen3-8B", 1]
             assert scaler.ask("[found.books['device'].used_bytes, found.books['device'].limit_bytes]") == [
                 4 * MIB,
                 16 * MIB,
             ]
-        assert scaler.refused("client.model('absent')").error == "ModelNotFound"
-        assert scaler.refused("client.model('no such name')").error == "InvalidRequest"
-        assert scaler.refused("client.model(7)").error == "InvalidRequest"
+        assert scaler.refused("client.model_status('absent')").error == "ModelNotFound"
+        assert scaler.refused("client.model_status('no such name')").error == "InvalidRequest"
+        assert scaler.refused("client.model_status(7)").error == "InvalidRequest"
 
 
 @pytest.mark.shared_daemon(False)  # it looks at counters
