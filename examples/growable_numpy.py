@@ -29,7 +29,7 @@ def main() -> None:
     random = numpy.random.default_rng(7)
     with (
         membroker.connect() as client,
-        client.register_model("measurements").growable_buffer(0, capacity="1TiB", page_size="2MiB") as buffer,
+        client.model("measurements").growable_buffer(0, capacity="1TiB", page_size="2MiB") as buffer,
     ):
         buffer.grow(BATCH * 8)
         first = column(buffer)  # stays valid while the column grows

@@ -55,7 +55,7 @@ def main() -> None:
     """Read a prompt, answer token by token, fork where the prompt ended, and answer again."""
     torch.manual_seed(0)
     with membroker.connect() as client:
-        model = client.register_model("conversation")
+        model = client.model("conversation")
         device = device_of(model.driver.device)
         prompt = torch.randn(1000, 2, HEADS, WIDTH, dtype=torch.bfloat16, device=device)
         query = torch.randn(HEADS, 1, WIDTH, dtype=torch.bfloat16, device=device)

@@ -62,7 +62,7 @@ def load(segment: membroker.Segment, seconds: float) -> None:
 def main(seconds: float) -> None:
     """Take part in a start of many workers."""
     with membroker.connect() as client:
-        model = client.register_model("llama-7b")
+        model = client.model("llama-7b")
         size = segment_size(TENSORS, {"loaded_by": "examples/segments.py"})
         segment, made = create_or_attach(client, model, "weights", size, lambda one: load(one, seconds))
         with segment:

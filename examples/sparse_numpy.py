@@ -23,7 +23,7 @@ def main() -> None:
     random = numpy.random.default_rng(7)
     with (
         membroker.connect() as client,
-        client.register_model("embeddings").sparse_array((IDS, WIDTH), "F32", absent="zero") as table,
+        client.model("embeddings").sparse_array((IDS, WIDTH), "F32", absent="zero") as table,
     ):
         seen = {}
         for family in random.integers(0, IDS - MEMBERS, FAMILIES):

@@ -40,7 +40,7 @@ class PagedCache:
 def main() -> None:
     """Serve three requests within a limit that is enough for two."""
     with membroker.connect() as client:
-        model = client.register_model("paged", limit="32MiB")
+        model = client.model("paged", limit="32MiB")
         cache = PagedCache(model)
         requests = [cache.take(4), cache.take(4)]
         for number, blocks in enumerate(requests):

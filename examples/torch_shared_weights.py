@@ -97,7 +97,7 @@ def main(count: int) -> None:
     """Publish the weights, start the workers, and compare."""
     print(f"the model is {build().__class__.__name__}", flush=True)
     with membroker.connect() as client:
-        model = client.register_model("shared")
+        model = client.model("shared")
         with publish_module(model, "weights", build()) as segment:
             print(f"published {len(segment.index())} tensors in {segment.size >> 20} MiB", flush=True)
             expected = answer(build().to(device_of(segment.span(0, 1).device)), device_of(segment.span(0, 1).device))

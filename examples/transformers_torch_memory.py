@@ -37,7 +37,7 @@ def answer(module: Any) -> list[int]:
 def main() -> None:
     """Compare the answer in borrowed memory with the one in torch's own."""
     with membroker.connect() as client:
-        model, module = client.register_model("transformers", limit="1GiB"), build()
+        model, module = client.model("transformers", limit="1GiB"), build()
         expected = answer(module.to("cpu" if client.driver_kind == "host" else "cuda"))
         if client.driver_kind == "host":
             with publish_module(model, "weights", module) as segment:

@@ -74,7 +74,7 @@ def one_extent(stage: Stage) -> Iterator[GpuSection]:
                     path = stack.enter_context(lender(stage.driver, ahead=ahead))
                     ways.append(Way(by, stack.enter_context(closing(Pair(bare, path, size)))))
                 for route in sessions:
-                    model = route.client.register_model(MODEL)
+                    model = route.client.model(MODEL)
                     ways.append(route.way(Held(partial(model.allocate, size))))
                 measure(stage, section, format_size(size), ways, extents=1)
 
@@ -102,7 +102,7 @@ def pages(stage: Stage) -> Iterator[GpuSection]:
                 }
                 ways = [Way(by, stack.enter_context(closing(job))) for by, job in jobs.items()]
                 for route in sessions:
-                    model = route.client.register_model(MODEL)
+                    model = route.client.model(MODEL)
                     pool = stack.enter_context(model.pool(page_size=page, virtual_capacity=GROWN))
                     ways.append(route.way(pool_pages(pool, GROWN)))
                 measure(stage, section, pages_of(page), ways, extents=GROWN // page)
@@ -129,7 +129,7 @@ def cached(stage: Stage) -> Iterator[GpuSection]:
     yield section
     page, count = PAGE_SIZES[0], GROWN // PAGE_SIZES[0]
     with closing(open_bare(stage.driver)) as bare, broker(stage.driver, stock=False) as daemon, ExitStack() as stack:
-        model = stack.enter_context(connect(daemon.endpoint(), TRANSPORTS[0])).register_model(MODEL)
+        model = stack.enter_context(connect(daemon.endpoint(), TRANSPORTS[0])).model(MODEL)
         fresh = stack.enter_context(closing(bare_pages(bare, GROWN, page, access_each=False)))
         alone = bare_extent(bare, page)
         for work, beside in ((SPARE_PAGE, alone), (SPARE_GROWTH, alone), (SPARE_GIB, fresh)):
@@ -154,7 +154,7 @@ def attach(stage: Stage) -> Iterator[GpuSection]:
     yield section
     with closing(open_bare(stage.driver)) as bare, routes(stage.driver, stocks=(False,)) as sessions:
         first = sessions[0]
-        model = first.client.register_model(MODEL)
+        model = first.client.model(MODEL)
         for size in SEGMENTS:
             fits = min(first.client.capacities["device"], bare.free_bytes - KEPT_FREE)
             if size > fits:
@@ -195,7 +195,7 @@ def offload(stage: Stage) -> Iterator[GpuSection]:
     )
     yield section
     with closing(open_bare(stage.driver)) as bare, broker(stage.driver, stock=False) as daemon, ExitStack() as stack:
-        model = stack.enter_context(connect(daemon.endpoint(), TRANSPORTS[0])).register_model(MODEL)
+        model = stack.enter_context(connect(daemon.endpoint(), TRANSPORTS[0])).model(MODEL)
         for page in PAGE_SIZES:
             with ExitStack() as held:
                 ways = []

@@ -254,7 +254,7 @@ class CrowdWorker(Job):
             self._works[by] = Pair(bare, path, size)
             self._ending.callback(self._works[by].close)
         for by, (endpoint, transport) in routes.items():
-            model = self._ending.enter_context(connect(endpoint, transport)).register_model(CROWD)
+            model = self._ending.enter_context(connect(endpoint, transport)).model(CROWD)
             self._works[by] = Held(partial(model.allocate, size))
         for work in self._works.values():
             work.warm_up = self.warm_up

@@ -42,7 +42,7 @@ class LibraryJob(Job):
     ) -> None:
         super().__init__(**calls)
         self._client = connect(endpoint, transport)
-        self._model = self._client.register_model(model)
+        self._model = self._client.model(model)
 
     def close(self) -> None:
         self._client.close()

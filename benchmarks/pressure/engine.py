@@ -45,7 +45,7 @@ class Engine:
         self.options = options
         self.page: int = options.page
         self.client = membroker.connect(Path(options.endpoint))
-        self.model = self.client.register_model("llm")
+        self.model = self.client.model("llm")
         self.answers = options.recalls and hasattr(self.model, "on_recall")
         ahead = {"ahead": "auto"} if self.answers else {}
         # Twice the addresses: what is ready ahead is never short of them.

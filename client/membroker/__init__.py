@@ -3,7 +3,7 @@
     import membroker
 
     with membroker.connect() as client:
-        model = client.register_model("llama-7b", virtual_capacity="64GiB", limit="8GiB")
+        model = client.model("llama-7b", virtual_capacity="64GiB", limit="8GiB")
         with model.pool(page_size="2MiB") as pool:
             memory = pool.allocate(0, "1GiB")       # an int, its address; memory.tensor(shape, dtype), memory.free()
 

@@ -3,7 +3,7 @@
     from membroker import aio
 
     async with aio.connect() as client:
-        model = await client.register_model("m")
+        model = await client.model("m")
         async with model.allocate("8GiB", wait=60) as buffer:
             ...
 
@@ -52,7 +52,7 @@ _Undo = Callable[[Any], object]
 class AsyncCall(Generic[_T]):
     """A call that is made when it is awaited, or by `async with`, which takes it back at the end of the block.
 
-    What the call returned is closed, or freed where it is a pool's range; `register_model` leaves the model.
+    What the call returned is closed, or freed where it is a pool's range; `model` leaves the model.
     """
 
     def __init__(self, make: Callable[[], _T], undo: _Undo | None = None) -> None:
@@ -334,7 +334,7 @@ class _CoroutineAnswers:
 class AsyncClient(_Wrapper[library.Client]):
     """A client whose calls can be awaited: each is the method of `Client` with its name."""
 
-    register_model = _call_for(library.Client.register_model, AsyncModel, lambda model: model.sync.leave())
+    model = _call_for(library.Client.model, AsyncModel, lambda model: model.sync.leave())
     attach = _call(library.Client.attach)
     delete_segment = _call(library.Client.delete_segment)
     segments = _call(library.Client.segments)

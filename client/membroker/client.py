@@ -159,7 +159,7 @@ class Client(Closing):
         """Whether `close` was called, or this process was forked from the client's."""
         return self._session.closed
 
-    def register_model(
+    def model(
         self,
         name: str | None = None,
         *,
@@ -185,9 +185,7 @@ class Client(Closing):
         chosen = os.environ.get(MODEL_VARIABLE)
         name = chosen if name is None else name
         if not name:
-            raise InvalidRequest(
-                f"register_model() needs a name, or {MODEL_VARIABLE}=… as `membroker run --model` sets it"
-            )
+            raise InvalidRequest(f"model() needs a name, or {MODEL_VARIABLE}=… as `membroker run --model` sets it")
         what = "limit"
         if limit is None and name == chosen and (default := os.environ.get(LIMIT_VARIABLE)):
             what, limit = LIMIT_VARIABLE, default

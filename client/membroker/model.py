@@ -40,7 +40,7 @@ from .wire.names import MAX_BYTES, MAX_EXTENTS_PER_CALL
 
 @ends_at_the_caller()
 class Model:
-    """A model of this tenant, as this session registered it. Thread-safe. `Client.register_model` makes it."""
+    """A model of this tenant, as this session registered it. Thread-safe. `Client.model` makes it."""
 
     def __init__(self, session: Session, registered: resources_pb2.Model) -> None:
         self._session = session

@@ -55,7 +55,7 @@ class SharedMemoryPool(Closing):
         """Reserve addresses for a model; it holds no memory yet. `limit` is the most that it may hold, in bytes.
 
         With a client, the model is registered with the broker, or joined there. Raises `ModelAlreadyExists`, and what
-        `Client.register_model` and `VirtualMemoryPool` raise; nothing more is registered then than before. Ctrl-C is
+        `Client.model` and `VirtualMemoryPool` raise; nothing more is registered then than before. Ctrl-C is
         raised at the end, so the model may be registered after it.
         """
         if not isinstance(model_id, str):
@@ -89,7 +89,7 @@ class SharedMemoryPool(Closing):
         arguments.check_page_size(self._page_size, self._lender.granularity)
         on_device = self._location is Location.DEVICE
         with ExitStack() as undo:
-            model = self._lender.register_model(
+            model = self._lender.model(
                 model_id,
                 virtual_capacity=virtual_capacity,
                 limit=limit if on_device else None,

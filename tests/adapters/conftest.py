@@ -22,4 +22,4 @@ def client(daemon: Daemon) -> Iterator[membroker.Client]:
 
 @pytest.fixture
 def model(client: membroker.Client) -> Model:
-    return client.register_model("llama", virtual_capacity="1GiB")
+    return client.model("llama", virtual_capacity="1GiB")

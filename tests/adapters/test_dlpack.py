@@ -142,7 +142,7 @@ class TestGrowing:
     def test_the_books_follow(self, daemon: Daemon) -> None:
         """The broker has lent what the figures of the library say, and refuses with numbers."""
         with membroker.connect(str(daemon.endpoint())) as client:
-            model = client.register_model("small", limit="16MiB", virtual_capacity="1GiB")
+            model = client.model("small", limit="16MiB", virtual_capacity="1GiB")
             table = model.sparse_array((1_000_000, 512), "F32")
             with table, model.growable_buffer("3MiB", "1GiB", PAGE) as buffer:
                 table.write(1023, bytes(2 * 2048))
@@ -182,7 +182,7 @@ class TestGrowing:
     def test_host_memory(self) -> None:
         """What is asked of the host is lent by the host and charged there, for both."""
         with running({"host_capacity": "64MiB"}) as daemon, membroker.connect(str(daemon.endpoint())) as client:
-            model = client.register_model("spill", virtual_capacity="1GiB")
+            model = client.model("spill", virtual_capacity="1GiB")
             with (
                 model.growable_buffer(PAGE + 1, "64MiB", PAGE, location="host") as buffer,
                 model.sparse_array((10,), "F32", location="host") as array,
@@ -309,7 +309,7 @@ class TestLives:
     def test_a_tensor_keeps_a_buffer_that_nobody_else_knows(self, daemon: Daemon, by: str, closes: bool) -> None:
         """Also when its client was closed."""
         client = membroker.connect(str(daemon.endpoint()))
-        array = consume(export(client.register_model("short").allocate(PAGE), "U8", (PAGE,)), by)
+        array = consume(export(client.model("short").allocate(PAGE), "U8", (PAGE,)), by)
         if closes:
             client.close()
         collect()
@@ -424,7 +424,7 @@ def test_tensors_that_outlive_the_interpreter(daemon: Daemon) -> None:
         import threading, numpy, torch, membroker
         from membroker.dlpack import export
         client = membroker.connect({str(daemon.endpoint())!r})
-        buffer = client.register_model("last").allocate("1MiB")
+        buffer = client.model("last").allocate("1MiB")
         tensor = torch.from_dlpack(export(buffer, "BF16", (4,)))
         array = numpy.from_dlpack(export(buffer, "F32", (4,)))
         capsule = export(buffer, "F32", (4,)).__dlpack__()

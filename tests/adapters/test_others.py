@@ -40,7 +40,7 @@ PAGE = 2 * MIB
 
 
 def limited(client: Client, limit: str) -> Model:
-    return client.register_model(f"limited-{limit.lower()}", limit=limit)
+    return client.model(f"limited-{limit.lower()}", limit=limit)
 
 
 class TestAbsent:
@@ -208,7 +208,7 @@ class TestLending:
 
     def test_a_client_that_closes_pulls_nothing_away(self, daemon: Daemon) -> None:
         client = membroker.connect(str(daemon.endpoint()))
-        lending = BlockLending(client.register_model("short"))
+        lending = BlockLending(client.model("short"))
         address = lending.allocate(512)
         client.close()
         ctypes.memset(address, 7, 512)

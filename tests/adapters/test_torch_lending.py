@@ -50,7 +50,7 @@ class TestLending:
     def lending(self, client: Client, alive: set[int]) -> Iterator[Any]:
         """With 8 MiB. A test may set `empty`, by which torch empties its cache."""
         self.empty: Callable[[], bool] = lambda: False
-        self.model = client.register_model("lending", limit="8MiB")
+        self.model = client.model("lending", limit="8MiB")
         one = lendings.TorchLending(self.model, 0, lambda: set(alive), lambda: self.empty())
         self.allocate = lambda size, device=0: self.ALLOCATE(one.allocate_address)(size, device, None)
         yield one
@@ -205,7 +205,7 @@ class TestLending:
         """Unmapping under torch's tensors would end the process: it waits until torch has let go."""
         client = membroker.connect(daemon.endpoint())
         alive: set[int] = set()
-        lending = lendings.TorchLending(client.register_model("lending"), 0, lambda: alive)
+        lending = lendings.TorchLending(client.model("lending"), 0, lambda: alive)
         address = self.ALLOCATE(lending.allocate_address)(2 * MIB, 0, None)
         alive.add(address)
         lending.collect()
@@ -221,7 +221,7 @@ class TestLending:
         """Threads that torch made, as they allocate while another collects: nothing is lent twice or lost."""
         alive: set[int] = set()
         taken: set[int] = set()
-        lending = lendings.TorchLending(client.register_model("lending"), 0, lambda: set(alive))
+        lending = lendings.TorchLending(client.model("lending"), 0, lambda: set(alive))
         allocate, mine = self.ALLOCATE(lending.allocate_address), threading.Lock()
 
         def work() -> None:
@@ -249,4 +249,4 @@ class TestLending:
 
     def test_there_is_no_mempool_on_the_host(self, client: Client) -> None:
         with pytest.raises(membroker.InvalidRequest):
-            adapter.TorchMemory(client.register_model("lending"))
+            adapter.TorchMemory(client.model("lending"))

@@ -137,7 +137,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Torch:
 def memory(daemon: Daemon, fake: Torch) -> Iterator[Any]:
     """A TorchMemory with a limit of 16 MiB; at its end everything has come back."""
     with membroker.connect(daemon.endpoint()) as client:
-        with memories.TorchMemory(client.register_model("torch", limit="16MiB")) as memory:
+        with memories.TorchMemory(client.model("torch", limit="16MiB")) as memory:
             function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
             fake.allocate = function(memory._lending.allocate_address)
             yield memory
@@ -291,7 +291,7 @@ def test_a_recall_amid_a_capture_keeps_all(memory: Any, fake: Torch) -> None:
 def test_the_programs_own_callback_stays(daemon: Daemon, fake: Torch) -> None:
     """TorchMemory answers where nobody else does, and no longer than it is open."""
     with membroker.connect(daemon.endpoint()) as client:
-        model = client.register_model("torch")
+        model = client.model("torch")
         with memories.TorchMemory(model) as first:
             assert model.recall_callback == first._give_back
             with memories.TorchMemory(model) as second:

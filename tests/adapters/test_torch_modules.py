@@ -297,7 +297,7 @@ def test_any_other_name_is_a_modules_own(client: Client, model: Model, name: str
 
 
 def test_a_segment_that_does_not_fit_is_not_made(client: Client) -> None:
-    small = client.register_model("small", limit="2MiB")
+    small = client.model("small", limit="2MiB")
     with pytest.raises(membroker.OutOfMemory):
         adapter.publish_module(small, "weights", torch.nn.Linear(1024, 1024))
     assert not client.segments()

@@ -49,7 +49,7 @@ class Program:
     def __init__(self, daemon: Daemon) -> None:
         self.daemon = daemon
         self.client = membroker.connect(daemon.endpoint())
-        self.model = self.client.register_model("m")
+        self.model = self.client.model("m")
         self.local = membroker.LocalSource("host")
         self.kept: list[Any] = []
         self.turn = 0

@@ -16,7 +16,7 @@ WORK = """
 import membroker, threading
 def main():
     with membroker.connect(ENDPOINT) as client:
-        model = client.register_model("m", limit="16MiB")
+        model = client.model("m", limit="16MiB")
         assert model.available().now_bytes == 16 << 20
         model.on_recall(lambda recall: None)
         with model.pool(page_size="2MiB", virtual_capacity="64MiB") as pool:
@@ -83,10 +83,10 @@ def test_a_wait_under_gevent_lets_other_tasks_run(broker: Daemon) -> None:
     work = """
 import gevent, membroker
 with membroker.connect(ENDPOINT) as client:
-    model = client.register_model("n", limit="4MiB")
+    model = client.model("n", limit="4MiB")
     held = model.allocate("4MiB")
-    rest = client.register_model("all").allocate("252MiB")
-    other = client.register_model("o")
+    rest = client.model("all").allocate("252MiB")
+    other = client.model("o")
     waiting = gevent.spawn(lambda: other.allocate("4MiB", wait=600).close())
     while not other.stats().books["device"].waiting_requests:
         gevent.sleep(0.01)

@@ -186,7 +186,7 @@ import os, resource, sys
 import membroker
 def work():
     with membroker.connect(sys.argv[1]) as client:
-        model = client.register_model("small")
+        model = client.model("small")
         with model.allocate("2MiB"), model.pool(page_size="2MiB") as pool:
             pool.allocate(0, "4MiB")
             pool.deallocate(0, "4MiB")

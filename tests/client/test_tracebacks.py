@@ -48,7 +48,7 @@ def frames_of(call: Callable[[], object], kind: type[BaseException] = membroker.
 REFUSED: dict[str, Callable[[Any], object]] = {
     "connect": lambda at: membroker.connect("/nowhere", timeout=0.01),
     "connect, an argument": lambda at: membroker.connect(at.client.endpoint, transport="post"),
-    "register": lambda at: at.client.register_model("m", limit="1MiB"),
+    "register": lambda at: at.client.model("m", limit="1MiB"),
     "unregister": lambda at: at.model.unregister(),
     "model_status": lambda at: at.client.model_status("none"),
     "attach": lambda at: at.client.attach("m/none"),
@@ -79,7 +79,7 @@ class Objects:
 
     def __init__(self, client: membroker.Client) -> None:
         self.client = client
-        self.model = client.register_model("m", limit="16MiB")
+        self.model = client.model("m", limit="16MiB")
         self.pool = self.model.pool(page_size=PAGE, virtual_capacity="64MiB")
         self.growable = self.model.growable_buffer(PAGE, "64MiB", page_size=PAGE)
         self.sparse = self.model.sparse_array((1 << 20, 8), "float32", tile_rows=1 << 16)
@@ -144,7 +144,7 @@ def test_a_defect_keeps_its_frames(client: membroker.Client, monkeypatch: pytest
 PROGRAM = """
 import membroker, sys
 with membroker.connect(sys.argv[1]) as client:
-    model = client.register_model("c")
+    model = client.model("c")
     pool = model.pool(page_size="2MiB")
     print("now", flush=True)
     WAIT
@@ -155,7 +155,7 @@ with membroker.connect(sys.argv[1]) as client:
 def test_an_interrupt_ends_at_the_callers_line(daemon: Daemon, client: membroker.Client, wait: str) -> None:
     """Ctrl-C in a wait shows the line that waits, and nothing of the library."""
     program = PROGRAM.replace("WAIT", wait.replace("512MiB", "200MiB"))
-    held = client.register_model("h").allocate("128MiB")
+    held = client.model("h").allocate("128MiB")
     with subprocess.Popen(
         [sys.executable, "-c", program, str(daemon.endpoint())],
         stdout=subprocess.PIPE,

@@ -38,7 +38,7 @@ def counted(call: Callable[[int, int], object]) -> Counter[str]:
 def test_a_page_takes_at_most_seventy_calls(capsys: pytest.CaptureFixture[str]) -> None:
     """A worker grows and shrinks its pool by a page; the last time counts."""
     with running({"host_capacity": "64MiB"}) as daemon, membroker.connect(daemon.endpoint()) as client:
-        pool = client.register_model("m").pool(page_size=PAGE, virtual_capacity=64 * MIB)
+        pool = client.model("m").pool(page_size=PAGE, virtual_capacity=64 * MIB)
         for _ in range(ROUNDS):
             calls = {"allocate": counted(pool.allocate), "deallocate": counted(pool.deallocate)}
     told = ", ".join(f"{made.total()} to {what} a page" for what, made in calls.items())

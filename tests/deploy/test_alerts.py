@@ -171,7 +171,7 @@ asking.start()
 
 def borrow(one: Worker, daemon: Daemon, tenant: str, size: int) -> None:
     one.connect(daemon, tenant)
-    one.do(f"model = client.register_model('m-{one.pid}'); pool = model.pool(page_size='2MiB')")
+    one.do(f"model = client.model('m-{one.pid}'); pool = model.pool(page_size='2MiB')")
     one.do(f"pool.allocate(0, {size})")
 
 
@@ -201,11 +201,11 @@ def test_every_alert_fires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stde
         ending.callback(os.kill, _make_a_child_keep_memory(daemon, watch, parent), signal.SIGKILL)
         lost.do(f"raw = Raw({str(daemon.endpoint())!r}, 'handoff'); raw.hello(); raw.socket.shutdown(2)")
         borrow(asker, daemon, "red", 2 * MIB)
-        asker.do("limited = client.register_model('limited', limit='2MiB')")
+        asker.do("limited = client.model('limited', limit='2MiB')")
         asker.do(_ASK_AGAIN_AND_AGAIN)
         with worker() as full, worker() as fourth:
             full.connect(daemon, "blue")
-            full.do("model = client.register_model('full'); pool = model.pool(page_size='2MiB')")
+            full.do("model = client.model('full'); pool = model.pool(page_size='2MiB')")
 
             def fires_amid_refusals() -> bool:
                 assert full.refused("pool.allocate(0, 240 * MIB)").reason == "DEVICE_FULL"
@@ -249,7 +249,7 @@ def test_a_lost_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert watch.fired - TRUE_OF_A_BUSY_MACHINE == {"MembrokerDeviceLost"}
         with worker() as one:
             one.connect(find_root(daemon))
-            one.do("model = client.register_model('m')")
+            one.do("model = client.model('m')")
 
             def fires_amid_failures() -> bool:
                 assert one.refused("model.allocate(PAGE)").reason == "DRIVER_FAILED"
@@ -327,7 +327,7 @@ def _guarantee_what_is_lent(daemon: Daemon, watch: Prometheus) -> None:
         watch.until_fired("MembrokerGuaranteeShortfall")
         with worker() as owner:
             owner.connect(daemon, "red")
-            owner.do("model = client.register_model('owner')")
+            owner.do("model = client.model('owner')")
 
             def fires_amid_refusals() -> bool:
                 assert owner.refused("model.allocate(128 * MIB, wait=0.05)").reason == "CAPACITY"

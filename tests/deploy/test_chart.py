@@ -352,7 +352,7 @@ def test_an_upgrade_ends_no_segment_and_refuses_no_call(place: Path) -> None:
         workers = [stack.enter_context(worker()) for _ in range(2)]
         for number, each in enumerate(workers):
             each.do(f"client = membroker.connect({str(node.endpoint(number))!r})")
-            each.do("model = client.register_model('m'); segment = model.create_segment('weights', PAGE)")
+            each.do("model = client.model('m'); segment = model.create_segment('weights', PAGE)")
             each.do(f"segment.view()[:1] = bytes([{number} + 65]); segment.seal(); segment.close()")
             each.do("kept = model.allocate('4MiB'); kept.view()[:4] = b'kept'")
             each.do(LOAD)

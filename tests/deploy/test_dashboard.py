@@ -106,7 +106,7 @@ def test_each_query_of_the_dashboard_has_data(tmp_path: Path) -> None:
         red, blue, reader = (
             stack.enter_context(membroker.connect(daemon.endpoint(name))) for name in ("red", "blue", "red")
         )
-        model, other = red.register_model("chat"), blue.register_model("night")
+        model, other = red.model("chat"), blue.model("night")
         with model.create_segment("weights", "8MiB") as segment:
             segment.seal()
         for client in (red, reader):
@@ -150,7 +150,7 @@ def test_no_alert_fires_in_a_quiet_hour(tmp_path: Path) -> None:
     with running(CONFIG) as daemon, ExitStack() as stack:
         for tenant in ("red", "blue"):
             client = stack.enter_context(membroker.connect(daemon.endpoint(tenant)))
-            stack.enter_context(client.register_model("m").allocate("64MiB"))
+            stack.enter_context(client.model("m").allocate("64MiB"))
         text = daemon.metrics()
     series = [{"series": 'up{job="membroker",instance="i"}', "values": "1x60"}]
     for family in text_string_to_metric_families(text):

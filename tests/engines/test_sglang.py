@@ -117,7 +117,7 @@ def test_a_recall_takes_memory_from_an_idle_engine_and_from_a_busy_one(story: St
         story.engine(daemon.endpoint("red"), {"model": "chat", "keep": 1024 * unit}) as engine,
         membroker.connect(daemon.endpoint("blue")) as blue,
     ):
-        owner = blue.register_model("owner")
+        owner = blue.model("owner")
         with owner.allocate(144 * unit):
             until(lambda: "membroker: waits up to 300 s" in engine.log(), START_SECONDS)
         engine.ready()
@@ -168,7 +168,7 @@ def test_an_engine_sleeps_by_command_and_by_itself_and_wakes_with_the_same_token
         until(lambda: used(daemon, "chat") > 32 * unit)
         assert "chat is busy" in refused_at_once(daemon, "sleep", "chat", "--timeout", "0.2")
         story.compare(engine.answer(), "long")
-        with blue.register_model("owner").allocate(144 * unit, wait=600.0):
+        with blue.model("owner").allocate(144 * unit, wait=600.0):
             assert books(daemon, "chat") == (0, 0), "nobody typed a command"
             engine.ask(*story.batches["one"])
             until(lambda: not daemon.device().asleep_sessions)

@@ -93,7 +93,7 @@ def test_a_recall_takes_memory_from_an_idle_engine_and_from_a_busy_one(story: St
         ) as engine,
         membroker.connect(daemon.endpoint("blue")) as blue,
     ):
-        owner = blue.register_model("owner")
+        owner = blue.model("owner")
         with owner.allocate(128 * unit):
             until(lambda: "waits up to" in engine.log(), START_SECONDS)
         engine.ready()

@@ -672,7 +672,7 @@ def test_the_commands_of_the_page_are_vllms() -> None:
 def test_what_is_swapped_comes_back_byte_for_byte() -> None:
     """K and V apart, with gaps between blocks."""
     with running({"host_capacity": 2 * MIB}) as daemon, membroker.connect(daemon.endpoint()) as client:
-        model = client.register_model("chat")
+        model = client.model("chat")
         pool = VirtualMemoryPool(model, 4 * MIB, 2 * MIB)
         pool.allocate(0, 4 * MIB)
         keys, values = (Strided(pool.base_address + half * 2 * MIB, 4096, 3000) for half in (0, 1))
@@ -706,7 +706,7 @@ def test_what_is_swapped_comes_back_byte_for_byte() -> None:
 @pytest.mark.parametrize(("size", "said"), [(5999, "at least 5.9 KiB, one block"), (4 * MIB, "host")])
 def test_swap_space_that_cannot_be_had(size: int, said: str) -> None:
     with running({"host_capacity": 2 * MIB}) as daemon, membroker.connect(daemon.endpoint()) as client:
-        model = client.register_model("chat")
+        model = client.model("chat")
         layout = Layout(0, 2 * MIB, 16, [Strided(0, 6000, 6000)])
         with pytest.raises(membroker.MembrokerError, match=said):
             SwapSpace(source_of(model), layout, size, on_gpu=False)

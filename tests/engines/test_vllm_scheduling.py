@@ -32,7 +32,7 @@ def test_a_full_cache_preempts_as_plain_vllm_does(tmp_path: Path, monkeypatch: p
     plain.serve(*REQUESTS)
     assert plain.preemptions > 10, "the requests fit: nothing is shown"
     with running({"capacity": 2 * LIMIT}) as daemon, membroker.connect(daemon.endpoint()) as client:
-        elastic = Scheduling(tmp_path, monkeypatch, model=client.register_model("chat", limit=LIMIT))
+        elastic = Scheduling(tmp_path, monkeypatch, model=client.model("chat", limit=LIMIT))
         elastic.serve(*REQUESTS)
         elastic.cache.close()
     print(f"preemptions: {plain.preemptions} plain, {elastic.preemptions} elastic")
@@ -45,7 +45,7 @@ def test_a_watermark_leaves_room_to_grow(tmp_path: Path, monkeypatch: pytest.Mon
     preempted = []
     for watermark in (0.0, 0.05):
         with running({"capacity": 2 * LIMIT}) as daemon, membroker.connect(daemon.endpoint()) as client:
-            model = client.register_model("chat", limit=LIMIT)
+            model = client.model("chat", limit=LIMIT)
             elastic = Scheduling(tmp_path, monkeypatch, model=model, watermark=watermark)
             elastic.add(8, 256, 500)
             for _ in range(100):
@@ -68,7 +68,7 @@ def test_what_is_preempted_is_computed_once(tmp_path: Path, monkeypatch: pytest.
     tokens = []
     for swap_space in (None, 2 * LIMIT):
         with running({"capacity": 2 * LIMIT}) as daemon, membroker.connect(daemon.endpoint()) as client:
-            model = client.register_model("chat", limit=LIMIT)
+            model = client.model("chat", limit=LIMIT)
             elastic = Scheduling(tmp_path, monkeypatch, model=model, swap_space=swap_space)
             elastic.serve(*REQUESTS)
             again = elastic.tokens - REQUESTS[0] * (REQUESTS[1] + REQUESTS[2] - 1)
@@ -88,7 +88,7 @@ def test_new_weights_compute_all_requests_again(
     What was preempted before has old contents in host memory, and does not use them. Nor is any prefix found again.
     """
     with running({"capacity": 2 * WHOLE}) as daemon, membroker.connect(daemon.endpoint()) as client:
-        model = client.register_model("chat", limit=LIMIT)
+        model = client.model("chat", limit=LIMIT)
         elastic = Scheduling(tmp_path, monkeypatch, model=model, caches_prefixes=True, swap_space=WHOLE)
         for number in range(100):
             elastic.ask(str(number), [1 + number % 3] * 1000, 256)
@@ -116,7 +116,7 @@ def test_a_session_that_is_preempted_in_its_last_step_keeps_no_slot(
     """vLLM 0.32 then leaves it in none of its queues, with the tokens of its next part alone, until it is aborted."""
     options = SamplingParams(max_tokens=20, ignore_eos=True, detokenize=False)
     with running({"capacity": 2 * LIMIT}) as daemon, membroker.connect(daemon.endpoint()) as client:
-        model = client.register_model("chat", limit=LIMIT)
+        model = client.model("chat", limit=LIMIT)
         elastic = Scheduling(tmp_path, monkeypatch, model=model, swap_space=LIMIT)
         scheduler = elastic.scheduler
         for attempt in range(BLOCK_TOKENS):  # it is preempted when an older one wants a block, in one of so many steps
@@ -154,7 +154,7 @@ def test_a_session_that_is_preempted_in_its_last_step_keeps_no_slot(
 def test_one_step_preempts_many_for_a_recall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step with long prompts takes half a second, so a request in each step would be too slow."""
     with running({"capacity": 2 * LIMIT}) as daemon, membroker.connect(daemon.endpoint()) as client:
-        elastic = Scheduling(tmp_path, monkeypatch, model=client.register_model("chat", limit=LIMIT))
+        elastic = Scheduling(tmp_path, monkeypatch, model=client.model("chat", limit=LIMIT))
         elastic.add(*REQUESTS)
         while elastic.cache.stats().charged_bytes < LIMIT:
             assert elastic.step()
@@ -175,7 +175,7 @@ def test_a_recall_during_a_step_is_answered_by_the_next_one(tmp_path: Path, monk
     """One step is under way then. No request fills a block in the next one: it preempts all the same."""
     requests = 100
     with running({"capacity": 2 * WHOLE}) as daemon, membroker.connect(daemon.endpoint()) as client:
-        elastic = Scheduling(tmp_path, monkeypatch, model=client.register_model("chat", limit=WHOLE))
+        elastic = Scheduling(tmp_path, monkeypatch, model=client.model("chat", limit=WHOLE))
         blocks = elastic.cache.layout.blocks
         assert elastic.cache.prepare(blocks)
         elastic.add(requests, 4 * BLOCK_TOKENS, 200)  # all in one batch, so that they fill blocks in the same steps
@@ -196,7 +196,7 @@ def test_a_waiting_session_has_nobody_preempted(tmp_path: Path, monkeypatch: pyt
     """It is the youngest, and vLLM cannot preempt it: a recall of a page takes one of the youngest that runs."""
     requests, options = 40, SamplingParams(max_tokens=5, ignore_eos=True, detokenize=False)
     with running({"capacity": 2 * WHOLE}) as daemon, membroker.connect(daemon.endpoint()) as client:
-        elastic = Scheduling(tmp_path, monkeypatch, model=client.register_model("chat", limit=WHOLE))
+        elastic = Scheduling(tmp_path, monkeypatch, model=client.model("chat", limit=WHOLE))
         cache, scheduler = elastic.cache, elastic.scheduler
         assert cache.prepare(cache.layout.blocks)
         elastic.add(requests, 500, 400)
@@ -213,7 +213,7 @@ def test_a_waiting_session_has_nobody_preempted(tmp_path: Path, monkeypatch: pyt
 def test_with_priorities_a_recall_is_answered_as_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM then preempts those that matter least, which came first here."""
     with running({"capacity": 2 * WHOLE}) as daemon, membroker.connect(daemon.endpoint()) as client:
-        model = client.register_model("chat", limit=WHOLE)
+        model = client.model("chat", limit=WHOLE)
         elastic = Scheduling(tmp_path, monkeypatch, model=model, policy="priority")
         cache, scheduler = elastic.cache, elastic.scheduler
         assert cache.prepare(cache.layout.blocks)
@@ -238,7 +238,7 @@ def test_no_block_is_lost_while_memory_comes_and_goes(
     seed = chosen_seed()
     dice, text = random.Random(seed), [7] * 400
     with running({"capacity": 2 * LIMIT}) as daemon, membroker.connect(daemon.endpoint()) as client:
-        model = client.register_model("chat", limit=LIMIT)
+        model = client.model("chat", limit=LIMIT)
         elastic = Scheduling(
             tmp_path, monkeypatch, model=model, caches_prefixes=True, swap_space=swap_space, window=window
         )

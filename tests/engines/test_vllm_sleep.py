@@ -139,7 +139,7 @@ def test_an_engine_sleeps_and_wakes_with_the_same_tokens(
         # Another tenant has the memory of the last rank when a request comes.
         sleep()
         with membroker.connect(daemons[-1].endpoint("blue")) as other:
-            with other.register_model("owner").allocate(config["capacity"] - weights // 2 // MIB * MIB):
+            with other.model("owner").allocate(config["capacity"] - weights // 2 // MIB * MIB):
                 engine.ask(*PROMPTS)
                 for daemon in daemons:
                     assert "waits for memory: " in refused(command(daemon, "wake", "chat", "--timeout", "2"))
@@ -212,7 +212,7 @@ def test_an_idle_engine_sleeps_by_itself_when_another_model_waits(
         membroker.connect(daemon.endpoint("blue")) as other,
     ):
         before = engine.ready().generate(*PROMPTS)
-        with other.register_model("owner").allocate(config["capacity"], wait=600.0):
+        with other.model("owner").allocate(config["capacity"], wait=600.0):
             assert books(daemon, "chat").device == 0
             until(lambda: daemon.device().asleep_sessions)
             engine.ask(*PROMPTS)

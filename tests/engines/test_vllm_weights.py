@@ -172,7 +172,7 @@ def test_a_segment_with_other_contents_is_refused(qwen: Path, plugins: dict[str,
             own = there.name.rpartition("/")[2]
             publish = membroker.segment.publish_arrays
             publish(
-                client.register_model(model_of(there.name)), own, {"lm_head.weight": numpy.ones(3, "float32")}
+                client.model(model_of(there.name)), own, {"lm_head.weight": numpy.ones(3, "float32")}
             ).close()
             says = r"does not fit this model: .*membroker segments delete"
             with sharing(qwen, daemon, plugins, "two") as two, pytest.raises(AssertionError, match=says):

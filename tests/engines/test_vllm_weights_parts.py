@@ -334,7 +334,7 @@ def test_an_engine_says_that_it_waits_for_memory(
     models: list[Any] = []
     with membroker.connect(daemon.endpoint("blue")) as blue:
         most = blue.capacities["device"]
-        with blue.register_model("owner").allocate(most - 2 * MIB):  # a page is left, for the claim
+        with blue.model("owner").allocate(most - 2 * MIB):  # a page is left, for the claim
             thread = threading.Thread(target=lambda: models.append(start(wait=600.0)))
             thread.start()
             until(lambda: re.search(r"waits up to \d+ s for the broker to lend", caplog.text))

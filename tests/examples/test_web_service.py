@@ -107,6 +107,6 @@ def test_a_server_that_stops(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     with running({"capacity": CAPACITY}) as daemon, membroker.connect(daemon.endpoint()) as other:
         monkeypatch.setenv("MEMBROKER_ENDPOINT", str(daemon.endpoint()))
-        with other.register_model("other").allocate(CAPACITY) as held:
+        with other.model("other").allocate(CAPACITY) as held:
             asyncio.run(asyncio.wait_for(main(held), DEADLINE_SECONDS))
             assert daemon.books().lent_bytes == CAPACITY

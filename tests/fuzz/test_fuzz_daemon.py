@@ -89,7 +89,7 @@ for line in sys.stdin:
 def test_bent_conversations() -> None:
     """One daemon hears them all, from processes that come and go."""
     with running() as daemon, membroker.connect(str(daemon.endpoint("blue"))) as worker:
-        model = worker.register_model("honest")
+        model = worker.model("honest")
         before, greeted = daemon.descriptors(), daemon.device().revision
         socket = str(daemon.endpoint("red") / "handoff.sock")
 
@@ -111,7 +111,7 @@ def test_bent_conversations() -> None:
 def test_refused_packets_leave_the_revision() -> None:
     """Noise and bent requests without a session: not one fact is written, and nothing stays open."""
     with running() as daemon, membroker.connect(str(daemon.endpoint("blue"))) as worker:
-        model = worker.register_model("honest")
+        model = worker.model("honest")
         before, revision = daemon.descriptors(), daemon.device().revision
 
         @budget(100)
@@ -249,7 +249,7 @@ def test_any_request_by_either_transport() -> None:
     """Each is answered, whatever it asks; an honest tenant's segment keeps what is in it, and nothing is left open."""
     config = {"model_grace_seconds": 0.01, "audit_seconds": 0.05}
     with running(config) as daemon, membroker.connect(str(daemon.endpoint("blue"))) as worker:
-        segment = worker.register_model("honest").create_segment("weights", PAGE)
+        segment = worker.model("honest").create_segment("weights", PAGE)
         segment.view()[:5] = b"hello"
         segment.seal()
         before, used = daemon.descriptors(), daemon.books().lent_bytes

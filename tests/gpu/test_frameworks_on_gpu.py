@@ -69,7 +69,7 @@ def client(daemon: Daemon) -> Iterator[Client]:
 @pytest.fixture
 def model(daemon: Daemon, client: Client) -> Iterator[Model]:
     """A model; at the end of each test all its memory has been released."""
-    yield client.register_model("llama", virtual_capacity="8GiB")
+    yield client.model("llama", virtual_capacity="8GiB")
     gc.collect()
     until(lambda: daemon.books().lent_bytes == 0)
 
@@ -195,7 +195,7 @@ class TestCupy:
         """What the pool caches is released first: a second array as large as the limit fits once the first is
         deleted.
         """
-        model = client.register_model("small", limit="64MiB")
+        model = client.model("small", limit="64MiB")
         with adapter.use(model):
             for _ in range(5):
                 array = cupy.zeros(60 * MIB, "u1")
@@ -271,7 +271,7 @@ def run_alone(daemon: Daemon, code: str) -> None:
 import sys
 import membroker
 client = membroker.connect({str(daemon.endpoint())!r})
-model = client.register_model("alone", limit="256MiB")
+model = client.model("alone", limit="256MiB")
 def used():
     return model.stats().books["device"].used_bytes
 """

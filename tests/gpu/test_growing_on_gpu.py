@@ -43,7 +43,7 @@ def client(daemon: Daemon) -> Iterator[membroker.Client]:
 @pytest.fixture
 def model(daemon: Daemon, client: membroker.Client) -> Iterator[Model]:
     """A model; at the end of each test all its memory has been released."""
-    yield client.register_model("growing", virtual_capacity="8GiB")
+    yield client.model("growing", virtual_capacity="8GiB")
     gc.collect()
     until(lambda: daemon.books().lent_bytes == 0)
 

@@ -441,7 +441,7 @@ def test_the_daemon_dies_at_a_point(
             with worker() as reader:
                 reader.connect(daemon)
                 reader.do("from tests.support.gpu_work import *")
-                reader.do("driver = client.register_model('m').driver; segment = client.attach('m/weights')")
+                reader.do("driver = client.model('m').driver; segment = client.attach('m/weights')")
                 assert reader.ask("digest(segment, driver)") == one.ask("digest(segment, driver)")
             one.do("segment.delete()")
         one.do("client.close()")

@@ -119,7 +119,7 @@ def both(place: Path) -> Iterator[tuple[Parent, Worker, dict[str, str]]]:
         one.do("from tests.support.gpu_work import *; clients, models, pools = [], [], []")
         for number, size in enumerate(SIZES):
             one.do(f"client = membroker.connect({str(runtime / str(number) / 'tenants' / 'red')!r})")
-            one.do("model = client.register_model('m', virtual_capacity='4GiB'); pool = model.pool(page_size='64MiB')")
+            one.do("model = client.model('m', virtual_capacity='4GiB'); pool = model.pool(page_size='64MiB')")
             one.do(f"warm_up(model.driver); pool.allocate(0, {size})")
             one.do(f"fill_random(pool, model.driver, {size}, {number})")
             one.do("clients.append(client); models.append(model); pools.append(pool)")

@@ -76,7 +76,7 @@ def enter(
     """Have a worker open a session, a context, a model and a pool; it holds nothing yet."""
     one.connect(daemon, tenant, transport)
     one.do("from tests.support.gpu_work import *")
-    one.do(f"model = client.register_model({model!r}, virtual_capacity='64GiB'); pool = model.pool(page_size={page!r})")
+    one.do(f"model = client.model({model!r}, virtual_capacity='64GiB'); pool = model.pool(page_size={page!r})")
     one.do("driver = model.driver; warm_up(driver)")
     return one
 

@@ -57,7 +57,7 @@ class Honest:
 
     def __init__(self, process: Worker, daemon: Daemon, transport: str) -> None:
         self._worker = process.connect(daemon, "blue", transport)
-        self._worker.do("model = client.register_model('honest')")
+        self._worker.do("model = client.model('honest')")
         self._worker.do(_CYCLES)
         self._transport = transport
         self._alone = self.turns(CYCLES)

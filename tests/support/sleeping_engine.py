@@ -23,13 +23,13 @@ def _digest(tokens: list[list[int]]) -> str:
 
 def main() -> None:
     with membroker.connect() as client, membroker.connect() as other:
-        lender = client.register_model("chat", virtual_capacity="64MiB")
+        lender = client.model("chat", virtual_capacity="64MiB")
         device = device_of(lender.driver.device)
         model = Model(device)
         expected = _digest(serve(Engine(model, kv_tensor(device))))
         weights = None
         if "--plain" not in sys.argv:
-            weights = move_to_pool(model.weights(), other.register_model("chat"))
+            weights = move_to_pool(model.weights(), other.model("chat"))
         engine, elastic = elastic_engine(lender, model, device)
         with elastic, Sleeper(elastic, weights) as sleeper:
             elastic.rest()

@@ -31,7 +31,7 @@ class Rows(torch.utils.data.Dataset[Any]):
 def main(endpoint: str) -> None:
     """Publish rows, and read them by two workers."""
     with membroker.connect(endpoint) as client:
-        model = client.register_model("data")
+        model = client.model("data")
         rows = np.repeat(np.arange(20, dtype="f4")[:, None], 1, axis=1)
         with publish_arrays(model, "rows", {"rows": rows}) as segment:
             loader = torch.utils.data.DataLoader(

@@ -27,7 +27,7 @@ def blue(daemon: Daemon) -> Iterator[membroker.Client]:
 def scene() -> Iterator[Scene]:
     """One daemon for all requests that are refused: none of them may leave anything behind."""
     with running(CONFIG) as daemon, membroker.connect(str(daemon.endpoint("blue"))) as worker:
-        scene = Scene(daemon, worker, worker.register_model("honest"))
+        scene = Scene(daemon, worker, worker.model("honest"))
         yield scene
         scene.unharmed()
 

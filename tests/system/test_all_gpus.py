@@ -56,7 +56,7 @@ def test_a_killed_daemon_starts_again_and_the_others_go_on(place: Path) -> None:
     with running_all(place) as parent, worker() as first, worker() as second:
         parent.wait_until_ready()
         for uuid, one in zip(UUIDS, (first, second), strict=True):
-            one.do(f"client = membroker.connect({str(parent.endpoint(uuid))!r}); model = client.register_model('m')")
+            one.do(f"client = membroker.connect({str(parent.endpoint(uuid))!r}); model = client.model('m')")
             one.do(f"kept = model.allocate('4MiB'); kept.view()[:4] = b'kept'; assert client.device_uuid == {uuid!r}")
         before = parent.pids()
         assert parent.figure("membroker_daemon_restarts_total", "host") == 0
@@ -130,7 +130,7 @@ def test_the_life_of_a_parent(place: Path) -> None:
         until(lambda: all((endpoint / "grpc.sock").exists() for endpoint in endpoints))
         for endpoint in endpoints:
             with membroker.connect(endpoint) as client:
-                client.register_model("m").allocate("2MiB").close()
+                client.model("m").allocate("2MiB").close()
         pids = parent.pids()
         parent.process.terminate()
         assert parent.process.wait(DEADLINE_SECONDS) == 0
@@ -176,7 +176,7 @@ def test_a_daemon_that_cannot_start_does_not_stop_the_others(place: Path) -> Non
             until(lambda: "READY=1" in parent.told())
             until(lambda: f"process {other.process.pid}; stop it first" in parent.log())
             with membroker.connect(parent.endpoint("host")) as client:
-                client.register_model("m").allocate("2MiB").close()
+                client.model("m").allocate("2MiB").close()
             assert other.stop() == 0
             parent.wait_until_ready()
     finally:

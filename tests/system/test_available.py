@@ -21,8 +21,8 @@ def test_each_level_is_told_when_it_is_the_tightest() -> None:
     with running({"capacity": "64MiB", "tenants": tenants, "audit_seconds": 0.1}) as daemon, workers(2) as (red, blue):
         red.connect(daemon, "red")
         blue.connect(daemon, "blue")
-        red.do("small, large = client.register_model('small', limit='12MiB'), client.register_model('large')")
-        blue.do("other = client.register_model('other')")
+        red.do("small, large = client.model('small', limit='12MiB'), client.model('large')")
+        blue.do("other = client.model('other')")
         levels = "(lambda one: [one.now_bytes, one.limit_bytes, one.tenant_limit_bytes])({}.available())".format
         assert red.ask(levels("small")) == [12 * MIB, 12 * MIB, 48 * MIB]
         assert red.ask(levels("large")) == [48 * MIB, None, 48 * MIB]
@@ -46,7 +46,7 @@ def test_it_is_what_is_lent_in_whole_granules(daemon: Daemon) -> None:
     """A declaration of any size leaves half a granule, which nobody can borrow."""
     with worker() as one:
         one.connect(daemon)
-        one.do("model = client.register_model('m', limit='16MiB'); model.declare(5 * MIB)")
+        one.do("model = client.model('m', limit='16MiB'); model.declare(5 * MIB)")
         assert one.ask("model.available().now_bytes") == 10 * MIB
         one.do("held = model.allocate('10MiB')")
         assert one.ask("model.available().now_bytes") == 0
@@ -56,7 +56,7 @@ def test_nothing_while_the_device_is_drained(daemon: Daemon) -> None:
     """An operator drains the GPU: a worker that asks learns that nothing is available."""
     with worker() as one, daemon.admin_stub() as admin:
         one.connect(daemon)
-        one.do("model = client.register_model('m')")
+        one.do("model = client.model('m')")
         admin.Drain(apb.DrainRequest())
         assert one.ask("model.available().now_bytes") == 0
         admin.Undrain(apb.UndrainRequest())
@@ -68,8 +68,8 @@ def test_what_was_released_since_the_last_audit_is_available() -> None:
     with running({"audit_seconds": 3600}) as daemon, workers(2) as (one, dying):
         one.connect(daemon)
         dying.connect(daemon, "blue")
-        one.do("model = client.register_model('m'); held = model.allocate('40MiB')")
-        dying.do("held = client.register_model('m').allocate('2MiB')")
+        one.do("model = client.model('m'); held = model.allocate('40MiB')")
+        dying.do("held = client.model('m').allocate('2MiB')")
         dying.kill()
         until(lambda: daemon.books().lent_bytes == 40 * MIB)
         assert one.ask("model.available().now_bytes") == 216 * MIB
@@ -81,11 +81,11 @@ def test_the_host_has_its_own_figure() -> None:
     """Offloading asks for room on the host; a broker that lends none says so, as it does to an allocation."""
     with running({"host_capacity": "32MiB"}) as daemon, worker() as one:
         one.connect(daemon)
-        one.do("model = client.register_model('m', host_limit='8MiB')")
+        one.do("model = client.model('m', host_limit='8MiB')")
         assert one.ask("[model.available('host').now_bytes, model.available('host').limit_bytes]") == [8 * MIB, 8 * MIB]
     with running() as daemon, worker() as one:
         one.connect(daemon)
-        one.do("model = client.register_model('m')")
+        one.do("model = client.model('m')")
         assert one.refused("model.available('host')").error == "InvalidRequest"
         assert one.refused("model.available('moon')").error == "InvalidRequest"
         one.do("model.unregister()")
@@ -96,8 +96,8 @@ def test_a_worker_looks_up_a_model_of_its_tenant(daemon: Daemon) -> None:
     """An autoscaler reads one model's usage, by the name that it was registered under; it has not registered it."""
     with worker() as one, worker() as scaler:
         one.connect(daemon)
-        one.do("model = client.register_model('Qwen/Qwen3-8B', limit='16MiB'); held = model.allocate('4MiB')")
-        one.do("for number in range(40): client.register_model(f'other{number}')")
+        one.do("model = client.model('Qwen/Qwen3-8B', limit='16MiB'); held = model.allocate('4MiB')")
+        one.do("for number in range(40): client.model(f'other{number}')")
         scaler.connect(daemon)
         for name in ("Qwen/Qwen3-8B", "tenants/red/models/Qwen/Qwen3-8B"):
             scaler.do(f"found = client.model_status({name!r})")
@@ -116,7 +116,7 @@ def test_stats_is_one_call(daemon: Daemon) -> None:
     """A tenant may have 256 models; a worker that reads its own figures every second asks for its own model alone."""
     with worker() as one:
         one.connect(daemon)
-        one.do("model = client.register_model('m'); held = model.allocate('2MiB')")
+        one.do("model = client.model('m'); held = model.allocate('2MiB')")
         assert one.ask("model.stats().books['device'].used_bytes") == 2 * MIB
         one.do("held.close(); model.unregister()")
         assert one.refused("model.stats()").error == "ModelNotFound"

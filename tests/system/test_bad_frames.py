@@ -128,7 +128,7 @@ VIOLATIONS: dict[str, Callable[[Session], None]] = {
 def test_violations_end_the_connection_and_nothing_else() -> None:
     """Each ends its own connection; its session stays charged, detached; nobody else notices."""
     with running(CONFIG) as daemon, membroker.connect(str(daemon.endpoint("blue"))) as worker:
-        scene = Scene(daemon, worker, worker.register_model("honest"))
+        scene = Scene(daemon, worker, worker.model("honest"))
         for case, violate in VIOLATIONS.items():
             session = Session(daemon.endpoint())
             with session:

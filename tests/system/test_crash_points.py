@@ -55,7 +55,7 @@ def engine(daemon: Daemon, transport: str) -> Iterator[Worker]:
     """A worker that holds 4 MiB with something written in it, and 2 MiB that it can spare."""
     with worker() as one:
         one.connect(daemon, transport=transport)
-        one.do("model = client.register_model('m'); kept = model.allocate(2 * PAGE); spare = model.allocate(PAGE)")
+        one.do("model = client.model('m'); kept = model.allocate(2 * PAGE); spare = model.allocate(PAGE)")
         one.do("kept.view()[:4] = b'kept'; kept.view()[-4:] = b'last'")
         yield one
 

@@ -38,7 +38,7 @@ def borrow(one: Worker, daemon: Daemon, transport: str = "handoff", outage: floa
     Its calls wait for a broker that is away for `outage` seconds.
     """
     one.do(f"client = membroker.connect({str(daemon.endpoint())!r}, transport={transport!r}, outage={outage})")
-    one.do("model = client.register_model('m', virtual_capacity='1GiB'); pool = model.pool(page_size='2MiB')")
+    one.do("model = client.model('m', virtual_capacity='1GiB'); pool = model.pool(page_size='2MiB')")
     one.do("pool.allocate(0, 24 * MIB); buffer = model.allocate('6MiB')")
     one.do("view = pool.view(0, 24 * MIB); view[:4] = b'mine'; view[-4:] = b'last'; buffer.view()[:4] = b'also'")
     return one
@@ -54,7 +54,7 @@ def check_that_it_computes_on(one: Worker) -> None:
         "model.allocate(PAGE)",
         "model.declare(PAGE)",
         "model.stats()",
-        "client.register_model('n')",
+        "client.model('n')",
         "client.device()",
     ):
         refused = one.refused(call)
@@ -301,7 +301,7 @@ def test_without_any_configuration_each_user_is_a_tenant(monkeypatch: pytest.Mon
             # Root passes over a directory of another user, until it is named.
             named = "" if uid == user or user is None else repr(str(root / "tenants" / "default"))
             entered[-1].do(f"client = membroker.connect({named})")
-            entered[-1].do("buffer = client.register_model('m').allocate('4MiB')")
+            entered[-1].do("buffer = client.model('m').allocate('4MiB')")
             assert entered[-1].ask("[client.tenant, len(client.models())]") == [f"tenants/uid-{uid}", 1]
         with grpc.insecure_channel(f"unix:{root}/admin/grpc.sock") as channel:
             stub = admin_pb2_grpc.AdminServiceStub(channel)

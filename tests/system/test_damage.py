@@ -93,7 +93,7 @@ def test_a_torn_end_is_left_out_and_kept(daemon: Daemon) -> None:
     """The last record, of a loan, is cut short. The rest stands, and who may hold what it says is named."""
     with worker() as one:
         one.connect(daemon)
-        one.do("model = client.register_model('m'); held = [model.allocate(PAGE) for _ in range(2)]")
+        one.do("model = client.model('m'); held = [model.allocate(PAGE) for _ in range(2)]")
         until(lambda: daemon.books().unaccounted_bytes == 0)
         daemon.kill()
 
@@ -118,7 +118,7 @@ def test_what_is_removed_of_the_state_is_written_again(daemon: Daemon) -> None:
     """A cleaner comes by night. No second daemon starts, and the next one has the books."""
     with worker() as one:
         one.connect(daemon)
-        one.do("buffer = client.register_model('m').allocate('16MiB')")
+        one.do("buffer = client.model('m').allocate('16MiB')")
         shutil.rmtree(state(daemon))
         assert "a membrokerd already owns this device" in refused(daemon)
         until(lambda: "have been rewritten" in daemon.log())
@@ -150,7 +150,7 @@ import os, sys
 import membroker
 endpoint, left, then = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 client = membroker.connect(endpoint)
-buffer = client.register_model("m").allocate("8MiB")
+buffer = client.model("m").allocate("8MiB")
 if left:
     os.execv(sys.executable, [sys.executable, __file__, endpoint, str(left - 1), *then])
 if then:

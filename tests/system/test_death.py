@@ -63,7 +63,7 @@ def go(one: Worker, *steps: str) -> None:
 def borrow(one: Worker, daemon: Daemon, size: int, tenant: str = "red") -> Worker:
     """Have a worker borrow `size` bytes through the library."""
     one.connect(daemon, tenant)
-    one.do("model = client.register_model('m', virtual_capacity='1GiB'); pool = model.pool(page_size='2MiB')")
+    one.do("model = client.model('m', virtual_capacity='1GiB'); pool = model.pool(page_size='2MiB')")
     one.do(f"pool.allocate(0, {size}); pool.view(0, {size})[:4] = b'mine'")
     return one
 
@@ -162,7 +162,7 @@ def test_a_forked_child_keeps_its_dead_parents_charge(patient: Daemon) -> None:
     with worker() as parent, worker() as other:
         borrow(parent, daemon, 64 * MIB)
         other.connect(daemon, "blue")
-        other.do("model = client.register_model('n')")
+        other.do("model = client.model('n')")
         child = parent.ask("fork_unseen()")
         try:
             parent.kill()
@@ -210,7 +210,7 @@ def test_memory_that_never_comes_back_is_written_off_and_lent_to_nobody() -> Non
                 shown = processes(daemon)[child]
                 assert (shown.used_bytes, shown.excess_bytes, list(shown.sessions)) == (64 * MIB, 64 * MIB, [])
                 other.connect(daemon, "blue")
-                other.do("model = client.register_model('n', virtual_capacity='1GiB')")
+                other.do("model = client.model('n', virtual_capacity='1GiB')")
                 other.do("pool = model.pool(page_size='2MiB')")
                 for attempt in ("model.allocate('194MiB')", "pool.allocate(0, 194 * MIB)"):
                     refused = other.refused(attempt)
@@ -268,7 +268,7 @@ def test_a_worker_that_says_released_and_keeps_its_mapping_is_found_out(
         with worker() as liar, worker() as other:
             borrow(liar, daemon, 64 * MIB)
             other.connect(daemon, "blue")
-            other.do("model = client.register_model('n')")
+            other.do("model = client.model('n')")
             until(lambda: device_used(daemon) == 64 * MIB)
             began = time.monotonic()
             liar.do("client._session.reconnecting.release(list(pool._holding.extents.values()))")

@@ -277,7 +277,7 @@ def test_an_allocation_for_which_the_worker_has_few_descriptors(daemon: Daemon) 
     outcomes = {}
     with honest(daemon) as beside, worker() as one:
         one.connect(daemon)
-        one.do("model = client.register_model('m'); pool = model.pool(page_size=PAGE, virtual_capacity=300 * PAGE)")
+        one.do("model = client.model('m'); pool = model.pool(page_size=PAGE, virtual_capacity=300 * PAGE)")
         one.do("pool.allocate(0, PAGE)")
         one.do("pool.view(0, 4)[:] = b'mine'")
         one.do(_TRY)
@@ -367,7 +367,7 @@ _WHOLE_LIFE = """
 def life(path, transport):
     try:
         with membroker.connect(path, transport=transport) as client:
-            with client.register_model('m').allocate(PAGE) as buffer:
+            with client.model('m').allocate(PAGE) as buffer:
                 buffer.view()[:4] = b'mine'
     except Exception as error:
         return type(error).__name__

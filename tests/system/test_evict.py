@@ -23,7 +23,7 @@ from membroker.v1 import admin_pb2, broker_pb2
 
 USER = 60_001
 """A user that no machine has."""
-HOLD = "model = client.register_model('chat'); kept = model.allocate('16MiB'); kept.view()[:4] = b'kept'"
+HOLD = "model = client.model('chat'); kept = model.allocate('16MiB'); kept.view()[:4] = b'kept'"
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_worker_that_ends_by_sigterm(daemon: Daemon) -> None:
         one.connect(daemon).do(HOLD)
         one.do("segment = model.create_segment('weights', '2MiB'); segment.seal()")
         other = f"membroker.connect({str(daemon.endpoint('blue'))!r})"
-        one.do(f"other = {other}; held = other.register_model('search').allocate('32MiB')")
+        one.do(f"other = {other}; held = other.model('search').allocate('32MiB')")
         session = evict(daemon, name_of(one))
         assert (session.pid, session.tenant, session.models) == (one.pid, "tenants/red", ["tenants/red/models/chat"])
         assert session.books[0].used_bytes == 16 * MIB
@@ -136,10 +136,10 @@ def test_a_worker_that_does_not_end_by_sigterm_is_killed(killing: Daemon, what: 
 def test_a_request_that_waits_gets_the_memory(killing: Daemon) -> None:
     """What an eviction is for: red's engine hangs with most of the device, and blue's requests wait for room."""
     with workers(2) as (hung, other):
-        hung.connect(killing).do("kept = client.register_model('chat').allocate('192MiB')")
+        hung.connect(killing).do("kept = client.model('chat').allocate('192MiB')")
         name = name_of(hung)
         hung.send(signal.SIGSTOP)
-        other.connect(killing, "blue").do("model = client.register_model('search')")
+        other.connect(killing, "blue").do("model = client.model('search')")
         other.begin("got = model.allocate('128MiB', wait=600); answer = got.size")
         until(lambda: killing.books().waiting_requests)
         assert evict(killing, name).name == name

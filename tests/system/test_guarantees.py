@@ -54,24 +54,24 @@ def admin(daemon: Daemon) -> Iterator[Admin]:
 def test_the_rest_is_for_everybody_and_the_guarantee_for_its_owner(daemon: Daemon, red: Client, blue: Client) -> None:
     """Blue gets all but what is kept, and is told why; red gets its guarantee although the rest is lent."""
     with membroker.connect(daemon.endpoint("blue")) as client:
-        batch = client.register_model("batch")
+        batch = client.model("batch")
         assert batch.available().now_bytes == 160 * MIB
         with pytest.raises(OutOfMemory) as caught:
             batch.allocate("162MiB")
         assert (caught.value.level, caught.value.available_bytes) == ("capacity", 160 * MIB)
         assert caught.value.metadata["reserved_bytes"] == str(96 * MIB)
         with batch.allocate("160MiB"):
-            chat = red.register_model("chat", limit="128MiB")
+            chat = red.model("chat", limit="128MiB")
             assert chat.available() == Available(96 * MIB, 128 * MIB, 64 * MIB, 96 * MIB, 96 * MIB)
-            other = red.register_model("other")
+            other = red.model("other")
             assert other.available().now_bytes == 32 * MIB, "the model's own 64 are kept for it in its tenant, too"
             with other.allocate("32MiB"), chat.allocate("64MiB"):
                 assert batch.available().now_bytes == 0
-    until(lambda: blue.register_model("batch").available().now_bytes == 160 * MIB)
+    until(lambda: blue.model("batch").available().now_bytes == 160 * MIB)
 
 
 def test_an_operator_sees_what_is_kept(daemon: Daemon, red: Client, admin: Admin) -> None:
-    with red.register_model("chat").allocate("16MiB"):
+    with red.model("chat").allocate("16MiB"):
         books = admin.device().locations["device"]
         assert (books.reserved_bytes, books.guarantee_shortfall_bytes) == (80 * MIB, 0)
         assert [one.books["device"].guarantee_bytes for one in admin.tenants()] == [0, 96 * MIB]
@@ -90,7 +90,7 @@ def test_an_operator_sees_what_is_kept(daemon: Daemon, red: Client, admin: Admin
 
 def test_a_command_outlives_the_daemon_and_takes_nothing_back(daemon: Daemon, blue: Client, admin: Admin) -> None:
     """What stands in its way is told, and is kept as it is released."""
-    batch = blue.register_model("batch")
+    batch = blue.model("batch")
     first, second = batch.allocate("100MiB"), batch.allocate("60MiB")
     quota = admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": 128 * MIB})
     assert (quota.guarantee_bytes, quota.limit_bytes, quota.shortfall_bytes) == (128 * MIB, None, 32 * MIB)
@@ -193,7 +193,7 @@ def test_the_doctor_looks_at_guarantees(daemon: Daemon, blue: Client, admin: Adm
     assert check().advice.startswith("make it a multiple of 64.0 MiB"), "96 MiB is not"
     admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": 64 * MIB})
     assert (check().status, check().found) == ("ok", "2 set, all of them can be kept")
-    with blue.register_model("batch").allocate("128MiB"):
+    with blue.model("batch").allocate("128MiB"):
         admin.set_quota("tenants/red", DEVICE, {"guarantee_bytes": 192 * MIB})
         assert (check().status, check().found) == (
             "warn",
@@ -242,7 +242,7 @@ def test_memory_that_is_kept_for_nobody_is_told_and_can_be_freed(daemon: Daemon,
 
     What it holds stays; what was configured for it may have been given to others by the same reload.
     """
-    with red.register_model("other").allocate("2MiB"):
+    with red.model("other").allocate("2MiB"):
         said = reload(daemon, tenants={"blue": {"guarantee": "192MiB"}})
         assert "a removed tenant stays" in said
         books = admin.device().locations["device"]

@@ -54,7 +54,7 @@ def test_a_daemon_whose_parent_hinders_it() -> None:
         unhindered(daemon.process.pid)
         until(lambda: daemon.keeper())
         unhindered(daemon.keeper())
-        with membroker.connect(daemon.endpoint()) as client, client.register_model("m").allocate("2MiB"):
+        with membroker.connect(daemon.endpoint()) as client, client.model("m").allocate("2MiB"):
             reload(daemon)
         assert daemon.descriptors() < DESCRIPTORS
         for path in (daemon.root, daemon.directory / "kept" / "host"):

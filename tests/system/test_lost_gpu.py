@@ -54,7 +54,7 @@ def test_a_gpu_that_falls_off_the_bus_and_comes_back(daemon: Daemon, faults: Pat
     """One warning at the change and one line at the return; between them every view says it, and nothing is lent."""
     with worker() as one:
         one.connect(daemon)
-        one.do("model = client.register_model('m'); buffer = model.allocate(PAGE)")
+        one.do("model = client.model('m'); buffer = model.allocate(PAGE)")
         lent = daemon.books().lent_bytes
         assert (lost(daemon), probe(daemon, "/readyz")) == (0, (200, "ok\n"))
         say_faults(faults, OFF_THE_BUS)

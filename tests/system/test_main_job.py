@@ -31,7 +31,7 @@ def test_a_worker_borrows_writes_grows_and_gives_back(daemon: Daemon, transport:
     at_start = descriptors_at_start(daemon)
     with worker() as engine:
         engine.connect(daemon, transport=transport)
-        engine.do("model = client.register_model('llama', virtual_capacity='64GiB', limit='64MiB')")
+        engine.do("model = client.model('llama', virtual_capacity='64GiB', limit='64MiB')")
         engine.do("pool = model.pool(page_size='2MiB')")
         assert daemon.books().lent_bytes == 0
         assert engine.ask("pool.allocate(0, 8 * MIB) == pool.base_address")
@@ -67,9 +67,9 @@ def test_each_level_refuses_with_its_numbers(device: Device, transport: str) -> 
     with device.running({"capacity": "64MiB", "tenants": tenants}) as daemon, workers(2) as (red, blue):
         red.connect(daemon, "red", transport)
         blue.connect(daemon, "blue", transport)
-        red.do("small = client.register_model('small', virtual_capacity='1GiB', limit='12MiB').pool(page_size='2MiB')")
-        red.do("large = client.register_model('large', virtual_capacity='1GiB').pool(page_size='2MiB')")
-        blue.do("other = client.register_model('other', virtual_capacity='1GiB').pool(page_size='2MiB')")
+        red.do("small = client.model('small', virtual_capacity='1GiB', limit='12MiB').pool(page_size='2MiB')")
+        red.do("large = client.model('large', virtual_capacity='1GiB').pool(page_size='2MiB')")
+        blue.do("other = client.model('other', virtual_capacity='1GiB').pool(page_size='2MiB')")
         red.do("small.allocate(0, 8 * MIB)")
 
         model = red.refused("small.grow(6 * MIB)")
@@ -103,7 +103,7 @@ def test_what_one_tenant_gives_back_the_other_takes(device: Device) -> None:
     with device.running({"stock": "128MiB"}) as daemon, workers(2) as (red, blue):
         for tenant, each in (("red", red), ("blue", blue)):
             each.connect(daemon, tenant)
-            each.do("model = client.register_model('m', virtual_capacity='8GiB'); driver = model.driver")
+            each.do("model = client.model('m', virtual_capacity='8GiB'); driver = model.driver")
             each.do(f"pool = model.pool(page_size={page}); base = pool.base_address")
         for day, night in [(red, blue), (blue, red), (red, blue)]:
             day.do(f"pool.allocate(0, {size}); [driver.write(base + at + 100, b'secret') for at in {spots}]")
@@ -156,7 +156,7 @@ def test_declared_memory_is_charged_and_credited(daemon: Daemon, transport: str)
     at_start = descriptors_at_start(daemon)
     with worker() as engine:
         engine.connect(daemon, transport=transport)
-        engine.do("model = client.register_model('m', limit='64MiB'); model.declare(50_000_001)")
+        engine.do("model = client.model('m', limit='64MiB'); model.declare(50_000_001)")
         books = engine.ask("(lambda b: [b.used_bytes, b.declared_bytes, b.extents])(model.stats().books['device'])")
         assert books == [50_000_001, 50_000_001, 0]
         assert daemon.books().lent_bytes == 50_000_001

@@ -28,7 +28,7 @@ def test_the_name_is_the_users_in_the_books_the_metrics_and_the_log() -> None:
     tenants = {"red": {"models": {NAME: {"limit": "8MiB"}}}, "blue": {}}
     with running({"tenants": tenants}) as daemon, worker() as one:
         one.connect(daemon)
-        one.do(f"model = client.register_model('{NAME}'); pool = model.pool(page_size='2MiB')")
+        one.do(f"model = client.model('{NAME}'); pool = model.pool(page_size='2MiB')")
         one.do("pool.allocate(0, 8 * MIB)")
         assert one.ask("[model.name, model.resource_name]") == [NAME, FULL]
         assert one.ask("[m.name for m in client.models()]") == [FULL]
@@ -47,7 +47,7 @@ def test_the_name_is_the_users_in_the_books_the_metrics_and_the_log() -> None:
         assert one.refused("pool.grow(PAGE)").reason == "MODEL_LIMIT"
         (model,) = daemon.models()
         assert (model.name, model.books[0].used_bytes, model.books[0].limit_bytes) == (FULL, 8 * MIB, 6 * MIB)
-        one.do("upper, lower = client.register_model('Llama'), client.register_model('llama')")
+        one.do("upper, lower = client.model('Llama'), client.model('llama')")
         assert one.ask("upper.resource_name != lower.resource_name")
 
 

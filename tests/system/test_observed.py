@@ -84,7 +84,7 @@ def test_scrapers_without_a_pause(state: State) -> None:
     config = {"capacity": "1GiB", "max_models_per_tenant": MODELS, "log": {"level": "info"}}
     with running(config) as daemon, honest(daemon) as one, worker() as owner, worker() as scraper:
         owner.connect(daemon)
-        owner.do(f"models = [client.register_model(f'm{{number}}') for number in range({MODELS})]")
+        owner.do(f"models = [client.model(f'm{{number}}') for number in range({MODELS})]")
         scraper.do(f"url = {daemon.device().metrics_url!r}")
         scraper.do(_SCRAPE.replace("SCRAPERS", str(SCRAPERS)))
         until(lambda: scraper.ask("count") >= SCRAPERS)
@@ -179,7 +179,7 @@ def test_probes_and_scrapes_fail_while_the_loop_hangs(tmp_path: Path, monkeypatc
     monkeypatch.setenv(faulty_daemon.HANG, str(hang))
     with running(module="tests.support.faulty_daemon hang") as daemon, worker() as one:
         one.connect(daemon)
-        one.do("model = client.register_model('m')")
+        one.do("model = client.model('m')")
         url = daemon.device().metrics_url.removesuffix("/metrics")
         assert probe(f"{url}/healthz") == probe(f"{url}/readyz") == (200, "ok\n")
         assert is_alive(daemon)

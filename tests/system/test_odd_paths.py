@@ -62,7 +62,7 @@ def test_a_daemon_that_is_ready_can_be_read(place: Path) -> None:
     with ready(place, runtime) as root:
         with (
             membroker.connect(root / "tenants" / "default") as client,
-            client.register_model("m").allocate("2MiB"),
+            client.model("m").allocate("2MiB"),
         ):
             assert [model.books["device"].used_bytes for model in client.models()] == [2 << 20]
         with Admin(root / "admin" / "grpc.sock") as admin:

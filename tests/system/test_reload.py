@@ -34,7 +34,7 @@ def engine(daemon: Daemon) -> Iterator[Worker]:
     """A worker of red that holds 32 MiB with something written in it."""
     with worker() as one:
         one.connect(daemon)
-        one.do("model = client.register_model('chat'); kept = model.allocate('32MiB'); kept.view()[:4] = b'kept'")
+        one.do("model = client.model('chat'); kept = model.allocate('32MiB'); kept.view()[:4] = b'kept'")
         yield one
         assert one.ask("bytes(kept.view()[:4]).decode()") == "kept"
         one.do("kept.close(); client.close()")
@@ -66,7 +66,7 @@ def lent(daemon: Daemon, tenant: str, size: str) -> bool:
     """Say whether a worker of a tenant gets so much."""
     with membroker.connect(daemon.endpoint(tenant)) as client:
         try:
-            client.register_model("probe").allocate(size).close()
+            client.model("probe").allocate(size).close()
         except membroker.OutOfMemory:
             return False
         return True
@@ -138,7 +138,7 @@ def test_a_tenant_is_removed_once_it_holds_nothing(daemon: Daemon, engine: Worke
     assert lent(daemon, "blue", "2MiB")
     reload(daemon, tenants={"blue": {}, "red": {}})
     engine.connect(daemon)
-    engine.do("model = client.register_model('chat'); kept = model.allocate(PAGE); kept.view()[:4] = b'kept'")
+    engine.do("model = client.model('chat'); kept = model.allocate(PAGE); kept.view()[:4] = b'kept'")
 
 
 def test_users_of_a_tenant_change(daemon: Daemon) -> None:
@@ -147,7 +147,7 @@ def test_users_of_a_tenant_change(daemon: Daemon) -> None:
         reload(daemon, tenants={"red": {"uids": [os.geteuid() + 1]}, "blue": {}})
         with pytest.raises(membroker.AccessDenied):
             membroker.connect(daemon.endpoint())
-        before.register_model("m").allocate("2MiB").close()
+        before.model("m").allocate("2MiB").close()
         reload(daemon, tenants={"red": {"uids": [os.geteuid()]}, "blue": {}})
         membroker.connect(daemon.endpoint()).close()
 

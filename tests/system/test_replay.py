@@ -66,8 +66,8 @@ def _trade(daemon: Daemon) -> None:
     with workers(3) as (red, blue, green):
         for tenant, one in (("red", red), ("blue", blue), ("green", green)):
             one.connect(daemon, tenant)
-        red.do("model = client.register_model('chat', virtual_capacity='1GiB')")
-        green.do("model = client.register_model('batch', limit='192MiB', virtual_capacity='1GiB')")
+        red.do("model = client.model('chat', virtual_capacity='1GiB')")
+        green.do("model = client.model('batch', limit='192MiB', virtual_capacity='1GiB')")
         # Green has all that is not guaranteed to red, and lets red have some of it after a while.
         green.do("pool = model.pool(page_size=PAGE); pool.grow(160 * MIB)")
         assert green.refused("model.allocate(40 * MIB)").reason == "MODEL_LIMIT"
@@ -80,7 +80,7 @@ def _trade(daemon: Daemon) -> None:
         red.result()
         red.do("more.close(); held.close()")
         # Blue has nearly all, also what red is guaranteed, and releases what it is asked for.
-        blue.do("model = client.register_model('cache', virtual_capacity='1GiB'); pool = model.pool(page_size=PAGE)")
+        blue.do("model = client.model('cache', virtual_capacity='1GiB'); pool = model.pool(page_size=PAGE)")
         blue.do("model.on_recall(lambda recall: pool.shrink(recall.remaining))")
         blue.do("pool.grow(240 * MIB)")
         red.do("held = model.allocate(64 * MIB)")  # 48 MiB and more are recalled for it
@@ -98,7 +98,7 @@ def _trade(daemon: Daemon) -> None:
         until(lambda: not any("red" in one.tenant for one in daemon.sessions()))
         with worker() as again:  # what the dead worker had is lent once more
             again.connect(daemon, "red")
-            again.do("model = client.register_model('chat'); held = model.allocate(160 * MIB)")
+            again.do("model = client.model('chat'); held = model.allocate(160 * MIB)")
 
 
 def test_the_same_numbers_tell_what_happened(recorded: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_restart_begins_another_part() -> None:
     """A daemon is killed, and the next one goes on with the books and with the trace: all of it is replayed."""
     with running(CONFIG) as daemon:
         with membroker.connect(daemon.endpoint("green")) as client:
-            model = client.register_model("batch")
+            model = client.model("batch")
             held = model.allocate(150 * MIB)
             until(lambda: '["answered"' in trace_of(daemon).read_text())  # the last rows of a killed daemon may be lost
             daemon.kill()
@@ -223,7 +223,7 @@ def test_a_journal_shows_which_loans_fit() -> None:
     """Nothing was recorded. The journal of the day still says which loans a smaller device would have refused."""
     with running() as daemon:
         with membroker.connect(daemon.endpoint("red")) as client:
-            model = client.register_model("chat")
+            model = client.model("chat")
             for size in (16, 64, 16):
                 model.allocate(size * MIB).close()
         assert not trace_of(daemon).exists(), "nobody has asked for it"
@@ -237,7 +237,7 @@ def test_a_journal_shows_which_loans_fit() -> None:
 def test_a_full_disk_stops_the_recording_and_nothing_else() -> None:
     """The disk has room for the journal, and not for the trace. The log says so once, and lending goes on."""
     with running({"record": True}) as daemon, membroker.connect(daemon.endpoint("red")) as client:
-        model = client.register_model("chat")
+        model = client.model("chat")
         trace = trace_of(daemon)
         until(lambda: f"requests and decisions are recorded path={trace}" in daemon.log())
         until(lambda: '["model joined"' in trace.read_text())
@@ -264,5 +264,5 @@ def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (blocked / "host" / "trace.jsonl").mkdir(parents=True)
     with running({"record": True, "state_directory": str(blocked)}) as daemon:
         with membroker.connect(daemon.endpoint("red")) as client:
-            client.register_model("chat").allocate(PAGE).close()
+            client.model("chat").allocate(PAGE).close()
         until(lambda: "the trace cannot be written" in daemon.log())

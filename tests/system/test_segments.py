@@ -67,7 +67,7 @@ def write(
 ) -> Worker:
     """Have a worker make the segment and write to both its ends."""
     one.connect(daemon, transport=transport)
-    one.do("model = client.register_model('m')")
+    one.do("model = client.model('m')")
     one.do(f"segment = model.create_segment('weights', {size}, {location!r})")
     one.do("segment.write(0, b'first'); segment.write(segment.size - 4, b'last')")
     return one
@@ -83,7 +83,7 @@ def attach(one: Worker, daemon: Daemon, transport: str = "handoff") -> Worker:
 def wait_in_attach(one: Worker, daemon: Daemon, transport: str = "handoff") -> Worker:
     """Have a worker attach the segment in a thread, which waits."""
     one.connect(daemon, transport=transport)
-    one.do("attaching = Attaching(client.register_model('n'), client, 'weights')")
+    one.do("attaching = Attaching(client.model('n'), client, 'weights')")
     assert one.ask("attaching.is_waiting()")
     return one
 
@@ -233,7 +233,7 @@ def test_the_broker_keeps_only_so_many_extents() -> None:
     """With few descriptors of its own the daemon refuses a segment that would need too many, and serves on."""
     config = {"capacity": "400GiB", "max_sessions": 2}
     with running(config, descriptors=512) as daemon, clean(daemon), worker() as one:
-        one.connect(daemon).do("model = client.register_model('m')")
+        one.connect(daemon).do("model = client.model('m')")
         refused = one.refused("model.create_segment('weights', '300GiB')")
         assert (refused.error, refused.reason) == ("TooMany", "TOO_MANY_SEGMENTS")
         limit = int(refused.metadata["limit"])

@@ -70,7 +70,7 @@ def publish(daemon: Daemon, text: bytes) -> None:
     """Have a worker write and seal a segment, and end."""
     with worker() as one:
         one.connect(daemon)
-        one.do("model = client.register_model('m'); segment = model.create_segment('weights', PAGE)")
+        one.do("model = client.model('m'); segment = model.create_segment('weights', PAGE)")
         one.do(f"segment.view()[:{len(text)}] = {text!r}; segment.seal(); segment.close(); client.close()")
 
 
@@ -133,7 +133,7 @@ def test_one_command_for_all_devices_and_one_for_each(place: Path) -> None:
     """`status` shows both, as tables and as a JSON document for each; the others are told which with --device."""
     with daemon_of(place, 0) as first, daemon_of(place, 1) as second:
         with membroker.connect(second.endpoint()) as client:
-            kept = client.register_model("llama").allocate("2MiB")
+            kept = client.model("llama").allocate("2MiB")
             status, out, err = command(place, "status")
             assert (status, err) == (0, "")
             assert re.findall(r"^device +(\S+)$", out, re.MULTILINE) == ["host", "host-1"]

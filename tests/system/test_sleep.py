@@ -122,7 +122,7 @@ def test_a_program_is_asked_in_its_own_thread(daemon: Daemon) -> None:
     """The library: a callback's answer, a program without one, one that fails, one that left the model."""
     with worker() as one:
         one.connect(daemon)
-        one.do("model = client.register_model('chat')")
+        one.do("model = client.model('chat')")
         assert [row.status.state for row in ask(daemon).sessions] == [SleepStatus.UNSUPPORTED]
         one.do(
             "told = []\n"
@@ -153,7 +153,7 @@ def test_a_program_is_asked_in_its_own_thread(daemon: Daemon) -> None:
 def test_an_engine_that_ends_leaves_the_next_one_its_questions(daemon: Daemon) -> None:
     """A program replaces its engine: the new one answers for the model before the old one is closed."""
     with membroker.connect(daemon.endpoint()) as client, ExitStack() as engines:
-        model = client.register_model("chat")
+        model = client.model("chat")
         old, new = (engines.enter_context(an_idle_engine(model)) for _ in range(2))
         assert model.sleep_callback == new.answer
         old.close()
@@ -262,8 +262,8 @@ def test_an_engine_of_the_library_sleeps_for_another_and_wakes_by_its_request() 
     config = {**IDLE_CONFIG, "tenants": {"red": {"idle_sleep_seconds": 0.5}, "blue": {}}}
     with running(config) as daemon, ExitStack() as ends, ThreadPoolExecutor(1) as threads:
         client, beside = (ends.enter_context(membroker.connect(str(daemon.endpoint()))) for _ in range(2))
-        pool = ends.enter_context(client.register_model("chat").pool(page_size=PAGE, virtual_capacity=8 * PAGE))
-        weights = ends.enter_context(beside.register_model("chat").pool(page_size=PAGE, virtual_capacity=24 * PAGE))
+        pool = ends.enter_context(client.model("chat").pool(page_size=PAGE, virtual_capacity=8 * PAGE))
+        weights = ends.enter_context(beside.model("chat").pool(page_size=PAGE, virtual_capacity=24 * PAGE))
         address = weights.allocate_anywhere(24 * PAGE)
         weights.view(0, 5)[:] = b"hello"
         assert address == weights.base_address
@@ -274,7 +274,7 @@ def test_an_engine_of_the_library_sleeps_for_another_and_wakes_by_its_request() 
         cache.attach(engine)
         cache.rest()
         with membroker.connect(str(daemon.endpoint("blue"))) as other:
-            got = threads.submit(other.register_model("big").allocate, 48 * MIB, wait=3_600)
+            got = threads.submit(other.model("big").allocate, 48 * MIB, wait=3_600)
             with got.result():
                 until(lambda: sleeper.state == "asleep")
                 until(lambda: daemon.device().asleep_sessions == 1)

@@ -97,7 +97,7 @@ def soak(engines: list[Worker], daemon: Daemon, transport: str, loans: int, seed
     """Run one round: a session for each worker, and its share of the loans."""
     for number, each in enumerate(engines):
         each.connect(daemon, ["red", "blue"][number % 2], transport)
-        each.do(f"model = client.register_model('m{number}', virtual_capacity='512MiB')")
+        each.do(f"model = client.model('m{number}', virtual_capacity='512MiB')")
         each.do("pool = model.pool(page_size='2MiB')")
     for number, each in enumerate(engines):
         each.begin(LOOP.format(seed=seed * WORKERS + number, loans=loans // WORKERS))

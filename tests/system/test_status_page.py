@@ -95,10 +95,10 @@ def tenants_at_work() -> Iterator[tuple[Daemon, list[threading.Thread]]]:
         chat, search, batch = (
             stack.enter_context(membroker.connect(daemon.endpoint(name))) for name in ("chat", "search", "batch")
         )
-        large, small = chat.register_model("Qwen/Qwen3-8B", limit="5GiB"), chat.register_model("Qwen/Qwen3-1.7B")
-        for one, size in ((large, "1536MiB"), (small, "640MiB"), (search.register_model("bge-m3"), "512MiB")):
+        large, small = chat.model("Qwen/Qwen3-8B", limit="5GiB"), chat.model("Qwen/Qwen3-1.7B")
+        for one, size in ((large, "1536MiB"), (small, "640MiB"), (search.model("bge-m3"), "512MiB")):
             stack.enter_context(one.allocate(size))
-        night = batch.register_model("night-run")
+        night = batch.model("night-run")
         night.on_recall(lambda _: None)
         stack.enter_context(night.allocate("3GiB"))
         with pytest.raises(membroker.OutOfMemory):
@@ -268,7 +268,7 @@ def _drawn(printed: Path) -> bytes:
 def _let_it_trade(daemon: Daemon) -> None:
     """Let search grow and shrink for a while, so that the chart has something to show."""
     with membroker.connect(daemon.endpoint("search")) as client:
-        model, held = client.register_model("rerank"), []
+        model, held = client.model("rerank"), []
         for size in (128, 128, 256, -1, 128, -1, -1, 256, -1, -1, 256, -1) * 5:
             if size > 0:
                 held.append(model.allocate(size * MIB))

@@ -16,7 +16,7 @@ from tests.support.workers import PAGE, worker
 PAGES = 16
 """Of the capacity."""
 _TOOLS = """
-model = client.register_model('m')
+model = client.model('m')
 def inodes():
     with open('/proc/self/maps') as maps:
         return {int(line.split()[4]) for line in maps if 'memfd:membroker' in line}

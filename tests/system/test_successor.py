@@ -51,7 +51,7 @@ def test_who_died_while_no_daemon_ran_is_found_dead(patient: Daemon) -> None:
     with workers(2) as (dies, lives):
         for one in (dies, lives):
             one.connect(patient)
-            one.do("buffer = client.register_model('m').allocate('16MiB')")
+            one.do("buffer = client.model('m').allocate('16MiB')")
         until(lambda: patient.books().unaccounted_bytes == 0 and patient.books().lent_bytes == 32 * MIB)
         patient.kill()
         dies.kill()
@@ -68,7 +68,7 @@ def test_a_segment_is_written_on_and_outlives_all(daemon: Daemon) -> None:
     """
     with workers(2) as (writer, reader):
         writer.connect(daemon)
-        writer.do("segment = client.register_model('m').create_segment('weights', 8 * MIB); segment.write(0, b'first')")
+        writer.do("segment = client.model('m').create_segment('weights', 8 * MIB); segment.write(0, b'first')")
         reader.connect(daemon)
         reader.begin("attached = client.attach('m/weights', timeout=600)")
         restart(daemon)
@@ -88,7 +88,7 @@ def test_what_keeper_and_daemon_have_both_lost_is_told(patient: Daemon) -> None:
     """Both die at once. A process that has mapped the segment reads on; no other can have it, and its name is free."""
     with worker() as one:
         one.connect(patient)
-        one.do("model = client.register_model('m'); segment = model.create_segment('weights', 8 * MIB)")
+        one.do("model = client.model('m'); segment = model.create_segment('weights', 8 * MIB)")
         one.do("segment.write(0, b'weights'); segment.seal()")
         keeper = patient.keeper()
         patient.kill()
@@ -108,7 +108,7 @@ def test_a_segment_is_charged_until_the_keeper_has_let_go(daemon: Daemon) -> Non
     """The keeper is slow to close its copy of a deleted segment: its memory is not free yet, and the books say so."""
     with worker() as one:
         one.connect(daemon)
-        one.do("segment = client.register_model('m').create_segment('weights', 8 * MIB)")
+        one.do("segment = client.model('m').create_segment('weights', 8 * MIB)")
         one.do("segment.write(0, b'weights'); segment.seal(); segment.delete()")
         keeper = daemon.keeper()
         os.kill(keeper, signal.SIGSTOP)
@@ -175,7 +175,7 @@ def test_a_start_on_a_full_disk_goes_on_with_the_books(small_disk: Path, kill: b
     """
     with running({"runtime_directory": str(small_disk / "run")}) as daemon, worker() as one:
         one.connect(daemon)
-        one.do("model = client.register_model('m'); held = [model.allocate(PAGE) for _ in range(8)]")
+        one.do("model = client.model('m'); held = [model.allocate(PAGE) for _ in range(8)]")
         fill(small_disk / "filler")
         epochs = []
         for left in (7, 6):
@@ -229,7 +229,7 @@ def test_a_location_that_is_not_configured_any_more() -> None:
     """
     with running({"host_capacity": "64MiB"}) as daemon, worker() as one, daemon.admin_stub() as stub:
         one.connect(daemon)
-        one.do("buffer = client.register_model('m').allocate(PAGE, location='host')")
+        one.do("buffer = client.model('m').allocate(PAGE, location='host')")
         quota = admin_pb2.SetQuotaRequest(name="tenants/red/models/m", location=resources_pb2.LOCATION_HOST)
         stub.SetQuota(admin_pb2.SetQuotaRequest(name=quota.name, location=quota.location, limit_bytes=4 * MIB))
         before = {line.split()[0] for line in daemon.metrics().splitlines() if 'location="host"' in line}
@@ -250,7 +250,7 @@ def test_a_tenant_that_is_removed_while_the_daemon_is_down(patient: Daemon) -> N
     """Its worker keeps what it has. The log says why that stays charged, and the worker that the tenant is gone."""
     with worker() as one:
         one.connect(patient, outage=1.0)
-        one.do("model = client.register_model('m'); kept = model.allocate('2MiB')")
+        one.do("model = client.model('m'); kept = model.allocate('2MiB')")
         patient.kill()
         before, patient.config = patient.log(), {**patient.config, "tenants": {"blue": {}}}
         patient.start_again()
@@ -269,7 +269,7 @@ def test_less_capacity_than_is_lent() -> None:
     """
     with running() as daemon, worker() as one:
         one.connect(daemon)
-        one.do("model = client.register_model('m'); buffer = model.allocate('32MiB')")
+        one.do("model = client.model('m'); buffer = model.allocate('32MiB')")
         daemon.kill()
         daemon.config["capacity"] = "16MiB"
         daemon.start_again()
@@ -289,14 +289,14 @@ def test_a_worker_that_starts_first_waits_for_the_daemon(daemon: Daemon) -> None
         one.begin(f"client = membroker.connect({str(daemon.endpoint())!r}, timeout=600)")
         daemon.start_again()
         one.result()
-        one.do("client.register_model('m').allocate(PAGE).close()")
+        one.do("client.model('m').allocate(PAGE).close()")
 
 
 def test_a_session_that_does_not_come_back_is_shown(daemon: Daemon) -> None:
     """A debugger has stopped an engine when the daemon dies: it is charged on, detached, counted; it goes on later."""
     with worker() as one:
         one.connect(daemon)
-        one.do("buffer = client.register_model('m').allocate('16MiB')")
+        one.do("buffer = client.model('m').allocate('16MiB')")
         one.send(signal.SIGSTOP)
         restart(daemon)
         (session,) = daemon.sessions()

@@ -23,7 +23,7 @@ def processes(daemon: Daemon) -> dict[int, Any]:
 
 def borrow(one: Worker, daemon: Daemon, tenant: str, size: int) -> None:
     one.connect(daemon, tenant)
-    one.do("model = client.register_model('m', virtual_capacity='1GiB'); pool = model.pool(page_size='2MiB')")
+    one.do("model = client.model('m', virtual_capacity='1GiB'); pool = model.pool(page_size='2MiB')")
     one.do(f"pool.allocate(0, {size})")
 
 

@@ -72,7 +72,7 @@ class Inside(Worker):
         """Open a session, and register the model `m`."""
         self.do("from tests.support.busy_threads import Calling, Computing, pattern")
         self.do(f"client = membroker.connect('/run/membroker/host/tenants/{tenant}', transport={transport!r})")
-        self.do("model = client.register_model('m')")
+        self.do("model = client.model('m')")
         return self
 
     def kill(self) -> None:
@@ -292,7 +292,7 @@ def test_a_worker_that_dies_while_there_is_no_daemon_is_settled_by_the_next(mach
         pytest.skip(f"systemd {machine.version} keeps no descriptors of a service that is stopped; {PRESERVES} does")
     with ExitStack() as stack:
         scene = Scene(machine, stack)
-        scene.stranger.do("again = membroker.connect(client.endpoint); more = again.register_model('m').allocate(PAGE)")
+        scene.stranger.do("again = membroker.connect(client.endpoint); more = again.model('m').allocate(PAGE)")
         machine.run("systemctl", "stop", UNIT)
         scene.workers.pop("stranger").kill()
         machine.run("systemctl", "start", UNIT)

@@ -51,7 +51,7 @@ def is_gone(daemon: Daemon) -> bool:
 
 def enter(one: Worker, daemon: Daemon) -> None:
     one.connect(daemon, "pod-7f9c")
-    one.do("model = client.register_model('chat'); kept = model.allocate('32MiB'); kept.view()[:4] = b'kept'")
+    one.do("model = client.model('chat'); kept = model.allocate('32MiB'); kept.view()[:4] = b'kept'")
 
 
 def kept_file(daemon: Daemon) -> str:
@@ -83,7 +83,7 @@ def test_a_pod_gets_a_tenant_and_loses_it(daemon: Daemon) -> None:
         assert one.refused("model.allocate(PAGE)").reason == "TENANT_LIMIT"
         assert raw.reason(create(daemon)) == "TENANT_DELETED"
         until(lambda: one.ask("[type(one).__name__ for one in notices]") == ["Draining"])
-        assert lender.ask("client.register_model('m').available().now_bytes") >= 256 * MIB - 42 * MIB
+        assert lender.ask("client.model('m').available().now_bytes") >= 256 * MIB - 42 * MIB
         one.do("pool.close(); kept.close()")
         assert not is_gone(daemon)
         one.do("segment.close()")

@@ -34,7 +34,7 @@ def test_a_page_that_is_ready_takes_at_most_so_many_calls(
         running(config, module="tests.support.faulty_daemon count") as daemon,
         membroker.connect(daemon.endpoint()) as client,
     ):
-        pool = client.register_model("m").pool(page_size=PAGE, virtual_capacity=64 * MIB)
+        pool = client.model("m").pool(page_size=PAGE, virtual_capacity=64 * MIB)
         for _ in range(ROUNDS):
             pool.allocate(0, PAGE)
             pool.deallocate(0, PAGE)

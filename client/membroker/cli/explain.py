@@ -26,7 +26,7 @@ or TENANT/MODEL. The broker remembers the last 8 decisions about each model, and
 _REQUEST = re.compile(r"sessions/[0-9a-f]{1,16}/requests/[0-9]{1,20}")
 _ADVICE = {
     "MODEL_LIMIT": "If an operator has set the limit, `membroker quota set {model} --limit SIZE` changes it. If the "
-    "program has set it (`register_model`, `membroker run --limit`), change it there.",
+    "program has set it (`Client.model`, `membroker run --limit`), change it there.",
     "TENANT_LIMIT": "An operator can raise the limit: `membroker quota set {tenant} --limit SIZE`.",
     "CAPACITY": "With `wait=` a request gets memory when others release it. With a guarantee or a weight "
     "(`membroker quota set`) others have to release memory. `membroker models --admin` shows which models have it.",
@@ -221,7 +221,7 @@ def _answer(decision: Decision, size: str, after: str) -> str:
 
 
 def _counted(model: ModelStatus) -> Iterator[str]:
-    """Yield what the broker has counted and does not remember, such as a `register_model` with another limit."""
+    """Yield what the broker has counted and does not remember, such as a `Client.model` with another limit."""
     counts = [f"{count} {reason}" for reason, count in sorted(model.denials_total.items()) if count]
     if counts:
         yield (

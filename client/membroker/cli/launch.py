@@ -22,7 +22,7 @@ from .commands import Commands
 
 _NOTES = """
 The program gets MEMBROKER_ENDPOINT, and with --model and --limit also MEMBROKER_MODEL and MEMBROKER_LIMIT. The model is
-the name for `Client.register_model()` without a name, and the limit applies to that model if the program sets none.
+the name for `Client.model()` without a name, and the limit applies to that model if the program sets none.
 A program that sets its own limit keeps it, and is refused (ModelConflict) if the model is registered with another
 limit. To enforce a limit on every program, use `membroker quota set`.
 

@@ -58,7 +58,7 @@ def load(
 ) -> Loaded:
     """Copy a checkpoint into a new segment and seal it; on any failure no segment and no new model is left.
 
-    `name` has a model, and `sizes` are those of `Client.register_model`. Shows its progress on `stream`. Raises the
+    `name` has a model, and `sizes` are those of `Client.model`. Shows its progress on `stream`. Raises the
     library's errors, `InvalidCheckpoint` among them.
     """
     with ExitStack() as ends:
@@ -93,9 +93,9 @@ def _registered(client: Client, name: str, sizes: Mapping[str, Any]) -> Iterator
     """Yield the model. A new one is unregistered on failure; otherwise its limits would stay in force for a minute."""
     made = all(known.name != f"{client.tenant}/models/{name}" for known in client.models())
     try:  # a refusal counts as the model's, so only a model that is probably new is asked for so
-        model = client.register_model(name, **sizes, exclusive=made)
+        model = client.model(name, **sizes, exclusive=made)
     except ModelAlreadyExists:
-        model, made = client.register_model(name, **sizes), False
+        model, made = client.model(name, **sizes), False
     try:
         yield model
     except BaseException:

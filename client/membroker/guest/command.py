@@ -146,7 +146,7 @@ class _Line:
             self.client.close()
             self.client = client
         self._is_used = True
-        return self.client.register_model(self._model)
+        return self.client.model(self._model)
 
     def pids(self) -> list[int]:
         """Return the processes that have a session of this tenant, but this one."""

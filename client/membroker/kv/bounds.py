@@ -30,7 +30,7 @@ class Bounds:
 
     `model` is the name under which the broker knows this engine; without it, that is MEMBROKER_MODEL, or else the name
     under which the engine serves the model, as `model_name` says. `limit` is the most that it may borrow, as for
-    `Client.register_model`. `floor`, `ahead`, `keep` and `ceiling` are as for `membroker.kv.ElasticCache`; without
+    `Client.model`. `floor`, `ahead`, `keep` and `ceiling` are as for `membroker.kv.ElasticCache`; without
     `ahead` one group of pages is kept mapped ahead. `page_size` replaces the layout's own.
     """
 

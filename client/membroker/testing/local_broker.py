@@ -116,7 +116,7 @@ class LocalBroker:
                 from .. import connect  # late: the suite for drivers shares this package, and needs no gRPC
 
                 self._neighbour = connect(self.endpoint.with_name(NEIGHBOUR))
-            model = self._neighbour.register_model(NEIGHBOUR)
+            model = self._neighbour.model(NEIGHBOUR)
             with self._admin() as admin:
                 books = admin.device().locations[place.value]
                 wanted = books.capacity_bytes - books.lent_bytes + size

@@ -92,7 +92,7 @@ class TestControlCalls:
             return registered
 
         came, go_on = self.begun(service, "RegisterModel", register)  # type: ignore[arg-type]
-        caller = Caller(lambda: client.register_model("m", exclusive=True))
+        caller = Caller(lambda: client.model("m", exclusive=True))
         assert came.wait(DEADLINE_SECONDS)
         self.restart(broker, service, models=[MODEL] if done else [])
         go_on.set()
@@ -111,9 +111,9 @@ class TestControlCalls:
             return registered
 
         service.answers["RegisterModel"] = register
-        client.register_model("m")
+        client.model("m")
         came, go_on = self.begun(service, "RegisterModel", register)
-        caller = Caller(lambda: client.register_model("m", exclusive=True))
+        caller = Caller(lambda: client.model("m", exclusive=True))
         assert came.wait(DEADLINE_SECONDS)
         self.restart(broker, service, models=[MODEL])
         go_on.set()

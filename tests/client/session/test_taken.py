@@ -127,7 +127,7 @@ class Counted:
 def test_a_small_allocation_costs_two_packets(daemon: Daemon) -> None:
     """Request and release, with a real broker; a third for each was the Ack."""
     with membroker.connect(daemon.endpoint()) as client:
-        model, connection = client.register_model("m"), client._session.connection
+        model, connection = client.model("m"), client._session.connection
         counted: Any = Counted(connection._socket)
         connection._socket, sock = counted, connection._socket
         for _ in range(20):
@@ -151,7 +151,7 @@ def test_long_and_short_calls_share_the_window(daemon: Daemon) -> None:
             errors.append(error)
 
     with membroker.connect(daemon.endpoint()) as client:
-        model = client.register_model("m")
+        model = client.model("m")
         threads = [threading.Thread(target=work, args=(model, pages), daemon=True) for pages in (1, 1, 1, 20, 70)]
         for thread in threads:
             thread.start()
@@ -166,7 +166,7 @@ def test_an_old_client_is_served_as_before(daemon: Daemon) -> None:
     """A library of before the count was there acknowledges by ids: 300 pages, and small ones."""
     with membroker.connect(daemon.endpoint()) as client:
         client._session.connection._counts = False
-        model = client.register_model("m")
+        model = client.model("m")
         with model.pool(page_size=PAGE, virtual_capacity=120 * PAGE) as pool:
             for _ in range(3):
                 pool.allocate(0, 120 * PAGE)
@@ -179,7 +179,7 @@ def test_an_old_client_is_served_as_before(daemon: Daemon) -> None:
 def test_a_session_goes_on_counting_after_an_outage(daemon: Daemon) -> None:
     """The next connection has a count of its own: what was taken over the one before is not in it."""
     with membroker.connect(daemon.endpoint()) as client:
-        model = client.register_model("m")
+        model = client.model("m")
         kept = [model.allocate(PAGE) for _ in range(5)]
         before = client._session.connection
         daemon.kill()

@@ -36,7 +36,7 @@ def broker(running: LocalBroker) -> LocalBroker:
 
 
 def test_a_program_connects_as_always(broker: LocalBroker) -> None:
-    with membroker.connect() as client, client.register_model("chat").allocate("2MiB") as buffer:
+    with membroker.connect() as client, client.model("chat").allocate("2MiB") as buffer:
         assert client.endpoint == broker.endpoint
         buffer.view()[:5] = b"hello"
         assert broker.device().locations["device"].lent_bytes == 2 * MIB
@@ -45,7 +45,7 @@ def test_a_program_connects_as_always(broker: LocalBroker) -> None:
 def test_exactly_so_many_requests_are_refused(broker: LocalBroker) -> None:
     """Pools, buffers and segments alike; the error is the broker's own, with its numbers."""
     with membroker.connect() as client:
-        model = client.register_model("chat")
+        model = client.model("chat")
         pool = model.pool(virtual_capacity="8MiB", page_size="2MiB")
         borrow = [lambda: pool.allocate(0, "2MiB"), lambda: model.allocate(1), lambda: model.create_segment("s", 1)]
         broker.refuse_next(3)
@@ -61,7 +61,7 @@ def test_exactly_so_many_requests_are_refused(broker: LocalBroker) -> None:
 
 def test_a_request_that_would_wait_is_refused_too(broker: LocalBroker) -> None:
     with membroker.connect() as client:
-        model = client.register_model("chat")
+        model = client.model("chat")
         broker.refuse_next()
         with pytest.raises(membroker.OutOfMemory):
             model.allocate("2MiB", wait=DEADLINE_SECONDS)
@@ -71,7 +71,7 @@ def test_a_request_that_would_wait_is_refused_too(broker: LocalBroker) -> None:
 def test_a_recall_comes_and_is_answered(broker: LocalBroker) -> None:
     recalls: list[membroker.Recall] = []
     with membroker.connect() as client:
-        model = client.register_model("chat")
+        model = client.model("chat")
         with model.pool(virtual_capacity="64MiB", page_size="2MiB") as pool:
             pool.allocate(0, "32MiB")
 
@@ -91,7 +91,7 @@ def test_a_recall_that_nobody_answers_ends(broker: LocalBroker, monkeypatch: pyt
     monkeypatch.setattr(local_broker, "_RECALL_SECONDS", 0.0)
     with (
         membroker.connect() as client,
-        client.register_model("chat").allocate("32MiB"),
+        client.model("chat").allocate("32MiB"),
         pytest.raises(membroker.OutOfMemory),
     ):
         broker.recall_now(8 * MIB).result(DEADLINE_SECONDS)
@@ -102,7 +102,7 @@ def test_a_recall_that_nobody_answers_ends(broker: LocalBroker, monkeypatch: pyt
 def test_it_dies_and_the_program_goes_on() -> None:
     """Mapped memory stays valid, a call waits, and the next daemon takes over what the last one had lent."""
     with membroker.testing.broker("64MiB") as broker, membroker.connect() as client:
-        model = client.register_model("chat")
+        model = client.model("chat")
         with model.allocate("2MiB") as buffer:
             buffer.view()[:5] = b"hello"
             broker.die()

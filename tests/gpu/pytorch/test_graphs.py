@@ -14,7 +14,7 @@ def test_a_graph_is_captured_and_replayed(daemon: Daemon) -> None:
     run(
         daemon,
         """
-        model = client.register_model("gpu", limit="2GiB")
+        model = client.model("gpu", limit="2GiB")
         torch.manual_seed(0)
         with TorchMemory(model) as memory:
             with memory.use():
@@ -58,13 +58,13 @@ def test_a_graph_is_captured_and_replayed(daemon: Daemon) -> None:
 
 _TWO = """
         import os, time
-        blue = membroker.connect(os.environ["BLUE"]).register_model("sure")
+        blue = membroker.connect(os.environ["BLUE"]).model("sure")
         def ask():
             with blue.allocate("2GiB", wait=60) as found:
                 told.append(found.size)
         told = []
         asking = threading.Thread(target=ask)
-        model = client.register_model("gpu")
+        model = client.model("gpu")
 """
 
 
@@ -142,7 +142,7 @@ def test_a_graph_trains(daemon: Daemon) -> None:
     run(
         daemon,
         """
-        model = client.register_model("gpu", limit="2GiB")
+        model = client.model("gpu", limit="2GiB")
         torch.manual_seed(0)
         with TorchMemory(model) as memory:
             with memory.use():

@@ -16,7 +16,7 @@ def test_forward_and_backward_are_brokered(daemon: Daemon) -> None:
     run(
         daemon,
         """
-        model = client.register_model("gpu", limit="2GiB")
+        model = client.model("gpu", limit="2GiB")
         assert not torch.cuda.is_initialized() or torch.cuda.memory_reserved() == 0
         with TorchMemory(model) as memory:
             with memory.use():
@@ -50,7 +50,7 @@ def test_out_of_memory_is_torchs_own(daemon: Daemon) -> None:
     (sentence,) = run(
         daemon,
         """
-        model = client.register_model("gpu", limit="256MiB")
+        model = client.model("gpu", limit="256MiB")
         with TorchMemory(model) as memory:
             with memory.use():
                 kept = torch.ones(MIB, device=memory.device)
@@ -87,7 +87,7 @@ def test_what_a_live_pool_cannot_give_back_and_trim_can(daemon: Daemon) -> None:
     run(
         daemon,
         """
-        model = client.register_model("gpu")
+        model = client.model("gpu")
         with TorchMemory(model) as memory, memory.use():
             tensors = [torch.full((30 * MIB,), number, dtype=torch.uint8, device="cuda") for number in range(100)]
             assert used() == memory.lent_bytes >= 3000 * MIB
@@ -116,7 +116,7 @@ def test_a_refusal_gives_back_what_torch_caches(daemon: Daemon) -> None:
     run(
         daemon,
         """
-        model = client.register_model("gpu", limit="128MiB")
+        model = client.model("gpu", limit="128MiB")
         with TorchMemory(model) as memory:
             for _ in range(3):      # an open pool cannot be routed to again: each block gets a new one
                 before = memory.reclaimed_bytes
@@ -152,7 +152,7 @@ def test_three_threads_train_inside_one_limit(daemon: Daemon, state: Callable[[s
         daemon,
         """
         import time
-        model = client.register_model("gpu", limit="1GiB")
+        model = client.model("gpu", limit="1GiB")
         end = time.monotonic() + 60
         steps, refused, failures = [0] * 3, [0] * 3, []
         def learn(thread):
@@ -205,7 +205,7 @@ def test_trim_frees_what_other_streams_used(daemon: Daemon) -> None:
     run(
         daemon,
         """
-        model = client.register_model("gpu", limit="128MiB")
+        model = client.model("gpu", limit="128MiB")
         with TorchMemory(model) as memory, memory.use():
             side = torch.cuda.Stream()
             passed = torch.ones(100 * MIB, dtype=torch.uint8, device="cuda")
@@ -233,7 +233,7 @@ def test_several_streams(daemon: Daemon) -> None:
     run(
         daemon,
         """
-        model = client.register_model("gpu", limit="2GiB")
+        model = client.model("gpu", limit="2GiB")
         with TorchMemory(model) as memory:
             streams = [torch.cuda.Stream() for _ in range(4)]
             sums = []
@@ -268,7 +268,7 @@ def test_no_thread_waits_for_another(daemon: Daemon) -> None:
         daemon,
         """
         sys.setswitchinterval(1e-5)
-        model = client.register_model("gpu", limit="3GiB")
+        model = client.model("gpu", limit="3GiB")
         failures = []
         def guarded(work):
             def run():
@@ -328,7 +328,7 @@ def test_a_closed_client_and_the_end_of_the_process(daemon: Daemon) -> None:
     run(
         daemon,
         """
-        model = client.register_model("gpu")
+        model = client.model("gpu")
         memory = TorchMemory(model)
         with memory.use():
             one = torch.ones(MIB, device=memory.device)
@@ -359,7 +359,7 @@ def test_settings_that_do_not_go_together(daemon: Daemon, setting: str, words: s
     (sentence,) = run(
         daemon,
         """
-        model = client.register_model("gpu")
+        model = client.model("gpu")
         try:
             TorchMemory(model)
         except membroker.InvalidRequest as error:
@@ -375,7 +375,7 @@ def test_other_settings_of_torchs_stay(daemon: Daemon) -> None:
     run(
         daemon,
         """
-        model = client.register_model("gpu")
+        model = client.model("gpu")
         with TorchMemory(model) as memory:
             settings = torch.cuda.memory._snapshot()["allocator_settings"]
             assert settings["release_lock_on_cudamalloc"], settings

@@ -24,7 +24,7 @@ def test_weights_stand_once_for_several_processes(daemon: Daemon, dtype: str) ->
     publisher = start(
         daemon,
         f"""
-        model = client.register_model("gpu")
+        model = client.model("gpu")
         torch.manual_seed(0)
         net = Net(torch.{dtype}, 1024).cuda().requires_grad_(False)
         with publish_module(model, "weights", net) as segment:
@@ -71,7 +71,7 @@ def test_fp8_weights_are_multiplied_where_they_stand(daemon: Daemon) -> None:
     run(
         daemon,
         """
-        model = client.register_model("gpu")
+        model = client.model("gpu")
         def build():
             net = torch.nn.Module()
             net.scale = torch.nn.Parameter(torch.tensor(0.5, device="cuda"))
@@ -103,7 +103,7 @@ def test_a_module_in_a_pool_of_torchs_is_published(daemon: Daemon) -> None:
     run(
         daemon,
         """
-        model = client.register_model("gpu")
+        model = client.model("gpu")
         with TorchMemory(model) as memory:
             with memory.use():
                 net = Net(torch.bfloat16).cuda()

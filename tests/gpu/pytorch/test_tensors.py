@@ -14,7 +14,7 @@ def test_tensors_in_every_dtype(daemon: Daemon) -> None:
     run(
         daemon,
         """
-        model = client.register_model("gpu")
+        model = client.model("gpu")
         names = "bool uint8 int8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64 complex64 "
         names += "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"
         with model.allocate("2MiB") as buffer:
@@ -45,7 +45,7 @@ def test_a_tensor_on_memory_of_the_host(daemon: Daemon) -> None:
     run(
         daemon,
         """
-        model = client.register_model("gpu")
+        model = client.model("gpu")
         with model.allocate("2MiB", location="host") as buffer:
             one = tensor(buffer, torch.float32, (1024,)).fill_(2)
             assert one.sum().item() == 2048
@@ -59,7 +59,7 @@ def test_lifetimes_and_waiting(daemon: Daemon) -> None:
     run(
         daemon,
         """
-        model = client.register_model("gpu", virtual_capacity="64MiB")
+        model = client.model("gpu", virtual_capacity="64MiB")
         buffer = model.allocate("32MiB")
         view = tensor(buffer, torch.float32, (1024, 1024)).fill_(1)[5]
         buffer.close()

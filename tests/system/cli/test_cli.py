@@ -31,7 +31,7 @@ pytestmark = pytest.mark.shared_daemon
 def worker(daemon: Daemon) -> Iterator[membroker.Client]:
     """A worker of red whose model uses 4 MiB of 8 and was refused once."""
     with membroker.connect(daemon.endpoint("red"), client="a [red]worker[/red]") as client:
-        model = client.register_model("llama-7b", virtual_capacity="64GiB", limit="8MiB")
+        model = client.model("llama-7b", virtual_capacity="64GiB", limit="8MiB")
         with model.pool(page_size="2MiB") as pool:
             pool.allocate(0, 4 * MIB)
             with pytest.raises(membroker.OutOfMemory):

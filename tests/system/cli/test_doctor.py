@@ -232,7 +232,7 @@ def test_memory_that_no_session_explains_is_a_warning() -> None:
     with running(config) as daemon, worker() as liar:
         endpoint = str(daemon.endpoint("red"))
         liar.connect(daemon)
-        liar.do("pool = client.register_model('m').pool(page_size='2MiB'); pool.allocate(0, '32MiB')")
+        liar.do("pool = client.model('m').pool(page_size='2MiB'); pool.allocate(0, '32MiB')")
         assert "0 B of device memory are in use and not in the books" in doctor.check_unaccounted(endpoint, {}).found
         liar.do(lie.format(":12"))
         until(lambda: daemon.books().unaccounted_bytes == 24 * MIB)

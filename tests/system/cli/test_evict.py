@@ -36,9 +36,9 @@ class Victim(NamedTuple):
 def victim(daemon: Daemon) -> Iterator[Victim]:
     with worker() as one:
         one.connect(daemon)
-        one.do("model = client.register_model('chat'); kept = model.allocate('16MiB'); kept.view()[:4] = b'kept'")
+        one.do("model = client.model('chat'); kept = model.allocate('16MiB'); kept.view()[:4] = b'kept'")
         one.do(f"other = membroker.connect({str(daemon.endpoint('blue'))!r})")
-        one.do("held = other.register_model('Qwen/Qwen3-8B').allocate('32MiB')")
+        one.do("held = other.model('Qwen/Qwen3-8B').allocate('32MiB')")
         yield Victim(one, one.ask("client.session"), one.ask("other.session"))
 
 
@@ -101,13 +101,13 @@ def test_a_script_must_say_yes(daemon: Daemon, victim: Victim) -> None:
 def test_a_script_that_says_yes(daemon: Daemon, victim: Victim) -> None:
     """Another process is not listed, and not ended."""
     with worker() as bystander:
-        bystander.connect(daemon, "blue").do("kept = client.register_model('search').allocate('2MiB')")
+        bystander.connect(daemon, "blue").do("kept = client.model('search').allocate('2MiB')")
         told = json.loads(good("evict", victim.red.removeprefix("sessions/"), "--yes", "--json", at=daemon.admin))
         assert told["session"]["name"] == victim.red
         sessions = [(one["name"], one["tenant"], one["books"]["device"]["used_bytes"]) for one in told["sessions"]]
         assert sessions == [(victim.red, "tenants/red", 16 * MIB), (victim.blue, "tenants/blue", 32 * MIB)]
         assert victim.worker.process.wait(DEADLINE_SECONDS) == -signal.SIGTERM
-        bystander.do("client.register_model('search').allocate('2MiB').close()")
+        bystander.do("client.model('search').allocate('2MiB').close()")
 
 
 @pytest.mark.parametrize("options", [(), ("--yes",)], ids=["no terminal", "yes"])

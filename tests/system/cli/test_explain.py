@@ -32,7 +32,7 @@ def explain(endpoint: Path, *arguments: str) -> str:
 def test_a_refused_request_is_explained_by_its_name(daemon: Daemon, transport: str) -> None:
     """A worker logs its exception. The operator pastes the request, and reads the numbers of that moment."""
     with membroker.connect(daemon.endpoint("red"), transport=transport) as client:
-        model = client.register_model("Qwen/Qwen3-8B", limit="8MiB")
+        model = client.model("Qwen/Qwen3-8B", limit="8MiB")
         with pytest.raises(membroker.OutOfMemory) as caught:
             model.allocate("10MiB")
         error = caught.value
@@ -54,7 +54,7 @@ def test_a_refused_request_is_explained_by_its_name(daemon: Daemon, transport: s
 
 def test_a_program_that_asks_again_and_again_is_told_of_once(daemon: Daemon, red: membroker.Client) -> None:
     """An operator reads one story and not eight: the newest refusal, how many were like it, and what to do."""
-    model = red.register_model("chat", limit="8MiB")
+    model = red.model("chat", limit="8MiB")
     sizes = ["10MiB"] * 2 + ["12MiB"] + ["10MiB"] * 3
     for size in sizes:
         with pytest.raises(membroker.OutOfMemory):
@@ -71,7 +71,7 @@ def test_a_program_that_asks_again_and_again_is_told_of_once(daemon: Daemon, red
 
 def test_no_wait_is_advised_for_more_than_the_broker_has(daemon: Daemon, red: membroker.Client) -> None:
     """Of 256 MiB, 250 may come when others release; 300 never will."""
-    model = red.register_model("chat")
+    model = red.model("chat")
     with model.allocate("32MiB"):
         for size, advice in (
             ("250MiB", "With `wait=` a request gets memory"),
@@ -86,7 +86,7 @@ def test_no_wait_is_advised_for_more_than_the_broker_has(daemon: Daemon, red: me
 
 def test_a_refusal_that_is_only_counted_is_told_by_its_count(daemon: Daemon, red: membroker.Client) -> None:
     """`membroker models` shows one refusal and sends the operator here: a worker registered another limit."""
-    model = red.register_model("chat", limit="8MiB")
+    model = red.model("chat", limit="8MiB")
     with pytest.raises(membroker.ModelConflict):
         red.register_model("chat", limit="16MiB")
     with pytest.raises(InvalidRequest) as caught:
@@ -102,8 +102,8 @@ def test_a_wait_is_explained_while_it_lasts_and_after(
     daemon: Daemon, red: membroker.Client, blue: membroker.Client
 ) -> None:
     """Blue waits for what red has. What the request would have been told without the wait is why it waited."""
-    held = red.register_model("big").allocate("250MiB")
-    model = blue.register_model("small")
+    held = red.model("big").allocate("250MiB")
+    model = blue.model("small")
     waiter = threading.Thread(target=lambda: model.allocate("16MiB", wait=600).close())
     waiter.start()
     (now,) = until(lambda: blue.decisions("small") if waiter.is_alive() else [])
@@ -129,7 +129,7 @@ def test_a_wait_for_a_program_that_is_late_names_it_to_the_operator() -> None:
     """Blue's worker does not answer a recall, and red waits. Red is told what to ask for, and the operator the name."""
     config = {**GUARANTEED, "recall_seconds": 0.3}
     with running(config) as daemon, membroker.connect(daemon.endpoint("red")) as red:
-        chat = red.register_model("chat")
+        chat = red.model("chat")
         waiter = threading.Thread(target=lambda: chat.allocate("64MiB", wait=600).close())
         with Session(daemon.endpoint("blue")) as blue:
             blue.borrow(blue.register("batch", answers_recalls=True), 64 * MIB, 4)
@@ -152,7 +152,7 @@ def test_a_recall_is_explained_by_what_wanted_the_memory() -> None:
         membroker.connect(daemon.endpoint("red")) as red,
         membroker.connect(daemon.endpoint("blue")) as blue,
     ):
-        batch = blue.register_model("batch")
+        batch = blue.model("batch")
         buffers = [batch.allocate("32MiB") for _ in range(3)]
 
         def give(_: Any) -> None:
@@ -161,7 +161,7 @@ def test_a_recall_is_explained_by_what_wanted_the_memory() -> None:
 
         batch.on_recall(give)
         buffers += [batch.allocate("32MiB") for _ in range(5)]
-        red.register_model("chat").allocate("64MiB").close()
+        red.model("chat").allocate("64MiB").close()
         (told,) = until(lambda: [one for one in blue.decisions("batch") if one.kind == "recalled"])
         assert (told.result, told.wanted_by) == ("returned", "tenants/-/models/-")
         out = explain(daemon.endpoint("blue"), "batch")
@@ -172,7 +172,7 @@ def test_a_recall_is_explained_by_what_wanted_the_memory() -> None:
 
 
 def test_a_lowered_limit_is_why_memory_was_recalled(daemon: Daemon, red: membroker.Client) -> None:
-    chat = red.register_model("chat")
+    chat = red.model("chat")
     buffers = [chat.allocate("16MiB") for _ in range(4)]
     chat.on_recall(lambda _: [buffers.pop().close() for _ in range(2)])
     with closing(Admin(daemon.admin / "grpc.sock")) as admin, daemon.admin_stub() as stub:
@@ -188,7 +188,7 @@ def test_a_tenant_neither_sees_nor_writes_anothers_record(
     daemon: Daemon, red: membroker.Client, blue: membroker.Client
 ) -> None:
     """Blue looks at what is red's, and asks for memory of red's model. Its own refusal may be of any size."""
-    model = red.register_model("chat", limit="2MiB")
+    model = red.model("chat", limit="2MiB")
     with pytest.raises(membroker.OutOfMemory) as caught:
         model.allocate("4MiB")
     with pytest.raises(ModelNotFound):
@@ -210,7 +210,7 @@ def test_a_tenant_neither_sees_nor_writes_anothers_record(
 
 def test_an_operator_names_a_model_as_in_other_commands(daemon: Daemon, red: membroker.Client) -> None:
     """A device with configured tenants and no --admin: the command enters the admin endpoint by itself."""
-    red.register_model("chat", limit="2MiB")
+    red.model("chat", limit="2MiB")
     device = daemon.admin.parent
     for name in ("red/chat", "chat"):
         assert "now: red/chat uses 0 B" in explain(device, name)
@@ -222,7 +222,7 @@ def test_an_operator_names_a_model_as_in_other_commands(daemon: Daemon, red: mem
 
 
 def test_what_is_unknown_is_a_sentence(daemon: Daemon, red: membroker.Client) -> None:
-    red.register_model("quiet")
+    red.model("quiet")
     for name in ("quiet", "red/quiet"):  # as `membroker models` shows it
         out = explain(daemon.endpoint("red"), name)
         assert out.startswith("the broker remembers no refusal, wait or recall of")

@@ -62,17 +62,17 @@ def test_the_limit_is_of_that_model_and_a_programs_own_goes_first(
     monkeypatch.setenv("MEMBROKER_MODEL", "chat")
     monkeypatch.setenv("MEMBROKER_LIMIT", "8MiB")
     with membroker.connect(daemon.endpoint("red")) as client:
-        model = client.register_model()
+        model = client.model()
         assert (model.name, model.limit) == ("chat", 8 * MIB)
         model.unregister()
-        assert client.register_model("draft").limit is None
-        assert client.register_model("chat", limit="4MiB").limit == 4 * MIB
+        assert client.model("draft").limit is None
+        assert client.model("chat", limit="4MiB").limit == 4 * MIB
         monkeypatch.setenv("MEMBROKER_LIMIT", "much")
         with pytest.raises(InvalidRequest, match=r"MEMBROKER_LIMIT: .*'much'"):
-            client.register_model()
+            client.model()
         monkeypatch.delenv("MEMBROKER_MODEL")
         with pytest.raises(InvalidRequest, match="membroker run --model"):
-            client.register_model()
+            client.model()
 
 
 def test_an_engine_gets_the_options_of_its_elastic_cache(daemon: Daemon, tmp_path: Path) -> None:

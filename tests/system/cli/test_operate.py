@@ -45,7 +45,7 @@ def engine(daemon: Daemon) -> Iterator[Worker]:
     with worker() as one:
         one.connect(daemon)
         one.do("told = []; client.on_notice(lambda notice: told.append(type(notice).__name__))")
-        one.do("model = client.register_model('chat'); kept = model.allocate('16MiB'); kept.view()[:4] = b'kept'")
+        one.do("model = client.model('chat'); kept = model.allocate('16MiB'); kept.view()[:4] = b'kept'")
         yield one
 
 
@@ -64,7 +64,7 @@ def stopped(daemon: Daemon) -> Iterator[tuple[Worker, str]]:
     """A worker with 192 of 256 MiB that stands still since before the daemon died: its session, and it."""
     with worker() as one:
         one.connect(daemon)
-        one.do("kept = client.register_model('chat').allocate('192MiB'); kept.view()[:4] = b'kept'")
+        one.do("kept = client.model('chat').allocate('192MiB'); kept.view()[:4] = b'kept'")
         name = str(one.ask("client.session"))
         one.send(signal.SIGSTOP)
         daemon.kill()
@@ -83,12 +83,12 @@ def test_the_bytes_of_a_forgotten_session(daemon: Daemon, stopped: tuple[Worker,
     until(lambda: daemon.books().unaccounted_bytes == 192 * MIB)
     # Why the operator should rather have ended it: it has the memory still, and comes back to a broker without it.
     with membroker.connect(daemon.endpoint("blue")) as client:
-        model = client.register_model("search")
+        model = client.model("search")
         with pytest.raises(membroker.OutOfMemory) as caught:
             model.allocate("128MiB")
         assert caught.value.reason == "DEVICE_FULL"
         hung.send(signal.SIGCONT)
-        assert hung.refused("client.register_model('chat').allocate(PAGE)").error == "SessionLost"
+        assert hung.refused("client.model('chat').allocate(PAGE)").error == "SessionLost"
         assert hung.ask("bytes(kept.view()[:4]).decode()") == "kept"
         hung.kill()
         until(lambda: daemon.books().unaccounted_bytes == 0 and daemon.books().device_used_bytes == ANCHOR_BYTES)
@@ -107,7 +107,7 @@ def test_a_session_whose_process_closed_its_connection(daemon: Daemon) -> None:
     session.notices.close()
     until(lambda: state(daemon, name) == "detached")
     with membroker.connect(daemon.endpoint("blue")) as client:
-        model = client.register_model("search")
+        model = client.model("search")
         with pytest.raises(membroker.OutOfMemory) as caught:
             model.allocate("128MiB")
         assert (caught.value.level, caught.value.available_bytes) == ("capacity", 64 * MIB)
@@ -129,7 +129,7 @@ def test_a_dead_process_needs_no_forgetting() -> None:
     """A forked child keeps the memory of a worker that died: its session settles by itself."""
     with running({"settle_seconds": 600.0}) as daemon, worker() as one:
         one.connect(daemon)
-        one.do("kept = client.register_model('chat').allocate('16MiB'); kept.view()[:4] = b'kept'")
+        one.do("kept = client.model('chat').allocate('16MiB'); kept.view()[:4] = b'kept'")
         name, child = str(one.ask("client.session")), int(one.ask("fork_unseen()"))
         try:
             one.kill()
@@ -146,7 +146,7 @@ def test_a_dead_process_needs_no_forgetting() -> None:
 def test_a_guarantee_that_cannot_be_kept_yet_says_who_borrows_more(daemon: Daemon) -> None:
     """Blue has 160 of 256 MiB in a program that answers no recalls. One that answers gets more all the same."""
     with membroker.connect(daemon.endpoint("blue")) as client:
-        batch, engine = client.register_model("batch"), client.register_model("engine")
+        batch, engine = client.model("batch"), client.model("engine")
         engine.on_recall(lambda _: None)
         kept = batch.allocate("160MiB")
         said = " ".join(good("quota", "set", "red", "--guarantee", "128MiB", at=daemon.admin).split())
@@ -221,7 +221,7 @@ def test_a_drain_waits_and_says_which_session_lets_go(daemon: Daemon, engine: Wo
     """An uninstall as pasted stopped a daemon with 624 MiB lent: the command that drains must be the one that waits."""
     with worker() as other:
         other.connect(daemon, "blue")
-        other.do("kept = client.register_model('search').allocate('4MiB')")
+        other.do("kept = client.model('search').allocate('4MiB')")
         sessions = {one.pid: one.name for one in daemon.sessions()}
         with drain_of(daemon) as draining:
             draining.until("still holding memory:")
@@ -500,7 +500,7 @@ def test_where_each_user_is_a_tenant_the_list_begins_empty() -> None:
         assert good("tenants", at=daemon.admin) == "no tenant is configured, and no user has a session\n"
         assert json.loads(good("tenants", "--json", at=daemon.admin)) == []
         with membroker.connect(daemon.endpoint("default")) as client:
-            kept = client.register_model("m").allocate("2MiB")
+            kept = client.model("m").allocate("2MiB")
             (row,) = good("tenants", at=daemon.admin).splitlines()[1:]
             uid = f"uid-{os.geteuid()}"
             assert re.split(r"\s{2,}", row) == [uid, "2.0 MiB", "-", "32.0 MiB", "1", "-", "1", "1"]

@@ -216,7 +216,7 @@ def test_at_the_host_and_with_the_models_own_numbers(model: Path) -> None:
         good("load", str(model), "m/weights", "--location", "host", *sizes, *at(daemon))
         assert rows(good(*at(daemon)))[1][0] == "red/m/weights (host)"
         with membroker.connect(daemon.endpoint()) as client:
-            worker = client.register_model("m", virtual_capacity="64GiB", limit="128MiB")
+            worker = client.model("m", virtual_capacity="64GiB", limit="128MiB")
             books = worker.stats().books["host"]
             assert (books.used_bytes, books.segment_bytes) == (4 * MIB, 4 * MIB)
 
@@ -331,11 +331,11 @@ def test_the_brokers_refusals_are_sentences(model: Path) -> None:
         assert states(daemon) == ["SEALED"]
         assert daemon.books().lent_bytes == 4 * MIB
         with membroker.connect(daemon.endpoint()) as client:
-            segment = client.register_model("m").create_segment("raw", "2MiB")
+            segment = client.model("m").create_segment("raw", "2MiB")
             assert "is still being written" in refused("show", "raw", *at(daemon))
             segment.seal()
             assert "has no readable header: the header's length is 0" in refused("show", "raw", *at(daemon))
-            client.register_model("n").create_segment("raw", "2MiB").seal()
+            client.model("n").create_segment("raw", "2MiB").seal()
             for action in ("show", "delete"):
                 assert "as in m/raw or n/raw" in refused(action, "raw", *at(daemon))
             good("delete", "n/raw", *at(daemon))
@@ -348,7 +348,7 @@ def test_a_load_that_is_refused_leaves_no_model_behind(daemon: Daemon, model: Pa
     # A model that others use keeps its numbers.
     refused("load", str(model), "m/weights", *at(daemon))
     with membroker.connect(daemon.endpoint()) as worker:
-        worker.register_model("m", limit="64MiB")
+        worker.model("m", limit="64MiB")
         assert "is registered with" in refused("load", str(model), "m/w", "--limit", "8MiB", *at(daemon))
     good("delete", "m/weights", *at(daemon))
 

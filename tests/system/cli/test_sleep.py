@@ -19,7 +19,7 @@ state, detail, told = 'busy', 'its engine has requests', []
 def tell(request):
     told.append(request.wake)
     return membroker.types.SleepStatus(state, 64 * MIB, 32 * MIB, detail)
-model = client.register_model('chat')
+model = client.model('chat')
 model.on_sleep(tell)
 """
 
@@ -88,7 +88,7 @@ def test_what_it_says_of_a_model_that_cannot(daemon: Daemon, engine: Worker) -> 
     assert "there is no model 'none' now" in refused(command(daemon, "sleep", "none"))
     with worker() as other:
         other.connect(daemon, "blue")
-        other.do("model = client.register_model('chat')")
+        other.do("model = client.model('chat')")
         assert "several tenants have a model 'chat': give blue/chat or red/chat" in refused(
             command(daemon, "sleep", "chat")
         )
@@ -108,9 +108,9 @@ def test_two_engines_of_a_model(daemon: Daemon, engine: Worker) -> None:
     with worker() as second, worker() as loader:
         second.connect(daemon)
         second.do(_ENGINE)
-        second.do("beside = membroker.connect(client.endpoint); beside.register_model('chat')")
+        second.do("beside = membroker.connect(client.endpoint); beside.model('chat')")
         loader.connect(daemon)
-        loader.do("model = client.register_model('chat')")
+        loader.do("model = client.model('chat')")
         for one in (engine, second):
             one.do("state = 'asleep'")
         lines = done(command(daemon, "sleep", "chat")).splitlines()

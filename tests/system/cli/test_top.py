@@ -66,8 +66,8 @@ def test_an_operator_sees_all_tenants_live_and_sorts_and_filters(
     daemon: Daemon, red: membroker.Client, blue: membroker.Client
 ) -> None:
     """Memory is borrowed, waited for and refused while the operator looks, sorts, and looks at tenants."""
-    chat, code = red.register_model("chat", limit="512MiB"), red.register_model("code")
-    night = blue.register_model("night")
+    chat, code = red.model("chat", limit="512MiB"), red.model("code")
+    night = blue.model("night")
     with chat.allocate("128MiB"), night.allocate("512MiB"), top("--endpoint", str(daemon.root)) as terminal:
         until(lambda: names(terminal) == ["blue/night", "red/chat", "red/code"])
         assert "lent 640.0 MiB of 1.0 GiB, free 384.0 MiB, 2 sessions" in terminal.lines()[0]
@@ -119,7 +119,7 @@ def test_a_long_name_keeps_its_ends(room: int) -> None:
 
 def test_a_narrow_terminal_cuts_neither_the_keys_nor_the_device(daemon: Daemon, red: membroker.Client) -> None:
     """80 columns are what most terminals begin with: the help must have its last keys, and DRAINED must be seen."""
-    with red.register_model("chat").allocate("64MiB"), closing(Admin(daemon.admin / "grpc.sock")) as admin:
+    with red.model("chat").allocate("64MiB"), closing(Admin(daemon.admin / "grpc.sock")) as admin:
         admin.drain(None, exits=False)
         with top("--endpoint", str(daemon.root), columns=80) as terminal:
             until(lambda: names(terminal) == ["red/chat"])
@@ -134,7 +134,7 @@ def test_a_narrow_terminal_cuts_neither_the_keys_nor_the_device(daemon: Daemon, 
 
 
 def test_a_wait_shows_its_bytes_and_the_shares(daemon: Daemon, red: membroker.Client, blue: membroker.Client) -> None:
-    night, batch = red.register_model("night"), blue.register_model("batch")
+    night, batch = red.model("night"), blue.model("batch")
     with night.allocate("640MiB"), top("--endpoint", str(daemon.root)) as terminal:
         until(lambda: row(terminal, "red/night")[4:5] == ["-"])  # nobody waits, so nobody has a share
         until(lambda: len(names(terminal)) == 2)
@@ -155,7 +155,7 @@ def _wait_in_vain(model: membroker.Model) -> None:
 def test_it_survives_a_resize(daemon: Daemon, red: membroker.Client) -> None:
     """A person pulls at the window, down to one cell, and back."""
     claims = {"COLUMNS": "40", "LINES": "5"}  # as a shell exports them that was smaller
-    with red.register_model("chat").allocate("64MiB"), top("--endpoint", str(daemon.root), **claims) as terminal:
+    with red.model("chat").allocate("64MiB"), top("--endpoint", str(daemon.root), **claims) as terminal:
         until(lambda: row(terminal, "red/chat")[-1:] == ["0"])  # all columns, for the row may be half drawn
         for size in ((60, 10), (20, 3), (1, 1), (220, 60)):
             terminal.resize(*size)
@@ -203,7 +203,7 @@ def test_a_terminal_that_goes_away_without_a_signal_ends_it(daemon: Daemon) -> N
 
 def test_a_daemon_that_stops_dies_and_comes_back(daemon: Daemon, red: membroker.Client) -> None:
     """The keys work all the while: a stopped broker must not hold them up."""
-    with red.register_model("chat").allocate("64MiB"), top("--endpoint", str(daemon.root)) as terminal:
+    with red.model("chat").allocate("64MiB"), top("--endpoint", str(daemon.root)) as terminal:
         until(lambda: names(terminal) == ["red/chat"])
         with hold_still(daemon):
             terminal.press("h")
@@ -219,7 +219,7 @@ def test_a_daemon_that_stops_dies_and_comes_back(daemon: Daemon, red: membroker.
 
 def test_numbers_of_a_silent_broker_are_marked(daemon: Daemon, red: membroker.Client) -> None:
     """The daemon stands in a debugger. What the screen shows was true once, and the operator is told when."""
-    with red.register_model("chat").allocate("64MiB"), top("--endpoint", str(daemon.root)) as terminal:
+    with red.model("chat").allocate("64MiB"), top("--endpoint", str(daemon.root)) as terminal:
         until(lambda: row(terminal, "red/chat")[1:2] == ["64.0MiB"])
         before = datetime.now(UTC).replace(microsecond=0)
         with hold_still(daemon):
@@ -253,13 +253,13 @@ def test_all_devices_of_a_machine() -> None:
         running({**CONFIG, "runtime_directory": f"{directory}/membroker"}) as first,
         membroker.connect(first.endpoint("red")) as one,
     ):
-        one.register_model("chat")
+        one.model("chat")
         with top(XDG_RUNTIME_DIR=directory, columns=80) as terminal:
             until(lambda: names(terminal) == ["red/chat"])
             second = Daemon(Path(directory), {**CONFIG, "runtime_directory": f"{directory}/membroker"}, device=1)
             try:
                 with membroker.connect(second.endpoint("blue")) as other:
-                    other.register_model("draw")
+                    other.model("draw")
                     until(lambda: sorted(names(terminal)) == ["blue/draw", "red/chat"])
                     until(lambda: row(terminal, "blue/draw")[-1:] == ["host-1"])  # the screen may be half drawn
                     # A broker that is slow for two seconds has one more line.

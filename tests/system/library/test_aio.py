@@ -66,7 +66,7 @@ def test_a_program(daemon: Daemon, run: Run) -> None:
 
     async def main() -> None:
         async with aio.connect(daemon.endpoint()) as client:
-            model = await client.register_model("m", virtual_capacity=CAPACITY)
+            model = await client.model("m", virtual_capacity=CAPACITY)
             async with model.allocate(PAGE) as buffer:
                 assert isinstance(buffer, membroker.Buffer)
                 assert (await model.stats()).name == model.sync.resource_name
@@ -82,7 +82,7 @@ def test_a_program(daemon: Daemon, run: Run) -> None:
                 async with pool.allocate_anywhere(PAGE):
                     assert daemon.books().lent_bytes == PAGE
                 assert daemon.books().lent_bytes == 0
-            async with client.register_model("other"):
+            async with client.model("other"):
                 assert [one.sessions for one in await client.models()] == [1, 1]
             assert sum(one.sessions for one in await client.models()) == 1
             segment = await model.create_segment("weights", PAGE)
@@ -107,7 +107,7 @@ def test_the_loop_goes_on_beside_waits(daemon: Daemon, run: Run) -> None:
 
     async def main() -> None:
         async with aio.connect(daemon.endpoint()) as client:
-            model = await client.register_model("m")
+            model = await client.model("m")
             held = [await model.allocate(PAGE) for _ in range(CAPACITY // PAGE)]
 
             async def handle() -> None:
@@ -151,7 +151,7 @@ def test_tasks_are_cancelled(daemon: Daemon, run: Run) -> None:
 
     async def main() -> None:
         async with aio.connect(daemon.endpoint()) as client:
-            model = await client.register_model("m", virtual_capacity=CAPACITY)
+            model = await client.model("m", virtual_capacity=CAPACITY)
             pool = await model.pool(page_size=PAGE)
             for what in WAITS.values():
                 async with model.allocate(CAPACITY):
@@ -183,7 +183,7 @@ def test_tasks_are_cancelled_at_any_moment(daemon: Daemon, run: Run) -> None:
 
     async def main() -> None:
         async with aio.connect(daemon.endpoint()) as client:
-            model = await client.register_model("m", virtual_capacity=CAPACITY)
+            model = await client.model("m", virtual_capacity=CAPACITY)
             pool = await model.pool(page_size=PAGE)
             for what in list(WAITS.values()) * 60:
                 task = asyncio.create_task(_as_task(what(model, pool)))
@@ -204,7 +204,7 @@ def test_a_block_is_cancelled(daemon: Daemon, run: Run) -> None:
 
     async def main() -> None:
         async with aio.connect(daemon.endpoint()) as client:
-            model = await client.register_model("m")
+            model = await client.model("m")
             inside = asyncio.Event()
 
             async def handle() -> None:
@@ -225,8 +225,8 @@ def test_a_coroutine_answers_recalls(daemon: Daemon, run: Run) -> None:
 
     async def main() -> None:
         async with aio.connect(daemon.endpoint()) as client, aio.connect(daemon.endpoint()) as other:
-            lender = await client.register_model("lender")
-            needy = await other.register_model("needy")
+            lender = await client.model("lender")
+            needy = await other.model("needy")
             held = [await lender.allocate(PAGE) for _ in range(CAPACITY // PAGE)]
             threads = []
 
@@ -250,8 +250,8 @@ def test_a_coroutine_for_recalls_fails(daemon: Daemon, run: Run) -> None:
 
     async def main() -> None:
         async with aio.connect(daemon.endpoint()) as client, aio.connect(daemon.endpoint()) as other:
-            lender = await client.register_model("lender")
-            needy = await other.register_model("needy")
+            lender = await client.model("lender")
+            needy = await other.model("needy")
             asked = asyncio.Event()
 
             async def fail(recall: membroker.Recall) -> None:
@@ -274,7 +274,7 @@ def test_more_calls_than_threads(daemon: Daemon, run: Run, monkeypatch: pytest.M
 
     async def main() -> None:
         async with aio.connect(daemon.endpoint()) as client:
-            model = await client.register_model("m")
+            model = await client.model("m")
             held = await model.allocate(CAPACITY)
             tasks = [asyncio.create_task(_as_task(model.allocate(PAGE, wait=LONG))) for _ in range(25)]
             await until(lambda: waiting(daemon) == MOST_PATIENT)
@@ -295,7 +295,7 @@ def test_more_calls_than_threads(daemon: Daemon, run: Run, monkeypatch: pytest.M
 def test_a_loop_that_ends_first(daemon: Daemon) -> None:
     """The program drops its loop while a call is under way: what it returns is closed."""
     with membroker.connect(daemon.endpoint()) as client:
-        model = client.register_model("m")
+        model = client.model("m")
         held = model.allocate(CAPACITY)
         loop = asyncio.new_event_loop()
         waits = loop.create_task(_as_task(aio.AsyncModel(model).allocate(PAGE, wait=LONG)))

@@ -56,7 +56,7 @@ def client(daemon: Daemon, transport: str) -> Iterator[membroker.Client]:
 
 def test_a_wait_ends(daemon: Daemon, client: membroker.Client) -> None:
     """Memory is full, a thread waits for it and gives up: the broker forgets the request, and the session works."""
-    model = client.register_model("m", virtual_capacity=CAPACITY)
+    model = client.model("m", virtual_capacity=CAPACITY)
     for wait in WAITS.values():
         held = model.allocate(CAPACITY)
         scope = membroker.CancelScope()
@@ -73,7 +73,7 @@ def test_a_wait_ends(daemon: Daemon, client: membroker.Client) -> None:
 @one_transport
 def test_an_attach_ends(daemon: Daemon, client: membroker.Client) -> None:
     """It waits for a seal that does not come."""
-    segment = client.register_model("m").create_segment("weights", PAGE)
+    segment = client.model("m").create_segment("weights", PAGE)
     scope = membroker.CancelScope()
     with membroker.connect(daemon.endpoint()) as reader:
         caller = in_scope(scope, lambda: reader.attach("weights", timeout=LONG))
@@ -94,7 +94,7 @@ def test_a_wait_for_a_newer_version_ends(client: membroker.Client, monkeypatch: 
         return look(*arguments)
 
     monkeypatch.setattr(versions, "rows_of", counted)
-    serving = client.register_model("m").create_segment("weights", PAGE)
+    serving = client.model("m").create_segment("weights", PAGE)
     serving.seal()
     scope = membroker.CancelScope()
     caller = in_scope(scope, lambda: client.attach("weights", timeout=LONG, newer_than=serving))
@@ -106,7 +106,7 @@ def test_a_wait_for_a_newer_version_ends(client: membroker.Client, monkeypatch: 
 @one_transport
 def test_forty_handlers_give_up(daemon: Daemon, client: membroker.Client) -> None:
     """Those at the broker and those in front of it: all are gone, without an effect on those who stay."""
-    model = client.register_model("m")
+    model = client.model("m")
     held = model.allocate(CAPACITY)
     scopes = [membroker.CancelScope() for _ in range(40)]
     callers = [in_scope(scope, lambda: model.allocate(PAGE, wait=LONG)) for scope in scopes]
@@ -125,7 +125,7 @@ def test_forty_handlers_give_up(daemon: Daemon, client: membroker.Client) -> Non
 @one_transport
 def test_a_call_that_waits_for_another_call(daemon: Daemon, client: membroker.Client) -> None:
     """Two threads grow one buffer: one waits for memory, and the other for the first. Each can give up."""
-    model = client.register_model("m")
+    model = client.model("m")
     grown = model.growable_buffer(0, CAPACITY, PAGE)
     with model.allocate(CAPACITY):
         first, second = membroker.CancelScope(), membroker.CancelScope()
@@ -151,7 +151,7 @@ def test_a_call_that_begins_while_the_client_closes(
     """
     reserved, closing = threading.Event(), threading.Event()
     client = membroker.connect(daemon.endpoint())
-    model = client.register_model("m")
+    model = client.model("m")
     held = model.allocate(CAPACITY)
     waits = [Caller(lambda: model.allocate(PAGE, wait=LONG)) for _ in range(others)]
     until(lambda: waiting(daemon) == others)
@@ -176,7 +176,7 @@ def test_a_call_that_begins_while_the_client_closes(
 def test_while_the_broker_is_away(daemon: Daemon) -> None:
     """A call that waits for the next daemon ends too."""
     client = membroker.connect(daemon.endpoint(), outage=LONG)
-    model = client.register_model("m")
+    model = client.model("m")
     daemon.kill()
     scope = membroker.CancelScope()
     caller = in_scope(scope, lambda: model.allocate(PAGE, wait=LONG))
@@ -193,7 +193,7 @@ def test_grants_and_cancellations_cross(daemon: Daemon, client: membroker.Client
     """Threads give up at any moment while memory comes and goes: in the end all of it is there."""
     seed = chosen_seed()
     chance = random.Random(seed)
-    model = client.register_model("m")
+    model = client.model("m")
     outcomes = set()
     for _ in range(40):
         held = [model.allocate(PAGE) for _ in range(CAPACITY // PAGE)]
@@ -217,7 +217,7 @@ def test_grants_and_cancellations_cross(daemon: Daemon, client: membroker.Client
 
 @one_transport
 def test_a_scope_ends_the_calls_in_the_blocks_within_it(client: membroker.Client) -> None:
-    model = client.register_model("m")
+    model = client.model("m")
     with model.allocate(CAPACITY), membroker.CancelScope() as outer:
         inner = membroker.CancelScope()
         canceller = Caller(outer.cancel)

@@ -31,7 +31,7 @@ class TestMainJob:
         """128 pages are two packets of the window; each page is its own memory, in order."""
         with (
             membroker.connect(daemon.endpoint(), transport=transport) as client,
-            client.register_model("m").pool(page_size=PAGE) as pool,
+            client.model("m").pool(page_size=PAGE) as pool,
         ):
             pool.allocate(0, 128 * PAGE)
             for page in range(128):
@@ -44,14 +44,14 @@ class TestMainJob:
     def test_more_extents_than_a_request_may_have(self, daemon: Daemon, transport: str) -> None:
         """A page size that is much too small is refused in words, without asking the broker."""
         with membroker.connect(daemon.endpoint(), transport=transport) as client:
-            pool = client.register_model("m", virtual_capacity="1TiB").pool(page_size=PAGE)
+            pool = client.model("m", virtual_capacity="1TiB").pool(page_size=PAGE)
             with pytest.raises(membroker.InvalidRequest):
                 pool.allocate(0, "512GiB")
 
     def test_buffers_that_are_none(self, daemon: Daemon) -> None:
         sizes: list[Any] = [0, -1, 2**63 - 1, 2**63, "0", "-1", "everything", None]
         with membroker.connect(daemon.endpoint()) as client:
-            model = client.register_model("m")
+            model = client.model("m")
             for size in sizes:
                 with pytest.raises(membroker.InvalidRequest):
                     model.allocate(size)
@@ -61,7 +61,7 @@ class TestMainJob:
     @one_transport
     def test_a_buffer_is_rounded_up_and_says_so(self, daemon: Daemon, transport: str) -> None:
         with membroker.connect(daemon.endpoint(), transport=transport) as client:
-            buffer = client.register_model("m").allocate("3MiB")
+            buffer = client.model("m").allocate("3MiB")
             assert (buffer.size, buffer.extent_size, buffer.location) == (3 * MIB, 4 * MIB, "device")
             assert buffer.address % PAGE == 0
             assert len(buffer.view()) == 3 * MIB
@@ -80,7 +80,7 @@ class TestMainJob:
             assert client.device().locations["device"].capacity_bytes == 256 * MIB
             assert [session.client for session in client.sessions() if session.observer] == ["a person"]
             with pytest.raises(membroker.AccessDenied):
-                client.register_model("m")
+                client.model("m")
 
     def test_a_program_whose_name_is_no_text(self, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
         """A file named in Latin-1, as Python tells it: people see what can be shown of it."""
@@ -98,7 +98,7 @@ class TestMainJob:
         """More models than one answer may have; the user sees one list."""
         monkeypatch.setattr(rpc, "MAX_PAGE_ROWS", 2)
         with membroker.connect(daemon.endpoint()) as client, membroker.connect(daemon.endpoint()) as other:
-            names = [client.register_model(f"m{number}").resource_name for number in range(5)]
+            names = [client.model(f"m{number}").resource_name for number in range(5)]
             assert [model.name for model in client.models()] == names
             assert [session.name for session in client.sessions()] == [client.session, other.session]
             assert client.sessions()[0].models == tuple(names)
@@ -122,7 +122,7 @@ class TestThreads:
                     pool.deallocate(0, 3 * PAGE)
 
         with membroker.connect(daemon.endpoint(), transport=transport) as client:
-            model = client.register_model("m")
+            model = client.model("m")
             together([partial(work, model, number) for number in range(8)])
             until(lambda: is_settled(daemon))
             assert model.stats().allocations_total == 8 * 15 * 4
@@ -131,7 +131,7 @@ class TestThreads:
     def test_closed_while_others_work(self, daemon: Daemon, transport: str) -> None:
         """The server shuts down with requests under way: they raise, and nothing stays mapped."""
         client = membroker.connect(daemon.endpoint(), transport=transport)
-        model = client.register_model("m")
+        model = client.model("m")
 
         def work() -> None:
             while True:
@@ -152,7 +152,7 @@ class TestGarbage:
 
         def borrow() -> memoryview:
             client = membroker.connect(daemon.endpoint(), transport=transport)
-            return client.register_model("m").allocate(PAGE).view()
+            return client.model("m").allocate(PAGE).view()
 
         view = borrow()
         collect()
@@ -168,7 +168,7 @@ class TestGarbage:
     def test_a_view_keeps_a_closed_client(self, daemon: Daemon, transport: str) -> None:
         """Results are read after the `with`: the session ends, and says so, when they are gone."""
         with membroker.connect(daemon.endpoint(), transport=transport) as client:
-            model = client.register_model("m")
+            model = client.model("m")
             view = model.allocate(PAGE).view()
         with pytest.raises(membroker.ClosedError):
             model.allocate(1)
@@ -183,7 +183,7 @@ class TestGarbage:
         """A program that loses its client without closing it ends its session, and its descriptors are closed."""
         before = descriptors()
         for _ in range(3):
-            membroker.connect(daemon.endpoint(), transport=transport).register_model("m").allocate(1)
+            membroker.connect(daemon.endpoint(), transport=transport).model("m").allocate(1)
         collect()
         until(lambda: not daemon.sessions())
         until(lambda: descriptors() <= before + 8)
@@ -191,7 +191,7 @@ class TestGarbage:
     def test_no_descriptor_is_left_behind(self, daemon: Daemon, transport: str) -> None:
         """A leak of one descriptor a call killed another broker's clients at call 1,007."""
         with membroker.connect(daemon.endpoint(), transport=transport) as client:
-            model = client.register_model("m", limit="16MiB")
+            model = client.model("m", limit="16MiB")
             pool = model.pool(page_size=PAGE, virtual_capacity="64MiB")
             pool.allocate(0, 1)
             pool.deallocate(0, 1)
@@ -213,7 +213,7 @@ def test_pages_are_borrowed_before_they_are_needed(daemon: Daemon) -> None:
     """The worker allocates what is there: the daemon hears of it when the next ones are borrowed."""
     with worker() as one:
         one.connect(daemon)
-        one.do("pool = client.register_model('m').pool(page_size=PAGE, virtual_capacity='1GiB', ahead=8)")
+        one.do("pool = client.model('m').pool(page_size=PAGE, virtual_capacity='1GiB', ahead=8)")
         until(lambda: one.ask("pool.stats().spare_pages") == 8)
         assert daemon.books().lent_bytes == 16 * MIB
         one.do("address = pool.allocate_anywhere(4 * PAGE)")

@@ -121,7 +121,7 @@ def test_a_client_that_could_not_end_all_keeps_its_session_until_it_can(
 ) -> None:
     """The books never say that memory is free which is mapped."""
     client = membroker.connect(daemon.endpoint())
-    model = client.register_model("m")
+    model = client.model("m")
     buffer = model.allocate(3 * PAGE)
     fail_once(model.driver, "unmap")
     client.close()
@@ -142,7 +142,7 @@ def test_what_is_made_while_its_source_closes(
     reserved: list[tuple[int, int]] = []
     if of == "client":
         client = membroker.connect(daemon.endpoint())
-        model = client.register_model("m", virtual_capacity="1GiB")
+        model = client.model("m", virtual_capacity="1GiB")
         lender: Any = model
         ends, driver = client.close, model.driver
     else:
@@ -184,7 +184,7 @@ def test_a_segment_that_is_mapped_while_its_client_closes(
 ) -> None:
     """The session ends with it: its addresses were released under its extents, which failed, and kept both."""
     with membroker.connect(daemon.endpoint()) as writer:
-        model = writer.register_model("m")
+        model = writer.model("m")
         with model.create_segment("weights", PAGE) as segment:
             segment.seal()
         client = membroker.connect(daemon.endpoint())

@@ -32,7 +32,7 @@ class TestExit:
 import atexit
 atexit.register(lambda: say("closed:", client.closed))  # runs after the library's own, which comes later
 client = connect()
-model = client.register_model("m")
+model = client.model("m")
 pool = model.pool(page_size=PAGE)
 pool.allocate(0, 4 * PAGE)
 buffer = model.allocate(1)
@@ -51,7 +51,7 @@ say("end")
         """Daemon threads still borrow while the interpreter ends."""
         script = """
 client = connect()
-model = client.register_model("m")
+model = client.model("m")
 started = threading.Barrier(4)
 def work():
     started.wait()
@@ -80,7 +80,7 @@ class TestBrokerGone:
             running({"host_capacity": "64MiB"}) as daemon,
             membroker.connect(daemon.endpoint(), transport=transport) as client,
         ):
-            model = client.register_model("m")
+            model = client.model("m")
             buffer, pool = model.allocate(PAGE), model.pool(page_size=PAGE, virtual_capacity="64MiB")
             pool.allocate(0, PAGE)
             pool.offload(0, PAGE)
@@ -108,7 +108,7 @@ class TestBrokerGone:
         monkeypatch.setattr(reconnecting, "CONTROL_SECONDS", 3600.0)
         with running({"host_capacity": "64MiB"}) as daemon:
             client = membroker.connect(daemon.endpoint(), transport=transport)
-            model = client.register_model("m")
+            model = client.model("m")
             pool = model.pool(page_size=PAGE, virtual_capacity="64MiB")
             pool.allocate(0, 2 * PAGE)
             pool.offload(0, PAGE)
@@ -121,7 +121,7 @@ class TestBrokerGone:
     def test_killed_while_threads_wait(self, daemon: Daemon, transport: str) -> None:
         """Every thread that waits for an answer is told; none hangs."""
         client = membroker.connect(daemon.endpoint(), transport=transport, outage=0)
-        model = client.register_model("m")
+        model = client.model("m")
         model.allocate(1).close()
         daemon.process.send_signal(signal.SIGSTOP)
         callers = [Caller(lambda: model.allocate(1)) for _ in range(4)]
@@ -136,7 +136,7 @@ def test_a_stopped_daemon_with_a_full_socket(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(connection, "_PATIENCE", struct.pack("@ll", 0, 200_000))
     pages = 800
     with running({"capacity": pages * PAGE}) as daemon, membroker.connect(daemon.endpoint()) as client:
-        pool = client.register_model("m", virtual_capacity=pages * PAGE).pool(page_size=PAGE)
+        pool = client.model("m", virtual_capacity=pages * PAGE).pool(page_size=PAGE)
         pool.allocate(0, pages * PAGE)
         with hold_still(daemon):
             for page in range(pages):
@@ -149,7 +149,7 @@ def test_a_close_ends_the_session_by_itself(daemon: Daemon) -> None:
     """It waits for the goodbye, and leaves the end to no other thread when the last memory goes."""
     for _ in range(100):
         client = membroker.connect(daemon.endpoint())
-        buffer = client.register_model("m").allocate(PAGE)
+        buffer = client.model("m").allocate(PAGE)
         client.close()
         assert buffer.closed
         assert client._session.reconnecting._state == "closed"

@@ -30,7 +30,7 @@ class TestInterrupt:
         """A person presses Ctrl-C on a program that waits; it goes on, and the broker keeps nothing of the call."""
         script = """
 client = connect()
-model = client.register_model("m")
+model = client.model("m")
 pool = model.pool(page_size=PAGE, virtual_capacity="256MiB")
 pool.allocate(0, PAGE)
 say("before")
@@ -80,7 +80,7 @@ client.close()
                     pool.deallocate(0, 3 * PAGE)
 
         with membroker.connect(daemon.endpoint(), transport=transport, outage=outage) as client:
-            model = client.register_model("m")
+            model = client.model("m")
             kept = model.allocate(PAGE)
             workers = [Caller(work) for _ in range(3)]
             for _ in range(5):
@@ -102,7 +102,7 @@ class TestFork:
         script = """
 import contextlib
 client = connect()
-model = client.register_model("m")
+model = client.model("m")
 pool = model.pool(page_size=PAGE)
 pool.allocate(0, 4 * PAGE)
 buffer = model.allocate(1)
@@ -130,7 +130,7 @@ if not child:
                  lambda: pool.is_mapped(0), lambda: pool.view(0, 1), lambda: pool.base_address,
                  buffer.view, lambda: buffer.address, lambda: model.allocate(1), model.pool, model.stats,
                  lambda: model.declare(0), model.unregister, client.models, client.sessions, client.device,
-                 lambda: client.register_model("x")]
+                 lambda: client.model("x")]
         calls += [client.segments, lambda: client.attach("weights"), lambda: client.delete_segment("weights"),
                   lambda: model.create_segment("x", 1)]
         for one in (made, attached, half):
@@ -146,7 +146,7 @@ if not child:
         del made, attached, half, one, calls, buffer, pool, model, client
         collect()
         own = connect()
-        assert own.register_model("own").allocate(1).extent_size == PAGE
+        assert own.model("own").allocate(1).extent_size == PAGE
         assert own.attach("weights").read(0, 5) == b"hello"
         own.close()
     except BaseException as error:

@@ -93,7 +93,7 @@ class Server:
 def serving(daemon: Daemon, tenant: str, seed: int) -> Iterator[Server]:
     with (
         membroker.connect(daemon.endpoint(tenant)) as client,
-        client.register_model("m", virtual_capacity=BLOCKS * BLOCK + PAGE).pool(page_size=PAGE) as pool,
+        client.model("m", virtual_capacity=BLOCKS * BLOCK + PAGE).pool(page_size=PAGE) as pool,
     ):
         engine = ToyEngine(BLOCKS, random.Random(seed))
         tensor = Strided(pool.base_address, BLOCK, BLOCK)
@@ -207,14 +207,14 @@ def test_a_model_whose_cache_went_with_its_pool_answers_recalls() -> None:
     """It has other memory. Blue gets its guarantee as that is released, and red may borrow again."""
     config = {"capacity": 64 * MIB, "tenants": {"red": {}, "blue": {"guarantee": 48 * MIB}}, "recall_seconds": 3600}
     with running(config) as daemon, membroker.connect(daemon.endpoint()) as red:
-        model = red.register_model("m", virtual_capacity=64 * MIB)
+        model = red.model("m", virtual_capacity=64 * MIB)
         pool, other = model.pool(page_size=PAGE), model.pool(page_size=PAGE)
         cache = ElasticCache(pool, Layout(pool.base_address, PAGE, 4, [Strided(pool.base_address, PAGE, PAGE)]))
         pool.close()
         until(lambda: not any(thread.is_alive() for thread in cache._threads))
         other.allocate(0, 56 * MIB)
         with membroker.connect(daemon.endpoint("blue")) as blue, pytest.raises(membroker.OutOfMemory):
-            blue.register_model("m").allocate(32 * MIB, wait=2)
+            blue.model("m").allocate(32 * MIB, wait=2)
         until(lambda: model.pending_recall is None)
         other.deallocate(0, PAGE)
         other.allocate(0, PAGE, wait=600)  # a moment later: what was kept counts as late at first

@@ -34,8 +34,8 @@ RANK = f"""
 import ctypes, multiprocessing, threading
 from membroker.kv.rank import Rank
 multiprocessing.current_process().authkey = {KEY!r}
-pool = client.register_model("m", virtual_capacity={BLOCKS * MIB}).pool(page_size=PAGE)
-weights = client.register_model("w", virtual_capacity=3 * PAGE).pool(page_size=PAGE)
+pool = client.model("m", virtual_capacity={BLOCKS * MIB}).pool(page_size=PAGE)
+weights = client.model("w", virtual_capacity=3 * PAGE).pool(page_size=PAGE)
 marks, passed, emptied = {{}}, [1 << 40], []
 def look(block, mark):
     for address in (pool.base_address + block * MIB, pool.base_address + (block + 1) * MIB - 4):
@@ -103,7 +103,7 @@ def test_a_group_has_memory_in_both_ranks_or_is_not_used(start: Start) -> None:
     engine = start({}, {})
     assert engine.used() == [PAGE, PAGE]
     with membroker.connect(engine.daemons[1].endpoint("blue")) as blue:
-        with blue.register_model("other").allocate(256 * MIB - 4 * PAGE):
+        with blue.model("other").allocate(256 * MIB - 4 * PAGE):
             engine.toy.add(Request(7))
             engine.toy.add(Request(20))
             engine.until(lambda: engine.toy.finished == 1)
@@ -141,7 +141,7 @@ def test_a_broker_that_is_away_is_not_waited_for(start: Start) -> None:
 def owners(engine: Engine, stack: ExitStack, daemons: list[Daemon]) -> list[Any]:
     """Return a model of another tenant at each of these brokers."""
     clients = [stack.enter_context(membroker.connect(one.endpoint("blue"))) for one in daemons]
-    return [client.register_model("owner") for client in clients]
+    return [client.model("owner") for client in clients]
 
 
 def test_a_recall_by_one_broker_takes_the_group_from_both(start: Start) -> None:

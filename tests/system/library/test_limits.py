@@ -19,7 +19,7 @@ def test_a_program_runs_again_with_another_limit(daemon: Daemon, killed: bool) -
     with worker() as one:
         one.connect(daemon)
         one.do(
-            "model = client.register_model('m', limit='4MiB', virtual_capacity='1GiB'); held = model.allocate('4MiB')"
+            "model = client.model('m', limit='4MiB', virtual_capacity='1GiB'); held = model.allocate('4MiB')"
         )
         if killed:
             one.kill()
@@ -27,17 +27,17 @@ def test_a_program_runs_again_with_another_limit(daemon: Daemon, killed: bool) -
         else:
             one.do("client.close()")
     with membroker.connect(daemon.endpoint()) as client:
-        model = client.register_model("m", limit="8MiB", virtual_capacity="2GiB")
+        model = client.model("m", limit="8MiB", virtual_capacity="2GiB")
         assert (model.limit, model.virtual_capacity) == (8 * MIB, 2 << 30)
         with membroker.connect(daemon.endpoint()) as other, pytest.raises(membroker.ModelConflict, match=r"4\.0 MiB"):
-            other.register_model("m", limit="4MiB")
+            other.model("m", limit="4MiB")
 
 
 @pytest.mark.shared_daemon(False)  # it sets a quota
 def test_a_program_changes_the_limit_of_its_model(daemon: Daemon) -> None:
     """For all sessions of the model, and never above what the operator has set."""
     with membroker.connect(daemon.endpoint()) as client, membroker.connect(daemon.endpoint()) as other:
-        model, joined = client.register_model("m", limit="4MiB"), other.register_model("m")
+        model, joined = client.model("m", limit="4MiB"), other.model("m")
         with pytest.raises(membroker.OutOfMemory):
             joined.allocate("6MiB")
         model.limit = "6MiB"
@@ -66,8 +66,8 @@ def test_a_program_changes_the_limit_of_its_model(daemon: Daemon) -> None:
 def test_what_a_model_uses_is_asked_for_by_name(daemon: Daemon) -> None:
     """Over all its sessions, now and at the most; and a pool's first argument is its addresses."""
     with membroker.connect(daemon.endpoint()) as client, membroker.connect(daemon.endpoint()) as other:
-        model = client.register_model("figures", virtual_capacity="1GiB")
-        held = other.register_model("figures").allocate("6MiB")
+        model = client.model("figures", virtual_capacity="1GiB")
+        held = other.model("figures").allocate("6MiB")
         with model.pool("64MiB", page_size="2MiB") as pool:
             assert pool.capacity == 64 * MIB
             pool.allocate(0, "4MiB")
@@ -84,7 +84,7 @@ def test_what_a_model_uses_is_asked_for_by_name(daemon: Daemon) -> None:
 def test_a_limit_for_a_block(daemon: Daemon, before: str | None) -> None:
     """Afterwards it is what was asked for before, also after an exception, and no copy of the operator's."""
     with membroker.connect(daemon.endpoint()) as client, Admin(daemon.admin / "grpc.sock") as admin:
-        model = client.register_model("m", limit=before)
+        model = client.model("m", limit=before)
         admin.set_quota("tenants/red/models/m", Location.DEVICE, {"limit_bytes": 8 * MIB})
         borrow = model.limited("2MiB")(lambda size: model.allocate(size).close())
         borrow("2MiB")

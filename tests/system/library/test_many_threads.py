@@ -27,7 +27,7 @@ def test_sixty_four_threads(transport: str) -> None:
         running({"capacity": "1GiB"}) as daemon,
         membroker.connect(daemon.endpoint(), transport=transport) as client,
     ):
-        model = client.register_model("m")
+        model = client.model("m")
 
         def borrow_and_return() -> None:
             for _ in range(10):
@@ -43,7 +43,7 @@ def test_forty_handlers_while_memory_is_full(daemon: Daemon) -> None:
     Beside them a release, a read of the books, an attach and a call that does not wait are not held up.
     """
     with membroker.connect(daemon.endpoint()) as client:
-        model, other = client.register_model("m"), client.register_model("other")
+        model, other = client.model("m"), client.model("other")
         segment = other.create_segment("weights", PAGE)
         held = [other.allocate(PAGE) for _ in range(client.capacities["device"] // PAGE - 1)]
         handlers = [Caller(lambda: model.allocate(PAGE, wait=LONG)) for _ in range(HANDLERS)]
@@ -52,7 +52,7 @@ def test_forty_handlers_while_memory_is_full(daemon: Daemon) -> None:
         assert other.stats().name == other.resource_name
         with pytest.raises(OutOfMemory):
             other.allocate(PAGE, wait=0)
-        client.register_model("third").leave()
+        client.model("third").leave()
         segment.seal()
         reader.value().close()
         while handlers:

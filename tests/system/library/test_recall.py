@@ -26,7 +26,7 @@ CONFIG = {
 }
 PREPARE = """
 import threading, time
-model = client.register_model('m', virtual_capacity='1GiB')
+model = client.model('m', virtual_capacity='1GiB')
 pool = model.pool(page_size=PAGE)
 told, answered = [], threading.Event()
 
@@ -182,7 +182,7 @@ def test_a_model_with_a_name_as_on_hugging_face_is_asked(daemon: Daemon, pair: t
     """Its name has a slash. The session answers for this model, and for no other of a part of its name."""
     red, blue = pair
     blue.do(
-        "model = client.register_model('Qwen/Qwen3-8B', virtual_capacity='1GiB'); pool = model.pool(page_size=PAGE)"
+        "model = client.model('Qwen/Qwen3-8B', virtual_capacity='1GiB'); pool = model.pool(page_size=PAGE)"
     )
     filled(blue)
     red.do("held = model.allocate(64 * MIB)")
@@ -209,7 +209,7 @@ def test_a_guest_is_asked_for_all_that_it_has() -> None:
         membroker.connect(daemon.endpoint()) as client,
         membroker.connect(daemon.endpoint()) as other,
     ):
-        one, two = client.register_model("one"), other.register_model("two")
+        one, two = client.model("one"), other.model("two")
         for model in (one, two):
             model.on_recall(asked)
         one.declare("200MiB", recallable=True)

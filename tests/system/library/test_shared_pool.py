@@ -116,7 +116,7 @@ class TestSeed:
     def test_simple_usage(self, where: Lending) -> None:
         """The seed's example of one pool: a large capacity, two allocations, what is mapped, and all released."""
         lender = where.lender
-        model = None if isinstance(lender, LocalSource) else lender.register_model("m", virtual_capacity="128GiB")
+        model = None if isinstance(lender, LocalSource) else lender.model("m", virtual_capacity="128GiB")
         with VirtualMemoryPool(model or lender, 128 * GIB, 2 * MIB) as pool:  # type: ignore[arg-type]
             assert (pool.capacity, pool.page_size, pool.physical_usage_bytes) == (128 * GIB, 2 * MIB, 0)
             first = pool.allocate(0, 64 * MIB)
@@ -349,7 +349,7 @@ class TestModels:
         until(lambda: where.lent == 0)
         assert shared.global_stats() == GlobalMemoryStats(None, 0, 0)
         if isinstance(where.lender, membroker.Client):
-            where.lender.register_model("m").unregister()  # which it could not leave while it was charged
+            where.lender.model("m").unregister()  # which it could not leave while it was charged
 
     def test_a_forked_child_waits_for_nobody(self) -> None:
         """A thread of the parent is in the midst of a call at the fork: the child is told, and does not hang."""
@@ -445,7 +445,7 @@ class TestBesideTheClientsOwn:
         with SharedMemoryPool(client, page_size=PAGE) as shared:
             if shared_first:
                 shared.register_model("m", 8 * PAGE)
-            mine = client.register_model("m", virtual_capacity=8 * PAGE)
+            mine = client.model("m", virtual_capacity=8 * PAGE)
             if not shared_first:
                 shared.register_model("m", 8 * PAGE)
             shared.unregister_model("m")
@@ -458,7 +458,7 @@ class TestBesideTheClientsOwn:
     @pytest.mark.parametrize("page_size", [3, PAGE])
     def test_a_registration_that_fails(self, client: membroker.Client, page_size: int) -> None:
         """No such page size, or no such addresses: the client's own is as it was."""
-        mine = client.register_model("m")
+        mine = client.model("m")
         with SharedMemoryPool(client, page_size=page_size) as shared, pytest.raises((InvalidPageSize, DeviceFailure)):
             shared.register_model("m", 2**62)
         mine.allocate(PAGE).close()
@@ -466,7 +466,7 @@ class TestBesideTheClientsOwn:
 
     def test_it_leaves_for_both(self, client: membroker.Client) -> None:
         """The client leaves the model outright: nothing is left for the shared pool to leave."""
-        mine = client.register_model("m")
+        mine = client.model("m")
         with SharedMemoryPool(client, page_size=PAGE) as shared:
             shared.register_model("m", 8 * PAGE)
             mine.unregister()

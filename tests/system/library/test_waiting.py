@@ -42,7 +42,7 @@ CALLS = {
 PREPARE = f"""
 import threading, time
 CAPACITY = {CAPACITY}
-model = client.register_model('m', virtual_capacity='1GiB')
+model = client.model('m', virtual_capacity='1GiB')
 pool = model.pool(page_size=PAGE)
 grown = model.growable_buffer(0, CAPACITY, PAGE)
 array = model.sparse_array((CAPACITY // PAGE, PAGE), 'U8')
@@ -90,7 +90,7 @@ def full(daemon: Daemon, transport: str = "handoff", size: int = CAPACITY) -> It
     """Yield a worker of the tenant blue that has borrowed all there is; `buffers` are of 64 MiB each."""
     with worker() as holder:
         holder.connect(daemon, "blue", transport)
-        holder.do("other = client.register_model('other')")
+        holder.do("other = client.model('other')")
         holder.do(f"buffers = [other.allocate(64 * MIB) for _ in range({size // (64 * MIB)})]")
         yield holder
 
@@ -169,7 +169,7 @@ def test_an_error_has_the_numbers_of_the_share(daemon: Daemon, asker: Worker) ->
     """Two models want more than is free: each is told what it could have, before it asks and when it is refused."""
     with full(daemon, size=CAPACITY // 2), worker() as third:
         third.connect(daemon, "blue")
-        third.do("third = client.register_model('third')")
+        third.do("third = client.model('third')")
         numbers = "(lambda one: [one.now_bytes, one.obtainable_bytes, one.share_bytes])(model.available())"
         assert asker.ask(numbers) == [CAPACITY // 2, CAPACITY // 2, CAPACITY // 2]
         third.begin(f"third.allocate({CAPACITY}, wait={LONG})")
@@ -188,7 +188,7 @@ def test_an_error_has_the_numbers_of_the_share(daemon: Daemon, asker: Worker) ->
             return numbers if waited > 0 else None
 
         assert until(refused) == [CAPACITY // 2, CAPACITY // 2, CAPACITY // 2]
-        asker.do("model.declare(0); limited = client.register_model('limited', limit='16MiB')")
+        asker.do("model.declare(0); limited = client.model('limited', limit='16MiB')")
         asker.begin(
             "try:\n    limited.allocate('20MiB', wait=600)\n"
             "except membroker.OutOfMemory as error:\n"
@@ -375,7 +375,7 @@ def test_a_thousand_waits_stop_nobody(state: State) -> None:
             each.do(BEGIN.format(process=process, **values))
         until(lambda: waiting(daemon) == 4 * SESSIONS * 16)
         late.connect(daemon)
-        late.do("model = client.register_model('late')")
+        late.do("model = client.model('late')")
         refused = late.refused("model.allocate(64 * MIB, wait=5)")
         assert (refused.error, refused.reason) == ("TooMany", "TOO_MANY_REQUESTS")
         assert "the tenant has 1024 requests that wait for memory, which is the maximum" in refused.message

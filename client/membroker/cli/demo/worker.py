@@ -276,7 +276,7 @@ def main() -> None:
     logging.getLogger("membroker").addHandler(logging.NullHandler())
     name, virtual, limit = sys.argv[1:4]
     with membroker.connect(client=f"demo worker of {name}") as client:
-        model = client.register_model(name, virtual_capacity=virtual, limit=limit or None)
+        model = client.model(name, virtual_capacity=virtual, limit=limit or None)
         with model.pool(page_size=PAGE) as pool:
             engine = DemoEngine(model, Cache(pool), DemoWeights(client, model))
             _say(ready=True)

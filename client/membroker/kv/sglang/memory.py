@@ -43,7 +43,7 @@ class SglangMemory:
         self._config = config
         self._name = settings.name(resolved_view(config.server_args).served_model_name, logger)
         self._client: Client = connect()
-        self._model: Model = self._client.register_model(self._name, limit=settings.limit)
+        self._model: Model = self._client.model(self._name, limit=settings.limit)
         lent, device = device_of(self._model.driver.device), torch.device(config.device)
         index = config.gpu_id if device.type == "cuda" else None
         if lent.type != device.type or lent.index != index:

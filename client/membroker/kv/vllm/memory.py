@@ -75,7 +75,7 @@ class VllmMemory:
     def capture(self, device: Any) -> Capture:
         """Connect to the broker, reserve addresses, and return the mode that makes vLLM's one KV buffer of them."""
         self._client = connect(endpoint_of(self.settings.endpoint, self._config.parallel_config))
-        self._model = self._client.register_model(self._name, limit=self.settings.limit)
+        self._model = self._client.model(self._name, limit=self.settings.limit)
         lent = self._tensor_device = device_of(self._model.driver.device)
         if lent.type != device.type or device.index not in (None, lent.index):
             raise InvalidRequest(f"this engine computes on {device}, and the broker lends memory of {lent}")

@@ -67,7 +67,7 @@ class VllmWeights:
         name = self._settings.name(self._config.model_config.served_model_name)
         with ExitStack() as undo:
             client = undo.enter_context(connect(endpoint_of(self._settings.endpoint, self._config.parallel_config)))
-            model = client.register_model(name, limit=self._settings.limit)
+            model = client.model(name, limit=self._settings.limit)
             device = device_of(model.driver.device)
             wanted = [parameter for parameter in module.parameters() if parameter.device == device]
             if not wanted:

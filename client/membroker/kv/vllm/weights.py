@@ -181,7 +181,7 @@ class _Shared:
         self.name = f"{book}/weights-{digest}"
         self.is_publisher = False
         self._claim_name = f"{book}/loading-{digest}"
-        self._client, self._model = client, client.register_model(book)
+        self._client, self._model = client, client.model(book)
         self._deadline = time.monotonic() + settings.wait
         self._keep = settings.keep
 

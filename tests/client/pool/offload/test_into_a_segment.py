@@ -45,7 +45,7 @@ def client(daemon: Daemon) -> Iterator[Client]:
 
 @pytest.fixture
 def model(client: Client) -> Model:
-    return client.register_model("m")
+    return client.model("m")
 
 
 def filled(model: Model, pages: int) -> membroker.VirtualMemoryPool:
@@ -80,7 +80,7 @@ class TestSegments:
         script = f"""
 import hashlib, random
 client = connect()
-model = client.register_model('m', virtual_capacity='1GiB')
+model = client.model('m', virtual_capacity='1GiB')
 pool = model.pool(page_size=PAGE)
 pool.allocate(PAGE, 3 * PAGE)
 pool.allocate(10 * PAGE, 2 * PAGE)
@@ -99,7 +99,7 @@ wait()
             process.wait()
         until(lambda: not daemon.sessions())
         with membroker.connect(daemon.endpoint(), transport=transport) as client:
-            pool = client.register_model("m", virtual_capacity="1GiB").pool(page_size=PAGE)
+            pool = client.model("m", virtual_capacity="1GiB").pool(page_size=PAGE)
             told: list[tuple[int, int]] = []
             with client.attach("m/sleeping") as segment:
                 copied = pool.restore_from(segment, progress=lambda *numbers: told.append(numbers))
@@ -144,7 +144,7 @@ wait()
             with pytest.raises(membroker.SegmentNotWritable):
                 pool.offload(to=sealed)
             sealed.delete()
-            theirs = other.register_model("m").create_segment("theirs", pool.offload_size(), "host")
+            theirs = other.model("m").create_segment("theirs", pool.offload_size(), "host")
             with pytest.raises(InvalidRequest):
                 pool.offload(to=theirs)
             assert sizes(pool) == (2, 0)
@@ -216,7 +216,7 @@ wait()
     def test_a_new_pool_borrows_ahead(self, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
         """What the library borrows at the segment's offsets meanwhile is in nobody's way."""
         began, waited, wait = threading.Event(), threading.Event(), Condition.wait
-        model = client.register_model("m", virtual_capacity="1GiB")
+        model = client.model("m", virtual_capacity="1GiB")
         _, segment = offloaded(model)
         pool = model.pool(page_size=PAGE, ahead=8)
         source, borrow = pool._backing._source, pool._backing._source.borrow
@@ -239,7 +239,7 @@ wait()
 
     def test_no_room_to_come_back(self, client: Client) -> None:
         """What has not come back is the new pool's, offloaded, and lies in the segment until there is room."""
-        model = client.register_model("small", limit="8MiB")
+        model = client.model("small", limit="8MiB")
         first, segment = offloaded(model)
         segment.delete()
         pool = model.pool(page_size=PAGE)

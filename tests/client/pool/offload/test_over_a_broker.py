@@ -29,7 +29,7 @@ class TestOverABroker:
     def test_the_books(self, daemon: Daemon, transport: str, random_bytes: Callable[[int], bytes]) -> None:
         """Both charges move in opposite directions, and what the user declares himself is counted beside."""
         with membroker.connect(daemon.endpoint(), transport=transport) as client:
-            model = client.register_model("m", virtual_capacity="1GiB", host_limit="40MiB")
+            model = client.model("m", virtual_capacity="1GiB", host_limit="40MiB")
             model.declare("3MiB", "host")
             with model.pool(page_size=PAGE) as pool:
                 pool.allocate(0, 16 * PAGE)
@@ -57,7 +57,7 @@ class TestOverABroker:
 
     def test_a_broker_that_lends_nothing_of_the_host(self) -> None:
         with running() as daemon, membroker.connect(daemon.endpoint()) as client:
-            pool = client.register_model("m").pool(page_size=PAGE)
+            pool = client.model("m").pool(page_size=PAGE)
             pool.allocate(0, PAGE)
             with pytest.raises(membroker.InvalidRequest, match="host_capacity"):
                 pool.offload()
@@ -70,7 +70,7 @@ class TestOverABroker:
 from membroker.pool import offload
 offload.CHUNK_BYTES = PAGE
 client = connect()
-pool = client.register_model('m').pool(page_size=PAGE)
+pool = client.model('m').pool(page_size=PAGE)
 pool.allocate(0, 16 * PAGE)
 def told(done, total):
     if done == 4 * PAGE:
@@ -91,7 +91,7 @@ def told(done, total):
     def test_the_broker_dies_meanwhile(self, daemon: Daemon, away: bool, random_bytes: Callable[[int], bytes]) -> None:
         """The call goes on with the next daemon, whose books are right at both locations."""
         with membroker.connect(daemon.endpoint(), timeout=DEADLINE_SECONDS) as client:
-            pool = client.register_model("m").pool(page_size=PAGE)
+            pool = client.model("m").pool(page_size=PAGE)
             pool.allocate(0, 12 * PAGE)
             fill(pool, 0, random_bytes(12 * PAGE))
             every = range(0, 12 * PAGE, PAGE)
@@ -114,7 +114,7 @@ def told(done, total):
     def test_host_bytes_are_freed_while_no_broker_runs(self, daemon: Daemon) -> None:
         """Nobody waits for it; the next daemon is told what is declared still."""
         with membroker.connect(daemon.endpoint(), timeout=DEADLINE_SECONDS) as client:
-            model = client.register_model("m")
+            model = client.model("m")
             model.declare("5MiB", "host")
             pool = model.pool(page_size=PAGE)
             pool.allocate(0, 6 * PAGE)

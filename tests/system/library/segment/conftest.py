@@ -45,4 +45,4 @@ def client(daemon: Daemon, transport: str) -> Iterator[membroker.Client]:
 
 @pytest.fixture
 def model(client: membroker.Client) -> membroker.Model:
-    return client.register_model("m")
+    return client.model("m")

@@ -151,7 +151,7 @@ def test_what_ends_it_half_way_leaves_nothing(
         membroker.connect(daemon.endpoint(), transport=transport, driver=driver) as client,
         monkeypatch.context() as patch,
     ):
-        model = client.register_model("m")
+        model = client.model("m")
         progress = _raise(error()) if what in ("progress", "Ctrl-C") else None
         with open_checkpoint(tmp_path) as checkpoint:
             if what == "shorter":

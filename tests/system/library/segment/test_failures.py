@@ -54,7 +54,7 @@ class TestFailures:
         daemon, driver = large_daemon, SickDriver()
         well = dict(vars(driver))
         with membroker.connect(daemon.endpoint(), transport=transport, driver=driver) as client:
-            model = client.register_model("m")
+            model = client.model("m")
             sealed(model, size=LARGE)
             client.attach("weights").close()
             for call in (lambda: client.attach("weights"), lambda: model.create_segment("other", LARGE)):
@@ -74,7 +74,7 @@ class TestFailures:
         """The work that fills the segment has failed on the GPU: it is not sealed."""
         driver = SickDriver()
         with membroker.connect(daemon.endpoint(), transport=transport, driver=driver) as client:
-            segment = client.register_model("m").create_segment("weights", 1)
+            segment = client.model("m").create_segment("weights", 1)
             driver.lost = True
             with pytest.raises(membroker.DeviceFailure, check=named("CUDA_ERROR_ILLEGAL_ADDRESS")):
                 segment.seal()
@@ -88,7 +88,7 @@ class TestFailures:
         """`ulimit -n` is nearly used up: a packet of descriptors is cut short, and the segment is not held for it."""
         script = """
 client = connect()
-model = client.register_model("m")
+model = client.model("m")
 with model.create_segment("weights", "66GiB") as segment:
     segment.seal()
 client.attach("weights").close()
@@ -123,7 +123,7 @@ say("well")
         """The daemon dies: weights stay readable, one being written can be written on, and closing raises nothing."""
         with running() as daemon:
             client = membroker.connect(daemon.endpoint(), transport=transport, outage=0)
-            model = client.register_model("m")
+            model = client.model("m")
             sealed(model, data=b"hello")
             attached, written = client.attach("weights"), model.create_segment("other", 1)
             waiting = Caller(lambda: client.attach("other"))
@@ -152,7 +152,7 @@ def test_threads_share_a_segment(daemon: Daemon, transport: str) -> None:
                 assert segment.read(PAGE - 4, 4) == b"last"
 
     with membroker.connect(daemon.endpoint(), transport=transport) as client:
-        sealed(client.register_model("m"), data=bytes(PAGE - 4) + b"last")
+        sealed(client.model("m"), data=bytes(PAGE - 4) + b"last")
         together([work] * 8)
         until(lambda: holders(client) == {"weights": 0})
         client.delete_segment("weights")

@@ -31,7 +31,7 @@ class TestInterrupt:
         """
         script = """
 client = connect()
-model = client.register_model("m")
+model = client.model("m")
 try:
     say("attaches")
     client.attach("weights", timeout=24 * 3600)
@@ -49,7 +49,7 @@ wait()
 client.close()
 """
         with membroker.connect(daemon.endpoint()) as writer, worker(script, daemon, transport) as process:
-            segment = writer.register_model("m").create_segment("weights", 1)
+            segment = writer.model("m").create_segment("weights", 1)
             assert heard(process) == "attaches"
             until(lambda: is_waiting(process.pid))
             process.send_signal(signal.SIGINT)
@@ -85,7 +85,7 @@ for _ in sys.stdin:
     gc.collect()  # more than once: the thread that attached may not have ended yet
 """
         with membroker.connect(daemon.endpoint()) as writer, worker(script, daemon, transport) as process:
-            held = writer.register_model("m").create_segment("weights", 1)
+            held = writer.model("m").create_segment("weights", 1)
             assert heard(process) == "attaches"
             until(lambda: is_waiting(process.pid))
             process.send_signal(signal.SIGINT)
@@ -100,7 +100,7 @@ for _ in sys.stdin:
         """Interrupts rain on a program that reads the books; none may leave gRPC's channel locked for other threads."""
         script = """
 client = connect()
-model = client.register_model("m")
+model = client.model("m")
 client.segments()  # its gRPC channel stays open from here on
 hits, armed = 0, False
 signal.signal(signal.SIGALRM, lambda *_: armed and signal.raise_signal(signal.SIGINT))
@@ -141,7 +141,7 @@ client.close()
         """
         script = f"""
 client = connect()
-model = client.register_model("m")
+model = client.model("m")
 made = model.create_segment("weights", 1)
 found = []
 waiting = threading.Thread(target=lambda: found.append(client.attach("weights")))

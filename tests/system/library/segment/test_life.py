@@ -29,7 +29,7 @@ class TestLife:
         """One engine loads the weights, another maps the same bytes: they are charged once, and outlive the first."""
         with membroker.connect(daemon.endpoint(), transport=transport) as reader:
             with membroker.connect(daemon.endpoint(), transport=transport) as writer:
-                segment = writer.register_model("llama").create_segment("weights", "3MiB")
+                segment = writer.model("llama").create_segment("weights", "3MiB")
                 assert (segment.name, segment.size, segment.location) == ("weights", 4 * MIB, "device")
                 assert segment.resource_name == "tenants/red/models/llama/segments/weights"
                 assert (segment.writable, segment.closed) == (True, False)
@@ -165,7 +165,7 @@ class TestLife:
         """What was sealed lives on; what was not is given up."""
         with membroker.connect(daemon.endpoint(), transport=transport) as other:
             with membroker.connect(daemon.endpoint(), transport=transport) as client:
-                model = client.register_model("m")
+                model = client.model("m")
                 whole, half = model.create_segment("whole", 1), model.create_segment("half", 1)
                 whole.seal()
                 attached = client.attach("whole")
@@ -217,7 +217,7 @@ class TestNames:
         ):
             with client.attach(name, timeout=0) as segment:
                 assert segment.resource_name == "tenants/red/models/m/segments/weights"
-        sealed(client.register_model("n"), data=b"n")
+        sealed(client.model("n"), data=b"n")
         with pytest.raises(membroker.InvalidRequest, match="m/weights or n/weights") as refused:
             client.attach("weights")
         assert refused.value.reason == "SEGMENT_AMBIGUOUS"
@@ -246,7 +246,7 @@ class TestNames:
                     call(name)
             # Without a name it takes the one that `membroker run --model` has set. Here that variable is missing.
             with pytest.raises(membroker.InvalidRequest):
-                client.register_model(name)
+                client.model(name)
 
 
 class TestWaiting:

@@ -98,7 +98,7 @@ class TestTensors:
     def test_on_any_failure_there_is_no_segment(self, daemon: Daemon, transport: str) -> None:
         driver = SickDriver()
         with membroker.connect(daemon.endpoint(), transport=transport, driver=driver) as client:
-            model = client.register_model("m")
+            model = client.model("m")
             for array in (np.array(["text"]), np.zeros(3, ">f4")):
                 with pytest.raises(membroker.InvalidRequest):
                     publish_arrays(model, "weights", {**WEIGHTS, "bad": array})

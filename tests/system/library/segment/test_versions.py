@@ -128,7 +128,7 @@ def test_two_publishers(client: membroker.Client, model: membroker.Model) -> Non
 def test_other_names_are_left_alone(client: membroker.Client, model: membroker.Model) -> None:
     for name in ("current.version-x", "current.version-0", "currently.version-1", "other"):
         model.create_segment(name, 1).seal()
-    other = client.register_model("other")
+    other = client.model("other")
     publish_arrays(other, "current", {"w": np.zeros(1)}, replace=True).close()
     publish(model, 1)
     publish(model, 2)
